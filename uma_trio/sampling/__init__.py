@@ -1,0 +1,10 @@
+"""From logits to text: filters and draws over all rows of a tick, stop strings, whole characters.
+
+Pure: numpy and the standard library.  Knows neither the model nor who asked.
+"""
+
+from uma_trio.sampling.params import SamplingParams
+from uma_trio.sampling.sampler import distribution, sample
+from uma_trio.sampling.text import TextAssembler
+
+__all__ = ["SamplingParams", "TextAssembler", "distribution", "sample"]
