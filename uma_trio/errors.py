@@ -19,6 +19,12 @@ class UmaError(Exception):
     code: ClassVar[str]
     http_status: ClassVar[int]
 
+    request_id: str | None = None
+    """The ``id`` of the request at fault, where it is known; it goes into the error event."""
+
+    retry_after_ms: int | None = None
+    """When trying again may help, where that can be said."""
+
 
 class ProtocolError(UmaError):
     """The client broke the protocol.  Framed connections answer with the code, then close."""

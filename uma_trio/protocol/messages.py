@@ -1,0 +1,252 @@
+"""What client and server can say to each other, as frozen records.
+
+Three messages come from the client (``Generate``, ``Cancel``, ``MetricsQuery``), five events go
+back (``Token``, ``Eos``, ``Failure``, ``Metrics`` and nothing else ever).  Bounds that hold for every
+server stand here, in the types; bounds that a server is configured with are ``runner.admission``'s.
+
+Source: docs/PROTOCOL.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import attrs
+import msgspec
+from msgspec import Meta
+
+from uma_trio.errors import BadRequest, UmaError
+
+Priority = Literal["interactive", "normal", "background"]
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_METADATA_BYTES: Final = 16 * 1024
+"""Of ``metadata`` as JSON.  It is echoed, so a client decides how much the server sends."""
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
+
+
+@attrs.frozen(kw_only=True)
+class Slo:
+    """What the client hopes for; advice to the scheduler, never a reason to refuse."""
+
+    target_ttft_ms: TargetMs | None = None
+    """Time to first token."""
+    target_tbt_ms: TargetMs | None = None
+    """Time between tokens: the inter-token latency."""
+    priority: Priority = "normal"
+
+
+@attrs.frozen(kw_only=True)
+class ChatMessage:
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@attrs.frozen(kw_only=True)
+class Generate:
+    """A request for text.  Exactly one of ``prompt`` and ``messages`` is set."""
+
+    id: Id
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
+    """Rendered through the model's chat template."""
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    """``None``: the server's default, or what the context has room for if that is less."""
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """0 is off."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    """``None``: the server chooses one and tells it in ``eos``."""
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = attrs.field(factory=list)
+    ignore_eos: bool = False
+    """Never sample an end-of-generation token: generate exactly ``max_tokens``."""
+    stream: bool = True
+    echo: bool = False
+    """Send the prompt's text first."""
+    keep_alive: bool = False
+    """Keep the connection for further requests after this one's ``eos`` or ``error``."""
+    slo: Slo = attrs.field(factory=Slo)
+    metadata: dict[str, Any] | None = None
+    """Echoed in ``eos`` and ``error``."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, however it was spelled."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@attrs.frozen(kw_only=True)
+class Cancel:
+    """Stop a request.  Of an id that is not running: nothing to do, and nothing is answered."""
+
+    id: Id
+
+
+@attrs.frozen(kw_only=True)
+class MetricsQuery:
+    """Asks for one snapshot; the server closes afterwards unless ``keep_alive``."""
+
+    id: Id | None = None
+    keep_alive: bool = False
+
+
+ClientMessage = Generate | Cancel | MetricsQuery
+
+
+@attrs.frozen(kw_only=True)
+class Usage:
+    """What a request cost, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens that did not have to be computed."""
+
+
+@attrs.frozen(kw_only=True)
+class Timings:
+    """Where a request's time went, in milliseconds of the server's clock."""
+
+    queue_ms: float
+    """From arrival until a sequence was given to it."""
+    ttft_ms: float | None
+    """From arrival to the first token; ``None`` when there was none."""
+    total_ms: float
+    """From arrival to this event."""
+    tokens_per_s: float | None
+    """After the first token; ``None`` below two tokens."""
+
+
+@attrs.frozen(kw_only=True)
+class Token:
+    """One sampled token and the text that can be shown since the last one.
+
+    ``text`` holds whole characters only and may be empty: the token ended inside a character, or
+    inside what may become a stop string.
+    """
+
+    id: str
+    text: str
+    token_id: int | None
+    """``None`` for the echoed prompt."""
+    echo: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Eos:
+    """The end of a request that was served; nothing with its ``id`` follows."""
+
+    id: str
+    reason: Reason
+    usage: Usage
+    timings: Timings
+    text: str | None = None
+    """The whole text, if ``stream`` was false."""
+    stop: str | None = None
+    """The stop string that was found, if one was."""
+    seed: int | None = None
+    metadata: dict[str, Any] | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Failure:
+    """Something went wrong with request ``id``, or with the connection if there is no ``id``."""
+
+    code: str
+    message: str
+    id: str | None = None
+    retry_after_ms: int | None = None
+    metadata: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, error: UmaError, *, metadata: dict[str, Any] | None = None) -> Failure:
+        return cls(
+            code=error.code,
+            message=str(error),
+            id=error.request_id,
+            retry_after_ms=error.retry_after_ms,
+            metadata=metadata,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Metrics:
+    """A snapshot; docs/METRICS.md names its fields."""
+
+    snapshot: Mapping[str, Any]
+    id: str | None = None
+
+
+ServerEvent = Token | Eos | Failure | Metrics
+
+_EVENT_NAMES: Final = {Token: "token", Eos: "eos", Failure: "error", Metrics: "metrics"}
+
+
+def parse(fields: dict[str, Any]) -> ClientMessage:
+    """Read one client message from its decoded payload.
+
+    Unknown fields are ignored, so that a newer client can talk to an older server.
+
+    Raises:
+        BadRequest: naming the field; with ``request_id`` where the payload has a usable one.
+    """
+    try:
+        return _parse(fields)
+    except msgspec.ValidationError as error:
+        wrong = BadRequest(str(error).replace("`$.", "`").replace("`$", "`request"))
+    except BadRequest as error:
+        wrong = error
+    claimed = fields.get("id")
+    if isinstance(claimed, str) and 0 < len(claimed) <= 256:
+        wrong.request_id = claimed
+    raise wrong
+
+
+def _parse(fields: dict[str, Any]) -> ClientMessage:
+    event, kind = fields.get("event"), fields.get("type")
+    if event is not None:
+        if event != "cancel":
+            raise BadRequest("the only event that a client sends is 'cancel'")
+        return msgspec.convert(fields, Cancel)
+    if kind == "metrics":
+        return msgspec.convert(fields, MetricsQuery)
+    if kind not in (None, "generate"):
+        raise BadRequest("type must be 'generate' or 'metrics'")
+    request = msgspec.convert(fields, Generate)
+    if (request.prompt is None) == (request.messages is None):
+        raise BadRequest("give exactly one of prompt and messages")
+    if request.metadata is not None:
+        _check_metadata(request.metadata)
+    return request
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    try:
+        size = len(msgspec.json.encode(metadata))
+    except (TypeError, ValueError, RecursionError, OverflowError):
+        raise BadRequest("metadata must be expressible in JSON") from None
+    if size > MAX_METADATA_BYTES:
+        raise BadRequest(f"metadata has {size} bytes; at most {MAX_METADATA_BYTES} are echoed")
+
+
+def to_fields(event: ServerEvent) -> dict[str, Any]:
+    """The payload of an event, as plain values; what is ``None`` is left out."""
+    if type(event) is Token:  # the one on every token's path
+        fields = {"id": event.id, "event": "token", "text": event.text, "token_id": event.token_id}
+        if event.echo:
+            fields["echo"] = True
+        return fields
+    fields = {"id": event.id, "event": _EVENT_NAMES[type(event)]}
+    if isinstance(event, Metrics):
+        fields.update(event.snapshot)
+    else:
+        fields.update(attrs.asdict(event, filter=lambda _, value: value is not None))
+    return {key: value for key, value in fields.items() if value is not None}
