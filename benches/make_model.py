@@ -1,0 +1,310 @@
+"""Make a GGUF of any size with random weights and a real vocabulary.
+
+    python benches/make_model.py --shape 125m --quant q8_0 --out /tmp/125m.gguf
+
+It computes what a trained model of its shape computes, at the same speed, and says nothing sensible.
+Weights are scaled so that activations keep their size from layer to layer and logits have a standard
+deviation of 3: greedy text wanders through the vocabulary.  The same arguments give the same file.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import click
+import gguf
+import numpy as np
+import numpy.typing as npt
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_VOCABULARY = ROOT / "build/llama.cpp/models/ggml-vocab-llama-spm.gguf"
+
+QUANTS = {
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+    "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+}
+
+BLOCK = 32
+"""Weights that share a scale, in Q8_0 and in Q4_0."""
+
+CHUNK_BYTES = 16 << 20
+"""Made and written at a time: the model never is in memory."""
+
+LOGIT_DEVIATION = 3.0
+SHARP_ATTENTION = 1.5
+"""Makes attention scores differ enough that the text depends on more than the last token."""
+
+
+@attrs.frozen
+class Shape:
+    """A Llama architecture."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+
+    def __attrs_post_init__(self) -> None:
+        if min(attrs.astuple(self)) < 1:
+            raise ValueError("every part of a shape must be at least 1")
+        if self.width % BLOCK or self.ffn % BLOCK:
+            raise ValueError(f"the width and the feed-forward width must be multiples of {BLOCK}")
+        if self.width % self.heads or self.width // self.heads % 2:
+            raise ValueError("the width must be an even multiple of the number of heads")
+        if self.heads % self.kv_heads:
+            raise ValueError("the number of heads must be a multiple of the number of KV heads")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+
+SHAPES = {
+    "125m": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
+    "1b": Shape(layers=16, width=2048, heads=32, kv_heads=8, ffn=8192),
+    "7b": Shape(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336),
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """A name of ``SHAPES``, or LAYERSxWIDTH[xHEADS[xKVHEADS[xFFN]]].
+
+    What is not given: heads of 64, as many KV heads as heads, 8/3 of the width in the feed-forward part.
+
+    Raises:
+        ValueError: it is neither, or no model can have this shape.
+    """
+    if text.lower() in SHAPES:
+        return SHAPES[text.lower()]
+    try:
+        numbers = [int(part) for part in text.lower().split("x")]
+    except ValueError:
+        numbers = []
+    if not 2 <= len(numbers) <= 5:
+        raise ValueError(
+            f"{text!r} is neither one of {', '.join(SHAPES)} nor like 12x768 or 12x768x12x4x2048"
+        )
+    layers, width, *rest = numbers
+    heads = rest[0] if rest else max(1, width // 64)
+    kv_heads = rest[1] if len(rest) > 1 else heads
+    ffn = rest[2] if len(rest) > 2 else -(-width * 8 // 3 // 64) * 64
+    return Shape(layers, width, heads, kv_heads, ffn)
+
+
+@attrs.frozen
+class Tensor:
+    """A matrix to be made.  ``deviation`` is that of its weights; None is a vector of ones."""
+
+    name: str
+    rows: int
+    columns: int
+    deviation: float | None
+    silent_rows: npt.NDArray[np.intp] = attrs.field(factory=lambda: np.empty(0, np.intp))
+    """Rows of zeros."""
+
+
+def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp]) -> Iterator[Tensor]:
+    """All tensors in file order.  ``silent`` tokens get the logit 0, far below the largest.
+
+    A matrix whose deviation is 1/sqrt(columns) keeps the size of what is multiplied with it.  What a
+    layer adds is halved, lest the last layers drown the first.
+    """
+    width, ffn, kv = shape.width, shape.ffn, shape.kv_heads * shape.head_width
+    from_width, from_ffn = 1 / math.sqrt(width), 1 / math.sqrt(ffn)
+    yield Tensor("token_embd.weight", n_vocab, width, 1.0)
+    for layer in range(shape.layers):
+        yield Tensor(f"blk.{layer}.attn_norm.weight", 1, width, None)
+        yield Tensor(f"blk.{layer}.attn_q.weight", width, width, from_width * SHARP_ATTENTION)
+        yield Tensor(f"blk.{layer}.attn_k.weight", kv, width, from_width * SHARP_ATTENTION)
+        yield Tensor(f"blk.{layer}.attn_v.weight", kv, width, from_width)
+        yield Tensor(f"blk.{layer}.attn_output.weight", width, width, from_width)
+        yield Tensor(f"blk.{layer}.ffn_norm.weight", 1, width, None)
+        yield Tensor(f"blk.{layer}.ffn_gate.weight", ffn, width, from_width)
+        yield Tensor(f"blk.{layer}.ffn_up.weight", ffn, width, from_width)
+        yield Tensor(f"blk.{layer}.ffn_down.weight", width, ffn, from_ffn)
+    yield Tensor("output_norm.weight", 1, width, None)
+    yield Tensor("output.weight", n_vocab, width, from_width * LOGIT_DEVIATION, silent)
+
+
+def random_rows(
+    noise: np.random.SFC64, rows: int, columns: int, deviation: float, quant: str
+) -> npt.NDArray[np.uint8]:
+    """(rows, bytes a row) of a matrix in its file format, straight from random bytes."""
+    if quant == "f16":
+        values = np.linspace(-1, 1, 256) * deviation * math.sqrt(3)
+        table = values.astype(np.float16)
+        return table[_bytes(noise, rows * columns)].reshape(rows, columns).view(np.uint8)
+    blocks = rows * columns // BLOCK
+    if quant == "q8_0":
+        levels = np.maximum(_bytes(noise, blocks * BLOCK).view(np.int8), -127)
+        quants = levels.view(np.uint8).reshape(blocks, BLOCK)
+        scale = deviation / math.sqrt(127 * 128 / 3)
+    else:
+        quants = _bytes(noise, blocks * BLOCK // 2).reshape(blocks, BLOCK // 2)
+        scale = deviation / math.sqrt((16**2 - 1) / 12)
+    # A 4-bit level is -8 to 7 times the scale: signs of scales at random take the mean to 0.
+    signs = _bytes(noise, blocks) & 1
+    scales = np.array([scale, -scale], np.float16)[signs]
+    made = np.concatenate([scales[:, np.newaxis].view(np.uint8), quants], axis=1)
+    return made.reshape(rows, -1)
+
+
+def _bytes(noise: np.random.SFC64, count: int) -> npt.NDArray[np.uint8]:
+    raw: npt.NDArray[np.uint64] = noise.random_raw(-(-count // 8))
+    return raw.view(np.uint8)[:count]
+
+
+def tensor_bytes(tensor: Tensor, quant: str, seed: int, index: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """The data of one tensor in chunks of whole rows."""
+    if tensor.deviation is None:
+        yield np.ones(tensor.columns, np.float32).view(np.uint8)
+        return
+    noise = np.random.SFC64(np.random.SeedSequence([seed, index]))
+    row_bytes = gguf.quant_shape_to_byte_shape((1, tensor.columns), QUANTS[quant][0])[1]
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for first in range(0, tensor.rows, step):
+        rows = min(step, tensor.rows - first)
+        made = random_rows(noise, rows, tensor.columns, tensor.deviation, quant)
+        silent = tensor.silent_rows[(tensor.silent_rows >= first) & (tensor.silent_rows < first + rows)]
+        made[silent - first] = 0  # zero levels in F16; elsewhere a scale of zero
+        yield made
+
+
+def make_model(
+    out: Path,
+    shape: Shape,
+    quant: str,
+    *,
+    vocabulary: Path = DEFAULT_VOCABULARY,
+    ctx: int = 8192,
+    seed: int = 0,
+    progress: bool = False,
+) -> None:
+    """Write the file ``out``; it appears there only when it is whole.
+
+    Args:
+        quant: a key of ``QUANTS``.
+        vocabulary: a GGUF whose ``tokenizer.*`` entries are copied.
+        ctx: tokens of context that the file claims.
+
+    Raises:
+        FileNotFoundError: no such vocabulary; the message says how to get it.
+        OSError: the disk is too small, or cannot be written.
+    """
+    if not vocabulary.exists():
+        raise FileNotFoundError(f"{vocabulary} is not there: run ./build_llama.sh, or give --vocab PATH")
+    reader = gguf.GGUFReader(vocabulary)
+    n_vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
+    all_tensors = list(tensors(shape, n_vocab, _never_wanted(reader, n_vocab)))
+
+    part = out.with_name(out.name + ".part")
+    writer = gguf.GGUFWriter(part, "llama")
+    _describe(writer, shape, quant, n_vocab, ctx, out.stem)
+    _copy_tokenizer(reader, writer)
+    total = 0
+    for tensor in all_tensors:
+        kind = gguf.GGMLQuantizationType.F32 if tensor.deviation is None else QUANTS[quant][0]
+        matrix = (tensor.rows, tensor.columns) if tensor.deviation is not None else (tensor.columns,)
+        n_bytes = math.prod(gguf.quant_shape_to_byte_shape(matrix, kind))
+        n_bytes *= 1 if tensor.deviation is not None else 4
+        writer.add_tensor_info(tensor.name, matrix, np.dtype(np.float32), n_bytes, kind)
+        total += n_bytes
+    free = shutil.disk_usage(out.parent).free
+    if free < total + (16 << 20):
+        raise OSError(f"{out.parent} has {free >> 20} MiB free, and the model takes {total >> 20} MiB")
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn(),
+        disable=not progress,
+    )  # fmt: skip
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        (file,) = writer.fout
+        with bar:
+            task = bar.add_task(out.name, total=total)
+            writer.write_padding(file, file.tell())
+            for index, tensor in enumerate(all_tensors):
+                for made in tensor_bytes(tensor, quant, seed, index):
+                    file.write(made.data)
+                    bar.advance(task, made.nbytes)
+                writer.write_padding(file, file.tell())
+        writer.close()
+        part.replace(out)
+    finally:
+        writer.close()
+        part.unlink(missing_ok=True)
+
+
+def _never_wanted(reader: gguf.GGUFReader, n_vocab: int) -> npt.NDArray[np.intp]:
+    """Tokens that end or confuse the text: control, unknown and unused ones."""
+    types = reader.fields.get("tokenizer.ggml.token_type")
+    kinds = np.array(types.contents() if types else [gguf.TokenType.NORMAL] * n_vocab)
+    return np.flatnonzero(
+        np.isin(kinds, (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED))
+    )
+
+
+def _describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, ctx: int, name: str) -> None:
+    writer.add_name(f"random {name}")
+    writer.add_file_type(QUANTS[quant][1])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(n_vocab)
+    writer.add_context_length(ctx)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.ffn)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_rope_dimension_count(shape.head_width)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+
+
+def _copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for key, field in reader.fields.items():
+        if key.startswith("tokenizer."):
+            writer.add_key_value(
+                key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+
+
+@click.command(help=__doc__.split("\n\n")[0])
+@click.option(
+    "--shape",
+    "shape_text",
+    default="125m",
+    show_default=True,
+    help=f"{', '.join(SHAPES)}, or LAYERSxWIDTH[xHEADS[xKVHEADS[xFFN]]].",
+)
+@click.option("--quant", type=click.Choice(list(QUANTS)), default="q8_0", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write.")
+@click.option(
+    "--vocab",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_VOCABULARY,
+    help="GGUF to take the vocabulary from.",
+)
+@click.option(
+    "--ctx", type=click.IntRange(min=16), default=8192, show_default=True, help="Context length to claim."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+def main(shape_text: str, quant: str, out: Path, vocab: Path, ctx: int, seed: int) -> None:
+    try:
+        shape = parse_shape(shape_text)
+        make_model(out, shape, quant, vocabulary=vocab, ctx=ctx, seed=seed, progress=sys.stderr.isatty())
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{out}: {out.stat().st_size / 2**20:.0f} MiB")
+
+
+if __name__ == "__main__":
+    main()
