@@ -1,0 +1,436 @@
+"""A context: sequences of tokens that a model has seen, and the decoding of more."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import attrs
+import numpy as np
+
+from llama_abi.batch import Batch
+from llama_abi.errors import LlamaError
+from llama_abi.handles import Owned
+from llama_abi.logits import LogitsView
+from llama_abi.model import Model
+from llama_abi.types import FLASH_ATTN_TYPE, KV_TYPE, MACROS, ggml_abort_callback
+
+UINT32_MAX = 2**32 - 1
+INT32_MAX = 2**31 - 1
+
+KV_TYPES = {name.removeprefix("GGML_TYPE_").lower(): value for name, value in KV_TYPE.items()}
+FLASH_ATTN = {
+    "auto": FLASH_ATTN_TYPE["LLAMA_FLASH_ATTN_TYPE_AUTO"],
+    "off": FLASH_ATTN_TYPE["LLAMA_FLASH_ATTN_TYPE_DISABLED"],
+    "on": FLASH_ATTN_TYPE["LLAMA_FLASH_ATTN_TYPE_ENABLED"],
+}
+
+PARTIAL_ONLY = MACROS["LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY"]
+"""State flag: only what cannot be rolled back (sliding windows, recurrent states)."""
+ON_DEVICE = MACROS["LLAMA_STATE_SEQ_FLAGS_ON_DEVICE"]
+"""State flag: leave the tensors on the device; the buffer then holds no more than a reference."""
+
+OK, NO_ROOM, ABORTED = 0, 1, 2
+"""What ``Context.decode`` returns."""
+
+MEANINGS = {-1: "the batch is invalid; the context is as it was"}
+FATAL = "the backend failed; what had been computed before stays, so ask seq_pos_max for every sequence"
+
+
+def _count(low: int = 0, high: int = UINT32_MAX) -> Any:
+    return attrs.validators.and_(
+        attrs.validators.instance_of(int), attrs.validators.ge(low), attrs.validators.le(high)
+    )
+
+
+@attrs.frozen(kw_only=True)
+class ContextOptions:
+    """How a context is made; what it then really has, its properties say."""
+
+    n_ctx: int = attrs.field(default=0, validator=_count())
+    """KV cells in all, over all sequences; 0 for as many as the model was trained for."""
+    n_batch: int = attrs.field(default=2048, validator=_count(1, INT32_MAX))
+    """Most tokens in one decode."""
+    n_ubatch: int = attrs.field(default=512, validator=_count(1, INT32_MAX))
+    """Most tokens computed at once; a decode of more is cut into several passes."""
+    n_seq_max: int = attrs.field(default=1, validator=_count(1))
+    """Sequences; ids are in ``[0, n_seq_max)``.  At most ``Library.max_sequences``."""
+    n_threads: int = attrs.field(default=1, validator=_count(1, 512))
+    """For decodes of one token a sequence."""
+    n_threads_batch: int = attrs.field(default=1, validator=_count(1, 512))
+    """For decodes with more."""
+    kv_unified: bool = False
+    """One pool of cells for all sequences, instead of ``n_ctx / n_seq_max`` for each."""
+    type_k: str = attrs.field(default="f16", validator=attrs.validators.in_(tuple(KV_TYPES)))
+    type_v: str = attrs.field(default="f16", validator=attrs.validators.in_(tuple(KV_TYPES)))
+    """A quantized ``type_v`` needs flash attention."""
+    flash_attn: str = attrs.field(default="auto", validator=attrs.validators.in_(tuple(FLASH_ATTN)))
+    """``auto``, ``on`` or ``off``."""
+    offload_kqv: bool = True
+    """KV cache and attention on the device."""
+    op_offload: bool = True
+    """Large prompt passes on the device even where weights are on the host."""
+    swa_full: bool = True
+    """Keep all of a sliding window's past, so that a sequence can be rolled back."""
+    n_outputs_max: int = attrs.field(default=0, validator=_count())
+    """Most rows of logits in one pass; 0 for ``n_batch``.  Fewer save memory; more than it abort."""
+    n_outputs_max_per_seq: int = attrs.field(default=0, validator=_count())
+    """The same for one sequence; 0 for ``n_outputs_max``."""
+    n_rs_seq: int = attrs.field(default=0, validator=_count())
+    """Snapshots of a recurrent state that a sequence can be rolled back to."""
+
+
+class AbortFlag:
+    """Cuts a running decode short, from any thread; on the CPU only.
+
+    The compute threads read one byte of this object.  No Python runs for it, so that a busy event
+    loop cannot hold them up: llama.cpp asks after every operation of the graph.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = ctypes.create_string_buffer(2)
+
+    def set(self) -> None:
+        """The running decode and all later ones return ``ABORTED`` soon."""
+        self._bytes[0] = b"\1"
+
+    def clear(self) -> None:
+        """Later decodes run to their end."""
+        self._bytes[0] = b"\0"
+
+    def is_set(self) -> bool:
+        """Whether decodes are cut short."""
+        return self._bytes[0] != b"\0"
+
+
+class Context(Owned):
+    """The working memory of a model: up to ``n_seq_max`` sequences, and their decoding.
+
+    Not thread-safe, and better used from one thread always: llama.cpp keeps a team of compute
+    threads for each thread that calls it.
+
+    Raises:
+        LlamaError: the model has no weights, options contradict each other, or memory is short.
+            The message has llama.cpp's own words.
+
+    Source: llama.h, ``llama_context_params``.
+    """
+
+    def __init__(self, model: Model, options: ContextOptions) -> None:
+        self.model = model
+        self.options = options
+        self.n_decodes = 0
+        """Decodes so far; what tells an old view of logits from the present one."""
+        self._c = model.library.c
+        if model.vocab_only:
+            raise LlamaError("this model was loaded without its weights")
+        if not model.has_decoder:
+            raise LlamaError("this model only encodes; it cannot generate")
+        if options.n_seq_max > model.library.max_sequences:
+            raise LlamaError(
+                f"n_seq_max is {options.n_seq_max}; a context has at most {model.library.max_sequences} sequences"
+            )
+        with model.library.logs.complaints() as complaints:
+            try:
+                pointer = self._c.llama_init_from_model(model._pointer, _params(self._c, options))
+            except LlamaError:
+                why = "; ".join(complaints) or "llama.cpp gave no reason"
+                raise LlamaError(f"cannot make a context: {why}") from None
+        super().__init__(pointer, self._c.llama_free, parent=model)
+        self._memory = self._c.llama_get_memory(pointer)
+        self._outputs = np.zeros(0, np.int8)
+        self._rows = 0
+        self._abort: AbortFlag | None = None
+        self._copied_into: set[int] = set()
+        self._copied_from: set[int] = set()
+        self.n_ctx = int(self._c.llama_n_ctx(pointer))
+        """KV cells in all."""
+        self.n_ctx_seq = int(self._c.llama_n_ctx_seq(pointer))
+        """KV cells that one sequence can have."""
+        self.n_batch = int(self._c.llama_n_batch(pointer))
+        self.n_ubatch = int(self._c.llama_n_ubatch(pointer))
+        self.n_seq_max = int(self._c.llama_n_seq_max(pointer))
+        self._most = self.n_batch if self._c.llama_get_causal_attn(pointer) else self.n_ubatch
+
+    # ── decoding ────────────────────────────────────────────────────────────────────────────
+
+    def decode(self, batch: Batch) -> int:
+        """Run the model over ``batch``; all earlier logits pass.
+
+        Blocks without the GIL; on a device it may return before the end, see ``synchronize``.
+
+        Returns:
+            ``OK``; ``NO_ROOM``: no KV cells for this batch, the context is as it was; ``ABORTED``:
+            an ``AbortFlag`` was set, and the passes that had ended stay in the KV cache: ask
+            ``seq_pos_max`` what was kept.  Logits are there after ``OK`` only.
+
+        Raises:
+            LlamaError: the batch is empty, longer than ``n_batch``, or names a sequence that there
+                is not: refused here, for llama.cpp would end the process.  With ``code`` -1: a
+                token id out of range, or positions that do not follow those in the KV cache; the
+                context is as it was.  With ``code`` below -1: the backend failed, and an unknown
+                part of the batch is in the KV cache; drop every sequence in it.
+
+        Source: llama.h, above ``llama_decode``.
+        """
+        pointer = self._pointer
+        if not 1 <= batch.n_tokens <= self._most:
+            raise LlamaError(f"a decode takes 1 to {self._most} tokens, not {batch.n_tokens}")
+        if batch.max_seq >= self.n_seq_max:
+            raise LlamaError(f"sequence {batch.max_seq} is not in [0, {self.n_seq_max})")
+        most_outputs = self.options.n_outputs_max
+        if most_outputs and batch.n_outputs > most_outputs:
+            raise LlamaError(f"{batch.n_outputs} tokens want logits, and n_outputs_max is {most_outputs}")
+        self.n_decodes += 1
+        self._rows = 0
+        self._held.busy = True
+        with self.model.library.logs.complaints() as complaints:
+            try:
+                code = int(self._c.llama_decode(pointer, batch._filled()))
+            finally:
+                self._held.busy = False
+        if code == OK:
+            self._rows = batch.n_outputs
+            self._outputs = batch._wants[: batch.n_tokens].copy()
+            self._copied_into.clear()
+            self._copied_from.clear()
+        elif code < 0:
+            why = "; ".join([MEANINGS.get(code, FATAL), *complaints])
+            raise LlamaError(f"llama_decode returned {code}: {why}", code=code)
+        return code
+
+    def synchronize(self) -> None:
+        """Wait until the last decode has been computed; without the GIL."""
+        self._held.busy = True
+        try:
+            self._c.llama_synchronize(self._pointer)
+        finally:
+            self._held.busy = False
+
+    def logits(self, rows: int | None = None) -> LogitsView:
+        """The first ``rows`` rows of the last decode's logits, or all; waits for them.
+
+        A row for each token that wanted logits, in batch order, whatever order they were computed in.
+
+        Raises:
+            LlamaError: the last decode gave fewer rows, or did not end with ``OK``.
+        """
+        pointer = self._pointer
+        wanted = self._rows if rows is None else rows
+        if not 0 <= wanted <= self._rows:
+            raise LlamaError(f"the last decode gave {self._rows} rows of logits, not {wanted}")
+        width = self.model.vocab.n_tokens
+        if wanted == 0:
+            return LogitsView(self, np.empty((0, width), np.float32))
+        address = ctypes.cast(self._c.llama_get_logits(pointer), ctypes.c_void_p).value
+        memory = (ctypes.c_float * (wanted * width)).from_address(address or 0)
+        return LogitsView(self, np.frombuffer(memoryview(memory), np.float32).reshape(wanted, width))
+
+    def _has_logits(self, index: int) -> bool:
+        return self._rows > 0 and 0 <= index < len(self._outputs) and bool(self._outputs[index])
+
+    def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        """From the next decode on; as in ``ContextOptions``."""
+        if not (1 <= n_threads <= 512 and 1 <= n_threads_batch <= 512):
+            raise LlamaError(f"{n_threads} and {n_threads_batch} threads: 1 to 512 are possible")
+        self._c.llama_set_n_threads(self._pointer, n_threads, n_threads_batch)
+
+    @property
+    def n_threads(self) -> int:
+        return int(self._c.llama_n_threads(self._pointer))
+
+    @property
+    def n_threads_batch(self) -> int:
+        return int(self._c.llama_n_threads_batch(self._pointer))
+
+    def set_abort(self, flag: AbortFlag | None) -> None:
+        """Let ``flag`` cut decodes short; ``None`` for never.  Between decodes only."""
+        if flag is None:
+            self._c.llama_set_abort_callback(self._pointer, ggml_abort_callback(), None)
+        else:
+            # strlen of the flag's bytes is 1 when it is set and 0 when not: a C function that
+            # reads a byte of ours and answers bool(*)(void *) in its low byte.
+            self._c.llama_set_abort_callback(
+                self._pointer, ctypes.cast(_strlen, ggml_abort_callback), ctypes.addressof(flag._bytes)
+            )
+        self._abort = flag
+
+    # ── sequences ───────────────────────────────────────────────────────────────────────────
+
+    def seq_remove(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
+        """Forget the tokens of ``seq`` at positions ``[p0, p1)``; a negative bound is open.
+
+        Returns:
+            ``False`` when the model's memory cannot forget a part (recurrent ones, or beyond a
+            sliding window): nothing has changed then.  A whole sequence always goes.
+        """
+        return bool(self._c.llama_memory_seq_rm(self._mem(), self._seq(seq), _pos(p0), _pos(p1)))
+
+    def seq_copy(self, source: int, target: int, p0: int = -1, p1: int = -1) -> None:
+        """Let ``target`` have the tokens of ``source`` at ``[p0, p1)`` too; a negative bound is open.
+
+        In a unified cache the cells are shared, any range is possible, and ``target`` keeps what it
+        had.  Otherwise the whole of ``source`` replaces ``target``, computed with the next decode.
+
+        Raises:
+            LlamaError: a part is to be copied between streams, where llama.cpp would end the process.
+        """
+        memory, source, target = self._mem(), self._seq(source), self._seq(target)
+        if source == target:
+            return
+        last = int(self._c.llama_memory_seq_pos_max(memory, source))
+        if not self.options.kv_unified:
+            if p0 > max(0, int(self._c.llama_memory_seq_pos_min(memory, source))) or 0 <= p1 <= last:
+                raise LlamaError(
+                    "a part of a sequence cannot be copied between streams; copy it whole and remove "
+                    "from the copy, or use kv_unified"
+                )
+            p0 = p1 = -1
+            self._copied_from.add(source)
+            self._copied_into.add(target)
+        self._c.llama_memory_seq_cp(memory, source, target, _pos(p0), _pos(p1))
+
+    def seq_keep(self, seq: int) -> None:
+        """Forget every sequence but ``seq``."""
+        self._c.llama_memory_seq_keep(self._mem(), self._seq(seq))
+
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        """Move the tokens of ``seq`` at ``[p0, p1)`` by ``delta`` positions.
+
+        Raises:
+            LlamaError: this model's memory cannot shift, or a position would become negative.
+        """
+        memory = self._mem()
+        if not self._c.llama_memory_can_shift(memory):
+            raise LlamaError("this model's memory cannot shift positions")
+        if abs(delta) > INT32_MAX or (delta < 0 and max(p0, 0) + delta < 0):
+            raise LlamaError(f"moving positions from {p0} by {delta} is out of bounds")
+        self._c.llama_memory_seq_add(memory, self._seq(seq), _pos(p0), _pos(p1), delta)
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether ``seq_add`` is possible."""
+        return bool(self._c.llama_memory_can_shift(self._mem()))
+
+    def seq_pos_min(self, seq: int) -> int:
+        """Lowest position of ``seq`` in memory; -1 when empty."""
+        return int(self._c.llama_memory_seq_pos_min(self._mem(), self._seq(seq)))
+
+    def seq_pos_max(self, seq: int) -> int:
+        """Highest position of ``seq`` in memory; -1 when empty."""
+        return int(self._c.llama_memory_seq_pos_max(self._mem(), self._seq(seq)))
+
+    def clear(self, *, data: bool = False) -> None:
+        """Forget every sequence; with ``data`` also overwrite what was stored."""
+        self._c.llama_memory_clear(self._mem(), data)
+        self._copied_from.clear()
+        self._copied_into.clear()
+
+    # ── the state of one sequence ───────────────────────────────────────────────────────────
+
+    def state_size(self, seq: int, *, flags: int = 0) -> int:
+        """Bytes that ``save_state_into`` needs for ``seq`` as it is now."""
+        return int(self._c.llama_state_seq_get_size_ext(self._pointer, self._seq(seq), _flags(flags)))
+
+    def save_state_into(self, seq: int, buffer: Any, *, flags: int = 0) -> int:
+        """Write the KV of ``seq`` into a writable buffer (bytearray, mmap, numpy); without the GIL.
+
+        Returns:
+            Bytes written.
+
+        Raises:
+            LlamaError: the buffer is too small or not writable, or ``seq`` was copied from another
+                stream and not decoded since: its data are not there yet.
+        """
+        pointer = self._pointer
+        if self._seq(seq) in self._copied_into:
+            raise LlamaError(f"sequence {seq} is a copy that the next decode completes; save it after that")
+        try:
+            view = memoryview(buffer).cast("B")
+        except (TypeError, ValueError) as error:
+            raise LlamaError(f"not a buffer for a state: {error}") from None
+        if view.readonly:
+            raise LlamaError("the buffer for a state is not writable")
+        needed = self.state_size(seq, flags=flags)
+        if view.nbytes < needed:
+            raise LlamaError(f"the state of sequence {seq} needs {needed} bytes, the buffer has {view.nbytes}")
+        target = (ctypes.c_uint8 * view.nbytes).from_buffer(view)
+        return self._state(self._c.llama_state_seq_get_data_ext, pointer, target, view.nbytes, seq, _flags(flags))
+
+    def load_state_from(self, seq: int, buffer: Any, *, flags: int = 0) -> int:
+        """Replace ``seq`` by a state that this kind of context has saved; without the GIL.
+
+        The bytes are trusted: keep a checksum, the model's hash and the options beside them.
+
+        Returns:
+            Bytes read.
+
+        Raises:
+            LlamaError: not a state, of another shape, or no room.  ``seq`` is empty then.
+        """
+        pointer = self._pointer
+        if self._seq(seq) in self._copied_from:
+            raise LlamaError(f"sequence {seq} is being copied; load into it after the next decode")
+        try:
+            view = np.frombuffer(buffer, np.uint8)
+        except (TypeError, ValueError) as error:
+            raise LlamaError(f"not a buffer with a state: {error}") from None
+        source = ctypes.cast(view.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+        self._copied_into.discard(seq)
+        return self._state(self._c.llama_state_seq_set_data_ext, pointer, source, view.nbytes, seq, _flags(flags))
+
+    def _state(self, function: Any, *arguments: Any) -> int:
+        self._held.busy = True
+        try:
+            with self.model.library.logs.complaints() as complaints:
+                try:
+                    return int(function(*arguments))
+                except LlamaError as error:
+                    why = "; ".join(complaints) or str(error)
+                    raise LlamaError(f"a state was refused: {why}", code=0) from None
+        finally:
+            self._held.busy = False
+
+    # ── bounds ──────────────────────────────────────────────────────────────────────────────
+
+    def _mem(self) -> Any:
+        self._pointer  # noqa: B018  raises Closed
+        if not self._memory:
+            raise LlamaError("this model keeps no memory of a sequence")
+        return self._memory
+
+    def _seq(self, seq: int) -> int:
+        if not 0 <= seq < self.n_seq_max:
+            raise LlamaError(f"sequence {seq} is not in [0, {self.n_seq_max})")
+        return seq
+
+    def __repr__(self) -> str:
+        state = " closed" if self.closed else ""
+        return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} of {self.model.path}{state}>"
+
+
+def _params(c: Any, options: ContextOptions) -> Any:
+    params = c.llama_context_default_params()
+    for name, value in attrs.asdict(options).items():
+        if name in ("type_k", "type_v"):
+            setattr(params, name, KV_TYPES[value])
+        elif name == "flash_attn":
+            params.flash_attn_type = FLASH_ATTN[value]
+        else:
+            setattr(params, name, value)
+    return params
+
+
+def _pos(position: int) -> int:
+    if position > INT32_MAX:
+        raise LlamaError(f"position {position} is out of bounds")
+    return max(position, -1)
+
+
+def _flags(flags: int) -> int:
+    if flags & ~(PARTIAL_ONLY | ON_DEVICE):
+        raise LlamaError(f"unknown state flags {flags}")
+    return flags
+
+
+_strlen = ctypes.CDLL(None).strlen

@@ -1,0 +1,192 @@
+"""Declarations as C text: one spelling, read by people, by ctypes and by the C compiler.
+
+A declaration is written as llama.h writes it, so that a reader lays the two side by side.  Three
+things are made from it: the ctypes types, the error rule of a function, and the source that
+``llama_abi.check`` hands to the C compiler.  The part after ``//`` is ours:
+
+    // !null    NULL means failure: LlamaError
+    // !rc      negative means failure: LlamaError; zero and up is returned
+    // !zero    zero means failure: LlamaError
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from llama_abi.errors import LibraryError, LlamaError
+
+CType = Any
+"""A ctypes type, or ``None`` for void.  ctypes has no common base that mypy could name."""
+
+PROTOTYPE = re.compile(r"^\s*(?!//)(\S.*?)(\w+)\(([^)]*)\);(?:\s*//\s*(!\w+))?", re.MULTILINE)
+ENUMERATOR = re.compile(r"(\w+)\s*=\s*(-?\d+)")
+CALLBACK = re.compile(r"(.+?)\(\*\)\s*\((.*)\)")
+
+
+@attrs.frozen
+class Prototype:
+    """One line of the function table."""
+
+    returns: str
+    name: str
+    parameters: tuple[str, ...]
+    rule: str
+
+    @property
+    def c(self) -> str:
+        return f"{self.returns} {self.name}({', '.join(self.parameters) or 'void'});"
+
+
+def split_declarator(text: str) -> tuple[str, str]:
+    """``"float * logits"`` -> ``("float *", "logits")``."""
+    match = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*", text, re.DOTALL)
+    if match is None:
+        raise LibraryError(f"not a C declaration: {text!r}")
+    return match.group(1), match.group(2)
+
+
+def prototypes(table: str) -> tuple[Prototype, ...]:
+    """The functions of ``table``, in its order."""
+    found = []
+    for returns, name, parameters, rule in PROTOTYPE.findall(table):
+        named = tuple(p.strip() for p in parameters.split(",") if p.strip() not in ("", "void"))
+        found.append(Prototype(" ".join(returns.split()), name, named, rule))
+    return tuple(found)
+
+
+class Declarations:
+    """All that we say about the C side; filled by ``types.py``, read by ``library`` and ``check``."""
+
+    def __init__(self) -> None:
+        self.structs: dict[str, tuple[tuple[str, str], ...]] = {}
+        """name -> ((C spelling, field), ...) in the order of the header."""
+        self.enums: dict[str, dict[str, int]] = {}
+        """enum name -> its members; the name ``""`` holds plain macros."""
+        self.typedefs: dict[str, str] = {}
+        """typedef name -> what it stands for, in C."""
+        self.known: dict[str, CType] = {
+            "void": None,
+            "bool": ctypes.c_bool,
+            "float": ctypes.c_float,
+            "int8_t": ctypes.c_int8,
+            "uint8_t": ctypes.c_uint8,
+            "int32_t": ctypes.c_int32,
+            "uint32_t": ctypes.c_uint32,
+            "int64_t": ctypes.c_int64,
+            "uint64_t": ctypes.c_uint64,
+            "size_t": ctypes.c_size_t,
+        }
+
+    def ctype(self, spelling: str) -> CType:
+        """The ctypes type for a C spelling such as ``const struct llama_model *``.
+
+        A ``struct x *`` whose fields nobody declared becomes a pointer to an opaque type of its
+        own, so a model handed over as a context is an ``ArgumentError`` in Python and not a crash.
+
+        Raises:
+            LibraryError: a spelling that is neither known nor a pointer to a struct.
+        """
+        words = [word for word in spelling.replace("*", " * ").split() if word != "const"]
+        stars = words.count("*")
+        names = [word for word in words if word != "*"]
+        if len(names) == 2 and names[0] == "enum":
+            names = ["int32_t"]
+        elif len(names) == 2 and names[0] == "struct":
+            names = names[1:]
+            if stars:
+                self.known.setdefault(names[0], type(names[0], (ctypes.Structure,), {}))
+        if len(names) != 1:
+            raise LibraryError(f"no ctypes type for {spelling!r}")
+        found: CType
+        if stars and names[0] in ("char", "void"):  # ctypes has its own names for these pointers
+            found, stars = {"char": ctypes.c_char_p, "void": ctypes.c_void_p}[names[0]], stars - 1
+        elif names[0] in self.known:
+            found = self.known[names[0]]
+        else:
+            raise LibraryError(f"no ctypes type for {spelling!r}")
+        for _ in range(stars):
+            found = ctypes.POINTER(found)
+        return found
+
+    def struct(self, name: str, fields: str) -> type[ctypes.Structure]:
+        """Declare ``struct name`` from its C field list."""
+        lines = tuple(split_declarator(line) for line in fields.split(";") if line.strip())
+        layout = [(field, self.ctype(spelling)) for spelling, field in lines]
+        made = type(name, (ctypes.Structure,), {"_fields_": layout})
+        self.structs[name] = lines
+        self.known[name] = made
+        return made
+
+    def enum(self, name: str, members: str) -> dict[str, int]:
+        """Declare members of ``enum name``; with an empty name, integer macros.
+
+        Only the members that we use need to be listed.
+        """
+        found = {member: int(value) for member, value in ENUMERATOR.findall(members)}
+        self.enums[name] = found
+        return found
+
+    def typedef(self, name: str, meaning: str) -> CType:
+        """Declare ``typedef``: a plain spelling, or a callback written ``bool (*)(void * data)``."""
+        callback = CALLBACK.fullmatch(meaning.strip())
+        if callback is None:
+            made = self.ctype(meaning)
+        else:
+            parameters = [split_declarator(p)[0] for p in callback.group(2).split(",")]
+            made = ctypes.CFUNCTYPE(self.ctype(callback.group(1)), *map(self.ctype, parameters))
+        self.typedefs[name] = meaning.strip()
+        self.known[name] = made
+        return made
+
+    def bind(self, library: ctypes.CDLL, table: str) -> None:
+        """Give every function in ``table`` its types and its error check.
+
+        Raises:
+            LibraryError: naming *all* the symbols that the library lacks, not the first alone.
+        """
+        missing = []
+        for prototype in prototypes(table):
+            try:
+                function = getattr(library, prototype.name)
+            except AttributeError:
+                missing.append(prototype.name)
+                continue
+            function.restype = self.ctype(prototype.returns)
+            function.argtypes = [self.ctype(split_declarator(p)[0]) for p in prototype.parameters]
+            if prototype.rule:
+                function.errcheck = RULES[prototype.rule]
+        if missing:
+            raise LibraryError(
+                f"the library lacks {', '.join(missing)}; it is another llama.cpp than the one that "
+                "these declarations describe. Run ./build_llama.sh"
+            )
+
+
+def _no_null(result: Any, function: Any, arguments: Any) -> Any:
+    if not result:
+        raise LlamaError(f"{function.__name__} returned NULL")
+    return result
+
+
+def _no_negative(result: Any, function: Any, arguments: Any) -> Any:
+    if result < 0:
+        raise LlamaError(f"{function.__name__} returned {result}", code=result)
+    return result
+
+
+def _no_zero(result: Any, function: Any, arguments: Any) -> Any:
+    if result == 0:
+        raise LlamaError(f"{function.__name__} returned 0", code=0)
+    return result
+
+
+RULES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "!null": _no_null,
+    "!rc": _no_negative,
+    "!zero": _no_zero,
+}

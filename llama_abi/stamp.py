@@ -1,0 +1,124 @@
+"""The stamp beside a library: what it was built from, and which declarations its header agreed with.
+
+``python -m llama_abi.check`` writes ``stamp.json`` when it has passed, as the last step of
+build_llama.sh.  The loader asks ``Stamp.read`` and ``Stamp.verify``; so a library of another
+commit, a header that was exchanged afterwards, and declarations edited since are each refused
+before the first call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import attrs
+
+from llama_abi.csource import source as c_source
+from llama_abi.errors import LibraryError
+
+STAMP = "stamp.json"
+FIX = "run ./build_llama.sh (a few seconds when only the check is out of date)"
+
+
+def pin() -> str:
+    """The llama.cpp that these declarations are for, as ``pin.txt`` has it: a pip requirement."""
+    return Path(__file__).with_name("pin.txt").read_text().split()[0]
+
+
+def declarations_sha256() -> str:
+    """Of all declarations, as the compiler sees them."""
+    return hashlib.sha256(c_source().encode()).hexdigest()
+
+
+def header_sha256(directory: Path) -> str:
+    """Of every header in ``directory``, by name and content."""
+    digest = hashlib.sha256()
+    for header in sorted(directory.glob("*.h")):
+        digest.update(header.name.encode() + b"\0" + header.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    return {
+        path.name: path.stat().st_size
+        for path in sorted(directory.glob("lib*"))
+        if path.suffix in (".so", ".dylib")
+    }
+
+
+@attrs.frozen(kw_only=True)
+class Stamp:
+    """What ``stamp.json`` says."""
+
+    pin: str
+    """A pip requirement; for a build with ``--source`` it is ``source:`` and that tree's version."""
+    backend: str
+    """``cpu``, ``metal``, ``vulkan`` or ``cuda``."""
+    header_sha256: str
+    """Of ``include/`` when the check passed."""
+    declarations_sha256: str
+    """Of our declarations when the check passed."""
+    options: tuple[str, ...]
+    """The cmake options of the build."""
+    libraries: dict[str, int]
+    """File name -> size in bytes, so that a half-copied or exchanged file is noticed."""
+
+    @classmethod
+    def read(cls, directory: Path) -> Stamp:
+        """The stamp of ``directory``.
+
+        Raises:
+            LibraryError: there is none, or it is not readable.
+        """
+        path = directory / STAMP
+        try:
+            found = json.loads(path.read_bytes())
+            return cls(**{**found, "options": tuple(found["options"])})
+        except FileNotFoundError:
+            if not directory.is_dir():
+                raise LibraryError(f"there is no library in {directory}: run ./build_llama.sh") from None
+            raise LibraryError(
+                f"{directory} has no {STAMP}, so nothing says that its library and header belong "
+                "together: run ./build_llama.sh"
+            ) from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise LibraryError(f"{path} is not readable ({error}): run ./build_llama.sh --clean") from None
+
+    def verify(self, directory: Path) -> None:
+        """Refuse a library that is not the one that was checked.
+
+        Raises:
+            LibraryError: another pin, headers or files exchanged, declarations edited since.
+        """
+        if not self.pin.startswith("source:") and self.pin != pin():
+            raise LibraryError(f"the library in {directory} is {self.pin}, but this version needs {pin()}: {FIX}")
+        if self.header_sha256 != header_sha256(directory / "include"):
+            raise LibraryError(
+                f"the headers in {directory / 'include'} are not those that the declarations were "
+                f"checked against: {FIX}"
+            )
+        if self.declarations_sha256 != declarations_sha256():
+            raise LibraryError(
+                f"the declarations in llama_abi have changed since they were checked against the header "
+                f"in {directory}: {FIX}"
+            )
+        if self.libraries != _sizes(directory):
+            raise LibraryError(
+                f"the library files in {directory} are not those that were stamped: "
+                "run ./build_llama.sh --clean"
+            )
+
+
+def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...]) -> Stamp:
+    """Stamp ``directory``, whose header has just been checked."""
+    stamp = Stamp(
+        pin=source,
+        backend=backend,
+        header_sha256=header_sha256(directory / "include"),
+        declarations_sha256=declarations_sha256(),
+        options=options,
+        libraries=_sizes(directory),
+    )
+    (directory / STAMP).write_text(json.dumps(attrs.asdict(stamp), indent=2) + "\n")
+    return stamp

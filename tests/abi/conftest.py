@@ -1,0 +1,140 @@
+"""What these tests need: the library with its header, the vocabularies of its source, a model.
+
+Nothing here skips where it can be had: without ``llama_abi/lib`` everything below says what builds it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+import llama_abi
+from llama_abi.library import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+VOCABULARIES = ROOT / "build" / "llama.cpp" / "models"
+
+WIDTH, LAYERS, HEADS, HEADS_KV, FEED = 64, 2, 4, 2, 128
+
+
+@pytest.fixture(scope="session")
+def directory() -> Path:
+    """Where the library, ``include/`` and ``stamp.json`` are."""
+    found = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
+    if not found.is_dir():
+        pytest.skip(f"there is no library in {found}: ./build_llama.sh --dev builds it")
+    return found
+
+
+@pytest.fixture(scope="session")
+def headers(directory: Path) -> Path:
+    return directory / "include"
+
+
+@pytest.fixture(scope="session")
+def library(directory: Path) -> llama_abi.Library:
+    return llama_abi.load(directory)
+
+
+@pytest.fixture(scope="session")
+def vocabularies(directory: Path) -> Path:
+    """The ``ggml-vocab-*.gguf`` files of llama.cpp's source, with their golden texts."""
+    if not VOCABULARIES.is_dir():
+        pytest.skip(f"there is no {VOCABULARIES}: ./build_llama.sh --dev unpacks it")
+    return VOCABULARIES
+
+
+@pytest.fixture(scope="session")
+def vocab(library: llama_abi.Library, vocabularies: Path) -> Iterator[Callable[[str], llama_abi.Vocab]]:
+    """``vocab("llama-spm")``: a vocabulary by name, loaded once."""
+    models: dict[str, llama_abi.Model] = {}
+
+    def load(name: str) -> llama_abi.Vocab:
+        if name not in models:
+            path = vocabularies / f"ggml-vocab-{name}.gguf"
+            models[name] = llama_abi.Model(library, path, vocab_only=True)
+        return models[name].vocab
+
+    yield load
+    for model in models.values():
+        model.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(vocabularies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers with random weights and GPT-2's vocabulary, 15 MiB."""
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    n_vocab = _copy_vocabulary(vocabularies / "ggml-vocab-gpt-2.gguf", writer)
+    writer.add_name("tiny")
+    writer.add_context_length(2048)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FEED)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS_KV)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_chat_template("{{ messages }}")
+    random = np.random.default_rng(7)
+
+    def tensor(name: str, *shape: int) -> None:
+        values = random.normal(0, 1 / np.sqrt(shape[-1]), shape) if len(shape) > 1 else np.ones(shape)
+        writer.add_tensor(name, values.astype(np.float32))
+
+    tensor("token_embd.weight", n_vocab, WIDTH)
+    tensor("output_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        kv_width = WIDTH // HEADS * HEADS_KV
+        for name, *shape in (
+            ("attn_norm", WIDTH),
+            ("attn_q", WIDTH, WIDTH),
+            ("attn_k", kv_width, WIDTH),
+            ("attn_v", kv_width, WIDTH),
+            ("attn_output", WIDTH, WIDTH),
+            ("ffn_norm", WIDTH),
+            ("ffn_gate", FEED, WIDTH),
+            ("ffn_up", FEED, WIDTH),
+            ("ffn_down", WIDTH, FEED),
+        ):
+            tensor(f"blk.{layer}.{name}.weight", *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _copy_vocabulary(source: Path, writer: gguf.GGUFWriter) -> int:
+    """Copy every ``tokenizer.*`` field; returns the number of tokens."""
+    fields = gguf.GGUFReader(source).fields
+    for name, field in fields.items():
+        if name.startswith("tokenizer."):
+            part = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], part)
+    return len(fields["tokenizer.ggml.tokens"].contents())
+
+
+@pytest.fixture(scope="session")
+def model(library: llama_abi.Library, tiny: Path) -> Iterator[llama_abi.Model]:
+    with llama_abi.Model(library, tiny) as opened:
+        yield opened
+
+
+@pytest.fixture
+def context(model: llama_abi.Model) -> Iterator[llama_abi.Context]:
+    options = llama_abi.ContextOptions(n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=4)
+    with llama_abi.Context(model, options) as opened:
+        yield opened
+
+
+@pytest.fixture
+def unified(model: llama_abi.Model) -> Iterator[llama_abi.Context]:
+    options = llama_abi.ContextOptions(n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=4, kv_unified=True)
+    with llama_abi.Context(model, options) as opened:
+        yield opened
