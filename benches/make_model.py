@@ -214,7 +214,6 @@ def make_model(
         kind = gguf.GGMLQuantizationType.F32 if tensor.deviation is None else QUANTS[quant][0]
         matrix = (tensor.rows, tensor.columns) if tensor.deviation is not None else (tensor.columns,)
         n_bytes = math.prod(gguf.quant_shape_to_byte_shape(matrix, kind))
-        n_bytes *= 1 if tensor.deviation is not None else 4
         writer.add_tensor_info(tensor.name, matrix, np.dtype(np.float32), n_bytes, kind)
         total += n_bytes
     free = shutil.disk_usage(out.parent).free
