@@ -122,3 +122,20 @@ def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...
     )
     (directory / STAMP).write_text(json.dumps(attrs.asdict(stamp), indent=2) + "\n")
     return stamp
+
+
+def state(directory: Path, *, source: str, backend: str, options: tuple[str, ...]) -> tuple[str, str]:
+    """What build_llama.sh has to do for ``directory``, and why: ``build``, ``check`` or ``nothing``."""
+    try:
+        stamp = Stamp.read(directory)
+    except LibraryError as error:
+        return "build", str(error).partition(":")[0]
+    if (stamp.pin, stamp.backend) != (source, backend):
+        return "build", f"the library there is {stamp.pin} for {stamp.backend}"
+    if stamp.options != options:
+        return "build", "the options of the build have changed"
+    if stamp.libraries != _sizes(directory) or stamp.header_sha256 != header_sha256(directory / "include"):
+        return "build", "files of the library are missing or were exchanged"
+    if stamp.declarations_sha256 != declarations_sha256():
+        return "check", "the declarations have changed"
+    return "nothing", "it is up to date"

@@ -1,0 +1,482 @@
+#!/usr/bin/env bash
+# Builds the pinned llama.cpp into a shared library, installs the Python package into the active
+# environment, and checks that the two agree.  See --help.  Written for bash 3.2 (macOS) and newer.
+set -euo pipefail
+
+usage() {
+  cat <<'END'
+usage: ./build_llama.sh [options]
+
+Builds libllama from the pinned llama.cpp source, installs this package (editable) into the active
+Python environment, checks the package's declarations against llama.h with the C compiler, and
+stamps the library.  Needs Python 3.11 or newer and a C++ compiler; fetches everything else with pip.
+A second run does only what is left to do.
+
+  --backend NAME   auto (default), cpu, metal, vulkan or cuda.  auto takes Metal on Apple Silicon, Vulkan
+                   on Linux where headers, glslc and a loader are usable, and the CPU otherwise
+  --dev            also install what the tests, benches and notebooks need
+  --prefix DIR     where the library goes (default: llama_abi/lib, where the package looks by itself;
+                   for another place set UMA_LLAMA_DIR=DIR when running)
+  --jobs N         compilers at a time (default: one a CPU, fewer when memory is short)
+  --source DIR     build this llama.cpp checkout instead of the pinned source
+  --clean          build again from nothing; the downloaded archive is kept
+  --help           this text
+
+Environment: PYTHON (interpreter to use), CC and CXX, CMAKE_ARGS (more options for cmake), VULKAN_SDK (folder
+whose include/, lib/ and bin/ are looked into first), and pip's own variables.
+END
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+work=$root/build
+logs=$work/log
+pin=$(cut -d' ' -f1 "$root/llama_abi/pin.txt")        # name==version
+pin_sha256=$(sed 's/.*sha256://' "$root/llama_abi/pin.txt")
+archive=$work/download/llama_cpp_python-${pin#*==}.tar.gz
+started=$SECONDS
+ticker=''
+
+# ── talking ───────────────────────────────────────────────────────────────────────────────────
+
+say() { printf '==> %s\n' "$*"; }
+
+# One clear sentence, the remedy in it; a second argument is a log to look into.
+die() {
+  stop_ticker
+  printf 'error: %s\n' "$1" >&2
+  if [ $# -gt 1 ]; then printf '       The whole output is in %s\n' "$2" >&2; fi
+  exit 1
+}
+
+have() { command -v "$1" >/dev/null 2>&1; }
+
+stop_ticker() {
+  if [ -n "$ticker" ]; then
+    kill "$ticker" 2>/dev/null || true
+    wait "$ticker" 2>/dev/null || true
+    ticker=''
+    printf '\r\033[K'
+  fi
+}
+trap stop_ticker EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# quietly LOG COMMAND...: its output goes to LOG, and the seconds tick on a terminal.
+quietly() {
+  local log=$1 status=0
+  shift
+  mkdir -p "$logs" 2>/dev/null || no_room "$work"
+  if [ -t 1 ]; then
+    (n=0; while :; do printf '\r    %ss' "$n"; sleep 1; n=$((n + 1)); done) &
+    ticker=$!
+  fi
+  "$@" >"$log" 2>&1 || status=$?
+  stop_ticker
+  return $status
+}
+
+# ── what goes wrong ───────────────────────────────────────────────────────────────────────────
+
+free_mib() { df -Pk "$1" 2>/dev/null | awk 'NR == 2 { print int($4 / 1024) }'; }
+
+no_room() { die "there is no room to write in $1 ($(free_mib "$(dirname "$1")") MiB free, about $need_mib needed): free some, or make it writable"; }
+
+need_room() {
+  local free
+  free=$(free_mib "$1")
+  if [ -n "$free" ] && [ "$free" -lt "$2" ]; then
+    die "the disk is too full: $1 has $free MiB free and this build needs about $2; free some and run again"
+  fi
+}
+
+# After a failed step: say the common reasons in one sentence, else what the tool said last.
+explain() {
+  local what=$1 log=$2 last
+  last=$(grep -v '^[[:space:]]*$' "$log" 2>/dev/null | tail -n 1 || true)
+  if grep -qi 'no space left on device\|disk quota exceeded\|Errno 28' "$log" 2>/dev/null; then
+    die "the disk is full ($(free_mib "$work") MiB free in $work): free about $need_mib MiB and run again"
+  fi
+  if [ "$(free_mib "$work")" = 0 ]; then no_room "$work"; fi
+  if grep -q 'externally-managed-environment' "$log"; then managed; fi
+  if grep -q 'DO NOT MATCH THE HASHES\|Expected sha256' "$log"; then
+    die "pip got another file for $pin than the pinned one (SHA-256 differs): your index or proxy serves a changed file; use another index" "$log"
+  fi
+  if grep -qi 'Failed to establish\|NewConnectionError\|Name or service not known\|name resolution\|Network is unreachable\|Connection refused\|timed out\|ProxyError\|SSLError\|Could not find a version\|No matching distribution\|Looking in links' "$log"; then
+    die "$what failed because pip reached no package index that has it ($(grep -m1 'No matching distribution\|Could not find a version\|Connection\|resolution' "$log" | cut -c1-120)): connect to the network, unset PIP_NO_INDEX, or set PIP_INDEX_URL to a mirror" "$log"
+  fi
+  if grep -qi 'permission denied' "$log"; then
+    die "$what was not permitted to write: use a virtual environment of your own (python3 -m venv .venv && . .venv/bin/activate)" "$log"
+  fi
+  die "$what failed: $last" "$log"
+}
+
+managed() {
+  die "this Python is managed by the operating system, which forbids pip to install into it: run  python3 -m venv .venv && . .venv/bin/activate  and then this script again"
+}
+
+# ── options ───────────────────────────────────────────────────────────────────────────────────
+
+backend=auto prefix=$root/llama_abi/lib source='' jobs='' extra='' clean=''
+
+while [ $# -gt 0 ]; do
+  case $1 in
+    --help | -h) usage; exit 0 ;;
+    --dev) extra=dev ;;
+    --clean) clean=yes ;;
+    --backend=* | --prefix=* | --jobs=* | --source=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
+    --backend | --prefix | --jobs | --source)
+      if [ $# -lt 2 ] || [ -z "$2" ]; then die "$1 needs a value; see --help"; fi
+      case $1 in
+        --backend) backend=$2 ;;
+        --prefix) prefix=$2 ;;
+        --jobs) jobs=$2 ;;
+        --source) source=$2 ;;
+      esac
+      shift ;;
+    *) die "there is no option $1; see --help" ;;
+  esac
+  shift
+done
+
+case $backend in auto | cpu | metal | vulkan | cuda) ;; *) die "there is no backend '$backend': auto, cpu, metal, vulkan or cuda" ;; esac
+case $jobs in '') ;; 0* | *[!0-9]*) die "--jobs takes a number from 1, not '$jobs'" ;; esac
+case $prefix in /*) ;; *) prefix=$PWD/$prefix ;; esac
+if [ -n "$source" ]; then
+  [ -f "$source/include/llama.h" ] || die "--source $source is no llama.cpp checkout: it has no include/llama.h"
+  source=$(cd "$source" && pwd -P)
+fi
+
+# ── Python ────────────────────────────────────────────────────────────────────────────────────
+
+if [ -n "${PYTHON:-}" ]; then python=$PYTHON
+elif [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then python=$VIRTUAL_ENV/bin/python
+elif have python3; then python=python3
+else python=python
+fi
+have "$python" || die "there is no Python: install Python 3.11 or newer (Debian: apt install python3 python3-venv; macOS: brew install python)"
+
+# Prints: version, whether it is new enough, whether pip may install, whether the package is installed
+# from here with pyproject.toml and extras as they are now, where scripts go, a name for the environment.
+probe() {
+  "$python" - "$root" "$work" "$extra" <<'PY'
+import hashlib, os, sys, sysconfig
+root, work, extra = sys.argv[1:]
+print(".".join(map(str, sys.version_info[:3])))
+print("new" if sys.version_info >= (3, 11) else "old")
+try:
+    import pip
+    pip = "pip"
+except ImportError:
+    pip = "no-pip"
+marker = os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
+allowed = sys.prefix != sys.base_prefix or os.environ.get("PIP_BREAK_SYSTEM_PACKAGES", "0") not in ("", "0")
+print("managed" if os.path.exists(marker) and not allowed else pip)
+environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:16]
+with open(os.path.join(root, "pyproject.toml"), "rb") as file:
+    wanted = hashlib.sha256(file.read()).hexdigest()
+state = "absent"
+try:
+    import importlib.metadata, json, urllib.parse
+    url = json.loads(importlib.metadata.distribution("uma-trio").read_text("direct_url.json") or "{}")
+    here = urllib.parse.unquote(urllib.parse.urlparse(url.get("url", "")).path)
+    if url.get("dir_info", {}).get("editable") and os.path.realpath(here) == os.path.realpath(root):
+        with open(os.path.join(work, "installed", environment)) as file:
+            done, extras = file.read().split("\n")[:2]
+        if done == wanted and extra in ("", extras):
+            state = "installed"
+except Exception:
+    pass
+print(state)
+print(sysconfig.get_path("scripts"))
+print(environment)
+print(wanted)
+PY
+}
+
+found=$(probe) || die "$python does not run: install Python 3.11 or newer, or set PYTHON to one"
+version=$(printf '%s\n' "$found" | sed -n 1p)
+newness=$(printf '%s\n' "$found" | sed -n 2p)
+pip_state=$(printf '%s\n' "$found" | sed -n 3p)
+installed=$(printf '%s\n' "$found" | sed -n 4p)
+scripts=$(printf '%s\n' "$found" | sed -n 5p)
+environment=$(printf '%s\n' "$found" | sed -n 6p)
+pyproject=$(printf '%s\n' "$found" | sed -n 7p)
+
+if [ "$newness" = old ]; then
+  for newer in python3.14 python3.13 python3.12 python3.11; do
+    if have "$newer"; then
+      die "Python 3.11 or newer is needed and $python is $version, but $newer is here: run  $newer -m venv .venv && . .venv/bin/activate  and then this script again"
+    fi
+  done
+  die "Python 3.11 or newer is needed, and $python is $version: install a newer one, or set PYTHON to one"
+fi
+[ "$pip_state" != managed ] || managed
+[ "$pip_state" != no-pip ] || die "$python has no pip: run  $python -m ensurepip  (Debian: apt install python3-pip python3-venv), then this script again"
+
+need_mib=600
+
+install_package() {
+  local what=.
+  if [ -n "$extra" ]; then what=".[$extra]"; fi
+  say "Installing the package${extra:+ with what tests and notebooks need} into $(dirname "$scripts")"
+  need_room "$root" 50
+  quietly "$logs/install.log" in_root "$python" -m pip install --disable-pip-version-check -e "$what" || explain "Installing the package" "$logs/install.log"
+  mkdir -p "$work/installed" && printf '%s\n%s\n' "$pyproject" "$extra" >"$work/installed/$environment" || no_room "$work"
+}
+in_root() { cd "$root" && "$@"; }
+
+# ── backend ───────────────────────────────────────────────────────────────────────────────────
+
+cc=${CC:-cc}
+cxx=${CXX:-c++}
+need_compiler() {
+  if [ "$(uname)" = Darwin ] && ! xcode-select -p >/dev/null 2>&1; then
+    die "there is no C++ compiler: run  xcode-select --install  and then this script again"
+  fi
+  if ! have "${cc%% *}"; then
+    if have gcc; then cc=gcc; elif have clang; then cc=clang; else no_compiler; fi
+  fi
+  if ! have "${cxx%% *}"; then
+    if have g++; then cxx=g++; elif have clang++; then cxx=clang++; else no_compiler; fi
+  fi
+}
+no_compiler() { die "there is no C++ compiler: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), or set CC and CXX"; }
+
+vulkan_wrong='' vulkan_library='' vulkan_version=''
+
+# Sets vulkan_wrong to what is missing, with the remedy; empty when Vulkan can be built.
+look_at_vulkan() {
+  local answer include=''
+  if [ -n "${VULKAN_SDK:-}" ]; then include="-I$VULKAN_SDK/include"; fi
+  answer=$(printf '%s\n' '#if !__has_include(<vulkan/vulkan.hpp>)' 'uma no-headers' '#else' '#include <vulkan/vulkan_core.h>' \
+    'uma VK_HEADER_VERSION_COMPLETE' '#ifndef VK_EXT_layer_settings' 'uma too-old' '#elif !__has_include(<spirv/unified1/spirv.hpp>)' \
+    'uma no-spirv' '#else' 'uma usable' '#endif' '#endif' | $cc -E -P -x c $include - 2>/dev/null | grep '^uma ' || true)
+  vulkan_version=$(printf '%s\n' "$answer" | sed -n 's/.*uma .*( *\([0-9]*\)U*)* *<< *22.*( *\([0-9]*\)U*)* *<< *12.*( *\([0-9][0-9]*\)).*/\1.\2.\3/p' | head -n 1)
+  case $answer in
+    *too-old*)
+      vulkan_wrong="the Vulkan headers here (${vulkan_version:-older than 1.3.261}) are too old, llama.cpp needs 1.3.261 or newer: install newer ones (Debian 13, Ubuntu 24.04: libvulkan-dev spirv-headers), or unpack the .deb files of these anywhere with 'dpkg -x' and set VULKAN_SDK to the usr folder that comes out" ;;
+    *no-spirv*) vulkan_wrong="the SPIR-V headers are missing: apt install spirv-headers, or set VULKAN_SDK to a folder with include/spirv" ;;
+    *usable*) vulkan_wrong='' ;;
+    *) vulkan_wrong="there are no Vulkan headers: apt install libvulkan-dev spirv-headers glslc, or set VULKAN_SDK" ;;
+  esac
+  [ -z "$vulkan_wrong" ] || return 0
+  if ! have glslc && ! [ -x "${VULKAN_SDK:-/nowhere}/bin/glslc" ]; then
+    vulkan_wrong="there is no shader compiler: apt install glslc"
+    return 0
+  fi
+  for vulkan_library in "${VULKAN_SDK:-/nowhere}/lib/libvulkan.so" "$($cc -print-file-name=libvulkan.so)" "$($cc -print-file-name=libvulkan.so.1)"; do
+    case $vulkan_library in /*) if [ -e "$vulkan_library" ]; then return 0; fi ;; esac
+  done
+  vulkan_wrong="there is no Vulkan loader: apt install libvulkan1"
+}
+
+need_compiler
+reason='as asked'
+case $backend in
+  auto)
+    if [ "$(uname)" = Darwin ]; then
+      if [ "$(uname -m)" = arm64 ]; then backend=metal reason='Apple Silicon'; else backend=cpu reason='Metal on Intel Macs is not reliable'; fi
+    else
+      look_at_vulkan
+      if [ -z "$vulkan_wrong" ]; then backend=vulkan reason="Vulkan headers $vulkan_version, glslc and a loader are here"
+      else backend=cpu reason="not Vulkan: $vulkan_wrong"; fi
+    fi ;;
+  vulkan)
+    look_at_vulkan
+    [ -z "$vulkan_wrong" ] || die "$vulkan_wrong; or use --backend cpu" ;;
+  metal) [ "$(uname)" = Darwin ] || die "Metal is macOS only: use --backend vulkan, cuda or cpu" ;;
+  cuda) have nvcc || [ -n "${CUDACXX:-}" ] || die "there is no CUDA compiler: install the CUDA toolkit and put nvcc on the PATH, or use --backend vulkan or cpu" ;;
+esac
+
+origin='$ORIGIN'
+if [ "$(uname)" = Darwin ]; then origin=@loader_path; fi
+options=(
+  -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON
+  -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+  -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF
+  -DGGML_RPC=ON
+  # One file a library, and each finds the others beside it, wherever the folder is moved.
+  -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=$origin"
+)
+on() { if [ "$backend" = "$1" ]; then echo ON; else echo OFF; fi; }
+options+=("-DGGML_METAL=$(on metal)" "-DGGML_VULKAN=$(on vulkan)" "-DGGML_CUDA=$(on cuda)")
+if [ "$backend" = vulkan ]; then
+  need_mib=1200
+  options+=("-DVulkan_LIBRARY=$vulkan_library")
+  if [ -n "${VULKAN_SDK:-}" ]; then options+=("-DVulkan_INCLUDE_DIR=$VULKAN_SDK/include" "-DCMAKE_PREFIX_PATH=$VULKAN_SDK" "-DCMAKE_CXX_FLAGS=-I$VULKAN_SDK/include"); fi
+elif [ "$backend" = cuda ]; then
+  need_mib=3000
+fi
+if [ -n "${CMAKE_ARGS:-}" ]; then
+  for option in $CMAKE_ARGS; do options+=("$option"); done
+fi
+
+say "Backend: $backend ($reason)"
+
+if [ "$installed" != installed ]; then install_package; fi
+
+# ── is there anything to do? ──────────────────────────────────────────────────────────────────
+
+origin_of_source=$pin
+if [ -n "$source" ]; then
+  origin_of_source="source:$(git -C "$source" describe --always --dirty --tags 2>/dev/null || basename "$source")"
+fi
+
+state() {
+  "$python" - "$prefix" "$origin_of_source" "$backend" "${options[@]}" <<'PY'
+import sys
+from pathlib import Path
+from llama_abi.stamp import state
+directory, source, backend, *options = sys.argv[1:]
+print(*state(Path(directory), source=source, backend=backend, options=tuple(options)), sep="\n")
+PY
+}
+todo=$(state) || die "the package does not import in $python: run this script with --clean"
+why=$(printf '%s\n' "$todo" | sed -n 2p)
+todo=$(printf '%s\n' "$todo" | sed -n 1p)
+if [ -n "$clean" ]; then
+  todo=build why='--clean'
+elif [ -n "$source" ]; then
+  todo=build why='a checkout may have changed'
+fi
+
+check_and_stamp() {
+  local arguments option
+  arguments=("$prefix/include" --stamp "$backend" --source "$origin_of_source")
+  for option in "${options[@]}"; do arguments+=("--option=$option"); done
+  CC=$cc "$python" -m llama_abi.check "${arguments[@]}" || die "the library is built, but its header and llama_abi disagree (see above), so it is not stamped and will not be loaded"
+}
+
+finish() {
+  say "Ready after $((SECONDS - started)) s: $backend library in $prefix"
+  if [ "$prefix" != "$root/llama_abi/lib" ]; then say "To use it: export UMA_LLAMA_DIR=$prefix"; fi
+  case ":$PATH:" in
+    *":$scripts:"*) say "Next: uma-trio serve" ;;
+    *) say "Next: $scripts/uma-trio serve    ($scripts is not on your PATH)" ;;
+  esac
+  exit 0
+}
+
+case $todo in
+  nothing) finish ;;
+  check) say "Checking again: $why"; check_and_stamp; finish ;;
+esac
+
+if [ -d "$prefix" ] && [ -n "$(ls -A "$prefix")" ] && ! [ -d "$prefix/include" ]; then
+  die "$prefix is not empty and no folder of this script: choose another --prefix"
+fi
+
+# ── source ────────────────────────────────────────────────────────────────────────────────────
+
+sha256() { if have sha256sum; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d' ' -f1; }
+
+mkdir -p "$work" "$logs" 2>/dev/null || no_room "$work"
+tree=$work/llama.cpp            # the source, also for whoever wants its models/ggml-vocab-*.gguf
+
+if [ -n "$source" ]; then
+  if [ -L "$tree" ] || ! [ -e "$tree" ]; then rm -f "$tree"; ln -s "$source" "$tree"; fi
+  code=$source
+else
+  code=$tree
+  if [ -L "$tree" ] || [ "$(cat "$tree/.unpacked" 2>/dev/null)" != "$pin_sha256" ]; then
+    need_room "$work" "$need_mib"
+    if ! [ -f "$archive" ]; then
+      say "Fetching the source of $pin"
+      quietly "$logs/fetch.log" "$python" -m pip download --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+        --require-hashes -r "$root/llama_abi/pin.txt" -d "$work/download" || explain "Fetching $pin" "$logs/fetch.log"
+    fi
+    [ -f "$archive" ] || die "pip fetched no $(basename "$archive")" "$logs/fetch.log"
+    actual=$(sha256 "$archive")
+    if [ "$actual" != "$pin_sha256" ]; then
+      rm -f "$archive"
+      die "the archive of $pin had SHA-256 $actual, but $pin_sha256 is pinned; it was removed, so run again, and if this repeats use another package index"
+    fi
+    say "Unpacking it"
+    rm -rf "$tree" "$tree.new"
+    mkdir "$tree.new"
+    inside=$(basename "$archive" .tar.gz)/vendor/llama.cpp
+    quietly "$logs/unpack.log" tar -xzf "$archive" -C "$tree.new" --strip-components 3 --exclude "$inside/docs/*" --exclude "$inside/media/*" "$inside" ||
+      explain "Unpacking" "$logs/unpack.log"
+    printf '%s\n' "$pin_sha256" >"$tree.new/.unpacked" || no_room "$work"
+    mv "$tree.new" "$tree"
+  fi
+fi
+
+# ── cmake, ninja ──────────────────────────────────────────────────────────────────────────────
+
+tools=$work/tools
+cmake_is_new_enough() { "$1" --version 2>/dev/null | awk 'NR == 1 { split($3, v, "."); exit !(v[1] > 3 || v[1] == 3 && v[2] >= 19) }'; }
+cmake=cmake ninja=ninja
+if ! have cmake || ! cmake_is_new_enough cmake; then cmake=$tools/bin/cmake; fi
+if ! have ninja; then ninja=$tools/bin/ninja; fi
+missing=''
+if [ "$cmake" != cmake ] && ! "$cmake" --version >/dev/null 2>&1; then missing="$missing cmake"; fi
+if [ "$ninja" != ninja ] && ! "$ninja" --version >/dev/null 2>&1; then missing="$missing ninja"; fi
+if [ -n "$missing" ]; then
+  say "Fetching$missing"
+  rm -rf "$tools"
+  "$python" -m venv --without-pip "$tools" >"$logs/tools.log" 2>&1 || explain "Making a place for$missing" "$logs/tools.log"
+  # shellcheck disable=SC2086  # two words are two packages
+  quietly "$logs/tools.log" "$python" -m pip --python "$tools/bin/python" install --disable-pip-version-check cmake ninja || explain "Fetching$missing" "$logs/tools.log"
+fi
+
+# ── build ─────────────────────────────────────────────────────────────────────────────────────
+
+build=$work/cmake-$backend
+if [ -n "$clean" ]; then rm -rf "$build"; fi
+wanted=$(printf '%s\n' "$build" "$code" "$cc" "$cxx" "${options[@]}")
+if [ "$(cat "$build/.wanted" 2>/dev/null)" != "$wanted" ]; then
+  rm -rf "$build"               # other options, another compiler, or the checkout has moved
+  need_room "$work" 300
+fi
+
+if [ -z "$jobs" ]; then
+  cpus=$(nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+  gib=$(awk '/MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo 2>/dev/null || echo "$cpus")
+  jobs=$cpus
+  if [ -n "$gib" ] && [ "$gib" -lt "$jobs" ]; then jobs=$gib; fi
+  if [ "$jobs" -lt 1 ]; then jobs=1; fi
+fi
+
+if ! [ -f "$build/.wanted" ]; then
+  say "Configuring ($why)"
+  if ! CC=$cc CXX=$cxx quietly "$logs/configure-$backend.log" "$cmake" -S "$code" -B "$build" -G Ninja "-DCMAKE_MAKE_PROGRAM=$(command -v "$ninja")" "${options[@]}"; then
+    log=$logs/configure-$backend.log
+    if grep -q 'SPIRV-Headers' "$log"; then die "cmake does not find the SPIR-V headers: apt install spirv-headers, or set VULKAN_SDK" "$log"; fi
+    if grep -q 'is not able to compile a simple test program\|broken' "$log"; then die "the C++ compiler $cxx does not work: install a complete one (Debian, Ubuntu: apt install g++)" "$log"; fi
+    explain "Configuring" "$log"
+  fi
+  printf '%s\n' "$wanted" >"$build/.wanted" || no_room "$work"
+fi
+
+say "Compiling with $jobs at a time"
+log=$logs/compile-$backend.log
+status=0
+if [ -t 1 ]; then
+  "$ninja" -C "$build" -j "$jobs" llama || status=$?
+else
+  "$ninja" -C "$build" -j "$jobs" llama 2>&1 | tee "$log" || status=$?
+fi
+if [ $status -ne 0 ]; then
+  free=$(free_mib "$work")
+  if [ -n "$free" ] && [ "$free" -lt 20 ]; then die "the disk is full ($free MiB free in $work): free about $need_mib MiB and run again"; fi
+  if grep -q 'Killed signal\|internal compiler error: Killed' "$log" 2>/dev/null; then die "the compiler ran out of memory: run again with --jobs 1"; fi
+  die "compiling failed: the first 'error:' above says why; when it speaks of memory, use --jobs 1"
+fi
+
+# ── the finished set ──────────────────────────────────────────────────────────────────────────
+
+# Beside the old one, then exchanged: a daemon that has the old files mapped keeps them.
+fresh=$prefix.new
+rm -rf "$fresh"
+{ mkdir -p "$fresh/include" && cp "$build"/bin/lib* "$fresh/" && cp "$code"/include/llama.h "$code"/ggml/include/*.h "$fresh/include/"; } 2>"$logs/copy.log" || explain "Copying the library to $prefix" "$logs/copy.log"
+if [ -d "$prefix" ]; then
+  rm -rf "$prefix/include"
+  rm -f "$prefix"/lib* "$prefix/stamp.json"
+  rmdir "$prefix" || die "$prefix holds files that are not this script's: move them away, or choose another --prefix"
+fi
+mv "$fresh" "$prefix"
+
+check_and_stamp
+finish
