@@ -1,0 +1,48 @@
+"""``uma-trio``: each command is a module of this package, imported when it is called."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+COMMANDS = {
+    "serve": "Load a model once and serve it to many clients.",
+    "ask": "Ask the daemon and stream the answer.",
+    "demo": "Watch short chats stay quick beside a long document.",
+    "metrics": "Show what the daemon measures.",
+    "tokenize": "Show the tokens of a text.",
+    "doctor": "Check the installation and say how to mend it.",
+    "completion": "Print the completion script of a shell.",
+}
+
+
+class LazyGroup(click.Group):
+    """Knows its commands by name; imports one when it is needed, so that --help is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"uma_trio.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="uma-trio")
+def main() -> None:
+    """An LLM daemon over llama.cpp whose streams never freeze.
+
+    One model, one continuously batched context, many clients on a Unix socket.
+
+    \b
+      uma-trio serve                                  serve the embedded demo model
+      uma-trio ask "What is the capital of France?"   in another terminal
+    """

@@ -1,0 +1,131 @@
+"""``uma-trio ask``: one question, its answer streamed to stdout."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+import click
+
+OK, SERVER_ERROR, PROTOCOL_ERROR = 0, 2, 3
+
+
+@click.command("ask", short_help="Ask the daemon and stream the answer.")
+@click.argument("question", required=False)
+@click.option("--prompt", help="The question, if not given as an argument; - or neither reads stdin.")
+@click.option("--system", help="A system message before the question.")
+@click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens to generate.")
+@click.option("--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: 0]")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
+@click.option("--top-k", type=click.IntRange(0), help="Sample among the k likeliest; 0 is off.")
+@click.option("--seed", type=click.IntRange(0), help="Same seed, same answer.")
+@click.option("--stop", multiple=True, help="Stop at this text; can be given several times.")
+@click.option(
+    "--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class."
+)
+@click.option("--no-stream", is_flag=True, help="Print the answer when it is whole.")
+@click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
+@click.option("--cbor", is_flag=True, help="Speak CBOR with the daemon instead of JSON.")
+@click.option("--stats", is_flag=True, help="Print usage and timings to stderr at the end.")
+@click.option("--socket", type=click.Path(), help="The daemon's socket.")
+def command(question: str | None, prompt: str | None, **options: Any) -> None:
+    """Ask the daemon and stream the answer to stdout.
+
+    Ctrl-C cancels the request on the server.  Exit codes: 0 success, 2 server error (or no server),
+    3 protocol error.
+
+    \b
+      uma-trio ask "What is the capital of France?"
+      git diff | uma-trio ask --system "Summarise this change" --max-tokens 200
+      uma-trio ask --raw --temp 0.8 --seed 7 "Once upon a time"
+    """
+    if question is not None and prompt is not None:
+        raise click.UsageError("give the question once: as an argument or with --prompt")
+    text = question if question is not None else prompt
+    if text is None or text == "-":
+        if sys.stdin.isatty() and text is None:
+            raise click.UsageError('nothing to ask; try: uma-trio ask "What is the capital of France?"')
+        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+    sys.exit(_ask(_request(text, options), options))
+
+
+def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
+    request: dict[str, Any] = {"stream": not options["no_stream"]}
+    if options["raw"]:
+        if options["system"] is not None:
+            raise click.UsageError("--raw sends the text as it is: there is no place for --system")
+        request["prompt"] = text
+    else:
+        system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
+        request["messages"] = [*system, {"role": "user", "content": text}]
+    given = {"max_tokens": "max_tokens", "temperature": "temp", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
+    request |= {field: options[name] for field, name in given.items() if options[name] is not None}
+    if options["stop"]:
+        request["stop"] = list(options["stop"])
+    if options["priority"]:
+        request["slo"] = {"priority": options["priority"]}
+    return request
+
+
+def _ask(request: dict[str, Any], options: dict[str, Any]) -> int:
+    from uma_trio.cli.running import run
+    from uma_trio.client import BrokenProtocol, NoServer, ServerError
+
+    try:
+        return run(_stream, request, options)
+    except (NoServer, ServerError) as error:
+        click.echo(f"uma-trio ask: {error}", err=True)
+        return SERVER_ERROR
+    except BrokenProtocol as error:
+        click.echo(f"uma-trio ask: {error}", err=True)
+        return PROTOCOL_ERROR
+
+
+async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
+    import trio
+
+    from uma_trio.client import open_client
+
+    request["id"] = "ask"
+    encoding = "cbor" if options["cbor"] else "json"
+    async with trio.open_nursery() as nursery, open_client(options["socket"], encoding=encoding) as client:  # type: ignore[arg-type]
+
+        async def cancel_on_interrupt() -> None:
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    await client.cancel("ask")
+
+        nursery.start_soon(cancel_on_interrupt)
+        ended = ""
+        last: dict[str, Any] = {}
+        async for event in client.generate(**request):
+            last = event
+            if options["as_json"]:
+                click.echo(json.dumps(event, ensure_ascii=False))
+            else:
+                text = event.get("text") or ""
+                ended = text[-1:] or ended
+                click.echo(text, nl=False)
+        if not options["as_json"] and ended != "\n":
+            click.echo()
+        if last.get("reason") == "cancelled":
+            click.echo("cancelled", err=True)
+        if options["stats"]:
+            _show_stats(last)
+        nursery.cancel_scope.cancel()
+    return OK
+
+
+def _show_stats(eos: dict[str, Any]) -> None:
+    usage, timings = eos["usage"], eos["timings"]
+    parts = [
+        f"{usage['prompt_tokens']} prompt + {usage['completion_tokens']} tokens",
+        f"first after {timings['ttft_ms']:.0f} ms" if timings.get("ttft_ms") is not None else None,
+        f"{timings['tokens_per_s']:.1f} tokens/s" if timings.get("tokens_per_s") else None,
+        f"seed {eos['seed']}" if "seed" in eos else None,
+        eos["reason"],
+    ]
+    click.echo(", ".join(part for part in parts if part), err=True)

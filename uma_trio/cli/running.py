@@ -1,0 +1,30 @@
+"""Running trio from a command."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import trio
+
+T = TypeVar("T")
+
+
+def run(function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    """``trio.run``, with an error that came alone through nurseries raised as itself.
+
+    Several different errors stay a group: then something is wrong that a traceback should show.
+    """
+    try:
+        return trio.run(function, *args)
+    except BaseExceptionGroup as group:
+        errors = _leaves(group)
+        if len({type(error) for error in errors}) > 1:
+            raise
+        raise errors[0] from None
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

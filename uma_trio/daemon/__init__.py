@@ -1,0 +1,1 @@
+"""Lifetimes: sockets, connections, signals, and what ends with what."""

@@ -1,0 +1,232 @@
+"""The daemon: four nested lifetimes, and what signals do to them.
+
+    process > model > connections > listener
+
+Each ends before the one around it, so draining needs no state: stop listening, give the connections a
+deadline, then let go of the model.
+
+Source: docs/ARCHITECTURE.md, "Lifetimes".
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+import trio
+
+from uma_trio.config import Config, Limits
+from uma_trio.daemon import listener
+from uma_trio.daemon.connection import Connection
+from uma_trio.engine.thread import EngineThread
+from uma_trio.errors import TooManySessions
+from uma_trio.models.loaded import LoadedModel, load_model
+from uma_trio.models.prompt import PromptMaker
+from uma_trio.protocol.codec import server_codec
+from uma_trio.protocol.messages import Failure
+from uma_trio.runner import Runner
+
+log = structlog.get_logger("uma_trio.daemon")
+
+Progress = Callable[[float], None]
+
+
+class Server:
+    """One loaded model and its clients."""
+
+    def __init__(self, config: Config, model: LoadedModel, thread: EngineThread) -> None:
+        self.config = config
+        self.limits: Limits = config.limits
+        self.runner = Runner(model.engine, thread, model.piece, config)
+        self.prompts: PromptMaker = model.prompts
+        self.draining = False
+        self._model = model
+        self._connections: set[Connection] = set()
+        self._accepted = 0
+        self._started_at = time.time()
+        self._connection_scope = trio.CancelScope()
+        self._listener_scope = trio.CancelScope()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a metrics query is answered with."""
+        return {
+            **self.runner.snapshot(),
+            "sessions": len(self._connections),
+            "outbox_bytes": sum(connection.waiting_bytes for connection in self._connections),
+            "uptime_s": round(time.time() - self._started_at, 1),
+            "draining": self.draining,
+        }
+
+    async def run(self, sock: socket.socket) -> None:
+        """Serve on the listening ``sock`` until drained or cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.runner.run)
+            with self._connection_scope:
+                async with trio.open_nursery() as connections:
+                    with self._listener_scope:
+                        await listener.accept_forever(sock, self._welcome, connections)
+                    sock.close()
+            with trio.CancelScope(shield=True):  # what was cancelled is freed within one step
+                await self.runner.wait_idle()
+            nursery.cancel_scope.cancel()
+
+    def drain(self) -> None:
+        """Take nothing new, let running requests end within ``drain_timeout_s``."""
+        if self.draining:
+            return
+        self.draining = True
+        self.runner.close()
+        self._listener_scope.cancel()
+        self._connection_scope.deadline = trio.current_time() + self.limits.drain_timeout_s
+        for connection in self._connections:
+            connection.leave()
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        codec = server_codec(self.config.listen.protocol, max_frame_bytes=self.limits.max_frame_bytes)
+        try:
+            if len(self._connections) >= self.limits.max_sessions:
+                error = TooManySessions(f"{len(self._connections)} sessions are open")
+                self.runner.telemetry.rejected[error.code] += 1
+                sock.send(codec.encode(Failure.of(error)))
+                return
+            self._accepted += 1
+            connection = Connection(sock, codec, self, name=f"s{self._accepted}")
+            self._connections.add(connection)
+            try:
+                await connection.serve()
+            finally:
+                self._connections.discard(connection)
+        except OSError as error:  # it left before it was refused
+            log.debug("a client left early", reason=str(error))
+        except Exception:  # a handler's defect must not take the others down
+            log.exception("a connection failed")
+        finally:
+            trio.lowlevel.notify_closing(sock)
+            sock.close()
+
+
+async def serve(
+    config: Config,
+    path: Path,
+    *,
+    on_progress: Progress | None = None,
+    task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
+) -> bool:
+    """Load the model, serve it on the Unix socket ``path``, until a signal ends it.
+
+    Returns:
+        Whether everything that ran came to its end; False after a second signal.
+
+    Raises:
+        SocketPathError: the path cannot be used.
+        ModelError: the model cannot be loaded.
+    """
+    stop = trio.CancelScope()
+    with listener.claimed(path), trio.open_signal_receiver(
+        signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    ) as signals:
+        async with trio.open_nursery() as process:
+            attendant = _Attendant(config, path, stop)
+            process.start_soon(attendant.attend, signals)
+            thread = EngineThread("uma-trio engine")
+            try:
+                model = await load_model(config, thread, on_progress, attendant.loading)
+                if model is not None:
+                    try:
+                        with stop:
+                            await _serve_loaded(config, path, model, thread, attendant, task_status)
+                    finally:
+                        with trio.CancelScope(shield=True):
+                            await thread.run(model.engine.close)
+            finally:
+                thread.close()
+            process.cancel_scope.cancel()
+    return not stop.cancel_called
+
+
+async def _serve_loaded(
+    config: Config,
+    path: Path,
+    model: LoadedModel,
+    thread: EngineThread,
+    attendant: _Attendant,
+    task_status: trio.TaskStatus[Server],
+) -> None:
+    server = Server(config, model, thread)
+    sock = listener.bind(path, backlog=config.listen.backlog)
+    attendant.server = server
+    facts = model.engine.facts
+    log.info(
+        "serving",
+        socket=str(path),
+        model=facts.name,
+        description=facts.description,
+        ctx=facts.n_ctx,
+        parallel=facts.n_seq_max,
+        protocol=config.listen.protocol,
+    )
+    task_status.started(server)
+    await server.run(sock)
+    log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
+
+
+class _Attendant:
+    """Acts on signals: the first asks to end, the second insists."""
+
+    def __init__(self, config: Config, path: Path, stop: trio.CancelScope) -> None:
+        self._config = config
+        self._folder = config.operations.snapshot_dir or path.parent
+        self._stop = stop
+        self._asked = False
+        self.server: Server | None = None
+
+    def loading(self) -> bool:
+        """Whether loading should go on.  Called from the loading thread."""
+        return not self._asked
+
+    async def attend(self, signals: Any) -> None:
+        async for number in signals:
+            if number == signal.SIGUSR1:
+                await self._write_snapshot()
+            elif self._asked:
+                log.warning("stopping at once", signal=signal.Signals(number).name)
+                self._stop.cancel()
+            else:
+                self._asked = True
+                log.info(
+                    "draining; a second signal stops at once",
+                    signal=signal.Signals(number).name,
+                    at_most_s=self._config.limits.drain_timeout_s,
+                )
+                if self.server is not None:
+                    self.server.drain()
+
+    async def _write_snapshot(self) -> None:
+        if self.server is None:
+            log.warning("no snapshot: the model is still loading")
+            return
+        stamp = datetime.datetime.now().strftime("%Y%m%dT%H%M%S.%f")
+        target = self._folder / f"uma-metrics-{stamp}.json"
+        data = msgspec.json.format(msgspec.json.encode(self.server.snapshot())) + b"\n"
+        try:
+            await trio.to_thread.run_sync(_write_file, target, data)
+        except OSError as error:
+            log.error("cannot write the metrics snapshot", path=str(target), reason=error.strerror)
+        else:
+            log.info("metrics snapshot", path=str(target))
+
+
+def _write_file(target: Path, data: bytes) -> None:
+    temporary = target.with_suffix(".tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(temporary, target)

@@ -1,0 +1,25 @@
+"""How many compute threads a machine is good for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def physical_cores() -> int:
+    """Cores that this process may use, two hardware threads of one core counted once.
+
+    Matrix work keeps a core's arithmetic units busy by itself; a second thread on it only adds noise.
+    Where the system does not tell (anything but Linux), logical cores are counted.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    allowed = os.sched_getaffinity(0)
+    return len({_siblings(cpu) for cpu in allowed}) or 1
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)

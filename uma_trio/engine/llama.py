@@ -1,0 +1,137 @@
+"""The engine over llama.cpp: one model, one context, all sequences in one batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+import llama_abi
+from uma_trio import config, sampling
+from uma_trio.engine.cores import physical_cores
+from uma_trio.engine.records import EngineError, Feed, ModelFacts, Step, StepResult
+from uma_trio.engine.tokenizer import Tokenizer
+
+
+LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError)
+"""What opening an engine raises: about the model, or about the library."""
+
+
+class LlamaEngine:
+    """A loaded model with its context.  See ``records.Engine`` for the contract.
+
+    Args:
+        path: a GGUF file.
+        settings: memory and compute.
+        on_progress: called with the loaded share in [0, 1]; answering False gives loading up.
+
+    Raises:
+        llama_abi.LlamaError: the file cannot be loaded, or there is not the memory for it.
+        llama_abi.LibraryError: no libllama to load it with.
+    """
+
+    def __init__(
+        self, path: Path, settings: config.Model, on_progress: Callable[[float], bool] | None = None
+    ) -> None:
+        library = llama_abi.load(settings.llama_dir)
+        self._model = llama_abi.Model(
+            library, path, n_gpu_layers=settings.gpu_layers, use_mmap=settings.mmap, on_progress=on_progress
+        )
+        self._options = _context_options(self._model, settings)
+        try:
+            self._context = llama_abi.Context(self._model, self._options)
+        except BaseException:
+            self._model.close()
+            raise
+        self._batch = llama_abi.Batch(self._context.n_batch)
+        self.tokenizer = Tokenizer(self._model.vocab)
+        self.chat_template = self._model.chat_template
+        self._facts = ModelFacts(
+            name=path.name,
+            description=self._model.description,
+            n_vocab=self._model.vocab.n_tokens,
+            n_ctx=self._context.n_ctx,
+            n_ctx_seq=self._context.n_ctx_seq,
+            n_ctx_train=self._model.n_ctx_train,
+            n_batch=self._context.n_batch,
+            n_seq_max=self._context.n_seq_max,
+            eog_ids=tuple(self._model.vocab.eog_ids),
+            size_bytes=self._model.size_bytes,
+            n_params=self._model.n_params,
+        )
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    def step(self, step: Step) -> StepResult:
+        try:
+            return self._step(step)
+        except EngineError:
+            raise
+        except Exception as error:  # refused by the ABI layer, or a defect: the context is not to be trusted
+            raise EngineError(f"{type(error).__name__}: {error}", fatal=True) from error
+
+    def _step(self, step: Step) -> StepResult:
+        started = time.perf_counter()
+        for seq_id in step.removals:
+            self._context.seq_remove(seq_id)
+        if not step.feeds:
+            return StepResult((), started_s=started, ended_s=time.perf_counter())
+        decoded = self._decode(step.feeds)
+        tokens = self._draw(step.feeds)
+        ended = time.perf_counter()
+        return StepResult(tokens, 1e3 * (decoded - started), 1e3 * (ended - decoded), started, ended)
+
+    def _decode(self, feeds: tuple[Feed, ...]) -> float:
+        self._batch.clear()
+        for feed in feeds:
+            self._batch.add(feed.tokens, pos=feed.pos, seq=feed.seq_id, logits="last" if feed.draw else "none")
+        code = self._context.decode(self._batch)
+        self._context.synchronize()
+        if code:
+            raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"code {code}"), fatal=False)
+        return time.perf_counter()
+
+    def _draw(self, feeds: tuple[Feed, ...]) -> tuple[int, ...]:
+        draws = [feed.draw for feed in feeds if feed.draw is not None]
+        if not draws:
+            return ()
+        logits = self._context.logits(len(draws)).array
+        masks = [draw.mask for draw in draws] if any(draw.mask is not None for draw in draws) else None
+        tokens = sampling.sample(logits, [draw.params for draw in draws], [draw.step for draw in draws], masks)
+        return tuple(tokens.tolist())
+
+    def used_cells(self) -> dict[int, int]:
+        ends = {seq_id: self._context.seq_pos_max(seq_id) for seq_id in range(self._facts.n_seq_max)}
+        return {seq_id: end + 1 for seq_id, end in ends.items() if end >= 0}
+
+    def reset(self) -> None:
+        self._context.close()
+        try:
+            self._context = llama_abi.Context(self._model, self._options)
+        except llama_abi.LlamaError as error:
+            raise EngineError(str(error), fatal=True) from error
+
+    def close(self) -> None:
+        self._context.close()
+        self._model.close()
+
+
+def _context_options(model: llama_abi.Model, settings: config.Model) -> llama_abi.ContextOptions:
+    threads = settings.threads or physical_cores()
+    defaults = llama_abi.ContextOptions()
+    return attrs.evolve(
+        defaults,
+        n_ctx=settings.ctx,
+        n_batch=settings.batch_tokens,
+        n_ubatch=settings.batch_tokens,
+        n_seq_max=settings.parallel,
+        n_threads=threads,
+        n_threads_batch=threads,
+        kv_unified=settings.kv_unified,
+        type_k=settings.type_k,
+        type_v=settings.type_v,
+    )

@@ -1,0 +1,1 @@
+"""Which sequence holds how much of the KV cache: bookkeeping, no tensors."""

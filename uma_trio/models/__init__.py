@@ -1,0 +1,1 @@
+"""Models: which file, whether it is sound, loading it, and the one that comes with the package."""

@@ -1,0 +1,40 @@
+"""Whether a request can be served at all, decided before any work: pure arithmetic with the numbers in the answer."""
+
+from __future__ import annotations
+
+from uma_trio.config import Limits
+from uma_trio.engine.records import ModelFacts
+from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, PromptTooLarge
+from uma_trio.protocol.messages import Generate
+
+
+def tokens_to_generate(request: Generate, n_prompt: int, facts: ModelFacts, limits: Limits) -> int:
+    """How many tokens the request may generate.
+
+    The last token that is sampled is never fed back, so prompt and answer together need one cell less
+    than they have tokens.
+
+    Raises:
+        BadRequest: the prompt has no tokens.
+        PromptTooLarge: more than ``max_prompt_tokens``.
+        MaxTokensTooLarge: more than ``limits.max_tokens`` asked for.
+        ContextTooSmall: prompt and answer can never fit.
+    """
+    if n_prompt == 0:
+        raise BadRequest("the prompt has no tokens")
+    if n_prompt > limits.max_prompt_tokens:
+        raise PromptTooLarge(f"the prompt has {n_prompt} tokens; this server takes {limits.max_prompt_tokens}")
+    room = facts.window - n_prompt + 1
+    if room < 1:
+        raise ContextTooSmall(f"the prompt has {n_prompt} tokens, the context has room for {facts.window}")
+    wanted = request.max_tokens
+    if wanted is None:
+        return min(limits.default_max_tokens, limits.max_tokens, room)
+    if wanted > limits.max_tokens:
+        raise MaxTokensTooLarge(f"max_tokens is {wanted}; this server gives {limits.max_tokens}")
+    if wanted > room:
+        raise ContextTooSmall(
+            f"{n_prompt} prompt tokens and max_tokens {wanted} exceed the context of {facts.window}; "
+            f"ask for at most {room}"
+        )
+    return wanted

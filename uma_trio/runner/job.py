@@ -1,0 +1,140 @@
+"""One request on its way: what is known of it, and what its client is told."""
+
+from __future__ import annotations
+
+import enum
+from typing import Protocol
+
+import attrs
+import trio
+
+from uma_trio.engine.records import Draw, TokenIds
+from uma_trio.models.prompt import Prompt
+from uma_trio.protocol.messages import Eos, Generate, Reason, ServerEvent, Timings, Usage
+from uma_trio.sampling import SamplingParams, TextAssembler
+
+EWMA_WEIGHT = 0.2
+
+
+class Sink(Protocol):
+    """Where a job's events go.  Never blocks: a client that does not read fills it and slows itself."""
+
+    def send(self, event: ServerEvent) -> None:
+        """Pass ``event`` on, or keep it until the client takes it.  To a dead client: nothing happens."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the job may go on; the sink wakes the runner when this turns true again."""
+
+
+class State(enum.Enum):
+    """Where a job is.
+
+    It moves down this list and may skip; only a lost KV cache sends it from DECODE back to PREFILL.
+    """
+
+    QUEUED = enum.auto()
+    """Waits for a sequence."""
+    PREFILL = enum.auto()
+    """Its tokens are being read into the KV cache."""
+    DECODE = enum.auto()
+    """Generates."""
+    DONE = enum.auto()
+    """Its last event is sent."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Job:
+    """A request and everything that changes while it is served.  Only the runner writes to it."""
+
+    request: Generate
+    prompt: Prompt
+    max_tokens: int
+    params: SamplingParams
+    mask: TokenIds | None
+    """Ids that must not be sampled: ``ignore_eos``."""
+    sink: Sink
+    arrived_at: float
+    """On trio's clock, as all times here."""
+
+    state: State = State.QUEUED
+    seq_id: int = -1
+    n_fed: int = 0
+    """Tokens that are in the KV cache, or will be when the step under way is done."""
+    tokens: list[int] = attrs.field(factory=list)
+    """Sampled so far."""
+    texts: list[str] = attrs.field(factory=list)
+    """What was not streamed."""
+    assembler: TextAssembler = attrs.field(
+        default=attrs.Factory(lambda self: TextAssembler(self.request.stops), takes_self=True)
+    )
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    inter_token_ewma_ms: float | None = None
+    paused: bool = False
+    """Its client did not read: the time until its next token is not the server's."""
+    ended_at: float | None = None
+    done: trio.Event = attrs.field(factory=trio.Event)
+
+    @property
+    def cells(self) -> int:
+        """KV cells that it can come to need.  The last sampled token is never fed."""
+        return len(self.prompt.tokens) + self.max_tokens - 1
+
+    @property
+    def pending(self) -> int:
+        """Tokens to be fed before the next one can be sampled."""
+        return len(self.prompt.tokens) + len(self.tokens) - self.n_fed
+
+    def next_tokens(self, n: int) -> TokenIds | list[int]:
+        """The next ``n`` tokens to be fed."""
+        n_prompt = len(self.prompt.tokens)
+        if self.n_fed >= n_prompt:
+            return self.tokens[self.n_fed - n_prompt : self.n_fed - n_prompt + n]
+        if self.n_fed + n <= n_prompt:
+            return self.prompt.tokens[self.n_fed : self.n_fed + n]
+        return [*self.prompt.tokens[self.n_fed :].tolist(), *self.tokens[: self.n_fed + n - n_prompt]]
+
+    def draw(self) -> Draw:
+        """How its next token is to be chosen."""
+        return Draw(self.params, len(self.tokens), self.mask)
+
+    def sampled(self, token: int, now: float) -> float | None:
+        """Note a new token; the milliseconds since the last one, if they were the server's."""
+        self.tokens.append(token)
+        gap_ms = None
+        if self.last_token_at is None:
+            self.first_token_at = now
+        elif self.paused:
+            self.paused = False
+        else:
+            gap_ms = 1e3 * (now - self.last_token_at)
+            before = gap_ms if self.inter_token_ewma_ms is None else self.inter_token_ewma_ms
+            self.inter_token_ewma_ms = before + EWMA_WEIGHT * (gap_ms - before)
+        self.last_token_at = now
+        return gap_ms
+
+    def eos(self, reason: Reason, now: float) -> Eos:
+        """The last event of a job that was served, wholly or in part."""
+        first, n = self.first_token_at, len(self.tokens)
+        generating_s = (self.last_token_at or 0.0) - (first or 0.0)
+        return Eos(
+            id=self.request.id,
+            reason=reason,
+            usage=Usage(prompt_tokens=len(self.prompt.tokens), completion_tokens=n),
+            timings=Timings(
+                queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),
+                ttft_ms=None if first is None else _ms(first - self.arrived_at),
+                total_ms=_ms(now - self.arrived_at),
+                tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
+            ),
+            text=None if self.request.stream else "".join(self.texts),
+            stop=self.assembler.matched,
+            seed=None if self.params.greedy else self.params.seed,
+            metadata=self.request.metadata,
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)

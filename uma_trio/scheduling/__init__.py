@@ -1,0 +1,1 @@
+"""What goes into the next tick: pure decisions, no clock, no model, no sockets."""

@@ -1,0 +1,105 @@
+"""Counters and recent measurements: plain numbers, with no lock and no work on the hot path.
+
+All of it is written and read by the one thread that runs the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+RECENT: Final = 4096
+"""Measurements that percentiles are taken over: at 100 tokens a second, the last 40 seconds."""
+
+
+class Recent:
+    """The last ``size`` measurements; percentiles are computed when asked for."""
+
+    def __init__(self, size: int = RECENT) -> None:
+        self._values = np.zeros(size, dtype=np.float64)
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._values[self._count % len(self._values)] = value
+        self._count += 1
+
+    def percentiles(self, *wanted: float) -> list[float | None]:
+        """One for each of ``wanted``, in [0, 100]; ``None`` while nothing was measured."""
+        kept = self._values[: self._count]
+        if not len(kept):
+            return [None for _ in wanted]
+        return [round(float(value), 3) for value in np.percentile(kept, wanted)]
+
+
+@attrs.define
+class Average:
+    """Mean of all that was added."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+    @property
+    def value(self) -> float | None:
+        return round(self.total / self.count, 3) if self.count else None
+
+
+@attrs.define
+class Telemetry:
+    """What one model's runner counts; docs/METRICS.md explains each."""
+
+    tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    batch_calls_total: int = 0
+    batch_rows_total: int = 0
+    requests: Counter[str] = attrs.field(factory=Counter)
+    """Finished requests by reason."""
+    rejected: Counter[str] = attrs.field(factory=Counter)
+    """Refused requests and connections by error code."""
+    inter_token_ms: Recent = attrs.field(factory=Recent)
+    ttft_ms: Recent = attrs.field(factory=Recent)
+    host_gap_ms: Recent = attrs.field(factory=Recent)
+    cancel_to_free_ms: Recent = attrs.field(factory=Recent)
+    decode_ms: Average = attrs.field(factory=Average)
+    sample_ms: Average = attrs.field(factory=Average)
+
+    def tick(self, *, n_rows: int, n_prompt_tokens: int, decode_ms: float, sample_ms: float) -> None:
+        """One llama_decode has ended that served ``n_rows`` sequences."""
+        self.batch_calls_total += 1
+        self.batch_rows_total += n_rows
+        self.prompt_tokens_total += n_prompt_tokens
+        self.decode_ms.add(decode_ms)
+        self.sample_ms.add(sample_ms)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain numbers; ``None`` for what was not measured yet."""
+        p50, p95, p99 = self.inter_token_ms.percentiles(50, 95, 99)
+        ttft_p50, ttft_p95 = self.ttft_ms.percentiles(50, 95)
+        gap_p50, gap_p95 = self.host_gap_ms.percentiles(50, 95)
+        freed_p50, freed_max = self.cancel_to_free_ms.percentiles(50, 100)
+        calls = self.batch_calls_total
+        return {
+            "tokens_total": self.tokens_total,
+            "prompt_tokens_total": self.prompt_tokens_total,
+            "batch_calls_total": calls,
+            "avg_batch": round(self.batch_rows_total / calls, 3) if calls else None,
+            "p50_ms": p50,
+            "p95_ms": p95,
+            "p99_ms": p99,
+            "ttft_p50_ms": ttft_p50,
+            "ttft_p95_ms": ttft_p95,
+            "decode_ms_avg": self.decode_ms.value,
+            "sample_ms_avg": self.sample_ms.value,
+            "host_gap_p50_ms": gap_p50,
+            "host_gap_p95_ms": gap_p95,
+            "cancel_to_free_p50_ms": freed_p50,
+            "cancel_to_free_max_ms": freed_max,
+            "requests_total": dict(self.requests),
+            "rejected_total": dict(self.rejected),
+        }
