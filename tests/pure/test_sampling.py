@@ -1,0 +1,214 @@
+"""The sampler against a slow, obvious one, and rows against each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uma_trio.sampling import SamplingParams, distribution, sample
+from uma_trio.sampling.sampler import NO_TOKEN, SORTED_TOP_K
+
+
+def obvious(logits, params):
+    """ids and probabilities by the book, in float64, sorting everything."""
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    order = order[np.isfinite(logits[order])]
+    weights = np.exp((logits[order].astype(np.float64) - logits[order[0]]) / params.temperature)
+    if params.top_k:
+        order, weights = order[: params.top_k], weights[: params.top_k]
+    p = weights / weights.sum()
+    if params.top_p < 1:
+        kept = int(np.searchsorted(p.cumsum(), params.top_p)) + 1
+        order, p = order[:kept], p[:kept] / p[:kept].sum()
+    return order[p > 0], p[p > 0]
+
+
+def noise(rows, n_vocab, scale=2.0, seed=0):
+    return (np.random.default_rng(seed).standard_normal((rows, n_vocab)) * scale).astype(np.float32)
+
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.floats(0.05, 20),
+    top_k=st.sampled_from([0, 2, 5, 40, 300, SORTED_TOP_K, SORTED_TOP_K + 1, 900, 5000]),
+    top_p=st.sampled_from([0.001, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@given(
+    params, st.sampled_from([1, 7, 64, 100, 1000, 3001]), st.integers(0, 99), st.sampled_from([0.01, 1, 5])
+)
+def test_the_distribution_is_the_obvious_one(params, n_vocab, seed, scale):
+    (logits,) = noise(1, n_vocab, scale, seed)
+    if params.greedy:
+        return
+    expected_ids, expected = obvious(logits, params)
+    ids, p = distribution(logits, params)
+    assert p.sum() == pytest.approx(1)
+    assert (np.diff(p) <= 1e-6 * p[:-1]).all()
+    # Weights in float32 may move the limit of top-p by a token whose share is that small.
+    n = min(len(ids), len(expected))
+    assert abs(len(ids) - len(expected)) <= max(1, 2e-6 / expected[-1])
+    assert (ids[: n - 1] == expected_ids[: n - 1]).all()
+    np.testing.assert_allclose(p[: n - 1], expected[: n - 1], rtol=1e-3, atol=1e-9)
+
+
+@given(st.lists(params | st.just(SamplingParams()), min_size=1, max_size=12), st.data())
+def test_a_row_gets_the_same_token_in_any_company(rows, data):
+    n_vocab = data.draw(st.sampled_from([50, 1024, 4000]))
+    scales = np.array([data.draw(st.sampled_from([0.1, 3, 10])) for _ in rows], np.float32)
+    logits = noise(len(rows), n_vocab, 1.0, seed=len(rows)) * scales[:, np.newaxis]
+    steps = list(range(5, 5 + len(rows)))
+    together = sample(logits.copy(), rows, steps)
+    alone = [int(sample(logits[i : i + 1].copy(), [p], [steps[i]])[0]) for i, p in enumerate(rows)]
+    order = data.draw(st.permutations(range(len(rows))))
+    shuffled = sample(logits[order], [rows[i] for i in order], [steps[i] for i in order])
+    assert together.tolist() == alone
+    assert shuffled.tolist() == [alone[i] for i in order]
+
+
+@given(params, st.integers(0, 9))
+def test_only_what_is_left_can_be_drawn(params, seed):
+    (logits,) = noise(1, 2000, 1.0, seed)
+    if params.greedy:
+        return
+    allowed = set(distribution(logits, params)[0].tolist())
+    drawn = sample(np.tile(logits, (30, 1)), [params] * 30, range(30))
+    assert set(drawn.tolist()) <= allowed
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.95),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=4.0, top_p=0.9),  # more than is sorted
+        SamplingParams(temperature=1.0, top_k=700),
+    ],
+)
+def test_frequencies_follow_the_probabilities(params):
+    draws = 4_000
+    (logits,) = noise(1, 1000, 2.0, seed=4)
+    ids, p = distribution(logits, params)
+    counts = np.zeros(1000)
+    for start in range(0, draws, 500):
+        rows = np.broadcast_to(logits, (500, 1000))
+        tokens = sample(rows, [params] * 500, range(start, start + 500))
+        counts += np.bincount(tokens, minlength=1000)
+    often = p * draws >= 5
+    expected = np.append(p[often], p[~often].sum()) * draws
+    observed = np.append(counts[ids[often]], draws - counts[ids[often]].sum())
+    expected, observed = expected[expected > 0], observed[expected > 0]
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom) + 5
+
+
+def test_tokens_of_fixed_seeds_stay_what_they_are():
+    logits = (np.arange(4 * 500) * 37 % 1009 / 128).astype(np.float32).reshape(4, 500)  # exact, no ties
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=1),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=2),
+        SamplingParams(temperature=1.5, seed=2**64 - 1),
+    ]
+    drawn = [sample(logits.copy(), kinds, [step] * 4).tolist() for step in range(3)]
+    assert drawn == FIXED
+
+
+FIXED = [[409, 263, 62, 434], [409, 398, 445, 461], [409, 318, 195, 483]]
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits = np.zeros((3, 100), np.float32)
+    logits[1, [7, 9]] = 1
+    assert sample(logits, [SamplingParams()] * 3, [0] * 3).tolist() == [0, 7, 0]
+
+
+def test_top_k_of_equals_keeps_the_lowest_ids():
+    ids, p = distribution(np.zeros(5000, np.float32), SamplingParams(temperature=1, top_k=3))
+    assert ids.tolist() == [0, 1, 2]
+    assert p == pytest.approx([1 / 3] * 3)
+    ids, _ = distribution(np.zeros(5000, np.float32), SamplingParams(temperature=1, top_k=1000))
+    assert ids.tolist() == list(range(1000))
+    ids, _ = distribution(np.zeros(5000, np.float32), SamplingParams(temperature=1, top_p=0.5))
+    assert ids.tolist() == list(range(2500))
+
+
+def test_negative_zero_equals_zero():
+    ids, _ = distribution(np.array([-0.0, 0.0, -1.0], np.float32), SamplingParams(temperature=1, top_k=2))
+    assert ids.tolist() == [0, 1]
+
+
+def test_a_row_without_a_distribution_does_not_touch_its_neighbours():
+    logits = noise(6, 300)
+    every = [SamplingParams(temperature=1, top_k=20), SamplingParams(temperature=1), SamplingParams()] * 2
+    expected = sample(logits.copy(), every, range(6)).tolist()
+    logits[0, 17] = np.nan
+    logits[1] = -np.inf
+    logits[2, 3] = np.inf
+    tokens = sample(logits, every, range(6)).tolist()
+    assert tokens == [NO_TOKEN] * 3 + expected[3:]
+    assert len(distribution(logits[0], every[0])[0]) == 0
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-30, 1e-6])
+@pytest.mark.parametrize("rest", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 600}])
+def test_a_tiny_temperature_is_greedy(temperature, rest):
+    logits = noise(4, 1000)
+    chosen = sample(logits, [SamplingParams(temperature=temperature, **rest)] * 4, range(4))
+    assert (chosen == logits.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(1.0), SamplingParams(5.0, 50), SamplingParams(5.0, 0, 0.9)]
+)
+def test_masked_tokens_never_come(params):
+    logits = noise(20, 100)
+    mask = np.arange(95)
+    chosen = sample(logits, [params] * 20, range(20), [mask, None] * 10)
+    assert (chosen[::2] >= 95).all()
+
+
+def test_read_only_logits_are_left_alone():
+    logits = noise(1, 50)
+    logits.flags.writeable = False
+    best = int(logits.argmax())
+    assert sample(logits, [SamplingParams()], [0], [np.array([best])])[0] != best
+    assert int(logits.argmax()) == best
+
+
+def test_all_tokens_may_be_masked():
+    assert sample(noise(1, 50), [SamplingParams()], [0], [np.arange(50)]).tolist() == [NO_TOKEN]
+
+
+def test_minus_infinity_is_never_drawn():
+    logits = np.full((50, 200), -np.inf, np.float32)
+    logits[:, [3, 150]] = 1.0
+    for params in (
+        SamplingParams(1.0),
+        SamplingParams(1.0, 10),
+        SamplingParams(1.0, 0, 0.99),
+        SamplingParams(1.0, 150),
+    ):
+        assert set(sample(logits, [params] * 50, range(50)).tolist()) == {3, 150}
+
+
+def test_no_rows():
+    assert sample(np.empty((0, 100), np.float32), [], []).tolist() == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1},
+        {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": float("nan")}, {"seed": -1}, {"seed": 2**64},
+    ],
+)  # fmt: skip
+def test_bounds(wrong):
+    with pytest.raises(ValueError):  # noqa: PT011 - which one is in the name of the case
+        SamplingParams(**wrong)
