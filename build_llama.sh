@@ -299,15 +299,20 @@ options=(
   # One file a library, and each finds the others beside it, wherever the folder is moved.
   -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=$origin"
 )
+cxx_flags="${CXXFLAGS:+$CXXFLAGS }-w"      # -w: another project's warnings help nobody here
 on() { if [ "$backend" = "$1" ]; then echo ON; else echo OFF; fi; }
 options+=("-DGGML_METAL=$(on metal)" "-DGGML_VULKAN=$(on vulkan)" "-DGGML_CUDA=$(on cuda)")
 if [ "$backend" = vulkan ]; then
   need_mib=1200
   options+=("-DVulkan_LIBRARY=$vulkan_library")
-  if [ -n "${VULKAN_SDK:-}" ]; then options+=("-DVulkan_INCLUDE_DIR=$VULKAN_SDK/include" "-DCMAKE_PREFIX_PATH=$VULKAN_SDK" "-DCMAKE_CXX_FLAGS=-I$VULKAN_SDK/include"); fi
+  if [ -n "${VULKAN_SDK:-}" ]; then
+    options+=("-DVulkan_INCLUDE_DIR=$VULKAN_SDK/include" "-DCMAKE_PREFIX_PATH=$VULKAN_SDK")
+    cxx_flags="$cxx_flags -I$VULKAN_SDK/include"
+  fi
 elif [ "$backend" = cuda ]; then
   need_mib=3000
 fi
+options+=("-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }-w" "-DCMAKE_CXX_FLAGS=$cxx_flags")
 if [ -n "${CMAKE_ARGS:-}" ]; then
   for option in $CMAKE_ARGS; do options+=("$option"); done
 fi

@@ -27,8 +27,6 @@ FLASH_ATTN = {
 
 PARTIAL_ONLY = MACROS["LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY"]
 """State flag: only what cannot be rolled back (sliding windows, recurrent states)."""
-ON_DEVICE = MACROS["LLAMA_STATE_SEQ_FLAGS_ON_DEVICE"]
-"""State flag: leave the tensors on the device; the buffer then holds no more than a reference."""
 
 OK, NO_ROOM, ABORTED = 0, 1, 2
 """What ``Context.decode`` returns."""
@@ -134,8 +132,7 @@ class Context(Owned):
             try:
                 pointer = self._c.llama_init_from_model(model._pointer, _params(self._c, options))
             except LlamaError:
-                why = "; ".join(complaints) or "llama.cpp gave no reason"
-                raise LlamaError(f"cannot make a context: {why}") from None
+                raise LlamaError(f"cannot make a context: {str(complaints) or 'no reason given'}") from None
         super().__init__(pointer, self._c.llama_free, parent=model)
         self._memory = self._c.llama_get_memory(pointer)
         self._outputs = np.zeros(0, np.int8)
@@ -189,14 +186,16 @@ class Context(Owned):
                 code = int(self._c.llama_decode(pointer, batch._filled()))
             finally:
                 self._held.busy = False
+            if code == ABORTED:
+                complaints.expected = True
+            elif code < 0:
+                said = f" ({complaints})" if str(complaints) else ""
+                raise LlamaError(f"llama_decode returned {code}: {MEANINGS.get(code, FATAL)}{said}", code=code)
         if code == OK:
             self._rows = batch.n_outputs
             self._outputs = batch._wants[: batch.n_tokens].copy()
             self._copied_into.clear()
             self._copied_from.clear()
-        elif code < 0:
-            why = "; ".join([MEANINGS.get(code, FATAL), *complaints])
-            raise LlamaError(f"llama_decode returned {code}: {why}", code=code)
         return code
 
     def synchronize(self) -> None:
@@ -386,8 +385,7 @@ class Context(Owned):
                 try:
                     return int(function(*arguments))
                 except LlamaError as error:
-                    why = "; ".join(complaints) or str(error)
-                    raise LlamaError(f"a state was refused: {why}", code=0) from None
+                    raise LlamaError(f"a state was refused: {str(complaints) or error}", code=0) from None
         finally:
             self._held.busy = False
 
@@ -428,7 +426,7 @@ def _pos(position: int) -> int:
 
 
 def _flags(flags: int) -> int:
-    if flags & ~(PARTIAL_ONLY | ON_DEVICE):
+    if flags & ~PARTIAL_ONLY:
         raise LlamaError(f"unknown state flags {flags}")
     return flags
 

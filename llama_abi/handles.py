@@ -76,7 +76,9 @@ class Owned:
         if not self._finalizer.alive:
             return
         if self._held.children:
-            raise LlamaError(f"close the {self._held.children} open handles made from this {type(self).__name__} first")
+            raise LlamaError(
+                f"this {type(self).__name__} is in use: close what was made from it first ({self._held.children} open)"
+            )
         if self._held.busy:
             raise LlamaError(f"this {type(self).__name__} is computing; close it when that call has returned")
         self._finalizer()

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
+
 from llama_abi.types import LOG_LEVEL, ggml_log_callback
 
 log = logging.getLogger("llama_abi")
@@ -25,7 +27,7 @@ LEVELS = {
 }
 CONT = LOG_LEVEL["GGML_LOG_LEVEL_CONT"]
 MAX_KEPT = 20
-"""Error lines that one ``complaints()`` block keeps: the first are the ones that say why."""
+"""Error lines that go into one exception: the first are the ones that say why."""
 
 
 class LogRouter:
@@ -33,7 +35,7 @@ class LogRouter:
 
     def __init__(self) -> None:
         self._unfinished: dict[int, tuple[int, str]] = {}
-        self._collecting: list[list[str]] = []
+        self._complaints: dict[int, list[str]] = {}
         self._callback = ggml_log_callback(self._called)
 
     @property
@@ -66,19 +68,41 @@ class LogRouter:
         if not line:
             return
         logged = LEVELS.get(level, logging.INFO)
-        if logged >= logging.ERROR:
-            for kept in self._collecting:
-                if len(kept) < MAX_KEPT:
-                    kept.append(line)
-        log.log(logged, "%s", line)
+        complaints = self._complaints.get(threading.get_ident())
+        if complaints is not None and logged >= logging.WARNING:
+            complaints.lines.append((logged, line))
+        else:
+            log.log(logged, "%s", line)
 
     @contextlib.contextmanager
-    def complaints(self) -> Iterator[list[str]]:
-        """The error lines that arrive inside the block, from any thread, for an exception's message."""
-        kept: list[str] = []
-        self._collecting.append(kept)
+    def complaints(self) -> Iterator[Complaints]:
+        """Keep this thread's warnings and errors back while a call into C may fail.
+
+        Who raises an exception puts them into it (``str(complaints)``), and they are logged as
+        DEBUG only; the same when ``expected`` is set.  When the block just ends, they are logged
+        as what they are.  Blocks do not nest.
+        """
+        thread = threading.get_ident()
+        complaints = self._complaints[thread] = Complaints()
         try:
-            yield kept
+            yield complaints
+        except BaseException:
+            complaints.expected = True
+            raise
         finally:
-            # by identity: two blocks with the same lines are equal
-            self._collecting = [other for other in self._collecting if other is not kept]
+            del self._complaints[thread]
+            for level, line in complaints.lines:
+                log.log(logging.DEBUG if complaints.expected else level, "%s", line)
+
+
+@attrs.define
+class Complaints:
+    """What llama.cpp said during one call."""
+
+    expected: bool = False
+    """The call failed, or ended as somebody had wished: nothing to alarm an operator."""
+    lines: list[tuple[int, str]] = attrs.Factory(list)
+
+    def __str__(self) -> str:
+        errors = [line for level, line in self.lines if level >= logging.ERROR]
+        return "; ".join(errors[:MAX_KEPT])

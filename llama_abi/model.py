@@ -74,8 +74,7 @@ class Model(Owned):
                     raise progress.error from None
                 if progress.stopped:
                     raise LlamaError(f"loading {self.path} was stopped") from None
-                why = "; ".join(complaints) or "llama.cpp gave no reason"
-                raise LlamaError(f"cannot load {self.path}: {why}") from None
+                raise LlamaError(f"cannot load {self.path}: {str(complaints) or 'no reason given'}") from None
         super().__init__(pointer, self._c.llama_model_free)
         self.vocab = Vocab(self)
         """Its tokens; usable for as long as the model is open."""

@@ -55,9 +55,7 @@ C.typedef(
 
 MACROS = C.enum("", """
     LLAMA_TOKEN_NULL                   = -1,
-    LLAMA_STATE_SEQ_FLAGS_NONE         = 0,
     LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY = 1,
-    LLAMA_STATE_SEQ_FLAGS_ON_DEVICE    = 2,
 """)
 
 C.typedef("llama_memory_t", "struct llama_memory_i *")
