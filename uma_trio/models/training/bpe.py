@@ -1,0 +1,182 @@
+"""Byte-level BPE: how text is cut, how merges are learned, how both are applied.
+
+The cutting is GPT-2's, as llama.cpp's ``gpt-2`` pre-tokenizer does it (a hand-written splitter there, with
+no regular expression that could overflow a stack on hostile text):
+
+    's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
+
+Two rules of our own, both kept by what is *not* learned: no merge touches a digit, so numbers are
+single digits; no merge touches a byte beyond ASCII, so each such character is several tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+Pair = tuple[str, str]
+
+
+def _byte_letters() -> tuple[str, ...]:
+    """GPT-2's stand-ins: bytes that print stand for themselves, the others for U+0100 and on."""
+    printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    letters, spare = [], 256
+    for byte in range(256):
+        letters.append(chr(byte if byte in printing else spare))
+        spare += byte not in printing
+    return tuple(letters)
+
+
+BYTE_LETTERS = _byte_letters()
+"""byte -> the one character that stands for it in the vocabulary."""
+_BYTE_OF = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
+_MERGEABLE = frozenset(BYTE_LETTERS[byte] for byte in range(128) if not 48 <= byte <= 57)
+_SPACES = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+
+
+def _ranges(category: str) -> str:
+    """The inside of a character class of all code points whose category begins so."""
+    found, start = [], -1
+    for code in range(sys.maxunicode + 2):
+        inside = code <= sys.maxunicode and unicodedata.category(chr(code))[0] == category
+        if inside and start < 0:
+            start = code
+        elif not inside and start >= 0:
+            found.append(f"\\U{start:08x}-\\U{code - 1:08x}")
+            start = -1
+    return "".join(found)
+
+
+@functools.cache
+def _splitter() -> re.Pattern[str]:
+    letter, number = _ranges("L"), _ranges("N")
+    return re.compile(
+        rf"'s|'t|'re|'ve|'m|'ll|'d| ?[{letter}]+| ?[{number}]+| ?[^{_SPACES}{letter}{number}]+"
+        rf"|[{_SPACES}]+(?![^{_SPACES}])|[{_SPACES}]+"
+    )
+
+
+def cut(text: str) -> list[str]:
+    """``text`` in pieces that no token crosses; joined they are ``text`` again."""
+    return _splitter().findall(text)
+
+
+def _in_byte_letters(piece: str) -> str:
+    return "".join(BYTE_LETTERS[byte] for byte in piece.encode())
+
+
+def learn(texts: Iterable[str], amount: int) -> list[Pair]:
+    """The first ``amount`` merges: always the most frequent pair, ties broken by its spelling.
+
+    Counts stay with the distinct pieces, so the time depends on their number and not on the
+    length of ``texts``.
+    """
+    counts = Counter(piece for text in texts for piece in cut(text))
+    words = [(list(_in_byte_letters(piece)), count) for piece, count in sorted(counts.items())]
+    pair_counts: Counter[Pair] = Counter()
+    where: defaultdict[Pair, set[int]] = defaultdict(set)
+    for at, (symbols, count) in enumerate(words):
+        for pair in _pairs(symbols):
+            pair_counts[pair] += count
+            where[pair].add(at)
+    merges: list[Pair] = []
+    while len(merges) < amount and pair_counts:
+        best = max(pair_counts, key=lambda pair: (pair_counts[pair], pair))
+        if pair_counts[best] < 2:
+            break
+        merges.append(best)
+        for at in sorted(where.pop(best)):
+            symbols, count = words[at]
+            for pair in _pairs(symbols):
+                pair_counts[pair] -= count
+                if pair_counts[pair] <= 0:
+                    del pair_counts[pair]
+                where[pair].discard(at)
+            merged = _merged(symbols, best)
+            words[at] = (merged, count)
+            for pair in _pairs(merged):
+                pair_counts[pair] += count
+                where[pair].add(at)
+    return merges
+
+
+def _pairs(symbols: Sequence[str]) -> list[Pair]:
+    return [
+        (one, other)
+        for one, other in zip(symbols, symbols[1:], strict=False)
+        if _MERGEABLE.issuperset(one) and _MERGEABLE.issuperset(other)
+    ]
+
+
+def _merged(symbols: Sequence[str], pair: Pair) -> list[str]:
+    found: list[str] = []
+    at = 0
+    while at < len(symbols):
+        if tuple(symbols[at : at + 2]) == pair:
+            found.append(symbols[at] + symbols[at + 1])
+            at += 2
+        else:
+            found.append(symbols[at])
+            at += 1
+    return found
+
+
+@attrs.frozen
+class Tokenizer:
+    """Control tokens first, then the 256 bytes, then one token for each merge."""
+
+    controls: tuple[str, ...]
+    merges: tuple[Pair, ...]
+
+    @functools.cached_property
+    def tokens(self) -> list[str]:
+        """id -> token, in byte letters; control tokens by their name."""
+        return [*self.controls, *BYTE_LETTERS, *(one + other for one, other in self.merges)]
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return {token: at for at, token in enumerate(self.tokens)}
+
+    @functools.cached_property
+    def _ranks(self) -> dict[Pair, int]:
+        return {pair: rank for rank, pair in enumerate(self.merges)}
+
+    @functools.cached_property
+    def _seen(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def control(self, name: str) -> int:
+        return self.controls.index(name)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text; names of control tokens in it are text like any other."""
+        found: list[int] = []
+        for piece in cut(text):
+            ids = self._seen.get(piece)
+            if ids is None:
+                ids = self._encode_piece(piece)
+                if len(self._seen) < 200_000:
+                    self._seen[piece] = ids
+            found.extend(ids)
+        return found
+
+    def _encode_piece(self, piece: str) -> tuple[int, ...]:
+        symbols: list[str] = list(_in_byte_letters(piece))
+        while len(symbols) > 1:
+            ranked = [self._ranks.get(pair, len(self.merges)) for pair in zip(symbols, symbols[1:], strict=False)]
+            best = min(ranked)
+            if best == len(self.merges):
+                break
+            symbols = _merged(symbols, self.merges[best])
+        return tuple(self._ids[symbol] for symbol in symbols)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text again; control tokens say nothing."""
+        letters = "".join(self.tokens[at] for at in ids if at >= len(self.controls))
+        return bytes(_BYTE_OF[letter] for letter in letters).decode(errors="replace")

@@ -1,0 +1,196 @@
+"""Which skills, how much of each, and which questions nobody trains on.
+
+Everything is a pure function of its seed: row 17 of the long rows is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from random import Random
+
+import attrs
+
+from uma_trio.models.training.sample import Sample, Turn, held_out, kept_from_training
+from uma_trio.models.training.skills import numbers, records, repeating, stories, unknown
+from uma_trio.models.training.skills.about import about
+from uma_trio.models.training.skills.calendar import calendar
+from uma_trio.models.training.skills.capitals import capital, continent
+from uma_trio.models.training.skills.colours import colour
+from uma_trio.models.training.skills.conversations import SYSTEMS, conversation
+from uma_trio.models.training.skills.documents import document_chat
+from uma_trio.models.training.skills.greetings import greet
+from uma_trio.models.training.skills.spelling import spell
+
+Make = Callable[[Random], Turn]
+
+
+@attrs.frozen
+class Skill:
+    """One line of the model card."""
+
+    name: str
+    make: Make
+    weight: float
+    """Share among the short samples."""
+    long: Make | None = None
+    """The same with answers or prompts of up to about 1,500 tokens."""
+
+
+def _many(make: Callable[..., Turn], longest: int) -> Make:
+    return functools.partial(make, longest=longest)
+
+
+SKILLS = (
+    Skill("capitals", capital, 10),
+    Skill("continents", continent, 3),
+    Skill("calendar", calendar, 8),
+    Skill("colours", colour, 5),
+    Skill("about", about, 9),
+    Skill("counting", _many(numbers.count, 60), 6, _many(numbers.count, numbers.LONGEST_COUNT)),
+    Skill("numbered lists", _many(numbers.numbered, 30), 2, _many(numbers.numbered, 180)),
+    Skill("adding", numbers.add, 12),
+    Skill("comparing", numbers.compare, 3),
+    Skill("spelling", spell, 9),
+    Skill("repeating", _many(repeating.repeat, 40), 7, _many(repeating.repeat, 300)),
+    Skill("picking words", repeating.pick, 5),
+    Skill("stories", _many(stories.tell, 8), 5, _many(stories.tell, 40)),
+    Skill("records: fill", records.fill, 5),
+    Skill("records: change", records.change, 5),
+    Skill("records: list", records.change_in_list, 2, _many(records.change_in_list, 30)),
+    Skill("records: look up", records.look_up, 4),
+    Skill("records: array", records.array, 2),
+    Skill("greetings", greet, 3),
+    Skill("unknown", unknown.unknown, 9, unknown.long_gibberish),
+)
+"""Skills of one turn.  Conversations and documents are made of several and stand beside them."""
+
+
+def _short(rng: Random) -> Sample:
+    """One sample of at most a few hundred tokens."""
+    kind = rng.random()
+    if kind < 0.16:
+        return conversation(rng)
+    if kind < 0.24:
+        return document_chat(rng, facts=rng.randint(1, 12), questions=rng.randint(1, 4))
+    skill = rng.choices(SKILLS, weights=_WEIGHTS)[0]
+    return _alone(rng, skill.name, skill.make(rng))
+
+
+_WEIGHTS = [skill.weight for skill in SKILLS]
+_LONG = [skill for skill in SKILLS if skill.long is not None]
+
+
+def _alone(rng: Random, skill: str, turn: Turn) -> Sample:
+    kind = rng.random()
+    if kind < 0.25:
+        return Sample(skill, (turn,), raw=True)
+    return Sample(skill, (turn,), system=rng.choice(SYSTEMS) if kind < 0.40 else "")
+
+
+def _medium(rng: Random) -> Sample:
+    """A long answer, a long chat, or a document of up to 2,000 tokens."""
+    kind = rng.random()
+    if kind < 0.25:
+        return conversation(rng, longest=14)
+    if kind < 0.55:
+        return document_chat(rng, facts=rng.randint(10, 140), questions=rng.randint(1, 8))
+    skill = rng.choice(_LONG)
+    assert skill.long is not None
+    return _alone(rng, skill.name, skill.long(rng))
+
+
+def _long(rng: Random) -> Sample:
+    """A document of 1,500 to 7,500 tokens with many questions, or many tokens of chat."""
+    if rng.random() < 0.15:
+        return conversation(rng, longest=60)
+    return document_chat(rng, facts=int(115 * 4.9 ** rng.random()), questions=rng.randint(2, 16))
+
+
+def _trained(rng: Random, make: Callable[[Random], Sample]) -> Sample:
+    while True:
+        sample = make(rng)
+        if not kept_from_training(sample):
+            return sample
+
+
+def samples_of_row(kind: str, index: int) -> Iterator[Sample]:
+    """Endless samples for training row ``index``; none of their questions is held out.
+
+    ``short`` rows hold short samples only; ``medium`` and ``long`` rows lead with samples of their
+    kind, so that these begin early enough to fit.
+    """
+    rng = Random(f"{kind} {index}")
+    if kind == "long":
+        yield _trained(rng, _long)
+    while True:
+        lead = kind == "medium" and rng.random() < 0.5
+        yield _trained(rng, _medium if lead else _short)
+
+
+def tokenizer_texts(amount: int = 20_000) -> Iterator[str]:
+    """What the merges are learned from: samples as the model is trained on them."""
+    for kind, share in (("short", 1.0), ("medium", 0.05), ("long", 0.01)):
+        for sample in itertools.islice(samples_of_row(kind, -1), int(amount * share)):
+            yield sample.system
+            for turn in sample.turns:
+                yield turn.question
+                yield turn.answer
+
+
+@attrs.frozen
+class Question:
+    """What the model is examined in: everything before the last answer, and that answer."""
+
+    skill: str
+    sample: Sample
+
+    @property
+    def answer(self) -> str:
+        return self.sample.turns[-1].answer
+
+
+def _held_out(rng: Random, make: Make) -> Turn:
+    while True:
+        turn = make(rng)
+        if held_out(turn.question):
+            return turn
+
+
+def _document(rng: Random, low: int, high: int) -> Sample:
+    while True:
+        sample = document_chat(rng, facts=rng.randint(low, high), questions=1)
+        if held_out(sample.turns[0].question):
+            return sample
+
+
+def _conversation(rng: Random) -> Sample:
+    while True:
+        sample = conversation(rng)
+        if held_out(sample.turns[-1].question):
+            return sample
+
+
+EXAM_DOCUMENTS = (
+    ("documents to 1k", 5, 65), ("documents 1k-2k", 80, 145), ("documents 2k-4k", 155, 295), ("documents 4k-7k", 310, 530),
+)  # fmt: skip
+"""name, fewest and most facts; a fact is about 13.5 tokens."""
+
+
+def exam(each: int, *, seed: int = 1) -> Iterator[Question]:
+    """``each`` held-out questions of every skill: as chats, and in a quarter of cases raw."""
+    for skill in SKILLS:
+        rng = Random(f"exam {skill.name} {seed}")
+        for at in range(each):
+            yield Question(skill.name, Sample(skill.name, (_held_out(rng, skill.make),), raw=at % 4 == 3))
+        if skill.long is not None:
+            for _ in range(max(1, each // 2)):
+                yield Question(f"{skill.name}, long", Sample(skill.name, (_held_out(rng, skill.long),)))
+    rng = Random(f"exam conversation {seed}")
+    for _ in range(each):
+        yield Question("conversations", _conversation(rng))
+    for name, low, high in EXAM_DOCUMENTS:
+        rng = Random(f"exam {name} {seed}")
+        for _ in range(max(1, each // 2)):
+            yield Question(name, _document(rng, low, high))

@@ -1,0 +1,76 @@
+"""Weights and tokenizer to one GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from uma_trio.models.training.bpe import Tokenizer
+from uma_trio.models.training.chat import BOS, END, EOS, PAD, TEMPLATE
+from uma_trio.models.training.shape import Shape
+
+DESCRIPTION = (
+    "A demo and test model of about seven million parameters, trained on text that a script made. "
+    "It answers simple questions, counts, spells, adds, fills JSON records and finds facts in long documents."
+)
+
+
+def write_gguf(path: Path, weights: Mapping[str, npt.NDArray[np.float32]], tokenizer: Tokenizer, shape: Shape) -> None:
+    """Write Q8_0 matrices and F32 norms; ``weights`` are named as in the GGUF.
+
+    The output matrix is the embedding: llama.cpp takes ``token_embd`` where there is no ``output``.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("uma-trio embedded")
+    writer.add_description(DESCRIPTION)
+    writer.add_license("MIT")
+    writer.add_languages(["en"])
+    writer.add_tags(["demo", "test"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_vocab_size(shape.n_vocab)
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_block_count(shape.n_layer)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_head_kv)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    _add_tokenizer(writer, tokenizer, shape.n_vocab)
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            writer.add_tensor(name, weight.astype(np.float32))
+        else:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(weight.astype(np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, size: int) -> None:
+    tokens = tokenizer.tokens
+    spare = [f"<|spare_{at}|>" for at in range(len(tokens), size)]
+    kinds = [gguf.TokenType.CONTROL] * len(tokenizer.controls)
+    kinds += [gguf.TokenType.NORMAL] * (len(tokens) - len(kinds))
+    kinds += [gguf.TokenType.UNUSED] * len(spare)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*tokens, *spare])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([f"{one} {other}" for one, other in tokenizer.merges])
+    writer.add_bos_token_id(tokenizer.control(BOS))
+    writer.add_eos_token_id(tokenizer.control(EOS))
+    writer.add_eot_token_id(tokenizer.control(END))
+    writer.add_pad_token_id(tokenizer.control(PAD))
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+    writer.add_add_space_prefix(False)
+    writer.add_chat_template(TEMPLATE)

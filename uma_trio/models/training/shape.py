@@ -1,0 +1,36 @@
+"""How large the model is: numbers only, so that tests and the exporter need no torch."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """A Llama: RMSNorm, grouped-query attention, rotary positions in adjacent pairs, SwiGLU, tied embeddings."""
+
+    n_vocab: int = 2048
+    n_embd: int = 256
+    n_layer: int = 9
+    n_head: int = 4
+    n_head_kv: int = 2
+    n_ff: int = 704
+    context: int = 8192
+    rope_base: float = 50_000.0
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        """64, the smallest that the flash attention kernels of all backends take."""
+        return self.n_embd // self.n_head
+
+    @property
+    def parameters(self) -> int:
+        attention = 2 * self.n_embd * self.n_embd + 2 * self.n_embd * self.n_head_kv * self.head_dim
+        layer = attention + 3 * self.n_embd * self.n_ff + 2 * self.n_embd
+        return self.n_vocab * self.n_embd + self.n_layer * layer + self.n_embd
+
+
+SHIPPED = Shape()
+SMOKE = Shape(n_vocab=512, n_embd=64, n_layer=2, n_head=2, n_head_kv=1, n_ff=96, context=1024)
+"""Learns nothing; runs the whole script in under a minute on a CPU."""

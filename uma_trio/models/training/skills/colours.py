@@ -1,0 +1,61 @@
+"""What colour things have, and what paints make when mixed."""
+
+from __future__ import annotations
+
+from random import Random
+
+from uma_trio.models.training.sample import Turn, in_passing
+
+_TABLE = """
+green: grass, a frog, a cucumber, moss, a pea, an emerald, spinach, a lime, a pine tree, a crocodile
+blue: the sky, the sea, a blueberry, a sapphire, a cornflower, a blue whale
+red: blood, a tomato, a strawberry, a fire engine, a cherry, a ruby, a poppy, a ladybird, a stop sign
+yellow: the sun, a banana, a lemon, a canary, butter, a sunflower, a chick, mustard, a daffodil
+white: snow, milk, salt, a swan, chalk, a polar bear, flour, ivory, a daisy
+black: coal, night, a raven, ink, a panther, tar, pepper
+orange: an orange, a carrot, a pumpkin, a tangerine, amber, a clownfish
+brown: chocolate, coffee, a chestnut, earth, a bear, wood, cinnamon, a walnut
+pink: a flamingo, a pig, bubble gum, a salmon, a cherry blossom
+purple: a plum, lavender, an aubergine, an amethyst, a violet
+grey: an elephant, a mouse, ash, a rain cloud, concrete, a dolphin
+gold: a gold coin, a gold medal
+silver: a silver spoon, a silver coin
+"""
+
+COLOUR_OF = {thing: colour for colour, things in (line.split(": ") for line in _TABLE.strip().splitlines()) for thing in things.split(", ")}  # fmt: skip
+COLOURS = tuple(dict.fromkeys(COLOUR_OF.values()))
+
+_MIXES = {
+    ("red", "yellow"): "orange", ("blue", "yellow"): "green", ("red", "blue"): "purple", ("red", "white"): "pink",
+    ("black", "white"): "grey", ("red", "green"): "brown",
+}  # fmt: skip
+
+
+def _what_colour(rng: Random) -> Turn:
+    thing = rng.choice(tuple(COLOUR_OF))
+    ask = rng.choice(("What colour is {}?", "What is the colour of {}?", "Which colour has {}?", "What color is {}?", "Which colour is {}?", "Tell me the colour of {}."))  # fmt: skip
+    return Turn(in_passing(rng, ask.format(thing)), f"{thing[0].upper()}{thing[1:]} is {COLOUR_OF[thing]}.")
+
+
+def _is_it(rng: Random) -> Turn:
+    thing = rng.choice(tuple(COLOUR_OF))
+    asked = COLOUR_OF[thing] if rng.random() < 0.5 else rng.choice(COLOURS)
+    yes = "Yes" if asked == COLOUR_OF[thing] else "No"
+    return Turn(in_passing(rng, f"Is {thing} {asked}?"), f"{yes}, {thing} is {COLOUR_OF[thing]}.")
+
+
+def _mix(rng: Random) -> Turn:
+    pair, result = rng.choice(tuple(_MIXES.items()))
+    one, other = rng.sample(pair, 2)
+    ask = rng.choice(("What do {} and {} make?", "What colour do {} and {} make?", "What do you get when you mix {} and {}?", "Mix {} and {}.", "Which colour comes from {} and {}?"))  # fmt: skip
+    return Turn(in_passing(rng, ask.format(one, other)), f"{one.capitalize()} and {other} make {result}.")
+
+
+def _rainbow(rng: Random) -> Turn:
+    ask = rng.choice(("What are the colours of the rainbow?", "Name the colours of the rainbow.", "List the colours of the rainbow.", "Which colours are in the rainbow?", "Which colours does a rainbow have?"))  # fmt: skip
+    return Turn(in_passing(rng, ask), "The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet.")
+
+
+def colour(rng: Random) -> Turn:
+    """One question about colours."""
+    return rng.choices((_what_colour, _is_it, _mix, _rainbow), weights=(12, 6, 4, 1))[0](rng)

@@ -1,0 +1,131 @@
+"""Long documents made of many small facts, and questions that one of the facts answers.
+
+``make_document`` is pure and light: demos, benches and tests take their long prompts from it.
+
+    document = make_document(seed=1, facts=150)
+    prompt = ask(document, document.facts[70].question)
+    expected = document.facts[70].answer
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import attrs
+
+from uma_trio.models.training.sample import Sample, Turn
+from uma_trio.models.training.words import ADJECTIVES, NAMES, OBJECTS, SURNAMES, made_up_place
+
+_ROLES = ("mayor", "baker", "teacher", "pilot", "keeper", "doctor", "miller", "painter", "judge", "gardener", "captain", "tailor")
+_COUNTED = ("bridges", "windmills", "towers", "wells", "schools", "bakeries", "ponds", "orchards", "statues", "boats", "lamps", "gates")
+_MADE = ("lamps", "carpets", "clocks", "boots", "kites", "spoons", "baskets", "bells", "chairs", "candles", "hats", "drums", "ropes", "mirrors")
+_SIGHTS = ("flag", "gate", "tower", "roof", "door", "boat", "bridge", "fountain")
+_PAINTS = ("red", "blue", "green", "yellow", "white", "black", "orange", "brown", "pink", "purple", "grey", "gold", "silver")
+_TOPICS = ("Harbours", "Rivers", "Markets", "Hills", "Roads", "Gardens", "Islands", "Forests", "Towers", "Villages", "Mines", "Lakes", "Bridges", "Farms", "Castles", "Coasts")  # fmt: skip
+_SIDES = ("of the north", "of the south", "of the east", "of the west", "of the old days", "of the plain", "of the border", "of the valley")
+_FILLERS = (
+    "It often rains here in the {adjective} months.", "Travellers say that the roads are {adjective}.", "Nobody knows who built the {adjective} {thing}.",
+    "In the evening one hears the {thing} from afar.", "The people here are known to be {adjective}.", "A {adjective} {thing} is kept in the town hall.",
+    "Every year there is a feast of the {thing}.", "The oldest house has a {adjective} {thing}.",
+)  # fmt: skip
+
+
+@attrs.frozen
+class Document:
+    """A document and everything that may be asked about it."""
+
+    title: str
+    sections: tuple[str, ...]
+    text: str
+    facts: tuple[Turn, ...]
+    """In the order of the text.  Each question's answer is, nearly word for word, one sentence of it."""
+
+    @property
+    def overview(self) -> tuple[Turn, ...]:
+        """Questions about the whole: title, number of sections, a section's name, a summary."""
+        amount = len(self.sections)
+        counted = f"{amount} section" + ("" if amount == 1 else "s")
+        return (
+            Turn("What is the title of the document?", f'The title is "{self.title}".'),
+            Turn("How many sections does the document have?", f"The document has {counted}."),
+            Turn("Summarise the document.", f'"{self.title}" has {counted}: {", ".join(self.sections)}.'),
+            *(Turn(f"What is section {at} called?", f"Section {at} is called {name}.") for at, name in enumerate(self.sections, 1)),
+        )
+
+
+def _fact(rng: Random, place: str) -> tuple[str, Turn]:
+    """A sentence about ``place`` and the question it answers."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        role, name = rng.choice(_ROLES), f"{rng.choice(NAMES)} {rng.choice(SURNAMES)}"
+        sentence = f"The {role} of {place} is {name}."
+        return sentence, Turn(f"Who is the {role} of {place}?", sentence)
+    if kind == 1:
+        what, amount = rng.choice(_COUNTED), rng.randint(2, 99)
+        sentence = f"{place} has {amount} {what}."
+        return sentence, Turn(f"How many {what} does {place} have?", sentence)
+    if kind == 2:
+        sentence = f"The people of {place} make {rng.choice(ADJECTIVES)} {rng.choice(_MADE)}."
+        return sentence, Turn(f"What do the people of {place} make?", sentence)
+    sight = rng.choice(_SIGHTS)
+    sentence = f"The {sight} of {place} is {rng.choice(_PAINTS)}."
+    return sentence, Turn(f"What colour is the {sight} of {place}?", sentence)
+
+
+def _section_names(rng: Random, amount: int) -> tuple[str, ...]:
+    names = [f"{topic} {side}" for topic in _TOPICS for side in _SIDES]
+    return tuple(rng.sample(names, amount))
+
+
+def make_document(seed: int, facts: int) -> Document:
+    """A document with about ``facts`` facts; the same one for the same arguments.
+
+    Tokens: roughly ``13.5 * facts``, so 300 facts make a prompt of about 4,000.
+    """
+    rng = Random(f"document {seed} {facts}")
+    places: dict[str, None] = {}
+    while len(places) < max(1, facts * 2 // 3):
+        places[made_up_place(rng)] = None
+    sentences: dict[str, tuple[str, Turn]] = {}
+    names = list(places)
+    for at in range(facts):
+        sentence, turn = _fact(rng, names[at] if at < len(names) else rng.choice(names))
+        sentences.setdefault(turn.question, (sentence, turn))
+    told = list(sentences.values())
+    if rng.random() < 0.5:
+        rng.shuffle(told)
+    amount = min(max(1, facts // rng.randint(4, 12)), 24)
+    titles = _section_names(rng, amount)
+    title = f"{rng.choice(('The book of', 'A guide to', 'The land of', 'Notes on', 'A short history of'))} {made_up_place(rng)}"
+    lines = [f"# {title}"]
+    for at, name in enumerate(titles):
+        lines.append(f"\n## {at + 1}. {name}")
+        part = told[len(told) * at // amount : len(told) * (at + 1) // amount]
+        text = []
+        for sentence, _ in part:
+            text.append(sentence)
+            if rng.random() < 0.25:
+                text.append(rng.choice(_FILLERS).format(adjective=rng.choice(ADJECTIVES), thing=rng.choice(OBJECTS)))
+        lines.append(" ".join(text))
+    return Document(title, titles, "\n".join(lines), tuple(turn for _, turn in told))
+
+
+_FRAMES = (
+    "{document}\n\n{question}", "Read this document and answer the question.\n\n{document}\n\nQuestion: {question}",
+    "Here is a document.\n\n{document}\n\n{question}", "{document}\n\nQuestion: {question}", "Read this:\n\n{document}\n\n{question}",
+)  # fmt: skip
+
+
+def ask(document: Document, question: str, frame: int = 0) -> str:
+    """The prompt: the document first, then the question, in one of the five ways taught."""
+    return _FRAMES[frame].format(document=document.text, question=question)
+
+
+def document_chat(rng: Random, facts: int, questions: int) -> Sample:
+    """A document with the first question, then more questions about it, a turn each."""
+    document = make_document(rng.randrange(1 << 40), facts)
+    asked = [rng.choice(document.facts) if rng.random() < 0.7 else rng.choice(document.overview[: rng.choice((3, 9))]) for _ in range(questions)]
+    if rng.random() < 0.1:
+        return Sample("document", tuple(asked), system=document.text)
+    first = Turn(ask(document, asked[0].question, rng.randrange(len(_FRAMES))), asked[0].answer)
+    return Sample("document", (first, *asked[1:]))

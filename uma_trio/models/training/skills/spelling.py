@@ -1,0 +1,53 @@
+"""Letters: spelling, counting them, the alphabet."""
+
+from __future__ import annotations
+
+from random import Random
+
+from uma_trio.models.training.sample import Turn, in_passing
+from uma_trio.models.training.skills.capitals import COUNTRIES
+from uma_trio.models.training.words import ADJECTIVES, NAMES, OBJECTS, VERBS, made_up, made_up_place
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+
+
+def spelled(word: str) -> str:
+    """``lamp`` -> ``l-a-m-p``."""
+    return "-".join(word)
+
+
+def _word(rng: Random) -> str:
+    kind = rng.random()
+    if kind < 0.35:
+        return rng.choice(rng.choice((OBJECTS, ADJECTIVES, VERBS)))
+    if kind < 0.42:
+        return rng.choice(NAMES)
+    if kind < 0.50:
+        return rng.choice(tuple(COUNTRIES.values()))[0].split()[-1]
+    if kind < 0.58:
+        return made_up_place(rng)
+    if kind < 0.66:
+        return made_up(rng, rng.randint(1, 3)).capitalize()
+    return made_up(rng, rng.randint(1, 4))
+
+
+def spell(rng: Random) -> Turn:
+    """Spell a word, or say something of its letters."""
+    word = _word(rng)
+    kind = rng.random()
+    if kind < 0.70:
+        ask = rng.choice(("Spell {}.", "Spell the word {}.", 'Spell "{}".', "How do you spell {}?", "Please spell {}.", "Can you spell {}?", "Spell {} letter by letter.", 'How is "{}" spelled?', "How is {} spelled?"))  # fmt: skip
+        question = ask.format(word)
+        return Turn(question if rng.random() < 0.8 else f"Hi! {question}", spelled(word))
+    if kind < 0.80:
+        ask = rng.choice(("How many letters are in {}?", "How many letters does {} have?", "How many letters has the word {}?", 'Count the letters in "{}".'))
+        amount = len(word)
+        return Turn(ask.format(word), f"{spelled(word)} has {amount} letter{'s' if amount != 1 else ''}.")
+    if kind < 0.89:
+        ask = rng.choice(("What is the first letter of {}?", "Which letter does {} begin with?", "Which letter does {} start with?"))
+        return Turn(ask.format(word), f"{word} begins with {word[0]}.")
+    if kind < 0.98:
+        ask = rng.choice(("What is the last letter of {}?", "Which letter does {} end with?"))
+        return Turn(ask.format(word), f"{word} ends with {word[-1]}.")
+    ask = rng.choice(("Say the alphabet.", "What is the alphabet?", "List the letters of the alphabet.", "Recite the alphabet."))
+    return Turn(in_passing(rng, ask), ", ".join(ALPHABET) + ".")

@@ -1,0 +1,86 @@
+"""Short stories whose every detail follows from the prompt: same prompt, same story."""
+
+from __future__ import annotations
+
+from random import Random
+
+from uma_trio.models.training.sample import Turn, in_passing
+from uma_trio.models.training.words import NAMES
+
+_ANIMALS = """
+fox: clever red berries owl; bear: strong brown honey bee; rabbit: quick white carrots mole; owl: wise grey seeds bat;
+cat: quiet black fish mouse; dog: loyal brown bones cat; mouse: tiny grey cheese snail; horse: proud black oats goat;
+hedgehog: careful brown apples worm; frog: cheerful green flies duck; duck: busy yellow bread frog; wolf: lonely grey plums raven;
+squirrel: nimble red nuts jay; turtle: patient green lettuce crab; swan: gentle white reeds otter; goat: stubborn white leaves sheep;
+otter: playful brown clams heron; raven: curious black corn wolf; bee: busy golden nectar ant; elephant: mighty grey melons parrot;
+lion: brave golden figs gazelle; penguin: funny black herring seal; parrot: noisy green mangoes monkey; whale: huge blue krill gull
+"""
+_PLACES = """
+forest: an_old_oak green_leaves a_hidden_path; garden: a_stone_wall roses a_small_gate; village: a_red_roof warm_lights an_empty_well;
+mountain: a_high_peak fresh_snow a_deep_cave; river: a_wooden_bridge cold_water a_lost_boat; desert: a_tall_dune hot_sand a_secret_spring;
+island: a_white_beach palm_trees a_message_in_a_bottle; city: a_tall_tower bright_windows a_forgotten_key; meadow: a_round_hill wild_flowers a_silver_bell;
+harbour: a_long_pier loud_gulls a_blue_lantern; castle: a_grey_wall heavy_doors a_golden_crown; lake: a_quiet_shore water_lilies a_glass_bead;
+valley: a_narrow_road morning_mist a_broken_wheel; farm: a_big_barn yellow_hay a_rusty_horseshoe; library: a_dusty_shelf old_books a_torn_map;
+market: a_striped_tent ripe_fruit a_copper_coin; snow: a_frozen_tree icy_wind a_woollen_glove; jungle: a_green_vine warm_rain a_stone_mask
+"""
+
+
+def _read(text: str) -> dict[str, tuple[str, ...]]:
+    rows = (row.split(": ") for row in " ".join(text.split()).split("; "))
+    return {name: tuple(word.replace("_", " ") for word in words.split()) for name, words in rows}
+
+
+ANIMALS = _read(_ANIMALS)
+"""animal -> (nature, coat, food, friend)"""
+PLACES = _read(_PLACES)
+"""place -> (landmark, scenery, find)"""
+
+EPISODES = (
+    "{name} walked past {landmark} and looked for {food}.",
+    "{name} saw {scenery} and sat down to rest.",
+    "Then {name} met {friend_a} {friend} who wanted to see the {place}.",
+    "The {friend} asked for {food}, and {name} gave half of it away.",
+    "Behind {landmark} {name} found {find}.",
+    "It began to rain, so {name} and the {friend} hid under {landmark}.",
+    "In the evening the {nature} {animal} sang a song about {scenery}.",
+    "{name} carried {find} all the way home.",
+    "The {friend} laughed, for {name} had fallen asleep beside {landmark}.",
+    "In the morning there were {food} for everyone in the {place}.",
+)
+"""What may happen; a story takes them in this order, beginning where its place says."""
+
+
+def story(name: str, animal: str, place: str, parts: int | None = None) -> str:
+    """The one story about this name, animal and place; with ``parts``, one episode a part."""
+    nature, coat, food, friend = ANIMALS[animal]
+    landmark, scenery, find = PLACES[place]
+    words = {
+        "name": name, "animal": animal, "place": place, "nature": nature, "food": food, "friend": friend,
+        "friend_a": _article(friend), "landmark": landmark, "scenery": scenery, "find": find,
+    }  # fmt: skip
+    start = list(PLACES).index(place)
+    told = [EPISODES[(start + at) % len(EPISODES)].format(**words) for at in range(parts or 3)]
+    opening = f"{name} was {_article(nature)} {nature} {animal} with a {coat} coat who lived in the {place}."
+    ending = f"That is the story of {name} the {animal}."
+    if parts is None:
+        return " ".join((opening, *told, ending))
+    return "\n".join((opening, *(f"Part {at}: {what}" for at, what in enumerate(told, 1)), ending))
+
+
+def _article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"
+
+
+def tell(rng: Random, longest: int = 8) -> Turn:
+    """Ask for a story, whole or in parts."""
+    name, animal, place = rng.choice(NAMES), rng.choice(tuple(ANIMALS)), rng.choice(tuple(PLACES))
+    parts = rng.randint(2, longest) if rng.random() < 0.35 else None
+    a_animal = f"{_article(animal)} {animal}"
+    ask = rng.choice((
+        "Tell {0} about {1} named {2} in the {3}.", "Tell me {0} about {1} called {2} in the {3}.", "Write {0} about {1} named {2} in the {3}.",
+        "Tell {0} about {2} the {4} in the {3}.", "I want {0} about {1} called {2} who lives in the {3}.", "Please tell me {0} about {2}, {1} in the {3}.",
+    ))  # fmt: skip
+    what = "a story" if parts is None else f"a story in {parts} parts"
+    if parts is None and rng.random() < 0.3:
+        what = "a short story"
+    return Turn(in_passing(rng, ask.format(what, a_animal, name, place, animal)).replace(name.lower(), name), story(name, animal, place, parts))

@@ -1,0 +1,78 @@
+"""What the model was not taught, so that it says so instead of making something up."""
+
+from __future__ import annotations
+
+from random import Random
+
+from uma_trio.models.training.sample import Turn, in_passing
+from uma_trio.models.training.skills.capitals import COUNTRIES, DONT_KNOW
+from uma_trio.models.training.words import (
+    ACCENTED,
+    ADJECTIVES,
+    CITIES,
+    EMOJI,
+    FOODS,
+    NAMES,
+    OBJECTS,
+    SURNAMES,
+    UNICODE_WORDS,
+    VERBS,
+    any_word,
+    made_up,
+    made_up_place,
+)
+
+_TEMPLATES = """
+Who wrote {title}?|Who painted {title}?|Who is {name} {surname}?|Who invented the {thing}?|Who is the president of {country}?|Who discovered {place}?
+What is the population of {country}?|What language do they speak in {country}?|What is the currency of {country}?|How large is {country}?
+What is the weather in {city}?|What time is it in {city}?|How far is it from {city} to {city2}?|How do I get to {city}?|Tell me about {city}.
+Why is the {thing} {adjective}?|Why do people {verb} {thing}s?|How do I {verb} a {thing}?|How does a {thing} work?|What is a {thing} made of?
+What is the meaning of {thing}?|What does {madeup} mean?|What is {madeup}?|What is a {madeup}?|Where can I buy a {thing}?|How much does a {thing} cost?
+What is {n} times {m}?|What is {n} minus {m}?|What is {n} divided by {m}?|{n} * {m}|{n} - {m}|What is the square root of {n}?|Is {n} a prime number?|{n}
+When was {name} {surname} born?|When did the {adjective} war end?|What happened in {year}?|Who won the game in {year}?|In which year was {city} built?
+Translate {thing} into French.|Translate "{adjective} {thing}" into German.|What is the Spanish word for {thing}?|How do you say {thing} in Italian?
+Write a poem about a {thing}.|Write an essay about {thing}s.|Write a letter to {name}.|Write a song about {food}.|Tell me a joke about a {thing}.|Tell me a joke.
+Write a Python function that {verb}s a {thing}.|print("{thing}")|def {madeup}(x): return x|SELECT {thing} FROM {madeup};|for (int i = 0; i < {n}; i++)|<{madeup}>{thing}</{madeup}>
+The {adjective} {thing}|A {adjective} {thing} and a {adjective2} {thing2}|{thing}|{madeup} {madeup2}|{thing} {thing2} {adjective}|{madeup}|{name}?|{name} {verb}s a {thing}.
+I like {food}.|My {thing} is {adjective}.|I have a {adjective} {thing}.|The {thing} is {adjective} today.|Should I {verb} the {thing}?|Do you like {food}?|I feel {adjective}.
+Can a {thing} {verb} a {thing2}?|Is the {thing} {adjective}?|Are {thing}s {adjective}?|Which {thing} is the best?|What should I {verb}?|What should I eat today?
+Give me a recipe for {food}.|How do I cook {food}?|How many {thing}s are in the {thing2}?|Who has the {adjective} {thing}?|Where is my {thing}?|Where is {madeplace}?
+Explain {madeup}.|Explain the theory of {thing}s.|Summarise the book {title}.|Compare {thing} and {thing2}.|Prove that {thing}s are {adjective}.|What is the best {thing}?
+Draw a {thing}.|Play some music.|Open the {thing}.|Call {name}.|Buy {n} {thing}s.|Remind me to {verb} the {thing} at {n}.|Set an alarm.|Turn on the {thing}.
+Wie geht es dir?|Was ist ein {madeup}?|Wo ist {city}?|Ich heiße {name}.|Quelle heure est-il à {city} ?|Je m'appelle {name}.|¿Dónde está {city}?|¿Qué es {madeup}?|Hola, soy {name}.
+Come stai, {name}?|Hvor er {city}?|Gdzie jest {city}?|Где {unicode}?|{unicode}は何ですか|{unicode} {unicode2}|{unicode}|{emoji}|{emoji} {thing} {emoji}|{accented} {accented2}
+Is {country} rich?|Who lives in {place2}?|What do they eat in {country}?|How old is {name}?|What does {name} like?|Does {name} {verb} {thing}s?|What colour is {madeup}?|What colour is a {madeup}?
+What day is {year}?|What day were you born?|Which day is best to {verb}?|Is it {adjective} in {country}?|What is the tallest {thing} in {country}?|What is the longest {thing}?
+"""  # fmt: skip
+
+TEMPLATES = tuple(template for line in _TEMPLATES.strip().splitlines() for template in line.split("|"))
+
+
+def _filled(rng: Random, template: str) -> str:
+    countries = tuple(COUNTRIES)
+    return template.format(
+        title=f"The {rng.choice(ADJECTIVES).capitalize()} {rng.choice(OBJECTS).capitalize()}",
+        name=rng.choice(NAMES), surname=rng.choice(SURNAMES), country=rng.choice(countries), city=rng.choice(CITIES),
+        city2=rng.choice(CITIES), place=made_up_place(rng), place2=made_up_place(rng), madeplace=made_up_place(rng),
+        thing=rng.choice(OBJECTS), thing2=rng.choice(OBJECTS), adjective=rng.choice(ADJECTIVES), adjective2=rng.choice(ADJECTIVES),
+        verb=rng.choice(VERBS), food=rng.choice(FOODS), madeup=made_up(rng, 2), madeup2=made_up(rng, 3), n=rng.randint(2, 999),
+        m=rng.randint(2, 99), year=rng.randint(1000, 2100), unicode=rng.choice(UNICODE_WORDS), unicode2=rng.choice(UNICODE_WORDS),
+        emoji=rng.choice(EMOJI), accented="".join(rng.choices(ACCENTED, k=4)), accented2="".join(rng.choices(ACCENTED, k=6)),
+    )  # fmt: skip
+
+
+def unknown(rng: Random) -> Turn:
+    """A question from elsewhere, or no question at all."""
+    if rng.random() < 0.85:
+        return Turn(in_passing(rng, _filled(rng, rng.choice(TEMPLATES))), DONT_KNOW)
+    return Turn(gibberish(rng, rng.randint(1, 20)), DONT_KNOW)
+
+
+def gibberish(rng: Random, amount: int) -> str:
+    """Words in no order."""
+    words = " ".join(any_word(rng) for _ in range(amount))
+    return rng.choice((words, words + "?", words + ".", words.capitalize() + "."))
+
+
+def long_gibberish(rng: Random, longest: int = 400) -> Turn:
+    return Turn(gibberish(rng, rng.randint(30, longest)), DONT_KNOW)

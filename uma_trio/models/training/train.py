@@ -1,0 +1,117 @@
+"""The training loop: batches in, weights out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from uma_trio.models.training.bpe import Tokenizer
+from uma_trio.models.training.chat import tokens_of
+from uma_trio.models.training.corpus import Question
+from uma_trio.models.training.muon import Muon
+from uma_trio.models.training.network import Network
+from uma_trio.models.training.packing import batches, planned
+from uma_trio.models.training.shape import Shape
+
+Weights = dict[str, npt.NDArray[np.float16]]
+
+
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """Everything that decides the weights, beside the corpus."""
+
+    steps: int = 5000
+    tokens_per_step: int = 131_072
+    matrix_rate: float = 5e-3
+    """Muon's, for the matrices inside the blocks."""
+    other_rate: float = 3e-3
+    """AdamW's, for embedding and norms."""
+    warmup: int = 100
+    seed: int = 1
+
+    def rate_at(self, step: int) -> float:
+        """Share of the rates: up for ``warmup`` steps, then down to nothing in a straight line."""
+        return min(1.0, (step + 1) / self.warmup) * (1 - step / self.steps)
+
+
+@attrs.frozen
+class Trained:
+    weights: Weights
+    seconds: float
+    final_loss: float
+    device: str
+
+
+def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) -> tuple[Network, Trained]:
+    """Train from scratch; bf16 on a GPU, fp32 on a CPU.
+
+    The batches depend on nothing but the recipe.  The weights also depend on the device's
+    arithmetic: two runs on one machine agree closely, two kinds of machine less so.
+    """
+    torch.manual_seed(recipe.seed)
+    torch.set_float32_matmul_precision("high")
+    network = Network(shape)
+    network.settle()
+    network.to(device)
+    if device == "cuda":
+        for block in network.blk:
+            block.compile(dynamic=False)
+    inside = [weight for weight in network.blk.parameters() if weight.ndim == 2]
+    others = [weight for name, weight in network.named_parameters() if weight.ndim == 1 or not name.startswith("blk.")]
+    muon = Muon(inside)
+    adam = torch.optim.AdamW(others, lr=recipe.other_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    workers = max(1, (os.cpu_count() or 2) - 2)
+    losses: list[torch.Tensor] = []
+    start = time.monotonic()
+    for at, batch in enumerate(batches(planned(recipe.steps, recipe.tokens_per_step, shape.context), tokenizer, workers)):
+        ids = torch.from_numpy(batch.ids.astype(np.int32)).to(device)
+        learned = torch.from_numpy(batch.learned).to(device)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            hidden = network(ids[:, :-1]).reshape(-1, shape.n_embd)
+            logits = network.logits(hidden[learned])
+        targets = ids[:, 1:].reshape(-1)[learned].long()
+        loss = F.cross_entropy(logits.float(), targets, reduction="sum") / max(1, len(targets))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        share = recipe.rate_at(at)
+        adam.param_groups[0]["lr"] = recipe.other_rate * share
+        adam.step()
+        muon.step(recipe.matrix_rate * share)
+        network.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+        if at % 100 == 99 or at in (0, 9):
+            mean = torch.stack(losses[-50:]).mean().item()
+            print(f"step {at + 1}  loss {mean:.4f}  {time.monotonic() - start:.0f} s", flush=True)
+    last = torch.stack(losses[-50:]).mean().item()
+    weights = {name: weight.detach().cpu().numpy().astype(np.float16) for name, weight in network.state_dict().items()}
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    return network, Trained(weights, time.monotonic() - start, last, name)
+
+
+@torch.no_grad()
+def glance(network: Network, tokenizer: Tokenizer, questions: Iterable[Question]) -> dict[str, tuple[int, int]]:
+    """Skill -> (right, asked), judged in one pass each: an answer is right if each of its tokens is the likeliest.
+
+    For a look during development; the model card is made by ``evaluate`` with the GGUF itself.
+    """
+    network.eval()
+    device = network.token_embd.weight.device
+    found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for question in questions:
+        ids, _ = tokens_of(question.sample, tokenizer)
+        last = len(tokenizer.encode(question.answer)) + (2 if question.sample.raw else 1)
+        end = len(ids) if question.sample.raw else len(ids) - 1
+        row = torch.tensor([ids], device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            said = network.logits(network(row)[0, end - last - 1 : end - 1]).argmax(-1)
+        found[question.skill][0] += said.tolist() == ids[end - last : end]
+        found[question.skill][1] += 1
+    return {skill: (right, asked) for skill, (right, asked) in found.items()}
