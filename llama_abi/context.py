@@ -26,7 +26,8 @@ FLASH_ATTN = {
 }
 
 PARTIAL_ONLY = MACROS["LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY"]
-"""State flag: only what cannot be rolled back (sliding windows, recurrent states)."""
+"""State flag: only what cannot be rolled back (sliding windows, recurrent states).  A model with
+neither saves all it has."""
 
 OK, NO_ROOM, ABORTED = 0, 1, 2
 """What ``Context.decode`` returns."""
@@ -291,7 +292,13 @@ class Context(Owned):
 
     def seq_keep(self, seq: int) -> None:
         """Forget every sequence but ``seq``."""
-        self._c.llama_memory_seq_keep(self._mem(), self._seq(seq))
+        memory, seq = self._mem(), self._seq(seq)
+        if self.options.kv_unified:
+            self._c.llama_memory_seq_keep(memory, seq)
+        else:  # llama.cpp looks at that sequence's stream only
+            for other in range(self.n_seq_max):
+                if other != seq:
+                    self._c.llama_memory_seq_rm(memory, other, -1, -1)
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
         """Move the tokens of ``seq`` at ``[p0, p1)`` by ``delta`` positions.

@@ -35,7 +35,7 @@ class LogRouter:
 
     def __init__(self) -> None:
         self._unfinished: dict[int, tuple[int, str]] = {}
-        self._complaints: dict[int, list[str]] = {}
+        self._complaints: dict[int, Complaints] = {}
         self._callback = ggml_log_callback(self._called)
 
     @property

@@ -65,14 +65,7 @@ C.typedef("llama_seq_id", "int32_t")
 C.typedef("llama_state_seq_flags", "uint32_t")
 
 VOCAB_TYPE = C.enum("llama_vocab_type", """
-    LLAMA_VOCAB_TYPE_NONE   = 0,
-    LLAMA_VOCAB_TYPE_SPM    = 1,
-    LLAMA_VOCAB_TYPE_BPE    = 2,
-    LLAMA_VOCAB_TYPE_WPM    = 3,
-    LLAMA_VOCAB_TYPE_UGM    = 4,
-    LLAMA_VOCAB_TYPE_RWKV   = 5,
-    LLAMA_VOCAB_TYPE_PLAMO2 = 6,
-    LLAMA_VOCAB_TYPE_TEST   = 7,
+    LLAMA_VOCAB_TYPE_NONE = 0,
 """)
 
 FLASH_ATTN_TYPE = C.enum("llama_flash_attn_type", """
@@ -84,7 +77,6 @@ FLASH_ATTN_TYPE = C.enum("llama_flash_attn_type", """
 LOAD_MODE = C.enum("llama_load_mode", """
     LLAMA_LOAD_MODE_AUTO = -1,
     LLAMA_LOAD_MODE_NONE = 0,
-    LLAMA_LOAD_MODE_MMAP = 1,
 """)
 
 llama_token_data = C.struct("llama_token_data", """

@@ -1,0 +1,186 @@
+"""Loading: the stamp, the canary, and what the library says about itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llama_abi
+from llama_abi import LibraryError, Stamp
+from llama_abi import stamp as stamps
+from llama_abi.library import DIRECTORY_VARIABLE
+
+
+@pytest.fixture
+def copied(directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(directory, tmp_path / "lib"))
+
+
+def edit(directory: Path, **fields: object) -> None:
+    path = directory / stamps.STAMP
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def refused(directory: Path) -> str:
+    with pytest.raises(LibraryError) as caught:
+        Stamp.read(directory).verify(directory)
+    assert "run ./build_llama.sh" in str(caught.value)
+    return str(caught.value)
+
+
+class TestStamp:
+    def test_a_good_one_holds(self, copied: Path) -> None:
+        stamp = Stamp.read(copied)
+        stamp.verify(copied)
+        assert "libllama" in "".join(stamp.libraries)
+
+    def test_no_library(self, tmp_path: Path) -> None:
+        assert "there is no library in" in refused(tmp_path / "absent")
+
+    def test_no_stamp(self, copied: Path) -> None:
+        (copied / stamps.STAMP).unlink()
+        assert "has no stamp.json" in refused(copied)
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pin": 1}', "\0"])
+    def test_unreadable(self, copied: Path, text: str) -> None:
+        (copied / stamps.STAMP).write_text(text)
+        assert "is not readable" in refused(copied)
+
+    def test_another_pin(self, copied: Path) -> None:
+        edit(copied, pin="llama-cpp-python==0.0.1")
+        assert "is llama-cpp-python==0.0.1, but this version needs llama-cpp-python==" in refused(copied)
+
+    def test_a_checkout_needs_no_pin(self, copied: Path) -> None:
+        edit(copied, pin="source:v1-dirty")
+        Stamp.read(copied).verify(copied)
+
+    def test_an_exchanged_header(self, copied: Path) -> None:
+        with (copied / "include" / "llama.h").open("a") as header:
+            header.write("// changed\n")
+        assert "are not those that the declarations were checked against" in refused(copied)
+
+    def test_edited_declarations(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stamps, "declarations_sha256", lambda: "0" * 64)
+        assert "the declarations in llama_abi have changed" in refused(copied)
+
+    def test_an_exchanged_library(self, copied: Path) -> None:
+        with next(copied.glob("libggml-base.*")).open("ab") as library:
+            library.write(b"\0")
+        assert "are not those that were stamped" in refused(copied)
+
+    def test_a_missing_library(self, copied: Path) -> None:
+        next(copied.glob("libggml-cpu.*")).unlink()
+        assert "are not those that were stamped" in refused(copied)
+
+    def test_what_is_left_to_do(self, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        stamp = Stamp.read(copied)
+        asked = {"source": stamp.pin, "backend": stamp.backend, "options": stamp.options}
+        assert stamps.state(copied, **asked)[0] == "nothing"
+        assert stamps.state(tmp_path / "absent", **asked)[0] == "build"
+        assert stamps.state(copied, **{**asked, "backend": "other"})[0] == "build"
+        assert stamps.state(copied, **{**asked, "options": ("-DX=1",)})[0] == "build"
+        monkeypatch.setattr(stamps, "declarations_sha256", lambda: "0" * 64)
+        assert stamps.state(copied, **asked)[0] == "check"
+
+
+class TestLoading:
+    def test_the_same_object_again(self, library: llama_abi.Library, directory: Path) -> None:
+        assert llama_abi.load(directory) is library
+
+    def test_a_second_library_is_refused(self, library: llama_abi.Library, tmp_path: Path) -> None:
+        with pytest.raises(LibraryError, match="use another process"):
+            llama_abi.load(tmp_path)
+
+    def test_the_variable_names_the_place(self, tmp_path: Path) -> None:
+        script = "import llama_abi\ntry: llama_abi.load()\nexcept llama_abi.LibraryError as error: print(error)"
+        environment = {DIRECTORY_VARIABLE: str(tmp_path / "absent"), "PATH": ""}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == f"there is no library in {tmp_path / 'absent'}: run ./build_llama.sh\n"
+
+    def test_canary(self, library: llama_abi.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(llama_abi.library.CANARY, "n_batch", 7)
+        with pytest.raises(LibraryError, match="n_batch is 2048 and not 7"):
+            library._sing()
+
+    def test_what_it_says(self, library: llama_abi.Library) -> None:
+        assert library.devices()
+        assert any(device.type is llama_abi.DeviceType.CPU for device in library.devices())
+        assert all(device.memory_free <= device.memory_total for device in library.devices())
+        assert library.max_sequences >= 64
+        assert library.supports_rpc
+        assert library.system_info
+        assert library.stamp.backend in repr(library)
+
+    def test_the_interpreter_ends_quietly_with_everything_open(self, tiny: Path, directory: Path) -> None:
+        script = f"""
+import llama_abi
+model = llama_abi.Model(llama_abi.load(), {str(tiny)!r})
+context = llama_abi.Context(model, llama_abi.ContextOptions(n_ctx=256))
+batch = llama_abi.Batch(8)
+batch.add([1, 2, 3], pos=0, seq=0)
+print(context.decode(batch))
+"""
+        environment = {DIRECTORY_VARIABLE: str(directory), "PATH": ""}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+class TestLogs:
+    @pytest.fixture
+    def router(self, caplog: pytest.LogCaptureFixture) -> llama_abi.logs.LogRouter:
+        caplog.set_level(logging.DEBUG, logger="llama_abi")
+        return llama_abi.logs.LogRouter()
+
+    def test_levels(self, router: llama_abi.logs.LogRouter, caplog: pytest.LogCaptureFixture) -> None:
+        for level in range(1, 5):
+            router.feed(level, f"line {level}\n")
+        assert [(record.levelno, record.message) for record in caplog.records] == [
+            (logging.DEBUG, "line 1"),
+            (logging.INFO, "line 2"),
+            (logging.WARNING, "line 3"),
+            (logging.ERROR, "line 4"),
+        ]
+
+    def test_pieces_become_lines(self, router: llama_abi.logs.LogRouter, caplog: pytest.LogCaptureFixture) -> None:
+        for level, text in [(3, "one "), (5, "and "), (5, "two\nthr"), (5, "ee\n\n"), (2, "open"), (4, "next\n")]:
+            router.feed(level, text)
+        assert [(record.levelname, record.message) for record in caplog.records] == [
+            ("WARNING", "one and two"),
+            ("WARNING", "three"),
+            ("INFO", "open"),
+            ("ERROR", "next"),
+        ]
+
+    def test_complaints_of_a_failure_are_debug(
+        self, router: llama_abi.logs.LogRouter, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail() -> None:
+            with router.complaints() as complaints:
+                router.feed(4, "it broke\n")
+                router.feed(3, "beware\n")
+                router.feed(4, "badly\n")
+                raise LibraryError(str(complaints))
+
+        with pytest.raises(LibraryError, match="it broke; badly"):
+            fail()
+        assert {record.levelname for record in caplog.records} == {"DEBUG"}
+
+    def test_complaints_of_a_success_are_logged(
+        self, router: llama_abi.logs.LogRouter, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with router.complaints():
+            router.feed(4, "it broke\n")
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+    def test_llama_cpp_arrives(
+        self, library: llama_abi.Library, tiny: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG, logger="llama_abi")
+        llama_abi.Model(library, tiny).close()
+        assert any("llama_model_loader" in record.message for record in caplog.records)
