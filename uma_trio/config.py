@@ -11,6 +11,7 @@ section (``--max-sessions``, ``UMA_MAX_SESSIONS``), while the file groups them::
 Later beats earlier: defaults, file, environment, flags.  An unknown key is an error that names the
 nearest known one.
 """
+# ruff: noqa: RUF009  (``setting`` makes a field, not a value)
 
 from __future__ import annotations
 
@@ -222,7 +223,7 @@ class Setting:
         """
         try:
             found = self._convert(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: ~nobody
             raise ConfigError(f"{where}: {self.name} must be {self.expected}, not {value!r}") from None
         ge, le, gt = self.bounds
         if found is not None and not (
@@ -238,10 +239,10 @@ class Setting:
             return "one of " + ", ".join(self.choices)
         kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(self.type, "a path")
         ge, le, gt = self.bounds
-        lower = f"{ge:g}" if ge is not None else f"above {gt:g}" if gt is not None else None
-        if lower is not None and le is not None:
-            return f"{kind} from {lower} to {le:.10g}"
-        return kind
+        if le is None:
+            return kind
+        lower = f"from {ge:.10g}" if ge is not None else f"above {gt:g}, up"
+        return f"{kind} {lower} to {le:.10g}"
 
     def _convert(self, value: Any) -> Any:
         if self.choices:
@@ -251,7 +252,7 @@ class Setting:
         if isinstance(self.type, types.UnionType):  # Path | None
             if value is None or value == "":
                 return None
-            if not isinstance(value, str | Path):
+            if not isinstance(value, str | Path) or "\0" in str(value):
                 raise TypeError
             return Path(value).expanduser()
         if self.type is bool:
@@ -291,7 +292,8 @@ def load(
     """Defaults, then ``file``, then ``UMA_*`` of ``environment``, then ``flags`` that are not ``None``.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, a value out of bounds, or an unreadable file.
+        ConfigError: an unknown key, a wrong type, a value out of bounds, values that cannot go
+            together, or an unreadable file.
     """
     known = {found.name: found for found in settings()}
     values: dict[str, Any] = {}
@@ -301,7 +303,9 @@ def load(
     for name, value in (flags or {}).items():
         if value is not None:
             values[name] = known[name].read(value, known[name].flag)
-    return _build(values, known)
+    config = _build(values, known)
+    _check_together(config)
+    return config
 
 
 def _build(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Config:
@@ -310,6 +314,24 @@ def _build(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Config:
         for section, cls in SECTIONS.items()
     }
     return Config(**sections)
+
+
+def _check_together(config: Config) -> None:
+    """What no setting can tell alone.  The policy's promises rest on the first of these."""
+    model, scheduling = config.model, config.scheduling
+    for name, tokens in (("batch_tokens", model.batch_tokens), ("ctx", model.ctx)):
+        needed = model.parallel + scheduling.prefill_burst_tokens
+        if tokens < needed:
+            raise ConfigError(
+                f"{name} is {tokens}, but a tick must hold a token of each of {model.parallel} sequences "
+                f"(parallel) and {scheduling.prefill_burst_tokens} of a prompt (prefill_burst_tokens): "
+                f"make {name} at least {needed}, or one of the others smaller"
+            )
+    if scheduling.min_budget_tokens > model.batch_tokens:
+        raise ConfigError(
+            f"min_budget_tokens is {scheduling.min_budget_tokens}, more than the {model.batch_tokens} of "
+            "batch_tokens that a tick can hold: make it smaller, or batch_tokens larger"
+        )
 
 
 def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
@@ -361,7 +383,6 @@ def _unknown(name: object, known: Mapping[str, Any] | set[str], where: str, kind
 
 def to_yaml(config: Config) -> str:
     """``config`` as a file that ``load`` reads back to the same; each setting with its reason."""
-    import json
     import textwrap
 
     lines: list[str] = []
@@ -373,5 +394,12 @@ def to_yaml(config: Config) -> str:
         value = getattr(getattr(config, section), found.name)
         plain = str(value) if isinstance(value, Path) else value
         lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ")
-        lines.append(f"  {found.name}: {json.dumps(plain)}")
+        lines.append(f"  {found.name}: {_yaml_scalar(plain)}")
     return "\n".join(lines) + "\n"
+
+
+def _yaml_scalar(value: str | int | float | bool | None) -> str:
+    import json
+
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08X}" for c in text)
