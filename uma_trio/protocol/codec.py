@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson, ProtocolError
+from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson
 from uma_trio.protocol import framing, messages, payload
-from uma_trio.protocol.messages import ClientMessage, Eos, Failure, Generate, Metrics, ServerEvent, Token
+from uma_trio.protocol.messages import (
+    Cancel,
+    ClientMessage,
+    Eos,
+    Failure,
+    Generate,
+    Metrics,
+    ServerEvent,
+    Token,
+)
 from uma_trio.protocol.payload import Encoding
 
 Mode = Literal["auto", "json", "cbor", "newline"]
@@ -46,12 +55,17 @@ def server_codec(mode: Mode, *, max_frame_bytes: int) -> Codec:
 
 
 class ServerCodec:
-    """The server's end of the framed protocol; answers in the encoding that was asked in."""
+    """The server's end of the framed protocol; answers in the encoding that was asked in.
+
+    What has no ``id`` is told in the encoding of the latest frame.
+    """
 
     def __init__(self, mode: Literal["auto", "json", "cbor"], *, max_frame_bytes: int) -> None:
         self._frames = framing.FrameReader(max_frame_bytes=max_frame_bytes)
         self._only = None if mode == "auto" else Encoding(mode)
-        self._encoding = self._only or Encoding.JSON
+        self._latest = self._only or Encoding.JSON
+        self._asked_in: dict[str | None, Encoding] = {}
+        """By id: of what is still to be answered, so that a cancel in JSON leaves a CBOR stream CBOR."""
 
     @property
     def mid_message(self) -> bool:
@@ -66,14 +80,20 @@ class ServerCodec:
             return None
         encoding = payload.encoding_of(found)
         if self._only is None:
-            self._encoding = encoding
+            self._latest = encoding
         elif encoding is not self._only:
             wrong = InvalidJson if self._only is Encoding.JSON else InvalidCbor
             raise wrong(f"this server was started with --protocol {self._only.value}")
-        return messages.parse(payload.decode(found, encoding))
+        message = messages.parse(payload.decode(found, encoding))
+        if not isinstance(message, Cancel):
+            self._asked_in.setdefault(message.id, encoding)
+        return message
 
     def encode(self, event: ServerEvent) -> bytes:
-        return framing.frame(payload.encode(messages.to_fields(event), self._encoding))
+        encoding = self._asked_in.get(event.id, self._latest)
+        if type(event) is not Token:
+            self._asked_in.pop(event.id, None)
+        return framing.frame(payload.encode(messages.to_fields(event), encoding))
 
 
 class ClientCodec:
@@ -108,6 +128,8 @@ class NewlineCodec:
 
     def __init__(self, *, max_line_bytes: int) -> None:
         self._buffer = bytearray()
+        self._searched = 0
+        """Bytes at the buffer's beginning that hold no end of a line."""
         self._max_line_bytes = max_line_bytes
         self._closed = False
         self._requests = 0
@@ -121,7 +143,8 @@ class NewlineCodec:
         self._closed |= not data
 
     def next_message(self) -> ClientMessage | None:
-        end = self._buffer.find(b"\n")
+        end = self._buffer.find(b"\n", self._searched)
+        self._searched = len(self._buffer) if end < 0 else 0
         if end < 0 and not (self._closed and self._buffer):
             if len(self._buffer) > self._max_line_bytes:
                 raise FrameTooLarge(f"a line of more than {self._max_line_bytes} bytes")
@@ -151,4 +174,4 @@ class NewlineCodec:
             case Failure(code=code, message=message):
                 return f"error: {code} {message}\n".encode()
             case Metrics():
-                raise ProtocolError("the newline protocol has no metrics")
+                raise AssertionError("nobody can ask for metrics in the newline protocol")

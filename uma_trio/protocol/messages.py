@@ -9,6 +9,7 @@ Source: docs/PROTOCOL.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -23,6 +24,12 @@ Reason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Of ``metadata`` as JSON.  It is echoed, so a client decides how much the server sends."""
+
+MAX_METADATA_DEPTH: Final = 32
+"""Of ``metadata``: objects and lists inside each other, itself included."""
+
+MAX_COMPLAINT: Final = 300
+"""Characters of an error message about a field: it may quote what the client sent."""
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -201,7 +208,8 @@ def parse(fields: dict[str, Any]) -> ClientMessage:
     try:
         return _parse(fields)
     except msgspec.ValidationError as error:
-        wrong = BadRequest(str(error).replace("`$.", "`").replace("`$", "`request"))
+        complaint = str(error).replace("`$.", "`").replace("`$", "`request")
+        wrong = BadRequest(_shortened(complaint))
     except BadRequest as error:
         wrong = error
     claimed = fields.get("id")
@@ -228,11 +236,27 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
     return request
 
 
+def _shortened(complaint: str) -> str:
+    """Its beginning, which says what is wrong, and its end, which says where."""
+    if len(complaint) <= MAX_COMPLAINT:
+        return complaint
+    half = MAX_COMPLAINT // 2
+    return f"{complaint[:half]} ... {complaint[-half:]}"
+
+
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    try:
-        size = len(msgspec.json.encode(metadata))
-    except (TypeError, ValueError, RecursionError, OverflowError):
-        raise BadRequest("metadata must be expressible in JSON") from None
+    """What is echoed must be small, shallow and the same in both encodings."""
+    level: list[Any] = [metadata]
+    for _ in range(MAX_METADATA_DEPTH):
+        items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]
+        if any(isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)) for item in items):
+            raise BadRequest("metadata must be expressible in JSON: no bytes, no NaN, no Infinity")
+        level = [item for item in items if isinstance(item, dict | list)]
+        if not level:
+            break
+    else:
+        raise BadRequest(f"metadata is nested more than {MAX_METADATA_DEPTH} deep")
+    size = len(msgspec.json.encode(metadata))
     if size > MAX_METADATA_BYTES:
         raise BadRequest(f"metadata has {size} bytes; at most {MAX_METADATA_BYTES} are echoed")
 
@@ -248,5 +272,15 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
     if isinstance(event, Metrics):
         fields.update(event.snapshot)
     else:
-        fields.update(attrs.asdict(event, filter=lambda _, value: value is not None))
+        fields.update(_plain(event))
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def _plain(record: attrs.AttrsInstance) -> dict[str, Any]:
+    """Unlike ``attrs.asdict``, does not go into ``metadata``: it is plain already, and not ours to walk."""
+    found = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
+    return {
+        name: _plain(value) if attrs.has(type(value)) else value
+        for name, value in found.items()
+        if value is not None
+    }

@@ -101,16 +101,24 @@ def _decode_cbor(payload: bytes) -> dict[str, Any]:
     return found
 
 
+_TEXT: Final = frozenset({str})
+_CONTAINERS: Final = frozenset({dict, list})
+_PLAIN: Final = _CONTAINERS | {str, int, float, bool, bytes, type(None)}
+
+
 def _check_plain(found: dict[Any, Any]) -> None:
+    """Looks at kinds and not at values: a frame of a million small numbers takes milliseconds."""
     waiting: list[Any] = [found]
     while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            for key in value:
-                if type(key) is not str:
-                    raise InvalidCbor("the keys of a map must be text")
-            waiting.extend(value.values())
-        elif isinstance(value, list):
-            waiting.extend(value)
-        elif value is not None and type(value) not in (str, int, float, bool, bytes):
-            raise InvalidCbor(f"a value of the kind {type(value).__name__} is not part of the protocol")
+        container = waiting.pop()
+        items = container
+        if type(container) is dict:
+            if not _TEXT.issuperset(map(type, container)):
+                raise InvalidCbor("the keys of a map must be text")
+            items = container.values()
+        kinds = set(map(type, items))
+        if not kinds <= _PLAIN:
+            strange = min(kind.__name__ for kind in kinds - _PLAIN)
+            raise InvalidCbor(f"a value of the kind {strange} is not part of the protocol")
+        if not kinds.isdisjoint(_CONTAINERS):
+            waiting.extend(item for item in items if type(item) in _CONTAINERS)
