@@ -9,6 +9,7 @@ Source: docs/ARCHITECTURE.md, "The scheduler".
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
@@ -57,6 +58,9 @@ class Turns:
 
     decode: int = -1
     prefill: int = -1
+    """The last whose burst was complete: one that was cut off by the end of a tick goes on in the next."""
+    begun: int = 0
+    """Tokens of the burst that was cut off."""
     had_prompts: bool = False
 
 
@@ -77,18 +81,19 @@ def plan(
 ) -> Plan:
     """Choose what goes into the next ``llama_batch``.
 
-    Decoding sequences come first and get one token each.  What is left of ``budget`` goes to prompts:
-    first a burst for each in turn, so that a short new prompt is not kept waiting by a long one, then
-    the rest of the tick in the same order.  However many streams there are, prompts get at least one
-    burst; a stalled stream puts them off by one tick only.  With no stream to wait for them, prompts
-    may fill the whole ``capacity``.
+    Decoding sequences come first and get one token each.  What is left of ``budget`` goes to prompts, a
+    burst for each in turn and round again until it is used up: a short new prompt is not kept waiting by
+    a long one, and of two long ones neither is ever more than a burst ahead.  However many streams there
+    are, prompts get at least one burst; a stalled stream puts them off by one tick only.  With no stream
+    to wait for them, prompts may fill the whole ``capacity``.
 
     Args:
         slots: the sequences that are ready, in any order.  One that waits for a slow client is not
             ready and not here.
         turns: from the plan before.
         budget: tokens that a tick with both kinds should have.
-        capacity: tokens that fit into one batch; more than the number of streams.
+        capacity: tokens that fit into one batch: at least a burst more than there are streams, which
+            ``config.load`` sees to.  With less, streams take turns as well.
 
     Returns:
         A plan of at most ``capacity`` tokens; of none only if nothing is ready.
@@ -112,27 +117,36 @@ def plan(
     left = max(budget - len(shares), burst) if decoding else capacity
     if turns.had_prompts and any(slot.silent_ms > limits.stall_guard_ms for slot in decoding):
         left = 0
-    given = _divide(prompts, min(left, capacity - len(shares)), burst)
-    shares += [Share(slot.seq_id, n, wants_logits=n == slot.pending) for slot, n in given]
-    turns = attrs.evolve(
-        turns, prefill=given[-1][0].seq_id if given else turns.prefill, had_prompts=bool(given)
-    )
-    return Plan(tuple(shares), turns, len(decoding), sum(n for _, n in given))
+    given, turns = _divide(prompts, min(left, capacity - len(shares)), burst, turns)
+    for slot in prompts:
+        if n := given.get(slot.seq_id, 0):
+            shares.append(Share(slot.seq_id, n, wants_logits=n == slot.pending))
+    return Plan(tuple(shares), turns, len(decoding), sum(given.values()))
 
 
 def _in_turn(slots: Iterable[Slot], after: int) -> list[Slot]:
     return sorted(slots, key=lambda slot: (slot.seq_id <= after, slot.seq_id))
 
 
-def _divide(prompts: list[Slot], tokens: int, burst: int) -> list[tuple[Slot, int]]:
+def _divide(prompts: list[Slot], tokens: int, burst: int, turns: Turns) -> tuple[dict[int, int], Turns]:
+    """Cut ``tokens`` off the endless round of bursts: what each of ``prompts`` gets, by seq_id."""
     given: dict[int, int] = {}
-    for most in (burst, tokens):
-        for slot in prompts:
-            more = min(tokens, most, slot.pending - given.get(slot.seq_id, 0))
-            if more > 0:
-                given[slot.seq_id] = given.get(slot.seq_id, 0) + more
-                tokens -= more
-    return [(slot, given[slot.seq_id]) for slot in prompts if slot.seq_id in given]
+    last, begun = turns.prefill, turns.begun
+    waiting = deque(prompts)
+    while tokens and waiting:
+        slot = waiting.popleft()
+        rest = slot.pending - given.get(slot.seq_id, 0)
+        whole = min(rest, burst - begun) if waiting else min(rest, tokens)
+        n = min(whole, tokens)
+        given[slot.seq_id] = given.get(slot.seq_id, 0) + n
+        tokens -= n
+        if n < whole:
+            begun += n
+            break
+        last, begun = slot.seq_id, 0
+        if n < rest:
+            waiting.append(slot)
+    return given, attrs.evolve(turns, prefill=last, begun=begun, had_prompts=bool(given))
 
 
 @attrs.frozen
@@ -149,16 +163,27 @@ class Pace:
     WEIGHT: Final = 0.3  # of the newest tick in the average
     CALM: Final = 0.8  # of the target: between this and the target, the budget stays
 
-    def after(self, tick_ms: float, *, capacity: int, limits: Scheduling) -> Pace:
-        """The pace after a tick of ``tick_ms`` that held decodes and prompt tokens."""
+    def after(
+        self, tick_ms: float, *, capacity: int, limits: Scheduling, n_tokens: int | None = None
+    ) -> Pace:
+        """The pace after a tick of ``tick_ms`` that held decodes and prompt tokens.
+
+        Args:
+            n_tokens: of that tick, both kinds; ``None`` is as many as the budget.  One that stayed below
+                the budget and was quick says nothing of how long a full one takes: after many short
+                prompts a long one would get a tick far beyond the target.
+        """
+        if n_tokens is not None and n_tokens < self.budget and tick_ms <= limits.tick_target_ms:
+            return self
         before = tick_ms if self.average_ms is None else self.average_ms
         average = before + self.WEIGHT * (tick_ms - before)
         floor = min(limits.min_budget_tokens, capacity)
         if average > limits.tick_target_ms:
-            budget = max(floor, int(self.budget * 0.8))
+            budget = int(self.budget * 0.8)
         elif average < self.CALM * limits.tick_target_ms:
-            budget = min(capacity, int(self.budget * 1.1) + 1)
+            budget = int(self.budget * 1.1) + 1
         else:
             budget = self.budget
+        budget = min(capacity, max(floor, budget))
         average *= budget / self.budget  # what that tick would have taken at the new size, roughly
         return Pace(budget, average)
