@@ -94,10 +94,10 @@ def check_gguf(path: str | os.PathLike[str], *, vocab_only: bool = False) -> Ggu
     Reads ``MAX_HEADER_BYTES`` at most, whatever the file's size.
     """
     path = Path(path)
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to open a pipe is to wait
+        raise GgufError(f"{path} is not a regular file; give the path of a .gguf file")
     with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise GgufError(f"{path} is not a regular file; give the path of a .gguf file")
         window = _FIRST_READ
         data = file.read(window)
         while True:

@@ -1,0 +1,254 @@
+"""Sound files pass; nothing else does, and nothing but GgufError comes of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import struct
+import sys
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uma_trio.models import gguf_check
+from uma_trio.models.gguf_check import GgufError, check_gguf
+
+U32, F32, STRING, ARRAY, U64 = 4, 6, 8, 9, 10
+
+
+def text(value):
+    value = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(value)) + value
+
+
+def pair(key, kind, value):
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def array(kind, count, data):
+    return struct.pack("<IQ", kind, count) + data
+
+
+def tensor(name, dimensions, kind, offset):
+    return text(name) + struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, kind, offset)
+
+
+PAIRS = (
+    pair("general.architecture", STRING, text("llama")),
+    pair("general.name", STRING, text("tiny")),
+    pair("llama.context_length", U32, struct.pack("<I", 4096)),
+    pair("llama.rope.freq_base", F32, struct.pack("<f", 1e4)),
+    pair("tokenizer.ggml.tokens", ARRAY, array(STRING, 3, text("a") + text("bc") + text(""))),
+    pair("tokenizer.ggml.scores", ARRAY, array(F32, 3, bytes(12))),
+    pair("split.count", U32, struct.pack("<I", 2)),
+)
+TENSORS = (tensor("one", [32, 2], 8, 0), tensor("two", [5], 0, 96))
+DATA = bytes(96 + 20)
+
+
+def gguf(pairs=PAIRS, tensors=TENSORS, data=DATA, *, version=3, n_tensors=None, n_kv=None, alignment=32):
+    counts = len(tensors) if n_tensors is None else n_tensors, len(pairs) if n_kv is None else n_kv
+    head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
+    return head + bytes(-len(head) % alignment) + data
+
+
+@pytest.fixture(scope="module")
+def check(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+
+    def check(content, **options):
+        path.write_bytes(content)
+        return check_gguf(path, **options)
+
+    return check
+
+
+def test_a_sound_file(check):
+    summary = check(gguf())
+    assert (summary.version, summary.architecture, summary.name) == (3, "llama", "tiny")
+    assert (summary.n_tensors, summary.n_kv, summary.size_bytes) == (2, 7, len(gguf()))
+    assert (summary.context_length, summary.n_vocab, summary.split_count) == (4096, 3, 2)
+    assert check(gguf(version=2)).version == 2
+
+
+def test_a_file_that_says_nothing(check):
+    summary = check(gguf(pairs=()))
+    assert (summary.architecture, summary.name, summary.context_length) == ("", "", None)
+    assert (summary.n_vocab, summary.split_count) == (None, 1)
+
+
+def test_another_alignment(check):
+    pairs = (pair("general.alignment", U32, struct.pack("<I", 128)),)
+    tensors = (tensor("one", [32, 2], 8, 0), tensor("two", [5], 0, 128))
+    assert check(gguf(pairs, tensors, bytes(128 + 20), alignment=128)).n_tensors == 2
+
+
+def test_only_vocabularies_have_no_tensors(check):
+    assert check(gguf(tensors=(), data=b""), vocab_only=True).n_vocab == 3
+    with pytest.raises(GgufError, match="no tensors"):
+        check(gguf(tensors=(), data=b""))
+
+
+HUGE = 2**63 - 1
+
+HOSTILE = {
+    "empty": (b"", "not a GGUF"),
+    "another format": (b"PK\x03\x04" + bytes(100), "not a GGUF"),
+    "git lfs": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    "version 1": (gguf(version=1), "version 1"),
+    "version 4": (gguf(version=4), "version 4"),
+    "tensors without end": (gguf(n_tensors=2**64 - 1), "claims"),
+    "pairs without end": (gguf(n_kv=2**64 - 1), "claims"),
+    "more pairs than there are": (gguf(n_kv=8), "damaged|type|cut off"),
+    "a key without end": (gguf([struct.pack("<Q", HUGE)]), "bytes, more than"),
+    "an empty key": (gguf([pair("", U32, bytes(4))]), "empty"),
+    "a key twice": (gguf([PAIRS[0], PAIRS[0]]), "twice"),
+    "a text without end": (gguf([text("k") + struct.pack("<IQ", STRING, HUGE)]), "bytes, more than"),
+    "a text beyond the file": (gguf([text("k") + struct.pack("<IQ", STRING, 5000)]), "cut off"),
+    "an unknown value type": (gguf([pair("k", 13, bytes(8))]), "type 13"),
+    "an unknown entry type": (gguf([pair("k", ARRAY, array(77, 1, bytes(8)))]), "type 77"),
+    "an array of arrays": (gguf([pair("k", ARRAY, array(ARRAY, 1, bytes(20)))]), "array of arrays"),
+    "an array without end": (gguf([pair("k", ARRAY, array(F32, 2**62, b""))]), "claims"),
+    "an array whose size overflows": (gguf([pair("k", ARRAY, array(U64, 2**61 + 1, bytes(8)))]), "claims"),
+    "strings without end": (gguf([pair("k", ARRAY, array(STRING, 2**62, b""))]), "claims"),
+    "a string of an array without end": (
+        gguf([pair("k", ARRAY, array(STRING, 2, struct.pack("<Q", 2**64 - 9) + bytes(9)))]), "cut off"),
+    "a string of an array at the end of numbers": (
+        gguf([pair("k", ARRAY, array(STRING, 1, struct.pack("<Q", 2**64 - 1)))]), "cut off"),
+    "alignment 0": (gguf([pair("general.alignment", U32, bytes(4))]), "power of two"),
+    "alignment 48": (gguf([pair("general.alignment", U32, struct.pack("<I", 48))]), "power of two"),
+    "alignment 2**31": (gguf([pair("general.alignment", U32, struct.pack("<I", 2**31))]), "power of two"),
+    "alignment of another type": (gguf([pair("general.alignment", U64, struct.pack("<Q", 32))]), "uint32"),
+    "a long tensor name": (gguf(tensors=[tensor("n" * 64, [5], 0, 0)]), "bytes, more than 63"),
+    "a tensor twice": (gguf(tensors=[TENSORS[0], tensor("one", [5], 0, 96)]), "twice"),
+    "no dimensions": (gguf(tensors=[tensor("t", [], 0, 0)]), "dimensions"),
+    "five dimensions": (gguf(tensors=[tensor("t", [1] * 5, 0, 0)]), "dimensions"),
+    "dimensions without end": (gguf(tensors=[text("t") + struct.pack("<I", 2**32 - 1) + bytes(64)]), "dimensions"),
+    "a dimension of 0": (gguf(tensors=[tensor("t", [32, 0], 0, 0)]), "dimension of 0"),
+    "a negative dimension": (gguf(tensors=[tensor("t", [2**64 - 32], 0, 0)]), "whole file"),
+    "a product that overflows": (gguf(tensors=[tensor("t", [2**32, 2**32, 2], 0, 0)]), "whole file"),
+    "a size that overflows": (gguf(tensors=[tensor("t", [2**62], 0, 0)]), "whole file"),
+    "half a block": (gguf(tensors=[tensor("t", [48], 8, 0)]), "no multiple"),
+    "a removed type": (gguf(tensors=[tensor("t", [32], 4, 0)]), "type 4"),
+    "a type without end": (gguf(tensors=[tensor("t", [32], 2**32 - 1, 0)]), "type 4294967295"),
+    "an offset beyond the file": (gguf(tensors=[tensor("t", [5], 0, 2**40)]), "gap"),
+    "an offset that overflows": (gguf(tensors=[tensor("t", [5], 0, 2**64 - 32)]), "gap"),
+    "an offset not aligned": (gguf(tensors=[TENSORS[0], tensor("two", [5], 0, 97)]), "not aligned"),
+    "tensors that overlap": (gguf(tensors=[TENSORS[0], tensor("two", [5], 0, 64)]), "overlaps"),
+    "data cut off": (gguf()[:-1], "cut off"),
+    "no data": (gguf(data=b""), "cut off"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files(check, name):
+    content, says = HOSTILE[name]
+    with pytest.raises(GgufError, match=says) as caught:
+        check(content)
+    assert "model.gguf" in str(caught.value)
+
+
+def test_every_truncation(check):
+    content = gguf()
+    for length in range(len(content)):
+        with pytest.raises(GgufError):
+            check(content[:length])
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        check_gguf(tmp_path / "none")
+    with pytest.raises(IsADirectoryError):
+        check_gguf(tmp_path)
+    with pytest.raises(GgufError, match="regular file"):
+        check_gguf(os.devnull)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(GgufError, match="regular file"):  # and does not wait for a writer
+        check_gguf(tmp_path / "pipe")
+
+
+def outcome(content, file_size=None):
+    """What a header does, without a file under it; anything but GgufError and a summary is raised."""
+    try:
+        gguf_check._Header(content, file_size or len(content), vocab_only=True).summary()
+    except (GgufError, gguf_check._BeyondWindow) as error:
+        return type(error)
+    return None
+
+
+def test_random_damage():
+    dice = random.Random(0)
+    sound = gguf()
+    started = time.perf_counter()
+    for _ in range(20_000):
+        content = bytearray(sound)
+        for _ in range(dice.choice([1, 1, 2, 8])):
+            content[dice.randrange(len(content))] = dice.choice([0, 1, 0x7F, 0x80, 0xFF, dice.randrange(256)])
+        outcome(bytes(content[: dice.choice([len(content)] * 3 + [dice.randrange(len(content))])]))
+    assert time.perf_counter() - started < 20
+
+
+@given(st.binary(max_size=300), st.integers(1, 2**64))
+def test_any_bytes_after_the_magic(rest, file_size):
+    outcome(b"GGUF\x03\x00\x00\x00" + rest, max(file_size, len(rest) + 8))
+
+
+@given(st.lists(st.binary(max_size=60), max_size=4), st.lists(st.binary(max_size=60), max_size=4))
+def test_any_pairs_and_tensors(pairs, tensors):
+    outcome(gguf(pairs, tensors))
+
+
+def big_vocabulary(n):
+    tokens = b"".join(text(f"token {i}") for i in range(n))
+    return (*PAIRS[:4], pair("tokenizer.ggml.tokens", ARRAY, array(STRING, n, tokens)))
+
+
+@pytest.mark.parametrize("n", [32_000, 300_000])
+def test_a_large_vocabulary_is_walked_quickly(check, n):
+    content = gguf(big_vocabulary(n))
+    assert check(content).n_vocab == n
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        check(content)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.05 * max(1, n / 32_000)
+
+
+def test_a_header_in_several_reads_is_read_as_one(check, monkeypatch):
+    content = gguf(big_vocabulary(500))
+    whole = check(content)
+    for first in (4, 23, 24, 100, 1000, 8191):
+        monkeypatch.setattr(gguf_check, "_FIRST_READ", first)
+        assert check(content) == whole
+
+
+def test_a_header_without_end_is_not_read(tmp_path):
+    # A sparse file of 1 TiB: strings of length 0 for as long as anybody reads.
+    path = tmp_path / "sparse.gguf"
+    with path.open("wb") as file:
+        file.write(gguf([pair("k", ARRAY, array(STRING, 2**36, b""))], (), b"", n_tensors=1))
+        try:
+            file.truncate(2**40)
+        except OSError:
+            pytest.skip("this file system has no such large sparse files")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    with pytest.raises(GgufError, match="larger than 128 MiB"):
+        check_gguf(path)
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < 400 << 20
+    assert time.perf_counter() - started < 20
+
+
+def test_type_sizes_are_those_of_the_gguf_package():
+    gguf_package = pytest.importorskip("gguf")
+    for kind, (block, size) in gguf_package.GGML_QUANT_SIZES.items():
+        name, our_block, our_size = gguf_check.TENSOR_TYPES[int(kind)]
+        if kind.name == "Q8_1":  # the package counts two floats where the C struct has two halves
+            size = 4 + block
+        assert (name, our_block, our_size) == (kind.name, block, size)
