@@ -1,0 +1,277 @@
+"""Chat templates: what good ones give, and what bad ones do not get."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+
+import pytest
+
+from uma_trio.errors import BadRequest, InternalError
+from uma_trio.models.chat import BrokenTemplate, ChatTemplate
+from uma_trio.models.sandbox import Limits
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello <b>&\n"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "{{ 6 * 7 }}"},
+]
+
+
+def template(source, **options):
+    return ChatTemplate(source, bos="<s>", eos="</s>", **options)
+
+
+def render(source, messages=TALK, **options):
+    return template(source, **options).render(messages)
+
+
+CHATML = """
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+
+LLAMA_3_LIKE = """
+{%- set ns = namespace(first=true) %}
+{%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
+{%- if messages[0].role == 'system' %}
+    {%- set system_message = messages[0].content | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = '' %}
+{%- endif %}
+{{- bos_token ~ '<|start_header_id|>system<|end_header_id|>\n\nToday: ' ~ date_string ~ '\n' }}
+{{- system_message + '<|eot_id|>' }}
+{%- for message in messages %}
+    {%- if message.role not in ['user', 'assistant'] %}{% continue %}{% endif %}
+    {{- '<|start_header_id|>%s<|end_header_id|>\n\n' | format(message.role) }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- message.content | trim + '<|eot_id|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if tools %}{{ tools | tojson(indent=4) }}{% endif %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
+"""
+
+MISTRAL_LIKE = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}
+    {%- set rest = messages[1:] %}
+{%- else %}
+    {%- set rest = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in rest %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {%- if loop.last and system is defined %}
+            {{- '[INST] ' + system + '\n\n' + message['content'] + ' [/INST]' }}
+        {%- else %}
+            {{- '[INST] ' + message['content'] + ' [/INST]' }}
+        {%- endif %}
+    {%- else %}
+        {{- ' ' + message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+def test_chatml():
+    assert render(CHATML) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <b>&\n<|im_end|>\n"
+        "<|im_start|>assistant\nHi<|im_end|>\n<|im_start|>user\n{{ 6 * 7 }}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert template(CHATML).render(TALK[:1], add_generation_prompt=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+    )
+
+
+def test_llama_3_like():
+    prompt = render(LLAMA_3_LIKE, now=lambda: datetime.datetime(2024, 7, 26))
+    assert prompt == (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nToday: 26 Jul 2024\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHello <b>&<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n{{ 6 * 7 }}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+def test_mistral_like():
+    assert render(MISTRAL_LIKE) == (
+        "<s>[INST] Hello <b>&\n [/INST] Hi</s>[INST] Be brief.\n\n{{ 6 * 7 }} [/INST]"
+    )
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        render(MISTRAL_LIKE, [{"role": "user", "content": "a"}] * 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ messages[1].content | tojson }}", '"Hello <b>&\\n"'),
+        ("{{ {'a': [1, 'é']} | tojson }}", '{"a": [1, "é"]}'),
+        ("{{ [1, 2] | tojson(indent=1) }}", "[\n 1,\n 2\n]"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("a\n  {% if true %}\nb\n  {% endif %}\nc", "a\nb\nc"),  # trim_blocks and lstrip_blocks
+        ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('y') }}", "<y>"),
+        ("{{ messages | map(attribute='role') | join(',') }}", "system,user,assistant,user"),
+        ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "2"),
+        ("{{ ', '.join(['a', 'b']).replace(', ', '-').split('-') }}", "['a', 'b']"),
+        ("{{ 'a|b'.replace('|', '').strip() ~ 1 ~ none }}", "ab1None"),
+        ("{{ 2 ** 10 }} {{ 7 % 4 }} {{ [1] + [2] }} {{ '%s-%d' % ('a', 3) }}", "1024 3 [1, 2] a-3"),
+        ("{{ 'x' * 3 }}{{ 'abcdef'[1:3] }}{{ 'q' in 'qed' }}", "xxxbcTrue"),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            "4",
+        ),
+        ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': 1}.get('b', 2) }}", "a12"),
+        ("{{ nothing }}|{{ tools is none }}|{{ nothing is defined }}", "|True|False"),
+        ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
+    ],
+)
+def test_what_templates_use(source, expected):
+    assert render(source) == expected
+
+
+HOSTILE = {
+    "classes": "{{ ''.__class__.__mro__ }}",
+    "classes by filter": "{{ ''|attr('__class__') }}",
+    "globals": "{{ raise_exception.__globals__.x }}",
+    "globals of a macro": "{% macro m() %}{% endmacro %}{{ m.__call__.__globals__.x }}",
+    "imports": "{{ self.__init__.__globals__.__builtins__.__import__('os') }}",
+    "the context": "{{ self._TemplateReference__context.x }}",
+    "code of a generator": "{{ (messages|map('upper')).gi_frame.f_globals }}",
+    "a format string": "{{ '{0.__class__}'.format(messages) }}",
+    "a format string by map": "{{ ['{0.__class__}']|map('format', 1)|list }}{{ ''.format }}",
+    "mutation": "{{ messages.append(1) }}",
+    "mutation of a dictionary": "{{ messages[0].update({'role': 'x'}) }}",
+    "another template": "{% include 'x' %}",
+    "a parent": "{% extends 'x' %}",
+    "an import": "{% import 'x' as x %}",
+    "a long text": "{{ 'x' * 10**9 }}",
+    "a long text from the right": "{{ 10**9 * 'x' }}",
+    "a long list": "{{ [1] * 10**9 }}",
+    "a long tuple": "{{ (1,) * 10**9 }}",
+    "a huge number": "{{ 10 ** 100000000 }}",
+    "a huge number by squaring": "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a huge range": "{{ range(10**9) | list }}",
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops without calls": "{% set r = range(99999) %}" + "{% for a in r %}" * 3 + "{% endfor %}" * 3,
+    "output without end": "{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+    "text without end": "{% for a in range(99999) %}" + "x" * 1000 + "{% endfor %}",
+    "text without end in a macro": "{% macro m() %}{% for a in range(99999) %}"
+    + "x" * 9999
+    + "{% endfor %}{% endmacro %}{{ m() }}",
+    "text without end in a block": "{% set s %}{% for a in range(99999) %}"
+    + "x" * 9999
+    + "{% endfor %}{% endset %}",
+    "doubling by ~": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubling by +": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling by a macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = m(n.x) %}{% endfor %}",
+    "doubling lists": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
+    "doubling tuples": "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}",
+    "doubling dictionaries": "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}",
+    "doubling by dict()": "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+    "doubling namespaces": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}",
+    "a namespace in itself": "{% set n = namespace() %}{% set n.x = n %}{{ n }}",
+    "deep lists": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
+    "replace": "{% set s = 'x' * 100000 %}{{ s.replace('x', s) }}",
+    "replace as a filter": "{% set s = 'x' * 100000 %}{{ s|replace('x', s) }}",
+    "replace of nothing": "{% set s = 'x' * 100000 %}{{ s.replace('', s) }}",
+    "join": "{{ (['x' * 100000] * 10000)|join }}",
+    "join with much": "{{ ('x' * 100000).join(['a'] * 10000) }}",
+    "padding": "{{ 'a'.ljust(10**9) }}",
+    "padding by a filter": "{{ 'a'|center(1000000000) }}",
+    "a great width": "{{ '%1000000000d' % 1 }}",
+    "a great precision": "{{ '%.1000000000f'|format(1.0) }}",
+    "a width among the values": "{{ '%*d' % (1000000000, 1) }}",
+    "a named value with a great width": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "indentation": "{{ ('a\n' * 1000)|indent(1000000) }}",
+    "indented JSON": "{{ [1]|tojson(indent=1000000000) }}",
+    "bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a loop in itself": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "a strange date": "{{ strftime_now('%999999999d') }}",
+    "searches": "{% set r = range(99999)|list %}{% for i in range(99999) %}{% set x = 'a' in r %}{% endfor %}",
+    "lorem ipsum": "{{ lipsum(n=100000) }}",
+    "syntax": "{% for %}",
+    "an unknown filter": "{{ 1|nope }}",
+    "nesting": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+    "many blocks": "{% if a %}" * 500 + "{% endif %}" * 500,
+    "a long sum": "{{ 1" + " + 1" * 20000 + " }}",
+    "a long template": "x" * 2**18,
+    "missing attribute": "{{ nothing.at.all }}",
+    "wrong types": "{{ 1 + 'a' }}",
+    "division by zero": "{{ 1 / 0 }}",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates(name):
+    started = time.perf_counter()
+    with pytest.raises(BrokenTemplate, match="chat template"):
+        render(HOSTILE[name], limits=Limits(seconds=0.3))
+    assert time.perf_counter() - started < 3
+
+
+def test_a_broken_template_is_not_the_clients_fault():
+    assert issubclass(BrokenTemplate, InternalError)
+    with pytest.raises(BrokenTemplate, match=r"does not compile: .*line 2"):
+        template("a\n{% nope %}")
+
+
+def test_limits_are_for_each_rendering_not_for_all():
+    chat = template("{{ 'x' * 1000 }}", limits=Limits(work_chars=5000))
+    for _ in range(20):
+        assert len(chat.render([])) == 1000
+
+
+def test_a_limit_on_output():
+    with pytest.raises(BrokenTemplate, match="100 characters of output"):
+        render("{{ 'x' * 101 }}", limits=Limits(output_chars=100))
+
+
+def test_long_conversations_are_no_problem():
+    messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "x" * 1000} for i in range(901)]
+    assert len(render(MISTRAL_LIKE, messages)) > 900_000
+    assert len(render(CHATML, messages)) > 900_000
+
+
+def test_renderings_in_several_threads():
+    chat = template("{% for m in messages %}{% for i in range(200) %}{{ m.content }}{% endfor %}{% endfor %}")
+    results = {}
+
+    def work(name):
+        results[name] = {chat.render([{"role": "user", "content": name}]) for _ in range(20)}
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {name: {name * 200} for name in "abcd"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([{"role": "user"}], r"messages\[0\] lacks content"),
+        ([{"content": "a"}], r"messages\[0\] lacks role"),
+        ([TALK[0], {"role": "user", "content": None}], r"messages\[1\].content must be a string"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "must be a string"),
+        (["a"], "must be an object"),
+    ],
+)
+def test_messages_of_another_form(messages, says):
+    with pytest.raises(BadRequest, match=says):
+        render(CHATML, messages)
