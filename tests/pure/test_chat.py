@@ -10,7 +10,7 @@ import pytest
 
 from uma_trio.errors import BadRequest, InternalError
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
-from uma_trio.models.sandbox import Limits
+from uma_trio.models.meter import Limits
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -3,7 +3,7 @@
 The template comes with the model file, and the file from anywhere: it is a program of a stranger's.
 Jinja's immutable sandbox keeps it away from Python.  What the sandbox does not do is bound what a
 template costs, so every step that takes memory or time is charged to a meter first: ``sandbox.py``
-of this room has both.
+and ``meter.py`` of this room.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jinja2
 
 from uma_trio.errors import BadRequest, InternalError
-from uma_trio.models.sandbox import LimitExceeded, Limits, MeteredEnvironment
+from uma_trio.models.meter import LimitExceeded, Limits
+from uma_trio.models.sandbox import MeteredEnvironment
 
 
 class BrokenTemplate(InternalError):
@@ -65,11 +66,11 @@ class ChatTemplate:
         self._environment = MeteredEnvironment(now)
         self._environment.globals["raise_exception"] = _refuse
         self._fixed = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
-        with self._environment.metered(limits):
-            try:
-                self._template = self._environment.from_string(source)
-            except _FAULTS as error:
-                raise BrokenTemplate(f"the model's chat template does not compile: {_said(error)}") from error
+        self._environment.start(limits)
+        try:
+            self._template = self._environment.from_string(source)
+        except _FAULTS as error:
+            raise BrokenTemplate(f"the model's chat template does not compile: {_said(error)}") from error
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation.
@@ -87,19 +88,19 @@ class ChatTemplate:
         given = [_checked(index, message) for index, message in enumerate(messages)]
         pieces: list[str] = []
         left = self._limits.output_chars
-        with self._environment.metered(self._limits):
-            try:
-                for piece in self._template.generate(
-                    messages=given, add_generation_prompt=add_generation_prompt, **self._fixed
-                ):
-                    left -= len(piece)
-                    if left < 0:
-                        raise LimitExceeded(f"more than {self._limits.output_chars} characters of output")
-                    pieces.append(piece)
-            except _Refused as error:
-                raise BadRequest(f"the model's chat template refuses these messages: {error}") from None
-            except _FAULTS as error:
-                raise BrokenTemplate(f"the model's chat template failed: {_said(error)}") from error
+        self._environment.start(self._limits)
+        try:
+            for piece in self._template.generate(
+                messages=given, add_generation_prompt=add_generation_prompt, **self._fixed
+            ):
+                left -= len(piece)
+                if left < 0:
+                    raise LimitExceeded(f"more than {self._limits.output_chars} characters of output")
+                pieces.append(piece)
+        except _Refused as error:
+            raise BadRequest(f"the model's chat template refuses these messages: {error}") from None
+        except _FAULTS as error:
+            raise BrokenTemplate(f"the model's chat template failed: {_said(error)}") from error
         return "".join(pieces)
 
 

@@ -1,26 +1,20 @@
 """A Jinja sandbox that charges for what it does.
 
-Jinja's own sandbox forbids reaching Python's internals.  This one also bounds memory and time: each
-operation that can make something big out of something small is charged the size of its result
-*before* it runs, and all others the size of what they made; every charge also looks at the clock.
-Filters and methods are those that chat templates use; the rest is not there.
+Jinja's own sandbox forbids reaching Python's internals.  This one also bounds memory and time, by
+``meter.py`` of this room.  Filters and methods are those that chat templates use; the rest is not there.
 """
 
 # ruff: noqa: N802 - Jinja's code generator finds its methods by the names of the nodes
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import json
 import re
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import attrs
 import jinja2
 import jinja2.compiler
 import jinja2.ext
@@ -28,77 +22,19 @@ import jinja2.filters
 import jinja2.nodes
 import jinja2.sandbox
 
-MAX_DEPTH = 32
-"""Lists in lists in lists: deeper is nobody's chat template."""
+from uma_trio.models.meter import LimitExceeded, Limits, Meter
 
 MAX_INTEGER_BITS = 4096
 
-ENTRY_CHARS = 32
-"""What an entry of a list is charged beyond its own size, about its share of memory and of a walk."""
-
 _GREAT_WIDTH = re.compile(r"%(\([^)]*\))?[^a-zA-Z%]*([0-9]{3}|\*)")
 """A width or precision of three digits, or one that comes with the values."""
-
-
-class LimitExceeded(Exception):
-    """A template would take more memory or time than it may."""
-
-
-@attrs.frozen
-class Limits:
-    """What compiling and what each rendering may cost."""
-
-    source_chars: int = 1 << 17
-    output_chars: int = 1 << 21
-    work_chars: int = 1 << 26
-    """All strings and list entries that are made on the way, whether they are kept or not."""
-    seconds: float = 1.0
-
-
-class _Meter(threading.local):
-    """What is left to the rendering that runs in this thread."""
-
-    work = 0
-    deadline = 0.0
-
-
-def size_of(value: object, limit: float, depth: int = MAX_DEPTH) -> int:
-    """Characters that ``value`` has at least when it is printed, entries counted as often as they occur.
-
-    Raises:
-        LimitExceeded: it has more than ``limit``, or is nested too deep.  Raised early: a list that
-            holds another one twice, and so on forty levels down, is never walked to its end.
-    """
-    if isinstance(value, str):
-        size = len(value)
-    elif isinstance(value, (list, tuple)):
-        size = _size_of_all(value, limit, depth)
-    elif isinstance(value, Mapping):
-        size = _size_of_all(value.keys(), limit, depth)
-        size += _size_of_all(value.values(), limit - size, depth)
-    else:
-        size = 8
-    if size > limit:
-        raise LimitExceeded("it makes too much text or too long lists")
-    return size
-
-
-def _size_of_all(values: Iterable[object], limit: float, depth: int) -> int:
-    if depth == 0:
-        raise LimitExceeded(f"it nests lists deeper than {MAX_DEPTH}")
-    size = 0
-    for value in values:
-        size += ENTRY_CHARS + size_of(value, limit - size, depth - 1)
-        if size > limit:
-            raise LimitExceeded("it makes too much text or too long lists")
-    return size
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
     """Writes calls of the meter into the Python code that a template becomes."""
 
     def blockvisit(self, nodes: Iterable[jinja2.nodes.Node], frame: jinja2.compiler.Frame) -> None:
-        self.writeline("environment.charge(0)")  # an empty loop over a long list charges nothing else
+        self.writeline("environment.charge()")  # an empty loop over a long list charges nothing else
         super().blockvisit(nodes, frame)
 
     def visit_Output(self, node: jinja2.nodes.Output, frame: jinja2.compiler.Frame) -> None:
@@ -140,7 +76,7 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Everything a chat template may use.  ``metered`` must be entered to compile or render.
+    """Everything a chat template may use.  Call ``start`` before compiling and before rendering.
 
     Whitespace is treated as transformers does (``trim_blocks``, ``lstrip_blocks``).
     """
@@ -156,7 +92,8 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             extensions=[jinja2.ext.loopcontrols, _Generation],
             finalize=self._finalized,
         )
-        self._meter = _Meter()
+        self._meter = Meter()
+        self.charge = self._meter.charge  # for the code that templates become
         self._now = now
         filters, tests = dict[str, Any](self.filters), dict[str, Any](self.tests)
         self.filters = {
@@ -176,34 +113,15 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             "strftime_now": self._strftime_now,
         }
 
-    @contextlib.contextmanager
-    def metered(self, limits: Limits) -> Iterator[None]:
-        """Bound what this thread does with this environment until the block ends."""
-        self._meter.work = limits.work_chars
-        self._meter.deadline = time.monotonic() + limits.seconds
-        yield
-
-    def charge(self, size: int) -> None:
-        """Take ``size`` characters from what is left.
-
-        Raises:
-            LimitExceeded: not so much is left, or the time is over.
-        """
-        meter = self._meter
-        meter.work -= size + 1
-        if meter.work < 0:
-            raise LimitExceeded("it makes too much text or too long lists")
-        if time.monotonic() > meter.deadline:
-            raise LimitExceeded("it takes too long")
-
-    def _charge_for(self, value: object) -> None:
-        self.charge(size_of(value, self._meter.work))
+    def start(self, limits: Limits) -> None:
+        """Bound what this thread does with this environment from now on."""
+        self._meter.start(limits)
 
     # What the code generator, and Jinja itself, call.
 
     def built(self, value: Any) -> Any:
         """A list, tuple or dictionary as it was written in the template."""
-        self._charge_for(value)
+        self._meter.charge_for(value)
         return value
 
     def joined(self, values: Iterable[object]) -> str:
@@ -214,19 +132,19 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """A value as text, as in ``{{ value }}``."""
         if not isinstance(value, (str, int, float, list, tuple, dict, jinja2.Undefined, type(None))):
             raise LimitExceeded(f"it prints a {type(value).__name__}")
-        self._charge_for(value)
+        self._meter.charge_for(value)
         return str(value)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, str) and operator == "%":
             return self._formatted(left, right)
         if operator == "*" and isinstance(right, int) and isinstance(left, (str, list, tuple)):
-            self.charge(size_of(left, self._meter.work) * max(right, 0) + len(left))
+            self.charge(self._meter.size_of(left) * max(right, 0) + len(left))
         elif operator == "*" and isinstance(left, int) and isinstance(right, (str, list, tuple)):
-            self.charge(size_of(right, self._meter.work) * max(left, 0) + len(right))
+            self.charge(self._meter.size_of(right) * max(left, 0) + len(right))
         elif isinstance(left, (str, list, tuple)):
-            self._charge_for(left)
-            self._charge_for(right)
+            self._meter.charge_for(left)
+            self._meter.charge_for(right)
         elif isinstance(left, int) and isinstance(right, int):
             self.charge(1)
             times = abs(right) if operator == "**" else 1
@@ -235,7 +153,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **named: Any) -> Any:
-        self.charge(0)
+        self.charge()
         receiver = getattr(obj, "__self__", None)
         if isinstance(receiver, str) and obj.__name__ == "replace":
             return self._replaced(receiver, *args)  # these two take no arguments by name
@@ -243,7 +161,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return self._join(args[0] if args else (), receiver)
         result = super().call(context, obj, *args, **named)
         if isinstance(result, (str, list, tuple, dict)):
-            self._charge_for(result)
+            self._meter.charge_for(result)
         return result
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -252,7 +170,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return found
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        self.charge(0)
+        self.charge()
         return super().getattr(obj, attribute)
 
     def wrap_str_format(self, value: Any) -> None:
@@ -272,7 +190,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.charge(64)
             result = function(*args, **named)
             if isinstance(result, (str, list, tuple, dict)):
-                self._charge_for(result)
+                self._meter.charge_for(result)
             return result
 
         return metered
@@ -294,7 +212,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _formatted(self, text: str, values: Any) -> str:
         if _GREAT_WIDTH.search(text):
             raise LimitExceeded("it formats to a great width")
-        self.charge(text.count("%") * (100 + size_of(values, self._meter.work)) + len(text))
+        self.charge(text.count("%") * (100 + self._meter.size_of(values)) + len(text))
         formatted: str = text % values
         return formatted
 
@@ -313,7 +231,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     ) -> str:
         if isinstance(indent, int) and not 0 <= indent <= 16:
             raise LimitExceeded("it indents JSON by more than 16")
-        self._charge_for(value)
+        self._meter.charge_for(value)
         text = json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
