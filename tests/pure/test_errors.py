@@ -1,0 +1,77 @@
+"""The error tree: each code once, each with a status and a reason."""
+
+import ast
+import inspect
+import re
+
+import pytest
+
+from uma_trio import errors
+from uma_trio.errors import LimitError, ProtocolError, RuntimeFault, UmaError, all_errors
+from uma_trio.protocol.messages import Failure
+
+CODE = re.compile(r"E_(PROTO|LIMIT|RUNTIME|MODEL|IO)(_[A-Z]+)+")
+
+
+def test_all_errors_finds_every_class_that_is_written_down() -> None:
+    written = [
+        node.name
+        for node in ast.parse(inspect.getsource(errors)).body
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(line, ast.Assign) and line.targets[0].id == "code" for line in node.body)  # type: ignore[attr-defined]
+    ]
+    assert sorted(written) == sorted(cls.__name__ for cls in all_errors())
+    assert len(written) > 15
+
+
+def test_codes_are_unique_and_named_by_whose_fault_it_is() -> None:
+    codes = [cls.code for cls in all_errors()]
+    assert len(set(codes)) == len(codes)
+    for cls in all_errors():
+        assert CODE.fullmatch(cls.code), cls
+        branch = {ProtocolError: "E_PROTO_", LimitError: "E_LIMIT_", RuntimeFault: ("E_RUNTIME_", "E_MODEL_", "E_IO_")}
+        [prefix] = [prefix for base, prefix in branch.items() if issubclass(cls, base)]
+        assert cls.code.startswith(prefix)
+
+
+def test_the_names_that_clients_rely_on() -> None:
+    assert {
+        "E_PROTO_FRAME_TOO_LARGE",
+        "E_PROTO_INVALID_JSON",
+        "E_PROTO_BAD_REQUEST",
+        "E_LIMIT_PROMPT_TOO_LARGE",
+        "E_RUNTIME_DECODE",
+    } <= {cls.code for cls in all_errors()}
+
+
+@pytest.mark.parametrize("cls", all_errors(), ids=lambda cls: cls.__name__)
+def test_each_has_a_reason_and_a_status_of_its_side(cls: type[UmaError]) -> None:
+    assert cls.__doc__
+    assert cls.__doc__.endswith(".")
+    if issubclass(cls, ProtocolError):
+        assert 400 <= cls.http_status < 500
+    elif issubclass(cls, LimitError):
+        assert cls.http_status in (400, 408, 413, 429, 504)
+    else:
+        assert cls.http_status >= 499
+
+
+@pytest.mark.parametrize("cls", all_errors(), ids=lambda cls: cls.__name__)
+def test_each_can_be_told_to_a_client(cls: type[UmaError]) -> None:
+    error = cls("what happened")
+    assert Failure.of(error) == Failure(code=cls.code, message="what happened")
+    error.request_id, error.retry_after_ms = "r1", 250
+    told = Failure.of(error, metadata={"k": 1})
+    assert (told.id, told.retry_after_ms, told.metadata) == ("r1", 250, {"k": 1})
+
+
+def test_what_one_error_carries_is_not_the_next_ones() -> None:
+    first = errors.Busy("one")
+    first.request_id = "r1"
+    assert errors.Busy("two").request_id is None
+
+
+def test_branches_have_no_code_of_their_own() -> None:
+    for branch in (UmaError, ProtocolError, LimitError, RuntimeFault):
+        assert "code" not in vars(branch)
+        assert branch not in all_errors()
