@@ -20,11 +20,10 @@ import attrs
 from llama_abi.errors import LibraryError
 from llama_abi.functions import FUNCTIONS
 from llama_abi.logs import LogRouter
-from llama_abi.stamp import Stamp
+from llama_abi.stamp import DEFAULT_DIRECTORY, Stamp, fix
 from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
 DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
-DEFAULT_DIRECTORY = Path(__file__).with_name("lib")
 
 CANARY = {"n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "type_k": 1, "no_perf": True, "swa_full": True}
 """Defaults of ``llama_context_params``, from its first field to its last booleans.  A library whose
@@ -86,7 +85,7 @@ class Library:
         if wrong:
             raise LibraryError(
                 f"the library in {self.directory} has other defaults than its header promises "
-                f"({'; '.join(wrong)}): run ./build_llama.sh --clean"
+                f"({'; '.join(wrong)}): {fix(self.directory, self.stamp.backend)} --clean"
             )
 
     @property
@@ -173,7 +172,7 @@ def _open(directory: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise LibraryError(f"{path} does not load ({error}): run ./build_llama.sh --clean") from None
+        raise LibraryError(f"{path} does not load ({error}): {fix(directory)} --clean") from None
 
 
 def _text(value: bytes | None) -> str:

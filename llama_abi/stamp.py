@@ -18,7 +18,7 @@ from llama_abi.csource import source as c_source
 from llama_abi.errors import LibraryError
 
 STAMP = "stamp.json"
-FIX = "run ./build_llama.sh (a few seconds when only the check is out of date)"
+DEFAULT_DIRECTORY = Path(__file__).with_name("lib")
 
 
 def pin() -> str:
@@ -37,6 +37,13 @@ def header_sha256(directory: Path) -> str:
     for header in sorted(directory.glob("*.h")):
         digest.update(header.name.encode() + b"\0" + header.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def fix(directory: Path, backend: str = "") -> str:
+    """The command that puts ``directory`` right."""
+    if directory == DEFAULT_DIRECTORY.resolve():
+        return "run ./build_llama.sh"
+    return f"run ./build_llama.sh{' --backend ' if backend else ''}{backend} --prefix {directory}"
 
 
 def _sizes(directory: Path) -> dict[str, int]:
@@ -77,13 +84,13 @@ class Stamp:
             return cls(**{**found, "options": tuple(found["options"])})
         except FileNotFoundError:
             if not directory.is_dir():
-                raise LibraryError(f"there is no library in {directory}: run ./build_llama.sh") from None
+                raise LibraryError(f"there is no library in {directory}: {fix(directory)}") from None
             raise LibraryError(
                 f"{directory} has no {STAMP}, so nothing says that its library and header belong "
-                "together: run ./build_llama.sh"
+                f"together: {fix(directory)}"
             ) from None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise LibraryError(f"{path} is not readable ({error}): run ./build_llama.sh --clean") from None
+            raise LibraryError(f"{path} is not readable ({error}): {fix(directory)} --clean") from None
 
     def verify(self, directory: Path) -> None:
         """Refuse a library that is not the one that was checked.
@@ -91,22 +98,24 @@ class Stamp:
         Raises:
             LibraryError: another pin, headers or files exchanged, declarations edited since.
         """
+        remedy = fix(directory, self.backend)
         if not self.pin.startswith("source:") and self.pin != pin():
-            raise LibraryError(f"the library in {directory} is {self.pin}, but this version needs {pin()}: {FIX}")
+            raise LibraryError(
+                f"the library in {directory} is {self.pin}, but this version needs {pin()}: {remedy}"
+            )
         if self.header_sha256 != header_sha256(directory / "include"):
             raise LibraryError(
                 f"the headers in {directory / 'include'} are not those that the declarations were "
-                f"checked against: {FIX}"
+                f"checked against: {remedy}"
             )
         if self.declarations_sha256 != declarations_sha256():
             raise LibraryError(
                 f"the declarations in llama_abi have changed since they were checked against the header "
-                f"in {directory}: {FIX}"
+                f"in {directory}: {remedy} (it takes a second, only the check runs again)"
             )
         if self.libraries != _sizes(directory):
             raise LibraryError(
-                f"the library files in {directory} are not those that were stamped: "
-                "run ./build_llama.sh --clean"
+                f"the library files in {directory} are not those that were stamped: {remedy} --clean"
             )
 
 

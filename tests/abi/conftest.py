@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import llama_abi
-from llama_abi.library import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE
+from llama_abi.library import DIRECTORY_VARIABLE
+from llama_abi.stamp import DEFAULT_DIRECTORY
 
 ROOT = Path(__file__).parents[2]
 VOCABULARIES = ROOT / "build" / "llama.cpp" / "models"

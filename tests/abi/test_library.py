@@ -101,7 +101,7 @@ class TestLoading:
         script = "import llama_abi\ntry: llama_abi.load()\nexcept llama_abi.LibraryError as error: print(error)"
         environment = {DIRECTORY_VARIABLE: str(tmp_path / "absent"), "PATH": ""}
         done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout == f"there is no library in {tmp_path / 'absent'}: run ./build_llama.sh\n"
+        assert done.stdout == f"there is no library in {tmp_path / 'absent'}: run ./build_llama.sh --prefix {tmp_path / 'absent'}\n"
 
     def test_canary(self, library: llama_abi.Library, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(llama_abi.library.CANARY, "n_batch", 7)

@@ -1,0 +1,79 @@
+"""The Vulkan library says what the CPU library says.  Opt-in: it needs a second library.
+
+    ./build_llama.sh --backend vulkan --prefix build/vulkan-lib
+    UMA_TEST_VULKAN_DIR=build/vulkan-lib pytest tests/gpu/test_vulkan.py
+
+A machine without a GPU can do it in software: Debian's ``mesa-vulkan-drivers``.  llama.cpp takes such
+a device only when it is named, so ``GGML_VK_VISIBLE_DEVICES`` is 0 here unless you set it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_abi.library import DIRECTORY_VARIABLE
+from llama_abi.stamp import DEFAULT_DIRECTORY
+
+VULKAN_VARIABLE = "UMA_TEST_VULKAN_DIR"
+MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedded.gguf"
+
+PROMPTS = ["What is the capital of France?", "Count from 3 to 9.", "Spell the word river.", "What is 12 + 30?"]
+N_TOKENS = 24
+
+# One process has one library, so each of the two answers in a process of its own.
+ANSWER = """
+import json, sys
+import llama_abi
+from llama_abi import Batch, Context, ContextOptions, DeviceType
+
+path, n_tokens, *prompts = sys.argv[1:]
+library = llama_abi.load()
+with llama_abi.Model(library, path) as model, Context(model, ContextOptions(n_ctx=1024, n_seq_max=4, kv_unified=True)) as context:
+    batch, answers, positions = Batch(512), [[] for _ in prompts], []
+    for seq, prompt in enumerate(prompts):
+        tokens = model.vocab.tokenize(prompt, add_special=True, parse_special=True)
+        batch.add(tokens, pos=0, seq=seq)
+        positions.append(len(tokens))
+    for _ in range(int(n_tokens)):
+        assert context.decode(batch) == llama_abi.OK
+        chosen = context.logits().array.argmax(axis=1).tolist()
+        for answer, token in zip(answers, chosen):
+            answer.append(token)
+        batch.clear()
+        batch.add_each(chosen, positions=positions, seqs=range(len(prompts)))
+        positions = [position + 1 for position in positions]
+devices = [device.name for device in library.devices() if device.type is not DeviceType.CPU]
+print(json.dumps({"backend": library.stamp.backend, "devices": devices, "answers": answers}))
+"""
+
+
+def answer(directory: Path) -> dict[str, object]:
+    environment = {"GGML_VK_VISIBLE_DEVICES": "0", **os.environ, DIRECTORY_VARIABLE: str(directory)}
+    command = [sys.executable, "-c", ANSWER, str(MODEL), str(N_TOKENS), *PROMPTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.slow
+def test_same_greedy_tokens_as_the_cpu() -> None:
+    vulkan = os.environ.get(VULKAN_VARIABLE)
+    if not vulkan:
+        pytest.skip(
+            f"{VULKAN_VARIABLE} is not set: ./build_llama.sh --backend vulkan --prefix build/vulkan-lib, "
+            f"then {VULKAN_VARIABLE}=build/vulkan-lib"
+        )
+    if not DEFAULT_DIRECTORY.is_dir():
+        pytest.skip("there is no library to compare with: ./build_llama.sh --backend cpu --dev builds it")
+    there, here = answer(Path(vulkan).resolve()), answer(DEFAULT_DIRECTORY)
+    assert there["backend"] == "vulkan"
+    assert there["devices"], "the Vulkan library found no Vulkan device"
+    assert there["answers"] == here["answers"]
