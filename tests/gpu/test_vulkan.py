@@ -24,11 +24,12 @@ VULKAN_VARIABLE = "UMA_TEST_VULKAN_DIR"
 MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedded.gguf"
 
 PROMPTS = ["What is the capital of France?", "Count from 3 to 9.", "Spell the word river.", "What is 12 + 30?"]
-N_TOKENS = 24
+N_TOKENS = 40
 
 # One process has one library, so each of the two answers in a process of its own.
 ANSWER = """
 import json, sys
+import jinja2.sandbox
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, DeviceType
 
@@ -36,11 +37,13 @@ path, n_tokens, *prompts = sys.argv[1:]
 library = llama_abi.load()
 with llama_abi.Model(library, path) as model, Context(model, ContextOptions(n_ctx=1024, n_seq_max=4, kv_unified=True)) as context:
     batch, answers, positions = Batch(512), [[] for _ in prompts], []
+    template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(model.chat_template)
     for seq, prompt in enumerate(prompts):
-        tokens = model.vocab.tokenize(prompt, add_special=True, parse_special=True)
+        text = template.render(messages=[{"role": "user", "content": prompt}], add_generation_prompt=True)
+        tokens = model.vocab.tokenize(text, add_special=True, parse_special=True)
         batch.add(tokens, pos=0, seq=seq)
         positions.append(len(tokens))
-    for _ in range(int(n_tokens)):
+    for _ in range(int(n_tokens)):  # each to its end; what follows an end is not compared
         assert context.decode(batch) == llama_abi.OK
         chosen = context.logits().array.argmax(axis=1).tolist()
         for answer, token in zip(answers, chosen):
@@ -48,8 +51,11 @@ with llama_abi.Model(library, path) as model, Context(model, ContextOptions(n_ct
         batch.clear()
         batch.add_each(chosen, positions=positions, seqs=range(len(prompts)))
         positions = [position + 1 for position in positions]
+    ends = [min(answer.index(token) for token in model.vocab.eog_ids if token in answer) for answer in answers]
+    answers = [answer[:end] for answer, end in zip(answers, ends)]
+    texts = [model.vocab.detokenize(answer).decode() for answer in answers]
 devices = [device.name for device in library.devices() if device.type is not DeviceType.CPU]
-print(json.dumps({"backend": library.stamp.backend, "devices": devices, "answers": answers}))
+print(json.dumps({"backend": library.stamp.backend, "devices": devices, "answers": answers, "texts": texts}))
 """
 
 
@@ -76,4 +82,4 @@ def test_same_greedy_tokens_as_the_cpu() -> None:
     there, here = answer(Path(vulkan).resolve()), answer(DEFAULT_DIRECTORY)
     assert there["backend"] == "vulkan"
     assert there["devices"], "the Vulkan library found no Vulkan device"
-    assert there["answers"] == here["answers"]
+    assert there["answers"] == here["answers"], (there["texts"], here["texts"])
