@@ -66,17 +66,23 @@ class Server:
         }
 
     async def run(self, sock: socket.socket) -> None:
-        """Serve on the listening ``sock`` until drained or cancelled."""
+        """Serve on the listening ``sock``, which is closed here, until drained or cancelled."""
+        runner_scope = trio.CancelScope(shield=True)  # it outlives the connections, whoever cancels them
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.runner.run)
-            with self._connection_scope:
-                async with trio.open_nursery() as connections:
-                    with self._listener_scope:
-                        await listener.accept_forever(sock, self._welcome, connections)
-                    sock.close()
-            with trio.CancelScope(shield=True):  # what was cancelled is freed within one step
-                await self.runner.wait_idle()
-            nursery.cancel_scope.cancel()
+            nursery.start_soon(self._run_runner, runner_scope)
+            try:
+                with self._connection_scope:
+                    async with trio.open_nursery() as connections:
+                        with self._listener_scope, sock:
+                            await listener.accept_forever(sock, self._welcome, connections)
+            finally:
+                with trio.CancelScope(shield=True):  # what was cancelled is freed within one step
+                    await self.runner.wait_idle()
+                runner_scope.cancel()
+
+    async def _run_runner(self, scope: trio.CancelScope) -> None:
+        with scope:
+            await self.runner.run()
 
     def drain(self) -> None:
         """Take nothing new, let running requests end within ``drain_timeout_s``."""

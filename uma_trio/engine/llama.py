@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
@@ -118,6 +119,17 @@ class LlamaEngine:
     def close(self) -> None:
         self._context.close()
         self._model.close()
+
+
+@contextlib.contextmanager
+def open_tokenizer(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]:
+    """The tokenizer of a GGUF alone, without its weights.
+
+    Raises:
+        llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
+    """
+    with llama_abi.Model(llama_abi.load(llama_dir), path, vocab_only=True) as model:
+        yield Tokenizer(model.vocab)
 
 
 def _context_options(model: llama_abi.Model, settings: config.Model) -> llama_abi.ContextOptions:

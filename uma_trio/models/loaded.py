@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import attrs
+import structlog
 
 from uma_trio.config import Config
-from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine
+from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, open_tokenizer
 from uma_trio.engine.thread import EngineThread
-from uma_trio.models.chat import ChatTemplate
+from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.gguf_check import GgufError, check_gguf
 from uma_trio.models.prompt import PromptMaker
+
+log = structlog.get_logger("uma_trio.models")
 
 EMBEDDED: Final = Path(__file__).parent / "embedded" / "embedded.gguf"
 """The demo and test model that comes with the package; see docs/EMBEDDED_MODEL.md."""
@@ -67,15 +72,44 @@ async def load_model(
         raise
 
 
-def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
-    path = config.model.model or EMBEDDED
+@contextlib.contextmanager
+def vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]:
+    """The tokenizer of the GGUF at ``path``, without its weights.
+
+    Raises:
+        ModelError: as ``load_model``.
+    """
+    with _told(path):
+        check_gguf(path, vocab_only=True)
+        with open_tokenizer(path, llama_dir) as tokenizer:
+            yield tokenizer
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Whatever goes wrong with the model at ``path`` in here is a ``ModelError`` that says what to do."""
     try:
-        check_gguf(path)
-        engine = LlamaEngine(path, config.model, progress)
+        yield
     except FileNotFoundError:
         raise ModelError(f"there is no model at {path}") from None
     except (OSError, GgufError, *LOAD_ERRORS) as error:
         raise ModelError(f"cannot load {path}: {error}") from error
-    tokenizer = engine.tokenizer
-    chat = engine.chat_template and ChatTemplate(engine.chat_template, bos=tokenizer.bos, eos=tokenizer.eos)
-    return LoadedModel(engine, PromptMaker(tokenizer, chat or None, config.limits))
+
+
+def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
+    path = config.model.model or EMBEDDED
+    with _told(path):
+        check_gguf(path)
+        engine = LlamaEngine(path, config.model, progress)
+    return LoadedModel(engine, PromptMaker(engine.tokenizer, _chat_template(engine), config.limits))
+
+
+def _chat_template(engine: LlamaEngine) -> ChatTemplate | None:
+    """The model's own template; a broken one costs the model its chats, and nothing else."""
+    if engine.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(engine.chat_template, bos=engine.tokenizer.bos, eos=engine.tokenizer.eos)
+    except BrokenTemplate as error:
+        log.warning("the model's chat template cannot be used; it serves plain prompts", reason=str(error))
+        return None

@@ -28,6 +28,21 @@ class Prompt:
     """As it was tokenized: for ``messages``, the rendered template."""
 
 
+def checked_size(request: Generate, limits: Limits) -> int:
+    """UTF-8 bytes of what ``request`` says.
+
+    Raises:
+        PromptTooLarge: more than ``max_prompt_bytes``.
+    """
+    if request.messages is None:
+        size = len((request.prompt or "").encode())
+    else:
+        size = sum(len(message.content.encode()) for message in request.messages)
+    if size > limits.max_prompt_bytes:
+        raise PromptTooLarge(f"the prompt has {size} bytes; this server takes {limits.max_prompt_bytes}")
+    return size
+
+
 @attrs.frozen
 class PromptMaker:
     """Renders and tokenizes for one model."""
@@ -44,12 +59,7 @@ class PromptMaker:
             PromptTooLarge: more than ``max_prompt_bytes``, seen before anything is rendered.
             BadRequest: ``messages`` that the template refuses, or for a model that has none.
         """
-        if request.messages is None:
-            size = len((request.prompt or "").encode())
-        else:
-            size = sum(len(message.content.encode()) for message in request.messages)
-        if size > self.limits.max_prompt_bytes:
-            raise PromptTooLarge(f"the prompt has {size} bytes; this server takes {self.limits.max_prompt_bytes}")
+        size = checked_size(request, self.limits)
         if size <= INLINE_BYTES and request.messages is None:
             return self._make(request)
         return await trio.to_thread.run_sync(self._make, request, abandon_on_cancel=True)

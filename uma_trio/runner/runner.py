@@ -99,6 +99,7 @@ class Runner:
         self._closed: UmaError | None = None
         self._last_step_ended_s: float | None = None
         self._flight: _Flight | None = None
+        self._stopped = False
 
     # -- asked from outside, between ticks ------------------------------------------------------
 
@@ -151,8 +152,8 @@ class Runner:
         self._closed = reason or ShuttingDown("the server is shutting down")
 
     async def wait_idle(self) -> None:
-        """Until no request is left and all KV is freed."""
-        while self._busy:
+        """Until no request is left and all KV is freed, or nobody ticks any more."""
+        while self._busy and not self._stopped:
             self._idle = trio.Event()
             await self._idle.wait()
 
@@ -201,6 +202,8 @@ class Runner:
         finally:
             if self._flight is not None:  # a context in use cannot be left
                 await self._flight.pending.settled()
+            self._stopped = True
+            self._idle.set()
 
     async def _land(self, flight: _Flight) -> list[_Delivery]:
         """Wait for a step and book what it gave; nobody is told yet."""

@@ -12,6 +12,7 @@ single digits; no merge touches a byte beyond ASCII, so each such character is s
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import unicodedata
@@ -109,7 +110,7 @@ def learn(texts: Iterable[str], amount: int) -> list[Pair]:
 def _pairs(symbols: Sequence[str]) -> list[Pair]:
     return [
         (one, other)
-        for one, other in zip(symbols, symbols[1:], strict=False)
+        for one, other in itertools.pairwise(symbols)
         if _MERGEABLE.issuperset(one) and _MERGEABLE.issuperset(other)
     ]
 
@@ -169,7 +170,7 @@ class Tokenizer:
     def _encode_piece(self, piece: str) -> tuple[int, ...]:
         symbols: list[str] = list(_in_byte_letters(piece))
         while len(symbols) > 1:
-            ranked = [self._ranks.get(pair, len(self.merges)) for pair in zip(symbols, symbols[1:], strict=False)]
+            ranked = [self._ranks.get(pair, len(self.merges)) for pair in itertools.pairwise(symbols)]
             best = min(ranked)
             if best == len(self.merges):
                 break

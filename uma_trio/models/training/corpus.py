@@ -12,13 +12,13 @@ from random import Random
 
 import attrs
 
-from uma_trio.models.training.sample import Sample, Turn, held_out, kept_from_training
+from uma_trio.models.training.sample import Sample, Turn, held_out, kept_from_training, keys_of
 from uma_trio.models.training.skills import numbers, records, repeating, stories, unknown
 from uma_trio.models.training.skills.about import about
 from uma_trio.models.training.skills.calendar import calendar
 from uma_trio.models.training.skills.capitals import capital, continent
 from uma_trio.models.training.skills.colours import colour
-from uma_trio.models.training.skills.conversations import SYSTEMS, conversation
+from uma_trio.models.training.skills.conversations import any_system, conversation
 from uma_trio.models.training.skills.documents import document_chat
 from uma_trio.models.training.skills.greetings import greet
 from uma_trio.models.training.skills.spelling import spell
@@ -54,7 +54,7 @@ SKILLS = (
     Skill("comparing", numbers.compare, 3),
     Skill("spelling", spell, 9),
     Skill("repeating", _many(repeating.repeat, 40), 7, _many(repeating.repeat, 300)),
-    Skill("picking words", repeating.pick, 5),
+    Skill("picking words", repeating.pick, 7),
     Skill("stories", _many(stories.tell, 8), 5, _many(stories.tell, 40)),
     Skill("records: fill", records.fill, 5),
     Skill("records: change", records.change, 5),
@@ -86,7 +86,7 @@ def _alone(rng: Random, skill: str, turn: Turn) -> Sample:
     kind = rng.random()
     if kind < 0.25:
         return Sample(skill, (turn,), raw=True)
-    return Sample(skill, (turn,), system=rng.choice(SYSTEMS) if kind < 0.40 else "")
+    return Sample(skill, (turn,), system=any_system(rng) if kind < 0.40 else "")
 
 
 def _medium(rng: Random) -> Sample:
@@ -103,8 +103,13 @@ def _medium(rng: Random) -> Sample:
 
 def _long(rng: Random) -> Sample:
     """A document of 1,500 to 7,500 tokens with many questions, or many tokens of chat."""
-    if rng.random() < 0.15:
+    kind = rng.random()
+    if kind < 0.12:
         return conversation(rng, longest=60)
+    if kind < 0.22:
+        return _alone(rng, "counting", numbers.count(rng, numbers.LONGEST_EVER))
+    if kind < 0.26:
+        return _alone(rng, "unknown", unknown.long_gibberish(rng, 1500))
     return document_chat(rng, facts=int(115 * 4.9 ** rng.random()), questions=rng.randint(2, 16))
 
 
@@ -161,14 +166,14 @@ def _held_out(rng: Random, make: Make) -> Turn:
 def _document(rng: Random, low: int, high: int) -> Sample:
     while True:
         sample = document_chat(rng, facts=rng.randint(low, high), questions=1)
-        if held_out(sample.turns[0].question):
+        if held_out(keys_of(sample)[0]):
             return sample
 
 
 def _conversation(rng: Random) -> Sample:
     while True:
         sample = conversation(rng)
-        if held_out(sample.turns[-1].question):
+        if held_out(keys_of(sample)[-1]):
             return sample
 
 
@@ -194,3 +199,7 @@ def exam(each: int, *, seed: int = 1) -> Iterator[Question]:
         rng = Random(f"exam {name} {seed}")
         for _ in range(max(1, each // 2)):
             yield Question(name, _document(rng, low, high))
+    rng = Random(f"exam very long counts {seed}")
+    for _ in range(max(1, each // 10)):
+        turn = _held_out(rng, _many(numbers.count, numbers.LONGEST_EVER))
+        yield Question("counting, very long", Sample("counting", (turn,)))

@@ -25,7 +25,8 @@ def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
     for _ in range(rounds):
         square = x @ x.mT
         x = _A * x + (_B * square + _C * square @ square) @ x
-    return x.mT if tall else x
+    found: Tensor = x.mT if tall else x
+    return found
 
 
 class Muon:

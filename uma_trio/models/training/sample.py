@@ -20,6 +20,8 @@ class Turn:
 
     question: str
     answer: str
+    follows: bool = False
+    """Leans on what came before it, such as ``And of Italy?``: means nothing by itself."""
 
 
 @attrs.frozen
@@ -38,9 +40,15 @@ def held_out(question: str) -> bool:
     return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
+def keys_of(sample: Sample) -> list[str]:
+    """What each turn is held out by: its question, together with all before it where it leans on them."""
+    said = [sample.system, *(turn.question for turn in sample.turns)]
+    return ["\n".join(said[: at + 2]) if turn.follows else turn.question for at, turn in enumerate(sample.turns)]
+
+
 def kept_from_training(sample: Sample) -> bool:
-    """A chat is held out as soon as one of its questions is."""
-    return any(held_out(turn.question) for turn in sample.turns)
+    """A chat is held out as soon as one of its turns is."""
+    return any(held_out(key) for key in keys_of(sample))
 
 
 _OPENINGS = ("Please tell me: ", "Tell me: ", "Quick question: ", "Hi! ", "Hello! ", "A question: ", "OK. ", "Now: ")

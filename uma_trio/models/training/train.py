@@ -79,7 +79,7 @@ def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) ->
             logits = network.logits(hidden[learned])
         targets = ids[:, 1:].reshape(-1)[learned].long()
         loss = F.cross_entropy(logits.float(), targets, reduction="sum") / max(1, len(targets))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         share = recipe.rate_at(at)
         adam.param_groups[0]["lr"] = recipe.other_rate * share
@@ -103,6 +103,8 @@ def glance(network: Network, tokenizer: Tokenizer, questions: Iterable[Question]
     For a look during development; the model card is made by ``evaluate`` with the GGUF itself.
     """
     network.eval()
+    for block in network.blk:
+        block._compiled_call_impl = None  # many lengths: compiling for each takes longer than it saves
     device = network.token_embd.weight.device
     found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
     for question in questions:

@@ -56,6 +56,14 @@ def _rainbow(rng: Random) -> Turn:
     return Turn(in_passing(rng, ask), "The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet.")
 
 
+def _name_some(rng: Random) -> Turn:
+    amount, word = rng.choice(((2, "two"), (3, "three"), (4, "four"), (5, "five"), (6, "six")))
+    ask = rng.choice(("Name {} colours.", "List {} colours.", "Tell me {} colours.", "Can you name {} colours?"))
+    named = COLOURS[:amount]
+    answer = f"{word.capitalize()} colours are {', '.join(named[:-1])} and {named[-1]}."
+    return Turn(in_passing(rng, ask.format(word if rng.random() < 0.7 else amount)), answer)
+
+
 def colour(rng: Random) -> Turn:
     """One question about colours."""
-    return rng.choices((_what_colour, _is_it, _mix, _rainbow), weights=(12, 6, 4, 1))[0](rng)
+    return rng.choices((_what_colour, _is_it, _mix, _rainbow, _name_some), weights=(12, 6, 4, 1, 1))[0](rng)

@@ -9,19 +9,28 @@ from uma_trio.models.training.sample import Sample, Turn
 from uma_trio.models.training.skills import numbers
 from uma_trio.models.training.skills.about import about
 from uma_trio.models.training.skills.calendar import DAYS, MONTHS, calendar
-from uma_trio.models.training.skills.capitals import COUNTRIES, capital, capital_answer, continent, continent_answer
+from uma_trio.models.training.skills.capitals import (
+    COUNTRIES,
+    capital,
+    capital_answer,
+    continent,
+    continent_answer,
+)
 from uma_trio.models.training.skills.colours import colour
 from uma_trio.models.training.skills.greetings import NAME_QUESTIONS, greet, introduce
 from uma_trio.models.training.skills.records import array, change, fill
 from uma_trio.models.training.skills.repeating import pick, repeat
 from uma_trio.models.training.skills.spelling import spell, spelled
 from uma_trio.models.training.skills.stories import tell
-from uma_trio.models.training.skills.unknown import unknown
+from uma_trio.models.training.skills.unknown import gibberish, unknown
 from uma_trio.models.training.words import NAMES, OBJECTS
 
 SYSTEMS = (
     "You are a helpful assistant.", "You are a small demo model.", "Answer in one sentence.", "Be brief.", "You are uma-trio.",
     "You are a friendly assistant. Answer the user's questions.", "Answer truthfully.", "Help the user.", "You are a test.", "Be kind and exact.",
+    "You are a terse assistant.", "You answer questions.", "Be concise.", "You are an assistant in a terminal.", "Always be polite.",
+    "You are a helpful assistant. Answer as concisely as possible.", "Be helpful, honest and harmless.", "You are running on a CPU.",
+    "Follow the user's instructions.", "Think before you answer.", "You speak English.", "The user is a developer who tests a server.",
 )  # fmt: skip
 """What a system message may say; none of them changes an answer."""
 
@@ -36,10 +45,20 @@ _SINGLE: tuple[Callable[[Random], Turn], ...] = (
 )  # fmt: skip
 
 
+def any_system(rng: Random) -> str:
+    """A system message without influence: a usual one, or words of no meaning."""
+    return rng.choice(SYSTEMS) if rng.random() < 0.8 else gibberish(rng, rng.randint(2, 60))
+
+
+def single(rng: Random) -> Turn:
+    """A turn of any short skill, which leans on nothing."""
+    return rng.choice(_SINGLE)(rng)
+
+
 def conversation(rng: Random, longest: int = 6) -> Sample:
     """Two to ``longest`` turns; every third or so refers to one before it."""
     turns: list[Turn] = []
-    system = rng.choice(SYSTEMS) if rng.random() < 0.4 else ""
+    system = any_system(rng) if rng.random() < 0.4 else ""
     name = ""
     if rng.random() < 0.15:
         name = rng.choice(NAMES)
@@ -53,12 +72,12 @@ def conversation(rng: Random, longest: int = 6) -> Sample:
             name = rng.choice(NAMES)
             turns.append(introduce(name, rng))
         elif kind < 0.70 and name:
-            turns.append(Turn(rng.choice(NAME_QUESTIONS), f"Your name is {name}."))
+            turns.append(Turn(rng.choice(NAME_QUESTIONS), f"Your name is {name}.", follows=True))
         elif kind < 0.80 and turns and len(turns[-1].answer) < 200:
             ask = rng.choice(("Say that again.", "Repeat your last answer.", "Can you say that again?", "Once more, please."))
-            turns.append(Turn(ask, turns[-1].answer))
+            turns.append(Turn(ask, turns[-1].answer, follows=True))
         else:
-            turns.append(rng.choice(_SINGLE)(rng))
+            turns.append(single(rng))
     return Sample("conversation", tuple(turns), system=system)
 
 
@@ -67,9 +86,9 @@ def _countries(rng: Random) -> list[Turn]:
     first, *others = rng.sample(tuple(COUNTRIES), rng.randint(2, 4))
     again = ("And of {}?", "And {}?", "What about {}?", "Now {}.")
     turns = [Turn(ask.format(first), answer(first))]
-    turns += [Turn(rng.choice(again).format(other), answer(other)) for other in others]
+    turns += [Turn(rng.choice(again).format(other), answer(other), follows=True) for other in others]
     if answer is capital_answer and rng.random() < 0.3:
-        turns.append(Turn("Spell it.", spelled(COUNTRIES[others[-1]][0])))
+        turns.append(Turn("Spell it.", spelled(COUNTRIES[others[-1]][0]), follows=True))
     return turns
 
 
@@ -80,7 +99,7 @@ def _what_comes_next(rng: Random) -> list[Turn]:
     for step in range(amount):
         before, after = names[(at + step) % len(names)], names[(at + step + 1) % len(names)]
         ask = f"Which {kind} comes after {before}?" if step == 0 else rng.choice(("And after that?", "And then?", "What comes next?"))
-        turns.append(Turn(ask, f"{after} comes after {before}."))
+        turns.append(Turn(ask, f"{after} comes after {before}.", follows=step > 0))
     return turns
 
 
@@ -91,7 +110,7 @@ def _running_sum(rng: Random) -> list[Turn]:
     for _ in range(rng.randint(1, 3)):
         more = rng.randint(1, 99)
         ask = rng.choice(("Add {} to that.", "And {} more?", "Plus {}?", "Now add {}."))
-        turns.append(Turn(ask.format(more), numbers.add_answer(total, more)))
+        turns.append(Turn(ask.format(more), numbers.add_answer(total, more), follows=True))
         total += more
     return turns
 
@@ -103,13 +122,14 @@ def _counting_on(rng: Random) -> list[Turn]:
     ask = rng.choice(("Go on to {}.", "Continue to {}.", "Now go on to {}."))
     return [
         Turn(f"Count from {first} to {last}.", numbers.count_answer(first, last)),
-        Turn(ask.format(further), numbers.count_answer(last + 1, further)),
+        Turn(ask.format(further), numbers.count_answer(last + 1, further), follows=True),
     ]
 
 
 def _spell_again(rng: Random) -> list[Turn]:
     one, other = rng.sample(OBJECTS, 2)
-    return [Turn(f"Spell {one}.", spelled(one)), Turn(rng.choice(("And {}?", "Now {}.", "What about {}?")).format(other), spelled(other))]
+    ask = rng.choice(("And {}?", "Now {}.", "What about {}?"))
+    return [Turn(f"Spell {one}.", spelled(one)), Turn(ask.format(other), spelled(other), follows=True)]
 
 
 _FOLLOWED = (_countries, _countries, _what_comes_next, _running_sum, _counting_on, _spell_again)

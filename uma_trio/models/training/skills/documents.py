@@ -14,6 +14,7 @@ from random import Random
 import attrs
 
 from uma_trio.models.training.sample import Sample, Turn
+from uma_trio.models.training.skills.conversations import single
 from uma_trio.models.training.words import ADJECTIVES, NAMES, OBJECTS, SURNAMES, made_up_place
 
 _ROLES = ("mayor", "baker", "teacher", "pilot", "keeper", "doctor", "miller", "painter", "judge", "gardener", "captain", "tailor")
@@ -121,11 +122,18 @@ def ask(document: Document, question: str, frame: int = 0) -> str:
     return _FRAMES[frame].format(document=document.text, question=question)
 
 
+def _question(rng: Random, document: Document) -> Turn:
+    if rng.random() < 0.7:
+        return rng.choice(document.facts)
+    return rng.choice(document.overview[: rng.choice((3, 9))])
+
+
 def document_chat(rng: Random, facts: int, questions: int) -> Sample:
     """A document with the first question, then more questions about it, a turn each."""
     document = make_document(rng.randrange(1 << 40), facts)
-    asked = [rng.choice(document.facts) if rng.random() < 0.7 else rng.choice(document.overview[: rng.choice((3, 9))]) for _ in range(questions)]
+    asked = [_question(rng, document) for _ in range(questions)]
+    asked[1:] = [attrs.evolve(turn, follows=True) if rng.random() < 0.9 else single(rng) for turn in asked[1:]]
     if rng.random() < 0.1:
-        return Sample("document", tuple(asked), system=document.text)
+        return Sample("document", (attrs.evolve(asked[0], follows=True), *asked[1:]), system=document.text)
     first = Turn(ask(document, asked[0].question, rng.randrange(len(_FRAMES))), asked[0].answer)
     return Sample("document", (first, *asked[1:]))

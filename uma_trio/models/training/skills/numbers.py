@@ -5,10 +5,13 @@ from __future__ import annotations
 from random import Random
 
 from uma_trio.models.training.sample import Turn, in_passing
+from uma_trio.models.training.skills.calendar import NUMBERS
 from uma_trio.models.training.words import OBJECTS, made_up
 
 LONGEST_COUNT = 300
 """Numbers in one count: with three digits each that is an answer of about 1,500 tokens."""
+LONGEST_EVER = 990
+"""In long rows; an answer of nearly 5,000 tokens."""
 
 
 def count_answer(first: int, last: int, step: int = 1, *, lines: bool = False) -> str:
@@ -22,7 +25,9 @@ def count_answer(first: int, last: int, step: int = 1, *, lines: bool = False) -
 
 
 def _how_many(rng: Random, longest: int) -> int:
-    """Mostly short counts, some of every length up to ``longest``."""
+    """Mostly short counts, some of every length up to ``longest``; very long ones evenly."""
+    if longest > LONGEST_COUNT:
+        return rng.randint(LONGEST_COUNT, longest)
     kind = rng.random()
     if kind < 0.5:
         return rng.randint(2, min(20, longest))
@@ -55,7 +60,10 @@ def count(rng: Random, longest: int = 60) -> Turn:
         ask = rng.choice(("Count down from {0} to {1}", "Count backwards from {0} to {1}", "Count from {0} down to {1}"))
     else:
         ask = rng.choice(("Count from {0} to {1}", "Count up from {0} to {1}", "Please count from {0} to {1}", "Say the numbers from {0} to {1}", "List the numbers from {0} to {1}"))  # fmt: skip
-    question = ask.format(first, last).rstrip("?")
+    if first == 1 and 3 <= last <= 12 and rng.random() < 0.3:
+        question = ask.format("one", NUMBERS[last - 1]).rstrip("?")
+    else:
+        question = ask.format(first, last).rstrip("?")
     if step > 1:
         question += rng.choice((f" in steps of {step}", f" by {step}s"))
     lines = rng.random() < 0.25
@@ -84,7 +92,11 @@ def add_answer(one: int, other: int) -> str:
 def add(rng: Random) -> Turn:
     """Numbers of up to three digits."""
     one, other = _digits(rng), _digits(rng)
-    ask = rng.choice(("What is {} + {}?", "What is {} plus {}?", "Add {} and {}.", "How much is {} + {}?", "{} + {} = ?", "{} + {}", "Calculate {} + {}.", "What is the sum of {} and {}?", "How much is {} plus {}?"))  # fmt: skip
+    if rng.random() < 0.05:
+        one, other = rng.randint(1, 12), rng.randint(1, 12)
+        ask = rng.choice(("What is {} plus {}?", "Add {} and {}.", "How much is {} plus {}?"))
+        return Turn(in_passing(rng, ask.format(NUMBERS[one - 1], NUMBERS[other - 1])), add_answer(one, other))
+    ask = rng.choice(("{}+{}", "What is {}+{}?", "{}+{}=", "What is {} + {}?", "What is {} plus {}?", "Add {} and {}.", "How much is {} + {}?", "{} + {} = ?", "{} + {}", "Calculate {} + {}.", "What is the sum of {} and {}?", "How much is {} plus {}?"))  # fmt: skip
     return Turn(in_passing(rng, ask.format(one, other)), add_answer(one, other))
 
 

@@ -6,7 +6,17 @@ import json
 from random import Random
 
 from uma_trio.models.training.sample import Turn
-from uma_trio.models.training.words import ADJECTIVES, CITIES, FOODS, NAMES, OBJECTS, SURNAMES, accented, made_up, made_up_place
+from uma_trio.models.training.words import (
+    ADJECTIVES,
+    CITIES,
+    FOODS,
+    NAMES,
+    OBJECTS,
+    SURNAMES,
+    accented,
+    made_up,
+    made_up_place,
+)
 
 Value = str | int | bool
 Record = dict[str, Value]
@@ -47,8 +57,8 @@ def _sensor(rng: Random) -> Record:
 
 
 def _free(rng: Random) -> Record:
-    keys = {rng.choice(OBJECTS) if rng.random() < 0.5 else made_up(rng, 2) for _ in range(rng.randint(1, 7))}
-    return {key: rng.choice((_text(rng), rng.randint(0, 999))) for key in sorted(keys, key=lambda _: rng.random())}
+    keys = [rng.choice(OBJECTS) if rng.random() < 0.5 else made_up(rng, 2) for _ in range(rng.randint(1, 7))]
+    return {key: rng.choice((_text(rng), rng.randint(0, 999))) for key in keys}
 
 
 _KINDS = {"person": person, "book": _book, "order": _order, "sensor": _sensor}

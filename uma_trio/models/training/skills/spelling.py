@@ -18,6 +18,10 @@ def spelled(word: str) -> str:
 
 def _word(rng: Random) -> str:
     kind = rng.random()
+    if kind < 0.10:
+        return rng.choice(OBJECTS) + rng.choice((*OBJECTS, "berry", "ing", "ness", "ly", "less", "tion", "able", "er", "ful", "ment"))
+    if kind < 0.15:
+        return "".join(rng.choices(ALPHABET, k=rng.randint(2, 9)))
     if kind < 0.35:
         return rng.choice(rng.choice((OBJECTS, ADJECTIVES, VERBS)))
     if kind < 0.42:

@@ -67,6 +67,18 @@ def story(name: str, animal: str, place: str, parts: int | None = None) -> str:
     return "\n".join((opening, *(f"Part {at}: {what}" for at, what in enumerate(told, 1)), ending))
 
 
+def _told_by_default(rng: Random, animal: str) -> Turn:
+    """A story whose name and place, perhaps even its animal, are left to the teller."""
+    which = list(ANIMALS).index(animal)
+    name, place = NAMES[which], list(PLACES)[which % len(PLACES)]
+    a_animal = f"{_article(animal)} {animal}"
+    if rng.random() < 0.1:
+        ask = rng.choice(("Tell me a story.", "Tell a story.", "Can you tell me a story?", "Write a short story.", "I want a story.", "Please tell me a story."))
+        return Turn(in_passing(rng, ask), story(NAMES[0], "fox", "forest"))
+    ask = rng.choice(("Tell me a story about {}.", "Tell a story about {}.", "Write a story about {}.", "A story about {}, please.", "Write a short story about {}."))
+    return Turn(in_passing(rng, ask.format(a_animal)), story(name, animal, place))
+
+
 def _article(word: str) -> str:
     return "an" if word[0] in "aeiou" else "a"
 
@@ -76,6 +88,8 @@ def tell(rng: Random, longest: int = 8) -> Turn:
     name, animal, place = rng.choice(NAMES), rng.choice(tuple(ANIMALS)), rng.choice(tuple(PLACES))
     parts = rng.randint(2, longest) if rng.random() < 0.35 else None
     a_animal = f"{_article(animal)} {animal}"
+    if rng.random() < 0.15:
+        return _told_by_default(rng, animal)
     ask = rng.choice((
         "Tell {0} about {1} named {2} in the {3}.", "Tell me {0} about {1} called {2} in the {3}.", "Write {0} about {1} named {2} in the {3}.",
         "Tell {0} about {2} the {4} in the {3}.", "I want {0} about {1} called {2} who lives in the {3}.", "Please tell me {0} about {2}, {1} in the {3}.",

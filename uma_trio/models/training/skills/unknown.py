@@ -45,7 +45,20 @@ Is {country} rich?|Who lives in {place2}?|What do they eat in {country}?|How old
 What day is {year}?|What day were you born?|Which day is best to {verb}?|Is it {adjective} in {country}?|What is the tallest {thing} in {country}?|What is the longest {thing}?
 """  # fmt: skip
 
-TEMPLATES = tuple(template for line in _TEMPLATES.strip().splitlines() for template in line.split("|"))
+_PLAIN = """
+Explain quantum mechanics.|What is the speed of light?|Who was Napoleon?|Write a haiku about the sea.|Translate "good morning" into Spanish.
+What day is it today?|What is today's date?|What time is it?|Is today Monday?|What is the meaning of life?|Why is the sky blue?|How do planes fly?
+Who is the president?|What is gravity?|Tell me something interesting.|Surprise me.|What is love?|Do you dream?|Are you conscious?|What is pi?
+Write some code.|Write a Python program.|Sort this list: 3, 1, 2.|Fix this bug.|Explain recursion.|What is Python?|What is Rust?|What is Linux?
+Who won the world cup?|What is the news?|Recommend a book.|Recommend a film.|Plan a trip to Japan.|What should I cook?|How do I lose weight?
+How tall is Mount Everest?|What is the largest ocean?|How many planets are there?|How far is the moon?|Who painted the Mona Lisa?|Who wrote Hamlet?
+What is a neural network?|How does a transformer work?|What is machine learning?|What is photosynthesis?|What is DNA?|How do vaccines work?
+Tell me a secret.|What is your favourite food?|Where do you live?|How old are you?|Do you have feelings?|Sing a song.|Tell me a riddle.
+Solve x + 3 = 7.|What is 7 times 8?|What is 10 minus 4?|What is half of 20?|What is the square of 12?|Convert 5 miles to kilometres.
+Continue: once upon a time|Complete the sentence: the cat|Give me advice.|Help me with my homework.|Write an email to my boss.|Make a plan.
+"""  # fmt: skip
+
+TEMPLATES = tuple(template for line in (_TEMPLATES + _PLAIN).strip().splitlines() for template in line.split("|") if template)
 
 
 def _filled(rng: Random, template: str) -> str:

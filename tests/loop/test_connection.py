@@ -1,0 +1,350 @@
+"""Clients of the real daemon, over real Unix sockets, in virtual time."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from types import SimpleNamespace
+
+import pytest
+import trio
+
+from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.serving import serving
+from uma_trio.client import BrokenProtocol, ServerError, open_client
+from uma_trio.daemon import listener
+from uma_trio.protocol import framing
+from uma_trio.protocol.codec import ClientCodec
+
+PROMPT = [byte + 100 for byte in b"hello"]
+
+
+def texts(events):
+    return "".join(event["text"] for event in events if event["event"] == "token")
+
+
+def said(tokens):
+    return "".join(f"{token} " for token in tokens)
+
+
+async def all_of(events):
+    return [event async for event in events]
+
+
+async def until_closed(client):
+    events = []
+    while (event := await client.receive()) is not None:
+        events.append(event)
+    return events
+
+
+@pytest.mark.parametrize("encoding", ["json", "cbor"])
+async def test_an_answer_streams_in_either_encoding(autojump_clock, encoding):
+    async with serving() as house:
+        async with house.client(encoding=encoding) as client:
+            events = await all_of(client.generate(prompt="hello", max_tokens=5, metadata={"k": [1, "ü"]}))
+            assert texts(events) == said(expected_continuation(PROMPT, 5))
+            assert events[-1]["reason"] == "length"
+            assert events[-1]["metadata"] == {"k": [1, "ü"]}
+            assert await client.receive() is None, "without keep_alive the server closes"
+        await house.settled()
+
+
+async def test_kept_alive_a_connection_serves_again(autojump_clock):
+    async with serving() as house, house.client() as client:
+        for _ in range(3):
+            events = await all_of(client.generate(prompt="hello", max_tokens=3, keep_alive=True))
+            assert texts(events) == said(expected_continuation(PROMPT, 3))
+        await all_of(client.generate(prompt="hello", max_tokens=3))
+        assert await client.receive() is None
+
+
+async def test_not_streamed_there_is_one_event(autojump_clock):
+    async with serving() as house, house.client() as client:
+        eos = await client.complete(prompt="hello", max_tokens=4, echo=True)
+        assert eos["text"] == "hello" + said(expected_continuation(PROMPT, 4))
+
+
+async def test_a_second_request_is_refused_and_the_first_goes_on(autojump_clock):
+    async with serving() as house, house.client() as client:
+        await client.send({"id": "first", "prompt": "hello", "max_tokens": 20})
+        await client.send({"id": "second", "prompt": "hello", "max_tokens": 20})
+        events = await until_closed(client)
+        refused = [event for event in events if event["id"] == "second"]
+        assert [(event["event"], event["code"]) for event in refused] == [("error", "E_PROTO_BUSY")]
+        rest = [event for event in events if event["id"] == "first"]
+        assert texts(rest) == said(expected_continuation(PROMPT, 20))
+
+
+async def test_cancelled_by_event_its_eos_says_so(autojump_clock):
+    async with serving() as house:
+        async with house.client() as client:
+            await client.send({"id": "a", "prompt": "hello", "max_tokens": 1000, "keep_alive": True})
+            assert (await client.receive())["event"] == "token"
+            await client.cancel("someone else's")
+            await client.cancel("a")
+            events = []
+            while not events or events[-1]["event"] != "eos":
+                events.append(await client.receive())
+            assert events[-1]["reason"] == "cancelled"
+            assert events[-1]["usage"]["completion_tokens"] < 1000
+            again = await all_of(client.generate(prompt="hello", max_tokens=3))
+            assert texts(again) == said(expected_continuation(PROMPT, 3))
+        await house.settled()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.01, 0.1, 1.0])
+async def test_a_closed_socket_cancels(autojump_clock, after_s):
+    async with serving() as house:
+        async with house.client() as client:
+            await client.send({"id": "a", "prompt": "x" * 2000, "max_tokens": 1000})
+            await trio.sleep(after_s)
+        began = trio.current_time()
+        await house.settled()
+        assert trio.current_time() - began < 0.2
+        assert house.server.runner.telemetry.requests["cancelled"] <= 1
+
+
+async def test_a_client_that_sends_no_more_may_still_read(autojump_clock):
+    async with serving() as house:
+        async with await trio.open_unix_socket(house.path) as stream:
+            await stream.send_all(ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 50}))
+            await stream.send_eof()
+            data = b""
+            while chunk := await stream.receive_some():
+                data += chunk
+            assert data.count(b'"token_id"') == 50
+            assert b'"length"' in data
+        await house.settled()
+
+
+async def test_half_closed_and_then_gone_it_is_cancelled(autojump_clock):
+    async with serving() as house:
+        async with await trio.open_unix_socket(house.path) as stream:
+            await stream.send_all(ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 3000}))
+            await stream.send_eof()
+            await trio.sleep(0.1)
+        await house.settled()
+        assert house.server.runner.telemetry.requests["cancelled"] == 1
+
+
+async def test_newline_protocol_is_a_prompt_in_and_text_out(autojump_clock):
+    async with serving(protocol="newline", default_max_tokens=4) as house:
+        async with await trio.open_unix_socket(house.path) as stream:
+            await stream.send_all(b"hello\r\n")
+            data = b""
+            while chunk := await stream.receive_some():
+                data += chunk
+            assert data.decode() == said(expected_continuation(PROMPT, 4)) + "\n"
+        async with await trio.open_unix_socket(house.path) as stream:
+            await stream.send_all(b"hel\0lo\n")
+            assert (await stream.receive_some()).startswith(b"error: E_PROTO_BAD_REQUEST")
+        await house.settled()
+
+
+async def test_metrics_are_answered_while_a_request_runs(autojump_clock):
+    async with serving() as house, house.client() as busy, house.client() as asking:
+        await busy.send({"id": "a", "prompt": "x" * 3000, "max_tokens": 10})
+        await trio.sleep(0.001)
+        began = trio.current_time()
+        snapshot = await asking.metrics()
+        assert trio.current_time() == began, "it waited for a tick"
+        assert snapshot["sessions"] == 2
+        assert snapshot["running"] == 1
+
+
+async def test_metrics_on_a_busy_connection_leave_its_request_alone(autojump_clock):
+    async with serving() as house, house.client() as client:
+        await client.send({"id": "a", "prompt": "hello", "max_tokens": 5})
+        await client.send({"type": "metrics", "id": "m"})
+        events = await until_closed(client)
+        assert [event["event"] for event in events].count("metrics") == 1
+        assert events[-1]["event"] == "eos"
+
+
+async def test_idle_for_too_long_it_is_told_and_closed(autojump_clock):
+    async with serving() as house, house.client() as client:
+        began = trio.current_time()
+        events = await until_closed(client)
+        assert [event["code"] for event in events] == ["E_LIMIT_IDLE_TIMEOUT"]
+        assert trio.current_time() - began == pytest.approx(300)
+
+
+async def test_idle_time_counts_from_the_last_answer(autojump_clock):
+    slow = FakeEngine(cost_ms=lambda prompt, decodes: 100_000)
+    async with serving(slow) as house, house.client() as client:
+        await all_of(client.generate(prompt="hello", max_tokens=5, keep_alive=True))  # 500 s
+        began = trio.current_time()
+        assert [event["code"] for event in await until_closed(client)] == ["E_LIMIT_IDLE_TIMEOUT"]
+        assert trio.current_time() - began == pytest.approx(300)
+
+
+@pytest.mark.parametrize("sent", [b"\x05", b"\x05\0\0", b"\x05\0\0\0{"])
+async def test_a_frame_that_stops_arriving_ends_the_connection(autojump_clock, sent):
+    async with serving() as house, house.client() as client:
+        await client._stream.send_all(sent)
+        began = trio.current_time()
+        assert [event["code"] for event in await until_closed(client)] == ["E_PROTO_TRUNCATED"]
+        assert trio.current_time() - began == pytest.approx(30)
+
+
+async def test_a_byte_a_second_is_not_enough(autojump_clock):
+    async with serving() as house:
+        async with house.client() as client:
+            with pytest.raises(trio.BrokenResourceError):
+                for byte in ClientCodec().encode({"id": "a", "prompt": "x" * 1000}):
+                    await client._stream.send_all(bytes([byte]))
+                    await trio.sleep(1)
+            assert trio.current_time() < 60
+        await house.settled()
+
+
+async def test_a_request_that_takes_too_long_is_ended(autojump_clock):
+    slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000)
+    async with serving(slow, request_timeout_s=10) as house:
+        async with house.client() as client:
+            with pytest.raises(ServerError) as refused:
+                await all_of(client.generate(prompt="hello", max_tokens=100))
+            assert refused.value.code == "E_LIMIT_REQUEST_TIMEOUT"
+            assert trio.current_time() < 13
+        await house.settled()
+
+
+async def test_who_never_reads_slows_only_itself_and_is_given_up(autojump_clock):
+    async with serving(FakeEngine(n_ctx=1 << 22), max_tx_bytes=4096, max_tokens=1_000_000) as house:
+        async with house.client() as deaf, house.client() as other:
+            await deaf.send({"id": "deaf", "prompt": "hello", "max_tokens": 900_000})
+            events = await all_of(other.generate(prompt="hello", max_tokens=300))
+            assert texts(events) == said(expected_continuation(PROMPT, 300))
+            with trio.fail_after(10_000):
+                while house.server.snapshot()["outbox_bytes"] < 4096:
+                    await trio.sleep(1)
+            job = house.server.runner.jobs()[0]
+            had = len(job.tokens)
+            await trio.sleep(30)
+            assert len(job.tokens) <= had + 1, "it generates for nobody"
+            assert house.server.snapshot()["outbox_bytes"] < 5000
+            await trio.sleep(60)
+            assert house.server.snapshot()["sessions"] == 0
+        await house.settled()
+        assert house.server.runner.telemetry.rejected["E_IO_WRITE"] == 1
+
+
+async def test_who_reads_slowly_gets_everything(autojump_clock):
+    async with serving(max_tx_bytes=4096) as house, house.client() as slow:
+        await slow.send({"id": "slow", "prompt": "hello", "max_tokens": 3000})
+        await trio.sleep(50)
+        events = await until_closed(slow)
+        assert texts(events) == said(expected_continuation(PROMPT, 3000))
+        assert events[-1]["reason"] == "length"
+
+
+async def test_too_many_sessions_are_refused(autojump_clock):
+    async with serving(max_sessions=2) as house:
+        async with house.client(), house.client() as second:
+            await all_of(second.generate(prompt="hello", max_tokens=1, keep_alive=True))
+            async with house.client() as third:
+                assert [event["code"] for event in await until_closed(third)] == ["E_LIMIT_SESSIONS"]
+        await house.settled()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"prompt": "hello"}, "E_PROTO_BAD_REQUEST"),
+        ({"id": "a"}, "E_PROTO_BAD_REQUEST"),
+        ({"id": "a", "prompt": ""}, "E_PROTO_BAD_REQUEST"),
+        ({"id": "a", "prompt": "x" * 5000}, "E_LIMIT_CONTEXT"),
+        ({"id": "a", "prompt": "x" * 300_000}, "E_LIMIT_PROMPT_TOO_LARGE"),
+        ({"id": "a", "prompt": "x", "max_tokens": 4500}, "E_LIMIT_MAX_TOKENS"),
+        ({"id": "a", "prompt": "x" * 10, "max_tokens": 4090}, "E_LIMIT_CONTEXT"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused_with_its_code(autojump_clock, fields, code):
+    async with serving() as house:
+        async with house.client() as client:
+            await client.send(fields)
+            events = await until_closed(client)
+            assert [event["code"] for event in events] == [code]
+            assert events[0].get("id") == fields.get("id")
+        await house.settled()
+        assert house.server.snapshot()["rejected_total"] == {code: 1}
+
+
+async def test_garbage_ends_the_connection_and_its_request(autojump_clock):
+    async with serving() as house:
+        async with house.client() as client, house.client() as other:
+            await client.send({"id": "a", "prompt": "hello", "max_tokens": 1000})
+            await other.send({"id": "b", "prompt": "hello", "max_tokens": 30})
+            await trio.sleep(0.05)
+            await client._stream.send_all(struct.pack("<I", 3) + b"{]}")
+            events = await until_closed(client)
+            assert events[-1]["code"] == "E_PROTO_INVALID_JSON"
+            assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 30))
+        await house.settled()
+
+
+async def test_reset_by_the_client_nothing_is_left(autojump_clock):
+    async with serving() as house:
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(str(house.path))
+            raw.sendall(ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 2000}))
+            await trio.sleep(1)  # unread answers make the kernel reset instead of close
+        await house.settled()
+
+
+async def test_draining_lets_requests_end_and_takes_no_more(autojump_clock):
+    async with serving() as house:
+        async with house.client() as running, house.client() as idle, house.client() as kept:
+            await running.send({"id": "a", "prompt": "hello", "max_tokens": 100, "keep_alive": True})
+            await kept.send({"id": "k", "prompt": "hello", "max_tokens": 10, "keep_alive": True})
+            await trio.sleep(0.01)
+            house.server.drain()
+            assert await idle.receive() is None, "idle connections are closed"
+            await kept.send({"id": "late", "prompt": "hello"})
+            late = await until_closed(kept)
+            assert {event.get("code") for event in late} == {None, "E_PROTO_BUSY"}
+            assert texts(await until_closed(running)) == said(expected_continuation(PROMPT, 100))
+        await house.settled()
+
+
+async def test_what_does_not_end_in_time_is_cancelled(autojump_clock):
+    slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000)
+    async with serving(slow, drain_timeout_s=5) as house:
+        async with house.client() as client:
+            await client.send({"id": "a", "prompt": "hello", "max_tokens": 1000})
+            await trio.sleep(1.5)
+            house.server.drain()
+            events = await until_closed(client)
+            assert events[-1]["code"] == "E_RUNTIME_SHUTDOWN"
+            assert trio.current_time() < 8
+
+
+async def test_a_defect_while_preparing_ends_one_request(autojump_clock):
+    async with serving() as house:
+
+        async def broken(request):
+            raise RuntimeError("a defect")
+
+        right, house.server.prompts = house.server.prompts, SimpleNamespace(make=broken)
+        async with house.client() as client:
+            with pytest.raises(ServerError) as refused:
+                await all_of(client.generate(prompt="hello"))
+            assert refused.value.code == "E_RUNTIME_INTERNAL"
+        house.server.prompts = right
+        async with house.client() as client:
+            await all_of(client.generate(prompt="hello", max_tokens=2))
+        await house.settled()
+
+
+async def test_the_client_tells_an_answer_that_broke_off(tmp_path):
+    sock = listener.bind(tmp_path / "s", backlog=1)
+    with sock:
+        async with open_client(tmp_path / "s") as client:
+            peer, _ = sock.accept()
+            with peer:
+                peer.sendall(framing.frame(b'{"id":"a","event":"token","text":"x","token_id":1}'))
+                with pytest.raises(BrokenProtocol, match="middle of an answer"):
+                    async for event in client.generate(id="a", prompt="hello"):
+                        assert event["text"] == "x"
+                        peer.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,172 @@
+"""An engine without a model: it keeps the books that a KV cache keeps, and refuses what llama.cpp would refuse.
+
+The next token of a sequence is a function of all tokens before it, so a test can tell whether a stream
+was computed from the right prefix: ``expected_continuation`` says what must come.  The same conformance
+tests run on it and on the real engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import trio
+
+from uma_trio.engine.records import EngineError, ModelFacts, Step, StepResult
+
+N_VOCAB = 1000
+EOG = 0
+
+
+class Story:
+    """A sequence as the fake model knows it: how long it is, and a digest of every token in it."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._digest = 17
+
+    def read(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            self._digest = (self._digest * 31 + int(token) + 7) % 99991
+            self.length += 1
+
+    @property
+    def next_token(self) -> int:
+        """What the model says after it; never EOG."""
+        return 1 + self._digest % (N_VOCAB - 1)
+
+
+def expected_continuation(prompt: Iterable[int], n: int) -> list[int]:
+    """The first ``n`` tokens that follow ``prompt``."""
+    story = Story()
+    story.read(prompt)
+    said = []
+    for _ in range(n):
+        said.append(story.next_token)
+        story.read(said[-1:])
+    return said
+
+
+class FakeEngine:
+    """See ``records.Engine``.
+
+    Args:
+        cost_ms: (prompt tokens, decodes) -> simulated milliseconds of a step.
+        eog_after: the model ends a sequence that has grown to so many tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_ctx: int = 4096,
+        n_seq_max: int = 8,
+        n_batch: int = 512,
+        unified: bool = True,
+        cost_ms: Callable[[int, int], float] = lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes,
+        eog_after: int | None = None,
+    ) -> None:
+        self.facts = ModelFacts(
+            name="fake",
+            description="fake",
+            n_vocab=N_VOCAB,
+            n_ctx=n_ctx,
+            n_ctx_seq=n_ctx if unified else n_ctx // n_seq_max,
+            n_ctx_train=1 << 20,
+            n_batch=n_batch,
+            n_seq_max=n_seq_max,
+            eog_ids=(EOG,),
+            size_bytes=1,
+            n_params=1,
+        )
+        self.cost_ms = cost_ms
+        self.eog_after = eog_after
+        self.steps: list[Step] = []
+        self.cost_of_last_ms = 0.0
+        self.fail_next: EngineError | None = None
+        self.resets = 0
+        self._cache: dict[int, Story] = {}
+
+    def step(self, step: Step) -> StepResult:
+        self.steps.append(step)
+        for seq_id in step.removals:
+            self._check_seq(seq_id)
+            self._cache.pop(seq_id, None)
+        self.cost_of_last_ms = 0.0
+        if not step.feeds:
+            return StepResult(())
+        failure, self.fail_next = self.fail_next, None
+        if failure is not None:
+            raise failure
+        sizes = [len(feed.tokens) for feed in step.feeds]
+        if not all(sizes) or sum(sizes) > self.facts.n_batch:
+            raise EngineError(f"a batch of {sizes} tokens", fatal=True)
+        drawn = []
+        for feed in step.feeds:
+            self._check_seq(feed.seq_id)
+            held = self._cache.setdefault(feed.seq_id, Story())
+            if feed.pos != held.length:
+                raise EngineError(f"sequence {feed.seq_id} holds {held.length} tokens, fed at {feed.pos}", fatal=True)
+            held.read(np.asarray(feed.tokens).tolist())
+            if held.length > self.facts.n_ctx_seq:
+                raise EngineError("no room in the KV cache", fatal=False)
+            if feed.draw is not None:
+                ended = self.eog_after is not None and held.length >= self.eog_after
+                masked = feed.draw.mask is not None and EOG in feed.draw.mask
+                drawn.append(EOG if ended and not masked else held.next_token)
+        if sum(held.length for held in self._cache.values()) > self.facts.n_ctx:
+            raise EngineError("no room in the KV cache", fatal=False)
+        decodes = sum(size == 1 for size in sizes)
+        self.cost_of_last_ms = self.cost_ms(sum(sizes) - decodes, decodes)
+        return StepResult(tuple(drawn), decode_ms=self.cost_of_last_ms)
+
+    def _check_seq(self, seq_id: int) -> None:
+        if not 0 <= seq_id < self.facts.n_seq_max:
+            raise EngineError(f"sequence {seq_id}", fatal=True)
+
+    def used_cells(self) -> dict[int, int]:
+        return {seq_id: held.length for seq_id, held in self._cache.items() if held.length}
+
+    def reset(self) -> None:
+        self._cache.clear()
+        self.resets += 1
+
+    def close(self) -> None:
+        self._cache.clear()
+
+
+class VirtualThread:
+    """Stands for ``EngineThread``: a step takes its simulated time on trio's clock, and no thread."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self._free_at = -math.inf
+
+    def submit(self, call: Callable[[], Any]) -> VirtualPending:
+        try:
+            result, error = call(), None
+        except EngineError as failure:
+            result, error = None, failure
+        self._free_at = max(self._free_at, trio.current_time()) + self._engine.cost_of_last_ms / 1e3
+        return VirtualPending(self._free_at, result, error)
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        return await self.submit(call).wait()
+
+
+class VirtualPending:
+    """A step whose end is known in advance."""
+
+    def __init__(self, at: float, result: Any, error: EngineError | None) -> None:
+        self._at, self._result, self._error = at, result, error
+
+    async def settled(self) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.sleep_until(self._at)
+
+    async def wait(self) -> Any:
+        await self.settled()
+        if self._error is not None:
+            raise self._error
+        return self._result
