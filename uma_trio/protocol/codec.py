@@ -172,6 +172,6 @@ class NewlineCodec:
             case Eos():
                 return b"\n"
             case Failure(code=code, message=message):
-                return f"error: {code} {message}\n".encode()
+                return f"error: {code} {' '.join(message.splitlines())}\n".encode()
             case Metrics():
                 raise AssertionError("nobody can ask for metrics in the newline protocol")

@@ -264,7 +264,9 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
 def to_fields(event: ServerEvent) -> dict[str, Any]:
     """The payload of an event, as plain values; what is ``None`` is left out."""
     if type(event) is Token:  # the one on every token's path
-        fields = {"id": event.id, "event": "token", "text": event.text, "token_id": event.token_id}
+        fields: dict[str, Any] = {"id": event.id, "event": "token", "text": event.text}
+        if event.token_id is not None:
+            fields["token_id"] = event.token_id
         if event.echo:
             fields["echo"] = True
         return fields

@@ -1,0 +1,311 @@
+"""Codecs: both ends back to back, an answer in the encoding of its question, the newline mode."""
+
+import contextlib
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson, TruncatedFrame, UmaError
+from uma_trio.protocol.codec import ClientCodec, NewlineCodec, ServerCodec, server_codec
+from uma_trio.protocol.framing import frame
+from uma_trio.protocol.messages import (
+    Cancel,
+    ClientMessage,
+    Eos,
+    Failure,
+    Generate,
+    Metrics,
+    MetricsQuery,
+    ServerEvent,
+    Timings,
+    Token,
+    Usage,
+    to_fields,
+)
+from uma_trio.protocol.payload import Encoding, encode, encoding_of
+
+CAP = 1 << 20
+JSON, CBOR = Encoding.JSON, Encoding.CBOR
+
+TOKEN = Token(id="r1", text="hi", token_id=7)
+EOS = Eos(
+    id="r1",
+    reason="stop",
+    usage=Usage(prompt_tokens=3, completion_tokens=1),
+    timings=Timings(queue_ms=0.5, ttft_ms=2.0, total_ms=3.0, tokens_per_s=None),
+    metadata={"k": [1]},
+)
+FAILURE = Failure(code="E_PROTO_BUSY", message="no", id="r1")
+SNAPSHOT = Metrics(snapshot={"tokens_total": 5})
+EVENTS = (TOKEN, EOS, FAILURE, SNAPSHOT)
+
+
+def server(*data: bytes, mode: str = "auto", cap: int = CAP) -> ServerCodec:
+    codec = ServerCodec(mode, max_frame_bytes=cap)  # type: ignore[arg-type]
+    for piece in data:
+        codec.receive_data(piece)
+    return codec
+
+
+def drain(codec: ServerCodec | NewlineCodec) -> list[ClientMessage]:
+    found = []
+    while (message := codec.next_message()) is not None:
+        found.append(message)
+    return found
+
+
+def request(encoding: Encoding, **fields: object) -> bytes:
+    return frame(encode({"id": "r1", "prompt": "x"} | fields, encoding))
+
+
+# -- framed -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+def test_client_and_server_back_to_back(encoding: Encoding) -> None:
+    client, house = ClientCodec(encoding), server()
+    house.receive_data(client.encode({"id": "r1", "prompt": "é\0", "stop": "."}))
+    house.receive_data(client.encode({"event": "cancel", "id": "r1"}))
+    house.receive_data(client.encode({"type": "metrics"}))
+    assert drain(house) == [Generate(id="r1", prompt="é\0", stop="."), Cancel(id="r1"), MetricsQuery()]
+    for event in EVENTS:
+        client.receive_data(house.encode(event))
+    assert [client.next_event() for _ in EVENTS] == [to_fields(event) for event in EVENTS]
+    assert client.next_event() is None
+
+
+@given(st.lists(st.sampled_from(["generate", "cancel", "metrics"]), max_size=6), st.sampled_from(Encoding), st.binary(max_size=3))
+def test_whole_byte_by_byte_and_with_trailing_bytes(kinds: list[str], encoding: Encoding, trailing: bytes) -> None:
+    kind_of = {
+        "generate": ({"id": "a", "prompt": "é"}, Generate(id="a", prompt="é")),
+        "cancel": ({"event": "cancel", "id": "a"}, Cancel(id="a")),
+        "metrics": ({"type": "metrics"}, MetricsQuery()),
+    }
+    data = b"".join(frame(encode(kind_of[kind][0], encoding)) for kind in kinds)
+    expected = [kind_of[kind][1] for kind in kinds]
+    assert drain(server(data)) == expected
+
+    codec, found = server(), []
+    for i in range(len(data)):
+        codec.receive_data(data[i : i + 1])
+        found += drain(codec)
+    assert found == expected
+    assert not codec.mid_message
+
+    codec = server(data + trailing)
+    assert drain(codec) == expected
+    assert codec.mid_message == bool(trailing)
+
+
+@pytest.mark.parametrize("encoding", Encoding)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_answer_comes_in_the_encoding_of_its_question(encoding: Encoding, event: ServerEvent) -> None:
+    codec = server(request(encoding))
+    drain(codec)
+    assert encoding_of(codec.encode(event)[4:]) is encoding
+
+
+@pytest.mark.parametrize(("running", "other"), [(JSON, CBOR), (CBOR, JSON)])
+def test_other_messages_do_not_change_the_encoding_of_a_stream(running: Encoding, other: Encoding) -> None:
+    codec = server(request(running))
+    drain(codec)
+
+    def told_in(event: ServerEvent) -> Encoding:
+        return encoding_of(codec.encode(event)[4:])
+
+    codec.receive_data(frame(encode({"event": "cancel", "id": "elsewhere"}, other)))
+    codec.receive_data(frame(encode({"type": "metrics", "keep_alive": True}, other)))
+    codec.receive_data(request(other, id="r2"))
+    assert len(drain(codec)) == 3
+    assert told_in(SNAPSHOT) is other
+    assert told_in(attrs.evolve(FAILURE, id="r2")) is other  # busy
+    assert told_in(TOKEN) is running
+    assert told_in(EOS) is running
+    codec.receive_data(request(other))  # the same id again, after its end
+    drain(codec)
+    assert told_in(TOKEN) is other
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    codec = server()
+    for i in range(100):
+        codec.receive_data(request(JSON, id=f"r{i}") + frame(encode({"type": "metrics", "id": f"m{i}"}, CBOR)))
+        drain(codec)
+        codec.encode(attrs.evolve(EOS, id=f"r{i}"))
+        codec.encode(Metrics(snapshot={}, id=f"m{i}"))
+    assert len(codec._asked_in) == 0
+
+
+def test_before_any_question_it_is_json() -> None:
+    assert encoding_of(server().encode(Failure(code="E_LIMIT_SESSIONS", message="full"))[4:]) is JSON
+    assert encoding_of(server(mode="cbor").encode(Failure(code="E_LIMIT_SESSIONS", message="full"))[4:]) is CBOR
+
+
+def test_only_one_encoding_where_that_is_configured() -> None:
+    assert drain(server(request(JSON), mode="json")) == drain(server(request(CBOR), mode="cbor"))
+    with pytest.raises(InvalidJson, match="--protocol json"):
+        drain(server(request(CBOR), mode="json"))
+    with pytest.raises(InvalidCbor, match="--protocol cbor"):
+        drain(server(request(JSON), mode="cbor"))
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (frame(b""), InvalidJson),
+        (frame(b"[]"), InvalidJson),
+        (frame(b"{}"), BadRequest),
+        (frame(b"\xa0"), BadRequest),
+        (frame(b"\xa1\x01\x02"), InvalidCbor),
+        (b"\xff\xff\xff\xff", FrameTooLarge),
+        ((CAP + 1).to_bytes(4, "little"), FrameTooLarge),
+        (b"GET / HTTP/1.1\r\n", FrameTooLarge),
+        (b"hello\n", FrameTooLarge),
+    ],
+)
+def test_what_is_wrong_is_said(data: bytes, error: type[UmaError]) -> None:
+    with pytest.raises(error):
+        drain(server(data))
+
+
+def test_the_messages_before_a_bad_frame_are_delivered() -> None:
+    codec = server(request(JSON) + frame(b"nonsense"))
+    assert codec.next_message() == Generate(id="r1", prompt="x")
+    with pytest.raises(InvalidJson):
+        codec.next_message()
+
+
+def test_a_frame_of_exactly_the_cap() -> None:
+    prompt = "x" * (1024 - len(encode({"id": "r1", "prompt": ""}, JSON)))
+    data = request(JSON, prompt=prompt)
+    assert drain(server(data, cap=1024)) == [Generate(id="r1", prompt=prompt)]
+    with pytest.raises(FrameTooLarge):
+        drain(server(data, cap=1023))
+
+
+def test_half_closed_inside_a_frame() -> None:
+    codec = server(request(JSON)[:-1], b"")
+    with pytest.raises(TruncatedFrame):
+        codec.next_message()
+
+
+def test_half_closed_after_a_frame() -> None:
+    codec = server(request(JSON), b"")
+    assert len(drain(codec)) == 1
+    assert not codec.mid_message
+
+
+@given(st.binary(max_size=400), st.sampled_from(["auto", "json", "cbor", "newline"]))
+def test_random_bytes_raise_uma_errors_only(data: bytes, mode: str) -> None:
+    codec = server_codec(mode, max_frame_bytes=1024)  # type: ignore[arg-type]
+    codec.receive_data(data)
+    codec.receive_data(b"")
+    with contextlib.suppress(UmaError):
+        for _ in range(len(data) + 1):
+            if codec.next_message() is None:
+                break
+        else:
+            raise AssertionError("it never came to an end")
+
+
+@given(st.binary(max_size=200))
+def test_random_payloads_raise_uma_errors_only(payload: bytes) -> None:
+    with contextlib.suppress(UmaError):
+        drain(server(frame(payload)))
+
+
+def test_a_client_reads_no_nonsense() -> None:
+    client = ClientCodec()
+    client.receive_data(frame(b"[]"))
+    with pytest.raises(InvalidJson):
+        client.next_event()
+
+
+# -- newline ----------------------------------------------------------------------------------------
+
+
+def lines(*data: bytes, cap: int = 64) -> NewlineCodec:
+    codec = NewlineCodec(max_line_bytes=cap)
+    for piece in data:
+        codec.receive_data(piece)
+    return codec
+
+
+def prompts(codec: NewlineCodec) -> list[str | None]:
+    found = drain(codec)
+    assert all(isinstance(message, Generate) for message in found)
+    return [message.prompt for message in found if isinstance(message, Generate)]
+
+
+def test_a_line_is_a_prompt() -> None:
+    codec = lines("Erzähl\nmehr\n".encode())
+    assert drain(codec) == [Generate(id="line-1", prompt="Erzähl"), Generate(id="line-2", prompt="mehr")]
+    assert not codec.mid_message
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b"a\r\nb\n", ["a", "b"]),
+        (b"a\rb\n", ["a\rb"]),
+        (b"a\r\r\n", ["a\r"]),
+        (b"\n\r\n", ["", ""]),
+        (b"a", []),
+        (b"{}\n", ["{}"]),
+    ],
+)
+def test_ends_of_lines(data: bytes, found: list[str]) -> None:
+    assert prompts(lines(data)) == found
+    codec, one_by_one = lines(), []
+    for i in range(len(data)):
+        codec.receive_data(data[i : i + 1])
+        one_by_one += prompts(codec)
+    assert one_by_one == found
+
+
+@pytest.mark.parametrize(("data", "found"), [(b"a\nb", ["a", "b"]), (b"a\r", ["a"]), (b"a\n", ["a"]), (b"", [])])
+def test_the_last_line_needs_no_end_when_the_client_closes(data: bytes, found: list[str]) -> None:
+    codec = lines(data, b"")
+    assert prompts(codec) == found
+    assert not codec.mid_message
+
+
+@pytest.mark.parametrize("data", [b"a\0b\n", b"\0\n", b"\xff\n", b"\xed\xa0\x80\n", b"\xc3\n"])
+def test_lines_that_are_no_text(data: bytes) -> None:
+    with pytest.raises(BadRequest):
+        lines(data).next_message()
+
+
+def test_a_line_as_long_as_allowed() -> None:
+    assert prompts(lines(b"x" * 64 + b"\n")) == ["x" * 64]
+    assert prompts(lines(b"x" * 64, b"")) == ["x" * 64]
+    for data in (b"x" * 65 + b"\n", b"x" * 65):
+        with pytest.raises(FrameTooLarge, match="64 bytes"):
+            lines(data).next_message()
+    with pytest.raises(FrameTooLarge):
+        lines(b"x" * 65, b"").next_message()
+
+
+def test_mid_message_is_told() -> None:
+    codec = lines(b"a")
+    assert codec.next_message() is None
+    assert codec.mid_message
+
+
+def test_answers_are_plain_text() -> None:
+    codec = lines()
+    shown = b"".join(map(codec.encode, [Token(id="r", text="hé", token_id=1), Token(id="r", text="", token_id=2), EOS]))
+    assert shown == "hé\n".encode()
+    assert codec.encode(FAILURE) == b"error: E_PROTO_BUSY no\n"
+
+
+def test_an_error_is_one_line() -> None:
+    assert lines().encode(Failure(code="E_X", message="two\nlines")).count(b"\n") == 1
+
+
+def test_which_codec_serves_which_mode() -> None:
+    assert isinstance(server_codec("newline", max_frame_bytes=CAP), NewlineCodec)
+    for mode in ("auto", "json", "cbor"):
+        assert isinstance(server_codec(mode, max_frame_bytes=CAP), ServerCodec)  # type: ignore[arg-type]

@@ -1,0 +1,451 @@
+"""Messages: every field, its type and its bounds; what may be left out, and what is told back."""
+
+import json
+import math
+
+import attrs
+import cbor2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uma_trio.errors import BadRequest, UmaError
+from uma_trio.protocol.messages import (
+    MAX_COMPLAINT,
+    MAX_METADATA_BYTES,
+    MAX_METADATA_DEPTH,
+    Cancel,
+    ChatMessage,
+    Eos,
+    Failure,
+    Generate,
+    Metrics,
+    MetricsQuery,
+    ServerEvent,
+    Slo,
+    Timings,
+    Token,
+    Usage,
+    parse,
+    to_fields,
+)
+from uma_trio.protocol.payload import Encoding, decode, encode
+
+LEAST = {"id": "r1", "prompt": "x"}
+
+
+def refused(fields: dict[str, object]) -> BadRequest:
+    with pytest.raises(BadRequest) as caught:
+        parse(fields)
+    return caught.value
+
+
+# -- what can be asked ------------------------------------------------------------------------------
+
+
+def test_the_least_request() -> None:
+    assert parse(LEAST) == Generate(id="r1", prompt="x")
+    assert parse(LEAST | {"type": "generate"}) == Generate(id="r1", prompt="x")
+
+
+def test_a_request_with_everything() -> None:
+    found = parse(
+        {
+            "id": "r1",
+            "messages": [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": ""},
+            ],
+            "max_tokens": 5,
+            "temperature": 1,
+            "top_p": 0.5,
+            "top_k": 40,
+            "seed": 2**63 - 1,
+            "stop": ["a", "b"],
+            "ignore_eos": True,
+            "stream": False,
+            "echo": True,
+            "keep_alive": True,
+            "slo": {"target_ttft_ms": 150, "target_tbt_ms": 80.5, "priority": "background"},
+            "metadata": {"user": [1, None, {"deep": True}]},
+        }
+    )
+    assert found == Generate(
+        id="r1",
+        messages=[ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", content="")],
+        max_tokens=5,
+        temperature=1.0,
+        top_p=0.5,
+        top_k=40,
+        seed=2**63 - 1,
+        stop=["a", "b"],
+        ignore_eos=True,
+        stream=False,
+        echo=True,
+        keep_alive=True,
+        slo=Slo(target_ttft_ms=150.0, target_tbt_ms=80.5, priority="background"),
+        metadata={"user": [1, None, {"deep": True}]},
+    )
+    assert isinstance(found, Generate)
+    assert type(found.temperature) is float
+
+
+def test_cancel_and_metrics() -> None:
+    assert parse({"event": "cancel", "id": "r1"}) == Cancel(id="r1")
+    assert parse({"type": "metrics"}) == MetricsQuery()
+    assert parse({"type": "metrics", "id": "m", "keep_alive": True}) == MetricsQuery(id="m", keep_alive=True)
+
+
+def test_unknown_fields_are_ignored_everywhere() -> None:
+    assert parse(LEAST | {"n": 2, "tools": [], "x": {"y": None}}) == parse(LEAST)
+    assert parse(LEAST | {"slo": {"deadline": 5}}) == parse(LEAST)
+    chat = {"id": "r1", "messages": [{"role": "user", "content": "x", "name": "me"}]}
+    assert parse(chat) == Generate(id="r1", messages=[ChatMessage(role="user", content="x")])
+    assert parse({"event": "cancel", "id": "r1", "reason": 5}) == Cancel(id="r1")
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages", "max_tokens", "seed", "metadata"])
+def test_null_is_not_given(name: str) -> None:
+    if name == "prompt":
+        chat = {"id": "r1", "messages": [{"role": "user", "content": "x"}]}
+        assert parse(chat | {"prompt": None}) == parse(chat)
+    else:
+        assert parse(LEAST | {name: None}) == parse(LEAST)
+    assert parse(LEAST | {"event": None, "type": None}) == parse(LEAST)
+
+
+@pytest.mark.parametrize(
+    ("stop", "stops"), [("a", ("a",)), ([], ()), (["a"], ("a",)), (["a", "b", "a"], ("a", "b", "a"))]
+)
+def test_stop_is_a_text_or_a_list(stop: object, stops: tuple[str, ...]) -> None:
+    found = parse(LEAST | {"stop": stop})
+    assert isinstance(found, Generate)
+    assert found.stops == stops
+
+
+AT_THE_BOUNDS = [
+    ("id", "x" * 256),
+    ("id", "é"),
+    ("prompt", ""),
+    ("prompt", "a\0b"),
+    ("max_tokens", 1),
+    ("max_tokens", 2**31 - 1),
+    ("temperature", 0),
+    ("temperature", -0.0),
+    ("temperature", 100),
+    ("top_p", 5e-324),
+    ("top_p", 1),
+    ("top_k", 0),
+    ("top_k", 2**31 - 1),
+    ("seed", 0),
+    ("seed", 2**63 - 1),
+    ("stop", "x" * 256),
+    ("stop", ["x" * 256] * 16),
+    ("slo", {}),
+    ("slo", {"target_ttft_ms": 1e-9, "target_tbt_ms": 3_600_000}),
+    ("slo", {"target_ttft_ms": None, "priority": "interactive"}),
+    ("metadata", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), AT_THE_BOUNDS)
+def test_values_at_the_bounds_are_taken(name: str, value: object) -> None:
+    parse(LEAST | {name: value})
+
+
+NOT_TAKEN = [
+    ("id", ["", "x" * 257, 1, None, True, [], {}]),
+    ("prompt", [1, True, [], {}, b"x"]),
+    ("max_tokens", [0, -1, 2**31, 2**63, 1.0, 1.5, "1", True, [1], math.nan]),
+    ("temperature", [-1e-9, -1, 100.1, math.nan, math.inf, -math.inf, "0", True, None, [0]]),
+    ("top_p", [0, -0.1, 1.0000001, 2, math.nan, math.inf, "1", True, None]),
+    ("top_k", [-1, 2**31, 2**64, 1.0, "1", True, None]),
+    ("seed", [-1, 2**63, 2**64 - 1, 1.0, "1", True]),
+    ("stop", ["", [""], "x" * 257, ["x" * 257], ["x"] * 17, [1], 1, None, {}, [["x"]], ["x"] * 100_000]),
+    ("ignore_eos", [0, 1, "true", None]),
+    ("stream", [0, 1, "false", None]),
+    ("echo", [0, "true", None]),
+    ("keep_alive", [1, "true", None]),
+    ("slo", [None, [], 1, "x", {"target_ttft_ms": 0}, {"target_ttft_ms": -1}, {"target_tbt_ms": 3_600_001}]),
+    ("slo", [{"target_tbt_ms": math.nan}, {"target_tbt_ms": "1"}, {"priority": "high"}, {"priority": None}]),
+    ("metadata", [[], 1, "x", True]),
+    ("metadata", [{"a": b"x"}, {"a": math.nan}, {"a": [{"b": math.inf}]}, {"a": [-math.inf]}]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NOT_TAKEN for value in values])
+def test_values_of_the_wrong_type_or_out_of_bounds_are_refused(name: str, value: object) -> None:
+    error = refused(LEAST | {name: value})
+    assert name in str(error)
+    assert len(str(error)) <= MAX_COMPLAINT + 10
+    assert error.request_id == ("r1" if name != "id" else None)
+
+
+def test_every_field_is_tried() -> None:
+    fields = {field.name for field in attrs.fields(Generate)} - {"messages"}
+    assert {name for name, _ in AT_THE_BOUNDS} | {"ignore_eos", "stream", "echo", "keep_alive"} == fields
+    assert {name for name, _ in NOT_TAKEN} == fields
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [],
+        {},
+        "x",
+        [{}],
+        [{"role": "user"}],
+        [{"content": "x"}],
+        [{"role": "tool", "content": "x"}],
+        [{"role": "user", "content": 1}],
+        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        ["x"],
+        [None],
+        [{"role": "user", "content": "x"}] * 1025,
+    ],
+)
+def test_messages_that_are_refused(chat: object) -> None:
+    error = refused({"id": "r1", "messages": chat})
+    assert "messages" in str(error)
+    assert error.request_id == "r1"
+
+
+def test_exactly_one_of_prompt_and_messages() -> None:
+    chat = [{"role": "user", "content": "x"}]
+    assert "exactly one" in str(refused({"id": "r1"}))
+    assert "exactly one" in str(refused({"id": "r1", "prompt": None, "messages": None}))
+    assert "exactly one" in str(refused({"id": "r1", "prompt": "x", "messages": chat}))
+
+
+def test_what_has_no_id() -> None:
+    assert "`id`" in str(refused({"prompt": "x"}))
+    assert "`id`" in str(refused({}))
+    assert "`id`" in str(refused({"event": "cancel"}))
+
+
+@pytest.mark.parametrize("event", ["token", "", 1, True, [], {}])
+def test_events_that_no_client_sends(event: object) -> None:
+    assert "cancel" in str(refused(LEAST | {"event": event}))
+
+
+@pytest.mark.parametrize("kind", ["metric", "", 1, False, [], {}])
+def test_types_that_there_are_not(kind: object) -> None:
+    assert "'metrics'" in str(refused(LEAST | {"type": kind}))
+
+
+def test_cancel_and_metrics_are_checked_too() -> None:
+    for fields in ({"event": "cancel", "id": ""}, {"event": "cancel", "id": 5}, {"type": "metrics", "id": 5}):
+        refused(fields)
+    refused({"type": "metrics", "keep_alive": "yes"})
+
+
+def test_the_complaint_names_the_place() -> None:
+    assert "`slo.target_ttft_ms`" in str(refused(LEAST | {"slo": {"target_ttft_ms": -1}}))
+    assert "`messages[0].role`" in str(refused({"id": "r", "messages": [{"role": "x", "content": ""}]}))
+    assert "$" not in str(refused(LEAST | {"top_p": 2}))
+
+
+def test_the_complaint_does_not_send_a_megabyte_back() -> None:
+    error = refused({"id": "r", "messages": [{"role": "x" * 1_000_000, "content": ""}]})
+    assert len(str(error)) < 400
+    assert str(error).startswith("Invalid enum value")
+    assert str(error).endswith("at `messages[0].role`")
+
+
+@pytest.mark.parametrize(
+    ("claimed", "told"), [("x" * 256, "x" * 256), ("x" * 257, None), ("", None), (5, None), (None, None), ([], None)]
+)
+def test_an_error_names_the_request_where_it_can(claimed: object, told: str | None) -> None:
+    assert refused({"id": claimed, "prompt": 5}).request_id == told
+
+
+# -- metadata ---------------------------------------------------------------------------------------
+
+
+def test_metadata_as_large_as_allowed() -> None:
+    room = MAX_METADATA_BYTES - len(b'{"k":""}')
+    parse(LEAST | {"metadata": {"k": "x" * room}})
+    parse(LEAST | {"metadata": {"k": "é" * (room // 2)}})
+    error = refused(LEAST | {"metadata": {"k": "x" * (room + 1)}})
+    assert f"{MAX_METADATA_BYTES + 1} bytes" in str(error)
+    assert error.request_id == "r1"
+
+
+def nested(depth: int) -> dict[str, object]:
+    found: object = 1
+    for i in range(depth - 1):
+        found = [found] if i % 2 else {"k": found}
+    return {"k": found}
+
+
+def test_metadata_as_deep_as_allowed() -> None:
+    deepest = nested(MAX_METADATA_DEPTH)
+    parse(LEAST | {"metadata": deepest})
+    for depth in (MAX_METADATA_DEPTH + 1, 500, 900):
+        assert "deep" in str(refused(LEAST | {"metadata": nested(depth)}))
+    for encoding in Encoding:  # and it can be told back
+        assert decode(encode(to_fields(Failure(code="E", message="", metadata=deepest)), encoding), encoding)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+scalars = st.none() | st.booleans() | st.integers(-(2**64), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False) | texts
+metadatas = st.dictionaries(
+    texts,
+    st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)),
+    max_size=4,
+)
+
+
+@given(metadatas)
+def test_metadata_comes_back_as_it_went_in(metadata: dict[str, object]) -> None:
+    found = parse(LEAST | {"metadata": metadata})
+    assert isinstance(found, Generate)
+    for encoding in Encoding:
+        event = Failure(code="E", message="m", id="r1", metadata=found.metadata)
+        assert decode(encode(to_fields(event), encoding), encoding)["metadata"] == metadata
+
+
+# -- both encodings mean the same ---------------------------------------------------------------------
+
+slos = st.fixed_dictionaries(
+    {},
+    optional={
+        "target_ttft_ms": st.none() | st.floats(0, 3_600_000, exclude_min=True),
+        "target_tbt_ms": st.none() | st.integers(1, 3_600_000),
+        "priority": st.sampled_from(["interactive", "normal", "background"]),
+    },
+)
+chats = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": texts}),
+    min_size=1,
+    max_size=4,
+)
+options = st.fixed_dictionaries(
+    {"id": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)},
+    optional={
+        "max_tokens": st.none() | st.integers(1, 2**31 - 1),
+        "temperature": st.floats(0, 100) | st.integers(0, 100),
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "top_k": st.integers(0, 2**31 - 1),
+        "seed": st.none() | st.integers(0, 2**63 - 1),
+        "stop": st.text("ab", min_size=1, max_size=5) | st.lists(st.text("ab", min_size=1), max_size=16),
+        "ignore_eos": st.booleans(),
+        "stream": st.booleans(),
+        "echo": st.booleans(),
+        "keep_alive": st.booleans(),
+        "slo": slos,
+        "metadata": st.none() | metadatas,
+        "a field of the future": scalars,
+    },
+)
+requests = st.builds(
+    lambda fields, words: fields | words,
+    options,
+    st.builds(lambda text: {"prompt": text}, texts) | st.builds(lambda chat: {"messages": chat}, chats),
+)
+
+
+@given(requests)
+def test_a_request_means_the_same_in_json_and_cbor(fields: dict[str, object]) -> None:
+    from_json = parse(decode(json.dumps(fields).encode(), Encoding.JSON))
+    from_cbor = parse(decode(cbor2.dumps(fields), Encoding.CBOR))
+    assert from_json == from_cbor
+    assert isinstance(from_json, Generate)
+    for name, value in fields.items():
+        if value is not None and name in ("id", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed"):
+            assert getattr(from_json, name) == value
+
+
+anything = st.recursive(
+    scalars | st.floats() | st.binary(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+names = st.sampled_from([field.name for field in attrs.fields(Generate)] + ["event", "type"])
+
+
+@given(st.dictionaries(names, anything, max_size=6) | st.builds(lambda more: LEAST | more, st.dictionaries(names, anything, max_size=3)))
+def test_whatever_the_fields_hold_it_is_a_message_or_a_bad_request(fields: dict[str, object]) -> None:
+    try:
+        found = parse(fields)
+    except UmaError as error:
+        known = isinstance(error, BadRequest) and len(str(error)) <= MAX_COMPLAINT + 10
+    else:
+        known = isinstance(found, Generate | Cancel | MetricsQuery)
+    assert known
+
+
+# -- what is told back --------------------------------------------------------------------------------
+
+counts = st.integers(0, 2**53)
+times = st.floats(0, 1e9)
+failures = st.builds(
+    Failure,
+    code=texts,
+    message=texts,
+    id=st.none() | texts,
+    retry_after_ms=st.none() | counts,
+    metadata=st.none() | metadatas,
+)
+events = (
+    st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
+    | st.builds(
+        Eos,
+        id=texts,
+        reason=st.sampled_from(["stop", "length", "cancelled", "error"]),
+        usage=st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts),
+        timings=st.builds(Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times),
+        text=st.none() | texts,
+        stop=st.none() | texts,
+        seed=st.none() | st.integers(0, 2**63 - 1),
+        metadata=st.none() | metadatas,
+    )
+    | failures
+)
+CLASSES = {"token": Token, "eos": Eos, "error": Failure}
+
+
+def without_none(value: object) -> object:
+    """As ``attrs.asdict``, less what is None in our own records."""
+    assert attrs.has(type(value))
+    found = {}
+    for field in attrs.fields(type(value)):  # type: ignore[arg-type]
+        inner = getattr(value, field.name)
+        if inner is not None:
+            found[field.name] = without_none(inner) if attrs.has(type(inner)) else inner
+    return found
+
+
+@given(events)
+def test_an_event_survives_both_encodings(event: ServerEvent) -> None:
+    told = [decode(encode(to_fields(event), encoding), encoding) for encoding in Encoding]
+    assert told[0] == told[1]
+    fields = dict(told[0])
+    assert type(event) is CLASSES[fields.pop("event")]
+    if isinstance(event, Token):
+        fields.setdefault("echo", False)
+    assert fields == without_none(event)
+
+
+def test_the_fields_of_a_token() -> None:
+    assert to_fields(Token(id="r", text="hi", token_id=7)) == {"id": "r", "event": "token", "text": "hi", "token_id": 7}
+    assert to_fields(Token(id="r", text="hi", token_id=None, echo=True)) == {"id": "r", "event": "token", "text": "hi", "echo": True}
+    assert to_fields(Token(id="r", text="", token_id=0))["text"] == ""
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    usage, timings = Usage(prompt_tokens=0, completion_tokens=0), Timings(queue_ms=0, ttft_ms=None, total_ms=1.5, tokens_per_s=None)
+    assert to_fields(Eos(id="r", reason="cancelled", usage=usage, timings=timings)) == {
+        "id": "r",
+        "event": "eos",
+        "reason": "cancelled",
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0},
+        "timings": {"queue_ms": 0, "total_ms": 1.5},
+    }
+    assert to_fields(Failure(code="E_X", message="")) == {"event": "error", "code": "E_X", "message": ""}
+
+
+def test_metrics_stand_beside_the_event() -> None:
+    found = to_fields(Metrics(snapshot={"tokens_total": 0, "p50_ms": None, "kv": {"cells": 5}}, id="m"))
+    assert found == {"id": "m", "event": "metrics", "tokens_total": 0, "kv": {"cells": 5}}

@@ -1,0 +1,267 @@
+"""Payloads: JSON and CBOR say the same, and hostile bytes give the documented error and nothing else."""
+
+import contextlib
+import json
+import struct
+import time
+
+import cbor2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uma_trio.errors import InvalidCbor, InvalidJson
+from uma_trio.protocol.payload import MAX_CBOR_DEPTH, Encoding, decode, encode, encoding_of
+
+JSON, CBOR = Encoding.JSON, Encoding.CBOR
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts
+)
+plain = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4), max_leaves=20
+)
+objects = st.dictionaries(texts, plain, max_size=6)
+
+
+@given(objects)
+def test_both_encodings_carry_the_same(fields: dict[str, object]) -> None:
+    for encoding in Encoding:
+        payload = encode(fields, encoding)
+        assert decode(payload, encoding) == fields
+        assert encoding_of(payload) is encoding
+
+
+@given(objects)
+def test_both_are_what_other_libraries_read_and_write(fields: dict[str, object]) -> None:
+    assert json.loads(encode(fields, JSON)) == fields
+    assert cbor2.loads(encode(fields, CBOR)) == fields
+    assert decode(json.dumps(fields).encode(), JSON) == fields
+    assert decode(json.dumps(fields, ensure_ascii=False, indent=1).encode(), JSON) == fields
+
+
+def test_the_first_byte_tells() -> None:
+    for byte in range(256):
+        expected = CBOR if 0xA0 <= byte <= 0xBF else JSON
+        assert encoding_of(bytes([byte])) is expected
+    assert encoding_of(b"") is JSON
+
+
+def test_nul_and_astral_characters_survive() -> None:
+    fields = {"text": "a\0b\U0001f600é\u2028"}
+    for encoding in Encoding:
+        assert decode(encode(fields, encoding), encoding) == fields
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b" ", id="blank"),
+        pytest.param(b"\xef\xbb\xbf{}", id="byte order mark"),
+        pytest.param("{}".encode("utf-16"), id="UTF-16"),
+        pytest.param(b"[]", id="a list"),
+        pytest.param(b'"a"', id="a string"),
+        pytest.param(b"1", id="a number"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b"{", id="not closed"),
+        pytest.param(b'{"a":1}}', id="closed twice"),
+        pytest.param(b'{"a":1} {}', id="two objects"),
+        pytest.param(b'{"a":1}\0', id="a trailing NUL"),
+        pytest.param(b'{"a":1,}', id="a trailing comma"),
+        pytest.param(b"{'a':1}", id="single quotes"),
+        pytest.param(b"{1:1}", id="a key that is no string"),
+        pytest.param(b'{"a":NaN}', id="NaN"),
+        pytest.param(b'{"a":Infinity}', id="Infinity"),
+        pytest.param(b'{"a":-Infinity}', id="-Infinity"),
+        pytest.param(b'{"a":1e999999999}', id="huge exponent"),
+        pytest.param(b'{"a":-1e400}', id="too small a number"),
+        pytest.param(b'{"a":' + b"9" * 5000 + b"}", id="huge integer"),
+        pytest.param(b'{"a":' + b"9" * 1_000_000 + b"}", id="megabyte of digits"),
+        pytest.param(b'{"a":01}', id="leading zero"),
+        pytest.param(b'{"a":+1}', id="plus sign"),
+        pytest.param(b'{"a":0x1}', id="hexadecimal"),
+        pytest.param(b'{"a":.5}', id="no digit before the point"),
+        pytest.param(b'{"a":"\xff"}', id="invalid UTF-8"),
+        pytest.param(b'{"\xff":1}', id="invalid UTF-8 in a key"),
+        pytest.param(b'{"a":[{"b":"\xfe"}]}', id="invalid UTF-8 far inside"),
+        pytest.param(b'{"a":"\xc0\x80"}', id="overlong NUL"),
+        pytest.param(b'{"a":"\xed\xa0\x80"}', id="surrogate in UTF-8"),
+        pytest.param(b'{"a":"\xf4\x90\x80\x80"}', id="beyond U+10FFFF"),
+        pytest.param(b'{"a":"\xe2\x82', id="ends inside a character"),
+        pytest.param(b'{"a":"\\ud800"}', id="lone high surrogate"),
+        pytest.param(b'{"a":"\\ud800x"}', id="high surrogate before a letter"),
+        pytest.param(b'{"a":"\\udc00"}', id="lone low surrogate"),
+        pytest.param(b'{"a":"\\udc00\\ud800"}', id="surrogates the wrong way round"),
+        pytest.param(b'{"a":"\0"}', id="raw NUL in a string"),
+        pytest.param(b'{"a":"\n"}', id="raw newline in a string"),
+        pytest.param(b'{"a":"\\x41"}', id="no such escape"),
+        pytest.param(b'{"a":"\\u12"}', id="short escape"),
+        pytest.param(b"[" * 100_000, id="nested, open"),
+        pytest.param(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", id="nested lists"),
+        pytest.param(b'{"a":' * 100_000 + b"1" + b"}" * 100_000, id="nested objects"),
+        pytest.param(b"\xd9\xd9\xf7\xa0", id="self-described CBOR"),
+    ],
+)
+def test_hostile_json(payload: bytes) -> None:
+    assert encoding_of(payload) is JSON
+    with pytest.raises(InvalidJson) as caught:
+        decode(payload, JSON)
+    assert 0 < len(str(caught.value)) < 300
+
+
+def test_duplicate_keys_in_json_count_last() -> None:
+    assert decode(b'{"a":1,"a":2}', JSON) == {"a": 2}
+
+
+def text(value: str) -> bytes:
+    return cbor2.dumps(value)
+
+
+def with_value(raw: bytes) -> bytes:
+    """A map whose one value is ``raw``."""
+    return b"\xa1" + text("a") + raw
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(with_value(b"\xc0" + text("2020-01-01T00:00:00Z")), id="date as text"),
+        pytest.param(with_value(b"\xc1\x00"), id="date as number"),
+        pytest.param(with_value(b"\xc2\x49" + b"\xff" * 9), id="big number"),
+        pytest.param(with_value(b"\xc2\x5a\x00\x01\x00\x00" + b"\xff" * 65536), id="very big number"),
+        pytest.param(with_value(b"\xc4\x82\x1b" + b"\xff" * 8 + b"\x01"), id="decimal with huge exponent"),
+        pytest.param(with_value(b"\xc5\x82\x1b" + b"\x7f" * 8 + b"\x01"), id="big float"),
+        pytest.param(with_value(b"\xd8\x19\x00"), id="string reference"),
+        pytest.param(with_value(b"\xd8\x1c\x81\xd8\x1d\x00"), id="list that holds itself"),
+        pytest.param(with_value(b"\xd8\x1d\x00"), id="shared reference"),
+        pytest.param(with_value(b"\xd8\x1e\x82\x01\x00"), id="fraction over zero"),
+        pytest.param(with_value(b"\xd8\x23" + text("(a+)+$")), id="regular expression"),
+        pytest.param(with_value(b"\xd8\x24" + text("a")), id="MIME"),
+        pytest.param(with_value(b"\xd8\x25\x50" + b"\0" * 16), id="UUID"),
+        pytest.param(with_value(b"\xd9\x01\x00\x80"), id="string references"),
+        pytest.param(with_value(b"\xd9\x01\x02\x81\x01"), id="set"),
+        pytest.param(with_value(b"\xd9\x01\x04\x44\0\0\0\0"), id="IP address"),
+        pytest.param(with_value(b"\xd9\xa7\xf8\x00"), id="complex"),
+        pytest.param(with_value(b"\xd9\xd9\xf7\x00"), id="self-description inside"),
+        pytest.param(with_value(b"\xd9\x03\xe7\x00"), id="unknown tag"),
+        pytest.param(with_value(b"\xdb" + b"\xff" * 8 + b"\x00"), id="greatest tag"),
+        pytest.param(b"\xa1\xc1\x00\x00", id="tag as key"),
+        pytest.param(b"\xbf" * 60, id="indefinite maps, open"),
+        pytest.param(with_value(b"\x9f"), id="indefinite list, open"),
+        pytest.param(with_value(b"\x9f" * 100_000), id="indefinite lists, nested"),
+        pytest.param(with_value(b"\x7f\x61a"), id="indefinite text, open"),
+        pytest.param(with_value(b"\x7f\x41a\xff"), id="bytes inside indefinite text"),
+        pytest.param(with_value(b"\x9b" + b"\xff" * 8), id="list of 2**64"),
+        pytest.param(with_value(b"\x9b" + struct.pack(">Q", 1 << 31)), id="list of 2**31"),
+        pytest.param(with_value(b"\x7b" + b"\xff" * 8), id="text of 2**64"),
+        pytest.param(with_value(b"\x7b" + struct.pack(">Q", 1 << 40)), id="text of 2**40"),
+        pytest.param(with_value(b"\x5b" + struct.pack(">Q", 1 << 62)), id="bytes of 2**62"),
+        pytest.param(b"\xbb" + b"\xff" * 8, id="map of 2**64"),
+        pytest.param(b"\xbb" + struct.pack(">Q", 1 << 40), id="map of 2**40"),
+        pytest.param(b"\xa1", id="cut off at the key"),
+        pytest.param(b"\xa1" + text("a"), id="cut off at the value"),
+        pytest.param(b"\xa0\x00", id="a trailing byte"),
+        pytest.param(b"\xa0\xa0", id="two maps"),
+        pytest.param(b"\xa1\x01\x02", id="number as key"),
+        pytest.param(b"\xa1\x41a\x02", id="bytes as key"),
+        pytest.param(b"\xa1\xf6\x02", id="null as key"),
+        pytest.param(b"\xa1\x80\x02", id="list as key"),
+        pytest.param(b"\xa1\xa0\x02", id="map as key"),
+        pytest.param(with_value(b"\xa1\x01\x02"), id="number as key inside"),
+        pytest.param(with_value(b"\x81\xa1\x41a\x02"), id="bytes as key inside"),
+        pytest.param(b"\xa2" + text("a") + b"\x01" + text("a") + b"\x02", id="the same key twice"),
+        pytest.param(with_value(b"\xf7"), id="undefined"),
+        pytest.param(with_value(b"\x82\x01\x81\xf7"), id="undefined inside"),
+        pytest.param(with_value(b"\xe0"), id="simple value"),
+        pytest.param(with_value(b"\xf8\xff"), id="greatest simple value"),
+        pytest.param(with_value(b"\xf8\x14"), id="false in two bytes"),
+        pytest.param(with_value(b"\xff"), id="break without a beginning"),
+        pytest.param(with_value(b"\x1c"), id="reserved length"),
+        pytest.param(with_value(b"\x61\xff"), id="invalid UTF-8"),
+        pytest.param(b"\xa1\x61\xff\x00", id="invalid UTF-8 in a key"),
+        pytest.param(with_value(b"\x63\xed\xa0\x80"), id="surrogate"),
+        pytest.param(with_value(b"\x7f\x61\xc3\x61\xa9\xff"), id="character split over chunks"),
+        pytest.param(with_value(b"\x81" * 100_000 + b"\x00"), id="nested lists"),
+        pytest.param((b"\xa1" + text("a")) * 100_000 + b"\x00", id="nested maps"),
+        pytest.param(with_value(b"\x81" * MAX_CBOR_DEPTH + b"\x00"), id="nested just too deeply"),
+    ],
+)
+def test_hostile_cbor(payload: bytes) -> None:
+    assert encoding_of(payload) is CBOR
+    with pytest.raises(InvalidCbor) as caught:
+        decode(payload, CBOR)
+    assert 0 < len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("raw", "value"),
+    [
+        (b"\x9f\x01\x02\xff", [1, 2]),
+        (b"\x7f\x61a\x61b\xff", "ab"),
+        (b"\xbf\x61a\x01\xff", {"a": 1}),
+        (b"\xf9\x3c\x00", 1.0),
+        (b"\x3b" + b"\xff" * 8, -(2**64)),
+        (b"\x81" * 60 + b"\x00", None),
+        (b"\x43abc", b"abc"),
+    ],
+)
+def test_unusual_but_well_formed_cbor(raw: bytes, value: object) -> None:
+    found = decode(with_value(raw), CBOR)["a"]
+    assert found == value or value is None
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_give_an_object_or_an_uma_error(payload: bytes) -> None:
+    for encoding in Encoding:
+        error = InvalidJson if encoding is JSON else InvalidCbor
+        with contextlib.suppress(error):
+            assert type(decode(payload, encoding)) is dict
+
+
+@given(objects, st.data())
+def test_damaged_payloads_give_an_object_or_an_uma_error(fields: dict[str, object], data: st.DataObject) -> None:
+    for encoding in Encoding:
+        payload = bytearray(encode(fields, encoding))
+        for _ in range(data.draw(st.integers(1, 3))):
+            payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            found = decode(bytes(payload), encoding)
+        except (InvalidJson, InvalidCbor):
+            continue
+        assert type(found) is dict
+
+
+NASTY = [b"\xa1", b"\xbf", b"\x9f", b"\x81", b"\x7f", b"\xff", b"\x61a", b"\xd8\x1d", b"\xd8\x1c", b"\x1b", b"\x9b", b"\xf7", b"\0"]
+
+
+@given(st.lists(st.sampled_from(NASTY), max_size=30))
+def test_cbor_of_nasty_pieces(pieces: list[bytes]) -> None:
+    with contextlib.suppress(InvalidCbor):
+        decode(with_value(b"".join(pieces)), CBOR)
+
+
+N = (1 << 20) - 64
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(with_value(b"\x9a" + struct.pack(">I", N) + b"\x00" * N), id="CBOR numbers"),
+        pytest.param(with_value(b"\x9a" + struct.pack(">I", N) + b"\x60" * N), id="CBOR empty texts"),
+        pytest.param(with_value(b"\x7f" + b"\x60" * N + b"\xff"), id="CBOR empty chunks"),
+        pytest.param(b'{"a":[' + b"0," * (N // 2) + b"0]}", id="JSON numbers"),
+        pytest.param(b'{"a":[' + b"[]," * (N // 3) + b"0]}", id="JSON empty lists"),
+        pytest.param(b"{" + b",".join(b'"%06x":0' % i for i in range(N // 12)) + b"}", id="JSON keys"),
+    ],
+)
+def test_the_largest_frame_is_read_in_bounded_time(payload: bytes) -> None:
+    """Milliseconds on a quiet machine: the event loop reads it, and every stream waits that long."""
+    began = time.process_time()
+    decode(payload, encoding_of(payload))
+    assert time.process_time() - began < 1.0
