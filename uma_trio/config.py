@@ -55,7 +55,7 @@ class Model:
         16, "Sequences decoded at once; further requests wait in the queue.", ge=1, le=256
     )
     threads: int = setting(
-        0, "Compute threads of a decode; 0 takes the machine's physical cores.", ge=0, le=512
+        0, "Compute threads of a decode; 0 takes all physical cores but one, which the event loop needs.", ge=0, le=512
     )
     batch_tokens: int = setting(
         512, "Most tokens of one llama_decode (n_batch, n_ubatch): what one tick can take.", ge=32, le=8192

@@ -6,6 +6,16 @@ import os
 from pathlib import Path
 
 
+def default_threads() -> int:
+    """Compute threads of a decode if nobody says otherwise: all physical cores but one, at least one.
+
+    The spare core is for the event loop and for whoever else wants to work.  A team of compute threads
+    meets at a barrier several times a layer; where one of them has to share its core, all wait for it at
+    each, and a token that took 1 ms takes hundreds.
+    """
+    return max(1, physical_cores() - 1)
+
+
 def physical_cores() -> int:
     """Cores that this process may use, two hardware threads of one core counted once.
 

@@ -11,7 +11,7 @@ import attrs
 
 import llama_abi
 from uma_trio import config, sampling
-from uma_trio.engine.cores import physical_cores
+from uma_trio.engine.cores import default_threads
 from uma_trio.engine.records import EngineError, Feed, ModelFacts, Step, StepResult
 from uma_trio.engine.tokenizer import Tokenizer
 
@@ -133,7 +133,7 @@ def open_tokenizer(path: Path, llama_dir: Path | None = None) -> Iterator[Tokeni
 
 
 def _context_options(model: llama_abi.Model, settings: config.Model) -> llama_abi.ContextOptions:
-    threads = settings.threads or physical_cores()
+    threads = settings.threads or default_threads()
     defaults = llama_abi.ContextOptions()
     return attrs.evolve(
         defaults,
