@@ -93,17 +93,18 @@ need_room() {
 # After a failed step: say the common reasons in one sentence, else what the tool said last.
 explain() {
   local what=$1 log=$2 last
-  last=$(grep -v '^[[:space:]]*$' "$log" 2>/dev/null | tail -n 1 || true)
-  if grep -qi 'no space left on device\|disk quota exceeded\|Errno 28' "$log" 2>/dev/null; then
+  last=$(grep -A1 'CMake Error' "$log" 2>/dev/null | sed -n '2s/^ *//p' || true)
+  if [ -z "$last" ]; then last=$(grep -v '^[[:space:]]*$' "$log" 2>/dev/null | tail -n 1 || true); fi
+  if grep -Eqi 'no space left on device|disk quota exceeded|Errno 28' "$log" 2>/dev/null; then
     die "the disk is full ($(free_mib "$work") MiB free in $work): free about $need_mib MiB and run again"
   fi
   if [ "$(free_mib "$work")" = 0 ]; then no_room "$work"; fi
   if grep -q 'externally-managed-environment' "$log"; then managed; fi
-  if grep -q 'DO NOT MATCH THE HASHES\|Expected sha256' "$log"; then
+  if grep -Eq 'DO NOT MATCH THE HASHES|Expected sha256' "$log"; then
     die "pip got another file for $pin than the pinned one (SHA-256 differs): your index or proxy serves a changed file; use another index" "$log"
   fi
-  if grep -qi 'Failed to establish\|NewConnectionError\|Name or service not known\|name resolution\|Network is unreachable\|Connection refused\|timed out\|ProxyError\|SSLError\|Could not find a version\|No matching distribution\|Looking in links' "$log"; then
-    die "$what failed because pip reached no package index that has it ($(grep -m1 'No matching distribution\|Could not find a version\|Connection\|resolution' "$log" | cut -c1-120)): connect to the network, unset PIP_NO_INDEX, or set PIP_INDEX_URL to a mirror" "$log"
+  if grep -Eqi 'Failed to establish|NewConnectionError|Name or service not known|name resolution|Network is unreachable|Connection refused|timed out|ProxyError|SSLError|Could not find a version|No matching distribution' "$log"; then
+    die "$what failed because pip reached no package index that has it ($(grep -Em1 'No matching distribution|Could not find a version|Connection|resolution' "$log" | sed 's/^ *\(ERROR: \)*//' | cut -c1-120)): connect to the network, unset PIP_NO_INDEX, or set PIP_INDEX_URL to a mirror" "$log"
   fi
   if grep -qi 'permission denied' "$log"; then
     die "$what was not permitted to write: use a virtual environment of your own (python3 -m venv .venv && . .venv/bin/activate)" "$log"
@@ -214,7 +215,7 @@ fi
 [ "$pip_state" != managed ] || managed
 [ "$pip_state" != no-pip ] || die "$python has no pip: run  $python -m ensurepip  (Debian: apt install python3-pip python3-venv), then this script again"
 
-need_mib=600
+need_mib=400
 
 install_package() {
   local what=.
@@ -461,7 +462,8 @@ if ! [ -f "$build/.wanted" ]; then
   if ! CC=$cc CXX=$cxx quietly "$logs/configure-$backend.log" "$cmake" -S "$code" -B "$build" -G Ninja "-DCMAKE_MAKE_PROGRAM=$(command -v "$ninja")" "${options[@]}"; then
     log=$logs/configure-$backend.log
     if grep -q 'SPIRV-Headers' "$log"; then die "cmake does not find the SPIR-V headers: apt install spirv-headers, or set VULKAN_SDK" "$log"; fi
-    if grep -q 'is not able to compile a simple test program\|broken' "$log"; then die "the C++ compiler $cxx does not work: install a complete one (Debian, Ubuntu: apt install g++)" "$log"; fi
+    if grep -Eq 'is not able to compile a simple test program|broken' "$log"; then die "the C++ compiler $cxx does not work: install a complete one (Debian, Ubuntu: apt install g++)" "$log"; fi
+    if grep -q 'no GPU was detected' "$log"; then die "there is no GPU here to build for: name one, as in  CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 ./build_llama.sh --backend cuda" "$log"; fi
     explain "Configuring" "$log"
   fi
   printf '%s\n' "$wanted" >"$build/.wanted" || no_room "$work"
@@ -478,7 +480,7 @@ fi
 if [ $status -ne 0 ]; then
   free=$(free_mib "$work")
   if [ -n "$free" ] && [ "$free" -lt 20 ]; then die "the disk is full ($free MiB free in $work): free about $need_mib MiB and run again"; fi
-  if grep -q 'Killed signal\|internal compiler error: Killed' "$log" 2>/dev/null; then die "the compiler ran out of memory: run again with --jobs 1"; fi
+  if grep -Eq 'Killed signal|internal compiler error: Killed' "$log" 2>/dev/null; then die "the compiler ran out of memory: run again with --jobs 1"; fi
   die "compiling failed: the first 'error:' above says why; when it speaks of memory, use --jobs 1"
 fi
 
