@@ -343,7 +343,7 @@ def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, 
         raise ConfigError(f"cannot read {file}: {error}") from None
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter of a number or a date that is none
         raise ConfigError(f"{file} is not YAML: {error}") from None
     for section, fields in _mapping(found, str(file)).items():
         if section not in SECTIONS:

@@ -1,0 +1,151 @@
+"""The command line: a flag for every setting, a help text for every option, no command that is slow to say so."""
+
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from uma_trio import config
+from uma_trio.cli import COMMANDS, main
+from uma_trio.cli.serve import command as serve
+
+HERE = [name for name in COMMANDS if importlib.util.find_spec(f"uma_trio.cli.{name}") is not None]
+
+
+def run(*args: str, env: dict[str, str] | None = None) -> tuple[int, str]:
+    result = CliRunner().invoke(main, args, env=env, prog_name="uma-trio")
+    return result.exit_code, result.output
+
+
+def flags_of(command: click.Command) -> set[str]:
+    return {flag for option in command.params for flag in (*option.opts, *option.secondary_opts) if flag.startswith("-")}
+
+
+def test_help_lists_every_command_without_importing_it() -> None:
+    code, shown = run("--help")
+    assert code == 0
+    for name, line in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(line[:20])}", shown, re.MULTILINE)
+    assert run("-h") == (code, shown)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_each_command_explains_itself(name: str) -> None:
+    command = importlib.import_module(f"uma_trio.cli.{name}").command
+    assert isinstance(command, click.Command)
+    assert command.name == name
+    assert command.short_help == COMMANDS[name]
+    assert command.help
+    for option in command.params:
+        if isinstance(option, click.Option):
+            assert option.help, f"{name} {option.opts}"
+            assert option.help.rstrip().endswith((".", "]")), f"{name} {option.opts}: {option.help}"
+    code, shown = run(name, "--help")
+    assert code == 0
+    assert flags_of(command) <= set(re.findall(r"--?[a-z][a-z-]*", shown))
+
+
+def test_a_command_that_there_is_not() -> None:
+    code, shown = run("server")
+    assert code == 2
+    assert "server" in shown
+
+
+def test_every_setting_is_a_flag_of_serve() -> None:
+    flags = flags_of(serve)
+    for setting in config.settings():
+        assert setting.flag in flags
+        if setting.type is bool:
+            assert f"--no-{setting.flag[2:]}" in flags
+    assert {"--model", "--socket", "--protocol", "--threads", "--ctx", "--parallel", "--config", "--print-config"} <= flags
+
+
+def test_the_help_of_serve_shows_defaults_and_choices() -> None:
+    _, shown = run("serve", "--help")
+    flat = " ".join(shown.split())
+    for setting in config.settings():
+        assert setting.choices == () or "|".join(setting.choices) in flat.replace("| ", "|")
+        if setting.default is not None:
+            text = str(setting.default).lower() if setting.type is bool else str(setting.default)
+            assert f"[default: {text}]" in flat
+
+
+def test_print_config_is_a_file_that_means_the_same(tmp_path: Path) -> None:
+    code, shown = run("serve", "--print-config", "--ctx", "2000", "--no-mmap", env={"UMA_MAX_QUEUE": "7", "UMA_CTX": "5000"})
+    assert code == 0
+    file = tmp_path / "uma.yaml"
+    file.write_text(shown)
+    found = config.load(file)
+    assert (found.model.ctx, found.model.mmap, found.limits.max_queue) == (2000, False, 7)
+    assert run("serve", "--config", str(file), "--print-config") == (0, shown)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--max-queue", "-1"], "--max-queue: max_queue must be a whole number from 0 to 1000000, not '-1'"),
+        (["--protocol", "http"], "protocol must be one of auto, json, cbor, newline, not 'http'"),
+        (["--batch-tokens", "32", "--parallel", "100"], "make batch_tokens at least 116"),
+        (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml: [Errno 2] No such file or directory"),
+        (["--max-que", "1"], "--max-que"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], said: str) -> None:
+    code, shown = run("serve", *args)
+    assert code == 2
+    assert said in " ".join(shown.split())
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["a", "--prompt", "b"], "give the question once"),
+        (["a", "--raw", "--system", "b"], "no place for --system"),
+        (["a", "--top-p", "0"], "--top-p"),
+        (["a", "--top-p", "1.1"], "--top-p"),
+        (["a", "--temp", "-1"], "--temp"),
+        (["a", "--max-tokens", "0"], "--max-tokens"),
+        (["a", "--priority", "high"], "--priority"),
+    ],
+)
+def test_ask_refuses_before_it_connects(args: list[str], said: str) -> None:
+    code, shown = run("ask", *args)
+    assert code == 2
+    assert said in shown
+
+
+@pytest.mark.parametrize("command", [["ask", "hello"], ["metrics"]])
+def test_no_daemon_is_one_sentence_with_the_remedy(command: list[str], tmp_path: Path) -> None:
+    code, shown = run(*command, "--socket", str(tmp_path / "none.sock"))
+    assert code == 2
+    assert shown.count("\n") == 1
+    assert "start one with: uma-trio serve" in shown
+
+
+def test_the_request_that_ask_sends() -> None:
+    from uma_trio.cli.ask import _request
+    from uma_trio.cli.ask import command as ask
+    from uma_trio.protocol.messages import Generate, parse
+
+    args = ["a", "--system", "b", "--max-tokens", "5", "--temp", "0.5", "--top-p", "0.9", "--top-k", "3"]
+    args += ["--seed", "0", "--stop", "x", "--stop", "y", "--priority", "background"]
+    with ask.make_context("ask", args) as context:
+        options = {name: value for name, value in context.params.items() if name not in ("question", "prompt")}
+    found = parse(_request("a", options) | {"id": "ask"})
+    assert isinstance(found, Generate)
+    assert [message.role for message in found.messages or ()] == ["system", "user"]
+    assert (found.max_tokens, found.temperature, found.top_p, found.top_k, found.seed) == (5, 0.5, 0.9, 3, 0)
+    assert (found.stops, found.slo.priority, found.stream) == (("x", "y"), "background", True)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    code, shown = run("completion", shell)
+    assert code == 0
+    assert "_UMA_TRIO_COMPLETE" in shown
+    assert f"{shell}_complete" in shown

@@ -1,0 +1,264 @@
+"""Configuration: file < environment < flags, bounds, and what an operator is told."""
+
+import re
+from pathlib import Path
+
+import attrs
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uma_trio import config
+from uma_trio.config import (
+    Config,
+    ConfigError,
+    Limits,
+    Listen,
+    Model,
+    Scheduling,
+    Setting,
+    load,
+    settings,
+    to_yaml,
+)
+
+ALL = list(settings())
+BY_NAME = {found.name: found for found in ALL}
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "uma.yaml"
+    file.write_text(text)
+    return file
+
+
+# -- the settings themselves --------------------------------------------------------------------------
+
+
+def test_defaults_are_what_no_source_gives() -> None:
+    assert load() == Config()
+
+
+def test_names_are_unique_over_all_sections() -> None:
+    assert len(BY_NAME) == len(ALL)
+    assert {found.section for found in ALL} == {field.name for field in attrs.fields(Config)} == set(config.SECTIONS)
+
+
+UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|tokens)$")
+UNIT_IN_HELP = re.compile(r"\b(tokens?|sequences|threads|layers|connections|requests)\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)
+def test_each_has_a_reason_and_a_unit(found: Setting) -> None:
+    assert found.help.endswith(".")
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", found.name)
+    if found.type in (int, float):
+        assert UNIT_IN_NAME.search(found.name) or UNIT_IN_HELP.search(found.help), "a number of what?"
+    if found.type is float:
+        assert found.name.endswith(("_s", "_ms"))
+
+
+@pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)
+def test_each_number_has_bounds_on_both_sides_and_a_default_within(found: Setting) -> None:
+    ge, le, gt = found.bounds
+    if found.type in (int, float):
+        assert le is not None
+        assert (ge is None) != (gt is None)
+        assert found.read(found.default, "here") == found.default
+    else:
+        assert found.bounds == (None, None, None)
+
+
+def test_sections_are_frozen() -> None:
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        Config().limits.max_queue = 1  # type: ignore[misc]
+
+
+# -- where values come from -----------------------------------------------------------------------------
+
+
+def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "limits:\n  max_sessions: 1\n  max_queue: 1\n  max_tokens: 1\nmodel:\n  ctx: 100\n")
+    found = load(file, {"UMA_MAX_QUEUE": "2", "UMA_MAX_TOKENS": "2", "PATH": "/bin"}, {"max_tokens": "3", "ctx": None})
+    assert found.limits == Limits(max_sessions=1, max_queue=2, max_tokens=3)
+    assert found.model == Model(ctx=100)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "limits:\n", "limits: {}\nmodel:\n"])
+def test_files_that_set_nothing(tmp_path: Path, text: str) -> None:
+    assert load(written(tmp_path, text)) == Config()
+
+
+def test_variables_of_the_tests_are_not_settings() -> None:
+    assert load(environment={"UMA_TEST_GPU": "1", "UMA_TEST_": "x", "OTHER_CTX": "1"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("limit:\n  max_queue: 1\n", "unknown section limit; did you mean limits?"),
+        ("limits:\n  max_sesions: 1\n", "unknown key max_sesions; did you mean max_sessions?"),
+        ("limits:\n  ctx: 1000\n", "limits: unknown key ctx"),
+        ("limits:\n  zzz: 1\n", "known are default_max_tokens, drain_timeout_s"),
+        ("ctx: 5\n", "unknown section ctx"),
+        ("5: 5\n", "unknown section 5"),
+        ("limits:\n  5: 5\n", "unknown key 5"),
+        ("- a\n", "expected keys and values, not list"),
+        ("limits: 5\n", "limits: expected keys and values, not int"),
+        ("limits: [\n", "is not YAML"),
+        ("limits:\n  max_queue: 2024-99-99\n", "is not YAML"),
+        (f"limits:\n  max_queue: {'9' * 5000}\n", "is not YAML"),
+        ("limits: !!python/object:os.system {}\n", "is not YAML"),
+        ("limits:\n  max_queue: many\n", "max_queue must be a whole number from 0 to 1000000, not 'many'"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str) -> None:
+    file = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        load(file)
+    assert str(file) in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for file in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=f"cannot read {re.escape(str(file))}"):
+            load(file)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load(tmp_path / "binary.yaml")
+
+
+def test_an_unknown_variable_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="UMA_MAX_SESION; did you mean UMA_MAX_SESSIONS"):
+        load(environment={"UMA_MAX_SESION": "1"})
+
+
+# -- values ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("found", [found for found in ALL if found.type in (int, float)], ids=lambda found: found.name)
+def test_bounds(found: Setting) -> None:
+    ge, le, gt = found.bounds
+    assert le is not None
+    inside = [le] if ge is None else [ge, le]
+    outside = [le * 2, -1e9, *([gt] if gt is not None else [])] + ([ge - 1] if ge is not None else [])
+    for value in inside:
+        as_type = found.type(value)
+        assert found.read(as_type, "here") == as_type
+        assert found.read(repr(as_type), "here") == as_type
+    for value in outside:
+        with pytest.raises(ConfigError, match=f"here: {found.name} must be .* to {le:.10g}"):
+            found.read(found.type(value), "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ctx", value) for value in (True, None, "", "1.5", 1.5, 4096.0, "0x100", "many", [], {}, b"1", "9" * 5000, 10**400)
+    ]
+    + [("idle_timeout_s", value) for value in (True, None, "", "soon", "nan", "inf", float("nan"), float("inf"), [], 10**400, "1" + "0" * 400)]
+    + [("mmap", value) for value in (1, 0, None, "maybe", "2", [], 1.0)]
+    + [("type_k", value) for value in ("f32", "", None, 1, [], True)]
+    + [("model", value) for value in (1, True, [], {}, b"x", "a\0b", "~no such user/x")],
+)
+def test_values_that_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"here: {name} must be {re.escape(BY_NAME[name].expected)}"):
+        BY_NAME[name].read(value, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("ctx", "4096", 4096),
+        ("ctx", " 4096 ", 4096),
+        ("idle_timeout_s", 5, 5.0),
+        ("idle_timeout_s", "1e3", 1000.0),
+        ("drain_timeout_s", 0, 0.0),
+        *[("mmap", value, True) for value in (True, "1", "true", "True", "YES", "on")],
+        *[("mmap", value, False) for value in (False, "0", "false", "no", "OFF", "")],
+        ("type_k", "q8_0", "q8_0"),
+        ("model", None, None),
+        ("model", "", None),
+        ("model", "a.gguf", Path("a.gguf")),
+        ("model", "~/a.gguf", Path.home() / "a.gguf"),
+    ],
+)
+def test_values_that_are_taken(name: str, value: object, found: object) -> None:
+    read = BY_NAME[name].read(value, "here")
+    assert read == found
+    assert type(read) is type(found) or isinstance(read, Path)
+
+
+def test_a_flag_that_is_wrong_is_named_as_it_is_typed() -> None:
+    with pytest.raises(ConfigError, match=r"^--max-queue: max_queue must be"):
+        load(flags={"max_queue": "-1"})
+    with pytest.raises(ConfigError, match=r"^UMA_MAX_QUEUE: max_queue must be"):
+        load(environment={"UMA_MAX_QUEUE": "-1"})
+
+
+# -- what must go together ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ({"batch_tokens": "32", "parallel": "17"}, "batch_tokens is 32"),
+        ({"parallel": "256", "batch_tokens": "271"}, "make batch_tokens at least 272"),
+        ({"prefill_burst_tokens": "512"}, "make batch_tokens at least 528"),
+        ({"ctx": "64", "parallel": "49"}, "make ctx at least 65"),
+    ],
+)
+def test_a_tick_has_room_for_every_stream_and_a_burst(flags: dict[str, str], needed: str) -> None:
+    with pytest.raises(ConfigError, match=needed) as caught:
+        load(flags=flags)
+    for name in ("parallel", "prefill_burst_tokens"):
+        assert name in str(caught.value)
+
+
+def test_just_enough_room_is_taken() -> None:
+    found = load(flags={"batch_tokens": "272", "parallel": "256", "min_budget_tokens": "272"})
+    assert found.model.batch_tokens == found.scheduling.min_budget_tokens
+
+
+def test_the_budgets_floor_fits_a_batch() -> None:
+    with pytest.raises(ConfigError, match=r"min_budget_tokens is 513.*batch_tokens"):
+        load(flags={"min_budget_tokens": "513"})
+
+
+# -- and back ----------------------------------------------------------------------------------------------
+
+
+def test_to_yaml_shows_every_setting_with_its_reason() -> None:
+    shown = to_yaml(Config())
+    found = yaml.safe_load(shown)
+    assert [(section, list(fields)) for section, fields in found.items()] == [
+        (section, [each.name for each in ALL if each.section == section]) for section in config.SECTIONS
+    ]
+    flat = " ".join(line.strip().removeprefix("# ") for line in shown.splitlines())
+    for each in ALL:
+        assert each.help in flat
+    assert all(len(line) <= 110 for line in shown.splitlines())
+
+
+paths = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=12).map(
+    lambda name: Path("/", name)
+)
+configs = st.builds(
+    Config,
+    model=st.builds(Model, model=st.none() | paths, ctx=st.integers(2000, 2**26), mmap=st.booleans(), type_v=st.sampled_from(["f16", "q8_0", "q4_0"])),
+    listen=st.builds(Listen, socket=st.none() | paths, protocol=st.sampled_from(["auto", "json", "cbor", "newline"])),
+    limits=st.builds(Limits, idle_timeout_s=st.floats(1e-300, 1e6), max_queue=st.integers(0, 10**6)),
+    scheduling=st.builds(Scheduling, tick_target_ms=st.floats(0, 60_000, exclude_min=True)),
+)
+
+
+@given(configs)
+def test_what_is_printed_is_read_back(tmp_path_factory: pytest.TempPathFactory, found: Config) -> None:
+    file = tmp_path_factory.mktemp("config") / "uma.yaml"
+    file.write_text(to_yaml(found), encoding="utf-8")
+    assert load(file) == found
+
+
+def test_what_is_printed_needs_no_encoding() -> None:
+    assert to_yaml(Config(model=Model(model=Path("/é/\U0001f600/\x7f\x85\n\"\\.gguf")))).isascii()
