@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 OK, SERVER_ERROR, PROTOCOL_ERROR = 0, 2, 3
+INTERRUPTED = 130
+"""As shells number a program that SIGINT ended."""
 
 
 @click.command("ask", short_help="Ask the daemon and stream the answer.")
@@ -34,8 +36,8 @@ OK, SERVER_ERROR, PROTOCOL_ERROR = 0, 2, 3
 def command(question: str | None, prompt: str | None, **options: Any) -> None:
     """Ask the daemon and stream the answer to stdout.
 
-    Ctrl-C cancels the request on the server.  Exit codes: 0 success, 2 server error (or no server),
-    3 protocol error.
+    Ctrl-C cancels the request on the server; a second one does not wait for its answer.  Exit codes:
+    0 success, 2 server error (or no server), 3 protocol error, 130 interrupted.
 
     \b
       uma-trio ask "What is the capital of France?"
@@ -95,8 +97,10 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
 
         async def cancel_on_interrupt() -> None:
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                async for _ in signals:
-                    await client.cancel("ask")
+                await anext(signals)
+                await client.cancel("ask")
+                await anext(signals)
+                nursery.cancel_scope.cancel()
 
         nursery.start_soon(cancel_on_interrupt)
         ended = ""
@@ -111,12 +115,13 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
                 click.echo(text, nl=False)
         if not options["as_json"] and ended != "\n":
             click.echo()
-        if last.get("reason") == "cancelled":
-            click.echo("cancelled", err=True)
         if options["stats"]:
             _show_stats(last)
         nursery.cancel_scope.cancel()
-    return OK
+        if last.get("reason") != "cancelled":
+            return OK
+    click.echo("cancelled", err=True)
+    return INTERRUPTED
 
 
 def _show_stats(eos: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from uma_trio.engine.cores import default_threads
 from uma_trio.engine.records import EngineError, Feed, ModelFacts, Step, StepResult
 from uma_trio.engine.tokenizer import Tokenizer
 
-
 LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError)
 """What opening an engine raises: about the model, or about the library."""
 

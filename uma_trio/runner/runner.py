@@ -254,7 +254,10 @@ class Runner:
         self._last_step_ended_s = result.ended_s
         if chosen.n_decodes and chosen.n_prompt_tokens:
             self._pace = self._pace.after(
-                result.decode_ms, capacity=self.facts.n_batch, limits=self._scheduling
+                result.decode_ms,
+                capacity=self.facts.n_batch,
+                limits=self._scheduling,
+                n_tokens=chosen.n_decodes + chosen.n_prompt_tokens,
             )
         if self._debug:
             log.debug(
