@@ -5,7 +5,7 @@
             if event["event"] == "token":
                 print(event["text"], end="")
 
-Leaving the loop, cancelling it, or closing the client cancels the request on the server.
+Leaving the ``async with`` in whatever way, cancellation included, cancels a request that still runs.
 """
 
 from __future__ import annotations

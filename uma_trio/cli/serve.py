@@ -63,7 +63,7 @@ def _serve(settings: Config) -> int:
 
     logs.configure(settings.operations)
     path = settings.listen.socket or listener.default_path(os.environ)
-    with _progress() as on_progress:
+    with _Bar() as on_progress:
         try:
             return 0 if run(functools.partial(server.serve, settings, path, on_progress=on_progress)) else 1
         except (listener.SocketPathError, ModelError) as error:
@@ -71,7 +71,7 @@ def _serve(settings: Config) -> int:
             return 1
 
 
-class _progress:
+class _Bar:
     """A progress bar on a terminal, nothing elsewhere."""
 
     def __enter__(self) -> Callable[[float], None] | None:

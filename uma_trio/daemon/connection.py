@@ -11,7 +11,16 @@ import trio
 
 from uma_trio.config import Limits
 from uma_trio.daemon.outbox import Outbox
-from uma_trio.errors import Busy, IdleTimeout, InternalError, RequestTimeout, ShuttingDown, TruncatedFrame, UmaError, WriteFailed
+from uma_trio.errors import (
+    Busy,
+    IdleTimeout,
+    InternalError,
+    RequestTimeout,
+    ShuttingDown,
+    TruncatedFrame,
+    UmaError,
+    WriteFailed,
+)
 from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.protocol.codec import Codec
 from uma_trio.protocol.messages import Cancel, Eos, Failure, Generate, Metrics, MetricsQuery, Timings, Usage
@@ -199,7 +208,7 @@ class Connection:
             await self._stream(request, prompt)
         except UmaError as error:
             self._refuse(error, request)
-        except Exception:  # a defect of ours ends this request and nothing else
+        except Exception:  # noqa: BLE001 - a defect of ours ends this request and nothing else
             self._log.exception("a request failed", request=request.id)
             self._refuse(InternalError("internal error; the server's log has the details"), request)
 
