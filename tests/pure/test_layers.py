@@ -1,6 +1,7 @@
 """Who may import whom: one way only, down the list of rooms in docs/ARCHITECTURE.md."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ ROOMS = (
     "runner",
     "daemon",
     "client",
+    "demo",
     "cli",
     "__main__",
 )
@@ -111,6 +113,13 @@ def test_a_room_imports_only_rooms_before_it(room: str) -> None:
         if room_of(found.file) == room and found.room is not None and found.room not in allowed
     ]
     complain(wrong, f"{room} stands before these in ROOMS, so it may not import them:")
+
+
+def test_the_order_is_the_one_that_is_documented() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    rooms = text.split("```")[1].split("uma_trio/\n")[1]
+    named = re.findall(r"^  ([a-z_]+)(?:\.py|/)\s", rooms, re.MULTILINE)
+    assert (*named, "__main__") == ROOMS
 
 
 def test_the_package_itself_imports_nothing() -> None:

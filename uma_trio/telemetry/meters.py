@@ -21,13 +21,22 @@ class Recent:
     def __init__(self, size: int = RECENT) -> None:
         self._values = np.zeros(size, dtype=np.float64)
         self._count = 0
+        self._found: dict[tuple[float, ...], list[float | None]] = {}
+        """Percentiles since the last measurement: many who ask at once cost one computation."""
 
     def add(self, value: float) -> None:
         self._values[self._count % len(self._values)] = value
         self._count += 1
+        if self._found:
+            self._found.clear()
 
     def percentiles(self, *wanted: float) -> list[float | None]:
         """One for each of ``wanted``, in [0, 100]; ``None`` while nothing was measured."""
+        if wanted not in self._found:
+            self._found[wanted] = self._percentiles(wanted)
+        return self._found[wanted]
+
+    def _percentiles(self, wanted: tuple[float, ...]) -> list[float | None]:
         kept = self._values[: self._count]
         if not len(kept):
             return [None for _ in wanted]
