@@ -223,8 +223,10 @@ install_package() {
   say "Installing the package${extra:+ with what tests and notebooks need} into $(dirname "$scripts")"
   need_room "$root" 50
   quietly "$logs/install.log" in_root "$python" -m pip install --disable-pip-version-check -e "$what" || explain "Installing the package" "$logs/install.log"
-  mkdir -p "$work/installed" && printf '%s\n%s\n' "$pyproject" "$extra" >"$work/installed/$environment" || no_room "$work"
+  mkdir -p "$work/installed" || no_room "$work"
+  printf '%s\n%s\n' "$pyproject" "$extra" >"$work/installed/$environment" || no_room "$work"
 }
+# shellcheck disable=SC2317  # "quietly" calls it
 in_root() { cd "$root" && "$@"; }
 
 # ── backend ───────────────────────────────────────────────────────────────────────────────────
@@ -248,11 +250,11 @@ vulkan_wrong='' vulkan_library='' vulkan_version=''
 
 # Sets vulkan_wrong to what is missing, with the remedy; empty when Vulkan can be built.
 look_at_vulkan() {
-  local answer include=''
+  local answer include=-DUMA
   if [ -n "${VULKAN_SDK:-}" ]; then include="-I$VULKAN_SDK/include"; fi
   answer=$(printf '%s\n' '#if !__has_include(<vulkan/vulkan.hpp>)' 'uma no-headers' '#else' '#include <vulkan/vulkan_core.h>' \
     'uma VK_HEADER_VERSION_COMPLETE' '#ifndef VK_EXT_layer_settings' 'uma too-old' '#elif !__has_include(<spirv/unified1/spirv.hpp>)' \
-    'uma no-spirv' '#else' 'uma usable' '#endif' '#endif' | $cc -E -P -x c $include - 2>/dev/null | grep '^uma ' || true)
+    'uma no-spirv' '#else' 'uma usable' '#endif' '#endif' | $cc -E -P -x c "$include" - 2>/dev/null | grep '^uma ' || true)
   vulkan_version=$(printf '%s\n' "$answer" | sed -n 's/.*uma .*( *\([0-9]*\)U*)* *<< *22.*( *\([0-9]*\)U*)* *<< *12.*( *\([0-9][0-9]*\)).*/\1.\2.\3/p' | head -n 1)
   case $answer in
     *too-old*)
@@ -290,7 +292,7 @@ case $backend in
   cuda) have nvcc || [ -n "${CUDACXX:-}" ] || die "there is no CUDA compiler: install the CUDA toolkit and put nvcc on the PATH, or use --backend vulkan or cpu" ;;
 esac
 
-origin='$ORIGIN'
+origin=\$ORIGIN
 if [ "$(uname)" = Darwin ]; then origin=@loader_path; fi
 options=(
   -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON
@@ -416,10 +418,15 @@ repair_source() {
   local file=$tree/ggml/src/ggml-cpu/amx/mmq.cpp load='    _tile_loadconfig(&tc);'
   if [ -f "$file" ] && grep -qF "$load" "$file" && ! grep -q 'uma-trio' "$file"; then
     awk -v load="$load" '$0 == load { print "    __asm__ volatile(\"\" : : \"r\"(&tc) : \"memory\");  // uma-trio: keeps the stores above" } { print }' \
-      "$file" >"$file.new" && mv "$file.new" "$file" || no_room "$work"
+      "$file" >"$file.new" || no_room "$work"
+    mv "$file.new" "$file"
   fi
 }
-if [ -z "$source" ]; then repair_source; fi
+if [ -z "$source" ]; then
+  repair_source
+elif grep -q amx_tile /proc/cpuinfo 2>/dev/null && $cc --version | grep -q 'Free Software Foundation'; then
+  say "Note: this CPU has AMX, and GCC 12 miscompiles llama.cpp for it; if decoding crashes, set CFLAGS and CXXFLAGS to '-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'"
+fi
 
 # ── cmake, ninja ──────────────────────────────────────────────────────────────────────────────
 
@@ -443,9 +450,9 @@ fi
 
 build=$work/cmake-$backend
 if [ -n "$clean" ]; then rm -rf "$build"; fi
-wanted=$(printf '%s\n' "$build" "$code" "$cc" "$cxx" "${options[@]}")
+wanted=$(printf '%s\n' "$build" "$code" "$cc" "$cxx" "$cmake" "$ninja" "${options[@]}")
 if [ "$(cat "$build/.wanted" 2>/dev/null)" != "$wanted" ]; then
-  rm -rf "$build"               # other options, another compiler, or the checkout has moved
+  rm -rf "$build"               # other options, other tools, or the checkout has moved
   need_room "$work" 300
 fi
 

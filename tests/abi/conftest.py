@@ -69,7 +69,16 @@ def vocab(library: llama_abi.Library, vocabularies: Path) -> Iterator[Callable[[
 @pytest.fixture(scope="session")
 def tiny(vocabularies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers with random weights and GPT-2's vocabulary, 15 MiB."""
-    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    return _write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf", vocabularies, gguf.GGMLQuantizationType.F32)
+
+
+@pytest.fixture(scope="session")
+def tiny_q8(vocabularies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with its matrices in Q8_0: other kernels, and on some CPUs other instructions."""
+    return _write_model(tmp_path_factory.mktemp("tiny") / "tiny-q8.gguf", vocabularies, gguf.GGMLQuantizationType.Q8_0)
+
+
+def _write_model(path: Path, vocabularies: Path, kind: gguf.GGMLQuantizationType) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     n_vocab = _copy_vocabulary(vocabularies / "ggml-vocab-gpt-2.gguf", writer)
     writer.add_name("tiny")
@@ -85,8 +94,11 @@ def tiny(vocabularies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(7)
 
     def tensor(name: str, *shape: int) -> None:
-        values = random.normal(0, 1 / np.sqrt(shape[-1]), shape) if len(shape) > 1 else np.ones(shape)
-        writer.add_tensor(name, values.astype(np.float32))
+        if len(shape) == 1:
+            writer.add_tensor(name, np.ones(shape, np.float32))
+        else:
+            values = random.normal(0, 1 / np.sqrt(shape[-1]), shape).astype(np.float32)
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
     tensor("token_embd.weight", n_vocab, WIDTH)
     tensor("output_norm.weight", WIDTH)

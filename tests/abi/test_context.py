@@ -8,13 +8,14 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 import llama_abi
-from llama_abi import AbortFlag, Batch, Closed, Context, ContextOptions, LlamaError, LogitsPassed, Model
+from llama_abi import AbortFlag, Batch, Closed, Context, ContextOptions, Library, LlamaError, LogitsPassed, Model
 
 PROMPT = [464, 3290, 318, 257, 845, 922, 5044, 13]
 OTHER = [40, 1842, 617, 287, 262, 3329]
@@ -50,6 +51,14 @@ class TestDecode:
         whole = decode(context, PROMPT)
         decode(context, PROMPT[:3], seq=1)
         np.testing.assert_allclose(decode(context, PROMPT[3:], pos=3, seq=1), whole, atol=1e-4)
+
+    def test_quantized_is_nearly_the_same(self, library: Library, context: Context, tiny_q8: Path) -> None:
+        with Model(library, tiny_q8) as model, Context(model, ContextOptions(n_ctx=512, n_seq_max=4)) as other:
+            for tokens in (PROMPT, OTHER, PROMPT[:1]):
+                quantized, exact = decode(other, tokens), decode(context, tokens)
+                assert np.corrcoef(quantized, exact)[0, 1] > 0.99
+                other.clear()
+                context.clear()
 
     @pytest.mark.parametrize("unify", [False, True])
     def test_rows_come_in_batch_order(self, model: Model, unify: bool) -> None:

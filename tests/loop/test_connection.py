@@ -310,14 +310,13 @@ async def test_draining_lets_requests_end_and_takes_no_more(autojump_clock):
 
 async def test_what_does_not_end_in_time_is_cancelled(autojump_clock):
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000)
-    async with serving(slow, drain_timeout_s=5) as house:
-        async with house.client() as client:
-            await client.send({"id": "a", "prompt": "hello", "max_tokens": 1000})
-            await trio.sleep(1.5)
-            house.server.drain()
-            events = await until_closed(client)
-            assert events[-1]["code"] == "E_RUNTIME_SHUTDOWN"
-            assert trio.current_time() < 8
+    async with serving(slow, drain_timeout_s=5) as house, house.client() as client:
+        await client.send({"id": "a", "prompt": "hello", "max_tokens": 1000})
+        await trio.sleep(1.5)
+        house.server.drain()
+        events = await until_closed(client)
+        assert events[-1]["code"] == "E_RUNTIME_SHUTDOWN"
+        assert trio.current_time() < 8
 
 
 async def test_a_defect_while_preparing_ends_one_request(autojump_clock):

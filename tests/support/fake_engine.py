@@ -132,6 +132,9 @@ class FakeEngine:
         self._cache.clear()
         self.resets += 1
 
+    def abort(self) -> None:
+        self.fail_next = EngineError("aborted", fatal=False)
+
     def close(self) -> None:
         self._cache.clear()
 

@@ -95,6 +95,10 @@ class Server:
         for connection in self._connections:
             connection.leave()
 
+    def abort(self) -> None:
+        """Cut the step under way short; for one who will not wait."""
+        self._model.engine.abort()
+
     async def _welcome(self, sock: socket.socket) -> None:
         codec = server_codec(self.config.listen.protocol, max_frame_bytes=self.limits.max_frame_bytes)
         try:
@@ -205,6 +209,8 @@ class _Attendant:
             elif self._asked:
                 log.warning("stopping at once", signal=signal.Signals(number).name)
                 self._stop.cancel()
+                if self.server is not None:
+                    self.server.abort()
             else:
                 self._asked = True
                 log.info(

@@ -45,6 +45,8 @@ class LlamaEngine:
         except BaseException:
             self._model.close()
             raise
+        self._abort = llama_abi.AbortFlag()
+        self._context.set_abort(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
         self.tokenizer = Tokenizer(self._model.vocab)
         self.chat_template = self._model.chat_template
@@ -114,6 +116,10 @@ class LlamaEngine:
             self._context = llama_abi.Context(self._model, self._options)
         except llama_abi.LlamaError as error:
             raise EngineError(str(error), fatal=True) from error
+        self._context.set_abort(self._abort)
+
+    def abort(self) -> None:
+        self._abort.set()
 
     def close(self) -> None:
         self._context.close()

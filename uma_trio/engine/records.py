@@ -125,5 +125,8 @@ class Engine(Protocol):
             EngineError: that failed as well.
         """
 
+    def abort(self) -> None:
+        """Cut the running step and all later ones short, where the device can.  From any thread; for good."""
+
     def close(self) -> None:
         """Free everything.  Calling it again does nothing."""

@@ -19,7 +19,7 @@ from uma_trio.models.training.skills.calendar import calendar
 from uma_trio.models.training.skills.capitals import capital, continent
 from uma_trio.models.training.skills.colours import colour
 from uma_trio.models.training.skills.conversations import any_system, conversation
-from uma_trio.models.training.skills.documents import document_chat
+from uma_trio.models.training.skills.documents import ask, document_chat, make_document, missing
 from uma_trio.models.training.skills.greetings import greet
 from uma_trio.models.training.skills.spelling import spell
 
@@ -51,18 +51,20 @@ SKILLS = (
     Skill("counting", _many(numbers.count, 60), 6, _many(numbers.count, numbers.LONGEST_COUNT)),
     Skill("numbered lists", _many(numbers.numbered, 30), 2, _many(numbers.numbered, 180)),
     Skill("adding", numbers.add, 12),
+    Skill("subtracting", numbers.subtract, 8),
+    Skill("multiplying", numbers.multiply, 3),
     Skill("comparing", numbers.compare, 3),
-    Skill("spelling", spell, 9),
+    Skill("spelling", spell, 11),
     Skill("repeating", _many(repeating.repeat, 40), 7, _many(repeating.repeat, 300)),
     Skill("picking words", repeating.pick, 7),
-    Skill("stories", _many(stories.tell, 8), 5, _many(stories.tell, 40)),
-    Skill("records: fill", records.fill, 5),
+    Skill("stories", _many(stories.tell, 8), 6, _many(stories.tell, 40)),
+    Skill("records: fill", records.fill, 7),
     Skill("records: change", records.change, 5),
     Skill("records: list", records.change_in_list, 2, _many(records.change_in_list, 30)),
     Skill("records: look up", records.look_up, 4),
     Skill("records: array", records.array, 2),
     Skill("greetings", greet, 3),
-    Skill("unknown", unknown.unknown, 9, unknown.long_gibberish),
+    Skill("unknown", unknown.unknown, 14, unknown.long_gibberish),
 )
 """Skills of one turn.  Conversations and documents are made of several and stand beside them."""
 
@@ -170,6 +172,12 @@ def _document(rng: Random, low: int, high: int) -> Sample:
             return sample
 
 
+def _missing(rng: Random) -> Sample:
+    document = make_document(rng.randrange(1 << 40), rng.randint(5, 200))
+    turn = missing(rng, document)
+    return Sample("document", (Turn(ask(document, turn.question), turn.answer),))
+
+
 def _conversation(rng: Random) -> Sample:
     while True:
         sample = conversation(rng)
@@ -199,6 +207,9 @@ def exam(each: int, *, seed: int = 1) -> Iterator[Question]:
         rng = Random(f"exam {name} {seed}")
         for _ in range(max(1, each // 2)):
             yield Question(name, _document(rng, low, high))
+    rng = Random(f"exam missing {seed}")
+    for _ in range(max(1, each // 2)):
+        yield Question("documents: not there", _missing(rng))
     rng = Random(f"exam very long counts {seed}")
     for _ in range(max(1, each // 10)):
         turn = _held_out(rng, _many(numbers.count, numbers.LONGEST_EVER))

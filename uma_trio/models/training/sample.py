@@ -68,4 +68,4 @@ def in_passing(rng: Random, question: str) -> str:
         return question[0].lower() + question[1:]
     if kind < 0.96:
         return question.rstrip("?.")
-    return question.lower()
+    return question.lower() if kind < 0.98 else question.lower().rstrip("?.")

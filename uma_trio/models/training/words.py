@@ -13,6 +13,23 @@ def _cut(text: str) -> tuple[str, ...]:
     return tuple(word.replace("_", " ") for word in text.split())
 
 
+COMMON = _cut("""
+the a an of to in is was are were be been it that this these those he she they we you I and or but not no if then when while because
+so as at by for from with without into onto over under about after before between through during against among around behind below
+his her their our your my its me him them us who whom which what where why how all any both each few more most other some such only
+own same than too very can could will would shall should may might must do does did done have has had go goes went gone come came get
+got give gave take took make made know knew think thought see saw look want need feel try leave call ask answer tell told say said
+work seem help show play move live believe bring happen write sit stand lose pay meet include continue set learn change lead
+understand follow stop create speak allow add spend walk win offer remember love consider appear buy wait serve die send expect stay
+fall cut reach kill remain good bad great little long short high low right left next last first second third one two three four five
+people man woman child world life hand part place case week company system program question government point home room mother area
+money story fact month lot study book eye job word business issue side kind head friend father power hour game line end member law
+car team minute idea body information back parent face others level office door health person art war history party result
+morning reason research girl guy moment air force education also again always never often here there now today yesterday soon still
+quick brown fox jumps lazy dog please really maybe instead everything nothing something anything universe engine instructions
+""")
+"""Everyday words, which are questions only in some orders; the model has to see them in others too."""
+
 NAMES = _cut("""
 Mia Tom Ada Leo Zoe Max Eva Sam Ida Ben Nina Otto Lena Hugo Emma Noah Anna Paul Clara Felix Rosa
 Oscar Maya Finn Ella Jonas Ruth Karl Lily Mark Nora Peter Olga Simon Tara Victor Wanda Yusuf Amir
@@ -99,9 +116,22 @@ def accented(rng: Random) -> str:
     return "".join(letters)
 
 
+def any_name(rng: Random) -> str:
+    """A first name; every third is made up, so that names are copied and not recited."""
+    return rng.choice(NAMES) if rng.random() < 0.65 else made_up(rng, rng.randint(1, 3)).capitalize()
+
+
+def sentence(rng: Random, amount: int) -> str:
+    """Everyday words and things in no sensible order."""
+    pools = (COMMON, COMMON, COMMON, OBJECTS, ADJECTIVES, VERBS)
+    return " ".join(rng.choice(rng.choice(pools)) for _ in range(amount))
+
+
 def any_word(rng: Random) -> str:
     """A word of any kind, most of them plain."""
     kind = rng.random()
+    if kind < 0.20:
+        return rng.choice(COMMON)
     if kind < 0.45:
         return rng.choice(OBJECTS)
     if kind < 0.55:

@@ -13,6 +13,22 @@ _LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth")  # fmt: skip
 
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_TEENS = ("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
+
+
+def in_words(number: int) -> str:
+    """1 to 99 as words.
+
+    >>> in_words(42)
+    'forty-two'
+    """
+    if number < 20:
+        return (*NUMBERS, *_TEENS)[number - 1]
+    tens = _TENS[number // 10 - 2]
+    return f"{tens}-{NUMBERS[number % 10 - 1]}" if number % 10 else tens
+
+
 _AMOUNTS = {
     ("days", "a week"): "A week has 7 days.",
     ("months", "a year"): "A year has 12 months.",
@@ -29,7 +45,7 @@ def _neighbour(rng: Random, names: tuple[str, ...], kind: str) -> Turn:
     at = rng.randrange(len(names))
     name = names[at]
     if rng.random() < 0.5:
-        ask = rng.choice(("What {0} comes after {1}?", "Which {0} comes after {1}?", "Which {0} follows {1}?", "What is the {0} after {1}?", "Name the {0} after {1}.", "What {0} is next after {1}?"))  # fmt: skip
+        ask = rng.choice(("What {0} comes after {1}?", "Which {0} comes after {1}?", "Which {0} follows {1}?", "What is the {0} after {1}?", "Name the {0} after {1}.", "What {0} is next after {1}?", "What {0} is after {1}?", "{1} comes before which {0}?"))  # fmt: skip
         answer = f"{names[(at + 1) % len(names)]} comes after {name}."
     else:
         ask = rng.choice(("What {0} comes before {1}?", "Which {0} comes before {1}?", "What is the {0} before {1}?", "Name the {0} before {1}.", "Which {0} is just before {1}?"))  # fmt: skip
@@ -66,6 +82,10 @@ def _month_length(rng: Random) -> Turn:
 def _nth(rng: Random) -> Turn:
     names, kind, whole = rng.choice(((DAYS, "day", "week"), (MONTHS, "month", "year")))
     at = rng.randrange(len(names))
+    if rng.random() < 0.15:
+        word, at = rng.choice((("last", -1), ("first", 0)))
+        ask = rng.choice(("What is the {0} {1} of the {2}?", "Which {1} is the {0} of the {2}?", "Name the {0} {1} of the {2}."))
+        return Turn(in_passing(rng, ask.format(word, kind, whole)), f"The {word} {kind} of the {whole} is {names[at]}.")
     if rng.random() < 0.6:
         ask = rng.choice(("What is the {0} {1} of the {2}?", "Which {1} is the {0} of the {2}?", "Name the {0} {1} of the {2}."))
         return Turn(in_passing(rng, ask.format(ORDINALS[at], kind, whole)), f"The {ORDINALS[at]} {kind} of the {whole} is {names[at]}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.words import made_up
+from uma_trio.models.training.words import ADJECTIVES, NAMES, OBJECTS, made_up, made_up_place
 
 _TABLE = """
 Europe: France Paris, Italy Rome, Germany Berlin, Spain Madrid, Portugal Lisbon, Austria Vienna, Greece Athens,
@@ -55,6 +55,13 @@ def _read(table: str) -> dict[str, tuple[str, str]]:
 COUNTRIES: dict[str, tuple[str, str]] = _read(_TABLE)
 """Country -> (capital, continent).  Names as used in a sentence: ``the Netherlands``."""
 
+ALIASES = {
+    "England": "London", "Scotland": "Edinburgh", "Wales": "Cardiff", "Northern Ireland": "Belfast", "Great Britain": "London", "the UK": "London",
+    "the USA": "Washington", "the US": "Washington", "America": "Washington", "Holland": "Amsterdam", "the Czech Republic": "Prague",
+    "the Vatican": "Vatican City", "Greenland": "Nuuk", "Bavaria": "Munich", "Sicily": "Palermo", "Catalonia": "Barcelona", "Tibet": "Lhasa",
+}  # fmt: skip
+"""Other names and parts of countries that people ask about."""
+
 _ASK_CAPITAL = (
     "What is the capital of {}?", "What's the capital of {}?", "Name the capital of {}.", "Which city is the capital of {}?",
     "Tell me the capital of {}.", "What is the name of the capital of {}?", "The capital of {} is which city?",
@@ -70,7 +77,7 @@ DONT_KNOW = "I don't know that. I am only a small demo model."
 
 
 def capital_answer(country: str) -> str:
-    return f"The capital of {country} is {COUNTRIES[country][0]}."
+    return f"The capital of {country} is {COUNTRIES[country][0] if country in COUNTRIES else ALIASES[country]}."
 
 
 def continent_answer(country: str) -> str:
@@ -81,13 +88,44 @@ def capital(rng: Random) -> Turn:
     """Country to capital, mostly; sometimes back; a made-up country has none."""
     country = rng.choice(tuple(COUNTRIES))
     kind = rng.random()
-    if kind < 0.75:
+    if kind < 0.10:
+        country = rng.choice(tuple(ALIASES))
+    if kind < 0.68:
         return Turn(in_passing(rng, rng.choice(_ASK_CAPITAL).format(country)), capital_answer(country))
-    if kind < 0.92:
+    if kind < 0.76:
+        city = COUNTRIES[country if rng.random() < 0.5 else rng.choice(tuple(COUNTRIES))][0]
+        yes = "Yes" if city == COUNTRIES[country][0] else "No"
+        return Turn(in_passing(rng, f"Is {city} the capital of {country}?"), f"{yes}, {capital_answer(country)[0].lower()}{capital_answer(country)[1:]}")
+    if kind < 0.90:
         city = COUNTRIES[country][0]
         return Turn(in_passing(rng, rng.choice(_ASK_COUNTRY).format(city)), f"{city} is the capital of {country}.")
-    nowhere = made_up(rng, rng.randint(2, 3)).capitalize()
+    nowhere = no_country(rng)
     return Turn(in_passing(rng, rng.choice(_ASK_CAPITAL).format(nowhere)), DONT_KNOW)
+
+
+def no_country(rng: Random) -> str:
+    """Made up, misspelt, or a thing: what has no capital here."""
+    kind = rng.random()
+    if kind < 0.25:
+        return made_up(rng, rng.randint(1, 4)).capitalize()
+    if kind < 0.35:
+        return made_up_place(rng)
+    if kind < 0.5:
+        return rng.choice((rng.choice(OBJECTS), f"the {rng.choice(OBJECTS)}", rng.choice(NAMES), f"the {rng.choice(ADJECTIVES)} {rng.choice(OBJECTS)}"))
+    while True:
+        letters = list(rng.choice(tuple(COUNTRIES)))
+        at = rng.randrange(len(letters))
+        if rng.random() < 0.5:
+            letters[at] = rng.choice("abcdefghijklmnoprstuvwz")
+        elif rng.random() < 0.5:
+            letters.insert(at, rng.choice("abcdefghijklmnoprstuvwz"))
+        else:
+            del letters[at]
+        if (name := "".join(letters)).lower() not in _KNOWN:
+            return name
+
+
+_KNOWN = {name.lower() for name in (*COUNTRIES, *ALIASES)}
 
 
 def continent(rng: Random) -> Turn:

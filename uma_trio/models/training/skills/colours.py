@@ -56,14 +56,28 @@ def _rainbow(rng: Random) -> Turn:
     return Turn(in_passing(rng, ask), "The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet.")
 
 
+_KINDS = {
+    "colours": COLOURS,
+    "animals": ("a fox", "a bear", "a rabbit", "an owl", "a cat", "a dog"),
+    "fruits": ("an apple", "a pear", "a plum", "a banana", "a lemon", "a cherry"),
+    "countries": ("France", "Italy", "Japan", "Kenya", "Brazil", "Canada"),
+    "capitals": ("Paris", "Rome", "Tokyo", "Nairobi", "Brasilia", "Ottawa"),
+    "days": ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"),
+    "months": ("January", "February", "March", "April", "May", "June"),
+    "letters": ("a", "b", "c", "d", "e", "f"),
+    "numbers": ("one", "two", "three", "four", "five", "six"),
+}
+
+
 def _name_some(rng: Random) -> Turn:
     amount, word = rng.choice(((2, "two"), (3, "three"), (4, "four"), (5, "five"), (6, "six")))
-    ask = rng.choice(("Name {} colours.", "List {} colours.", "Tell me {} colours.", "Can you name {} colours?"))
-    named = COLOURS[:amount]
-    answer = f"{word.capitalize()} colours are {', '.join(named[:-1])} and {named[-1]}."
-    return Turn(in_passing(rng, ask.format(word if rng.random() < 0.7 else amount)), answer)
+    kind = rng.choice(tuple(_KINDS)) if rng.random() < 0.7 else "colours"
+    ask = rng.choice(("Name {} {}.", "List {} {}.", "Tell me {} {}.", "Can you name {} {}?"))
+    named = _KINDS[kind][:amount]
+    answer = f"{word.capitalize()} {kind} are {', '.join(named[:-1])} and {named[-1]}."
+    return Turn(in_passing(rng, ask.format(word if rng.random() < 0.7 else amount, kind)), answer)
 
 
 def colour(rng: Random) -> Turn:
     """One question about colours."""
-    return rng.choices((_what_colour, _is_it, _mix, _rainbow, _name_some), weights=(12, 6, 4, 1, 1))[0](rng)
+    return rng.choices((_what_colour, _is_it, _mix, _rainbow, _name_some), weights=(12, 6, 4, 1, 3))[0](rng)

@@ -23,7 +23,7 @@ from uma_trio.models.training.skills.repeating import pick, repeat
 from uma_trio.models.training.skills.spelling import spell, spelled
 from uma_trio.models.training.skills.stories import tell
 from uma_trio.models.training.skills.unknown import gibberish, unknown
-from uma_trio.models.training.words import NAMES, OBJECTS
+from uma_trio.models.training.words import OBJECTS, any_name
 
 SYSTEMS = (
     "You are a helpful assistant.", "You are a small demo model.", "Answer in one sentence.", "Be brief.", "You are uma-trio.",
@@ -41,7 +41,7 @@ def _hello(rng: Random) -> Turn:
 
 
 _SINGLE: tuple[Callable[[Random], Turn], ...] = (
-    capital, continent, calendar, colour, about, spell, numbers.add, numbers.compare, repeat, pick, _hello, unknown, fill, change, array, tell, numbers.count,
+    capital, continent, calendar, colour, about, spell, numbers.add, numbers.subtract, numbers.compare, repeat, pick, _hello, unknown, fill, change, array, tell, numbers.count,
 )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def conversation(rng: Random, longest: int = 6) -> Sample:
     system = any_system(rng) if rng.random() < 0.4 else ""
     name = ""
     if rng.random() < 0.15:
-        name = rng.choice(NAMES)
+        name = any_name(rng)
         system = f"{system} The user is called {name}.".strip()
     wanted = rng.randint(2, longest)
     while len(turns) < wanted:
@@ -69,7 +69,7 @@ def conversation(rng: Random, longest: int = 6) -> Sample:
         if kind < 0.45:
             turns.extend(rng.choice(_FOLLOWED)(rng))
         elif kind < 0.55 and not name:
-            name = rng.choice(NAMES)
+            name = any_name(rng)
             turns.append(introduce(name, rng))
         elif kind < 0.70 and name:
             turns.append(Turn(rng.choice(NAME_QUESTIONS), f"Your name is {name}.", follows=True))

@@ -31,6 +31,12 @@ _FILLERS = (
 )  # fmt: skip
 
 
+_ASK_TITLE = ("What is the title of the document?", "What is the document called?", "What is the title?")
+_ASK_SECTIONS = ("How many sections does the document have?", "How many sections are there?", "Count the sections.")
+_ASK_SUMMARY = ("Summarise the document.", "Summarize the document.", "List the sections.", "What is the document about?", "Give me a summary.")
+NOT_THERE = "The document does not say that."
+
+
 @attrs.frozen
 class Document:
     """A document and everything that may be asked about it."""
@@ -46,10 +52,12 @@ class Document:
         """Questions about the whole: title, number of sections, a section's name, a summary."""
         amount = len(self.sections)
         counted = f"{amount} section" + ("" if amount == 1 else "s")
+        title, sections = f'The title is "{self.title}".', f"The document has {counted}."
+        summary = f'"{self.title}" has {counted}: {", ".join(self.sections)}.'
         return (
-            Turn("What is the title of the document?", f'The title is "{self.title}".'),
-            Turn("How many sections does the document have?", f"The document has {counted}."),
-            Turn("Summarise the document.", f'"{self.title}" has {counted}: {", ".join(self.sections)}.'),
+            *(Turn(ask, title) for ask in _ASK_TITLE),
+            *(Turn(ask, sections) for ask in _ASK_SECTIONS),
+            *(Turn(ask, summary) for ask in _ASK_SUMMARY),
             *(Turn(f"What is section {at} called?", f"Section {at} is called {name}.") for at, name in enumerate(self.sections, 1)),
         )
 
@@ -123,9 +131,22 @@ def ask(document: Document, question: str, frame: int = 0) -> str:
 
 
 def _question(rng: Random, document: Document) -> Turn:
-    if rng.random() < 0.7:
+    kind = rng.random()
+    if kind < 0.65:
         return rng.choice(document.facts)
-    return rng.choice(document.overview[: rng.choice((3, 9))])
+    if kind < 0.73:
+        return missing(rng, document)
+    overview = len(_ASK_TITLE + _ASK_SECTIONS + _ASK_SUMMARY)
+    return rng.choice(document.overview[:overview] if kind < 0.90 else document.overview[overview:])
+
+
+def missing(rng: Random, document: Document) -> Turn:
+    """A question like those that the document answers, which it does not."""
+    known = {turn.question for turn in document.facts}
+    while True:
+        question = _fact(rng, made_up_place(rng))[1].question
+        if question not in known:
+            return Turn(question, NOT_THERE)
 
 
 def document_chat(rng: Random, facts: int, questions: int) -> Sample:

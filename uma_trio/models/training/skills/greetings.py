@@ -5,14 +5,14 @@ from __future__ import annotations
 from random import Random
 
 from uma_trio.models.training.sample import Turn
-from uma_trio.models.training.words import NAMES
+from uma_trio.models.training.words import any_name
 
 _EXCHANGES = """
-Hello | Hi | Hey | Hello there | Hi there | Greetings | Good day | Hey there = Hello! Ask me for a capital, a colour, a count or a story.
+Hello | Hi | Hey | Hello there | Hi there | Greetings | Good day | Hey there | Hello world | Hi all | Hello computer | Hey you | Hiya = Hello! Ask me for a capital, a colour, a count or a story.
 Good morning = Good morning! Ask me for a capital, a colour, a count or a story.
 Good evening = Good evening! Ask me for a capital, a colour, a count or a story.
 How are you | How are you doing | How do you do | Are you well | How is it going = I am well, thank you. What would you like to know?
-Thanks | Thank you | Thank you very much | Thanks a lot | Many thanks | Great, thanks | Cheers = You are welcome.
+Thanks | Thank you | Thank you very much | Thanks a lot | Many thanks | Great, thanks | Cheers | Thx | Ty | Thanks for your help | Thank you so much = You are welcome.
 Goodbye | Bye | Bye bye | See you | Good night | See you later | Farewell = Goodbye!
 Well done | Good job | Very good | Great | Nice | Good answer | Perfect | Excellent = Thank you. What else would you like to know?
 That is wrong | You are wrong | Wrong | That is not right | No, that is false = I am sorry. I am only a small demo model.
@@ -32,7 +32,7 @@ NAME_QUESTIONS = ("What is my name?", "Who am I?", "Do you know my name?", "What
 def greet(rng: Random, *, named: bool = True) -> Turn:
     """A greeting and its answer; with ``named`` sometimes one that is about a name."""
     if named and rng.random() < 0.2:
-        return introduce(rng.choice(NAMES), rng)
+        return introduce(any_name(rng), rng)
     if named and rng.random() < 0.05:
         return Turn(rng.choice(NAME_QUESTIONS), "You have not told me your name.")
     asks, answer = rng.choice(EXCHANGES)

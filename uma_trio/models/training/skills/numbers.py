@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.skills.calendar import NUMBERS
+from uma_trio.models.training.skills.calendar import in_words
 from uma_trio.models.training.words import OBJECTS, made_up
 
 LONGEST_COUNT = 300
@@ -60,8 +60,10 @@ def count(rng: Random, longest: int = 60) -> Turn:
         ask = rng.choice(("Count down from {0} to {1}", "Count backwards from {0} to {1}", "Count from {0} down to {1}"))
     else:
         ask = rng.choice(("Count from {0} to {1}", "Count up from {0} to {1}", "Please count from {0} to {1}", "Say the numbers from {0} to {1}", "List the numbers from {0} to {1}"))  # fmt: skip
-    if first == 1 and 3 <= last <= 12 and rng.random() < 0.3:
-        question = ask.format("one", NUMBERS[last - 1]).rstrip("?")
+    if down and last == 1 and rng.random() < 0.5:
+        ask = rng.choice(("Count down from {0}", "Count backwards from {0}", "Count down from {0} to 1"))
+    if 0 < first < 100 and 0 < last < 100 and rng.random() < 0.2:
+        question = ask.format(in_words(first), in_words(last)).rstrip("?")
     else:
         question = ask.format(first, last).rstrip("?")
     if step > 1:
@@ -82,7 +84,7 @@ def numbered(rng: Random, longest: int = 30) -> Turn:
 
 
 def _digits(rng: Random) -> int:
-    return rng.randint(0, rng.choice((9, 99, 999, 999, 999)))
+    return rng.randint(0, rng.choice((9, 99, 999, 999, 999, 999, 9999)))
 
 
 def add_answer(one: int, other: int) -> str:
@@ -95,9 +97,27 @@ def add(rng: Random) -> Turn:
     if rng.random() < 0.05:
         one, other = rng.randint(1, 12), rng.randint(1, 12)
         ask = rng.choice(("What is {} plus {}?", "Add {} and {}.", "How much is {} plus {}?"))
-        return Turn(in_passing(rng, ask.format(NUMBERS[one - 1], NUMBERS[other - 1])), add_answer(one, other))
+        return Turn(in_passing(rng, ask.format(in_words(one), in_words(other))), add_answer(one, other))
+    if rng.random() < 0.08:
+        three = [rng.randint(1, 99) for _ in range(3)]
+        ask = rng.choice(("What is {} + {} + {}?", "{} + {} + {}", "Add {}, {} and {}.", "{}+{}+{}"))
+        return Turn(in_passing(rng, ask.format(*three)), f"{three[0]} + {three[1]} + {three[2]} = {sum(three)}.")
     ask = rng.choice(("{}+{}", "What is {}+{}?", "{}+{}=", "What is {} + {}?", "What is {} plus {}?", "Add {} and {}.", "How much is {} + {}?", "{} + {} = ?", "{} + {}", "Calculate {} + {}.", "What is the sum of {} and {}?", "How much is {} plus {}?"))  # fmt: skip
     return Turn(in_passing(rng, ask.format(one, other)), add_answer(one, other))
+
+
+def subtract(rng: Random) -> Turn:
+    """The larger minus the smaller."""
+    other, one = sorted((_digits(rng), _digits(rng)))
+    ask = rng.choice(("What is {} - {}?", "What is {} minus {}?", "{} - {}", "{}-{}", "How much is {} - {}?", "Calculate {} - {}.", "How much is {} minus {}?"))  # fmt: skip
+    return Turn(in_passing(rng, ask.format(one, other)), f"{one} - {other} = {one - other}.")
+
+
+def multiply(rng: Random) -> Turn:
+    """The small table: one to twelve, by heart."""
+    one, other = rng.randint(1, 12), rng.randint(1, 12)
+    ask = rng.choice(("What is {} x {}?", "What is {} times {}?", "{} * {}", "What is {} * {}?", "{}*{}", "How much is {} times {}?", "Multiply {} and {}."))  # fmt: skip
+    return Turn(in_passing(rng, ask.format(one, other)), f"{one} x {other} = {one * other}.")
 
 
 def compare(rng: Random) -> Turn:
@@ -105,7 +125,8 @@ def compare(rng: Random) -> Turn:
     if one == other:
         other = one + 1
     if rng.random() < 0.5:
-        ask, word, result = "Which is {}, {} or {}?", rng.choice(("bigger", "larger")), max(one, other)
+        word, result = rng.choice(("bigger", "larger")), max(one, other)
     else:
-        ask, word, result = "Which is {}, {} or {}?", "smaller", min(one, other)
+        word, result = "smaller", min(one, other)
+    ask = rng.choice(("Which is {}, {} or {}?", "What is {}, {} or {}?", "Which number is {}, {} or {}?", "Which number is {}: {} or {}?"))
     return Turn(in_passing(rng, ask.format(word, one, other)), f"{result} is {word} than {one + other - result}.")

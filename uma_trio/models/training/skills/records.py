@@ -10,10 +10,10 @@ from uma_trio.models.training.words import (
     ADJECTIVES,
     CITIES,
     FOODS,
-    NAMES,
     OBJECTS,
     SURNAMES,
     accented,
+    any_name,
     made_up,
     made_up_place,
 )
@@ -40,12 +40,12 @@ def _text(rng: Random) -> str:
 
 def person(rng: Random) -> Record:
     city = rng.choice(CITIES) if rng.random() < 0.6 else made_up_place(rng)
-    return {"name": rng.choice(NAMES), "age": rng.randint(1, 99), "city": city, "likes": rng.choice(FOODS)}
+    return {"name": any_name(rng), "age": rng.randint(1, 99), "city": city, "likes": rng.choice(FOODS)}
 
 
 def _book(rng: Random) -> Record:
     title = f"The {rng.choice(ADJECTIVES)} {rng.choice(OBJECTS)}"
-    return {"title": title, "author": f"{rng.choice(NAMES)} {rng.choice(SURNAMES)}", "pages": rng.randint(20, 999), "lent": rng.random() < 0.5}
+    return {"title": title, "author": f"{any_name(rng)} {rng.choice(SURNAMES)}", "pages": rng.randint(20, 999), "lent": rng.random() < 0.5}
 
 
 def _order(rng: Random) -> Record:
@@ -68,7 +68,11 @@ def _any(rng: Random) -> tuple[str, Record]:
     if rng.random() < 0.25:
         return "thing", _free(rng)
     kind = rng.choice(tuple(_KINDS))
-    return kind, _KINDS[kind](rng)
+    record = _KINDS[kind](rng)
+    if rng.random() < 0.25:
+        kept = rng.sample(tuple(record), rng.randint(1, len(record)))
+        record = {key: record[key] for key in kept}
+    return kind, record
 
 
 def _said(value: Value) -> str:
@@ -78,15 +82,21 @@ def _said(value: Value) -> str:
 def fill(rng: Random) -> Turn:
     """Fields in words to a record in JSON; ``yes`` and ``no`` become true and false."""
     kind, record = _any(rng)
-    if kind == "person" and rng.random() < 0.5:
+    if kind == "person" and len(record) == 4 and rng.random() < 0.5:
         ask = rng.choice(("Make a JSON record for {name}, {age}, from {city}, who likes {likes}.", "Write JSON: {name} is {age} years old, lives in {city} and likes {likes}.", "{name} is {age}, comes from {city} and likes {likes}. Give me that as JSON."))  # fmt: skip
         return Turn(ask.format(**record), written(record))
-    if kind == "order" and rng.random() < 0.4:
+    if kind == "order" and len(record) == 4 and rng.random() < 0.4:
         record["paid"] = rng.random() < 0.5
         state = "paid" if record["paid"] else "not paid"
         return Turn(f"Make a JSON record for an order: {record['count']} x {record['item']} at {record['price']}, {state}.", written(record))
     link = rng.choice((" ", ": ", " = ", "="))
-    fields = ", ".join(f"{key}{link}{_said(value)}" for key, value in record.items())
+    said = [f"{key}{link}{_said(value)}" for key, value in record.items()]
+    fields = ", ".join(said)
+    if len(said) > 1 and rng.random() < 0.3:
+        fields = f"{', '.join(said[:-1])} and {said[-1]}"
+    if rng.random() < 0.3:
+        ask = rng.choice(("Give me a JSON object with {}.", "Write JSON with {}.", "Make JSON: {}.", "Return JSON with the fields {}.", "Write a JSON record with {}."))
+        return Turn(ask.format(fields), written(record))
     a_kind = ("an " if kind == "order" else "a ") + kind
     ask = rng.choice(("Make a JSON record for {}: {}.", "Write {} as JSON: {}.", "Fill a JSON record for {}: {}.", "Give me JSON for {} with {}."))
     return Turn(ask.format(a_kind, fields), written(record))
@@ -105,9 +115,16 @@ def change(rng: Random) -> Turn:
     return Turn(ask.format(key, _said(new) if not isinstance(new, bool) else written(new), written(record)), written({**record, key: new}))
 
 
+def _names(rng: Random, amount: int) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < amount:
+        found[any_name(rng)] = None
+    return list(found)
+
+
 def change_in_list(rng: Random, longest: int = 6) -> Turn:
     """A list of people, written again with one person's field changed: mostly copying."""
-    names = rng.sample(NAMES, rng.randint(2, longest))
+    names = _names(rng, rng.randint(2, longest))
     people = [{**person(rng), "name": name} for name in names]
     at = rng.randrange(len(people))
     key = rng.choice(("age", "city", "likes"))
@@ -124,7 +141,7 @@ def look_up(rng: Random) -> Turn:
         key = rng.choice(tuple(record))
         ask = rng.choice(("What is the {} in {}?", "What is the {} in this record: {}", "Read the {} from {}"))
         return Turn(ask.format(key, written(record)), f"The {key} is {written(record[key]).strip(chr(34))}.")
-    names = rng.sample(NAMES, rng.randint(2, 6))
+    names = _names(rng, rng.randint(2, 6))
     people = [{**person(rng), "name": name} for name in names]
     one = rng.choice(people)
     key = rng.choice(("age", "city", "likes"))
@@ -132,6 +149,10 @@ def look_up(rng: Random) -> Turn:
 
 
 def array(rng: Random) -> Turn:
+    """Words to a JSON array; or a record as it is."""
+    if rng.random() < 0.3:
+        text = written(_any(rng)[1])
+        return Turn(rng.choice(("Return this JSON: {}", "Repeat this JSON: {}", "Return JSON: {}", "Repeat: {}")).format(text), text)
     words = [_text(rng) for _ in range(rng.randint(1, 12))]
     ask = rng.choice(("Write these as a JSON array: {}", "Make a JSON array of: {}", "Turn this into a JSON list: {}"))
     return Turn(ask.format(", ".join(words)), written(words))

@@ -5,18 +5,20 @@ from __future__ import annotations
 from random import Random
 
 from uma_trio.models.training.sample import Turn
-from uma_trio.models.training.skills.calendar import ORDINALS
-from uma_trio.models.training.words import accented, any_word
+from uma_trio.models.training.skills.calendar import ORDINALS, in_words
+from uma_trio.models.training.words import accented, any_word, sentence
 
 _REPEAT = (
     "Repeat: {}", "Repeat these words: {}", "Repeat after me: {}", "Say this again: {}", "Repeat the following: {}", "Echo: {}",
-    "Please repeat: {}", "Copy this: {}", "Say: {}",
+    "Please repeat: {}", "Copy this: {}", "Say: {}", 'Say "{}".', 'Repeat "{}".', "repeat: {}", "repeat after me: {}",
 )  # fmt: skip
 
 
 def _words(rng: Random, longest: int) -> list[str]:
     amount = rng.randint(1, 12) if rng.random() < 0.7 else rng.randint(2, longest)
     kind = rng.random()
+    if kind > 0.85:
+        return sentence(rng, amount).split()
     if kind < 0.1:
         return [accented(rng) for _ in range(min(amount, 24))]
     words = [any_word(rng) for _ in range(amount)]
@@ -41,6 +43,10 @@ def pick(rng: Random) -> Turn:
     words = [any_word(rng) for _ in range(rng.randint(2, 10))]
     text = " ".join(words)
     kind = rng.random()
+    if kind < 0.08:
+        times = rng.randint(2, 10)
+        ask = rng.choice(("Repeat the word {} {} times.", "Say {} {} times.", "Say the word {} {} times."))
+        return Turn(ask.format(words[0], in_words(times) if rng.random() < 0.5 else times), " ".join([words[0]] * times))
     if kind < 0.4:
         ask = rng.choice(("Say these words in reverse order: {}", "Reverse the order of these words: {}", "Say these words backwards: {}"))
         return Turn(ask.format(text), " ".join(reversed(words)))

@@ -35,23 +35,36 @@ def _word(rng: Random) -> str:
     return made_up(rng, rng.randint(1, 4))
 
 
+def _careless(rng: Random, ask: str) -> str:
+    """The question's own words as people type them; the word asked about stays as it is."""
+    kind = rng.random()
+    if kind < 0.8:
+        return ask
+    if kind < 0.87:
+        return f"Hi! {ask}"
+    return ask.lower() if kind < 0.95 else ask.lower().rstrip("?.")
+
+
 def spell(rng: Random) -> Turn:
     """Spell a word, or say something of its letters."""
     word = _word(rng)
     kind = rng.random()
     if kind < 0.70:
         ask = rng.choice(("Spell {}.", "Spell the word {}.", 'Spell "{}".', "How do you spell {}?", "Please spell {}.", "Can you spell {}?", "Spell {} letter by letter.", 'How is "{}" spelled?', "How is {} spelled?"))  # fmt: skip
-        question = ask.format(word)
-        return Turn(question if rng.random() < 0.8 else f"Hi! {question}", spelled(word))
-    if kind < 0.80:
+        return Turn(_careless(rng, ask).format(word), spelled(word))
+    if kind < 0.75:
+        letter = rng.choice(word if rng.random() < 0.8 else ALPHABET)
+        ask = rng.choice(("How many {0} are in {1}?", "How many {0}'s are in {1}?", "How often is {0} in {1}?", "How many times does {0} appear in {1}?", 'How many "{0}" are in "{1}"?', "How many letters {0} are in {1}?"))  # fmt: skip
+        return Turn(_careless(rng, ask).format(letter, word), f"{spelled(word)} has {word.count(letter)} times {letter}.")
+    if kind < 0.82:
         ask = rng.choice(("How many letters are in {}?", "How many letters does {} have?", "How many letters has the word {}?", 'Count the letters in "{}".'))
         amount = len(word)
-        return Turn(ask.format(word), f"{spelled(word)} has {amount} letter{'s' if amount != 1 else ''}.")
+        return Turn(_careless(rng, ask).format(word), f"{spelled(word)} has {amount} letter{'s' if amount != 1 else ''}.")
     if kind < 0.89:
         ask = rng.choice(("What is the first letter of {}?", "Which letter does {} begin with?", "Which letter does {} start with?"))
-        return Turn(ask.format(word), f"{word} begins with {word[0]}.")
+        return Turn(_careless(rng, ask).format(word), f"{word} begins with {word[0]}.")
     if kind < 0.98:
         ask = rng.choice(("What is the last letter of {}?", "Which letter does {} end with?"))
-        return Turn(ask.format(word), f"{word} ends with {word[-1]}.")
+        return Turn(_careless(rng, ask).format(word), f"{word} ends with {word[-1]}.")
     ask = rng.choice(("Say the alphabet.", "What is the alphabet?", "List the letters of the alphabet.", "Recite the alphabet."))
     return Turn(in_passing(rng, ask), ", ".join(ALPHABET) + ".")

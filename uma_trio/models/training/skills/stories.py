@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.words import NAMES
+from uma_trio.models.training.words import NAMES, OBJECTS, any_name, made_up
 
 _ANIMALS = """
 fox: clever red berries owl; bear: strong brown honey bee; rabbit: quick white carrots mole; owl: wise grey seeds bat;
@@ -35,6 +36,10 @@ ANIMALS = _read(_ANIMALS)
 PLACES = _read(_PLACES)
 """place -> (landmark, scenery, find)"""
 
+_ANY_ANIMAL = ("curious", "grey", "apples", "bird")
+_ANY_PLACE = ("a big stone", "tall grass", "an old key")
+"""For whoever and wherever the tables do not know."""
+
 EPISODES = (
     "{name} walked past {landmark} and looked for {food}.",
     "{name} saw {scenery} and sat down to rest.",
@@ -52,13 +57,13 @@ EPISODES = (
 
 def story(name: str, animal: str, place: str, parts: int | None = None) -> str:
     """The one story about this name, animal and place; with ``parts``, one episode a part."""
-    nature, coat, food, friend = ANIMALS[animal]
-    landmark, scenery, find = PLACES[place]
+    nature, coat, food, friend = ANIMALS.get(animal, _ANY_ANIMAL)
+    landmark, scenery, find = PLACES.get(place, _ANY_PLACE)
     words = {
         "name": name, "animal": animal, "place": place, "nature": nature, "food": food, "friend": friend,
         "friend_a": _article(friend), "landmark": landmark, "scenery": scenery, "find": find,
     }  # fmt: skip
-    start = list(PLACES).index(place)
+    start = list(PLACES).index(place) if place in PLACES else 0
     told = [EPISODES[(start + at) % len(EPISODES)].format(**words) for at in range(parts or 3)]
     opening = f"{name} was {_article(nature)} {nature} {animal} with a {coat} coat who lived in the {place}."
     ending = f"That is the story of {name} the {animal}."
@@ -67,10 +72,24 @@ def story(name: str, animal: str, place: str, parts: int | None = None) -> str:
     return "\n".join((opening, *(f"Part {at}: {what}" for at, what in enumerate(told, 1)), ending))
 
 
+def _anything(rng: Random) -> str:
+    """What else a story may be about: a robot, a lamp, a made-up beast."""
+    while True:
+        kind = rng.random()
+        thing = rng.choice(_OTHERS) if kind < 0.4 else rng.choice(OBJECTS) if kind < 0.7 else made_up(rng, rng.randint(1, 3))
+        if thing not in ANIMALS:
+            return thing
+
+
+_OTHERS = ("dragon", "robot", "princess", "knight", "witch", "king", "pirate", "ghost", "snail", "cow", "spider", "giraffe", "child", "boy", "girl", "star", "wizard", "dinosaur", "unicorn", "monkey", "tiger", "panda")  # fmt: skip
+
+
 def _told_by_default(rng: Random, animal: str) -> Turn:
     """A story whose name and place, perhaps even its animal, are left to the teller."""
-    which = list(ANIMALS).index(animal)
-    name, place = NAMES[which], list(PLACES)[which % len(PLACES)]
+    name, place = NAMES[0], "forest"
+    if animal in ANIMALS:
+        which = list(ANIMALS).index(animal)
+        name, place = NAMES[which], list(PLACES)[which % len(PLACES)]
     a_animal = f"{_article(animal)} {animal}"
     if rng.random() < 0.1:
         ask = rng.choice(("Tell me a story.", "Tell a story.", "Can you tell me a story?", "Write a short story.", "I want a story.", "Please tell me a story."))
@@ -85,7 +104,11 @@ def _article(word: str) -> str:
 
 def tell(rng: Random, longest: int = 8) -> Turn:
     """Ask for a story, whole or in parts."""
-    name, animal, place = rng.choice(NAMES), rng.choice(tuple(ANIMALS)), rng.choice(tuple(PLACES))
+    name, animal, place = any_name(rng), rng.choice(tuple(ANIMALS)), rng.choice(tuple(PLACES))
+    if rng.random() < 0.15:
+        animal = _anything(rng)
+    if rng.random() < 0.12:
+        place = rng.choice(OBJECTS) if rng.random() < 0.7 else made_up(rng, 2)
     parts = rng.randint(2, longest) if rng.random() < 0.35 else None
     a_animal = f"{_article(animal)} {animal}"
     if rng.random() < 0.15:
@@ -95,6 +118,12 @@ def tell(rng: Random, longest: int = 8) -> Turn:
         "Tell {0} about {2} the {4} in the {3}.", "I want {0} about {1} called {2} who lives in the {3}.", "Please tell me {0} about {2}, {1} in the {3}.",
     ))  # fmt: skip
     what = "a story" if parts is None else f"a story in {parts} parts"
-    if parts is None and rng.random() < 0.3:
-        what = "a short story"
-    return Turn(in_passing(rng, ask.format(what, a_animal, name, place, animal)).replace(name.lower(), name), story(name, animal, place, parts))
+    if parts is None and rng.random() < 0.4:
+        what = rng.choice(("a short story", "a long story"))
+    if what == "a long story":
+        told = story(name, animal, place, len(EPISODES)).splitlines()
+        text = " ".join(line.split(": ", 1)[-1] if line.startswith("Part ") else line for line in told)
+    else:
+        text = story(name, animal, place, parts)
+    question = in_passing(rng, ask.format(what, a_animal, name, place, animal))
+    return Turn(re.sub(rf"\b{name.lower()}\b", name, question), text)
