@@ -15,7 +15,17 @@ import numpy.typing as npt
 import pytest
 
 import llama_abi
-from llama_abi import AbortFlag, Batch, Closed, Context, ContextOptions, Library, LlamaError, LogitsPassed, Model
+from llama_abi import (
+    AbortFlag,
+    Batch,
+    Closed,
+    Context,
+    ContextOptions,
+    Library,
+    LlamaError,
+    LogitsPassed,
+    Model,
+)
 
 PROMPT = [464, 3290, 318, 257, 845, 922, 5044, 13]
 OTHER = [40, 1842, 617, 287, 262, 3329]
