@@ -1,0 +1,387 @@
+"""The reference documents say what the code does: every field, both ways, and every example is tried."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+import attrs
+import pytest
+import yaml
+
+import uma_trio
+from uma_trio import config
+from uma_trio.cli import COMMANDS
+from uma_trio.errors import all_errors
+from uma_trio.protocol import messages
+from uma_trio.protocol.codec import ClientCodec, ServerCodec
+from uma_trio.protocol.framing import FrameReader, frame
+from uma_trio.protocol.messages import (
+    Cancel,
+    ChatMessage,
+    Eos,
+    Failure,
+    Generate,
+    MetricsQuery,
+    Slo,
+    Timings,
+    Token,
+    Usage,
+)
+from uma_trio.protocol.payload import Encoding, decode, encoding_of
+from uma_trio.telemetry import Telemetry
+
+ROOT = Path(uma_trio.__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), *(file for file in ROOT.glob("*.md"))])
+
+STILL_TO_COME = {"BENCHMARKS.md", "SCORECARD.md", "EMBEDDED_MODEL.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "demo.svg"}
+"""Linked before they are there."""
+
+
+def text_of(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+def section(page: str, title: str) -> str:
+    """What stands under a heading, up to the next of its level or above."""
+    level = re.search(rf"^(#+) {re.escape(title)}$", page, re.MULTILINE)
+    assert level, f"no heading {title!r}"
+    rest = page[level.end() :]
+    end = re.search(rf"^#{{1,{len(level[1])}}} ", rest, re.MULTILINE)
+    return rest[: end.start()] if end else rest
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """All tables, each a list of rows without the head."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip().strip("|").split(" |")] for line in block.splitlines()]
+        found.append([[cell.removeprefix("|").strip() for cell in row] for row in rows[2:]])
+    return found
+
+
+def named(rows: list[list[str]]) -> list[str]:
+    return [match[1] for row in rows if (match := re.fullmatch(r"`([^`]+)`", row[0]))]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+PROTOCOL = text_of("PROTOCOL.md")
+
+
+# -- PROTOCOL.md --------------------------------------------------------------------------------------
+
+
+def test_every_error_is_in_the_table_and_the_other_way_round() -> None:
+    [rows] = tables(section(PROTOCOL, "Errors"))
+    documented = {re.sub("`", "", row[0]): int(row[1]) for row in rows}
+    assert documented == {cls.code: cls.http_status for cls in all_errors()}
+    for row in rows:
+        assert len(row) == 4
+        assert all(row), f"{row[0]} needs a cause and what to do"
+    assert set(re.findall(r"\bE_[A-Z_]+[A-Z]", PROTOCOL)) - set(documented) <= {"E_PROTO", "E_LIMIT", "E_RUNTIME", "E_MODEL"}
+
+
+@pytest.mark.parametrize(
+    ("title", "cls", "more"),
+    [
+        ("A request for text", Generate, set()),
+        ("Cancel", Cancel, {"event"}),
+        ("Metrics query", MetricsQuery, {"type"}),
+        ("token", Token, {"event"}),
+        ("eos", Eos, {"event"}),
+        ("error", Failure, {"event"}),
+    ],
+)
+def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: set[str]) -> None:
+    rows = tables(section(PROTOCOL, title))[0]
+    assert set(named(rows)) == {field.name for field in attrs.fields(cls)} | more
+
+
+@pytest.mark.parametrize(("title", "cls"), [("A request for text", Generate), ("Cancel", Cancel), ("Metrics query", MetricsQuery)])
+def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
+    documented = {row[0].strip("`"): row[2] for row in tables(section(PROTOCOL, title))[0]}
+    for field in attrs.fields(cls):
+        if field.default is attrs.NOTHING:
+            expected = "required"
+        elif field.default is None:
+            expected = "*none*"
+        elif isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
+            expected = "`[]`" if field.name == "stop" else "`{}`"
+        else:
+            expected = f"`{json.dumps(field.default)}`"
+        assert documented[field.name] == expected, field.name
+
+
+def test_bounds_are_the_documented_ones() -> None:
+    documented = {row[0].strip("`"): row[1] for row in tables(section(PROTOCOL, "A request for text"))[0]}
+    least = {"id": "r", "prompt": "x"}
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed"):
+        above, low, high = re.fullmatch(r"(above )?(\d+),? to (\d+)", documented[name]).groups()  # type: ignore[union-attr]
+        assert isinstance(messages.parse(least | {name: int(high)}), Generate)
+        wrong = [int(high) + 1, int(low) - 1, *([int(low)] if above else [])]
+        for value in wrong:
+            with pytest.raises(messages.BadRequest):
+                messages.parse(least | {name: value})
+        if not above:
+            messages.parse(least | {name: int(low)})
+    for number in (messages.MAX_METADATA_BYTES, messages.MAX_METADATA_DEPTH):
+        assert str(number) in section(PROTOCOL, "A request for text")
+
+
+@pytest.mark.parametrize(("title", "cls"), [("A request for text", Slo), ("A request for text", ChatMessage), ("eos", Usage), ("eos", Timings)])
+def test_inner_fields_are_documented(title: str, cls: type) -> None:
+    text = section(PROTOCOL, title)
+    for field in attrs.fields(cls):
+        assert f"`{field.name}`" in text
+
+
+def test_every_json_example_is_taken_by_the_codec() -> None:
+    examples = blocks(PROTOCOL, "json")
+    assert len(examples) >= 8
+    kinds = set()
+    for example in examples:
+        payload = example.strip().encode()
+        fields = decode(payload, Encoding.JSON)
+        if fields.get("event") in ("token", "eos", "error"):
+            client = ClientCodec()
+            client.receive_data(frame(payload))
+            assert client.next_event() == fields
+            cls = {"token": Token, "eos": Eos, "error": Failure}[fields["event"]]
+            known = {field.name for field in attrs.fields(cls)} | {"event"}
+            assert set(fields) <= known
+            kinds.add(cls)
+        else:
+            server = ServerCodec("auto", max_frame_bytes=1 << 20)
+            server.receive_data(frame(payload))
+            message = server.next_message()
+            known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
+            assert set(fields) <= known
+            kinds.add(type(message))
+    assert kinds == {Generate, Cancel, MetricsQuery, Token, Eos, Failure}
+
+
+def test_the_bytes_are_those_of_the_examples() -> None:
+    text = section(PROTOCOL, "Byte by byte")
+    frames = [bytes.fromhex(block) for block in blocks(text, "hex")]
+    examples = [json.loads(block) for block in blocks(text, "json")]
+    found = []
+    for data in frames:
+        reader = FrameReader(max_frame_bytes=1 << 20)
+        reader.receive_data(data)
+        payload = reader.next_payload()
+        assert payload is not None
+        assert not reader.mid_frame
+        found.append(decode(payload, encoding_of(payload)))
+    request, in_cbor, event = found
+    assert request == in_cbor == examples[0]
+    assert event == examples[1]
+    assert [str(len(data)) in text for data in frames[:2]] == [True, True]
+
+
+def test_the_minimal_client_is_short_and_compiles() -> None:
+    [source] = blocks(PROTOCOL, "python")
+    assert len([line for line in source.splitlines() if line.strip()]) <= 15
+    compile(source, "docs/PROTOCOL.md", "exec")
+    imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"json", "socket"}
+
+
+def test_the_minimal_client_talks_to_the_codec(tmp_path: Path) -> None:
+    import socket
+    import threading
+
+    [source] = blocks(PROTOCOL, "python")
+    space: dict[str, object] = {}
+    exec(source, space)
+    path = str(tmp_path / "uma.sock")
+    seen = []
+
+    def serve(listener: socket.socket) -> None:
+        with listener, listener.accept()[0] as sock:
+            codec = ServerCodec("auto", max_frame_bytes=1 << 20)
+            while (message := codec.next_message()) is None:
+                codec.receive_data(sock.recv(7))
+            seen.append(message)
+            timings = Timings(queue_ms=0, ttft_ms=1, total_ms=2, tokens_per_s=None)
+            usage = Usage(prompt_tokens=1, completion_tokens=2)
+            for event in (Token(id="1", text="hé", token_id=1), Token(id="1", text="llo", token_id=2), Eos(id="1", reason="stop", usage=usage, timings=timings)):
+                sock.sendall(codec.encode(event))
+
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    thread = threading.Thread(target=serve, args=(listener,))
+    thread.start()
+    try:
+        assert "".join(space["ask"](path, prompt="x", max_tokens=2)) == "héllo"  # type: ignore[operator]
+    finally:
+        thread.join(10)
+    assert seen == [Generate(id="1", prompt="x", max_tokens=2)]
+
+
+def test_limits_are_the_defaults_and_settings_exist() -> None:
+    names = {found.name: found for found in config.settings()}
+    [rows] = tables(section(PROTOCOL, "Limits"))
+    for row in rows:
+        for name in re.findall(r"`(\w+)`", row[2]):
+            assert name in names
+    shown = " ".join(row[1] for row in rows)
+    for name in ("max_tokens", "max_queue", "max_sessions", "max_prompt_tokens"):
+        assert str(names[name].default) in shown
+    for name in ("frame_timeout_s", "request_timeout_s", "idle_timeout_s", "write_timeout_s"):
+        assert f"{names[name].default:g} s" in shown
+    assert names["max_frame_bytes"].default == 1 << 20
+    assert names["max_prompt_bytes"].default == 256 << 10
+    for name in re.findall(r"`((?:max|default)_\w+|\w+_timeout_s)`", PROTOCOL):
+        assert name in names, f"{name} is no setting"
+
+
+# -- METRICS.md ---------------------------------------------------------------------------------------
+
+
+def keys_of_snapshot(path: str, cls: str) -> set[str]:
+    """Keys of the dict that ``cls.snapshot`` returns, read from its source: to run it takes an engine."""
+    tree = ast.parse((ROOT / path).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == cls:
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef) and function.name == "snapshot":
+                    [returned] = [each for each in ast.walk(function) if isinstance(each, ast.Return)]
+                    assert isinstance(returned.value, ast.Dict), f"{cls}.snapshot returns no plain dict"
+                    return {key.value for key in returned.value.keys if isinstance(key, ast.Constant)}
+    raise AssertionError(f"{cls}.snapshot was not found in {path}")
+
+
+def test_every_metric_is_documented_and_the_other_way_round() -> None:
+    from uma_trio.kv.ledger import LedgerStatistics
+
+    measured = (
+        set(Telemetry().snapshot())
+        | keys_of_snapshot("uma_trio/runner/runner.py", "Runner")
+        | keys_of_snapshot("uma_trio/daemon/server.py", "Server")
+        | {f"kv.{field.name}" for field in attrs.fields(LedgerStatistics)}
+    )
+    rows = [row for table in tables(text_of("METRICS.md")) for row in table]
+    assert set(named(rows)) == measured
+    assert len(named(rows)) == len(measured), "one is documented twice"
+
+
+def test_every_metric_has_unit_and_window_and_meaning() -> None:
+    for table in tables(text_of("METRICS.md")):
+        for name, unit, window, meaning in table:
+            assert meaning.endswith((".", ":")), name
+            if name.rstrip("`").endswith("_ms"):
+                assert unit == "ms"
+            if name.endswith("_total`"):
+                assert window == "since start"
+            if window:
+                assert window in ("now", "since start", "last 4096")
+                assert unit
+
+
+def test_settings_that_metrics_md_names_exist() -> None:
+    names = {found.name for found in config.settings()} | {name.split(".")[-1] for name in named([row for table in tables(text_of("METRICS.md")) for row in table])}
+    for name in re.findall(r"`([a-z]+_[a-z_]+)`", text_of("METRICS.md")):
+        assert name in names or name == "llama_decode", name
+
+
+# -- CONFIG.md ----------------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- made by: python tests/pure/test_docs.py -->\n", "<!-- end -->\n"
+
+
+def settings_in_markdown() -> str:
+    """The tables of CONFIG.md, from the fields themselves."""
+    lines = []
+    for name, cls in config.SECTIONS.items():
+        lines += [f"\n## {name}\n", f"{cls.__doc__}\n", "| setting | value | default | meaning |", "|---|---|---|---|"]
+        for found in config.settings():
+            if found.section == name:
+                default = "" if found.default is None else f"`{json.dumps(found.default).strip(chr(34))}`"
+                help = found.help.replace("|", "\\|")
+                lines.append(f"| `{found.name}` | {found.expected} | {default} | {help} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def test_the_tables_of_settings_are_made_from_the_fields() -> None:
+    page = text_of("CONFIG.md")
+    shown = page[page.index(BEGIN) + len(BEGIN) : page.index(END)]
+    assert shown == settings_in_markdown(), "run: python tests/pure/test_docs.py"
+
+
+def test_the_yaml_example_is_a_configuration(tmp_path: Path) -> None:
+    for i, example in enumerate(blocks(text_of("CONFIG.md"), "yaml")):
+        assert yaml.safe_load(example)
+        file = tmp_path / f"{i}.yaml"
+        file.write_text(example)
+        config.load(file)
+
+
+# -- commands, wherever they are mentioned ----------------------------------------------------------------
+
+
+def commands_in(page: str) -> list[str]:
+    """Command lines in code: each begins with ``uma-trio``."""
+    code = re.findall(r"`([^`\n]+)`", page)
+    for block in re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        code += block.replace("\\\n", " ").splitlines()
+    return [part.strip() for line in code for part in re.split(r"&&|\|\||\||;", line.split(" #")[0]) if re.match(r"\s*uma-trio\b", part)]
+
+
+def flags_of(name: str) -> set[str]:
+    command = importlib.import_module(f"uma_trio.cli.{name}").command
+    flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    return flags | {"-h", "--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_flags_that_are_mentioned_exist(page: Path) -> None:
+    for line in commands_in(page.read_text()):
+        words = shlex.split(line)[1:]
+        if not words or words[0].startswith("-"):
+            assert set(words) <= {"--help", "-h", "--version"}, line
+            continue
+        assert words[0] in COMMANDS, f"{page.name}: {line}"
+        if importlib.util.find_spec(f"uma_trio.cli.{words[0]}") is None:
+            continue
+        flags = {word.split("=")[0] for word in words[1:] if re.match(r"--?[a-z]", word)}
+        assert flags <= flags_of(words[0]), f"{page.name}: {line}"
+
+
+def test_flags_in_running_text_exist() -> None:
+    """In the reference documents a flag alone is one of ``serve``, unless the line names its command."""
+    for name in ("PROTOCOL.md", "METRICS.md", "CONFIG.md"):
+        for line in text_of(name).splitlines():
+            commands = [word for word in COMMANDS if f"uma-trio {word}" in line] or ["serve"]
+            known = set().union(*(flags_of(command) for command in commands))
+            for flag in re.findall(r"`(--[a-z-]+)", line):
+                assert flag in known, f"{name}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http:", "https:")):
+            continue
+        file = (page.parent / path) if path else page
+        if file.name in STILL_TO_COME and not file.exists():
+            continue
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{page.name}: {target}"
+
+
+if __name__ == "__main__":
+    page = text_of("CONFIG.md")
+    before, after = page.index(BEGIN) + len(BEGIN), page.index(END)
+    (DOCS / "CONFIG.md").write_text(page[:before] + settings_in_markdown() + page[after:])
