@@ -144,7 +144,7 @@ class Scheduling:
     )
     prefill_burst_tokens: int = setting(
         16,
-        "Most prompt tokens that one session puts into a tick while others want room in it (kBurst).",
+        "Prompt tokens of one session before the next one's turn (kBurst); turns go round until a tick is full.",
         ge=1,
         le=8192,
     )

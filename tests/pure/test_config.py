@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import attrs
+import hypothesis
 import pytest
 import yaml
 from hypothesis import given
@@ -254,6 +255,7 @@ configs = st.builds(
 
 
 @given(configs)
+@hypothesis.settings(max_examples=30)
 def test_what_is_printed_is_read_back(tmp_path_factory: pytest.TempPathFactory, found: Config) -> None:
     file = tmp_path_factory.mktemp("config") / "uma.yaml"
     file.write_text(to_yaml(found), encoding="utf-8")

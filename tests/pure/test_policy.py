@@ -2,6 +2,7 @@
 
 import doctest
 import random
+from collections.abc import Sequence
 
 import attrs
 import pytest
@@ -41,13 +42,13 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, roomy: bool = True) -> Case:
+def cases(draw: st.DrawFn, *, roomy: bool = True, silences: Sequence[float] = (0.0, 149.0, 151.0, 1e6)) -> Case:
     """Any slots, budget and capacity; ``roomy``: as ``config.load`` makes sure of."""
     n = draw(st.integers(0, 40))
     burst = draw(st.integers(1, 64))
     seq_ids = draw(st.lists(st.integers(0, 255), min_size=n, max_size=n, unique=True))
     slots = [
-        stream(seq_id, draw(st.sampled_from([0.0, 149.0, 151.0, 1e6])))
+        stream(seq_id, draw(st.sampled_from(silences)))
         if draw(st.booleans())
         else prompt(seq_id, draw(st.integers(1, 2000)))
         for seq_id in seq_ids
@@ -107,13 +108,12 @@ def test_prompts_wait_for_a_stalled_stream_once_and_else_get_a_burst(case: Case)
         assert chosen.turns.had_prompts == bool(pending)
 
 
-@given(cases())
+@given(cases(silences=(0.0, 149.0)))
 def test_no_token_of_room_is_wasted(case: Case) -> None:
     """Unless a stream is stalled, the tick is as full as budget, burst and capacity allow."""
     chosen = case.plan()
     streams = [slot for slot in case.slots if slot.phase is Phase.DECODE]
     pending = sum(slot.pending for slot in case.slots if slot.phase is Phase.PREFILL)
-    assume(not any(slot.silent_ms > 150 for slot in streams))
     room = case.capacity - len(streams)
     if streams:
         room = min(room, max(case.budget - len(streams), case.limits.prefill_burst_tokens))
@@ -169,7 +169,7 @@ def test_the_example_in_the_docstring() -> None:
 
 
 @attrs.define
-class Sequence:
+class Held:
     """One sequence of the simulated house."""
 
     pending: int
@@ -191,7 +191,7 @@ class House:
     now_ms: float = 0.0
     turns: Turns = attrs.field(factory=Turns)
     pace: Pace = attrs.field(default=Pace(64))
-    sequences: dict[int, Sequence] = attrs.field(factory=dict)
+    sequences: dict[int, Held] = attrs.field(factory=dict)
 
     def tick(self, ready: set[int] | None = None) -> Plan:
         slots = [
@@ -245,11 +245,11 @@ def houses(draw: st.DrawFn) -> House:
 @given(houses(), st.data())
 def test_nobody_starves(house: House, data: st.DataObject) -> None:
     """Arrivals, ends and pauses as they come: a prompt advances within 2 * parallel ticks, a stream in each."""
-    for _ in range(data.draw(st.integers(5, 60))):
+    for _ in range(data.draw(st.integers(5, 40))):
         for seq_id in range(house.parallel):
             if seq_id not in house.sequences and data.draw(st.booleans()):
                 pending, n = data.draw(st.sampled_from([(1, 3), (20, 100), (3000, 1), (100_000, 1)]))
-                house.sequences[seq_id] = Sequence(pending, n)
+                house.sequences[seq_id] = Held(pending, n)
         chosen = house.tick()
         assert sum(share.n_tokens for share in chosen.shares) <= house.capacity
         for sequence in house.sequences.values():
@@ -262,7 +262,7 @@ def test_nobody_starves(house: House, data: st.DataObject) -> None:
 @given(houses(), st.integers(1, 16), st.integers(0, 16))
 def test_every_request_is_served_to_its_end(house: House, n_prompts: int, n_streams: int) -> None:
     for seq_id in range(min(n_prompts + n_streams, house.parallel)):
-        house.sequences[seq_id] = Sequence(40 if seq_id < n_prompts else 1, 10)
+        house.sequences[seq_id] = Held(40 if seq_id < n_prompts else 1, 10)
     tokens = sum(sequence.pending for sequence in house.sequences.values())
     bound = 2 * (tokens // house.limits.prefill_burst_tokens + house.parallel) + 2 * 10
     for _ in range(bound):
@@ -275,8 +275,8 @@ def test_every_request_is_served_to_its_end(house: House, n_prompts: int, n_stre
 def test_a_prompt_goes_on_where_decoding_alone_is_slower_than_the_guard(n_streams: int) -> None:
     """Also with more streams than the budget has tokens: in every second tick, a burst."""
     house = House(LIMITS, 256, 256, (200.0, 1.0, 1.0), pace=Pace(32))
-    house.sequences = {i: Sequence(1, 10_000, Phase.DECODE) for i in range(n_streams)}
-    house.sequences[n_streams] = Sequence(320, 1)
+    house.sequences = {i: Held(1, 10_000, Phase.DECODE) for i in range(n_streams)}
+    house.sequences[n_streams] = Held(320, 1)
     for _ in range(40):
         house.tick()
     assert n_streams not in house.sequences
@@ -284,7 +284,7 @@ def test_a_prompt_goes_on_where_decoding_alone_is_slower_than_the_guard(n_stream
 
 def test_a_stream_that_is_not_ready_neither_waits_nor_makes_others_wait() -> None:
     house = House(LIMITS, 256, 8, (5.0, 0.1, 0.5))
-    house.sequences = {0: Sequence(1, 100, Phase.DECODE), 1: Sequence(1, 100, Phase.DECODE)}
+    house.sequences = {0: Held(1, 100, Phase.DECODE), 1: Held(1, 100, Phase.DECODE)}
     house.now_ms = 1e6
     for _ in range(5):
         assert [share.seq_id for share in house.tick(ready={1}).shares] == [1]
@@ -314,10 +314,10 @@ def test_equal_prompts_advance_alike(n: int, burst: int, n_streams: int, data: s
 
 def test_a_short_prompt_is_not_kept_waiting_by_long_ones() -> None:
     house = House(LIMITS, 512, 16, (5.0, 0.1, 0.5))
-    house.sequences = {0: Sequence(1, 1000, Phase.DECODE), 1: Sequence(50_000, 1), 2: Sequence(50_000, 1)}
+    house.sequences = {0: Held(1, 1000, Phase.DECODE), 1: Held(50_000, 1), 2: Held(50_000, 1)}
     for _ in range(10):
         house.tick()
-    house.sequences[3] = Sequence(30, 1000)
+    house.sequences[3] = Held(30, 1000)
     house.tick()
     house.tick()
     assert house.sequences[3].phase is Phase.DECODE

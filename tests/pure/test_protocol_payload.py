@@ -24,9 +24,9 @@ scalars = (
     | texts
 )
 plain = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4), max_leaves=20
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4), max_leaves=8
 )
-objects = st.dictionaries(texts, plain, max_size=6)
+objects = st.dictionaries(texts, plain, max_size=4)
 
 
 @given(objects)
