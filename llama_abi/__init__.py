@@ -14,20 +14,20 @@ ctypes.
 
 from __future__ import annotations
 
+from llama_abi.abort import AbortFlag
 from llama_abi.batch import Batch
 from llama_abi.context import (
     ABORTED,
     NO_ROOM,
     OK,
     PARTIAL_ONLY,
-    AbortFlag,
     Context,
-    ContextOptions,
 )
 from llama_abi.errors import Closed, LibraryError, LlamaError, LogitsPassed, TooManyTokens
 from llama_abi.library import Device, DeviceType, Library, load
 from llama_abi.logits import LogitsView
 from llama_abi.model import Model
+from llama_abi.options import ContextOptions
 from llama_abi.samplers import SamplerChain
 from llama_abi.stamp import Stamp
 from llama_abi.vocab import Tokens, Vocab

@@ -5,25 +5,18 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import attrs
 import numpy as np
 
+from llama_abi.abort import AbortFlag
 from llama_abi.batch import Batch
 from llama_abi.errors import LlamaError
 from llama_abi.handles import Owned
 from llama_abi.logits import LogitsView
 from llama_abi.model import Model
-from llama_abi.types import FLASH_ATTN_TYPE, KV_TYPE, MACROS, ggml_abort_callback
+from llama_abi.options import ContextOptions
+from llama_abi.types import MACROS, ggml_abort_callback
 
-UINT32_MAX = 2**32 - 1
 INT32_MAX = 2**31 - 1
-
-KV_TYPES = {name.removeprefix("GGML_TYPE_").lower(): value for name, value in KV_TYPE.items()}
-FLASH_ATTN = {
-    "auto": FLASH_ATTN_TYPE["LLAMA_FLASH_ATTN_TYPE_AUTO"],
-    "off": FLASH_ATTN_TYPE["LLAMA_FLASH_ATTN_TYPE_DISABLED"],
-    "on": FLASH_ATTN_TYPE["LLAMA_FLASH_ATTN_TYPE_ENABLED"],
-}
 
 PARTIAL_ONLY = MACROS["LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY"]
 """State flag: only what cannot be rolled back (sliding windows, recurrent states).  A model with
@@ -34,72 +27,6 @@ OK, NO_ROOM, ABORTED = 0, 1, 2
 
 MEANINGS = {-1: "the batch is invalid; the context is as it was"}
 FATAL = "the backend failed; what had been computed before stays, so ask seq_pos_max for every sequence"
-
-
-def _count(low: int = 0, high: int = UINT32_MAX) -> Any:
-    return attrs.validators.and_(
-        attrs.validators.instance_of(int), attrs.validators.ge(low), attrs.validators.le(high)
-    )
-
-
-@attrs.frozen(kw_only=True)
-class ContextOptions:
-    """How a context is made; what it then really has, its properties say."""
-
-    n_ctx: int = attrs.field(default=0, validator=_count())
-    """KV cells in all, over all sequences; 0 for as many as the model was trained for."""
-    n_batch: int = attrs.field(default=2048, validator=_count(1, INT32_MAX))
-    """Most tokens in one decode."""
-    n_ubatch: int = attrs.field(default=512, validator=_count(1, INT32_MAX))
-    """Most tokens computed at once; a decode of more is cut into several passes."""
-    n_seq_max: int = attrs.field(default=1, validator=_count(1))
-    """Sequences; ids are in ``[0, n_seq_max)``.  At most ``Library.max_sequences``."""
-    n_threads: int = attrs.field(default=1, validator=_count(1, 512))
-    """For decodes of one token a sequence."""
-    n_threads_batch: int = attrs.field(default=1, validator=_count(1, 512))
-    """For decodes with more."""
-    kv_unified: bool = False
-    """One pool of cells for all sequences, instead of ``n_ctx / n_seq_max`` for each."""
-    type_k: str = attrs.field(default="f16", validator=attrs.validators.in_(tuple(KV_TYPES)))
-    type_v: str = attrs.field(default="f16", validator=attrs.validators.in_(tuple(KV_TYPES)))
-    """A quantized ``type_v`` needs flash attention."""
-    flash_attn: str = attrs.field(default="auto", validator=attrs.validators.in_(tuple(FLASH_ATTN)))
-    """``auto``, ``on`` or ``off``."""
-    offload_kqv: bool = True
-    """KV cache and attention on the device."""
-    op_offload: bool = True
-    """Large prompt passes on the device even where weights are on the host."""
-    swa_full: bool = True
-    """Keep all of a sliding window's past, so that a sequence can be rolled back."""
-    n_outputs_max: int = attrs.field(default=0, validator=_count())
-    """Most rows of logits in one pass; 0 for ``n_batch``.  Fewer save memory; more than it abort."""
-    n_outputs_max_per_seq: int = attrs.field(default=0, validator=_count())
-    """The same for one sequence; 0 for ``n_outputs_max``."""
-    n_rs_seq: int = attrs.field(default=0, validator=_count())
-    """Snapshots of a recurrent state that a sequence can be rolled back to."""
-
-
-class AbortFlag:
-    """Cuts a running decode short, from any thread; on the CPU only.
-
-    The compute threads read one byte of this object.  No Python runs for it, so that a busy event
-    loop cannot hold them up: llama.cpp asks after every operation of the graph.
-    """
-
-    def __init__(self) -> None:
-        self._bytes = ctypes.create_string_buffer(2)
-
-    def set(self) -> None:
-        """The running decode and all later ones return ``ABORTED`` soon."""
-        self._bytes[0] = b"\1"
-
-    def clear(self) -> None:
-        """Later decodes run to their end."""
-        self._bytes[0] = b"\0"
-
-    def is_set(self) -> bool:
-        """Whether decodes are cut short."""
-        return self._bytes[0] != b"\0"
 
 
 class Context(Owned):
@@ -131,7 +58,7 @@ class Context(Owned):
             )
         with model.library.logs.complaints() as complaints:
             try:
-                pointer = self._c.llama_init_from_model(model._pointer, _params(self._c, options))
+                pointer = self._c.llama_init_from_model(model._pointer, options.c_params(self._c))
             except LlamaError:
                 raise LlamaError(f"cannot make a context: {str(complaints) or 'no reason given'}") from None
         super().__init__(pointer, self._c.llama_free, parent=model)
@@ -248,11 +175,7 @@ class Context(Owned):
         if flag is None:
             self._c.llama_set_abort_callback(self._pointer, ggml_abort_callback(), None)
         else:
-            # strlen of the flag's bytes is 1 when it is set and 0 when not: a C function that
-            # reads a byte of ours and answers bool(*)(void *) in its low byte.
-            self._c.llama_set_abort_callback(
-                self._pointer, ctypes.cast(_strlen, ggml_abort_callback), ctypes.addressof(flag._bytes)
-            )
+            self._c.llama_set_abort_callback(self._pointer, *flag.callback)
         self._abort = flag
 
     # ── sequences ───────────────────────────────────────────────────────────────────────────
@@ -414,18 +337,6 @@ class Context(Owned):
         return f"<Context n_ctx={self.n_ctx} n_seq_max={self.n_seq_max} of {self.model.path}{state}>"
 
 
-def _params(c: Any, options: ContextOptions) -> Any:
-    params = c.llama_context_default_params()
-    for name, value in attrs.asdict(options).items():
-        if name in ("type_k", "type_v"):
-            setattr(params, name, KV_TYPES[value])
-        elif name == "flash_attn":
-            params.flash_attn_type = FLASH_ATTN[value]
-        else:
-            setattr(params, name, value)
-    return params
-
-
 def _pos(position: int) -> int:
     if position > INT32_MAX:
         raise LlamaError(f"position {position} is out of bounds")
@@ -437,5 +348,3 @@ def _flags(flags: int) -> int:
         raise LlamaError(f"unknown state flags {flags}")
     return flags
 
-
-_strlen = ctypes.CDLL(None).strlen
