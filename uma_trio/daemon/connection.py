@@ -24,7 +24,7 @@ from uma_trio.errors import (
 from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.protocol.codec import Codec
 from uma_trio.protocol.messages import Cancel, Eos, Failure, Generate, Metrics, MetricsQuery, Timings, Usage
-from uma_trio.runner import Runner
+from uma_trio.runner import Job, Runner
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -68,6 +68,7 @@ class Connection:
             on_room=house.runner.wake,
         )
         self._request: Generate | None = None
+        self._job: Job | None = None
         self._request_scope = trio.CancelScope()
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
@@ -115,6 +116,7 @@ class Connection:
                 continue
             self._codec.receive_data(data)
             while (message := self._codec.next_message()) is not None:
+                await self._answered()
                 self._act(message, nursery)
             if not data:
                 await self._outlive_half_close()
@@ -170,6 +172,14 @@ class Connection:
                 if not message.keep_alive and not self.busy:
                     self._leaving = True
 
+    async def _answered(self) -> None:
+        """Where the request's last event is sent but its task has not yet taken note: wait until it has.
+
+        The client may have sent its next request the moment that it saw that event.
+        """
+        if self._job is not None and self._job.done.is_set():
+            await self._request_ended.wait()
+
     async def _outlive_half_close(self) -> None:
         """The client sends no more.  It may still read (``nc -U``): its request goes on until it hangs up."""
         hangup = select.poll()
@@ -190,7 +200,7 @@ class Connection:
             with scope:
                 await self._generate(request)
         finally:
-            self._request = None
+            self._request = self._job = None
             self._request_ended.set()
             if not request.keep_alive or self._house.draining:
                 self._leaving = True
@@ -220,7 +230,7 @@ class Connection:
             raise
 
     async def _stream(self, request: Generate, prompt: Prompt) -> None:
-        job = self._house.runner.submit(request, prompt, self._outbox)
+        self._job = job = self._house.runner.submit(request, prompt, self._outbox)
         self._log.debug("request", request=request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | Literal["cancelled"] = "cancelled"
         try:
