@@ -75,6 +75,8 @@ class Job:
     paused: bool = False
     """Its client did not read: the time until its next token is not the server's."""
     ended_at: float | None = None
+    cancelled_at: float | None = None
+    """When it was ended from outside: by its client, a timeout, or shutdown."""
     done: trio.Event = attrs.field(factory=trio.Event)
 
     @property

@@ -140,6 +140,7 @@ class Runner:
         Its last event is sent at once; its KV is freed at the end of the step under way.
         """
         if job.state is not State.DONE:
+            job.cancelled_at = trio.current_time()
             self._end(job, reason)
             self.wake()
 
@@ -239,7 +240,7 @@ class Runner:
         return deliveries
 
     def _book(self, flight: _Flight, result: StepResult, now: float) -> None:
-        self._note_freed(flight.freeing, now)
+        self._note_freed(flight.freeing, now - (result.ended_s - result.started_s))
         if not flight.jobs:
             return
         chosen = flight.plan
@@ -381,10 +382,11 @@ class Runner:
                 job.n_fed, job.state = 0, State.PREFILL
                 self.ledger.forget(job.seq_id)
 
-    def _note_freed(self, jobs: Iterable[Job], now: float) -> None:
+    def _note_freed(self, jobs: Iterable[Job], at: float) -> None:
+        """``jobs`` have left the KV cache: a step removes before it computes, so ``at`` is its beginning."""
         for job in jobs:
-            if job.ended_at is not None:
-                self.telemetry.cancel_to_free_ms.add(1e3 * (now - job.ended_at))
+            if job.cancelled_at is not None:
+                self.telemetry.cancel_to_free_ms.add(1e3 * (at - job.cancelled_at))
 
     @property
     def _busy(self) -> bool:
