@@ -129,27 +129,35 @@ class Limits:
 class Scheduling:
     """How ticks are filled.  Nothing here changes while serving."""
 
-    tick_target_ms: float = setting(
-        30.0,
-        "Aim for one tick that mixes streams and prompts; the token budget moves to keep its average near this.",
-        gt=0,
-        le=60_000,
-    )
-    stall_guard_ms: float = setting(
-        150.0,
-        "A stream silent for longer puts prompts off by one tick. One, not every: where decoding "
-        "alone is slower than the guard, prompts would wait for ever.",
+    target_tbt_ms: float = setting(
+        100.0,
+        "Most milliseconds between a stream's tokens while prompts are read, if its request names no "
+        "slo.target_tbt_ms: what decoding leaves of them goes to prompts.",
         gt=0,
         le=600_000,
     )
-    prefill_burst_tokens: int = setting(
+    background_tbt_ms: float = setting(
+        1000.0, "The same for requests with slo.priority background, in milliseconds.", gt=0, le=600_000
+    )
+    prefill_tick_ms: float = setting(
+        250.0,
+        "Longest tick in milliseconds while prompts are read and no stream waits: so long may a new "
+        "request or a cancelled one have to wait for its turn.",
+        gt=0,
+        le=600_000,
+    )
+    min_chunk_tokens: int = setting(
         16,
-        "Prompt tokens of one session before the next one's turn (kBurst); turns go round until a tick is full.",
+        "Smallest chunk of a prompt that is worth a tick, in tokens. Where a stream's time has no room for "
+        "it, every other tick has such a chunk and makes the stream late: prompts may not wait for ever.",
         ge=1,
         le=8192,
     )
-    min_budget_tokens: int = setting(
-        32, "The budget of a mixed tick does not shrink below this.", ge=1, le=8192
+    prefill_burst_tokens: int = setting(
+        64,
+        "Prompt tokens of one session before the next one's turn (kBurst); turns go round until a tick is full.",
+        ge=1,
+        le=8192,
     )
 
 
@@ -327,10 +335,11 @@ def _check_together(config: Config) -> None:
                 f"(parallel) and {scheduling.prefill_burst_tokens} of a prompt (prefill_burst_tokens): "
                 f"make {name} at least {needed}, or one of the others smaller"
             )
-    if scheduling.min_budget_tokens > model.batch_tokens:
+    if scheduling.min_chunk_tokens > model.batch_tokens - model.parallel:
         raise ConfigError(
-            f"min_budget_tokens is {scheduling.min_budget_tokens}, more than the {model.batch_tokens} of "
-            "batch_tokens that a tick can hold: make it smaller, or batch_tokens larger"
+            f"min_chunk_tokens is {scheduling.min_chunk_tokens}, more than the {model.batch_tokens} of "
+            f"batch_tokens less {model.parallel} of parallel that a tick has for prompts: make it smaller, "
+            "or batch_tokens larger"
         )
 
 

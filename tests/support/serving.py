@@ -18,6 +18,7 @@ from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
 from uma_trio.daemon.server import Server
 from uma_trio.models.prompt import Prompt, checked_size
+from uma_trio.scheduling.cost import CostModel
 
 
 @attrs.define
@@ -42,6 +43,7 @@ def piece(token: int) -> bytes:
 class FakeModel:
     engine: FakeEngine
     prompts: FakePrompts
+    cost: CostModel = CostModel()
 
     def piece(self, token: int) -> bytes:
         return piece(token)

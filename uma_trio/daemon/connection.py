@@ -11,6 +11,7 @@ import trio
 
 from uma_trio.config import Limits
 from uma_trio.daemon.outbox import Outbox
+from uma_trio.daemon.peers import user_of
 from uma_trio.errors import (
     Busy,
     IdleTimeout,
@@ -29,6 +30,8 @@ from uma_trio.runner import Job, Runner
 log = structlog.get_logger("uma_trio.daemon")
 
 READ_BYTES: Final = 64 * 1024
+MOST_UNREAD_BYTES: Final = 256 * 1024
+"""Of answers to queries and refusals, beyond what a stream may have waiting."""
 HANGUP_POLL_S: Final = 0.05
 """How often a client that has shut down its sending side is asked whether it still listens."""
 
@@ -59,6 +62,7 @@ class Connection:
         self._codec = codec
         self._house = house
         self._limits = house.limits
+        self._tenant = user_of(sock)
         self._log = log.bind(session=name)
         self._outbox = Outbox(
             sock,
@@ -118,6 +122,8 @@ class Connection:
             while (message := self._codec.next_message()) is not None:
                 await self._answered()
                 self._act(message, nursery)
+                if self.waiting_bytes > self._limits.max_tx_bytes + MOST_UNREAD_BYTES:
+                    raise WriteFailed("the client asks faster than it reads")
             if not data:
                 await self._outlive_half_close()
                 return
@@ -175,8 +181,10 @@ class Connection:
     async def _answered(self) -> None:
         """Where the request's last event is sent but its task has not yet taken note: wait until it has.
 
-        The client may have sent its next request the moment that it saw that event.
+        The client may have sent its next request the moment that it saw that event.  A checkpoint in any
+        case: one read can hold thousands of messages.
         """
+        await trio.lowlevel.checkpoint()
         if self._job is not None and self._job.done.is_set():
             await self._request_ended.wait()
 
@@ -215,7 +223,7 @@ class Connection:
             if self._house.draining:
                 raise ShuttingDown("the server is shutting down")
             prompt = await self._prepare(request, began)
-            await self._stream(request, prompt)
+            await self._stream(request, prompt, began + self._limits.request_timeout_s)
         except UmaError as error:
             self._refuse(error, request)
         except Exception:  # noqa: BLE001 - a defect of ours ends this request and nothing else
@@ -229,17 +237,17 @@ class Connection:
             self._outbox.send(_nothing_done(request, began))
             raise
 
-    async def _stream(self, request: Generate, prompt: Prompt) -> None:
-        self._job = job = self._house.runner.submit(request, prompt, self._outbox)
+    async def _stream(self, request: Generate, prompt: Prompt, deadline: float) -> None:
+        self._job = job = self._house.runner.submit(request, prompt, self._outbox, tenant=self._tenant)
         self._log.debug("request", request=request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | Literal["cancelled"] = "cancelled"
         try:
-            with trio.move_on_after(self._limits.request_timeout_s) as timer:
+            with trio.move_on_at(deadline) as timer:
                 await job.done.wait()
             if timer.cancelled_caught:
                 ending = RequestTimeout(f"not done after {self._limits.request_timeout_s:g} s")
         finally:
-            if self._house.draining:
+            if self._house.draining and not self._request_scope.cancel_called:
                 ending = ShuttingDown("the server is shutting down")
             self._house.runner.cancel(job, ending)  # nothing to one that has ended
 

@@ -45,7 +45,7 @@ class Server:
     def __init__(self, config: Config, model: LoadedModel, thread: EngineThread) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.runner = Runner(model.engine, thread, model.piece, config)
+        self.runner = Runner(model.engine, thread, model.piece, config, model.cost)
         self.prompts: PromptMaker = model.prompts
         self.draining = False
         self._model = model

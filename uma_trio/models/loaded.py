@@ -11,12 +11,15 @@ import attrs
 import structlog
 
 from uma_trio.config import Config
+from uma_trio.engine.calibrate import calibrate
 from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, open_tokenizer
+from uma_trio.engine.records import EngineError
 from uma_trio.engine.thread import EngineThread
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.gguf_check import GgufError, check_gguf
 from uma_trio.models.prompt import PromptMaker
+from uma_trio.scheduling.cost import CostModel
 
 log = structlog.get_logger("uma_trio.models")
 
@@ -34,6 +37,8 @@ class LoadedModel:
 
     engine: LlamaEngine
     prompts: PromptMaker
+    cost: CostModel
+    """What ticks cost here, measured while loading."""
 
     def piece(self, token: int) -> bytes:
         """The bytes that ``token`` stands for."""
@@ -92,7 +97,7 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise ModelError(f"there is no model at {path}") from None
-    except (OSError, GgufError, *LOAD_ERRORS) as error:
+    except (OSError, GgufError, EngineError, *LOAD_ERRORS) as error:
         raise ModelError(f"cannot load {path}: {error}") from error
 
 
@@ -101,7 +106,8 @@ def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
     with _told(path):
         check_gguf(path)
         engine = LlamaEngine(path, config.model, progress)
-    return LoadedModel(engine, PromptMaker(engine.tokenizer, _chat_template(engine), config.limits))
+        cost = calibrate(engine)
+    return LoadedModel(engine, PromptMaker(engine.tokenizer, _chat_template(engine), config.limits), cost)
 
 
 def _chat_template(engine: LlamaEngine) -> ChatTemplate | None:

@@ -12,6 +12,7 @@ from uma_trio.engine.records import Draw, TokenIds
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Eos, Generate, Reason, ServerEvent, Timings, Usage
 from uma_trio.sampling import SamplingParams, TextAssembler
+from uma_trio.scheduling.policy import Slot
 
 EWMA_WEIGHT = 0.2
 
@@ -56,6 +57,10 @@ class Job:
     sink: Sink
     arrived_at: float
     """On trio's clock, as all times here."""
+    slot: Slot
+    """What the policy sees of it."""
+    target_tbt_s: float
+    """Its next token is due so long after the last one."""
 
     state: State = State.QUEUED
     seq_id: int = -1

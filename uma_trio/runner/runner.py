@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from uma_trio.config import Config
-from uma_trio.engine.records import Engine, EngineError, Feed, ModelFacts, Step, StepResult
+from uma_trio.engine.records import Draw, Engine, EngineError, Feed, ModelFacts, Step, StepResult
 from uma_trio.engine.thread import EngineThread, Pending
 from uma_trio.errors import DecodeFailed, QueueFull, ShuttingDown, UmaError
 from uma_trio.kv.ledger import Ledger
@@ -29,7 +29,8 @@ from uma_trio.protocol.messages import Failure, Generate, Reason, Token
 from uma_trio.runner import admission
 from uma_trio.runner.job import Job, Sink, State
 from uma_trio.sampling import SamplingParams
-from uma_trio.scheduling.policy import Pace, Phase, Plan, Slot, Turns, plan
+from uma_trio.scheduling.cost import CostModel
+from uma_trio.scheduling.policy import Memory, Plan, Priority, Slot, plan
 from uma_trio.telemetry import Telemetry
 
 log = structlog.get_logger("uma_trio.runner")
@@ -69,10 +70,16 @@ class Runner:
         thread: the engine's own.
         piece: token id -> its bytes.
         config: limits and scheduling.
+        cost: what is known of the engine's speed at the start.
     """
 
     def __init__(
-        self, engine: Engine, thread: EngineThread, piece: Callable[[int], bytes], config: Config
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        piece: Callable[[int], bytes],
+        config: Config,
+        cost: CostModel | None = None,
     ) -> None:
         self._engine = engine
         self._thread = thread
@@ -92,8 +99,8 @@ class Runner:
         self._queue: deque[Job] = deque()
         self._running: dict[int, Job] = {}
         self._to_free: list[Job] = []
-        self._turns = Turns()
-        self._pace = Pace(self.facts.n_batch // 4)
+        self._memory = Memory()
+        self.cost = cost or CostModel()
         self._wake = trio.Event()
         self._idle = trio.Event()
         self._closed: UmaError | None = None
@@ -103,8 +110,11 @@ class Runner:
 
     # -- asked from outside, between ticks ------------------------------------------------------
 
-    def submit(self, request: Generate, prompt: Prompt, sink: Sink) -> Job:
+    def submit(self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0) -> Job:
         """Take a request on.  Its events go to ``sink``; ``job.done`` is set after the last of them.
+
+        Args:
+            tenant: whose service it counts as.
 
         Raises:
             UmaError: it cannot be served; see ``admission``.
@@ -124,15 +134,31 @@ class Runner:
             mask=self._eog_mask if request.ignore_eos and len(self._eog_mask) else None,
             sink=sink,
             arrived_at=trio.current_time(),
+            slot=Slot(-1, len(prompt.tokens), priority=Priority[request.slo.priority.upper()], tenant=tenant),
+            target_tbt_s=self._target_tbt_ms(request) / 1e3,
         )
         if self._queue or not self._place(job):
             if len(self._queue) >= self._limits.max_queue:
-                raise QueueFull(f"{len(self._queue)} requests wait already")
+                raise self._queue_full()
             self._queue.append(job)
         if request.echo:
             self._tell(job, prompt.text, None, echo=True)
         self.wake()
         return job
+
+    def _target_tbt_ms(self, request: Generate) -> float:
+        if request.slo.target_tbt_ms is not None:
+            return request.slo.target_tbt_ms
+        background = request.slo.priority == "background"
+        return self._scheduling.background_tbt_ms if background else self._scheduling.target_tbt_ms
+
+    def _queue_full(self) -> QueueFull:
+        """With an estimate of the wait: what requests take on average, for each turn that must come first."""
+        error = QueueFull(f"{len(self._queue)} requests wait already")
+        if self.telemetry.served_ms.value is not None:
+            turns = 1 + len(self._queue) // self.facts.n_seq_max
+            error.retry_after_ms = round(turns * self.telemetry.served_ms.value)
+        return error
 
     def cancel(self, job: Job, reason: Reason | UmaError = "cancelled") -> None:
         """End ``job`` now, if it has not ended.
@@ -170,7 +196,7 @@ class Runner:
             **self.telemetry.snapshot(),
             "queue_depth": len(self._queue),
             "running": len(self._running),
-            "budget_tokens": self._pace.budget,
+            "tick_error": round(self.cost.mixed.error, 3),
             "kv": attrs.asdict(kv),
             "sessions_inter_token_ms": {
                 job.request.id: round(job.inter_token_ewma_ms, 3)
@@ -224,6 +250,7 @@ class Runner:
                 continue
             job.state = State.DECODE
             gap_ms = job.sampled(token, now)
+            job.slot.pending, job.slot.due_s = 1, now + job.target_tbt_s
             if len(job.tokens) == 1:
                 self.telemetry.ttft_ms.add(1e3 * (now - job.arrived_at))
             if gap_ms is not None:
@@ -246,28 +273,23 @@ class Runner:
         chosen = flight.plan
         self.telemetry.tick(
             n_rows=len(flight.jobs),
-            n_prompt_tokens=chosen.n_prompt_tokens,
+            n_prompt_tokens=chosen.work.prompt_tokens,
             decode_ms=result.decode_ms,
             sample_ms=result.sample_ms,
         )
         if self._last_step_ended_s is not None:
             self.telemetry.host_gap_ms.add(1e3 * (result.started_s - self._last_step_ended_s))
         self._last_step_ended_s = result.ended_s
-        if chosen.n_decodes and chosen.n_prompt_tokens:
-            self._pace = self._pace.after(
-                result.decode_ms,
-                capacity=self.facts.n_batch,
-                limits=self._scheduling,
-                n_tokens=chosen.n_decodes + chosen.n_prompt_tokens,
-            )
+        self.cost = self.cost.observed(chosen.work, result.decode_ms + result.sample_ms)
         if self._debug:
             log.debug(
                 "tick",
-                decodes=chosen.n_decodes,
-                prompt_tokens=chosen.n_prompt_tokens,
+                streams=chosen.work.decodes,
+                prompt_tokens=chosen.work.prompt_tokens,
+                context_tokens=chosen.work.context_tokens,
+                predicted_ms=round(chosen.predicted_ms, 3),
                 decode_ms=round(result.decode_ms, 3),
                 sample_ms=round(result.sample_ms, 3),
-                budget=self._pace.budget,
             )
 
     def _launch(self) -> _Flight | None:
@@ -277,39 +299,65 @@ class Runner:
         removals = tuple(job.seq_id for job in freeing)
         for seq_id in removals:
             self.ledger.release(seq_id)
-        while self._queue and self._place(self._queue[0]):  # first come, first served
-            self._queue.popleft()
+        self._admit()
         now = trio.current_time()
-        slots = []
+        streams, prompts = [], []
         for job in self._running.values():
-            if job.sink.has_room:
-                slots.append(_slot(job, now))
-            else:
+            if not job.sink.has_room:
                 job.paused = True
-        decodes = any(slot.phase is Phase.DECODE for slot in slots)
+            elif job.state is State.DECODE:
+                streams.append(job.slot)
+            else:
+                prompts.append(job.slot)
         chosen = plan(
-            slots,
-            self._turns,
-            budget=self._pace.budget if decodes else self.facts.n_batch,
+            streams,
+            prompts,
+            self._memory,
+            now_s=now,
+            cost=self.cost,
             capacity=self.facts.n_batch,
             limits=self._scheduling,
         )
-        self._turns = chosen.turns
-        if not chosen.shares and not removals:
+        self._memory = chosen.memory
+        if not chosen.streams and not chosen.shares and not removals:
             self._last_step_ended_s = None  # idle time is no gap
             return None
-        jobs, feeds = [], []
+        drawing, jobs, feeds = [], [], []
+        for slot in chosen.streams:
+            job = self._running[slot.seq_id]
+            feeds.append(self._feed(job, 1, job.draw()))
+            jobs.append(job)
+            drawing.append(job)
         for share in chosen.shares:
             job = self._running[share.seq_id]
-            draw = job.draw() if share.wants_logits else None
-            feeds.append(Feed(share.seq_id, job.n_fed, job.next_tokens(share.n_tokens), draw))
-            job.n_fed += share.n_tokens
-            self.ledger.use(share.seq_id, share.n_tokens)
+            feeds.append(self._feed(job, share.n_tokens, job.draw() if share.ends else None))
             jobs.append(job)
+            if share.ends:
+                drawing.append(job)
         step = Step(removals, tuple(feeds))
-        drawing = tuple(job for job, feed in zip(jobs, feeds, strict=True) if feed.draw is not None)
         pending = self._thread.submit(lambda: self._engine.step(step))
-        return _Flight(chosen, tuple(jobs), drawing, freeing, pending)
+        return _Flight(chosen, tuple(jobs), tuple(drawing), freeing, pending)
+
+    def _feed(self, job: Job, n: int, draw: Draw | None) -> Feed:
+        """The next ``n`` tokens of ``job``, booked as being in the cache."""
+        feed = Feed(job.seq_id, job.n_fed, job.next_tokens(n), draw)
+        job.n_fed += n
+        job.slot.context = job.n_fed
+        job.slot.pending -= n
+        self.ledger.use(job.seq_id, n)
+        return feed
+
+    def _admit(self) -> None:
+        """Give sequences to those that wait: by class, by least-served tenant, in the order of arrival.
+
+        The first in that order is waited for, however large it is: none is overtaken for ever.
+        """
+        service = self._memory.service
+        while self._queue:
+            job = min(self._queue, key=lambda job: (job.slot.priority, service.of(job.slot.tenant)))
+            if not self._place(job):
+                return
+            self._queue.remove(job)
 
     def _place(self, job: Job) -> bool:
         """Give ``job`` a sequence with all the room that it may need, if there is one."""
@@ -317,6 +365,7 @@ class Runner:
         if seq_id is None:
             return False
         job.seq_id, job.state, job.admitted_at = seq_id, State.PREFILL, trio.current_time()
+        job.slot.seq_id = seq_id
         self._running[seq_id] = job
         return True
 
@@ -357,6 +406,8 @@ class Runner:
     def _end(self, job: Job, reason: Reason | UmaError) -> None:
         """Tell the client how it ended, and take it out."""
         self._retire(job)
+        if not any(other.slot.tenant == job.slot.tenant for other in self.jobs()):
+            self._memory = self._memory.without(job.slot.tenant)
         now = trio.current_time()
         job.state, job.ended_at = State.DONE, now
         if isinstance(reason, UmaError):
@@ -366,6 +417,8 @@ class Runner:
         else:
             job.sink.send(job.eos(reason, now))
             self.telemetry.requests[reason] += 1
+            if job.admitted_at is not None:
+                self.telemetry.served_ms.add(1e3 * (now - job.admitted_at))
         job.done.set()
 
     async def _recover(self, flight: _Flight, error: EngineError) -> None:
@@ -380,6 +433,7 @@ class Runner:
             await self._thread.run(self._engine.reset)
             for job in self._running.values():  # they were not in the batch, but their KV is gone
                 job.n_fed, job.state = 0, State.PREFILL
+                job.slot.context, job.slot.pending = 0, job.pending
                 self.ledger.forget(job.seq_id)
 
     def _note_freed(self, jobs: Iterable[Job], at: float) -> None:
@@ -400,10 +454,3 @@ class Runner:
         assert all(job.seq_id == seq_id for seq_id, job in self._running.items())
         assert all(job.state in (State.PREFILL, State.DECODE) for job in self._running.values())
         assert all(job.state is State.QUEUED for job in self._queue)
-
-
-def _slot(job: Job, now: float) -> Slot:
-    if job.state is State.DECODE:
-        silent_ms = 1e3 * (now - (job.last_token_at or now))
-        return Slot(job.seq_id, Phase.DECODE, silent_ms=silent_ms)
-    return Slot(job.seq_id, Phase.PREFILL, pending=job.pending)

@@ -1,7 +1,6 @@
-"""The two-phase policy: every stream gets its token, then prompts get what is left.
+"""What the next tick holds: every stream's token, then prompts in the milliseconds that are left.
 
-``plan`` is a pure function of what is ready, whose turn it is and how large the tick may be; it returns
-whose turn it is next.  ``Pace`` moves the size of a tick towards a target in milliseconds.
+``plan`` is a pure function of what is ready, what was before, and what a tick is predicted to take.
 
 Source: docs/ARCHITECTURE.md, "The scheduler".
 """
@@ -9,181 +8,166 @@ Source: docs/ARCHITECTURE.md, "The scheduler".
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
 
 from uma_trio.config import Scheduling
+from uma_trio.scheduling import fairness
+from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.fairness import Service
+
+BACKGROUND_SITS_OUT: Final = 4
+"""Ticks in a row at most that a background stream is left out of."""
 
 
-class Phase(enum.Enum):
-    """What a sequence needs from the next tick."""
+class Priority(enum.IntEnum):
+    """Classes of requests; the lower number goes first."""
 
-    PREFILL = enum.auto()
-    """Its prompt is being read."""
-    DECODE = enum.auto()
-    """It generates, one token a tick."""
+    INTERACTIVE = 0
+    NORMAL = 1
+    BACKGROUND = 2
 
 
-@attrs.frozen
+@attrs.define(eq=False, slots=True)
 class Slot:
-    """All that the policy may know about one sequence."""
+    """All that the policy may know about one sequence.  It reads them; who made them keeps them current."""
 
     seq_id: int
-    phase: Phase
     pending: int = 1
     """Tokens to be fed: what is left of the prompt; 1 while decoding."""
-    silent_ms: float = 0.0
-    """Since the last token was emitted; of no meaning before there was one."""
+    context: int = 0
+    """Tokens in the KV cache."""
+    due_s: float = math.inf
+    """While decoding: when its next token is due, on the clock of ``now_s``."""
+    priority: Priority = Priority.NORMAL
+    tenant: int = 0
+    """Whose service it counts as."""
 
 
 @attrs.frozen
 class Share:
-    """What one sequence gets of a tick."""
+    """What one prompt gets of a tick."""
 
     seq_id: int
     n_tokens: int
-    wants_logits: bool
-    """For the last of these tokens: each decode, and the end of a whole prompt."""
+    ends: bool
+    """These are its last; only then logits are wanted."""
 
 
 @attrs.frozen
-class Turns:
-    """What one plan leaves for the next.
+class Memory:
+    """What one plan leaves for the next."""
 
-    Each phase notes the seq_id that it served last and resumes with the next higher one.
-    """
-
-    decode: int = -1
-    prefill: int = -1
-    """The last whose burst was complete: one that was cut off by the end of a tick goes on in the next."""
-    begun: int = 0
-    """Tokens of the burst that was cut off."""
+    service: Service = attrs.field(factory=Service)
     had_prompts: bool = False
+    sat_out: int = 0
+    """Ticks in a row that background streams were left out of."""
+
+    def without(self, tenant: int) -> Memory:
+        """``tenant`` has nothing to do any more."""
+        return attrs.evolve(self, service=self.service.without(tenant))
 
 
 @attrs.frozen
 class Plan:
     """One tick."""
 
+    streams: Sequence[Slot]
+    """Those that get a token: one row each, in batch order, before the prompts."""
     shares: tuple[Share, ...]
-    """In batch order, at most one a sequence: decodes first."""
-    turns: Turns
+    """At most one a prompt."""
+    memory: Memory
     """To be given to the next call."""
-    n_decodes: int
-    n_prompt_tokens: int
+    work: Work
+    predicted_ms: float
 
 
 def plan(
-    slots: Iterable[Slot], turns: Turns, *, budget: int, capacity: int, limits: Scheduling
+    streams: Sequence[Slot],
+    prompts: Sequence[Slot],
+    memory: Memory,
+    *,
+    now_s: float,
+    cost: CostModel,
+    capacity: int,
+    limits: Scheduling,
 ) -> Plan:
     """Choose what goes into the next ``llama_batch``.
 
-    Decoding sequences come first and get one token each.  What is left of ``budget`` goes to prompts, a
-    burst for each in turn and round again until it is used up: a short new prompt is not kept waiting by
-    a long one, and of two long ones neither is ever more than a burst ahead.  However many streams there
-    are, prompts get at least one burst; a stalled stream puts them off by one tick only.  With no stream
-    to wait for them, prompts may fill the whole ``capacity``.
+    Streams come first, each with one token; only background ones may sit out a few ticks, when with them
+    somebody's token would be late.  Prompts get as many tokens as the tick is predicted to have time for
+    until the first of the streams is due.  Where even the smallest chunk that pays would make somebody
+    late, prompts and punctuality take turns, tick by tick: neither starves.  With no stream to wait for
+    them, prompts may take ``prefill_tick_ms``.
 
     Args:
-        slots: the sequences that are ready, in any order.  One that waits for a slow client is not
-            ready and not here.
-        turns: from the plan before.
-        budget: tokens that a tick with both kinds should have.
+        streams: sequences that decode and are ready.  One that waits for a slow client is not here.
+        prompts: sequences whose prompt is being read.
+        memory: from the plan before.
+        now_s: the present, on the clock of the slots' ``due_s``.
+        cost: predicts what a tick takes.
         capacity: tokens that fit into one batch: at least a burst more than there are streams, which
-            ``config.load`` sees to.  With less, streams take turns as well.
+            ``config.load`` sees to.
 
     Returns:
         A plan of at most ``capacity`` tokens; of none only if nothing is ready.
 
-    The example of docs/ARCHITECTURE.md, two streams and two prompts in a budget of 32:
+    Two streams, due in 30 ms, and two prompts, on a device that takes 2 ms a tick and 1 ms for each token:
 
-    >>> ready = [Slot(0, Phase.DECODE), Slot(1, Phase.DECODE),
-    ...          Slot(2, Phase.PREFILL, 50), Slot(3, Phase.PREFILL, 100)]
-    >>> chosen = plan(ready, Turns(), budget=32, capacity=512, limits=Scheduling())
-    >>> [(share.seq_id, share.n_tokens) for share in chosen.shares]
-    [(0, 1), (1, 1), (2, 16), (3, 14)]
+    >>> from uma_trio.scheduling.cost import Line
+    >>> line = Line((2.0, 100.0, 10.0, 0.0))
+    >>> chosen = plan([Slot(0, due_s=0.030), Slot(1, due_s=0.030)], [Slot(2, 50), Slot(3, 100)], Memory(),
+    ...               now_s=0.0, cost=CostModel(line, line), capacity=512,
+    ...               limits=Scheduling(prefill_burst_tokens=16))
+    >>> [slot.seq_id for slot in chosen.streams], [(share.seq_id, share.n_tokens) for share in chosen.shares]
+    ([0, 1], [(2, 16), (3, 10)])
     """
-    slots = list(slots)
-    burst = limits.prefill_burst_tokens
-    prompts = _in_turn((slot for slot in slots if slot.phase is Phase.PREFILL), turns.prefill)
-    room = capacity - (burst if prompts else 0)
-    decoding = _in_turn((slot for slot in slots if slot.phase is Phase.DECODE), turns.decode)[:room]
-    shares = [Share(slot.seq_id, 1, wants_logits=True) for slot in decoding]
-    if decoding:
-        turns = attrs.evolve(turns, decode=decoding[-1].seq_id)
-    left = max(budget - len(shares), burst) if decoding else capacity
-    if turns.had_prompts and any(slot.silent_ms > limits.stall_guard_ms for slot in decoding):
-        left = 0
-    given, turns = _divide(prompts, min(left, capacity - len(shares)), burst, turns)
-    for slot in prompts:
-        if n := given.get(slot.seq_id, 0):
-            shares.append(Share(slot.seq_id, n, wants_logits=n == slot.pending))
-    return Plan(tuple(shares), turns, len(decoding), sum(given.values()))
+    served, sat_out = _served(streams, memory.sat_out, now_s, cost)
+    work = Work(0, len(served), sum([slot.context for slot in served]))
+    room = _room(served, work, memory, now_s, cost, capacity, limits) if prompts else 0
+    shares: tuple[Share, ...] = ()
+    service = memory.service
+    if room > 0:
+        given, service = fairness.divide(prompts, room, service, burst=limits.prefill_burst_tokens)
+        shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
+        read = sum([slot.context for slot, _ in given])
+        work = Work(sum([n for _, n in given]), work.decodes, work.context_tokens + read)
+    service = service.decoded(served)
+    after = Memory(service, had_prompts=bool(shares), sat_out=sat_out)
+    return Plan(served, shares, after, work, cost.predict(work))
 
 
-def _in_turn(slots: Iterable[Slot], after: int) -> list[Slot]:
-    return sorted(slots, key=lambda slot: (slot.seq_id <= after, slot.seq_id))
+def _served(
+    streams: Sequence[Slot], sat_out: int, now_s: float, cost: CostModel
+) -> tuple[Sequence[Slot], int]:
+    """The streams of this tick, and for how many ticks some have sat out."""
+    first = [slot for slot in streams if slot.priority is not Priority.BACKGROUND]
+    if len(first) == len(streams) or not first or sat_out >= BACKGROUND_SITS_OUT:
+        return streams, 0
+    with_all = cost.predict(Work(0, len(streams), sum([slot.context for slot in streams])))
+    if 1e3 * (min([slot.due_s for slot in first]) - now_s) >= with_all:
+        return streams, 0
+    return first, sat_out + 1
 
 
-def _divide(prompts: list[Slot], tokens: int, burst: int, turns: Turns) -> tuple[dict[int, int], Turns]:
-    """Cut ``tokens`` off the endless round of bursts: what each of ``prompts`` gets, by seq_id."""
-    given: dict[int, int] = {}
-    last, begun = turns.prefill, turns.begun
-    waiting = deque(prompts)
-    while tokens and waiting:
-        slot = waiting.popleft()
-        rest = slot.pending - given.get(slot.seq_id, 0)
-        whole = min(rest, burst - begun) if waiting else min(rest, tokens)
-        n = min(whole, tokens)
-        given[slot.seq_id] = given.get(slot.seq_id, 0) + n
-        tokens -= n
-        if n < whole:
-            begun += n
-            break
-        last, begun = slot.seq_id, 0
-        if n < rest:
-            waiting.append(slot)
-    return given, attrs.evolve(turns, prefill=last, begun=begun, had_prompts=bool(given))
-
-
-@attrs.frozen
-class Pace:
-    """How large a tick of both kinds may be, from how long such ticks took.
-
-    Only ticks that hold prompt tokens move it: a tick of decodes alone says nothing about the price of
-    a prompt token, and averaging both would make the budget swing.
-    """
-
-    budget: int
-    average_ms: float | None = None
-
-    WEIGHT: Final = 0.3  # of the newest tick in the average
-    CALM: Final = 0.8  # of the target: between this and the target, the budget stays
-
-    def after(
-        self, tick_ms: float, *, capacity: int, limits: Scheduling, n_tokens: int | None = None
-    ) -> Pace:
-        """The pace after a tick of ``tick_ms`` that held decodes and prompt tokens.
-
-        Args:
-            n_tokens: of that tick, both kinds; ``None`` is as many as the budget.  One that stayed below
-                the budget and was quick says nothing of how long a full one takes: after many short
-                prompts a long one would get a tick far beyond the target.
-        """
-        if n_tokens is not None and n_tokens < self.budget and tick_ms <= limits.tick_target_ms:
-            return self
-        before = tick_ms if self.average_ms is None else self.average_ms
-        average = before + self.WEIGHT * (tick_ms - before)
-        floor = min(limits.min_budget_tokens, capacity)
-        if average > limits.tick_target_ms:
-            budget = int(self.budget * 0.8)
-        elif average < self.CALM * limits.tick_target_ms:
-            budget = int(self.budget * 1.1) + 1
-        else:
-            budget = self.budget
-        budget = min(capacity, max(floor, budget))
-        average *= budget / self.budget  # what that tick would have taken at the new size, roughly
-        return Pace(budget, average)
+def _room(
+    served: Sequence[Slot],
+    work: Work,
+    memory: Memory,
+    now_s: float,
+    cost: CostModel,
+    capacity: int,
+    limits: Scheduling,
+) -> int:
+    """Prompt tokens that this tick has time for."""
+    free = capacity - len(served)
+    if served:
+        in_time = cost.largest_prompt(1e3 * (min([slot.due_s for slot in served]) - now_s), work)
+        if in_time < limits.min_chunk_tokens:
+            in_time = 0 if memory.had_prompts else limits.min_chunk_tokens
+    else:
+        in_time = max(limits.min_chunk_tokens, cost.largest_prompt(limits.prefill_tick_ms, work))
+    return int(min(free, in_time))

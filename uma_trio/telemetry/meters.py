@@ -75,6 +75,8 @@ class Telemetry:
     ttft_ms: Recent = attrs.field(factory=Recent)
     host_gap_ms: Recent = attrs.field(factory=Recent)
     cancel_to_free_ms: Recent = attrs.field(factory=Recent)
+    served_ms: Average = attrs.field(factory=Average)
+    """From getting a sequence to the end, of requests that ran to theirs or were cancelled."""
     decode_ms: Average = attrs.field(factory=Average)
     sample_ms: Average = attrs.field(factory=Average)
 
