@@ -93,21 +93,42 @@ async def test_json_is_cbor_and_streamed_is_not_streamed(daemon):
 
 
 async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
+    """Hot enough for every seed to say something else.
+
+    llama.cpp computes attention over 64 rows and more with another kernel, whose logits differ by up to
+    0.25 for this model (measured); so hot, that makes another text.  Here all prompts and streams of a
+    tick stay below that.
+    """
     requests = [
-        {"messages": chat(LONG), "max_tokens": 24, "temperature": 2.0, "top_k": 50, "seed": seed, "ignore_eos": True}
-        for seed in range(12)
+        {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 5.0, "top_k": 50, "seed": seed, "ignore_eos": True}
+        for seed in range(8)
     ]
     alone = [daemon.ask(**request) for request in requests]
-    assert all(answer.last["seed"] == seed for seed, answer in enumerate(alone))
-    assert len({answer.text for answer in alone}) > 6, "the seeds make no difference"
-    assert [daemon.ask(**request).ids for request in requests[:3]] == [answer.ids for answer in alone[:3]]
-    shared, _, batch = await together(daemon, requests)
+    assert [answer.last["seed"] for answer in alone] == list(range(8))
+    assert len({answer.text for answer in alone}) == 8, "the seeds make no difference"
+    begun = 0
+    async with trio.open_nursery() as nursery:
+
+        async def share(seed):
+            nonlocal begun
+            async with daemon.client() as client:
+                fields = {"prompt": "Hello", "max_tokens": 3000, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+                async for event in client.generate(**fields):
+                    begun += event["event"] == "token"
+
+        before = daemon.metrics()
+        for seed in range(3):
+            nursery.start_soon(share, seed)
+        while begun < 9:  # noqa: ASYNC110  (three tasks count)
+            await trio.sleep(0.001)
+        shared = [await streamed(daemon, [], 0, **request) for request in requests]
+        batch = average_batch(before, daemon.metrics())
+        nursery.cancel_scope.cancel()
     same = sum(one.ids == many.ids for one, many in zip(alone, shared, strict=True))
     print(f"{same} of {len(alone)} sampled texts are the same in a batch of {batch:.1f}")
-    assert batch > 1.5
-    # A batch of another width computes logits that differ in their last bits; about one random number
-    # in 2,000 falls between the two (measured), and from there on the text is another.
-    assert same >= len(alone) - 2
+    assert batch > 2
+    assert same >= len(alone) - 1  # the last bits of a logit may decide for one of two hundred tokens
+    daemon.settled()
 
 
 async def test_without_a_seed_the_one_that_was_chosen_is_told(daemon):
@@ -154,8 +175,8 @@ def test_characters_are_never_split(daemon):
         assert "\ufffd" not in spoken.text, "its tokens are parts of characters"
         assert len(spoken.ids) > len(spoken.text.split())
         answers = [spoken]
-        for seed in range(6):  # noise: most of what looks like part of a character is none
-            noise = {"prompt": "Repeat: 🦊 é", "max_tokens": 200, "temperature": 100.0, "seed": seed, "ignore_eos": True}
+        for seed in range(4):  # noise: most of what looks like part of a character is none
+            noise = {"prompt": "Repeat: 🦊 é", "max_tokens": 120, "temperature": 100.0, "seed": seed, "ignore_eos": True}
             answers.append(daemon.ask(**noise))
             assert daemon.ask(stream=False, encoding="cbor", **noise).text == answers[-1].text
         for answer in answers:

@@ -1,0 +1,67 @@
+"""From a cancel event, or a closed socket, to the KV cache being free again: at most one tick."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+
+import pytest
+
+from tests.support.real_daemon import real_daemon
+
+
+class Reader(threading.Thread):
+    """A stream that goes on; notes how long the server was silent between two tokens."""
+
+    def __init__(self, wire):
+        super().__init__(daemon=True)
+        self.gaps_ms, self._wire = [], wire
+        self.start()
+
+    def run(self):
+        last = None
+        with contextlib.suppress(OSError):
+            while (event := self._wire.receive()) is not None and event["event"] == "token":
+                now = time.monotonic()
+                if last is not None:
+                    self.gaps_ms.append(1e3 * (now - last))
+                last = now
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["cancel event", "closed socket"])
+def test_cancelled_the_kv_is_free_within_a_tick(library, way):
+    """Streams that go on keep the engine busy, so that no cancel comes between two ticks by chance."""
+    with real_daemon("--parallel", "8", "--ctx", "32768") as daemon, contextlib.ExitStack() as stack:
+        readers, rng = [], random.Random(n_cancels := 60)
+        for n in range(4):
+            wire = stack.enter_context(daemon.wire())
+            wire.send(id=f"on {n}", prompt="Tell me a story", max_tokens=3900, ignore_eos=True)
+            readers.append(Reader(wire))
+        daemon.wait_until(lambda found: found["tokens_total"] > 40, "four streams run")
+        for n in range(n_cancels):
+            with daemon.wire() as wire:
+                # every third in its prompt, the others in their stream
+                wire.send(id="a", prompt="a word " * (300 if n % 3 == 0 else 3), max_tokens=500, ignore_eos=True)
+                for _ in range(0 if n % 3 == 0 else n % 7 + 1):
+                    assert wire.receive()["event"] == "token"
+                if n % 3 == 0:
+                    daemon.wait_until(lambda found: found["kv"]["sequences"] == 5, "its prompt is being read")
+                time.sleep(rng.random() * 0.01)  # or all would come just when a tick begins
+                if way == "cancel event":
+                    wire.send(event="cancel", id="a")
+                    assert wire.answer().reason == "cancelled"
+            daemon.wait_until(lambda found: found["kv"]["sequences"] == 4, "it is free, the others run")
+        found = daemon.metrics()
+        gaps_ms = sorted(gap for reader in readers for gap in reader.gaps_ms)
+    assert found["requests_total"] == {"cancelled": n_cancels}
+    tick_ms, longest_tick_ms = found["p50_ms"], gaps_ms[-1]
+    median_ms, most_ms = found["cancel_to_free_p50_ms"], found["cancel_to_free_max_ms"]
+    print(
+        f"{way}: KV free after {median_ms} ms (median), {most_ms} ms (most); a tick took {tick_ms} ms (median), "
+        f"{longest_tick_ms:.3f} ms (most): {median_ms / tick_ms:.2f} and {most_ms / longest_tick_ms:.2f} of a tick"
+    )
+    assert median_ms <= 1.5 * tick_ms  # a third of them fell into ticks with a prompt, which take longer
+    assert most_ms <= longest_tick_ms + 2

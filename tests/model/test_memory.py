@@ -1,0 +1,39 @@
+"""What serving leaves behind in the daemon's memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.real_daemon import real_daemon
+
+MIB = 1 << 20
+
+
+@pytest.mark.slow
+def test_200_prompts_one_after_another_cost_less_than_2_mib(library):
+    rng = random.Random(1)
+
+    def ask(daemon, seed):
+        words = " ".join(rng.choice(("red", "fox", "seven", "Paris", "river", "é")) for _ in range(rng.randint(1, 60)))
+        answer = daemon.ask(
+            encoding=rng.choice(("json", "cbor")),
+            prompt=words,
+            max_tokens=rng.randint(1, 20),
+            temperature=rng.choice((0, 0.8)),
+            seed=seed,
+            stream=rng.random() < 0.7,
+        )
+        assert answer.reason in ("stop", "length")
+
+    with real_daemon("--parallel", "4", "--ctx", "4096") as daemon:
+        for seed in range(60):  # warm-up: every buffer that grows once, grows
+            ask(daemon, seed)
+        before = daemon.settled()["tokens_total"], daemon.rss, daemon.n_fds()
+        for seed in range(200):
+            ask(daemon, seed)
+        after = daemon.settled()["tokens_total"], daemon.rss, daemon.n_fds()
+    print(f"RSS grew by {(after[1] - before[1]) / MIB:.2f} MiB over {after[0] - before[0]} tokens of 200 prompts")
+    assert after[1] - before[1] < 2 * MIB
+    assert after[2] == before[2]
