@@ -119,7 +119,7 @@ async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
         before = daemon.metrics()
         for seed in range(3):
             nursery.start_soon(share, seed)
-        while begun < 9:  # noqa: ASYNC110  (three tasks count)
+        while begun < 9:
             await trio.sleep(0.001)
         shared = [await streamed(daemon, [], 0, **request) for request in requests]
         batch = average_batch(before, daemon.metrics())
