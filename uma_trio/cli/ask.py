@@ -93,6 +93,7 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
 
     request["id"] = "ask"
     encoding = "cbor" if options["cbor"] else "json"
+    last: dict[str, Any] = {}
     async with trio.open_nursery() as nursery, open_client(options["socket"], encoding=encoding) as client:  # type: ignore[arg-type]
 
         async def cancel_on_interrupt() -> None:
@@ -104,7 +105,6 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
 
         nursery.start_soon(cancel_on_interrupt)
         ended = ""
-        last: dict[str, Any] = {}
         async for event in client.generate(**request):
             last = event
             if options["as_json"]:
@@ -118,8 +118,8 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
         if options["stats"]:
             _show_stats(last)
         nursery.cancel_scope.cancel()
-        if last.get("reason") != "cancelled":
-            return OK
+    if last.get("reason") != "cancelled":
+        return OK
     click.echo("cancelled", err=True)
     return INTERRUPTED
 
