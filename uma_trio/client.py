@@ -92,7 +92,8 @@ class Client:
             BrokenProtocol: the answer did not come to its end.
         """
         fields.setdefault("id", f"r{next(self._ids)}")
-        await self.send(fields)
+        with contextlib.suppress(BrokenProtocol):  # a server that closed has perhaps said why; that is read below
+            await self.send(fields)
         while (event := await self.receive()) is not None:
             if event.get("id", fields["id"]) != fields["id"]:
                 continue

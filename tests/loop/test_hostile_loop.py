@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import pytest
 import trio
 
+from tests.support import hostile
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
+from uma_trio.client import BrokenProtocol, ServerError
 from uma_trio.daemon.outbox import Outbox
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.messages import Eos
@@ -21,9 +24,11 @@ def texts(events):
 
 
 async def until_closed(client):
+    """All events; a server that closes with something unread resets the connection, after its last event."""
     events = []
-    while (event := await client.receive()) is not None:
-        events.append(event)
+    with contextlib.suppress(BrokenProtocol):
+        while (event := await client.receive()) is not None:
+            events.append(event)
     return events
 
 
@@ -79,3 +84,84 @@ async def test_the_first_step_after_a_cancel_frees_it(autojump_clock, way):
                 assert [job.seq_id in step.removals for step in after] == [True]
         house.server.runner.check_integrity()
         assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 200))
+
+
+@pytest.mark.parametrize("bad", hostile.ALL, ids=str)
+async def test_it_is_told_what_is_wrong_and_a_neighbour_does_not_notice(autojump_clock, bad):
+    async with serving(max_frame_bytes=hostile.CAP) as house, house.client() as other:
+        await other.send({"id": "on", "prompt": "hello", "max_tokens": 20})
+        async with house.client() as client:
+            await client._stream.send_all(bad.data)
+            events = await until_closed(client)
+        assert [(event["event"], event["code"], event.get("id")) for event in events] == [("error", bad.code, bad.id)]
+        assert 0 < len(events[0]["message"]) < 500
+        assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 20))
+        await house.settled()
+
+
+@pytest.mark.parametrize(("name", "data"), hostile.HARMLESS, ids=[name for name, _ in hostile.HARMLESS])
+async def test_strange_but_allowed(autojump_clock, name, data):
+    async with serving(max_frame_bytes=hostile.CAP) as house:
+        async with house.client() as client:
+            await client._stream.send_all(data)
+            events = await until_closed(client)
+        assert [event["event"] for event in events] == ["token", "token", "eos"]
+        await house.settled()
+
+
+async def test_a_frame_of_all_bad_things_one_after_another_gets_one_answer(autojump_clock):
+    async with serving(max_frame_bytes=hostile.CAP) as house:
+        async with house.client() as client:
+            for bad in hostile.ALL[:20]:
+                with contextlib.suppress(trio.BrokenResourceError):
+                    await client._stream.send_all(bad.data)
+            assert len(await until_closed(client)) == 1
+        await house.settled()
+
+
+async def test_ten_thousand_cancels_cost_nothing(autojump_clock):
+    """Unknown ids, ids of others, ids of the past: nothing happens and nothing is answered."""
+    cancel = ClientCodec().encode({"event": "cancel", "id": "on"})
+    async with serving() as house, house.client() as other, house.client() as client:
+        await other.send({"id": "on", "prompt": "hello", "max_tokens": 50})
+        await client._stream.send_all(10_000 * cancel)
+        await client.send({"id": "mine", "prompt": "hello", "max_tokens": 3, "keep_alive": True})
+        events = [await client.receive() for _ in range(4)]
+        assert events[-1]["reason"] == "length"
+        await client.cancel("mine")
+        await client.send({"id": "mine", "prompt": "hello", "max_tokens": 3})
+        assert [event["event"] for event in await until_closed(client)] == ["token"] * 3 + ["eos"]
+        assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 50))
+        await house.settled()
+
+
+async def test_a_flood_of_second_requests_is_refused_one_by_one(autojump_clock):
+    async with serving() as house, house.client() as client:
+        flood = [{"id": f"r{n}", "prompt": "hello", "max_tokens": 30} for n in range(500)]
+        await client._stream.send_all(b"".join(map(ClientCodec().encode, flood)))
+        events = await until_closed(client)
+        assert sum(event.get("code") == "E_PROTO_BUSY" for event in events) == 499
+        assert texts(event for event in events if event["id"] == "r0") == said(expected_continuation(PROMPT, 30))
+        await house.settled()
+
+
+async def test_metrics_asked_for_and_not_read_do_not_pile_up_for_ever(autojump_clock):
+    """Each question is small and each answer is not: who asks and never reads is given up."""
+    ask = ClientCodec().encode({"type": "metrics", "keep_alive": True})
+    async with serving(max_tx_bytes=8192) as house:
+        async with house.client() as deaf:
+            most = 0
+            with contextlib.suppress(trio.BrokenResourceError), trio.move_on_after(300):
+                while True:
+                    await deaf._stream.send_all(100 * ask)
+                    most = max(most, house.server.snapshot()["outbox_bytes"])
+            assert house.server.snapshot()["sessions"] == 0, "it is still served"
+            assert most < 500_000
+        await house.settled()
+
+
+async def test_a_client_whose_frame_was_refused_half_way_reads_why(autojump_clock):
+    async with serving() as house, house.client() as client:
+        with pytest.raises(ServerError, match="E_PROTO_FRAME_TOO_LARGE"):
+            async for _ in client.generate(prompt="x" * (8 << 20)):
+                pass
