@@ -1,0 +1,161 @@
+"""``uma-trio demo``: short chats beside a long document, and the go/no-go gate."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from uma_trio.demo.load import Daemon, Watcher
+    from uma_trio.demo.scorecard import Counters, Scorecard
+    from uma_trio.demo.view import Scene
+
+GO, NO_GO, SERVER_ERROR, PROTOCOL_ERROR = 0, 1, 2, 3
+
+FRAME_S = 0.1
+COUNT_S = 0.25
+GIL_TURN_S = 0.001
+"""Frames are drawn in a thread of their own; a token's time should not wait 5 ms for it."""
+
+
+@click.command("demo", short_help="Watch short chats stay quick beside a long document.")
+@click.option("--no-live", is_flag=True, help="Plain lines; so it is anyway where the output is no terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print the scorecard as JSON and nothing else.")
+@click.option(
+    "--max-gap-ms",
+    type=click.FloatRange(0, min_open=True),
+    help="Longest silence allowed in a chat while the document is read.  [default: 1.5 times target_tbt_ms, 150]",
+)
+@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also save this run as an SVG file.")
+@click.option("--socket", type=click.Path(), help="A running daemon's socket, instead of a daemon of its own.")
+def command(**options: Any) -> None:
+    """Watch short chats stay quick beside a long document.
+
+    Starts a daemon of its own on the embedded model, talks to it as four clients at once, then as each of
+    them alone, and prints the scorecard of docs/SCORECARD.md.  Takes some 15 seconds where nothing else
+    computes.
+
+    Exit codes: 0 go, 1 no-go, 2 server error (or no server), 3 protocol error.
+    """
+    from uma_trio.cli.running import run
+    from uma_trio.client import BrokenProtocol, ClientError
+    from uma_trio.demo.own_daemon import Interrupted, NoDaemon, until_interrupted
+
+    try:
+        card = run(until_interrupted, lambda: _demo(options))
+    except Interrupted as interrupted:
+        sys.exit(128 + interrupted.number)
+    except (ClientError, NoDaemon) as error:
+        click.echo(f"uma-trio demo: {error}", err=True)
+        sys.exit(PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR)
+    sys.exit(GO if card.go else NO_GO)
+
+
+async def _demo(options: dict[str, Any]) -> Scorecard:
+    from contextlib import AsyncExitStack
+
+    from rich.console import Console
+
+    from uma_trio.demo.load import Daemon
+    from uma_trio.demo.own_daemon import own_daemon
+
+    console = Console(quiet=options["as_json"], highlight=False)
+    async with AsyncExitStack() as stack:
+        path = options["socket"]
+        if path is None:
+            with console.status("loading the model"):
+                path = (await stack.enter_async_context(own_daemon())).path
+        card, scene = await _play(Daemon(path), console, options)
+    _show(card, scene, console, options)
+    return card
+
+
+async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tuple[Scorecard, Scene]:
+    """All streams side by side, then each alone."""
+    import trio
+
+    from uma_trio.demo.load import one_by_one, together
+    from uma_trio.demo.scorecard import score
+    from uma_trio.demo.script import HEAD_START, streams
+    from uma_trio.demo.view import Lines, Scene
+
+    script = streams()
+    scene = Scene(script)
+    live = console.is_terminal and not options["no_live"] and not options["as_json"]
+    watchers: list[Watcher] = [scene] if live else [scene, Lines(console)]
+    before = await daemon.counters()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_count, daemon, before, scene)
+        if live:
+            await nursery.start(_animate, scene, console)
+        began = trio.current_time()
+        tracks = await together(script, daemon, head_start=HEAD_START, watchers=watchers)
+        wall_s = trio.current_time() - began
+        nursery.cancel_scope.cancel()
+    counted = (await daemon.counters()).since(before)
+    with console.status("asking each of them again, alone, to compare the texts"):
+        alone = await one_by_one(script, daemon)
+    max_gap_ms = options["max_gap_ms"] or _longest_gap_ms()
+    return score(tracks, alone, counted, wall_s=wall_s, max_gap_ms=max_gap_ms), scene
+
+
+async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
+    """Keep the status line's figures fresh."""
+    import trio
+
+    from uma_trio.demo.scorecard import Counters
+
+    while True:
+        snapshot = await daemon.snapshot()
+        scene.counted(Counters.of(snapshot).since(before), snapshot.get("decode_ms_avg"))
+        await trio.sleep(COUNT_S)
+
+
+async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
+    """Draw until cancelled; the last frame stays."""
+    import functools
+
+    import trio
+    from rich.live import Live
+
+    def frame() -> Any:
+        return scene.render(width=console.width, height=console.height)
+
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(GIL_TURN_S)
+    try:
+        with Live(frame(), console=console, auto_refresh=False) as live:
+            task_status.started()
+            try:
+                while True:
+                    await trio.to_thread.run_sync(functools.partial(live.update, frame(), refresh=True))
+                    await trio.sleep(FRAME_S)
+            finally:
+                live.update(frame(), refresh=True)
+    finally:
+        sys.setswitchinterval(switch_interval)
+
+
+def _longest_gap_ms() -> float:
+    from uma_trio.config import Scheduling
+
+    return 1.5 * Scheduling().target_tbt_ms
+
+
+def _show(card: Scorecard, scene: Scene, console: Console, options: dict[str, Any]) -> None:
+    import attrs
+
+    from uma_trio.demo.view import save_picture, scorecard
+
+    if options["as_json"]:
+        click.echo(json.dumps({"go": card.go, **attrs.asdict(card)}, indent=2))
+    else:
+        console.print(scorecard(card))
+    if options["picture"] is not None:
+        save_picture(options["picture"], scene, card)

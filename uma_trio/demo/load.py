@@ -1,0 +1,203 @@
+"""Drives several streams at once from one trio task each, and notes when every token came.
+
+What is driven is a ``Transport``; ``Daemon`` is the one for uma-trio.  Another server to compare with is
+another transport, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Literal, Protocol
+
+import attrs
+import trio
+
+from uma_trio.client import BrokenProtocol, Client, open_client
+from uma_trio.demo.recording import Answer, Question, Stream, Track
+from uma_trio.demo.scorecard import Counters
+
+OnToken = Callable[[str], None]
+
+
+@attrs.frozen(kw_only=True)
+class End:
+    """How an answer ended, as the server tells."""
+
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Connection(Protocol):
+    """One client's."""
+
+    async def ask(self, question: Question, on_token: OnToken) -> End:
+        """Stream one answer; ``on_token(text)`` at the moment when a token's event was decoded."""
+
+
+class Transport(Protocol):
+    """A server under load."""
+
+    def connect(self, *, interactive: bool) -> AbstractAsyncContextManager[Connection]: ...
+
+    async def counters(self) -> Counters | None:
+        """What it has counted; ``None`` if it does not tell."""
+
+
+class Watcher(Protocol):
+    """Told what happens.  Called between tokens: must be quick."""
+
+    def asked(self, track: Track) -> None:
+        """The last of ``track.answers`` was asked."""
+
+    def told(self, track: Track) -> None:
+        """The last of ``track.answers`` has one more token."""
+
+    def answered(self, track: Track) -> None:
+        """The last of ``track.answers`` has ended."""
+
+
+class Unwatched:
+    """Looks at nothing; for those who look at some of it."""
+
+    def asked(self, track: Track) -> None: ...
+    def told(self, track: Track) -> None: ...
+    def answered(self, track: Track) -> None: ...
+
+
+@attrs.frozen
+class Daemon:
+    """uma-trio over its socket."""
+
+    path: str | os.PathLike[str]
+    encoding: Literal["json", "cbor"] = "json"
+
+    @contextlib.asynccontextmanager
+    async def connect(self, *, interactive: bool) -> AsyncIterator[Connection]:
+        async with open_client(self.path, encoding=self.encoding) as client:
+            yield _DaemonConnection(client, "interactive" if interactive else "normal")
+
+    async def snapshot(self) -> dict[str, Any]:
+        """One metrics event."""
+        async with open_client(self.path, encoding=self.encoding) as client:
+            return await client.metrics()
+
+    async def counters(self) -> Counters:
+        return Counters.of(await self.snapshot())
+
+
+@attrs.frozen
+class _DaemonConnection:
+    client: Client
+    priority: str
+
+    async def ask(self, question: Question, on_token: OnToken) -> End:
+        event: dict[str, Any] = {}
+        async for event in self.client.generate(**self._request(question)):
+            if event["event"] == "token":
+                on_token(event["text"])
+        if event.get("event") != "eos":
+            raise BrokenProtocol(f"an answer ended with {event!r}")
+        usage = event["usage"]
+        return End(
+            reason=event["reason"],
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
+        )
+
+    def _request(self, question: Question) -> dict[str, Any]:
+        asked: dict[str, Any] = (
+            {"prompt": question.text}
+            if question.raw
+            else {"messages": [{"role": "user", "content": question.text}]}
+        )
+        return {
+            **asked,
+            "max_tokens": question.max_tokens,
+            "ignore_eos": question.ignore_eos,
+            "temperature": 0.0,
+            "keep_alive": True,
+            "slo": {"priority": self.priority},
+        }
+
+
+async def together(
+    streams: Sequence[Stream],
+    transport: Transport,
+    *,
+    head_start: int = 0,
+    watchers: Sequence[Watcher] = (),
+) -> list[Track]:
+    """All streams at once; long prompts start when every interactive stream has ``head_start`` tokens.
+
+    The tracks have the order of ``streams``.  The first error ends all.
+    """
+    tracks = [Track(stream=stream) for stream in streams]
+    started = _HeadStart([track for track in tracks if track.stream.interactive], head_start)
+    async with trio.open_nursery() as nursery:
+        for track in tracks:
+            ready = None if track.stream.interactive else started.reached
+            nursery.start_soon(_drive, track, transport, (started, *watchers), ready)
+    return tracks
+
+
+async def one_by_one(streams: Sequence[Stream], transport: Transport) -> list[Track]:
+    """Each stream with the server to itself."""
+    tracks = [Track(stream=stream) for stream in streams]
+    for track in tracks:
+        await _drive(track, transport, (), None)
+    return tracks
+
+
+async def _drive(
+    track: Track, transport: Transport, watchers: Sequence[Watcher], ready: trio.Event | None
+) -> None:
+    async with transport.connect(interactive=track.stream.interactive) as connection:
+        if ready is not None:
+            await ready.wait()
+        for question in track.stream.questions:
+            await _ask(connection, question, track, watchers)
+
+
+async def _ask(
+    connection: Connection, question: Question, track: Track, watchers: Sequence[Watcher]
+) -> None:
+    answer = Answer(question=question, sent_s=trio.current_time())
+    track.answers.append(answer)
+
+    def on_token(text: str) -> None:
+        answer.token_s.append(trio.current_time())
+        answer.pieces.append(text)
+        for watcher in watchers:
+            watcher.told(track)
+
+    for watcher in watchers:
+        watcher.asked(track)
+    end = await connection.ask(question, on_token)
+    answer.reason = end.reason
+    answer.prompt_tokens, answer.completion_tokens = end.prompt_tokens, end.completion_tokens
+    for watcher in watchers:
+        watcher.answered(track)
+
+
+class _HeadStart(Unwatched):
+    """Sets ``reached`` when each of ``tracks`` has so many tokens, or has ended with fewer."""
+
+    def __init__(self, tracks: Sequence[Track], n_tokens: int) -> None:
+        self.reached = trio.Event()
+        self._tracks = tracks
+        self._n_tokens = n_tokens
+        self._look()
+
+    def told(self, track: Track) -> None:
+        if not self.reached.is_set():
+            self._look()
+
+    answered = told
+
+    def _look(self) -> None:
+        if all(track.n_tokens >= self._n_tokens or track.finished for track in self._tracks):
+            self.reached.set()

@@ -1,0 +1,47 @@
+"""What the demo asks: three short chats, and a long document with a question at its end."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from uma_trio.demo.recording import Question, Stream
+from uma_trio.models.training.skills.documents import ask, make_document
+
+DOCUMENT_FACTS: Final = 300
+"""About 4,000 tokens of the embedded model."""
+
+DOCUMENT_SEED: Final = 1
+
+HEAD_START: Final = 30
+"""Tokens that each chat has before the document arrives: it must find them talking."""
+
+_COUNTS = ("Count from 1 to 120",)
+_TALES = tuple(
+    f"Tell me a story about {animal} named {name}"
+    for animal, name in (
+        ("a fox", "Ada"), ("a bear", "Bo"), ("a dog", "Max"), ("a cat", "Lily"), ("an owl", "Ivo"), ("a wolf", "Nora"),
+    )
+)  # fmt: skip
+_THIS_AND_THAT = (
+    "Who are you?",
+    "What is the capital of France?",
+    "Spell elephant",
+    "What is 123 + 456?",
+    "What day comes after Monday?",
+    "Count from 200 to 280",
+)
+
+
+def streams() -> tuple[Stream, ...]:
+    """The same each time."""
+    return (
+        *(
+            Stream(name=f"chat {number}", questions=tuple(Question(text=text) for text in texts))
+            for number, texts in enumerate((_COUNTS, _TALES, _THIS_AND_THAT), 1)
+        ),
+        Stream(name="document", questions=(Question(text=_document()),), interactive=False),
+    )
+
+
+def _document() -> str:
+    return ask(make_document(DOCUMENT_SEED, DOCUMENT_FACTS), "Summarise the document.")

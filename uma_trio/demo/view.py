@@ -1,0 +1,201 @@
+"""How the demo looks on a terminal: a panel for each stream, and the scorecard."""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from uma_trio.demo.load import Unwatched
+from uma_trio.demo.recording import Answer, Stream, Track
+from uma_trio.demo.scorecard import Counters, Scorecard
+
+COLOURS: Final = ("cyan", "green", "magenta", "yellow")
+RIBBON: Final = 400
+"""Arrivals that are remembered: more than the widest terminal shows."""
+
+PICTURED_AT: Final = 50
+"""Tokens of the document's answer at which the picture is taken: all four are talking."""
+
+PICTURE_WIDTH: Final = 116
+PICTURE_HEIGHT: Final = 24
+
+QUESTION_CHARS: Final = 60
+
+
+class Scene(Unwatched):
+    """What there is to see of a mixed load while it runs."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = list(streams)
+        self._tracks: dict[str, Track] = {}
+        self._ribbon: deque[int] = deque(maxlen=RIBBON)
+        self._chats_before = 0
+        self._chats_after: int | None = None
+        self._counted: Counters | None = None
+        self._tick_ms: float | None = None
+        self.picture: RenderableType | None = None
+        """Four streams talking; ``None`` before that."""
+
+    def asked(self, track: Track) -> None:
+        self._tracks[track.stream.name] = track
+        if not track.stream.interactive:
+            self._chats_before = self._chat_tokens()
+
+    def told(self, track: Track) -> None:
+        self._ribbon.append(self._streams.index(track.stream))
+        if track.stream.interactive:
+            return
+        if self._chats_after is None:
+            self._chats_after = self._chat_tokens()
+        if track.n_tokens == PICTURED_AT:
+            self.picture = self.render(width=PICTURE_WIDTH, height=PICTURE_HEIGHT)
+
+    def counted(self, counted: Counters, tick_ms: float | None) -> None:
+        """New figures of the server for the status line."""
+        self._counted, self._tick_ms = counted, tick_ms
+
+    def _chat_tokens(self) -> int:
+        return sum(track.n_tokens for track in self._tracks.values() if track.stream.interactive)
+
+    def render(self, *, width: int, height: int) -> RenderableType:
+        """Everything as of now; what is returned does not change any more."""
+        rows = max(4, min(11, (height - 6) // 2))
+        grid = Table.grid(expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(ratio=1)
+        panels = [self._panel(index, width // 2 - 4, rows) for index in range(len(self._streams))]
+        for left in range(0, len(panels), 2):
+            grid.add_row(*panels[left : left + 2])
+        return Group(grid, self._arrivals(width), self._status())
+
+    def _panel(self, index: int, width: int, rows: int) -> Panel:
+        stream = self._streams[index]
+        track = self._tracks.get(stream.name)
+        lines: list[Text] = []
+        for answer in track.answers if track else ():
+            lines += self._lines(stream, answer, width)
+        shown = Text("\n").join(lines[-rows:])
+        tokens = f" {track.n_tokens} tokens " if track and track.n_tokens else None
+        return Panel(
+            shown,
+            title=f" {stream.name} ",
+            title_align="left",
+            subtitle=tokens,
+            subtitle_align="right",
+            border_style=COLOURS[index % len(COLOURS)],
+            height=rows + 2,
+        )
+
+    def _lines(self, stream: Stream, answer: Answer, width: int) -> list[Text]:
+        lines = [Text(f"> {shorten(answer.question.text)}", style="bold")]
+        if not stream.interactive:
+            lines.append(Text(self._reading(answer), style="italic"))
+        lines += [Text(line) for line in textwrap.wrap(answer.text, max(10, width))]
+        return lines
+
+    def _reading(self, answer: Answer) -> str:
+        if answer.ttft_ms is None:
+            read = f", {self._counted.prompt_tokens:,} tokens so far" if self._counted else ""
+            return f"reading{read} ..."
+        chats = (self._chats_after or 0) - self._chats_before
+        return f"read in {answer.ttft_ms / 1e3:.1f} s; meanwhile the chats got {chats} tokens"
+
+    def _arrivals(self, width: int) -> Text:
+        """The last tokens in the order in which they came, a block of its stream's colour for each."""
+        label = "arrivals  "
+        line = Text().append(label, style="dim")
+        for index in list(self._ribbon)[-(width - len(label)) :]:
+            line.append("█", style=COLOURS[index % len(COLOURS)])
+        return line
+
+    def _status(self) -> Text:
+        counted = self._counted
+        if counted is None or counted.average_batch is None:
+            return Text("starting", style="dim")
+        tick = f", {self._tick_ms:.1f} ms each" if self._tick_ms is not None else ""
+        return Text(
+            f"{counted.batch_calls:,} ticks{tick} · {counted.average_batch:.2f} sequences a tick · "
+            f"{counted.tokens:,} tokens generated · {counted.prompt_tokens:,} prompt tokens read",
+            style="dim",
+        )
+
+
+def shorten(text: str) -> str:
+    """A question in one line: of a long one, how long it is and how it ends."""
+    if len(text) <= QUESTION_CHARS and "\n" not in text:
+        return text
+    return f"[{len(text):,} characters] {text.strip().splitlines()[-1][-QUESTION_CHARS:]}"
+
+
+class Lines(Unwatched):
+    """A line for each answer, where nothing can be drawn."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def asked(self, track: Track) -> None:
+        if not track.stream.interactive:
+            self._print(f"{track.stream.name:<9} asked: {shorten(track.answers[-1].question.text)}")
+
+    def answered(self, track: Track) -> None:
+        answer = track.answers[-1]
+        self._print(
+            f"{track.stream.name:<9} {len(answer.token_s):4} tokens, first after {answer.ttft_ms or 0:.0f} ms: "
+            f"{shorten(answer.question.text)} -> {textwrap.shorten(answer.text, 70, placeholder=' ...')}"
+        )
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def scorecard(card: Scorecard) -> RenderableType:
+    """The scorecard for people."""
+    table = Table(title="Scorecard", title_justify="left", title_style="bold", header_style="dim")
+    table.add_column("stream", no_wrap=True)
+    for name in ("answers", "prompt tokens", "tokens", "TTFT ms", "ITL p50 ms", "p95", "max"):
+        table.add_column(name, justify="right")
+    for stream in card.streams:
+        table.add_row(
+            stream.name,
+            str(stream.answers),
+            f"{stream.prompt_tokens:,}",
+            f"{stream.tokens:,}",
+            *(
+                "-" if value is None else f"{value:,.1f}"
+                for value in (stream.ttft_ms, stream.itl_p50_ms, stream.itl_p95_ms, stream.itl_max_ms)
+            ),
+        )
+    tokens_per_call = f", {card.tokens_per_call:.2f} new tokens" if card.tokens_per_call is not None else ""
+    batch = "-" if card.average_batch is None else f"{card.average_batch:.2f}"
+    summary = Text(
+        f"{card.wall_s:.1f} s side by side, {card.tokens_per_s:.0f} tokens/s; "
+        f"a llama_decode call serves {batch} sequences on average{tokens_per_call}"
+    )
+    checks = Table.grid(padding=(0, 2))
+    for check in card.checks:
+        verdict = Text("PASS", style="bold green") if check.passed else Text("FAIL", style="bold red")
+        checks.add_row(verdict, Text(check.name), Text(check.detail, style="dim"))
+    end = Text("GO", style="bold green") if card.go else Text("NO-GO", style="bold red")
+    return Group(table, summary, Text(), checks, Text(), end)
+
+
+def save_picture(path: Path, scene: Scene, card: Scorecard) -> None:
+    """What was seen while all streams were talking, and the scorecard, as an SVG file."""
+    console = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
+    if scene.picture is not None:
+        console.print(scene.picture)
+        console.print()
+    console.print(scorecard(card))
+    without_web_fonts = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    console.save_svg(str(path), title="uma-trio demo", code_format=without_web_fonts)
