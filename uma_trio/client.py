@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -25,6 +26,8 @@ from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.payload import Encoding
 
 READ_BYTES: Final = 64 * 1024
+CONNECT_S: Final = 10.0
+"""How long a client tries to get in where many others want to."""
 
 Event = dict[str, Any]
 
@@ -135,10 +138,33 @@ async def open_client(
     """
     where = Path(path) if path is not None else default_path(os.environ)
     try:
-        stream = await trio.open_unix_socket(where)
+        stream = await _connect(where)
     except OSError as error:
         raise NoServer(
             f"no daemon at {where} ({error.strerror or error}); start one with: uma-trio serve"
         ) from None
     async with stream:
         yield Client(stream, encoding=Encoding(encoding))
+
+
+async def _connect(where: Path) -> trio.SocketStream:
+    """Where more clients come than the daemon's ``backlog`` holds, the next ones try again.
+
+    A Unix socket is connected at once or not at all (EAGAIN).  ``trio.open_unix_socket`` takes that for
+    "under way", as it would be with TCP, and hands out a stream without a peer.
+    """
+    until = trio.current_time() + CONNECT_S
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            sock.connect(os.fspath(where))
+            return trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+        except BlockingIOError:
+            sock.close()
+            if trio.current_time() > until:
+                raise
+        except BaseException:
+            sock.close()
+            raise
+        await trio.sleep(0.01)

@@ -165,3 +165,16 @@ async def test_a_client_whose_frame_was_refused_half_way_reads_why(autojump_cloc
         with pytest.raises(ServerError, match="E_PROTO_FRAME_TOO_LARGE"):
             async for _ in client.generate(prompt="x" * (8 << 20)):
                 pass
+
+
+async def test_more_clients_at_once_than_the_backlog_holds(autojump_clock):
+    async with serving(max_sessions=500) as house:  # with a backlog of 16
+        async with trio.open_nursery() as nursery:
+
+            async def ask():
+                async with house.client() as client:
+                    assert (await client.complete(prompt="hello", max_tokens=2))["reason"] == "length"
+
+            for _ in range(200):
+                nursery.start_soon(ask)
+        await house.settled()
