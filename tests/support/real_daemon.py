@@ -85,9 +85,9 @@ class Wire:
     def __init__(self, path: Path, *, encoding: str = "json", timeout_s: float = 30.0) -> None:
         self.codec = ClientCodec(Encoding(encoding))
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(timeout_s)
         try:
-            self.sock.connect(os.fspath(path))
+            self.sock.connect(os.fspath(path))  # blocking: waits where the listener's queue is full
+            self.sock.settimeout(timeout_s)
         except BaseException:
             self.sock.close()
             raise

@@ -1,0 +1,293 @@
+"""Hostile clients of the real daemon: each gets its error or a clean close, while another stream runs unharmed."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import threading
+import time
+
+import pytest
+
+from tests.support import hostile
+from tests.support.real_daemon import Canary, real_daemon
+from uma_trio.models.loaded import EMBEDDED, vocabulary
+
+FLAGS = (
+    *("--parallel", "4", "--ctx", "8192", "--max-frame-bytes", str(hostile.CAP), "--max-tx-bytes", "8192"),
+    *("--frame-timeout-s", "0.4", "--idle-timeout-s", "0.8", "--write-timeout-s", "0.8"),
+)
+"""Timeouts of less than a second, so that waiting for them takes no longer."""
+
+
+@pytest.fixture(scope="module")
+def strict(library):
+    """A daemon with little patience; every test leaves it with nothing held."""
+    with real_daemon(*FLAGS) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def canary(strict):
+    with Canary(strict) as found:
+        yield found
+    strict.settled()
+
+
+def codes(events):
+    return [event.get("code") for event in events if event["event"] == "error"]
+
+
+def test_every_bad_frame_gets_its_error_and_its_connection_is_closed(strict):
+    for bad in hostile.ALL:
+        with strict.wire() as wire:
+            wire.send_bytes(bad.data)
+            events = wire.rest()
+        assert [(event["event"], event["code"], event.get("id")) for event in events] == [("error", bad.code, bad.id)], bad
+
+
+def test_every_strange_frame_is_served(strict):
+    for name, data in hostile.HARMLESS:
+        with strict.wire() as wire:
+            wire.send_bytes(data)
+            assert wire.answer().reason in ("stop", "length"), name
+
+
+def test_all_bad_frames_at_once(strict):
+    with contextlib.ExitStack() as stack:
+        wires = [(stack.enter_context(strict.wire()), bad) for bad in hostile.ALL]
+        for wire, bad in wires:
+            wire.send_bytes(bad.data)
+        for wire, bad in wires:
+            assert codes(wire.rest()) == [bad.code], bad
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x05", b"\x05\0\0", b"\x05\0\0\0", b"\x05\0\0\0{"])
+def test_silence(strict, sent):
+    """After nothing the daemon waits for ``idle_timeout_s``, inside a frame for ``frame_timeout_s``."""
+    with strict.wire() as wire:
+        wire.send_bytes(sent)
+        began = time.monotonic()
+        assert codes(wire.rest()) == ["E_PROTO_TRUNCATED" if sent else "E_LIMIT_IDLE_TIMEOUT"]
+        assert time.monotonic() - began > 0.35
+
+
+def test_a_byte_now_and_then(strict):
+    with strict.wire() as wire:
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            for byte in wire.frame(id="a", prompt="x" * 1000):
+                wire.send_bytes(bytes([byte]))
+                time.sleep(0.05)
+        assert time.monotonic() - began < 5
+        assert codes(wire.rest()) == ["E_PROTO_TRUNCATED"]
+
+
+def test_two_frames_in_one_segment_and_one_frame_in_many(strict):
+    with strict.wire() as wire:
+        request = {"prompt": "Hello", "max_tokens": 2, "keep_alive": True}
+        wire.send_bytes(wire.frame(type="metrics", keep_alive=True) + wire.frame(id="a", **request))
+        assert wire.receive()["event"] == "metrics"
+        assert wire.answer().reason in ("stop", "length")
+        frame = wire.frame(id="b", **request)
+        for at in range(0, len(frame), 3):
+            wire.send_bytes(frame[at : at + 3])
+        assert wire.answer().reason in ("stop", "length")
+
+
+def test_a_second_request_is_refused_and_the_first_goes_on(strict):
+    alone = strict.ask(prompt="Tell me a story", max_tokens=50, ignore_eos=True)
+    with strict.wire() as wire:
+        wire.send(id="first", prompt="Tell me a story", max_tokens=50, ignore_eos=True)
+        wire.send(id="second", prompt="Hello")
+        wire.send(id="first", prompt="Hello")  # the same id makes no difference
+        events = wire.rest()
+    assert codes(events) == ["E_PROTO_BUSY"] * 2
+    assert [event["token_id"] for event in events if event["event"] == "token"] == alone.ids
+
+
+def test_a_cancel_of_what_is_unknown_finished_or_anothers(strict):
+    with strict.wire() as one, strict.wire() as other:
+        one.send(id="one", prompt="Tell me a story", max_tokens=100, ignore_eos=True)
+        other.send(event="cancel", id="one")
+        other.send(event="cancel", id="nobody")
+        assert other.ask(id="done", prompt="Hello", max_tokens=2, keep_alive=True).reason == "length"
+        other.send(event="cancel", id="done")
+        assert other.ask(id="done", prompt="Hello", max_tokens=2, keep_alive=True).reason == "length"
+        assert one.answer().reason == "length"
+
+
+def test_a_flood_of_cancels(strict):
+    with strict.wire() as wire:
+        flood = wire.frame(event="cancel", id="nobody") * 20_000
+        wire.send(id="a", prompt="Hello", max_tokens=100, ignore_eos=True)
+        wire.send_bytes(flood)
+        answer = wire.answer()
+    assert (answer.reason, len(answer.ids)) == ("length", 100)
+
+
+def test_who_never_reads_is_given_up_and_its_cells_come_back(strict):
+    with strict.wire() as deaf:
+        deaf.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        deaf.send(id="deaf", prompt="Tell me a story", max_tokens=3900, ignore_eos=True)
+        strict.wait_until(lambda found: found["kv"]["sequences"] >= 2, "it is served")
+        strict.wait_until(lambda found: found["rejected_total"].get("E_IO_WRITE"), "it is given up")
+        strict.wait_until(lambda found: found["sessions"] <= 2, "its session has ended")  # the canary's and ours
+        assert strict.metrics()["outbox_bytes"] < 16_384
+
+
+def test_half_closed_it_is_served_and_inside_a_frame_it_is_told(strict):
+    with strict.wire() as wire:
+        wire.send(id="a", prompt="Hello", max_tokens=20, ignore_eos=True)
+        wire.sock.shutdown(socket.SHUT_WR)
+        assert len(wire.answer().ids) == 20
+    with strict.wire() as wire:
+        wire.send_bytes(b"\x05\0\0\0{")
+        wire.sock.shutdown(socket.SHUT_WR)
+        assert codes(wire.rest()) == ["E_PROTO_TRUNCATED"]
+    with strict.wire() as wire:
+        wire.sock.shutdown(socket.SHUT_WR)
+        assert wire.rest() == []
+    with strict.wire() as wire:  # deaf but not mute
+        wire.sock.shutdown(socket.SHUT_RD)
+        wire.send(id="a", prompt="Hello", max_tokens=3000)
+
+
+def test_reset_in_the_middle_of_a_frame(strict):
+    for n in range(1, 30):
+        with strict.wire() as wire:
+            wire.send_bytes(wire.frame(type="metrics", keep_alive=True) + wire.frame(id="a", prompt="Hello")[:n])
+            wire.sock.recv(1)  # the rest stays unread, so that closing resets
+
+
+def test_3000_connects(strict, canary):
+    began = time.monotonic()
+    for _ in range(3000):
+        with strict.wire():
+            pass
+    print(f"3000 connects in {time.monotonic() - began:.1f} s; the canary's slowest round took {canary.slowest_s:.2f} s")
+
+
+def test_prompts_about_as_long_as_the_context(library):
+    """Of one token less, exactly as many, and one more."""
+    window, word = 512, " the"
+    with real_daemon("--ctx", str(window), "--parallel", "2") as daemon:
+
+        def tokens(n):
+            return daemon.ask(prompt=word * n, max_tokens=1).last["usage"]["prompt_tokens"]
+
+        extra = tokens(100) - 100
+        assert tokens(101) == 101 + extra
+        for n, code in ((window - 1, None), (window, None), (window + 1, "E_LIMIT_CONTEXT")):
+            answer = daemon.ask(prompt=word * (n - extra), max_tokens=1)
+            assert answer.code == code
+            if code is None:
+                assert answer.last["usage"]["prompt_tokens"] == n
+            else:
+                assert f"{n} tokens" in answer.last["message"]
+        assert daemon.ask(prompt=word * (window - 1 - extra), max_tokens=2, ignore_eos=True).reason == "length"
+        assert daemon.ask(prompt=word * (window - extra), max_tokens=2).code == "E_LIMIT_CONTEXT"
+
+
+def test_a_prompt_without_text(strict):
+    """Refused if it has no tokens; this model puts one in front of every text."""
+    with vocabulary(EMBEDDED) as tokenizer:
+        has_tokens = len(tokenizer.encode("")) > 0
+    assert strict.ask(prompt="", max_tokens=3).code == (None if has_tokens else "E_PROTO_BAD_REQUEST")
+
+
+def test_messages_without_words_are_served(strict):
+    assert strict.ask(messages=[{"role": "user", "content": ""}], max_tokens=3).reason in ("stop", "length")
+
+
+def test_control_tokens_and_noise_in_prompts(strict):
+    for prompt in ("<|im_start|>" * 50, "<s></s>" * 50, "\x00\x01\x7f\ufeff\u202e", "\ufffd" * 100, "🦊" * 200, " " * 3000, "\n" * 1000):
+        assert strict.ask(prompt=prompt, max_tokens=3).reason in ("stop", "length"), prompt[:20]
+
+
+def test_prompts_that_are_too_large(strict):
+    assert strict.ask(prompt="x y " * 15_000).code == "E_LIMIT_CONTEXT"
+    assert strict.ask(prompt="x", max_tokens=5000).code == "E_LIMIT_MAX_TOKENS"
+
+
+def test_a_million_stops_are_a_frame_too_large(strict):
+    with strict.wire() as wire:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            wire.send(id="a", prompt="x", stop=["x"] * 1_000_000)
+        assert codes(wire.rest()) == ["E_PROTO_FRAME_TOO_LARGE"]
+
+
+def test_newline_protocol_under_fire(library):
+    with real_daemon("--protocol", "newline", "--default-max-tokens", "5", "--max-frame-bytes", "4096") as daemon:
+        for sent, answer in (
+            (b"x" * 5000 + b"\n", b"error: E_PROTO_FRAME_TOO_LARGE"),
+            (b"x" * 6000, b"error: E_PROTO_FRAME_TOO_LARGE"),
+            (b"a\0b\n", b"error: E_PROTO_BAD_REQUEST"),
+            (b"\xff\xfe\n", b"error: E_PROTO_BAD_REQUEST"),
+            (b"Hello\nHello\n", b"error: E_PROTO_BUSY"),
+        ):
+            with daemon.wire() as wire:
+                wire.send_bytes(sent)
+                wire.sock.shutdown(socket.SHUT_WR)
+                data = b""
+                with contextlib.suppress(ConnectionResetError):
+                    while chunk := wire.sock.recv(1 << 16):
+                        data += chunk
+                assert answer in data, (sent[:20], data)
+
+
+def test_out_of_file_descriptors_it_waits_and_recovers(library):
+    """With every descriptor taken by clients, accepting backs off instead of spinning, and goes on when some leave."""
+
+    def few_files():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+
+    with real_daemon("--parallel", "2", preexec_fn=few_files) as daemon, contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(daemon.wire()) for _ in range(80)]
+        served = []
+        for wire in wires:
+            wire.sock.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                wire.metrics()
+                served.append(wire)
+            wire.sock.settimeout(30)
+        assert 10 < len(served) < 48
+        before = daemon.cpu_s
+        time.sleep(1)
+        spent = daemon.cpu_s - before
+        print(f"{len(served)} of {len(wires)} clients served; with the others waiting it used {1e3 * spent:.0f} ms of CPU in 1 s")
+        assert spent < 0.25
+        assert served[0].ask(prompt="Hello", max_tokens=3, keep_alive=True).reason == "length"
+        for wire in served[1:]:
+            wire.sock.close()
+        late = [wire for wire in wires if wire not in served]
+        assert all(wire.receive()["event"] == "metrics" for wire in late[:20]), "they had asked and were waiting"
+        assert daemon.events_logged().count("cannot accept clients for now") in (1, 2)
+
+
+def test_threads_of_abuse_all_at_once(strict):
+    """Everything above at the same time, from several sides."""
+    failures = []
+
+    def abuse(part):
+        try:
+            for bad in hostile.ALL[part::4]:
+                with strict.wire() as wire:
+                    wire.send_bytes(bad.data[: len(bad.data) // 2])
+                    wire.sock.settimeout(0.001)
+                    with contextlib.suppress(TimeoutError):
+                        wire.receive()
+                with strict.wire() as wire:
+                    wire.send(id="a", prompt="Tell me a story", max_tokens=1000)
+                    wire.send_bytes(bad.data)
+                    assert bad.code in codes(wire.rest())
+        except Exception as error:  # noqa: BLE001  (raised below)
+            failures.append(error)
+
+    threads = [threading.Thread(target=abuse, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures[0]
