@@ -1,0 +1,280 @@
+"""The socket's path and the accepting of clients: what may be in the way, and what must never be removed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import subprocess
+import sys
+
+import pytest
+import trio
+
+from uma_trio.daemon import listener
+from uma_trio.daemon.listener import SocketPathError, bind, claimed
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "uma.sock"
+
+
+def dead_socket(path):
+    """What a daemon leaves that was killed."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+
+
+def test_its_own_after_use_the_path_is_free_again(path):
+    for _ in range(2):
+        with claimed(path), bind(path, backlog=1) as sock:
+            assert stat.S_ISSOCK(path.lstat().st_mode)
+            assert sock.getblocking() is False
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
+def test_nobody_else_may_ever_connect(path, umask):
+    before = os.umask(umask)
+    try:
+        with claimed(path), bind(path, backlog=1):
+            assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+            assert os.umask(umask) == umask, "the process's umask is put back"
+    finally:
+        os.umask(before)
+
+
+def test_its_mode_is_right_before_anyone_could_connect(path, monkeypatch):
+    """No chmod afterwards: at the return of bind(2) the file is private already."""
+    seen = []
+
+    class Watched(socket.socket):
+        def bind(self, address):
+            super().bind(address)
+            seen.append(stat.S_IMODE(os.lstat(address).st_mode))
+
+    monkeypatch.setattr(listener.socket, "socket", Watched)
+    before = os.umask(0)
+    try:
+        bind(path, backlog=1).close()
+    finally:
+        os.umask(before)
+    assert seen == [0o600]
+
+
+def test_a_new_folder_is_private(tmp_path):
+    before = os.umask(0)
+    try:
+        with claimed(tmp_path / "new" / "uma.sock"):
+            assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    finally:
+        os.umask(before)
+
+
+def test_a_dead_daemons_socket_is_removed(path):
+    dead_socket(path)
+    with claimed(path):
+        assert not path.exists()
+        bind(path, backlog=1).close()
+
+
+def test_what_a_stale_symlink_points_to_is_left_alone(path, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    path.symlink_to(precious)
+    with pytest.raises(SocketPathError, match="no socket"), claimed(path):
+        pass
+    assert path.is_symlink()
+    assert precious.read_text() == "kept"
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "symlink", "dangling symlink", "symlink to a socket", "pipe"])
+def test_what_is_no_socket_of_ours_stays(path, tmp_path, kind):
+    match kind:
+        case "file":
+            path.write_text("kept")
+        case "directory":
+            path.mkdir()
+        case "symlink":
+            path.symlink_to(tmp_path)
+        case "dangling symlink":
+            path.symlink_to(tmp_path / "nothing")
+        case "symlink to a socket":
+            dead_socket(tmp_path / "other")
+            path.symlink_to(tmp_path / "other")
+        case "pipe":
+            os.mkfifo(path)
+    before = path.lstat()
+    with pytest.raises(SocketPathError, match="--socket"), claimed(path):
+        pass
+    assert path.lstat().st_ino == before.st_ino
+
+
+def test_another_users_socket_stays(path, monkeypatch):
+    dead_socket(path)
+    monkeypatch.setattr(listener.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(SocketPathError, match="another user's"), claimed(path):
+        pass
+    assert path.exists()
+
+
+def test_a_second_daemon_is_refused_whatever_the_first_is_doing(path):
+    with claimed(path):  # not yet bound: it still loads its model
+        with pytest.raises(SocketPathError, match="another daemon"), claimed(path):
+            pass
+        with bind(path, backlog=1):
+            with pytest.raises(SocketPathError, match="another daemon"), claimed(path):
+                pass
+            assert path.exists()
+    with claimed(path):
+        pass
+
+
+def test_another_program_that_listens_is_left_alone(path):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        other.listen(1)
+        with pytest.raises(SocketPathError, match="another program"), claimed(path):
+            pass
+        assert path.exists()
+
+
+def test_another_program_whose_queue_is_full_is_left_alone(path):
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        other.bind(str(path))
+        other.listen(0)
+        for sock in (first, second):
+            sock.setblocking(False)
+            try:
+                sock.connect(str(path))
+            except BlockingIOError:
+                break
+        with pytest.raises(SocketPathError, match="--socket"), claimed(path):
+            pass
+        assert path.exists()
+
+
+def test_a_lock_file_that_is_a_symlink_is_not_followed(path, tmp_path):
+    target = tmp_path / "target"
+    os.symlink(target, f"{path}.lock")
+    with pytest.raises(SocketPathError, match="cannot use"), claimed(path):
+        pass
+    assert not target.exists()
+
+
+def test_the_lock_goes_with_its_process(path):
+    """A daemon that was killed keeps nothing locked."""
+    hold = f"from pathlib import Path\nfrom uma_trio.daemon.listener import claimed\nwith claimed(Path({str(path)!r})):\n print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(SocketPathError, match="another daemon"), claimed(path):
+            pass
+        holder.kill()
+        holder.wait()
+        with claimed(path):
+            pass
+
+
+@pytest.mark.parametrize("extra", [0, 1, 200])
+def test_a_path_that_is_too_long_is_explained(tmp_path, extra):
+    longest = tmp_path / ("x" * (listener.MAX_PATH_BYTES - len(os.fsencode(tmp_path)) - 1))
+    if not extra:
+        with claimed(longest), bind(longest, backlog=1):
+            return
+    with pytest.raises(SocketPathError, match=f"{listener.MAX_PATH_BYTES + extra} bytes"), claimed(longest.with_name(longest.name + "x" * extra)):
+        pass
+
+
+def test_bytes_count_and_not_characters(tmp_path):
+    path = tmp_path / ("é" * 60)
+    with pytest.raises(SocketPathError, match="bytes"), claimed(path):
+        pass
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SocketPathError, match="cannot use"), claimed(tmp_path / "file" / "uma.sock"):
+        pass
+
+
+def test_default_path(tmp_path):
+    assert listener.default_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "uma-trio" / "uma.sock"
+    for environment in ({}, {"XDG_RUNTIME_DIR": ""}, {"XDG_RUNTIME_DIR": str(tmp_path / "none")}):
+        assert str(listener.default_path(environment)) == "/tmp/uma.sock"
+
+
+class Starved:
+    """A listening socket whose process has no file descriptors left, ``n`` times."""
+
+    def __init__(self, sock, n, error):
+        self._sock, self._left, self._error = sock, n, error
+        self.asked_at = []
+
+    def fileno(self):
+        return self._sock.fileno()
+
+    def accept(self):
+        self.asked_at.append(trio.current_time())
+        if self._left:
+            self._left -= 1
+            raise OSError(self._error, os.strerror(self._error))
+        return self._sock.accept()
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+async def test_out_of_file_descriptors_it_backs_off_and_goes_on(autojump_clock, path, error):
+    served = []
+
+    async def handler(sock):
+        served.append(trio.current_time())
+        sock.close()
+
+    with bind(path, backlog=4) as sock, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        starved = Starved(sock, 50, error)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listener.accept_forever, starved, handler, nursery)
+            with trio.fail_after(60):
+                while not served:
+                    await trio.sleep(0.5)
+            nursery.cancel_scope.cancel()
+    gaps = [later - sooner for sooner, later in zip(starved.asked_at, starved.asked_at[1:], strict=False)][:50]
+    assert min(gaps) > 0.99 * listener.BACK_OFF_S
+
+
+@pytest.mark.parametrize("error", [errno.ECONNABORTED, errno.EAGAIN])
+async def test_a_client_that_left_before_it_was_accepted_is_nothing(autojump_clock, path, error):
+    served = []
+
+    async def handler(sock):
+        served.append(sock)
+        sock.close()
+
+    with bind(path, backlog=4) as sock, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listener.accept_forever, Starved(sock, 3, error), handler, nursery)
+            with trio.fail_after(60):
+                while not served:
+                    await trio.sleep(0.1)
+            nursery.cancel_scope.cancel()
+
+
+async def test_accepted_sockets_do_not_block_and_are_not_inherited(path):
+    found = []
+
+    async def handler(sock):
+        found.append((sock.getblocking(), os.get_inheritable(sock.fileno())))
+        sock.close()
+
+    with bind(path, backlog=4) as sock, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(listener.accept_forever, sock, handler, nursery)
+            with trio.fail_after(5):
+                while not found:
+                    await trio.sleep(0.001)
+            nursery.cancel_scope.cancel()
+    assert found == [(False, False)]
