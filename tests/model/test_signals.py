@@ -1,0 +1,151 @@
+"""What signals do to the real daemon."""
+
+from __future__ import annotations
+
+import json
+import signal
+import stat
+import sys
+import time
+
+import pytest
+
+from tests.support.real_daemon import real_daemon, started
+
+SHORT = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
+
+SLOW_LOADING = """
+import pathlib, sys, time
+from uma_trio.models import loaded
+check = loaded.check_gguf
+def slowly(path):
+    pathlib.Path({marker!r}).touch()
+    time.sleep(1)
+    return check(path)
+loaded.check_gguf = slowly
+from uma_trio.cli import main
+main(["serve", *sys.argv[1:]])
+"""
+"""``serve`` as it is, with a model that takes a second to load."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_lets_streams_end(library, tmp_path, number):
+    with real_daemon(folder=tmp_path) as daemon:
+        with daemon.wire() as wire, daemon.wire() as idle:
+            wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=600, ignore_eos=True)
+            assert wire.receive()["event"] == "token"
+            daemon.signal(number)
+            assert idle.rest() == [], "who has nothing running is let go"
+            answer = wire.answer()
+            assert (answer.reason, len(answer.ids)) == ("length", 599)
+            assert wire.rest() == []
+        assert daemon.wait() == 0
+    assert not (tmp_path / "uma.sock").exists()
+    events = daemon.events_logged()
+    assert events[-1] == "stopped"
+    assert "draining; a second signal stops at once" in events
+
+
+def test_while_it_drains_nobody_comes_in(library, tmp_path):
+    with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
+        wire.send(id="a", prompt="Hello", max_tokens=3000, ignore_eos=True)
+        assert wire.receive()["event"] == "token"
+        daemon.signal(signal.SIGTERM)
+        with pytest.raises((ConnectionRefusedError, FileNotFoundError)):
+            while True:
+                with daemon.wire():
+                    time.sleep(0.001)
+        wire.send(event="cancel", id="a")
+        assert wire.answer().reason == "cancelled" or wire.rest()
+        assert daemon.wait() == 0
+
+
+def test_a_second_signal_stops_at_once(library, tmp_path):
+    with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
+        wire.send(id="a", prompt="Hello", max_tokens=4000, ignore_eos=True)
+        assert wire.receive()["event"] == "token"
+        daemon.signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert daemon.process.poll() is None
+        began = time.monotonic()
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 1
+        assert time.monotonic() - began < 3
+        assert wire.rest()[-1].get("code") == "E_RUNTIME_SHUTDOWN"
+    assert not (tmp_path / "uma.sock").exists()
+
+
+def test_what_does_not_end_in_time_is_told(library, tmp_path):
+    with real_daemon("--drain-timeout-s", "0.2", folder=tmp_path) as daemon, daemon.wire() as wire:
+        wire.send(id="a", prompt="Hello", max_tokens=4000, ignore_eos=True)
+        assert wire.receive()["event"] == "token"
+        daemon.signal(signal.SIGTERM)
+        assert wire.answer().code == "E_RUNTIME_SHUTDOWN"
+        assert daemon.wait() == 0
+
+
+def test_during_a_prompt(library, tmp_path):
+    """The step under way is waited for, nothing crashes, the client is told."""
+    with real_daemon("--drain-timeout-s", "0", folder=tmp_path) as daemon, daemon.wire() as wire:
+        wire.send(id="a", prompt="the red fox and " * 800, max_tokens=5)
+        daemon.wait_until(lambda found: found["running"], "it reads")
+        daemon.signal(signal.SIGTERM)
+        assert wire.answer().code == "E_RUNTIME_SHUTDOWN"
+        assert daemon.wait() == 0
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_while_the_model_loads(library, tmp_path, signals):
+    marker = tmp_path / "loading"
+    command = (sys.executable, "-c", SLOW_LOADING.format(marker=str(marker)))
+    with started(socket=tmp_path / "uma.sock", log_file=tmp_path / "log", command=command) as daemon:
+        until = time.monotonic() + 30
+        while not marker.exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        for _ in range(signals):
+            daemon.signal(signal.SIGTERM)
+            time.sleep(0.1)
+        assert daemon.wait() == (0 if signals == 1 else 1)
+    assert not (tmp_path / "uma.sock").exists()
+    assert "Traceback" not in daemon.logs()
+    assert "serving" not in daemon.events_logged()
+
+
+def test_usr1_writes_a_private_snapshot(library, tmp_path):
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    with real_daemon("--snapshot-dir", str(folder), folder=tmp_path, umask=0) as daemon:
+        daemon.ask(**SHORT)
+        daemon.signal(signal.SIGUSR1)
+        until = time.monotonic() + 10
+        while not (files := list(folder.glob("uma-metrics-*.json"))):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert stat.S_IMODE(files[0].stat().st_mode) == 0o600
+        snapshot = json.loads(files[0].read_text())
+        assert snapshot["requests_total"] == {"length": 1}
+        assert snapshot["tokens_total"] == 30
+        assert list(folder.iterdir()) == files, "nothing half-written is left"
+
+
+def test_usr1_without_a_place_to_write_is_only_logged(library, tmp_path):
+    with real_daemon("--snapshot-dir", str(tmp_path / "none"), folder=tmp_path) as daemon:
+        for _ in range(3):
+            daemon.signal(signal.SIGUSR1)
+            time.sleep(0.05)
+        assert daemon.ask(**SHORT).reason == "length"
+        assert "cannot write the metrics snapshot" in daemon.events_logged()
+
+
+def test_logs_are_json_lines_where_nobody_watches(library, tmp_path):
+    with real_daemon(folder=tmp_path) as daemon:
+        with daemon.wire() as wire:
+            wire.send_bytes(b"\xff" * 8)
+            wire.rest()
+        lines = daemon.log_lines()  # every line parses
+    assert {line["level"] for line in lines} <= {"info", "warning"}
+    assert all({"event", "level", "timestamp", "logger"} <= set(line) for line in lines)
+    refusal = next(line for line in lines if line["event"] == "refused")
+    assert (refusal["code"], refusal["session"][0]) == ("E_PROTO_FRAME_TOO_LARGE", "s")
