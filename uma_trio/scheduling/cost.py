@@ -15,15 +15,31 @@ Source: docs/ARCHITECTURE.md, "The scheduler"; the recursion is the standard one
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 import attrs
 
 FORGETTING: Final = 0.98
 """A tick's weight after one more tick: fifty ticks ago counts for a third."""
 
-MOST_UNCERTAIN: Final = 1e4
-"""Bound of a coefficient's variance: without news of it, forgetting alone would let it grow for ever."""
+MOST_UNCERTAIN: Final = 100.0
+"""Bound of a coefficient's variance, and where it starts.  Where all ticks are alike, forgetting alone would
+let it grow for ever, until noise is taken for news."""
+
+TRUSTED: Final = 8
+"""Ticks after which a line may doubt a measurement."""
+
+SURPRISE: Final = 0.5
+"""What a tick took beyond this share more than was predicted is not believed at once.  One that took
+seconds, since the machine was busy, would make prompts wait long after; a device that has become slower
+raises the error, and with it what is believed, within a few ticks."""
+
+MOST_OFF: Final = 4.0
+"""Bound of one tick's share in the error."""
+
+Terms: TypeAlias = tuple[float, ...]
+"""Four numbers: of a tick, its prompt tokens, its decodes, its context."""
 
 SCALES: Final = (1.0, 100.0, 10.0, 10_000.0)
 """Of the four terms, so that all coefficients are of like size: milliseconds a tick, a hundred prompt
@@ -44,47 +60,70 @@ class Work:
 class Line:
     """One linear model and how sure it is of each coefficient.
 
-    ``coefficients`` are in ms for the scaled terms; ``spread`` is the matrix P of the recursion, row by row.
+    ``coefficients`` are in ms for the scaled terms, none below 0; ``spread`` is the matrix P of the recursion, row by row.
     """
 
-    coefficients: tuple[float, float, float, float]
-    spread: tuple[tuple[float, float, float, float], ...] = tuple(
-        tuple(100.0 if row == column else 0.0 for column in range(4)) for row in range(4)  # type: ignore[misc]
+    coefficients: Terms
+    spread: tuple[Terms, ...] = tuple(
+        tuple(MOST_UNCERTAIN if row == column else 0.0 for column in range(4)) for row in range(4)
     )
     seen: int = 0
     """Ticks it has learned from."""
     error: float = 0.0
-    """Average of |predicted - measured| / measured, the recent ones counting most."""
+    """Average of |predicted - measured| / measured, each at most 4, the recent ones counting most."""
+    free: Terms | None = None
+    """The coefficients before they were held at 0 or above; the recursion goes on from these."""
 
     def predict(self, work: Work) -> float:
-        """Milliseconds; never less than 0.  Coefficients that came out negative count as 0."""
-        return sum(max(0.0, c) * x for c, x in zip(self.coefficients, _terms(work), strict=True))
+        """Milliseconds; never less than 0."""
+        return sum([c * x for c, x in zip(self.coefficients, _terms(work), strict=True)])
 
     def observed(self, work: Work, ms: float) -> Line:
         """The model after a tick of ``work`` that took ``ms``."""
         x = _terms(work)
-        size = range(4)
-        gain = [sum(row[j] * x[j] for j in size) for row in self.spread]  # P x
-        scale = FORGETTING + sum(x[i] * gain[i] for i in size)
-        miss = ms - sum(c * term for c, term in zip(self.coefficients, x, strict=True))
-        coefficients = [c + g / scale * miss for c, g in zip(self.coefficients, gain, strict=True)]
+        predicted = self.predict(work)
+        off = min(abs(predicted - ms) / max(ms, 0.01), MOST_OFF)
+        believed = min(ms, predicted * (1 + max(SURPRISE, 8 * self.error)) + 1) if self.seen >= TRUSTED else ms
+        free = self.free or self.coefficients
+        gain = [sum([p * t for p, t in zip(row, x, strict=True)]) for row in self.spread]  # P x
+        scale = FORGETTING + sum([t * g for t, g in zip(x, gain, strict=True)])
+        miss = (believed - sum([c * t for c, t in zip(free, x, strict=True)])) / scale
+        free = tuple([c + g * miss for c, g in zip(free, gain, strict=True)])
         spread = [
-            tuple((self.spread[i][j] - gain[i] * gain[j] / scale) / FORGETTING for j in size) for i in size
+            [(p - g * h / scale) / FORGETTING for p, h in zip(row, gain, strict=True)]
+            for row, g in zip(self.spread, gain, strict=True)
         ]
-        if max(spread[i][i] for i in size) > MOST_UNCERTAIN:
-            spread = [tuple(FORGETTING * entry for entry in row) for row in spread]
-        off = abs(self.predict(work) - ms) / max(ms, 0.01)
-        error = off if self.seen == 0 else self.error + 0.05 * (min(off, 4.0) - self.error)
-        return Line(tuple(coefficients), tuple(spread), self.seen + 1, error)  # type: ignore[arg-type]
+        if max([row[i] for i, row in enumerate(spread)]) > MOST_UNCERTAIN:
+            spread = [[FORGETTING * p for p in row] for row in spread]
+        error = off if self.seen == 0 else self.error + 0.05 * (off - self.error)
+        return Line(_not_negative(free, spread), tuple([tuple(row) for row in spread]), self.seen + 1, error, free)
 
     def largest_prompt(self, ms: float, work: Work) -> float:
         """Prompt tokens with which ``work``, its own left out, is predicted to take ``ms``; may be below 0."""
-        price = max(0.0, self.coefficients[1]) / SCALES[1]
+        price = self.coefficients[1] / SCALES[1]
         left = ms - self.predict(attrs.evolve(work, prompt_tokens=0))
         return left / price if price > 0 else math.copysign(math.inf, left)
 
 
-def _terms(work: Work) -> tuple[float, float, float, float]:
+def _not_negative(
+    coefficients: Sequence[float], spread: Sequence[Sequence[float]]
+) -> Terms:
+    """The likeliest coefficients of which none is below 0.
+
+    One that came out negative is held at 0, and the others move as far as they are tied to it: merely
+    cut off it would leave them too high for every tick that was seen.
+    """
+    for _ in SCALES:
+        worst = min(range(len(SCALES)), key=coefficients.__getitem__)
+        if coefficients[worst] >= 0:
+            break
+        moved = coefficients[worst] / max(spread[worst][worst], 1e-9)
+        coefficients = [c - moved * row[worst] for c, row in zip(coefficients, spread, strict=True)]
+        coefficients[worst] = 0.0
+    return tuple([max(0.0, c) for c in coefficients])
+
+
+def _terms(work: Work) -> Terms:
     return (
         1.0,
         work.prompt_tokens / SCALES[1],
