@@ -4,39 +4,52 @@ A tenant's *service* is the tokens it was given, generated ones counting twice. 
 that has something to read goes next; a tenant that comes back after a while starts where the least-served
 one is, so that nobody saves up service while away.
 
+Neither order may make anybody wait for ever: who was passed over often enough gets a burst first.
+
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): virtual token counters.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import attrs
 
 if TYPE_CHECKING:
-    from uma_trio.scheduling.policy import Slot
+    from uma_trio.scheduling.policy import Priority, Slot
 
 PROMPT_TOKEN: Final = 1.0
 GENERATED_TOKEN: Final = 2.0
 
 LOWER_CLASS_WAITS: Final = 8
-"""Ticks with prompts at most that a class is passed over for one above it."""
+"""Ticks with prompts that a class, or a tenant within one, is passed over for others.  Then it is its turn,
+after those alone that have waited as long."""
+
+Group: TypeAlias = "tuple[Priority, int]"
+"""A tenant's prompts of one class."""
+
+
+@attrs.frozen
+class Turn:
+    """Where a group's round of bursts stands."""
+
+    last: int = -1
+    """The sequence that got tokens last."""
+    begun: int = 0
+    """Tokens of a burst of its that a tick cut off, to be completed first; 0 if it was whole."""
+    passed_over: int = 0
+    """Ticks with prompts in a row in which the group got nothing."""
 
 
 @attrs.frozen
 class Service:
-    """What tenants were given, and where the round of bursts stands."""
+    """What tenants were given, and whose turn is next."""
 
     tenants: Mapping[int, float] = attrs.field(factory=dict)
     """Tenant -> weighted tokens.  Of those that have something to do, since they came."""
-    last: int = -1
-    """The sequence that completed a burst last; one that a tick cut off goes on in the next."""
-    begun: int = 0
-    """Tokens of the burst that was cut off."""
-    passed_over: int = 0
-    """Ticks with prompts in a row in which only the highest class got something."""
+    turns: Mapping[Group, Turn] = attrs.field(factory=dict)
+    """Of the groups that had prompts in the last division."""
 
     def of(self, tenant: int) -> float:
         """What ``tenant`` counts as having been given."""
@@ -57,11 +70,23 @@ class Service:
         tenants = dict(self.tenants)
         for tenant, amount in more.items():
             tenants[tenant] = self.of(tenant) + amount
-        return attrs.evolve(self, tenants=tenants)
+        return Service(tenants, self.turns)
+
+    def arrived(self, tenant: int, waiting: Collection[int]) -> Service:
+        """``tenant``, which had nothing that waited, has now: it starts no lower than any of ``waiting``.
+
+        A tenant with one slow stream falls behind those that read prompts, but that is no claim: it asked
+        for no more.
+
+        Args:
+            waiting: the other tenants that have requests in the queue or prompts to be read.
+        """
+        least = min([self.of(other) for other in waiting], default=0.0)
+        return Service({**self.tenants, tenant: max(self.of(tenant), least)}, self.turns)
 
     def without(self, tenant: int) -> Service:
         """``tenant`` has nothing to do any more: when it comes back it counts as the least-served one."""
-        return attrs.evolve(self, tenants={t: s for t, s in self.tenants.items() if t != tenant})
+        return Service({t: s for t, s in self.tenants.items() if t != tenant}, self.turns)
 
 
 def divide(
@@ -70,65 +95,98 @@ def divide(
     """Cut ``tokens`` off the endless round of bursts: what each of ``prompts`` gets.
 
     A short new prompt is not kept waiting by a long one, and of two long ones of a tenant neither is ever
-    more than a burst ahead.  A higher class takes all it can use first, but a lower one is passed over
-    only so many ticks in a row.
+    more than a burst ahead.  A higher class takes all it can use first, and so does the tenant that was
+    served least, but others are passed over only so many ticks in a row.
+
+    Args:
+        tokens: at least 1.  All of them are given, unless the prompts have fewer.
+
+    Nobody waits for ever: with ``g`` groups of at most ``p`` prompts, and ``tokens`` never below ``m``,
+    a prompt gets some in ``(LOWER_CLASS_WAITS + g) * (1 + (p - 1) * ceil(burst / min(burst, m)))``
+    divisions.
     """
     if len(prompts) == 1:
         slot, n = prompts[0], min(tokens, prompts[0].pending)
-        after = attrs.evolve(service, last=slot.seq_id, begun=0, passed_over=0)
+        after = Service(service.tenants, {(slot.priority, slot.tenant): Turn(slot.seq_id)})
         return [(slot, n)], after.given({slot.tenant: n * PROMPT_TOKEN})
-    classes = sorted({slot.priority for slot in prompts})
-    round_ = _Round(service, tokens, burst)
-    if len(classes) > 1 and service.passed_over >= LOWER_CLASS_WAITS:
-        lower = [slot for slot in prompts if slot.priority != classes[0]]
-        round_.give(lower, most=min(burst, tokens))
-    for priority in classes:
-        round_.give([slot for slot in prompts if slot.priority == priority], most=round_.left)
-    given = [(slot, round_.given[slot.seq_id]) for slot in prompts if slot.seq_id in round_.given]
-    waits = len(classes) > 1 and all(slot.priority == classes[0] for slot, _ in given)
-    return given, round_.service(service.passed_over + 1 if waits else 0)
+    division = _Division(prompts, tokens, service, burst)
+    overdue = [group for group in division.groups.values() if group.passed_over >= LOWER_CLASS_WAITS]
+    for group in sorted(overdue, key=lambda group: -group.passed_over):
+        division.give([group], most=min(burst, division.left))
+    for priority in sorted({priority for priority, _ in division.groups}):
+        of_class = [group for (p, _), group in division.groups.items() if p == priority]
+        division.give(of_class, most=division.left)
+    return [(slot, division.given[slot.seq_id]) for slot in prompts if slot.seq_id in division.given], division.after()
 
 
-class _Round:
+class _Group:
+    """A group's round while tokens are divided."""
+
+    def __init__(self, tenant: int, turn: Turn) -> None:
+        self.tenant = tenant
+        self.last, self.begun, self.passed_over = turn.last, turn.begun, turn.passed_over
+        self.queue: list[Slot] = []
+        """Whose turn is next, and after; without those that have all of their tokens."""
+        self.got = 0
+
+    def in_turn(self) -> None:
+        """Sort the queue: a burst that was cut off, then those after it in the round."""
+        first = self.last if self.begun else self.last + 1
+        self.queue.sort(key=lambda slot: (slot.seq_id < first, slot.seq_id))
+        if self.queue and self.queue[0].seq_id != self.last:
+            self.begun = 0  # who was cut off has gone
+
+    def turn(self) -> Turn:
+        return Turn(self.last, self.begun, 0 if self.got else self.passed_over + 1)
+
+
+class _Division:
     """One division under way."""
 
-    def __init__(self, service: Service, tokens: int, burst: int) -> None:
+    def __init__(self, prompts: Sequence[Slot], tokens: int, service: Service, burst: int) -> None:
         self.left = tokens
         self.given: dict[int, int] = {}
+        self.groups: dict[Group, _Group] = {}
         self._burst = burst
         self._service = service
-        self._counters: dict[int, float] = {}
-        self._last, self._begun = service.last, service.begun
+        nothing = Turn()
+        for slot in prompts:
+            key = (slot.priority, slot.tenant)
+            group = self.groups.get(key)
+            if group is None:
+                group = self.groups[key] = _Group(slot.tenant, service.turns.get(key, nothing))
+            group.queue.append(slot)
+        for group in self.groups.values():
+            group.in_turn()
+        self._counters = {group.tenant: service.of(group.tenant) for group in self.groups.values()}
 
-    def give(self, prompts: Sequence[Slot], *, most: int) -> None:
-        """Bursts to ``prompts`` in turn, least-served tenant first, ``most`` tokens in all."""
-        queues: dict[int, deque[Slot]] = {}
-        for slot in sorted(prompts, key=lambda slot: (slot.seq_id <= self._last, slot.seq_id)):
-            if self.given.get(slot.seq_id, 0) < slot.pending:
-                queues.setdefault(slot.tenant, deque()).append(slot)
-                self._counters.setdefault(slot.tenant, self._service.of(slot.tenant))
-        while most > 0 and queues:
-            tenant = min(queues, key=self._counters.__getitem__)
-            queue = queues[tenant]
-            slot = queue.popleft()
+    def give(self, groups: Sequence[_Group], *, most: int) -> None:
+        """Bursts to ``groups``, least-served tenant first, ``most`` tokens in all."""
+        able = [group for group in groups if group.queue]
+        while most > 0 and able:
+            group = min(able, key=lambda group: self._counters[group.tenant]) if len(able) > 1 else able[0]
+            slot = group.queue[0]
             rest = slot.pending - self.given.get(slot.seq_id, 0)
-            alone = not queue and len(queues) == 1
-            whole = rest if alone else min(rest, self._burst - self._begun)
+            alone = len(able) == 1 and len(group.queue) == 1
+            whole = rest if alone else min(rest, self._burst - group.begun)
             n = min(whole, most)
-            self.given[slot.seq_id] = self.given.get(slot.seq_id, 0) + n
-            self._counters[tenant] += n * PROMPT_TOKEN
-            self.left -= n
             most -= n
+            self.left -= n
+            self.given[slot.seq_id] = self.given.get(slot.seq_id, 0) + n
+            self._counters[group.tenant] += n * PROMPT_TOKEN
+            group.got += n
+            group.last = slot.seq_id
             if n < whole and not alone:
-                self._begun += n
+                group.begun += n
                 return
-            self._last, self._begun = slot.seq_id, 0
+            group.begun = 0
+            group.queue.pop(0)
             if n < rest:
-                queue.append(slot)
-            if not queue:
-                del queues[tenant]
+                group.queue.append(slot)
+            elif not group.queue:
+                able.remove(group)
 
-    def service(self, passed_over: int) -> Service:
+    def after(self) -> Service:
         """What is left for the next division."""
-        tenants = {**self._service.tenants, **self._counters}
-        return Service(tenants, self._last, self._begun, passed_over)
+        turns = {key: group.turn() for key, group in self.groups.items()}
+        return Service({**self._service.tenants, **self._counters}, turns)
