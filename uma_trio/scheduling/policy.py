@@ -127,17 +127,27 @@ def plan(
     """
     served, sat_out = _served(streams, memory.sat_out, now_s, cost)
     work = Work(0, len(served), sum([slot.context for slot in served]))
-    room = _room(served, work, memory, now_s, cost, capacity, limits) if prompts else 0
-    shares: tuple[Share, ...] = ()
+    given: list[tuple[Slot, int]] = []
     service = memory.service
+    room = _room(served, work, memory, now_s, cost, capacity, limits) if prompts else 0
     if room > 0:
-        given, service = fairness.divide(prompts, room, service, burst=limits.prefill_burst_tokens)
-        shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
-        read = sum([slot.context for slot, _ in given])
-        work = Work(sum([n for _, n in given]), work.decodes, work.context_tokens + read)
-    service = service.decoded(served)
-    after = Memory(service, had_prompts=bool(shares), sat_out=sat_out)
+        given, service = fairness.divide(prompts, room, memory.service, burst=limits.prefill_burst_tokens)
+        work = _with_prompts(work, given)
+        # what was read of these prompts before is read again: that too takes of the time
+        closer = _room(served, attrs.evolve(work, prompt_tokens=0), memory, now_s, cost, capacity, limits)
+        if closer < work.prompt_tokens:
+            given, service = [], memory.service
+            if closer > 0:
+                given, service = fairness.divide(prompts, closer, service, burst=limits.prefill_burst_tokens)
+            work = _with_prompts(Work(0, len(served), sum([slot.context for slot in served])), given)
+    shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
+    after = Memory(service.decoded(served), had_prompts=bool(shares), sat_out=sat_out)
     return Plan(served, shares, after, work, cost.predict(work))
+
+
+def _with_prompts(work: Work, given: Sequence[tuple[Slot, int]]) -> Work:
+    prompt_tokens = sum([n for _, n in given])
+    return Work(prompt_tokens, work.decodes, work.context_tokens + sum([slot.context for slot, _ in given]))
 
 
 def _served(
