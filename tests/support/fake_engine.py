@@ -86,6 +86,7 @@ class FakeEngine:
         self.cost_of_last_ms = 0.0
         self.fail_next: EngineError | None = None
         self.resets = 0
+        self._aborted = False
         self._cache: dict[int, Story] = {}
 
     def step(self, step: Step) -> StepResult:
@@ -97,6 +98,8 @@ class FakeEngine:
         if not step.feeds:
             return StepResult(())
         failure, self.fail_next = self.fail_next, None
+        if self._aborted:
+            failure = EngineError("aborted", fatal=False)
         if failure is not None:
             raise failure
         sizes = [len(feed.tokens) for feed in step.feeds]
@@ -113,8 +116,9 @@ class FakeEngine:
                 raise EngineError("no room in the KV cache", fatal=False)
             if feed.draw is not None:
                 ended = self.eog_after is not None and held.length >= self.eog_after
-                masked = feed.draw.mask is not None and EOG in feed.draw.mask
-                drawn.append(EOG if ended and not masked else held.next_token)
+                mask = () if feed.draw.mask is None else np.asarray(feed.draw.mask).tolist()
+                liked = [EOG, held.next_token] if ended else [held.next_token]
+                drawn.append(next(token for token in (*liked, *range(1, N_VOCAB)) if token not in mask))
         if sum(held.length for held in self._cache.values()) > self.facts.n_ctx:
             raise EngineError("no room in the KV cache", fatal=False)
         decodes = sum(size == 1 for size in sizes)
@@ -133,7 +137,7 @@ class FakeEngine:
         self.resets += 1
 
     def abort(self) -> None:
-        self.fail_next = EngineError("aborted", fatal=False)
+        self._aborted = True
 
     def close(self) -> None:
         self._cache.clear()

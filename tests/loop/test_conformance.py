@@ -1,0 +1,25 @@
+"""The fake engine keeps the contract of engines."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engine_contract import *  # noqa: F403  (the tests)
+from tests.support.fake_engine import FakeEngine
+from uma_trio.engine.records import EngineError, Feed, Step
+
+
+@pytest.fixture
+def make():
+    return FakeEngine
+
+
+@pytest.fixture
+def prompts():
+    return [[5, 6, 7, 8, 9], [20, 21, 22, 23], [40, 41, 42, 43, 44, 45, 46], [90, 91]]
+
+
+def test_stricter_than_llama_cpp_it_wants_every_sequence_to_begin_at_zero():
+    """llama.cpp computes one that begins later, as if something stood before it; for the runner that is a defect."""
+    with pytest.raises(EngineError, match="fed at 3"):
+        FakeEngine().step(Step((), (Feed(0, 3, [1, 2], None),)))

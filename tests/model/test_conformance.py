@@ -1,0 +1,36 @@
+"""The engine over llama.cpp keeps the contract of engines, as the fake one does."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engine_contract import *  # noqa: F403  (the tests)
+from uma_trio import config
+from uma_trio.models.loaded import EMBEDDED
+
+
+@pytest.fixture
+def make(library):
+    from uma_trio.engine.llama import LlamaEngine
+
+    made = []
+
+    def make(*, n_ctx, n_seq_max, n_batch):
+        settings = config.Model(ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1)
+        made.append(LlamaEngine(EMBEDDED, settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(library):
+    from uma_trio.engine.llama import open_tokenizer
+
+    texts = ("The capital of France", "Once upon a time a fox", "Monday, Tuesday, Wednesday,", "1 2 3 4 5 6")
+    with open_tokenizer(EMBEDDED) as tokenizer:
+        found = [tokenizer.encode(text).tolist()[:15] for text in texts]
+    assert all(len(tokens) > 2 for tokens in found)
+    return found

@@ -1,0 +1,262 @@
+"""What every engine must do, as tests: imported by one file that runs them on the fake and one for the real one.
+
+Each importing file has a fixture ``make``: (n_ctx, n_seq_max, n_batch) -> an engine with such a cache, of which
+``facts`` may give more room than was asked for, and a fixture ``prompts`` of distinct lists of token ids.
+
+Source: ``uma_trio.engine.records``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from uma_trio.engine.records import Draw, EngineError, Feed, Step
+from uma_trio.sampling import SamplingParams
+
+GREEDY = SamplingParams(0.0, 0, 1.0, 0)
+
+
+def greedy(step=0, mask=None):
+    return Draw(GREEDY, step, mask)
+
+
+def prompt_feed(seq_id, tokens, pos=0):
+    return Feed(seq_id, pos, tokens, greedy())
+
+
+def alone(engine, tokens, n, *, chunk=10_000, seq_id=0):
+    """The first ``n`` tokens that follow ``tokens``, computed with nobody else in the batch."""
+    engine.step(Step((seq_id,)))
+    for at in range(0, len(tokens), chunk):
+        part = tokens[at : at + chunk]
+        last = at + len(part) == len(tokens)
+        result = engine.step(Step((), (Feed(seq_id, at, part, greedy() if last else None),)))
+    said = list(result.tokens)
+    while len(said) < n:
+        feed = Feed(seq_id, len(tokens) + len(said) - 1, said[-1:], greedy(len(said)))
+        said += engine.step(Step((), (feed,))).tokens
+    engine.step(Step((seq_id,)))
+    return said
+
+
+@pytest.fixture
+def engine(make):
+    return make(n_ctx=1024, n_seq_max=4, n_batch=64)
+
+
+def test_facts(engine):
+    facts = engine.facts
+    assert facts.n_vocab > 10
+    assert facts.n_ctx >= 1024
+    assert (facts.n_batch, facts.n_seq_max) == (64, 4)
+    assert 0 < facts.window <= facts.n_ctx_seq <= facts.n_ctx
+    assert facts.eog_ids
+    assert all(0 <= token < facts.n_vocab for token in facts.eog_ids)
+
+
+def test_a_new_engine_holds_nothing(engine):
+    assert engine.used_cells() == {}
+
+
+def test_an_empty_step_does_nothing(engine):
+    assert engine.step(Step()).tokens == ()
+    assert engine.used_cells() == {}
+
+
+def test_a_prompt_gives_one_token_and_takes_its_cells(engine, prompts):
+    result = engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    assert len(result.tokens) == 1
+    assert 0 <= result.tokens[0] < engine.facts.n_vocab
+    assert engine.used_cells() == {0: len(prompts[0])}
+
+
+def test_a_step_tells_how_long_it_took(engine, prompts):
+    result = engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    assert result.decode_ms >= 0
+    assert result.sample_ms >= 0
+    assert result.ended_s >= result.started_s
+
+
+def test_the_same_prompt_gives_the_same_tokens_in_any_sequence(engine, prompts):
+    first = alone(engine, prompts[0], 8, seq_id=0)
+    assert alone(engine, prompts[0], 8, seq_id=3) == first
+    assert alone(engine, prompts[0], 8, seq_id=0) == first
+
+
+def test_tokens_as_a_list_and_as_an_array(engine, prompts):
+    as_array = np.asarray(prompts[0], dtype=np.int32)
+    assert alone(engine, as_array, 3) == alone(engine, list(prompts[0]), 3)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_a_prompt_in_chunks_is_the_prompt_as_a_whole(engine, prompts, chunk):
+    assert alone(engine, prompts[1], 8, chunk=chunk) == alone(engine, prompts[1], 8)
+
+
+def test_inside_a_prompt_nothing_is_drawn(engine, prompts):
+    assert engine.step(Step((), (Feed(0, 0, prompts[0][:3], None),))).tokens == ()
+    assert engine.used_cells() == {0: 3}
+
+
+def test_sequences_of_one_batch_do_not_see_each_other(engine, prompts):
+    expected = [alone(engine, prompt, 4) for prompt in prompts[:4]]
+    said = [list(part) for part in zip(engine.step(Step((), tuple(map(prompt_feed, range(4), prompts)))).tokens, strict=True)]
+    for n in range(1, 4):
+        feeds = tuple(
+            Feed(seq, len(prompts[seq]) + n - 1, said[seq][-1:], greedy(n)) for seq in range(4)
+        )
+        for seq, token in enumerate(engine.step(Step((), feeds)).tokens):
+            said[seq].append(token)
+    assert said == expected
+
+
+def test_a_batch_of_prompts_and_decodes(engine, prompts):
+    """Tokens come in the order of the feeds that draw, whatever lies between them."""
+    expected = [alone(engine, prompt, 2) for prompt in prompts[:3]]
+    (first,) = engine.step(Step((), (prompt_feed(2, prompts[2]),))).tokens
+    feeds = (
+        Feed(1, 0, prompts[1][:2], None),
+        Feed(2, len(prompts[2]), [first], greedy(1)),
+        prompt_feed(0, prompts[0]),
+    )
+    result = engine.step(Step((), feeds))
+    assert result.tokens == (expected[2][1], expected[0][0])
+    result = engine.step(Step((), (prompt_feed(1, prompts[1][2:], pos=2), Feed(0, len(prompts[0]), [expected[0][0]], greedy(1)))))
+    assert result.tokens == (expected[1][0], expected[0][1])
+    assert engine.used_cells() == {0: len(prompts[0]) + 1, 1: len(prompts[1]), 2: len(prompts[2]) + 1}
+
+
+def test_the_order_of_sequences_in_a_batch_is_free(engine, prompts):
+    expected = [alone(engine, prompt, 1)[0] for prompt in prompts[:4]]
+    order = (2, 0, 3, 1)
+    result = engine.step(Step((), tuple(prompt_feed(seq, prompts[seq]) for seq in order)))
+    assert list(result.tokens) == [expected[seq] for seq in order]
+
+
+def test_removals_come_before_feeds_so_a_sequence_can_be_reused_at_once(engine, prompts):
+    expected = alone(engine, prompts[1], 3)
+    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    result = engine.step(Step((0,), (prompt_feed(0, prompts[1]),)))
+    assert result.tokens == (expected[0],)
+    assert engine.used_cells() == {0: len(prompts[1])}
+    assert engine.step(Step((), (Feed(0, len(prompts[1]), expected[:1], greedy(1)),))).tokens == (expected[1],)
+
+
+def test_removing_leaves_the_others_alone(engine, prompts):
+    expected = alone(engine, prompts[1], 3)
+    engine.step(Step((), (prompt_feed(0, prompts[0]), prompt_feed(1, prompts[1]), prompt_feed(2, prompts[2]))))
+    engine.step(Step((0, 2)))
+    assert engine.used_cells() == {1: len(prompts[1])}
+    assert engine.step(Step((), (Feed(1, len(prompts[1]), expected[:1], greedy(1)),))).tokens == (expected[1],)
+
+
+def test_removing_what_is_not_there_is_nothing(engine, prompts):
+    engine.step(Step((0, 1, 2, 3)))
+    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    engine.step(Step((3,)))
+    assert engine.used_cells() == {0: len(prompts[0])}
+
+
+def test_removing_gives_the_room_back(engine, prompts):
+    """Many times the cache, one sequence after another."""
+    long = (prompts[0] * 64)[:64]
+    for n in range(3 * engine.facts.n_ctx // 64):
+        engine.step(Step((n % 4, (n + 1) % 4), (Feed((n + 1) % 4, 0, long, None),)))
+    assert list(engine.used_cells().values()) == [64]
+
+
+def test_a_masked_token_is_not_chosen(engine, prompts):
+    for _ in range(3):
+        (likeliest,) = engine.step(Step((0,), (prompt_feed(0, prompts[0]),))).tokens
+        mask = np.asarray([likeliest, *engine.facts.eog_ids], dtype=np.int32)
+        (other,) = engine.step(Step((0,), (Feed(0, 0, prompts[0], greedy(mask=mask)),))).tokens
+        assert other not in mask
+        (again,) = engine.step(Step((0,), (prompt_feed(0, prompts[0]),))).tokens
+        assert again == likeliest, "a mask holds for one draw"
+
+
+def test_a_mask_holds_for_its_own_row(engine, prompts):
+    first, second = (alone(engine, prompt, 1)[0] for prompt in prompts[:2])
+    masked = Feed(0, 0, prompts[0], greedy(mask=np.asarray([first, second], dtype=np.int32)))
+    result = engine.step(Step((), (masked, prompt_feed(1, prompts[1]))))
+    assert result.tokens[0] not in (first, second)
+    assert result.tokens[1] == second
+
+
+@pytest.mark.parametrize("off", [-1, 1, 10])
+def test_a_feed_that_does_not_follow_what_is_held_is_refused(engine, prompts, off):
+    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    with pytest.raises(EngineError):
+        engine.step(Step((), (Feed(0, len(prompts[0]) + off, [5], greedy()),)))
+
+
+@pytest.mark.parametrize("seq_id", [-1, 4, 1000])
+def test_a_sequence_that_there_is_not_is_refused(engine, prompts, seq_id):
+    with pytest.raises(EngineError):
+        engine.step(Step((), (prompt_feed(seq_id, prompts[0]),)))
+
+
+def test_a_batch_of_more_than_n_batch_is_refused(engine, prompts):
+    with pytest.raises(EngineError):
+        engine.step(Step((), (prompt_feed(0, (prompts[0] * 65)[:65]),)))
+    engine.reset()
+    with pytest.raises(EngineError):
+        engine.step(Step((), (prompt_feed(0, (prompts[0] * 60)[:60]), prompt_feed(1, (prompts[1] * 5)[:5]))))
+    engine.reset()
+    engine.step(Step((), (prompt_feed(0, (prompts[0] * 64)[:64]),)))
+
+
+def test_a_feed_of_nothing_is_refused(engine):
+    with pytest.raises(EngineError):
+        engine.step(Step((), (Feed(0, 0, [], greedy()),)))
+
+
+def test_a_full_cache_is_no_catastrophe(make, prompts):
+    """Not fatal: with the sequence removed it goes on, and the others have lost nothing."""
+    engine = make(n_ctx=256, n_seq_max=2, n_batch=64)
+    expected = alone(engine, prompts[0], 2)
+    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    filler = (prompts[1] * 64)[:64]
+    with pytest.raises(EngineError) as failed:
+        for at in range(0, 4 * engine.facts.n_ctx, 64):
+            engine.step(Step((), (Feed(1, at, filler, None),)))
+    assert not failed.value.fatal
+    engine.step(Step((1,)))
+    assert engine.used_cells() == {0: len(prompts[0])}
+    assert engine.step(Step((), (Feed(0, len(prompts[0]), expected[:1], greedy(1)),))).tokens == (expected[1],)
+
+
+def test_reset_empties_the_cache_and_it_works_again(engine, prompts):
+    expected = alone(engine, prompts[0], 3)
+    engine.step(Step((), (prompt_feed(0, prompts[0]), prompt_feed(1, prompts[1]))))
+    engine.reset()
+    assert engine.used_cells() == {}
+    assert alone(engine, prompts[0], 3) == expected
+    engine.reset()
+    engine.reset()
+    assert alone(engine, prompts[0], 3) == expected
+
+
+def test_after_a_refusal_and_a_reset_it_works_again(engine, prompts):
+    expected = alone(engine, prompts[0], 3)
+    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    with pytest.raises(EngineError):
+        engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    engine.reset()
+    assert alone(engine, prompts[0], 3) == expected
+
+
+def test_aborted_every_step_that_computes_fails_and_is_not_fatal(engine, prompts):
+    engine.abort()
+    for _ in range(3):
+        with pytest.raises(EngineError) as failed:
+            engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+        assert not failed.value.fatal
+
+
+def test_closed_twice(make, prompts):
+    engine = make(n_ctx=256, n_seq_max=1, n_batch=64)
+    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    engine.close()
+    engine.close()
