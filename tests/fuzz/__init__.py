@@ -1,0 +1,1 @@
+"""Random abuse, seeded: ``python -m tests.fuzz.fuzz``."""

@@ -1,0 +1,278 @@
+"""Fuzzes the protocol: most cases through the codecs alone, some through the socket of a real daemon.
+
+    python -m tests.fuzz.fuzz                     100,000 cases, seed 0
+    python -m tests.fuzz.fuzz --cases 1000000 --seed 7
+    python -m tests.fuzz.fuzz --replay FILE       one saved case, through both
+
+Of the codecs it is asked that nothing but a protocol error ever comes out, that what comes out does not depend
+on how the bytes were cut, that messages are within their bounds, and that every answer to one can be encoded
+and read again.  Of the daemon, that every answer is an event with a documented code, that a stream beside all
+this stays correct, and that nothing is held in the end.
+
+Exit code 1 if anything was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+from tests.fuzz import generate
+from tests.support.real_daemon import Canary, Daemon, missing, real_daemon
+from uma_trio.errors import ProtocolError, all_errors
+from uma_trio.protocol.codec import ClientCodec, server_codec
+from uma_trio.protocol.messages import Eos, Failure, Generate, Metrics, MetricsQuery, Timings, Token, Usage
+
+CODES = frozenset(error.code for error in all_errors())
+SLOW_S = 1.0
+DAEMON_FLAGS = (
+    *("--parallel", "8", "--max-frame-bytes", str(generate.CAP), "--log-level", "error", "--max-tx-bytes", "65536"),
+    *("--frame-timeout-s", "2", "--idle-timeout-s", "2", "--write-timeout-s", "2", "--default-max-tokens", "8"),
+)
+LIVE_THREADS = 4
+
+
+class Found(Exception):
+    """A case that shows a defect."""
+
+
+def require(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise Found(complaint)
+
+
+# -- codecs -------------------------------------------------------------------------------------
+
+
+def read(mode: str, parts: list[bytes]) -> tuple[list[object], object]:
+    """What a server's codec makes of ``parts`` and the end of the stream: its outcomes, and itself."""
+    codec = server_codec(mode, max_frame_bytes=generate.CAP)  # type: ignore[arg-type]
+    outcomes: list[object] = []
+    for part in [*parts, b""]:
+        codec.receive_data(part)
+        try:
+            while (message := codec.next_message()) is not None:
+                outcomes.append(message)
+        except ProtocolError as error:
+            require(error.code in CODES, f"the code {error.code} is not documented")
+            require(len(str(error)) < 1000, f"a complaint of {len(str(error))} characters")
+            outcomes.append((error.code, str(error), error.request_id))
+            outcomes.append(codec.encode(Failure.of(error)))
+            break
+    return outcomes, codec
+
+
+def check_codecs(data: bytes, rng: Random) -> str:
+    """Raises ``Found``; says how the case ended."""
+    began = time.perf_counter()
+    mode = rng.choice(("auto", "auto", "auto", "auto", "json", "cbor", "newline"))
+    outcomes, codec = read(mode, [data])
+    again, _ = read(mode, generate.pieces(rng, data))
+    require(repr(outcomes) == repr(again), f"cut otherwise it is another thing ({mode}): {outcomes!r} or {again!r}")
+    for outcome in outcomes:
+        if isinstance(outcome, Generate):
+            check_bounds(outcome)
+        if mode != "newline" and isinstance(outcome, Generate | MetricsQuery):
+            check_answers(outcome, codec)
+        if mode != "newline" and isinstance(outcome, bytes):
+            require(len(events_of(outcome)) == 1, "an error cannot be read by a client")
+    took = time.perf_counter() - began
+    require(took < SLOW_S, f"it took {took:.1f} s")
+    last = outcomes[-2] if outcomes and isinstance(outcomes[-1], bytes) else outcomes[-1] if outcomes else None
+    return last[0] if isinstance(last, tuple) else type(last).__name__
+
+
+def check_bounds(request: Generate) -> None:
+    require((request.prompt is None) != (request.messages is None), "prompt or messages")
+    require(0 <= request.temperature <= 100 and math.isfinite(request.temperature), "temperature")
+    require(0 < request.top_p <= 1, "top_p")
+    require(0 <= request.top_k < 2**31, "top_k")
+    require(request.seed is None or 0 <= request.seed < 2**63, "seed")
+    require(request.max_tokens is None or 1 <= request.max_tokens < 2**31, "max_tokens")
+    require(len(request.stops) <= 16 and all(0 < len(stop) <= 256 for stop in request.stops), "stop")
+    require(0 < len(request.id) <= 256, "id")
+    (request.prompt or "").encode()  # text that cannot be encoded would fail in the tokenizer
+
+
+def check_answers(message: Generate | MetricsQuery, codec: object) -> None:
+    """Whatever is answered, a client reads it as it was meant."""
+    if isinstance(message, MetricsQuery):
+        answers: list[object] = [Metrics(snapshot={"tokens_total": 1}, id=message.id)]
+    else:
+        timings = Timings(queue_ms=1, ttft_ms=None, total_ms=2, tokens_per_s=None)
+        usage = Usage(prompt_tokens=1, completion_tokens=2)
+        answers = [
+            Token(id=message.id, text=message.prompt or "é", token_id=5),
+            Eos(id=message.id, reason="stop", usage=usage, timings=timings, text="🦊", metadata=message.metadata),
+        ]
+    for answer in answers:
+        (event,) = events_of(codec.encode(answer))  # type: ignore[attr-defined]
+        require(event.get("id") == message.id, "an answer with another id")
+        if isinstance(answer, Eos):
+            require(repr(event.get("metadata")) == repr(message.metadata), f"metadata changed to {event.get('metadata')!r}")
+
+
+def events_of(data: bytes) -> list[dict[str, object]]:
+    client = ClientCodec()
+    client.receive_data(data)
+    events = []
+    while (event := client.next_event()) is not None:
+        events.append(event)
+    return events
+
+
+# -- the socket ---------------------------------------------------------------------------------
+
+
+def check_live(daemon: Daemon, data: bytes, rng: Random) -> str:
+    """One client that sends ``data`` and reads for as long as it likes."""
+    last = "nothing"
+    with daemon.wire(timeout_s=20) as wire:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for part in generate.pieces(rng, data) if rng.random() < 0.3 else [data]:
+                wire.send_bytes(part)
+        if rng.random() < 0.1:
+            return "left without reading"
+        with contextlib.suppress(OSError):
+            wire.sock.shutdown(socket.SHUT_WR)
+        for _ in range(rng.choice((1, 5, 100, 100, 100))):
+            try:
+                event = wire.receive()
+            except TimeoutError:
+                raise Found("neither an answer nor a close within 20 s") from None
+            except ProtocolError as error:
+                raise Found(f"the daemon sent what is no event: {error}") from None
+            if event is None:
+                return last
+            last = check_event(event)
+    return last
+
+
+def check_event(event: dict[str, object]) -> str:
+    kind = str(event.get("event"))
+    require(kind in ("token", "eos", "error", "metrics"), f"an unknown event: {event!r}")
+    if kind == "token":
+        require(isinstance(event.get("text"), str), f"a token without text: {event!r}")
+    if kind == "eos":
+        require(event.get("reason") in ("stop", "length", "cancelled"), f"an unknown reason: {event!r}")
+    if kind == "error":
+        require(event.get("code") in CODES, f"an undocumented code: {event!r}")
+        require(event.get("code") != "E_RUNTIME_INTERNAL", f"a defect: {event!r}")
+        return str(event["code"])
+    return kind
+
+
+# -- running ------------------------------------------------------------------------------------
+
+
+class Fuzzer:
+    """Counts what happened and saves what was found."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.seed, self.folder = seed, folder
+        self.endings: Counter[str] = Counter()
+        self.found: list[str] = []
+        self._lock = threading.Lock()
+
+    def run(self, kind: str, number: int, check: object) -> None:
+        """Case ``number``; ``check(data, rng)`` says how it ended."""
+        rng = Random(f"{self.seed} {kind} {number}")
+        data = generate.case(rng)
+        try:
+            ending = check(data, rng)  # type: ignore[operator]
+        except Exception as error:  # noqa: BLE001  (anything that comes out is a finding)
+            self.report(kind, number, data, error)
+        else:
+            self.endings[f"{kind}: {ending}"] += 1
+
+    def report(self, kind: str, number: int, data: bytes, error: Exception) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{kind}-{self.seed}-{number}.bin"
+        path.write_bytes(data)
+        complaint = str(error) if isinstance(error, Found) else f"{type(error).__name__}: {error}"
+        with self._lock:
+            self.found.append(complaint)
+        print(f"FOUND in {kind} case {number}: {complaint[:500]}\n  python -m tests.fuzz.fuzz --replay {path}", flush=True)
+
+    def codecs(self, n: int) -> float:
+        """``n`` cases through the codecs; returns how many a second."""
+        began = time.perf_counter()
+        for number in range(n):
+            self.run("codec", number, check_codecs)
+        return n / (time.perf_counter() - began)
+
+    def live(self, n: int, daemon: Daemon) -> float:
+        """``n`` cases through the daemon's socket; returns how many a second."""
+
+        def some(first: int) -> None:
+            for number in range(first, n, LIVE_THREADS):
+                self.run("live", number, lambda data, rng: check_live(daemon, data, rng))
+
+        began = time.perf_counter()
+        threads = [threading.Thread(target=some, args=(first,)) for first in range(LIVE_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return n / (time.perf_counter() - began)
+
+
+def fuzz(cases: int, live: int, seed: int, folder: Path) -> Fuzzer:
+    """``cases`` in all, ``live`` of them through a daemon; prints what happened."""
+    fuzzer = Fuzzer(seed, folder)
+    rate = fuzzer.codecs(cases - live)
+    print(f"{cases - live} cases through the codecs, {rate:,.0f} a second", flush=True)
+    if live:
+        with real_daemon(*DAEMON_FLAGS) as daemon:
+            with Canary(daemon) as canary:
+                rate = fuzzer.live(live, daemon)
+            snapshot = daemon.settled()
+            print(
+                f"{live} cases through the socket, {rate:,.0f} a second; {canary.rounds} rounds of the stream beside "
+                f"them, the slowest {canary.slowest_s:.2f} s; {snapshot['tokens_total']} tokens; nothing is held"
+            )
+    for ending, n in fuzzer.endings.most_common():
+        print(f"  {n:>7}  {ending}")
+    print(f"{len(fuzzer.found)} found")
+    return fuzzer
+
+
+def replay(path: Path) -> int:
+    """One saved case, cut in many ways, through codecs and daemon."""
+    data = path.read_bytes()
+    for number in range(50):
+        print("codec:", check_codecs(data, Random(number)))
+    if missing() is None:
+        with real_daemon(*DAEMON_FLAGS) as daemon, Canary(daemon):
+            for number in range(20):
+                print("live:", check_live(daemon, data, Random(number)))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=100_000, help="how many, in all  [default: 100000]")
+    parser.add_argument("--live", type=int, help="so many of them through a real daemon  [default: one in 20]")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, default=Path("bench-out/fuzz"), help="folder for what is found")
+    parser.add_argument("--replay", type=Path, metavar="FILE", help="run one saved case")
+    chosen = parser.parse_args()
+    if chosen.replay:
+        return replay(chosen.replay)
+    live = chosen.cases // 20 if chosen.live is None else chosen.live
+    if live and (reason := missing()) is not None:
+        print(f"without the socket: {reason}")
+        live = 0
+    return 1 if fuzz(chosen.cases, live, chosen.seed, chosen.save).found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""A short run of the fuzzer; ``python -m tests.fuzz.fuzz`` is the long one."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from tests.fuzz import fuzz, generate
+from tests.support.real_daemon import missing
+
+
+def test_codecs(tmp_path):
+    fuzzer = fuzz.Fuzzer(seed=1, folder=tmp_path)
+    fuzzer.codecs(4000)
+    assert fuzzer.found == []
+    seen = {ending.removeprefix("codec: ") for ending in fuzzer.endings}
+    assert seen >= {"Generate", "Cancel", "MetricsQuery", "E_PROTO_INVALID_JSON", "E_PROTO_INVALID_CBOR"}
+    assert seen >= {"E_PROTO_BAD_REQUEST", "E_PROTO_TRUNCATED", "E_PROTO_FRAME_TOO_LARGE"}
+
+
+@pytest.mark.slow
+def test_socket(tmp_path):
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    assert fuzz.fuzz(cases=1000, live=1000, seed=1, folder=tmp_path).found == []
+
+
+def test_a_case_is_its_seed_and_number():
+    assert generate.case(Random("0 codec 5")) == generate.case(Random("0 codec 5"))
+
+
+def test_what_is_found_is_saved_and_named(tmp_path, capsys):
+    def check(data, rng):
+        fuzz.require(len(data) < 100, "too long for this test")
+        return "short"
+
+    fuzzer = fuzz.Fuzzer(seed=3, folder=tmp_path)
+    for number in range(20):
+        fuzzer.run("codec", number, check)
+    saved = list(tmp_path.iterdir())
+    assert len(saved) == len(fuzzer.found) > 0
+    assert all(len(path.read_bytes()) >= 100 for path in saved)
+    assert f"--replay {saved[0]}" in capsys.readouterr().out
