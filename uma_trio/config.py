@@ -45,14 +45,14 @@ class Model:
 
     model: Path | None = setting(None, "GGUF file to serve; the embedded demo model if not given.")
     ctx: int = setting(
-        16384,
-        "KV cache in tokens, shared by all sequences; one request can use all of it, up to the "
-        "length the model was trained for.",
-        ge=64,
+        0,
+        "KV cache in tokens, for all sequences together; 0 makes room for 4096 each, or as many as the "
+        "model was trained for, within a quarter of the machine's memory.",
+        ge=0,
         le=64 * MIB,
     )
     parallel: int = setting(
-        16, "Sequences decoded at once; further requests wait in the queue.", ge=1, le=256
+        8, "Sequences decoded at once; further requests wait in the queue.", ge=1, le=256
     )
     threads: int = setting(
         0, "Compute threads of a decode; 0 takes all physical cores but one, which the event loop needs.", ge=0, le=512
@@ -63,8 +63,13 @@ class Model:
     gpu_layers: int = setting(
         -1, "Layers kept on the GPU, where the library has one; -1 takes all.", ge=-1, le=10_000
     )
-    kv_unified: bool = setting(
-        True, "One KV buffer for all sequences; off gives each a fixed share of ctx (see docs/BENCHMARKS.md)."
+    kv_unified: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "on: all sequences share ctx, and one can use all of it; off: each has ctx / parallel tokens of its "
+        "own, which a CPU computes faster. auto: on with a GPU, off without.",
+    )
+    flash_attn: Literal["auto", "on", "off"] = setting(
+        "auto", "Flash attention. auto: off on a CPU, where it is slow for small batches; else llama.cpp chooses."
     )
     type_k: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Type of the K cache.")
     type_v: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Type of the V cache.")
@@ -329,7 +334,7 @@ def _check_together(config: Config) -> None:
     model, scheduling = config.model, config.scheduling
     for name, tokens in (("batch_tokens", model.batch_tokens), ("ctx", model.ctx)):
         needed = model.parallel + scheduling.prefill_burst_tokens
-        if tokens < needed:
+        if 0 < tokens < needed:
             raise ConfigError(
                 f"{name} is {tokens}, but a tick must hold a token of each of {model.parallel} sequences "
                 f"(parallel) and {scheduling.prefill_burst_tokens} of a prompt (prefill_burst_tokens): "

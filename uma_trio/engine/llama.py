@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import attrs
-
 import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.cores import default_threads
+from uma_trio.engine.layout import Shape, layout, machine_memory_bytes
 from uma_trio.engine.records import EngineError, Feed, ModelFacts, Step, StepResult
 from uma_trio.engine.tokenizer import Tokenizer
 
@@ -39,7 +38,7 @@ class LlamaEngine:
         self._model = llama_abi.Model(
             library, path, n_gpu_layers=settings.gpu_layers, use_mmap=settings.mmap, on_progress=on_progress
         )
-        self._options = _context_options(self._model, settings)
+        self._options = _context_options(library, self._model, settings)
         try:
             self._context = llama_abi.Context(self._model, self._options)
         except BaseException:
@@ -137,18 +136,27 @@ def open_tokenizer(path: Path, llama_dir: Path | None = None) -> Iterator[Tokeni
         yield Tokenizer(model.vocab)
 
 
-def _context_options(model: llama_abi.Model, settings: config.Model) -> llama_abi.ContextOptions:
+def _context_options(
+    library: llama_abi.Library, model: llama_abi.Model, settings: config.Model
+) -> llama_abi.ContextOptions:
     threads = settings.threads or default_threads()
-    defaults = llama_abi.ContextOptions()
-    return attrs.evolve(
-        defaults,
-        n_ctx=settings.ctx,
+    shape = Shape(
+        n_ctx_train=model.n_ctx_train,
+        n_layer=model.n_layer,
+        n_embd_kv=model.n_embd // max(1, model.n_head) * model.n_head_kv,
+    )
+    gpus = (llama_abi.DeviceType.GPU, llama_abi.DeviceType.IGPU)
+    on_gpu = settings.gpu_layers != 0 and any(device.type in gpus for device in library.devices())
+    chosen = layout(shape, settings, on_gpu=on_gpu, memory_bytes=machine_memory_bytes())
+    return llama_abi.ContextOptions(
+        n_ctx=chosen.n_ctx,
         n_batch=settings.batch_tokens,
         n_ubatch=settings.batch_tokens,
         n_seq_max=settings.parallel,
         n_threads=threads,
         n_threads_batch=threads,
-        kv_unified=settings.kv_unified,
+        kv_unified=chosen.unified,
+        flash_attn=chosen.flash_attn,
         type_k=settings.type_k,
         type_v=settings.type_v,
     )

@@ -179,5 +179,5 @@ def _room(
         if in_time < limits.min_chunk_tokens:
             in_time = 0 if memory.had_prompts else limits.min_chunk_tokens
     else:
-        in_time = max(limits.min_chunk_tokens, cost.largest_prompt(limits.prefill_tick_ms, work))
+        in_time = max(4 * limits.min_chunk_tokens, cost.largest_prompt(limits.prefill_tick_ms, work))
     return int(min(free, in_time))
