@@ -46,7 +46,7 @@ class Model:
     model: Path | None = setting(None, "GGUF file to serve; the embedded demo model if not given.")
     ctx: int = setting(
         0,
-        "KV cache in tokens, for all sequences together; 0 makes room for 4096 each, or as many as the "
+        "KV cache in tokens, for all sequences together; 0 makes room for 8192 each, or as many as the "
         "model was trained for, within a quarter of the machine's memory.",
         ge=0,
         le=64 * MIB,

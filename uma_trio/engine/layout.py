@@ -18,7 +18,7 @@ import attrs
 from uma_trio import config
 
 MIB: Final = 1 << 20
-DEFAULT_WINDOW: Final = 4096
+DEFAULT_WINDOW: Final = 8192
 """Tokens a request can have, where nobody says otherwise and the model was trained for as many."""
 SHARE_OF_MEMORY: Final = 0.25
 """Most of the machine's memory that the KV cache takes, where nobody says how large it is to be."""
