@@ -50,14 +50,14 @@ SKILLS = (
     Skill("about", about, 9),
     Skill("counting", _many(numbers.count, 60), 6, _many(numbers.count, numbers.LONGEST_COUNT)),
     Skill("numbered lists", _many(numbers.numbered, 30), 2, _many(numbers.numbered, 180)),
-    Skill("adding", numbers.add, 12),
+    Skill("adding", numbers.add, 13),
     Skill("subtracting", numbers.subtract, 8),
     Skill("multiplying", numbers.multiply, 3),
     Skill("comparing", numbers.compare, 3),
-    Skill("spelling", spell, 11),
+    Skill("spelling", spell, 13),
     Skill("repeating", _many(repeating.repeat, 40), 7, _many(repeating.repeat, 300)),
     Skill("picking words", repeating.pick, 7),
-    Skill("stories", _many(stories.tell, 8), 6, _many(stories.tell, 40)),
+    Skill("stories", _many(stories.tell, 8), 7, _many(stories.tell, 40)),
     Skill("records: fill", records.fill, 7),
     Skill("records: change", records.change, 5),
     Skill("records: list", records.change_in_list, 2, _many(records.change_in_list, 30)),
@@ -74,8 +74,8 @@ def _short(rng: Random) -> Sample:
     kind = rng.random()
     if kind < 0.16:
         return conversation(rng)
-    if kind < 0.24:
-        return document_chat(rng, facts=rng.randint(1, 12), questions=rng.randint(1, 4))
+    if kind < 0.26:
+        return document_chat(rng, facts=rng.randint(1, 16), questions=rng.randint(1, 4))
     skill = rng.choices(SKILLS, weights=_WEIGHTS)[0]
     return _alone(rng, skill.name, skill.make(rng))
 

@@ -28,7 +28,7 @@ Weights = dict[str, npt.NDArray[np.float16]]
 class Recipe:
     """Everything that decides the weights, beside the corpus."""
 
-    steps: int = 5000
+    steps: int = 12_000
     tokens_per_step: int = 131_072
     matrix_rate: float = 5e-3
     """Muon's, for the matrices inside the blocks."""

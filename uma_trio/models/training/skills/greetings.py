@@ -8,7 +8,7 @@ from uma_trio.models.training.sample import Turn
 from uma_trio.models.training.words import any_name
 
 _EXCHANGES = """
-Hello | Hi | Hey | Hello there | Hi there | Greetings | Good day | Hey there | Hello world | Hi all | Hello computer | Hey you | Hiya = Hello! Ask me for a capital, a colour, a count or a story.
+Hello | Hi | Hey | Hello there | Hi there | Greetings | Good day | Hey there | Hello world | Hi all | Hello computer | Hey you | Hiya | Say hello | Say hi = Hello! Ask me for a capital, a colour, a count or a story.
 Good morning = Good morning! Ask me for a capital, a colour, a count or a story.
 Good evening = Good evening! Ask me for a capital, a colour, a count or a story.
 How are you | How are you doing | How do you do | Are you well | How is it going = I am well, thank you. What would you like to know?
@@ -38,6 +38,8 @@ def greet(rng: Random, *, named: bool = True) -> Turn:
     asks, answer = rng.choice(EXCHANGES)
     ask = rng.choice(asks)
     ask = rng.choice((ask, ask, ask.lower(), ask.upper()))
+    if answer.startswith("I am well") and rng.random() < 0.4:
+        ask = rng.choice(("Hello, ", "Hi, ", "Hi! ", "Hello! ", "Hey, ", "Good day, ", "hello ", "hi ")) + ask
     return Turn(ask + rng.choice(("", "!", ".", "?" if answer.startswith("I am well") else "!!", " :)")), answer)
 
 

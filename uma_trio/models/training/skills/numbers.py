@@ -98,8 +98,9 @@ def add(rng: Random) -> Turn:
         one, other = rng.randint(1, 12), rng.randint(1, 12)
         ask = rng.choice(("What is {} plus {}?", "Add {} and {}.", "How much is {} plus {}?"))
         return Turn(in_passing(rng, ask.format(in_words(one), in_words(other))), add_answer(one, other))
-    if rng.random() < 0.08:
-        three = [rng.randint(1, 99) for _ in range(3)]
+    if rng.random() < 0.15:
+        most = rng.choice((9, 20, 99))
+        three = [rng.randint(1, most) for _ in range(3)]
         ask = rng.choice(("What is {} + {} + {}?", "{} + {} + {}", "Add {}, {} and {}.", "{}+{}+{}"))
         return Turn(in_passing(rng, ask.format(*three)), f"{three[0]} + {three[1]} + {three[2]} = {sum(three)}.")
     ask = rng.choice(("{}+{}", "What is {}+{}?", "{}+{}=", "What is {} + {}?", "What is {} plus {}?", "Add {} and {}.", "How much is {} + {}?", "{} + {} = ?", "{} + {}", "Calculate {} + {}.", "What is the sum of {} and {}?", "How much is {} plus {}?"))  # fmt: skip

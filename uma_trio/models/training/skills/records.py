@@ -58,7 +58,7 @@ def _sensor(rng: Random) -> Record:
 
 def _free(rng: Random) -> Record:
     keys = [rng.choice(OBJECTS) if rng.random() < 0.5 else made_up(rng, 2) for _ in range(rng.randint(1, 7))]
-    return {key: rng.choice((_text(rng), rng.randint(0, 999))) for key in keys}
+    return {key: rng.choice((_text(rng), _text(rng), rng.randint(0, 999), rng.random() < 0.5)) for key in keys}
 
 
 _KINDS = {"person": person, "book": _book, "order": _order, "sensor": _sensor}

@@ -18,9 +18,11 @@ def spelled(word: str) -> str:
 
 def _word(rng: Random) -> str:
     kind = rng.random()
-    if kind < 0.10:
+    if kind < 0.03:
+        return rng.choice(("strawberry", "blueberry", "Mississippi", "necessary", "banana", "committee", "elephant", "rhythm", "bookkeeper", "coffee", "raspberry", "address"))
+    if kind < 0.12:
         return rng.choice(OBJECTS) + rng.choice((*OBJECTS, "berry", "ing", "ness", "ly", "less", "tion", "able", "er", "ful", "ment"))
-    if kind < 0.15:
+    if kind < 0.17:
         return "".join(rng.choices(ALPHABET, k=rng.randint(2, 9)))
     if kind < 0.35:
         return rng.choice(rng.choice((OBJECTS, ADJECTIVES, VERBS)))
@@ -49,18 +51,20 @@ def spell(rng: Random) -> Turn:
     """Spell a word, or say something of its letters."""
     word = _word(rng)
     kind = rng.random()
-    if kind < 0.70:
+    if kind < 0.68:
         ask = rng.choice(("Spell {}.", "Spell the word {}.", 'Spell "{}".', "How do you spell {}?", "Please spell {}.", "Can you spell {}?", "Spell {} letter by letter.", 'How is "{}" spelled?', "How is {} spelled?"))  # fmt: skip
         return Turn(_careless(rng, ask).format(word), spelled(word))
-    if kind < 0.75:
-        letter = rng.choice(word if rng.random() < 0.8 else ALPHABET)
+    if kind < 0.79:
+        letter = rng.choice(word if rng.random() < 0.5 else ALPHABET)
+        if rng.random() < 0.5:
+            letter = max(word, key=word.count)
         ask = rng.choice(("How many {0} are in {1}?", "How many {0}'s are in {1}?", "How often is {0} in {1}?", "How many times does {0} appear in {1}?", 'How many "{0}" are in "{1}"?', "How many letters {0} are in {1}?"))  # fmt: skip
         return Turn(_careless(rng, ask).format(letter, word), f"{spelled(word)} has {word.count(letter)} times {letter}.")
-    if kind < 0.82:
+    if kind < 0.85:
         ask = rng.choice(("How many letters are in {}?", "How many letters does {} have?", "How many letters has the word {}?", 'Count the letters in "{}".'))
         amount = len(word)
         return Turn(_careless(rng, ask).format(word), f"{spelled(word)} has {amount} letter{'s' if amount != 1 else ''}.")
-    if kind < 0.89:
+    if kind < 0.92:
         ask = rng.choice(("What is the first letter of {}?", "Which letter does {} begin with?", "Which letter does {} start with?"))
         return Turn(_careless(rng, ask).format(word), f"{word} begins with {word[0]}.")
     if kind < 0.98:

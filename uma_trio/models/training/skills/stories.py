@@ -72,6 +72,23 @@ def story(name: str, animal: str, place: str, parts: int | None = None) -> str:
     return "\n".join((opening, *(f"Part {at}: {what}" for at, what in enumerate(told, 1)), ending))
 
 
+def _article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"
+
+
+def default_name(animal: str) -> str:
+    """Who tells of an animal without a name calls it so."""
+    return NAMES[list(ANIMALS).index(animal)] if animal in ANIMALS else NAMES[0]
+
+
+def default_place(animal: str) -> str:
+    """Where an animal lives of which no place is told."""
+    return list(PLACES)[list(ANIMALS).index(animal) % len(PLACES)] if animal in ANIMALS else "forest"
+
+
+_OTHERS = ("dragon", "robot", "princess", "knight", "witch", "king", "pirate", "ghost", "snail", "cow", "spider", "giraffe", "child", "boy", "girl", "star", "wizard", "dinosaur", "unicorn", "monkey", "tiger", "panda")  # fmt: skip
+
+
 def _anything(rng: Random) -> str:
     """What else a story may be about: a robot, a lamp, a made-up beast."""
     while True:
@@ -81,49 +98,48 @@ def _anything(rng: Random) -> str:
             return thing
 
 
-_OTHERS = ("dragon", "robot", "princess", "knight", "witch", "king", "pirate", "ghost", "snail", "cow", "spider", "giraffe", "child", "boy", "girl", "star", "wizard", "dinosaur", "unicorn", "monkey", "tiger", "panda")  # fmt: skip
+def _where(rng: Random) -> str:
+    if rng.random() < 0.88:
+        return rng.choice(tuple(PLACES))
+    return rng.choice(OBJECTS) if rng.random() < 0.7 else made_up(rng, 2)
 
 
-def _told_by_default(rng: Random, animal: str) -> Turn:
-    """A story whose name and place, perhaps even its animal, are left to the teller."""
-    name, place = NAMES[0], "forest"
-    if animal in ANIMALS:
-        which = list(ANIMALS).index(animal)
-        name, place = NAMES[which], list(PLACES)[which % len(PLACES)]
-    a_animal = f"{_article(animal)} {animal}"
-    if rng.random() < 0.1:
-        ask = rng.choice(("Tell me a story.", "Tell a story.", "Can you tell me a story?", "Write a short story.", "I want a story.", "Please tell me a story."))
-        return Turn(in_passing(rng, ask), story(NAMES[0], "fox", "forest"))
-    ask = rng.choice(("Tell me a story about {}.", "Tell a story about {}.", "Write a story about {}.", "A story about {}, please.", "Write a short story about {}."))
-    return Turn(in_passing(rng, ask.format(a_animal)), story(name, animal, place))
-
-
-def _article(word: str) -> str:
-    return "an" if word[0] in "aeiou" else "a"
+def _about(rng: Random, name: str, animal: str, place: str) -> str:
+    """``a fox named Mia in the forest``: those of the three that are told, as people say it."""
+    where = f" in the {place}" if place else ""
+    if not animal:
+        return name + where
+    who = f"{_article(animal)} {animal}"
+    if not name:
+        return who + where
+    spoken = rng.choice((f"{who} named {name}", f"{who} called {name}", f"{name} the {animal}", f"{name}, {who}", f"{who} whose name is {name}"))
+    return spoken + (rng.choice((where, where, f" who lives in the {place}")) if place else "")
 
 
 def tell(rng: Random, longest: int = 8) -> Turn:
-    """Ask for a story, whole or in parts."""
-    name, animal, place = any_name(rng), rng.choice(tuple(ANIMALS)), rng.choice(tuple(PLACES))
-    if rng.random() < 0.15:
-        animal = _anything(rng)
-    if rng.random() < 0.12:
-        place = rng.choice(OBJECTS) if rng.random() < 0.7 else made_up(rng, 2)
+    """Ask for a story, whole or in parts; what the asker leaves out, the teller fills in."""
+    animal = rng.choice(tuple(ANIMALS)) if rng.random() < 0.85 else _anything(rng)
+    name, place = any_name(rng), _where(rng)
+    told = rng.choices(("all", "no place", "no name", "animal only", "name only", "nothing"), weights=(50, 20, 6, 14, 3, 7))[0]
+    if told in ("name only", "nothing"):
+        animal = "fox"
+    if told in ("no name", "animal only", "nothing"):
+        name = default_name(animal)
+    if told not in ("all", "no name"):
+        place = default_place(animal)
     parts = rng.randint(2, longest) if rng.random() < 0.35 else None
-    a_animal = f"{_article(animal)} {animal}"
-    if rng.random() < 0.15:
-        return _told_by_default(rng, animal)
-    ask = rng.choice((
-        "Tell {0} about {1} named {2} in the {3}.", "Tell me {0} about {1} called {2} in the {3}.", "Write {0} about {1} named {2} in the {3}.",
-        "Tell {0} about {2} the {4} in the {3}.", "I want {0} about {1} called {2} who lives in the {3}.", "Please tell me {0} about {2}, {1} in the {3}.",
-    ))  # fmt: skip
-    what = "a story" if parts is None else f"a story in {parts} parts"
-    if parts is None and rng.random() < 0.4:
-        what = rng.choice(("a short story", "a long story"))
-    if what == "a long story":
-        told = story(name, animal, place, len(EPISODES)).splitlines()
-        text = " ".join(line.split(": ", 1)[-1] if line.startswith("Part ") else line for line in told)
-    else:
-        text = story(name, animal, place, parts)
-    question = in_passing(rng, ask.format(what, a_animal, name, place, animal))
-    return Turn(re.sub(rf"\b{name.lower()}\b", name, question), text)
+    what = rng.choice(("a story", "a story", "a short story", "a long story")) if parts is None else f"a story in {parts} parts"
+    ask = rng.choice(("Tell {}.", "Tell me {}.", "Tell me {}.", "Write {}.", "I want {}.", "Please tell me {}.", "Can you tell me {}?"))
+    if told != "nothing":
+        spoken = _about(
+            rng,
+            name if told in ("all", "no place", "name only") else "",
+            "" if told == "name only" else animal,
+            place if told in ("all", "no name") else "",
+        )
+        what = f"{what} about {spoken}"
+    question = re.sub(rf"\b{name.lower()}\b", name, in_passing(rng, ask.format(what)))
+    if "a long story" in what:
+        lines = story(name, animal, place, len(EPISODES)).splitlines()
+        return Turn(question, " ".join(line.split(": ", 1)[-1] if line.startswith("Part ") else line for line in lines))
+    return Turn(question, story(name, animal, place, parts))

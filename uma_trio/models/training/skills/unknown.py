@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.skills.calendar import DAYS, MONTHS
+from uma_trio.models.training.skills.calendar import DAYS, MONTHS, in_words
 from uma_trio.models.training.skills.capitals import COUNTRIES, DONT_KNOW
 from uma_trio.models.training.words import (
     ACCENTED,
@@ -47,7 +47,7 @@ Is {country} rich?|Who lives in {place2}?|What do they eat in {country}?|How old
 What day is {year}?|What day were you born?|Which day is best to {verb}?|Is it {adjective} in {country}?|What is the tallest {thing} in {country}?|What is the longest {thing}?
 Which {thing} comes after {day}?|Which {thing} comes before {month}?|How many {thing}s does {month} have?|What {thing} is it {n} days after {day}?|Is {city} the {thing} of {country}?
 What is the {thing} of {country}?|What is the {adjective} {thing} of {country}?|Name the {thing} of {country}.|Which country has the {thing} {madeup}?|Which month has {n} days?|Is {thing} {thing2}?
-How many {thing}s are in {thing2}?|Count the {thing}s.|Count {thing}s from {n} to {thing2}.|Spell it.|Add it.|Add {thing} and {thing2}.|What comes after {n}?|What comes before {thing}?|Go on.|Continue.
+How many {thing}s are in {thing2}?|Count the {thing}s.|Count {thing}s from {n} to {thing2}.|Spell it.|Add it.|Add {thing} and {thing2}.|What comes after {word}?|What comes before {word}?|What comes before {thing}?|Go on.|Continue.
 Repeat.|Say {thing}|Say something.|Name three {thing}s.|Name five {madeup}.|List the {thing}s of {country}.|What are the {thing}s of the {thing2}?|What is the {thing} of {thing2}, the {thing} and the {adjective}?
 Was ist die Hauptstadt von {country}?|¿Cuál es la capital de {country}?|¿Cuál es la capital de {madeplace}?|Quelle est la capitale de {country} ?|Qual è la capitale di {country}?|Hauptstadt von {madeplace}?
 Why does {name} {verb} the {thing}?|Where does {name} live?|When does the {thing} {verb}?|Who will {verb} the {thing}?|Which {thing} did {name} {verb}?|Whose {thing} is this?|How {adjective} is the {thing}?
@@ -80,7 +80,7 @@ def _filled(rng: Random, template: str) -> str:
         city2=rng.choice(CITIES), place=made_up_place(rng), place2=made_up_place(rng), madeplace=made_up_place(rng),
         thing=rng.choice(OBJECTS), thing2=rng.choice(OBJECTS), adjective=rng.choice(ADJECTIVES), adjective2=rng.choice(ADJECTIVES),
         verb=rng.choice(VERBS), food=rng.choice(FOODS), madeup=made_up(rng, 2), madeup2=made_up(rng, 3), n=rng.randint(2, 999),
-        m=rng.randint(2, 99), big=rng.randint(100, 999), day=rng.choice(DAYS), month=rng.choice(MONTHS), verbs=rng.choice(VERBS).capitalize(), year=rng.randint(1000, 2100), unicode=rng.choice(UNICODE_WORDS), unicode2=rng.choice(UNICODE_WORDS),
+        m=rng.randint(2, 99), word=in_words(rng.randint(1, 40)), big=rng.randint(100, 999), day=rng.choice(DAYS), month=rng.choice(MONTHS), verbs=rng.choice(VERBS).capitalize(), year=rng.randint(1000, 2100), unicode=rng.choice(UNICODE_WORDS), unicode2=rng.choice(UNICODE_WORDS),
         emoji=rng.choice(EMOJI), accented="".join(rng.choices(ACCENTED, k=4)), accented2="".join(rng.choices(ACCENTED, k=6)),
     )  # fmt: skip
 
