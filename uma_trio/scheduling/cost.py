@@ -6,10 +6,10 @@ A tick's time is close to linear in what it holds::
 
 with other coefficients for ticks of decodes alone than for those with prompt tokens, since they run
 other kernels.  Each of the two is a recursive least squares over the recent ticks: old ones fade, so the
-model follows a machine that gets warm or busy.
+model follows a machine that gets warm or busy.  Of a kind of tick that does not occur nothing fades.
 
 Source: docs/ARCHITECTURE.md, "The scheduler"; the recursion is the standard one with a forgetting factor
-(Haykin, Adaptive Filter Theory, chapter on RLS).
+(Haykin, Adaptive Filter Theory, chapter on RLS), in its information form.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import attrs
 FORGETTING: Final = 0.98
 """A tick's weight after one more tick: fifty ticks ago counts for a third."""
 
-MOST_UNCERTAIN: Final = 100.0
-"""Bound of a coefficient's variance, and where it starts.  Where all ticks are alike, forgetting alone would
-let it grow for ever, until noise is taken for news."""
+LEAST_SURE: Final = 0.01
+"""What is known of each coefficient at least, in the unit of ``Line.known``.  Of what does not occur (streams
+without prompts, always the same four of them) forgetting would leave nothing, and noise would be taken for news."""
 
 TRUSTED: Final = 8
 """Ticks after which a line may doubt a measurement."""
@@ -58,15 +58,14 @@ class Work:
 
 @attrs.frozen
 class Line:
-    """One linear model and how sure it is of each coefficient.
-
-    ``coefficients`` are in ms for the scaled terms, none below 0; ``spread`` is the matrix P of the recursion, row by row.
-    """
+    """One linear model and how sure it is of each coefficient."""
 
     coefficients: Terms
-    spread: tuple[Terms, ...] = tuple(
-        tuple(MOST_UNCERTAIN if row == column else 0.0 for column in range(4)) for row in range(4)
+    """In ms for the scaled terms, none below 0."""
+    known: tuple[Terms, ...] = tuple(
+        tuple(LEAST_SURE if row == column else 0.0 for column in range(4)) for row in range(4)
     )
+    """How sure it is: the sum of x times x transposed over the ticks seen, the recent ones counting most."""
     seen: int = 0
     """Ticks it has learned from."""
     error: float = 0.0
@@ -84,19 +83,18 @@ class Line:
         predicted = self.predict(work)
         off = min(abs(predicted - ms) / max(ms, 0.01), MOST_OFF)
         believed = min(ms, predicted * (1 + max(SURPRISE, 8 * self.error)) + 1) if self.seen >= TRUSTED else ms
+        known = tuple([
+            tuple([
+                FORGETTING * k + x[i] * x[j] + ((1 - FORGETTING) * LEAST_SURE if i == j else 0.0)
+                for j, k in enumerate(row)
+            ])
+            for i, row in enumerate(self.known)
+        ])  # fmt: skip
         free = self.free or self.coefficients
-        gain = [sum([p * t for p, t in zip(row, x, strict=True)]) for row in self.spread]  # P x
-        scale = FORGETTING + sum([t * g for t, g in zip(x, gain, strict=True)])
-        miss = (believed - sum([c * t for c, t in zip(free, x, strict=True)])) / scale
-        free = tuple([c + g * miss for c, g in zip(free, gain, strict=True)])
-        spread = [
-            [(p - g * h / scale) / FORGETTING for p, h in zip(row, gain, strict=True)]
-            for row, g in zip(self.spread, gain, strict=True)
-        ]
-        if max([row[i] for i, row in enumerate(spread)]) > MOST_UNCERTAIN:
-            spread = [[FORGETTING * p for p in row] for row in spread]
+        miss = believed - sum([c * t for c, t in zip(free, x, strict=True)])
+        free = tuple([c + g * miss for c, g in zip(free, _solved(known, x), strict=True)])
         error = off if self.seen == 0 else self.error + 0.05 * (off - self.error)
-        return Line(_not_negative(free, spread), tuple([tuple(row) for row in spread]), self.seen + 1, error, free)
+        return Line(_not_negative(free, known), known, self.seen + 1, error, free)
 
     def largest_prompt(self, ms: float, work: Work) -> float:
         """Prompt tokens with which ``work``, its own left out, is predicted to take ``ms``; may be below 0."""
@@ -105,22 +103,38 @@ class Line:
         return left / price if price > 0 else math.copysign(math.inf, left)
 
 
-def _not_negative(
-    coefficients: Sequence[float], spread: Sequence[Sequence[float]]
-) -> Terms:
+def _solved(matrix: Sequence[Terms], right: Terms) -> Terms:
+    """``x`` of ``matrix @ x = right``; ``matrix`` is symmetric and positive definite, so needs no pivots."""
+    rows = [[*row, r] for row, r in zip(matrix, right, strict=True)]
+    size = len(rows)
+    for i, pivot in enumerate(rows):
+        for row in rows[i + 1 :]:
+            factor = row[i] / pivot[i]
+            for k in range(i + 1, size + 1):
+                row[k] -= factor * pivot[k]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        row = rows[i]
+        found[i] = (row[size] - sum([row[k] * found[k] for k in range(i + 1, size)])) / row[i]
+    return tuple(found)
+
+
+def _not_negative(coefficients: Terms, known: Sequence[Terms]) -> Terms:
     """The likeliest coefficients of which none is below 0.
 
     One that came out negative is held at 0, and the others move as far as they are tied to it: merely
     cut off it would leave them too high for every tick that was seen.
     """
-    for _ in SCALES:
-        worst = min(range(len(SCALES)), key=coefficients.__getitem__)
-        if coefficients[worst] >= 0:
+    free = list(range(len(coefficients)))
+    found = coefficients
+    while min(found) < 0:
+        free = [i for i in free if found[i] > 0]
+        if not free:
             break
-        moved = coefficients[worst] / max(spread[worst][worst], 1e-9)
-        coefficients = [c - moved * row[worst] for c, row in zip(coefficients, spread, strict=True)]
-        coefficients[worst] = 0.0
-    return tuple([max(0.0, c) for c in coefficients])
+        right = tuple([sum([k * c for k, c in zip(known[i], coefficients, strict=True)]) for i in free])
+        fitted = dict(zip(free, _solved([tuple([known[i][j] for j in free]) for i in free], right), strict=True))
+        found = tuple([fitted.get(i, 0.0) for i in range(len(found))])
+    return tuple([max(0.0, c) for c in found])
 
 
 def _terms(work: Work) -> Terms:
