@@ -1,0 +1,248 @@
+"""``uma-trio doctor``: a verdict and a fix for everything, whatever is wrong; it never hangs and never falls over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import sys
+import threading
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from uma_trio.cli import doctor, probe
+from uma_trio.cli.doctor import command
+from uma_trio.models.loaded import EMBEDDED
+
+
+@pytest.fixture
+def examine(library, tmp_path, monkeypatch):
+    """Runs the doctor: exit code, and the findings by name."""
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    for name in [name for name in os.environ if name.startswith("UMA_")]:
+        monkeypatch.delenv(name)
+
+    def run(*flags):
+        result = CliRunner().invoke(command, ["--json", *map(str, flags)])
+        assert isinstance(result.exception, SystemExit | None), result.exception
+        report = json.loads(result.stdout)
+        assert all(check["fix"] for check in report["checks"] if check["verdict"] == "problem"), "a problem without a fix"
+        assert "Traceback" not in result.output
+        found = {check["name"]: check for check in report["checks"]}
+        assert (result.exit_code == 1) == (report["verdict"] == "problem")
+        return found
+
+    return run
+
+
+@pytest.fixture
+def no_c(monkeypatch):
+    """Without the slow part: what is looked at is elsewhere."""
+    monkeypatch.setattr(probe, "run", lambda flags: ({}, "was left out"))
+
+
+def problems(found):
+    return {name for name, check in found.items() if check["verdict"] == "problem"}
+
+
+def test_where_all_is_well(examine):
+    found = examine()
+    assert problems(found) == set()
+    names = ("python", "packages", "folders", "stamp", "threads", "library", "devices", "backend", "embedded", "model")
+    assert [*found] == [*names, "memory", "answer", "socket"]
+    assert "Paris" in found["answer"]["message"]
+    assert "no daemon serves" in found["socket"]["message"]
+
+
+def test_for_people_each_line_has_a_verdict(examine):
+    result = CliRunner().invoke(command, [])
+    assert result.exit_code == 0
+    lines = [line for line in result.stdout.splitlines() if "fix:" not in line]
+    assert all(line.split()[0] in ("ok", "warning") for line in lines)
+
+
+def test_a_running_daemon_answers(examine, no_c, daemon):
+    found = examine("--socket", daemon.socket)
+    assert "a daemon serves embedded.gguf" in found["socket"]["message"]
+    assert found["socket"]["verdict"] == "ok"
+
+
+def test_no_library(examine, tmp_path):
+    found = examine("--llama-dir", tmp_path / "none")
+    assert problems(found) == {"stamp", "library"}
+    for name in ("stamp", "library"):
+        assert "there is no library" in found[name]["message"]
+        assert "build_llama.sh" in found[name]["fix"]
+
+
+def test_a_damaged_library(examine, tmp_path):
+    from uma_trio.engine.inspect import library_directory
+
+    folder = tmp_path / "lib"
+    shutil.copytree(library_directory(), folder)
+    (broken,) = (path for path in folder.iterdir() if path.stem == "libllama")
+    broken.write_bytes(b"\0" * broken.stat().st_size)
+    found = examine("--llama-dir", folder)
+    assert problems(found) == {"library"}, "the stamp knows sizes only"
+    assert "does not load" in found["library"]["message"]
+    broken.write_bytes(b"short")
+    assert problems(examine("--llama-dir", folder)) == {"stamp", "library"}
+
+
+def test_models_that_cannot_be_served(examine, tmp_path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(EMBEDDED.read_bytes()[:1_000_000])
+    for path, words in ((cut, "cut.gguf"), (tmp_path / "none.gguf", "there is no model"), (tmp_path, str(tmp_path))):
+        found = examine("--model", path)
+        assert problems(found) == {"model"}
+        assert words in found["model"]["message"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="shell scripts")
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("kill -SEGV $$", "crashed with SIGSEGV"),
+        ("sleep 30", "was not done within 0.5 s"),
+        ("echo nonsense; echo '{\"stage\"'; exit 3", "ended with exit code 3"),
+        ("echo 'ImportError: no numpy' >&2; exit 1", "no numpy"),
+    ],
+)
+def test_a_library_that_crashes_or_hangs_is_a_finding(examine, tmp_path, monkeypatch, script, words):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(probe, "LIMIT_S", 0.5)
+    began = time.monotonic()
+    found = examine()
+    assert time.monotonic() - began < 10
+    assert problems(found) == {"library"}
+    assert words in found["library"]["message"]
+
+
+def test_crashed_while_loading_the_model(examine, monkeypatch):
+    library = {"max_sequences": 256, "devices": [], "system_info": ""}
+    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "crashed with SIGABRT"))
+    found = examine()
+    assert problems(found) == {"devices", "model"}
+    assert "crashed with SIGABRT" in found["model"]["message"]
+
+
+def test_a_model_that_answers_nonsense(examine, monkeypatch):
+    stages, ending = probe.run({})
+    stages["answer"]["text"] = "Rome"
+    monkeypatch.setattr(probe, "run", lambda flags: (stages, ending))
+    assert problems(examine()) == {"answer"}
+    stages["model"]["peak_bytes"] = 1 << 60
+    assert problems(examine()) == {"answer", "memory"}
+
+
+def test_an_embedded_model_that_is_not_its_cards(examine, no_c, tmp_path, monkeypatch):
+    from uma_trio.models import loaded
+
+    copy = tmp_path / "embedded.gguf"
+    copy.write_bytes(b"exchanged")
+    (tmp_path / "card.json").write_text(json.dumps({"sha256": "0" * 64}))
+    monkeypatch.setattr(loaded, "EMBEDDED", copy)
+    library = {"max_sequences": 256, "devices": [], "system_info": ""}
+    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was left out"))
+    assert "not the one of its card" in examine()["embedded"]["message"]
+
+
+def test_settings_that_cannot_be(examine, no_c, monkeypatch):
+    monkeypatch.setenv("UMA_TREADS", "4")
+    found = examine()
+    assert problems(found) == {"config"}
+    assert "UMA_THREADS" in found["config"]["message"]
+
+
+def test_more_threads_than_are_good(examine, no_c, monkeypatch):
+    monkeypatch.setenv("UMA_THREADS", "512")
+    found = examine()
+    assert found["threads"]["verdict"] in ("warning", "ok")  # ok on one core: there is none to spare
+    assert "512" in found["threads"]["message"]
+
+
+@pytest.mark.parametrize("runtime", [None, "none", "open"])
+def test_runtime_folders(examine, no_c, tmp_path, monkeypatch, runtime):
+    if runtime is None:
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+    else:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / runtime))
+        if runtime == "open":
+            (tmp_path / runtime).mkdir()
+            (tmp_path / runtime).chmod(0o755)
+    found = examine()
+    assert found["folders"]["verdict"] == "warning"
+    assert found["folders"]["fix"]
+
+
+def test_sockets_that_cannot_be_used(examine, no_c, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("kept")
+    for path, words in ((file, "no socket"), (tmp_path, "no socket"), (file / "x", "cannot be made"), (tmp_path / ("x" * 200), "bytes")):
+        found = examine("--socket", path)
+        assert found["socket"]["verdict"] == "problem"
+        assert words in found["socket"]["message"]
+    assert file.read_text() == "kept"
+
+
+def test_a_dead_daemons_socket_is_no_problem(examine, no_c, tmp_path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+    path.chmod(0o600)
+    found = examine("--socket", path)
+    assert found["socket"]["verdict"] == "ok"
+    assert path.exists()
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x02\0\0\0{}", b"\x02\0\0\0[]", "silence", "drip"])
+def test_who_is_no_daemon_is_told_from_one(examine, no_c, tmp_path, monkeypatch, answer):
+    """Also one that says nothing, or a byte now and then."""
+    monkeypatch.setattr(doctor, "SOCKET_S", 0.5)
+    path, stop = tmp_path / "s", threading.Event()
+
+    def serve(listener):
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(1000)
+            if isinstance(answer, bytes):
+                sock.sendall(answer)
+            while answer in ("silence", "drip") and not stop.wait(0.05):
+                if answer == "drip":
+                    try:
+                        sock.sendall(b"\x01")
+                    except OSError:
+                        return
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(1)
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        began = time.monotonic()
+        found = examine("--socket", path)
+        stop.set()
+        server.join()
+    assert time.monotonic() - began < 5
+    assert found["socket"]["verdict"] == "problem"
+
+
+def test_a_check_that_falls_over_is_a_finding(examine, no_c, monkeypatch):
+    def broken():
+        raise RuntimeError("a defect")
+        yield
+
+    monkeypatch.setattr(doctor, "_packages", broken)
+    found = CliRunner().invoke(command, ["--json"])
+    assert "could not be checked: RuntimeError: a defect" in found.stdout
+    assert found.exit_code == 1
