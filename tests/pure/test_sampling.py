@@ -48,7 +48,7 @@ def test_the_distribution_is_the_obvious_one(params, n_vocab, seed, scale):
     expected_ids, expected = obvious(logits, params)
     ids, p = distribution(logits, params)
     assert p.sum() == pytest.approx(1)
-    assert (np.diff(p) <= 1e-6 * p[:-1]).all()
+    assert (np.diff(p) <= 1e-6 * p[:-1] + 1e-15).all()  # differences of running sums near 1 are exact to 1e-16
     # Weights in float32 may move the limit of top-p by a token whose share is that small.
     n = min(len(ids), len(expected))
     assert abs(len(ids) - len(expected)) <= max(1, 2e-6 / expected[-1])
