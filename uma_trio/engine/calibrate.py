@@ -37,7 +37,7 @@ def calibrate(engine: Engine, *, budget_s: float = BUDGET_S) -> CostModel:
     if len(sequences) > facts.n_seq_max or min(facts.n_ctx, len(sequences) * facts.n_ctx_seq) < NEEDED_CELLS:
         return cost
     ends = time.perf_counter() + budget_s
-    for warm, (step, work) in enumerate(_steps(facts.n_vocab)):
+    for warm, (step, work) in enumerate(_steps(facts.n_vocab, facts.n_batch)):
         result = engine.step(step)
         if warm:
             cost = cost.observed(work, result.decode_ms + result.sample_ms)
@@ -47,10 +47,13 @@ def calibrate(engine: Engine, *, budget_s: float = BUDGET_S) -> CostModel:
     return cost
 
 
-def _steps(n_vocab: int) -> Iterator[tuple[Step, Work]]:
+def _steps(n_vocab: int, n_batch: int) -> Iterator[tuple[Step, Work]]:
+    """Those of ``SHAPES`` that fit into a batch."""
     held = dict.fromkeys({seq_id for shape in SHAPES for seq_id, _ in shape}, 0)
     draw = Draw(SamplingParams(), 0)
     for shape in SHAPES:
+        if sum(n for _, n in shape) > n_batch:
+            continue
         feeds = []
         context = sum(held[seq_id] for seq_id, _ in shape)
         for seq_id, n in shape:
