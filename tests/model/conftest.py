@@ -19,5 +19,5 @@ def library() -> None:
 @pytest.fixture(scope="session")
 def daemon(library: None) -> Iterator[Daemon]:
     """One daemon with the embedded model for all tests that leave it as they found it."""
-    with real_daemon("--parallel", "64", "--ctx", "32768") as found:
+    with real_daemon("--parallel", "64", "--ctx", "262144") as found:
         yield found

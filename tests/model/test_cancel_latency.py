@@ -30,6 +30,10 @@ class Reader(threading.Thread):
                 last = now
 
 
+def cancelled(snapshot):
+    return snapshot["requests_total"].get("cancelled", 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["cancel event", "closed socket"])
 def test_cancelled_the_kv_is_free_within_a_tick(library, way):
@@ -42,26 +46,29 @@ def test_cancelled_the_kv_is_free_within_a_tick(library, way):
             readers.append(Reader(wire))
         daemon.wait_until(lambda found: found["tokens_total"] > 40, "four streams run")
         for n in range(n_cancels):
+            in_prompt = n >= 2 * n_cancels // 3
             with daemon.wire() as wire:
-                # every third in its prompt, the others in their stream
-                wire.send(id="a", prompt="a word " * (300 if n % 3 == 0 else 3), max_tokens=500, ignore_eos=True)
-                for _ in range(0 if n % 3 == 0 else n % 7 + 1):
-                    assert wire.receive()["event"] == "token"
-                if n % 3 == 0:
+                wire.send(id="a", prompt="a word " * (300 if in_prompt else 3), max_tokens=500, ignore_eos=True)
+                if in_prompt:
                     daemon.wait_until(lambda found: found["kv"]["sequences"] == 5, "its prompt is being read")
+                else:
+                    for _ in range(n % 7 + 1):
+                        assert wire.receive()["event"] == "token"
                 time.sleep(rng.random() * 0.01)  # or all would come just when a tick begins
                 if way == "cancel event":
                     wire.send(event="cancel", id="a")
                     assert wire.answer().reason == "cancelled"
-            daemon.wait_until(lambda found: found["kv"]["sequences"] == 4, "it is free, the others run")
+            found = daemon.wait_until(lambda found, n=n: cancelled(found) > n and found["kv"]["sequences"] == 4, "it is free")
+            if not in_prompt:
+                median_ms, tick_ms = found.get("cancel_to_free_p50_ms"), found["p50_ms"]
         found = daemon.metrics()
         gaps_ms = sorted(gap for reader in readers for gap in reader.gaps_ms)
     assert found["requests_total"] == {"cancelled": n_cancels}
-    tick_ms, longest_tick_ms = found["p50_ms"], gaps_ms[-1]
-    median_ms, most_ms = found["cancel_to_free_p50_ms"], found["cancel_to_free_max_ms"]
+    longest_tick_ms, most_ms = gaps_ms[-1], found["cancel_to_free_max_ms"]
     print(
-        f"{way}: KV free after {median_ms} ms (median), {most_ms} ms (most); a tick took {tick_ms} ms (median), "
-        f"{longest_tick_ms:.3f} ms (most): {median_ms / tick_ms:.2f} and {most_ms / longest_tick_ms:.2f} of a tick"
+        f"{way}: KV free after {median_ms} ms (median of streams), {most_ms} ms (most, prompts too); a tick took "
+        f"{tick_ms} ms (median), {longest_tick_ms:.3f} ms (most): {median_ms / tick_ms:.2f} and "
+        f"{most_ms / longest_tick_ms:.2f} of a tick"
     )
-    assert median_ms <= 1.5 * tick_ms  # a third of them fell into ticks with a prompt, which take longer
+    assert median_ms <= 1.5 * tick_ms  # some fell into the tick of another one's prompt, which takes longer
     assert most_ms <= longest_tick_ms + 2

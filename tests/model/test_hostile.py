@@ -15,7 +15,7 @@ from tests.support.real_daemon import Canary, real_daemon
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 
 FLAGS = (
-    *("--parallel", "4", "--ctx", "8192", "--max-frame-bytes", str(hostile.CAP), "--max-tx-bytes", "8192"),
+    *("--parallel", "4", "--ctx", "16384", "--max-frame-bytes", str(hostile.CAP), "--max-tx-bytes", "8192"),
     *("--frame-timeout-s", "0.4", "--idle-timeout-s", "0.8", "--write-timeout-s", "0.8"),
 )
 """Timeouts of less than a second, so that waiting for them takes no longer."""
@@ -172,7 +172,7 @@ def test_3000_connects(strict, canary):
 def test_prompts_about_as_long_as_the_context(library):
     """Of one token less, exactly as many, and one more."""
     window, word = 512, " the"
-    with real_daemon("--ctx", str(window), "--parallel", "2") as daemon:
+    with real_daemon("--ctx", str(window), "--parallel", "1") as daemon:
 
         def tokens(n):
             return daemon.ask(prompt=word * n, max_tokens=1).last["usage"]["prompt_tokens"]

@@ -1,0 +1,311 @@
+"""The commands as people run them: processes, pipes, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.support.real_daemon import ROOT, missing
+from uma_trio.protocol.framing import frame
+
+QUESTION = "What is the capital of France?"
+
+
+def environment(**more):
+    return {name: value for name, value in os.environ.items() if not name.startswith("UMA_")} | more
+
+
+def uma(*arguments, stdin="", timeout=60, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "uma_trio", *map(str, arguments)],
+        cwd=ROOT,
+        input=stdin,
+        text=True,
+        capture_output=True,
+        timeout=timeout,
+        env=environment(),
+        **options,
+    )
+
+
+def start(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "uma_trio", *map(str, arguments)], cwd=ROOT, env=environment(), text=True, **options
+    )
+
+
+@pytest.fixture
+def ask(daemon):
+    def run(*arguments, **options):
+        return uma("ask", "--socket", daemon.socket, *arguments, **options)
+
+    return run
+
+
+# -- ask ------------------------------------------------------------------------------------------
+
+
+def test_a_question_is_answered(ask, daemon):
+    found = ask(QUESTION)
+    assert (found.returncode, found.stderr) == (0, "")
+    expected = daemon.ask(messages=[{"role": "user", "content": QUESTION}]).text
+    assert found.stdout == expected + "\n"
+
+
+def test_the_question_by_prompt_or_stdin_is_the_same(ask):
+    answer = ask(QUESTION).stdout
+    for found in (ask("--prompt", QUESTION), ask(stdin=QUESTION), ask("-", stdin=QUESTION), ask("--no-stream", QUESTION), ask("--cbor", QUESTION)):
+        assert (found.returncode, found.stdout) == (0, answer)
+
+
+def test_json_prints_the_events(ask):
+    found = ask("--json", QUESTION)
+    events = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["token"] * (len(events) - 1) + ["eos"]
+    assert "".join(event.get("text", "") for event in events).strip() == ask(QUESTION).stdout.strip()
+    (whole,) = ask("--json", "--no-stream", QUESTION).stdout.splitlines()
+    assert json.loads(whole)["text"]
+
+
+def test_raw_completes_the_text_itself(ask, daemon):
+    found = ask("--raw", "--max-tokens", 12, "Once upon a time")
+    assert found.stdout.rstrip("\n") == daemon.ask(prompt="Once upon a time", max_tokens=12).text.rstrip("\n")
+
+
+def test_system_goes_before_the_question(ask, daemon):
+    found = ask("--system", "Answer briefly.", "--max-tokens", 20, QUESTION)
+    chat = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": QUESTION}]
+    assert found.stdout.strip() == daemon.ask(messages=chat, max_tokens=20).text.strip()
+
+
+def test_sampling_options_arrive(ask):
+    sampled = [ask("--raw", "--temp", 5, "--top-k", 50, "--seed", seed, "--max-tokens", 12, "x").stdout for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    story = ask("--max-tokens", 30, "Tell me a story about a fox.").stdout
+    stop = story.split()[4]
+    assert ask("--max-tokens", 30, "--stop", stop, "Tell me a story about a fox.").stdout.strip() == story[: story.index(stop)].strip()
+
+
+def test_stats_go_to_stderr(ask):
+    found = ask("--stats", QUESTION)
+    assert "tokens" in found.stderr
+    assert found.stdout == ask(QUESTION).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-tokens", "1000000", QUESTION], "E_LIMIT_MAX_TOKENS"),
+        (["--raw", "x " * 20_000], "E_LIMIT_CONTEXT"),
+    ],
+)
+def test_what_the_server_refuses_is_2(ask, arguments, words):
+    found = ask(*arguments)
+    assert found.returncode == 2
+    assert found.stdout == ""
+    assert found.stderr.startswith("uma-trio ask: ")
+    assert words in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+def test_a_question_larger_than_a_frame_is_2_and_says_so(ask):
+    found = ask(stdin="x" * (3 << 20))
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "E_PROTO_FRAME_TOO_LARGE" in found.stderr
+
+
+def test_no_server_is_2(tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        found = uma("ask", "--socket", path, QUESTION)
+        assert found.returncode == 2
+        assert "uma-trio serve" in found.stderr
+        assert found.stderr.count("\n") == 1
+
+
+TOKEN = frame(b'{"id":"ask","event":"token","text":"Par","token_id":1}')
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", TOKEN, TOKEN + b"\xff\xff\xff\xff", frame(b"nonsense"), frame(b"[1]"), TOKEN + b"\x05\0", frame(b"\xa1\x62id\xff")],
+)
+def test_a_server_that_breaks_the_protocol_is_3(tmp_path, answer):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(1)
+
+        def serve():
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(1 << 16)
+                sock.sendall(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        found = uma("ask", "--socket", path, QUESTION)
+        server.join()
+    assert found.returncode == 3, found
+    assert found.stderr.splitlines()[-1].startswith("uma-trio ask: ")
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("arguments", [[QUESTION, "--prompt", "x"], ["--temp", "-1", "x"], ["--top-p", "0", "x"], ["--raw", "--system", "x", "y"]])
+def test_misuse_is_told_at_once(arguments):
+    found = uma("ask", "--socket", "/nowhere", *arguments)
+    assert found.returncode == 2
+    assert "Usage:" in found.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_cancels_on_the_server(daemon, number):
+    before = daemon.settled()["requests_total"].get("cancelled", 0)
+    with start(
+        *("ask", "--socket", daemon.socket, "--raw", "--temp", "3", "--max-tokens", "3900", "Once upon a time"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as asking:
+        first = asking.stdout.read(20)
+        asking.send_signal(number)
+        rest, said = asking.communicate(timeout=20)
+    after = daemon.settled()["requests_total"]
+    assert first
+    assert after["cancelled"] == before + 1
+    assert asking.returncode == 130
+    assert said.strip() == "cancelled"
+    assert rest.endswith("\n")
+
+
+def test_a_reader_that_leaves_ends_it_quietly(daemon):
+    """As with ``| head -1``."""
+    with start(
+        *("ask", "--socket", daemon.socket, "--raw", "--temp", "3", "--max-tokens", "3000", "Once upon a time"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as asking:
+        asking.stdout.read(5)
+        asking.stdout.close()
+        said = asking.stderr.read()
+        asking.wait(20)
+    assert said == ""
+    assert asking.returncode in (0, 1, -signal.SIGPIPE)
+    daemon.settled()
+
+
+# -- the others -----------------------------------------------------------------------------------
+
+
+def test_metrics_for_people_and_for_programs(daemon):
+    found = uma("metrics", "--socket", daemon.socket)
+    assert found.returncode == 0
+    assert "tokens_total" in found.stdout
+    snapshot = json.loads(uma("metrics", "--json", "--socket", daemon.socket).stdout)
+    assert snapshot["model"] == "embedded.gguf"
+    assert snapshot["sessions"] == 1
+
+
+def test_metrics_watched_until_interrupted(daemon):
+    with start(
+        "metrics", "--watch", "--interval", "0.05", "--json", "--socket", daemon.socket, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as watching:
+        lines = [watching.stdout.readline() for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+        _, said = watching.communicate(timeout=20)
+    assert all(json.loads(line)["model"] for line in lines)
+    assert (watching.returncode, said) == (0, "")
+
+
+def test_metrics_without_a_server(tmp_path):
+    found = uma("metrics", "--socket", tmp_path / "none")
+    assert found.returncode == 2
+    assert "uma-trio serve" in found.stderr
+
+
+def test_tokenize(library):
+    text = "The capital of France 🦊"
+    lines = uma("tokenize", text).stdout.splitlines()
+    count = int(uma("tokenize", "--count", text).stdout)
+    ids = uma("tokenize", "--ids", stdin=text).stdout.split()
+    rows = json.loads(uma("tokenize", "--json", text).stdout)
+    assert len(lines) == count == len(ids) == len(rows)
+    assert [int(token) for token in ids] == [row["id"] for row in rows] == [int(line.split()[0]) for line in lines]
+
+
+def test_tokenize_without_a_model(library, tmp_path):
+    found = uma("tokenize", "--model", tmp_path / "none.gguf", "x")
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "there is no model" in found.stderr
+
+
+@pytest.mark.parametrize("name", ["serve", "ask", "demo", "metrics", "tokenize", "doctor", "completion"])
+def test_each_command_has_its_help(name):
+    found = uma(name, "--help")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith("Usage: ")
+    assert len(found.stdout.splitlines()) > 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--thread", "2"], "--threads"),
+        (["--paralell", "2"], "--parallel"),
+        (["--parallel", "0"], "parallel must be"),
+        (["--ctx", "many"], "ctx must be a whole number"),
+        (["--protocol", "xml"], "one of auto, json, cbor, newline"),
+        (["--config", "/nowhere.yaml"], "cannot read"),
+    ],
+)
+def test_serve_names_what_is_wrong_with_a_flag(arguments, words):
+    found = uma("serve", *arguments)
+    assert found.returncode == 2
+    assert words in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_serve_names_the_nearest_key_of_a_file_and_a_variable(tmp_path):
+    file = tmp_path / "uma.yaml"
+    file.write_text("model:\n  treads: 3\n")
+    assert "did you mean threads?" in uma("serve", "--config", file).stderr
+    found = subprocess.run(
+        [sys.executable, "-m", "uma_trio", "serve"],
+        cwd=ROOT,
+        env=environment(UMA_MAX_SESION="3"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (found.returncode, "did you mean UMA_MAX_SESSIONS?" in found.stderr) == (2, True)
+
+
+def test_help_is_quick_because_it_imports_little():
+    code = (
+        "import sys\nfrom uma_trio.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'numpy', 'trio', 'msgspec', 'jinja2', 'structlog', 'rich', 'llama_abi'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert found.stdout.splitlines()[-1] == "[]"
+    took = []
+    for _ in range(3):
+        began = time.monotonic()
+        assert uma("--help").returncode == 0
+        took.append(time.monotonic() - began)
+    print(f"uma-trio --help: {min(took):.2f} s")
+
+
+def test_version():
+    assert uma("--version").stdout.strip()
+
+
+def test_the_fixtures_say_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("UMA_LLAMA_DIR", str(tmp_path))
+    assert "build_llama.sh" in missing()
