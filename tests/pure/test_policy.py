@@ -389,7 +389,7 @@ def test_streams_are_on_time_again_after_the_device_has_changed(factor: float) -
 def test_tenants_of_unequal_size_get_equal_service(device: Device) -> None:
     """Twelve sequences of short requests at a time, against one long prompt after another beside three streams."""
     chance, house, service = random.Random(2), House(device), Counter[int]()
-    sizes = {seq_id: (20, 60) for seq_id in range(12)} | {12: (2000, 4000)}
+    sizes = dict.fromkeys(range(12), (20, 60)) | {12: (2000, 4000)}
     owner = {seq_id: int(seq_id >= 12) for seq_id in range(16)}
 
     def watch(chosen: Plan) -> None:

@@ -39,7 +39,7 @@ class Turn:
     begun: int = 0
     """Tokens of a burst of its that a tick cut off, to be completed first; 0 if it was whole."""
     passed_over: int = 0
-    """Ticks with prompts in a row in which the group got nothing."""
+    """Ticks with prompts in a row in which the group got less than a turn: a burst, or all of a tick."""
 
 
 @attrs.frozen
@@ -112,7 +112,8 @@ def divide(
     division = _Division(prompts, tokens, service, burst)
     overdue = [group for group in division.groups.values() if group.passed_over >= LOWER_CLASS_WAITS]
     for group in sorted(overdue, key=lambda group: -group.passed_over):
-        division.give([group], most=min(burst, division.left))
+        if division.left >= division.turn:
+            division.give([group], most=division.turn)
     for priority in sorted({priority for priority, _ in division.groups}):
         of_class = [group for (p, _), group in division.groups.items() if p == priority]
         division.give(of_class, most=division.left)
@@ -136,8 +137,8 @@ class _Group:
         if self.queue and self.queue[0].seq_id != self.last:
             self.begun = 0  # who was cut off has gone
 
-    def turn(self) -> Turn:
-        return Turn(self.last, self.begun, 0 if self.got else self.passed_over + 1)
+    def after(self, turn: int) -> Turn:
+        return Turn(self.last, self.begun, 0 if self.got >= turn else self.passed_over + 1)
 
 
 class _Division:
@@ -145,6 +146,7 @@ class _Division:
 
     def __init__(self, prompts: Sequence[Slot], tokens: int, service: Service, burst: int) -> None:
         self.left = tokens
+        self.turn = min(burst, tokens)
         self.given: dict[int, int] = {}
         self.groups: dict[Group, _Group] = {}
         self._burst = burst
@@ -188,5 +190,5 @@ class _Division:
 
     def after(self) -> Service:
         """What is left for the next division."""
-        turns = {key: group.turn() for key, group in self.groups.items()}
+        turns = {key: group.after(self.turn) for key, group in self.groups.items()}
         return Service({**self._service.tenants, **self._counters}, turns)
