@@ -1,4 +1,7 @@
-"""From a cancel event, or a closed socket, to the KV cache being free again: at most one tick."""
+"""From a cancel event, or a closed socket, to the KV cache being free again: at most one tick.
+
+Measured here, with the noise of a machine; ``tests/loop/test_hostile_loop.py`` shows it step by step.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,8 @@ def test_cancelled_the_kv_is_free_within_a_tick(library, way):
             found = daemon.wait_until(lambda found, n=n: cancelled(found) > n and found["kv"]["sequences"] == 4, "it is free")
             if not in_prompt:
                 median_ms, tick_ms = found.get("cancel_to_free_p50_ms"), found["p50_ms"]
-        found = daemon.metrics()
+        said = found["tokens_total"]
+        found = daemon.wait_until(lambda found: found["tokens_total"] > said + 20, "the last tick's tokens have come")
         gaps_ms = sorted(gap for reader in readers for gap in reader.gaps_ms)
     assert found["requests_total"] == {"cancelled": n_cancels}
     longest_tick_ms, most_ms = gaps_ms[-1], found["cancel_to_free_max_ms"]
@@ -71,4 +75,4 @@ def test_cancelled_the_kv_is_free_within_a_tick(library, way):
         f"{most_ms / longest_tick_ms:.2f} of a tick"
     )
     assert median_ms <= 1.5 * tick_ms  # some fell into the tick of another one's prompt, which takes longer
-    assert most_ms <= longest_tick_ms + 2
+    assert most_ms <= 1.2 * longest_tick_ms  # a reader that was late for the token before saw a shorter one
