@@ -63,7 +63,7 @@ def test_cancelled_the_kv_is_free_within_a_tick(library, way):
                     assert wire.answer().reason == "cancelled"
             found = daemon.wait_until(lambda found, n=n: cancelled(found) > n and found["kv"]["sequences"] == 4, "it is free")
             if not in_prompt:
-                median_ms, tick_ms = found.get("cancel_to_free_p50_ms"), found["p50_ms"]
+                median_ms, tick_ms, slow_tick_ms = found.get("cancel_to_free_p50_ms"), found["p50_ms"], found["p95_ms"]
         said = found["tokens_total"]
         found = daemon.wait_until(lambda found: found["tokens_total"] > said + 20, "the last tick's tokens have come")
         gaps_ms = sorted(gap for reader in readers for gap in reader.gaps_ms)
@@ -71,8 +71,10 @@ def test_cancelled_the_kv_is_free_within_a_tick(library, way):
     longest_tick_ms, most_ms = gaps_ms[-1], found["cancel_to_free_max_ms"]
     print(
         f"{way}: KV free after {median_ms} ms (median of streams), {most_ms} ms (most, prompts too); a tick took "
-        f"{tick_ms} ms (median), {longest_tick_ms:.3f} ms (most): {median_ms / tick_ms:.2f} and "
+        f"{tick_ms} ms (median), {slow_tick_ms} ms (p95), {longest_tick_ms:.3f} ms (most): {median_ms / tick_ms:.2f} and "
         f"{most_ms / longest_tick_ms:.2f} of a tick"
     )
-    assert median_ms <= 1.5 * tick_ms  # some fell into the tick of another one's prompt, which takes longer
+    # A cancel falls into long ticks more often than into short ones, and ticks grow with the streams: the
+    # median of all ticks is no bound for it.
+    assert median_ms <= slow_tick_ms
     assert most_ms <= 1.2 * longest_tick_ms  # a reader that was late for the token before saw a shorter one
