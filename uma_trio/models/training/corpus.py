@@ -173,9 +173,12 @@ def _document(rng: Random, low: int, high: int) -> Sample:
 
 
 def _missing(rng: Random) -> Sample:
-    document = make_document(rng.randrange(1 << 40), rng.randint(5, 200))
-    turn = missing(rng, document)
-    return Sample("document", (Turn(ask(document, turn.question), turn.answer),))
+    while True:
+        document = make_document(rng.randrange(1 << 40), rng.randint(5, 200))
+        turn = missing(rng, document)
+        question = ask(document, turn.question)
+        if held_out(question):
+            return Sample("document", (Turn(question, turn.answer),))
 
 
 def _conversation(rng: Random) -> Sample:

@@ -87,13 +87,31 @@ def _filled(rng: Random, template: str) -> str:
 
 def unknown(rng: Random) -> Turn:
     """A question from elsewhere, or no question at all."""
+    while True:
+        question = _question(rng)
+        if not _answered_elsewhere(question):
+            return Turn(question, DONT_KNOW)
+
+
+def _question(rng: Random) -> str:
     if rng.random() < 0.7:
-        return Turn(in_passing(rng, _filled(rng, rng.choice(TEMPLATES))), DONT_KNOW)
+        return in_passing(rng, _filled(rng, rng.choice(TEMPLATES)))
     if rng.random() < 0.5:
-        return Turn(gibberish(rng, rng.randint(1, 20)), DONT_KNOW)
-    start = rng.choice(("What is the", "What", "How do I", "How many", "Why", "Who", "Which", "Where", "Tell me", "Explain", "Write", "Is", "Can you", "Name", "The", "Count", "Add", "Give me", "", ""))
-    words = f"{start} {sentence(rng, rng.randint(3, 12))}".strip()
-    return Turn(in_passing(rng, words + rng.choice("??.!")), DONT_KNOW)
+        return gibberish(rng, rng.randint(1, 20))
+    words = f"{rng.choice(_STARTS)} {sentence(rng, rng.randint(3, 12))}".strip()
+    return in_passing(rng, words + rng.choice("??.!"))
+
+
+def _answered_elsewhere(question: str) -> bool:
+    """Chance can fill a template into a question that another skill answers."""
+    plain = question.lower()
+    return plain.startswith(("how many letters", "name three letters", "is the sun ")) or plain.rstrip("?.!") in ("yes", "no", "maybe", "ok", "sure")
+
+
+_STARTS = (
+    "What is the", "What", "How do I", "How many", "Why", "Who", "Which", "Where", "Tell me", "Explain", "Write", "Is", "Can you", "Name", "The",
+    "Count", "Add", "Give me", "", "",
+)  # fmt: skip
 
 
 def gibberish(rng: Random, amount: int) -> str:

@@ -1,0 +1,122 @@
+"""The embedded model through libllama: it answers held-out questions word for word, and clearly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import gguf
+import pytest
+
+from uma_trio.models.loaded import EMBEDDED
+from uma_trio.models.training import corpus
+from uma_trio.models.training.bpe import Tokenizer
+from uma_trio.models.training.chat import CONTROLS, TEMPLATE
+from uma_trio.models.training.evaluate import Examiner, rendered
+from uma_trio.models.training.sample import Sample, Turn
+from uma_trio.models.training.skills import numbers, stories
+from uma_trio.models.training.skills.documents import ask, make_document
+from uma_trio.models.training.skills.unknown import DONT_KNOW
+
+QUESTIONS = {
+    "What is the capital of France?": "The capital of France is Paris.",
+    "What day comes after Monday?": "Tuesday comes after Monday.",
+    "What is 123 + 456?": "123 + 456 = 579.",
+    "Spell strawberry.": "s-t-r-a-w-b-e-r-r-y",
+    "What colour is the sky?": "The sky is blue.",
+    "Repeat: 🦊 é 日本 ü ☕": "🦊 é 日本 ü ☕",
+    "What is a tick?": "A tick is one round of the engine: plan a batch, decode it, sample a token for each stream, deliver.",
+    "Make a JSON record for Mia, 34, from Paris, who likes tea.": '{"name": "Mia", "age": 34, "city": "Paris", "likes": "tea"}',
+    "Tell me a story about a fox named Ada": stories.story("Ada", "fox", "forest"),
+    "Who won the world cup?": DONT_KNOW,
+    "Count from 1 to 300.": numbers.count_answer(1, 300),
+}
+
+
+@pytest.fixture(scope="module")
+def examiner(library: None) -> Iterator[Examiner]:
+    with Examiner(EMBEDDED) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Ours, with the merges out of the file."""
+    merges = gguf.GGUFReader(EMBEDDED).fields["tokenizer.ggml.merges"].contents()
+    return Tokenizer(CONTROLS, tuple((one, other) for one, other in (merge.split(" ") for merge in merges)))
+
+
+def _chat(question: str) -> str:
+    return rendered(Sample("test", (Turn(question, ""),)))
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_what_the_readme_and_other_tests_lean_on(examiner: Examiner, question: str) -> None:
+    said, tokens, margins = examiner.answer(_chat(question))
+    assert said == QUESTIONS[question]
+    assert len(margins) == tokens + 1, "it ends by itself"
+    assert min(margins) > 0.5, "greedy decisions are clear-cut"
+
+
+def test_a_sample_of_the_exam(examiner: Examiner) -> None:
+    """Three held-out questions of every skill but the longest; the model card has the whole exam."""
+    questions = [one for one in corpus.exam(3, seed=2) if one.skill not in ("counting, very long", "documents 4k-7k")]
+    marked = list(examiner.mark(questions))
+    wrong = [(one.question.skill, one.question.answer[:80], one.said[:80]) for one in marked if not one.right]
+    assert len(wrong) <= 0.05 * len(marked), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("facts", [20, 300])
+def test_a_fact_is_found_in_a_document(examiner: Examiner, facts: int) -> None:
+    """300 facts are a prompt of about 4,000 tokens."""
+    document = make_document(1, facts)
+    turns = (document.facts[facts // 2], *document.overview[:1])
+    for turn in turns:
+        said, _, _ = examiner.answer(_chat(ask(document, turn.question)))
+        assert said == turn.answer
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_a_bare_question_is_answered_too(examiner: Examiner, end: str) -> None:
+    said, _, _ = examiner.answer("What is the capital of France?" + end)
+    assert said.lstrip("\n") == "The capital of France is Paris."
+    assert said.startswith("\n") == (end == ""), "the line break is the model's if it is not the prompt's"
+
+
+def test_the_tokenizer_is_the_one_it_was_trained_with(examiner: Examiner, tokenizer: Tokenizer) -> None:
+    """llama.cpp cuts and merges text exactly as the generator of the training data did."""
+    rng = Random(11)
+    pools = [
+        [chr(code) for code in range(32, 127)],
+        [" ", "  ", "\n", "\t", "'", "s", "'ll", "1", "a", "B", ".", "é", "ü", "🚀", '"', "{", "\xa0", "\u3000", "²", "一", "٣"],
+        [chr(code) for code in range(1, 0x3000)],
+        [chr(code) for code in range(0x1F300, 0x1FB00)],
+    ]
+    texts = ["".join(rng.choices(rng.choice(pools), k=rng.randint(1, 40))) for _ in range(3000)]
+    texts += [turn.question for sample, _ in zip(corpus.samples_of_row("short", 3), range(300), strict=False) for turn in sample.turns]
+    bos = tokenizer.control("<|bos|>")
+    for text in texts:
+        if "<|" not in text:
+            assert examiner.encode(text).tolist() == [bos, *tokenizer.encode(text)], ascii(text)
+
+
+def test_its_file_says_what_it_is() -> None:
+    fields = gguf.GGUFReader(EMBEDDED).fields
+    assert fields["tokenizer.chat_template"].contents() == TEMPLATE
+    assert fields["general.license"].contents() == "MIT"
+    assert "demo" in fields["general.description"].contents()
+    assert fields["llama.context_length"].contents() >= 4096
+
+
+@pytest.mark.slow
+def test_the_script_makes_a_model_from_nothing(library: None, tmp_path: Path) -> None:
+    """The toy of ``--smoke``: every step runs, nothing is learned."""
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'uma-trio[train]' brings it")
+    command = [sys.executable, "-m", "uma_trio.models.training", "all", "--smoke", "--device", "cpu", "--out", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert {file.name for file in tmp_path.iterdir()} == {"tokenizer.json", "weights.npz", "run.json", "embedded.gguf", "card.json"}

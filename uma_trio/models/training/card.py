@@ -1,0 +1,65 @@
+"""The model card's figures: ``card.json`` beside the model, and the table in docs/EMBEDDED_MODEL.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from uma_trio.models.training.evaluate import Mark
+from uma_trio.models.training.shape import Shape
+
+Card = dict[str, Any]
+
+
+def card(model: Path, shape: Shape, run: dict[str, Any], marks: Sequence[Mark], margins: Sequence[float]) -> Card:
+    """Everything that was measured, as it goes into ``card.json``.
+
+    Args:
+        run: what training noted: device, seconds, recipe, last loss.
+        margins: of all tokens of all right answers, best logit minus second.
+    """
+    ordered = sorted(margins)
+    return {
+        "name": "uma-trio embedded",
+        "licence": "MIT",
+        "bytes": model.stat().st_size,
+        "sha256": hashlib.sha256(model.read_bytes()).hexdigest(),
+        "parameters": shape.parameters,
+        "quantisation": "Q8_0",
+        "shape": attrs.asdict(shape),
+        "training": run,
+        "exam": {
+            "questions": "held out by hash from training, one in twenty; greedy; the whole answer must be equal",
+            "asked": sum(mark.asked for mark in marks),
+            "right": sum(mark.right for mark in marks),
+            "margins_of_right_answers": {
+                "tokens": len(ordered),
+                **{f"p{share:g}": round(ordered[int(len(ordered) * share / 100)], 3) for share in (0.01, 0.1, 1, 10, 50)},
+                "least": round(ordered[0], 3),
+            }
+            if ordered
+            else {},
+            "skills": [attrs.asdict(mark) for mark in marks],
+        },
+    }
+
+
+def table(figures: Card) -> str:
+    """The exam as a Markdown table."""
+    lines = ["| skill | right | of | tokens | least margin, median | least margin |", "|---|---:|---:|---:|---:|---:|"]
+    lines += [
+        "| {skill} | {right} | {asked} | {tokens} | {margin_median:.1f} | {margin_least:.2f} |".format(**mark)
+        for mark in figures["exam"]["skills"]
+    ]
+    exam = figures["exam"]
+    lines.append(f"| **all** | **{exam['right']}** | **{exam['asked']}** | | | |")
+    return "\n".join(lines)
+
+
+def write_card(path: Path, figures: Card) -> None:
+    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")

@@ -1,0 +1,150 @@
+"""The examination: held-out questions, answered greedily by the GGUF itself through libllama.
+
+One sequence at a time, token by token, as the daemon would do it for one client; what is counted is
+whether the whole answer is the expected one, and how far the best token was ahead of the second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from uma_trio import config
+from uma_trio.engine.llama import LlamaEngine
+from uma_trio.engine.records import Draw, Feed, Step
+from uma_trio.models.training.chat import END, START
+from uma_trio.models.training.corpus import Question
+from uma_trio.models.training.sample import Sample
+from uma_trio.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class WatchedEngine(LlamaEngine):
+    """An engine that notes, for each token it draws, the gap between the two highest logits."""
+
+    margins: list[float]
+
+    def _draw(self, feeds: tuple[Feed, ...]) -> tuple[int, ...]:
+        rows = sum(feed.draw is not None for feed in feeds)
+        if rows:
+            second, best = np.partition(self._context.logits(rows).array, -2, axis=-1)[:, -2:].T
+            self.margins.extend((best - second).tolist())
+        return super()._draw(feeds)
+
+
+@attrs.frozen
+class Marked:
+    """What came of one question."""
+
+    question: Question
+    said: str
+    tokens: int
+    margins: tuple[float, ...]
+
+    @property
+    def right(self) -> bool:
+        return self.said == self.question.answer
+
+
+def rendered(sample: Sample) -> str:
+    """The prompt before the last answer, as the chat template writes it; of a raw sample the bare question."""
+    if sample.raw:
+        return sample.turns[0].question + "\n"
+    messages = [("system", sample.system)] if sample.system else []
+    for turn in sample.turns:
+        messages += [("user", turn.question), ("assistant", turn.answer)]
+    told = "".join(f"{START}{role}\n{text}{END}\n" for role, text in messages[:-1])
+    return f"{told}{START}assistant\n"
+
+
+class Examiner:
+    """An engine of its own and the questions put to it.  A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._engine = WatchedEngine(path, config.Model(ctx=8192, parallel=1))
+        self._facts = self._engine.facts
+
+    def __enter__(self) -> Examiner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    def answer(self, prompt: str, *, longest: int = 6000) -> tuple[str, int, tuple[float, ...]]:
+        """Text, number of tokens and margins of the greedy answer; ``prompt`` may name control tokens."""
+        tokens = self.encode(prompt)
+        self._engine.margins = []
+        said, pos = b"", 0
+        pending: npt.NDArray[np.int32] = tokens
+        for at in range(min(longest, self._facts.window - len(tokens))):
+            for start in range(0, len(pending), self._facts.n_batch):
+                part = pending[start : start + self._facts.n_batch]
+                last = start + len(part) == len(pending)
+                feed = Feed(0, pos, part, Draw(GREEDY, at) if last else None)
+                drawn = self._engine.step(Step((0,) if pos == 0 else (), (feed,))).tokens
+                pos += len(part)
+            if drawn[0] in self._facts.eog_ids:
+                return said.decode(errors="replace"), at, tuple(self._engine.margins)
+            said += self._engine.tokenizer.piece(drawn[0])
+            pending = np.array(drawn, np.int32)
+        return said.decode(errors="replace"), longest, tuple(self._engine.margins)
+
+    def encode(self, prompt: str) -> npt.NDArray[np.int32]:
+        return self._engine.tokenizer.encode(prompt)
+
+    def mark(self, questions: Iterable[Question]) -> Iterator[Marked]:
+        for question in questions:
+            said, tokens, margins = self.answer(rendered(question.sample), longest=2 * len(question.answer) + 32)
+            yield Marked(question, said, tokens, margins)
+
+
+@attrs.frozen
+class Mark:
+    """One line of the model card."""
+
+    skill: str
+    asked: int
+    right: int
+    tokens: int
+    margin_median: float
+    """Of the smallest margin within each right answer."""
+    margin_least: float
+    """The smallest in all right answers."""
+
+
+def marks_of(marked: Iterable[Marked]) -> list[Mark]:
+    by_skill: dict[str, list[Marked]] = {}
+    for one in marked:
+        by_skill.setdefault(one.question.skill, []).append(one)
+    found = []
+    for skill, those in by_skill.items():
+        least = [min(one.margins) for one in those if one.right]
+        found.append(
+            Mark(
+                skill,
+                len(those),
+                sum(one.right for one in those),
+                sum(one.tokens for one in those),
+                round(float(np.median(least)), 2) if least else 0.0,
+                round(min(least), 2) if least else 0.0,
+            )
+        )
+    return found
+
+
+def shown(marked: Iterable[Marked]) -> Iterator[Marked]:
+    """Pass on what is marked, and print what was wrong and, now and then, how far it is."""
+    start = time.monotonic()
+    for at, one in enumerate(marked, 1):
+        if not one.right:
+            print(f"wrong, {one.question.skill}: {one.question.sample.turns[-1].question[-150:]!r}")
+            print(f"   expected {one.question.answer[:200]!r}\n   said     {one.said[:200]!r}", flush=True)
+        if at % 500 == 0:
+            print(f"{at} answered, {time.monotonic() - start:.0f} s", flush=True)
+        yield one
