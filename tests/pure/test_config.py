@@ -205,9 +205,9 @@ def test_a_flag_that_is_wrong_is_named_as_it_is_typed() -> None:
     ("flags", "needed"),
     [
         ({"batch_tokens": "32", "parallel": "17"}, "batch_tokens is 32"),
-        ({"parallel": "256", "batch_tokens": "271"}, "make batch_tokens at least 272"),
-        ({"prefill_burst_tokens": "512"}, "make batch_tokens at least 528"),
-        ({"ctx": "64", "parallel": "49"}, "make ctx at least 65"),
+        ({"parallel": "256", "batch_tokens": "271"}, "make batch_tokens at least 320"),
+        ({"prefill_burst_tokens": "512"}, "make batch_tokens at least 520"),
+        ({"ctx": "64", "parallel": "49"}, "make ctx at least 113"),
     ],
 )
 def test_a_tick_has_room_for_every_stream_and_a_burst(flags: dict[str, str], needed: str) -> None:
@@ -218,13 +218,15 @@ def test_a_tick_has_room_for_every_stream_and_a_burst(flags: dict[str, str], nee
 
 
 def test_just_enough_room_is_taken() -> None:
-    found = load(flags={"batch_tokens": "272", "parallel": "256", "min_budget_tokens": "272"})
-    assert found.model.batch_tokens == found.scheduling.min_budget_tokens
+    found = load(flags={"batch_tokens": "320", "parallel": "256", "min_chunk_tokens": "64"})
+    assert found.model.batch_tokens - found.model.parallel == found.scheduling.min_chunk_tokens
 
 
-def test_the_budgets_floor_fits_a_batch() -> None:
-    with pytest.raises(ConfigError, match=r"min_budget_tokens is 513.*batch_tokens"):
-        load(flags={"min_budget_tokens": "513"})
+def test_the_smallest_chunk_fits_beside_the_streams() -> None:
+    flags = {"batch_tokens": "512", "parallel": "8"}
+    assert load(flags=flags | {"min_chunk_tokens": "504"}).scheduling.min_chunk_tokens == 504
+    with pytest.raises(ConfigError, match=r"min_chunk_tokens is 505.*batch_tokens"):
+        load(flags=flags | {"min_chunk_tokens": "505"})
 
 
 # -- and back ----------------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ configs = st.builds(
     model=st.builds(Model, model=st.none() | paths, ctx=st.integers(2000, 2**26), mmap=st.booleans(), type_v=st.sampled_from(["f16", "q8_0", "q4_0"])),
     listen=st.builds(Listen, socket=st.none() | paths, protocol=st.sampled_from(["auto", "json", "cbor", "newline"])),
     limits=st.builds(Limits, idle_timeout_s=st.floats(1e-300, 1e6), max_queue=st.integers(0, 10**6)),
-    scheduling=st.builds(Scheduling, tick_target_ms=st.floats(0, 60_000, exclude_min=True)),
+    scheduling=st.builds(Scheduling, target_tbt_ms=st.floats(0, 60_000, exclude_min=True)),
 )
 
 
