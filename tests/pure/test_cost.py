@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ DEVICES = [CPU, GPU, QUICK, FLAT, SLOW]
 
 
 def any_work(chance: random.Random) -> Work:
-    return Work(chance.randrange(1, 512), chance.randrange(0, 32), chance.randrange(0, 20_000))
+    return Work(chance.randrange(1, 512), chance.randrange(0, 32), chance.randrange(0, 20_000), chance.randrange(0, 8000))
 
 
 def learned(device: Device, ticks: int, line: Line | None = None, *, seed: int = 1) -> Line:
@@ -30,7 +31,7 @@ def learned(device: Device, ticks: int, line: Line | None = None, *, seed: int =
 
 
 def with_noise(device: Device, noise: float) -> Device:
-    return Device(device.a, device.b, device.c, device.d, device.step, noise, random.Random(3))
+    return attrs.evolve(device, noise=noise, chance=random.Random(3))
 
 
 def worst(line: Line, device: Device) -> float:
@@ -46,7 +47,7 @@ def worst(line: Line, device: Device) -> float:
 @pytest.mark.parametrize("device", DEVICES)
 def test_without_noise_it_finds_the_coefficients(device: Device) -> None:
     found = [c / scale for c, scale in zip(learned(device, 400).coefficients, SCALES, strict=True)]
-    assert found == pytest.approx([device.a + device.step, device.b, device.c, device.d], rel=0.02, abs=1e-5)
+    assert found == pytest.approx([device.a + device.step, device.b, device.c, device.d, device.e], rel=0.02, abs=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -68,9 +69,9 @@ def test_the_error_is_what_noise_leaves(device: Device) -> None:
 
 
 def test_the_error_is_the_average_share_and_recent_ticks_count_most() -> None:
-    line = Line((10.0, 0.0, 0.0, 0.0)).observed(Work(0, 0, 0), 20.0)
+    line = Line((10.0, 0.0, 0.0, 0.0, 0.0)).observed(Work(0, 0, 0), 20.0)
     assert line.error == 0.5
-    assert Line((10.0, 0.0, 0.0, 0.0), error=0.2, seen=9).observed(Work(0, 0, 0), 8.0).error == pytest.approx(0.2 + 0.05 * (0.25 - 0.2))
+    assert Line((10.0, 0.0, 0.0, 0.0, 0.0), error=0.2, seen=9).observed(Work(0, 0, 0), 8.0).error == pytest.approx(0.2 + 0.05 * (0.25 - 0.2))
     assert learned(FLAT, 500).error < 1e-3
 
 
@@ -87,7 +88,7 @@ def test_calibration_is_enough_for_a_first_guess(device: Device) -> None:
 @pytest.mark.parametrize("factor", [0.1, 0.3, 3.0, 10.0])
 @pytest.mark.parametrize("device", [CPU, GPU, FLAT])
 def test_it_follows_a_device_that_changes_its_speed(device: Device, factor: float) -> None:
-    changed = Device(device.a * factor, device.b * factor, device.c * factor, device.d * factor, device.step * factor)
+    changed = Device(*(factor * x for x in (device.a, device.b, device.c, device.d, device.e, device.step)))
     line = learned(changed, 300, learned(device, 300), seed=2)
     assert statistics.mean([abs(line.predict(w) / changed.exact_ms(w) - 1) for w in map(any_work, [random.Random(i) for i in range(50)])]) < 0.1
 
@@ -188,7 +189,7 @@ def test_after_a_hiccup_prompts_go_on(device: Device, ms: float) -> None:
 
 
 @given(
-    st.tuples(*[st.floats(0, 1e4)] * 4),
+    st.tuples(*[st.floats(0, 1e4)] * 5),
     st.floats(-1e4, 1e5),
     st.integers(0, 256),
     st.integers(0, 1 << 20),

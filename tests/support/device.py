@@ -15,12 +15,14 @@ from uma_trio.scheduling.policy import Memory, Plan, Slot, plan
 
 @attrs.define
 class Device:
-    """Takes ``a + b * prompt + c * decodes + d * context`` ms, and ``step`` more with any prompt token."""
+    """Takes ``a + b * prompt + c * decodes + d * context + e * (what prompts read)`` ms, and ``step`` more with
+    any prompt token."""
 
     a: float
     b: float
     c: float
     d: float = 0.0
+    e: float = 0.0
     step: float = 0.0
     noise: float = 0.0
     """Standard deviation of a tick's time, as a share of it."""
@@ -33,14 +35,15 @@ class Device:
 
     def exact_ms(self, work: Work) -> float:
         linear = self.a + self.b * work.prompt_tokens + self.c * work.decodes + self.d * work.context_tokens
+        linear += self.e * work.prompt_tokens * (work.prompt_context + work.prompt_tokens / 2)
         return linear + (self.step if work.prompt_tokens else 0.0)
 
 
-CPU = Device(3.0, 1.05, 3.0, 0.002)
-GPU = Device(4.0, 0.087, 0.3, 0.0003, step=9.0)
+CPU = Device(3.0, 1.05, 3.0, 0.002, e=0.0005)
+GPU = Device(4.0, 0.087, 0.3, 0.0003, e=2e-5, step=9.0)
 QUICK = Device(1.0, 0.02, 0.05, 0.0001, step=2.0)
 FLAT = Device(5.0, 0.1, 0.5)
-SLOW = Device(20.0, 3.0, 5.0, 0.003, step=5.0)
+SLOW = Device(20.0, 3.0, 5.0, 0.003, e=0.001, step=5.0)
 TOO_SLOW = Device(160.0, 5.0, 50.0, 0.01)
 """One decode takes longer than any stream's target."""
 

@@ -43,7 +43,7 @@ def piece(token: int) -> bytes:
 class FakeModel:
     engine: FakeEngine
     prompts: FakePrompts
-    cost: CostModel = CostModel()
+    cost: CostModel = attrs.field(factory=CostModel)
 
     def piece(self, token: int) -> bytes:
         return piece(token)

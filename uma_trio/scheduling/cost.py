@@ -2,10 +2,12 @@
 
 A tick's time is close to linear in what it holds::
 
-    t = a + b * prompt_tokens + c * decodes + d * context_tokens_read
+    t = a + b * prompt_tokens + c * decodes + d * context_read_by_decodes + e * context_read_by_prompts
 
-with other coefficients for ticks of decodes alone than for those with prompt tokens, since they run
-other kernels.  Each of the two is a recursive least squares over the recent ticks: old ones fade, so the
+where each token of a chunk reads all that stands before it: a chunk of n behind m tokens reads n * m + n * n / 2.
+A long prompt's last chunks take several times what its first ones took, and a model without that term is late
+in noticing.  The coefficients are others for ticks of decodes alone than for those with prompt tokens, since
+they run other kernels.  Each of the two is a recursive least squares over the recent ticks: old ones fade, so the
 model follows a machine that gets warm or busy.  Of a kind of tick that does not occur nothing fades.
 
 Source: docs/ARCHITECTURE.md, "The scheduler"; the recursion is the standard one with a forgetting factor
@@ -39,11 +41,13 @@ MOST_OFF: Final = 4.0
 """Bound of one tick's share in the error."""
 
 Terms: TypeAlias = tuple[float, ...]
-"""Four numbers: of a tick, its prompt tokens, its decodes, its context."""
+"""Five numbers: of a tick, its prompt tokens, its decodes, what its decodes read, what its prompts read."""
 
-SCALES: Final = (1.0, 100.0, 10.0, 10_000.0)
-"""Of the four terms, so that all coefficients are of like size: milliseconds a tick, a hundred prompt
-tokens, ten decodes, ten thousand tokens of context."""
+SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0)
+"""Of the five terms, so that all coefficients are of like size: milliseconds a tick, a hundred prompt tokens,
+ten decodes, ten thousand tokens of context read by decodes, a hundred thousand read by prompts."""
+
+TERMS: Final = len(SCALES)
 
 
 @attrs.frozen
@@ -53,7 +57,9 @@ class Work:
     prompt_tokens: int
     decodes: int
     context_tokens: int
-    """KV cells that the tick's sequences hold together: what attention reads."""
+    """Tokens that the decoding sequences hold together: what their attention reads."""
+    prompt_context: float = 0.0
+    """Tokens in front of the chunks of prompts, on average over their tokens."""
 
 
 @attrs.frozen
@@ -63,7 +69,7 @@ class Line:
     coefficients: Terms
     """In ms for the scaled terms, none below 0."""
     known: tuple[Terms, ...] = tuple(
-        tuple(LEAST_SURE if row == column else 0.0 for column in range(4)) for row in range(4)
+        tuple(LEAST_SURE if row == column else 0.0 for column in range(TERMS)) for row in range(TERMS)
     )
     """How sure it is: the sum of x times x transposed over the ticks seen, the recent ones counting most."""
     seen: int = 0
@@ -98,9 +104,14 @@ class Line:
 
     def largest_prompt(self, ms: float, work: Work) -> float:
         """Prompt tokens with which ``work``, its own left out, is predicted to take ``ms``; may be below 0."""
-        price = self.coefficients[1] / SCALES[1]
+        # left = linear * n + square * n * n
+        square = self.coefficients[4] / SCALES[4] / 2
+        linear = self.coefficients[1] / SCALES[1] + 2 * square * work.prompt_context
         left = ms - self.predict(attrs.evolve(work, prompt_tokens=0))
-        return left / price if price > 0 else math.copysign(math.inf, left)
+        root = linear * linear + 4 * square * left
+        if left > 0 and root + linear > 0:
+            return 2 * left / (linear + math.sqrt(root))
+        return left / linear if linear > 0 else math.copysign(math.inf, left)
 
 
 def _solved(matrix: Sequence[Terms], right: Terms) -> Terms:
@@ -143,6 +154,7 @@ def _terms(work: Work) -> Terms:
         work.prompt_tokens / SCALES[1],
         work.decodes / SCALES[2],
         work.context_tokens / SCALES[3],
+        work.prompt_tokens * (work.prompt_context + work.prompt_tokens / 2) / SCALES[4],
     )
 
 
@@ -150,9 +162,9 @@ def _terms(work: Work) -> Terms:
 class CostModel:
     """Both lines.  Starts from a guess that a few ticks correct."""
 
-    alone: Line = Line((5.0, 0.0, 5.0, 1.0))
+    alone: Line = Line((5.0, 0.0, 5.0, 1.0, 0.0))
     """Ticks of decodes alone."""
-    mixed: Line = Line((10.0, 30.0, 10.0, 1.0))
+    mixed: Line = Line((10.0, 30.0, 10.0, 1.0, 1.0))
     """Ticks with prompt tokens."""
 
     def predict(self, work: Work) -> float:

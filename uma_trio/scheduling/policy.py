@@ -118,7 +118,7 @@ def plan(
     Two streams, due in 30 ms, and two prompts, on a device that takes 2 ms a tick and 1 ms for each token:
 
     >>> from uma_trio.scheduling.cost import Line
-    >>> line = Line((2.0, 100.0, 10.0, 0.0))
+    >>> line = Line((2.0, 100.0, 10.0, 0.0, 0.0))
     >>> chosen = plan([Slot(0, due_s=0.030), Slot(1, due_s=0.030)], [Slot(2, 50), Slot(3, 100)], Memory(),
     ...               now_s=0.0, cost=CostModel(line, line), capacity=512,
     ...               limits=Scheduling(prefill_burst_tokens=16))
@@ -129,25 +129,34 @@ def plan(
     work = Work(0, len(served), sum([slot.context for slot in served]))
     given: list[tuple[Slot, int]] = []
     service = memory.service
-    room = _room(served, work, memory, now_s, cost, capacity, limits) if prompts else 0
-    if room > 0:
-        given, service = fairness.divide(prompts, room, memory.service, burst=limits.prefill_burst_tokens)
-        work = _with_prompts(work, given)
-        # what was read of these prompts before is read again: that too takes of the time
-        closer = _room(served, attrs.evolve(work, prompt_tokens=0), memory, now_s, cost, capacity, limits)
-        if closer < work.prompt_tokens:
-            given, service = [], memory.service
-            if closer > 0:
-                given, service = fairness.divide(prompts, closer, service, burst=limits.prefill_burst_tokens)
-            work = _with_prompts(Work(0, len(served), sum([slot.context for slot in served])), given)
+    if prompts:
+        # what stands before a chunk is read again for each of its tokens, and takes its time; before they are
+        # chosen, as much as before all prompts on average
+        before = sum([slot.context for slot in prompts]) / len(prompts)
+        room = _room(served, attrs.evolve(work, prompt_context=before), memory, now_s, cost, capacity, limits)
+        for _ in range(2):
+            given, service = _divided(prompts, room, memory.service, limits)
+            work = _with_prompts(work, given)
+            room = _room(served, work, memory, now_s, cost, capacity, limits)
+            if room >= work.prompt_tokens:
+                break
     shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
     after = Memory(service.decoded(served), had_prompts=bool(shares), sat_out=sat_out)
     return Plan(served, shares, after, work, cost.predict(work))
 
 
+def _divided(
+    prompts: Sequence[Slot], room: int, service: Service, limits: Scheduling
+) -> tuple[list[tuple[Slot, int]], Service]:
+    if room <= 0:
+        return [], service
+    return fairness.divide(prompts, room, service, burst=limits.prefill_burst_tokens)
+
+
 def _with_prompts(work: Work, given: Sequence[tuple[Slot, int]]) -> Work:
-    prompt_tokens = sum([n for _, n in given])
-    return Work(prompt_tokens, work.decodes, work.context_tokens + sum([slot.context for slot, _ in given]))
+    n = sum([n for _, n in given])
+    before = sum([slot.context * n for slot, n in given]) / n if n else 0.0
+    return attrs.evolve(work, prompt_tokens=n, prompt_context=before)
 
 
 def _served(
