@@ -1,8 +1,8 @@
 """Whose prompt is read next: by class, then by least-served tenant, then in rounds of bursts.
 
 A tenant's *service* is the tokens it was given, generated ones counting twice.  The least-served tenant
-that has something to read goes next; a tenant that comes back after a while starts where the least-served
-one is, so that nobody saves up service while away.
+that has something to read goes next; a tenant that comes, or comes back after a while, starts where the
+least-served one is, so that nobody saves up service while away.
 
 Neither order may make anybody wait for ever: who was passed over often enough gets a burst first.
 
@@ -11,6 +11,7 @@ Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): vir
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -51,10 +52,20 @@ class Service:
     turns: Mapping[Group, Turn] = attrs.field(factory=dict)
     """Of the groups that had prompts in the last division."""
 
+    away: Mapping[int, float] = attrs.field(factory=dict)
+    """The same of those that have nothing to do now and were given more than the least served one of the others."""
+
     def of(self, tenant: int) -> float:
-        """What ``tenant`` counts as having been given."""
+        """What ``tenant`` counts as having been given.
+
+        Of one that comes, or comes back, it is a trifle less than the least served one has, so that it
+        goes next; or what it had when it went, if that is more.
+        """
         found = self.tenants.get(tenant)
-        return min(self.tenants.values(), default=0.0) if found is None else found
+        if found is not None:
+            return found
+        had = self.away.get(tenant, -math.inf)
+        return max(had, math.nextafter(min(self.tenants.values(), default=0.0), -math.inf))
 
     def decoded(self, streams: Sequence[Slot]) -> Service:
         """After a token for each of ``streams``."""
@@ -67,10 +78,12 @@ class Service:
 
     def given(self, more: Mapping[int, float]) -> Service:
         """After ``more`` service, by tenant."""
-        tenants = dict(self.tenants)
-        for tenant, amount in more.items():
-            tenants[tenant] = self.of(tenant) + amount
-        return Service(tenants, self.turns)
+        return self.with_counters({tenant: self.of(tenant) + amount for tenant, amount in more.items()})
+
+    def with_counters(self, counters: Mapping[int, float]) -> Service:
+        """With ``counters`` of some tenants, which are there."""
+        away = {t: s for t, s in self.away.items() if t not in counters} if self.away else self.away
+        return Service({**self.tenants, **counters}, self.turns, away)
 
     def arrived(self, tenant: int, waiting: Collection[int]) -> Service:
         """``tenant``, which had nothing that waited, has now: it starts no lower than any of ``waiting``.
@@ -82,11 +95,18 @@ class Service:
             waiting: the other tenants that have requests in the queue or prompts to be read.
         """
         least = min([self.of(other) for other in waiting], default=0.0)
-        return Service({**self.tenants, tenant: max(self.of(tenant), least)}, self.turns)
+        return self.with_counters({tenant: max(self.of(tenant), least)})
 
     def without(self, tenant: int) -> Service:
-        """``tenant`` has nothing to do any more: when it comes back it counts as the least-served one."""
-        return Service({t: s for t, s in self.tenants.items() if t != tenant}, self.turns)
+        """``tenant`` has nothing to do any more.
+
+        What it was given beyond the least served one counts when it comes back before that one has
+        caught up: or whoever sends all requests at once, again and again, would be forgiven each time.
+        """
+        tenants = {t: s for t, s in self.tenants.items() if t != tenant}
+        least = min(tenants.values(), default=math.inf)
+        away = {t: s for t, s in {**self.away, tenant: self.of(tenant)}.items() if s > least}
+        return Service(tenants, self.turns, away)
 
 
 def divide(
@@ -107,7 +127,7 @@ def divide(
     """
     if len(prompts) == 1:
         slot, n = prompts[0], min(tokens, prompts[0].pending)
-        after = Service(service.tenants, {(slot.priority, slot.tenant): Turn(slot.seq_id)})
+        after = attrs.evolve(service, turns={(slot.priority, slot.tenant): Turn(slot.seq_id)})
         return [(slot, n)], after.given({slot.tenant: n * PROMPT_TOKEN})
     division = _Division(prompts, tokens, service, burst)
     overdue = [group for group in division.groups.values() if group.passed_over >= LOWER_CLASS_WAITS]
@@ -191,4 +211,4 @@ class _Division:
     def after(self) -> Service:
         """What is left for the next division."""
         turns = {key: group.after(self.turn) for key, group in self.groups.items()}
-        return Service({**self._service.tenants, **self._counters}, turns)
+        return attrs.evolve(self._service, turns=turns).with_counters(self._counters)
