@@ -49,7 +49,7 @@ TOO_SLOW = Device(160.0, 5.0, 50.0, 0.01)
 
 SHAPES = (
     Work(64, 0, 0), Work(32, 0, 0), Work(0, 1, 16), Work(0, 4, 150), Work(32, 3, 150), Work(128, 0, 17),
-    Work(0, 2, 80), Work(0, 1, 64), Work(64, 3, 200),
+    Work(0, 2, 80), Work(0, 1, 64), Work(64, 3, 200), Work(256, 0, 0, 66.0), Work(256, 0, 0, 322.0), Work(0, 2, 720),
 )  # fmt: skip
 """What the engine's calibration runs, about."""
 

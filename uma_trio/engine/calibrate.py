@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from uma_trio.engine.records import Draw, Engine, Feed, Step
+from uma_trio.engine.records import Draw, Engine, Feed, ModelFacts, Step
 from uma_trio.sampling import SamplingParams
 from uma_trio.scheduling.cost import CostModel, Work
 
@@ -17,49 +17,52 @@ BUDGET_S: Final = 0.5
 
 SHAPES: Final = (((0, 16),), ((1, 64),), ((2, 16), (3, 16)), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)),
                  ((0, 1), (1, 1), (2, 1), (3, 32)), ((0, 128),), ((0, 1), (1, 1)), ((1, 1),),
-                 ((0, 1), (1, 1), (2, 1), (3, 64)))  # fmt: skip
-"""(sequence, tokens) of each step.  The first one is only for warming up."""
-
-NEEDED_CELLS: Final = 512
+                 ((0, 1), (1, 1), (2, 1), (3, 64)), ((1, 256),), ((1, 256),), ((0, 1), (1, 1)))  # fmt: skip
+"""(sequence, tokens) of each step.  The first one is only for warming up; the last ones stand behind others, for
+what a chunk takes also grows with what it reads."""
 
 
 def calibrate(engine: Engine, *, budget_s: float = BUDGET_S) -> CostModel:
     """A cost model that has seen some small steps of ``engine``, whose cache is empty before and after.
 
-    Blocks for about ``budget_s``.  Where sequences or cells are too few for it, the model stays a guess.
+    Blocks for about ``budget_s``.  Steps for which sequences, cells or the batch are too small are left out.
 
     Raises:
         EngineError: a step failed.
     """
     cost = CostModel()
-    facts = engine.facts
-    sequences = {seq_id for shape in SHAPES for seq_id, _ in shape}
-    if len(sequences) > facts.n_seq_max or min(facts.n_ctx, len(sequences) * facts.n_ctx_seq) < NEEDED_CELLS:
-        return cost
     ends = time.perf_counter() + budget_s
-    for warm, (step, work) in enumerate(_steps(facts.n_vocab, facts.n_batch)):
+    for warm, (step, work) in enumerate(_steps(engine.facts)):
         result = engine.step(step)
         if warm:
             cost = cost.observed(work, result.decode_ms + result.sample_ms)
         if time.perf_counter() > ends:
             break
-    engine.step(Step(removals=tuple(sorted(sequences))))
+    engine.step(Step(removals=tuple(engine.used_cells())))
     return cost
 
 
-def _steps(n_vocab: int, n_batch: int) -> Iterator[tuple[Step, Work]]:
-    """Those of ``SHAPES`` that fit into a batch."""
-    held = dict.fromkeys({seq_id for shape in SHAPES for seq_id, _ in shape}, 0)
+def _steps(facts: ModelFacts) -> Iterator[tuple[Step, Work]]:
+    """Those of ``SHAPES`` for which there is room."""
+    held: dict[int, int] = {}
     draw = Draw(SamplingParams(), 0)
     for shape in SHAPES:
-        if sum(n for _, n in shape) > n_batch:
+        n = sum(n for _, n in shape)
+        fits = all(seq_id < facts.n_seq_max and held.get(seq_id, 0) + n <= facts.n_ctx_seq for seq_id, n in shape)
+        if not fits or n > facts.n_batch or sum(held.values()) + n > facts.n_ctx:
             continue
         feeds = []
-        context = sum(held[seq_id] for seq_id, _ in shape)
         for seq_id, n in shape:
-            tokens = (np.arange(held[seq_id], held[seq_id] + n) % n_vocab).astype(np.int32)
-            feeds.append(Feed(seq_id, held[seq_id], tokens, draw))
-            held[seq_id] += n
-        sizes = [n for _, n in shape]
-        prompt = sum(n for n in sizes if n > 1)
-        yield Step(feeds=tuple(feeds)), Work(prompt, sizes.count(1), context)
+            pos = held.get(seq_id, 0)
+            tokens = (np.arange(pos, pos + n) % facts.n_vocab).astype(np.int32)
+            feeds.append(Feed(seq_id, pos, tokens, draw))
+            held[seq_id] = pos + n
+        yield Step(feeds=tuple(feeds)), _work(feeds)
+
+
+def _work(feeds: list[Feed]) -> Work:
+    decodes = [feed for feed in feeds if len(feed.tokens) == 1]
+    prompts = [feed for feed in feeds if len(feed.tokens) > 1]
+    n = sum(len(feed.tokens) for feed in prompts)
+    before = sum(feed.pos * len(feed.tokens) for feed in prompts) / n if n else 0.0
+    return Work(n, len(decodes), sum(feed.pos for feed in decodes), before)
