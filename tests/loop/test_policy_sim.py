@@ -1,0 +1,26 @@
+"""The simulation of the scheduler runs, and finds nobody starved."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import uma_trio
+
+BENCH = Path(uma_trio.__file__).parent.parent / "benches/policy_sim.py"
+
+
+def test_a_small_run_prints_both_policies_and_writes_csv(tmp_path: Path) -> None:
+    file = tmp_path / "policy.csv"
+    ran = subprocess.run(
+        [sys.executable, BENCH, "--requests", "60", "--csv", file], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("cpu ")
+    assert ran.stdout.rstrip().endswith("Nobody starved.")
+    with file.open(newline="") as written:
+        rows = list(csv.DictReader(written))
+    assert {(row["device"], row["policy"]) for row in rows} == {
+        (device, policy) for device in ("cpu", "gpu", "wide") for policy in ("uma-trio", "fill the batch")
+    }
+    assert sum(int(row["requests"]) for row in rows) == 60 * 6
