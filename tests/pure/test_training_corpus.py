@@ -1,0 +1,186 @@
+"""The text that the embedded model is trained on: the same everywhere, and nothing of the exam in it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import jinja2.sandbox
+import pytest
+
+import uma_trio.models
+from uma_trio.models.training import corpus
+from uma_trio.models.training.bpe import BYTE_LETTERS, Tokenizer, cut, learn
+from uma_trio.models.training.chat import CONTROLS, TEMPLATE, tokens_of
+from uma_trio.models.training.sample import Sample, Turn, held_out, kept_from_training, keys_of
+from uma_trio.models.training.skills import numbers, stories
+from uma_trio.models.training.skills.capitals import COUNTRIES
+from uma_trio.models.training.skills.documents import ask, make_document
+
+MODELS = Path(uma_trio.models.__file__).parent
+CARD = MODELS / "embedded" / "card.json"
+PAGE = MODELS.parents[1] / "docs" / "EMBEDDED_MODEL.md"
+
+SOME = 3000
+
+FINGERPRINT = """
+import hashlib, itertools
+from uma_trio.models.training import corpus
+digest = hashlib.sha256()
+for kind in ("short", "medium", "long"):
+    for sample in itertools.islice(corpus.samples_of_row(kind, 7), 300):
+        digest.update(repr(sample).encode())
+for question in corpus.exam(3):
+    digest.update(repr(question).encode())
+print(digest.hexdigest())
+"""
+
+
+def samples(kind: str = "short", amount: int = SOME, row: int = 0) -> list[Sample]:
+    return list(itertools.islice(corpus.samples_of_row(kind, row), amount))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(CONTROLS, tuple(learn(corpus.tokenizer_texts(200), 250)))
+
+
+def test_the_same_text_in_every_process() -> None:
+    """Nothing may depend on the order of a set, which Python changes from process to process."""
+    prints = {
+        subprocess.run(
+            [sys.executable, "-c", FINGERPRINT], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("0", "1", "77")
+    }  # fmt: skip
+    assert len(prints) == 1
+
+
+def test_rows_differ() -> None:
+    assert samples(row=0, amount=20) != samples(row=1, amount=20)
+
+
+@pytest.mark.parametrize("kind", ["short", "medium", "long"])
+def test_no_held_out_question_is_trained_on(kind: str) -> None:
+    assert not any(kept_from_training(sample) for sample in samples(kind, 1000))
+
+
+def test_every_exam_question_is_held_out() -> None:
+    questions = list(corpus.exam(6))
+    assert {question.skill for question in questions} >= {skill.name for skill in corpus.SKILLS}
+    for question in questions:
+        assert held_out(keys_of(question.sample)[-1]), question
+
+
+def test_about_one_question_in_twenty_is_held_out() -> None:
+    share = sum(held_out(f"What is {at} + 1?") for at in range(20_000)) / 20_000
+    assert 0.04 < share < 0.06
+
+
+def test_one_question_has_one_answer() -> None:
+    """A model that gave two answers to one prompt could not be held to either."""
+    answers: dict[str, str] = {}
+    for sample in samples():
+        for turn in sample.turns:
+            if not turn.follows:
+                assert answers.setdefault(turn.question, turn.answer) == turn.answer, turn
+
+
+def test_a_turn_that_leans_on_others_is_held_out_with_them() -> None:
+    first, again = Turn("What is the capital of Italy?", "x"), Turn("And of Peru?", "y", follows=True)
+    alone, chat = Sample("x", (again,)), Sample("x", (first, again))
+    assert keys_of(alone) != keys_of(chat)
+    assert keys_of(chat)[0] == first.question
+
+
+def test_text_comes_back_from_its_tokens(tokenizer: Tokenizer) -> None:
+    rng = Random(5)
+    texts = [turn.question + turn.answer for sample in samples(amount=200) for turn in sample.turns]
+    texts += ["", " ", "\n\n \t", "naïve 日本 🦊🦊", "it's 3 o'clock", "x" * 300, "  two  spaces  ", "\x00\x7f\u3000"]
+    texts += ["".join(chr(rng.choice((rng.randrange(1, 128), rng.randrange(128, 0xD800), rng.randrange(0x1F000, 0x1FB00)))) for _ in range(rng.randrange(40))) for _ in range(300)]  # fmt: skip
+    for text in texts:
+        assert "".join(cut(text)) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_names_of_control_tokens_in_a_text_are_text(tokenizer: Tokenizer) -> None:
+    assert min(tokenizer.encode("<|im_end|><|bos|>")) >= len(CONTROLS)
+
+
+def test_digits_stand_alone_and_other_alphabets_are_bytes(tokenizer: Tokenizer) -> None:
+    """Numbers are read digit by digit, and a character beyond ASCII is always several tokens."""
+    assert len(tokenizer.encode("12345")) == 5
+    for text in ("ü", "日本", "🦊", "grüße"):
+        beyond = sum(byte > 127 for byte in text.encode())
+        assert sum(tokenizer.tokens[at] in BYTE_LETTERS[128:] for at in tokenizer.encode(text)) == beyond
+    for one, other in tokenizer.merges:
+        assert not any(letter.isdigit() for letter in one + other)
+
+
+def test_merges_are_the_most_frequent_pairs_first() -> None:
+    assert learn(["ab ab ab abc", "xy xy"], 2) == [("a", "b"), ("Ġ", "ab")]
+
+
+def test_training_tokens_are_the_rendered_template(tokenizer: Tokenizer) -> None:
+    template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(TEMPLATE)
+    for sample in samples("medium", 100):
+        if sample.raw:
+            continue
+        messages = [{"role": "system", "content": sample.system}] if sample.system else []
+        for turn in sample.turns:
+            messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        ids, said = tokens_of(sample, tokenizer)
+        rendered = template.render(messages=messages, add_generation_prompt=False)
+        for at, name in enumerate(CONTROLS):
+            rendered = rendered.replace(name, chr(0xE000 + at))
+        pieces = b"".join(chr(0xE000 + at).encode() if at < len(CONTROLS) else _bytes(tokenizer, at) for at in ids[1:])
+        assert pieces.decode() == rendered
+        assert sum(said) == sum(len(tokenizer.encode(turn.answer)) + 1 for turn in sample.turns)
+
+
+def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    return bytes(BYTE_LETTERS.index(letter) for letter in tokenizer.tokens[token])
+
+
+def test_a_raw_sample_learns_its_line_break(tokenizer: Tokenizer) -> None:
+    ids, said = tokens_of(Sample("x", (Turn("2 + 2", "4"),), raw=True), tokenizer)
+    learned = [at for at, wanted in zip(ids, said, strict=True) if wanted]
+    assert tokenizer.decode(learned) == "\n4"
+    assert learned[-1] == tokenizer.control("<|endoftext|>")
+
+
+def test_a_document_holds_its_facts() -> None:
+    document = make_document(3, 60)
+    assert document == make_document(3, 60) != make_document(4, 60)
+    assert len(document.facts) > 40
+    assert all(turn.answer in document.text for turn in document.facts)
+    assert len({turn.question for turn in document.facts}) == len(document.facts)
+    assert f"## {len(document.sections)}. {document.sections[-1]}" in document.text
+    assert any(turn.answer == f'The title is "{document.title}".' for turn in document.overview)
+    assert ask(document, "Why?").endswith("\n\nWhy?")
+
+
+def test_facts_that_can_be_checked() -> None:
+    assert len(COUNTRIES) > 150
+    assert COUNTRIES["Australia"] == ("Canberra", "Oceania")
+    assert numbers.count_answer(8, 14, 2) == "8, 10, 12, 14."
+    assert numbers.count_answer(3, 1, lines=True) == "3\n2\n1"
+    told = stories.story("Mia", "fox", "forest", 12)
+    assert told.count("\nPart ") == 12
+    assert told == stories.story("Mia", "fox", "forest", 12)
+
+
+def test_the_card_belongs_to_the_model_and_the_page_shows_it() -> None:
+    from uma_trio.models.training.card import table
+
+    figures = json.loads(CARD.read_text())
+    model = CARD.with_name("embedded.gguf").read_bytes()
+    assert hashlib.sha256(model).hexdigest() == figures["sha256"]
+    assert len(model) == figures["bytes"] <= 8 << 20
+    assert table(figures) in PAGE.read_text()
