@@ -134,7 +134,7 @@ def plan(
         # chosen, as much as before all prompts on average
         before = sum([slot.context for slot in prompts]) / len(prompts)
         room = _room(served, attrs.evolve(work, prompt_context=before), memory, now_s, cost, capacity, limits)
-        for _ in range(2):
+        while True:  # with less room other prompts are left, and more may stand before them; mostly once is enough
             given, service = _divided(prompts, room, memory.service, limits)
             work = _with_prompts(work, given)
             room = _room(served, work, memory, now_s, cost, capacity, limits)
