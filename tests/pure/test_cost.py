@@ -200,7 +200,7 @@ def test_largest_prompt_is_the_inverse_of_predict(coefficients: tuple[float, ...
     work = Work(77, decodes, context)
     n = cost.largest_prompt(ms, work)
     without = line.predict(Work(0, decodes, context))
-    if math.isinf(n):
+    if abs(n) > 1e9:  # no tick is so large
         assert (n > 0) == (without <= ms)
         return
     fits = math.floor(n)
