@@ -212,6 +212,22 @@ async def test_the_queue_goes_by_class_then_tenant_then_arrival(autojump_clock):
         assert ended == ["first", "interactive", "tenant 2", "tenant 1, a", "tenant 1, b", "background"]
 
 
+async def test_who_has_waited_long_in_the_queue_rises(autojump_clock):
+    """Interactive requests without end, each of them 10 s long, must not keep a background one out for ever."""
+    engine = FakeEngine(n_seq_max=1, cost_ms=lambda prompt, decodes: 1000)
+    async with running(engine, max_queue=100) as house:
+        house.ask(5, 10, slo=INTERACTIVE)
+        await trio.sleep(0.001)
+        background = house.ask(5, 10, slo=BACKGROUND)
+        overtook = 0
+        while background.admitted_at is None:
+            house.ask(5, 10, slo=INTERACTIVE)
+            overtook += 1
+            await trio.sleep(10)
+        assert 60 <= background.admitted_at - background.arrived_at <= 90
+        assert overtook >= 5
+
+
 async def test_the_first_in_the_queue_is_waited_for_however_large(autojump_clock):
     async with running(FakeEngine(n_ctx=1000, n_seq_max=8)) as house:
         house.ask(300, 200)

@@ -37,6 +37,9 @@ log = structlog.get_logger("uma_trio.runner")
 
 NO_DISTRIBUTION: Final = -1
 
+RISES_AFTER_S: Final = 30.0
+"""A request that waits in the queue rises by a class each time that so long has passed."""
+
 
 @attrs.frozen
 class _Flight:
@@ -137,6 +140,7 @@ class Runner:
             slot=Slot(-1, len(prompt.tokens), priority=Priority[request.slo.priority.upper()], tenant=tenant),
             target_tbt_s=self._target_tbt_ms(request) / 1e3,
         )
+        self._note_arrival(tenant)
         if self._queue or not self._place(job):
             if len(self._queue) >= self._limits.max_queue:
                 raise self._queue_full()
@@ -145,6 +149,13 @@ class Runner:
             self._tell(job, prompt.text, None, echo=True)
         self.wake()
         return job
+
+    def _note_arrival(self, tenant: int) -> None:
+        """A tenant that had nothing to wait for must not have saved up service meanwhile."""
+        waiting = {job.slot.tenant for job in self.jobs() if job.state is not State.DECODE}
+        if tenant not in waiting:
+            service = self._memory.service.arrived(tenant, waiting)
+            self._memory = attrs.evolve(self._memory, service=service)
 
     def _target_tbt_ms(self, request: Generate) -> float:
         if request.slo.target_tbt_ms is not None:
@@ -350,11 +361,17 @@ class Runner:
     def _admit(self) -> None:
         """Give sequences to those that wait: by class, by least-served tenant, in the order of arrival.
 
-        The first in that order is waited for, however large it is: none is overtaken for ever.
+        Who has waited for ``RISES_AFTER_S`` counts as one class higher, and so on; the first in that order
+        is waited for, however large it is.  So none is overtaken for ever.
         """
-        service = self._memory.service
+        service, now = self._memory.service, trio.current_time()
+
+        def rank(job: Job) -> tuple[int, float]:
+            risen = int((now - job.arrived_at) / RISES_AFTER_S)
+            return max(0, job.slot.priority - risen), service.of(job.slot.tenant)
+
         while self._queue:
-            job = min(self._queue, key=lambda job: (job.slot.priority, service.of(job.slot.tenant)))
+            job = min(self._queue, key=rank)
             if not self._place(job):
                 return
             self._queue.remove(job)
