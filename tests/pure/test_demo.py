@@ -1,86 +1,250 @@
-"""The scorecard: recordings and counters in, verdicts out."""
+"""What the demo computes from token times: gaps, switches, the gate's verdicts; and how it looks."""
 
 from __future__ import annotations
 
+import io
+import itertools
+
+import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from uma_trio.demo.recording import Answer, Question, Stream, Track, arrivals, possible_switches, reading_windows, switches, within
-from uma_trio.demo.scorecard import Counters, score
+from uma_trio.demo import script, view
+from uma_trio.demo.recording import (
+    Answer,
+    Question,
+    Stream,
+    Track,
+    arrivals,
+    lengths_ms,
+    percentile,
+    possible_switches,
+    reading_windows,
+    switches,
+    within,
+)
+from uma_trio.demo.scorecard import Counters, score, score_stream
 
-
-def track(name: str, times: list[float], *, sent: float = 0.0, interactive: bool = True, text: str = "x", reason: str = "length") -> Track:
-    question = Question(text="?")
-    answer = Answer(question=question, sent_s=sent, token_s=times, pieces=[text] * len(times), reason=reason)
-    return Track(stream=Stream(name=name, questions=(question,), interactive=interactive), answers=[answer])
-
-
-def counted(*, calls: int = 10, rows: float = 30.0) -> Counters:
-    return Counters(batch_calls=calls, batch_rows=rows, tokens=30, prompt_tokens=5)
-
-
-def judged(tracks: list[Track], *, alone: list[Track] | None = None, counters: Counters | None = None) -> dict[str, bool]:
-    card = score(tracks, alone or tracks, counters or counted(), wall_s=2.0, max_gap_ms=150)
-    assert card.go == all(check.passed for check in card.checks)
-    return {check.name: check.passed for check in card.checks}
-
-
-def steps(start: float, n: int, gap: float) -> list[float]:
-    return [start + i * gap for i in range(n)]
+ASKED = Question(text="?")
 
 
-GOOD = [
-    track("chat", steps(0.10, 30, 0.1)),
-    track("other", steps(0.15, 30, 0.1)),
-    track("document", steps(2.0, 10, 0.1), interactive=False),
-]
+def track(name, times, *, sent=0.0, interactive=True, reason="stop", texts=None, asked=ASKED):
+    """A stream of one answer whose tokens came at ``times``."""
+    answer = Answer(
+        question=asked,
+        sent_s=sent,
+        token_s=list(times),
+        pieces=list(texts or ["x"] * len(times)),
+        reason=reason,
+        prompt_tokens=5,
+        completion_tokens=len(times),
+    )
+    return Track(stream=Stream(name=name, questions=(asked,), interactive=interactive), answers=[answer])
 
 
-def test_a_good_run_is_go():
-    assert all(judged(GOOD).values())
+def counted(calls=10, rows=25.0, tokens=30, prompt_tokens=100):
+    return Counters(batch_calls=calls, batch_rows=rows, tokens=tokens, prompt_tokens=prompt_tokens)
 
 
-def test_figures_of_a_stream():
-    (stream,) = score([track("a", [1.0, 1.1, 1.3], sent=0.5)], [track("a", [1.0, 1.1, 1.3])], counted(), wall_s=3.0, max_gap_ms=1).streams
-    assert stream.ttft_ms == pytest.approx(500)
-    assert stream.itl_p50_ms == pytest.approx(150)
-    assert stream.itl_max_ms == pytest.approx(200)
-    assert stream.tokens == 3
+def mixed():
+    """Two chats and a document that is read from 1.0 to 1.5 while they go on."""
+    return [
+        track("chat 1", [0.9, 1.0, 1.1, 1.2, 1.5, 1.6]),
+        track("chat 2", [0.91, 1.01, 1.11, 1.21, 1.51, 1.61]),
+        track("document", [1.5001, 1.62], sent=1.0, interactive=False),
+    ]
 
 
-def test_one_after_another_is_no_interleaving():
-    tracks = [track("a", steps(0, 30, 0.1)), track("b", steps(10, 30, 0.1)), GOOD[2]]
-    assert not judged(tracks)["tokens interleaved"]
+def judged(together, alone=None, counters=None, max_gap_ms=400.0):
+    card = score(together, alone or together, counters or counted(), wall_s=2.0, max_gap_ms=max_gap_ms)
+    return card, {check.name: check for check in card.checks}
 
 
-def test_a_gap_while_the_document_is_read_is_a_freeze_and_one_after_it_is_not():
-    frozen = track("chat", [0.1, 0.2, 0.9, *steps(1.0, 20, 0.1)])
-    assert not judged([frozen, *GOOD[1:]])["no chat froze"]
-    later = track("chat", [*steps(0.1, 25, 0.1), 2.9, 3.9])
-    assert judged([later, *GOOD[1:]])["no chat froze"]
+# -- times ---------------------------------------------------------------------------------------
 
 
-def test_no_chat_beside_the_document_proves_nothing():
-    assert not judged([track("chat", steps(5, 10, 0.1)), GOOD[2]])["no chat froze"]
+def test_ttft_counts_from_the_request_and_gaps_from_token_to_token():
+    one = track("a", [1.5, 1.6, 1.8], sent=1.0)
+    assert one.answers[0].ttft_ms == pytest.approx(500)
+    assert lengths_ms(one.gaps) == pytest.approx([100, 200])
 
 
-def test_small_batches_other_texts_and_missing_ends_are_no_go():
-    assert not judged(GOOD, counters=counted(rows=12))["average batch"]
-    assert not judged(GOOD, counters=counted(calls=0, rows=0))["average batch"]
-    other = [track("chat", steps(0.1, 30, 0.1), text="y"), *GOOD[1:]]
-    assert not judged(GOOD, alone=other)["same text as alone"]
-    cut = [track("chat", steps(0.1, 30, 0.1), reason="cancelled"), *GOOD[1:]]
-    assert not judged(cut)["all streams finished"]
+def test_the_pause_between_two_answers_is_no_gap():
+    one = track("a", [1.0, 1.1])
+    one.answers += track("a", [5.0, 5.2], sent=4.9).answers
+    assert lengths_ms(one.gaps) == pytest.approx([100, 200])
+    found = score_stream(one)
+    assert (found.tokens, found.answers) == (4, 2)
+    assert found.ttft_ms == pytest.approx(1000), "the worst of its answers"
 
 
-def test_switches():
-    order = arrivals([track("a", [1, 3, 5]), track("b", [2, 4])])
-    assert order == [0, 1, 0, 1, 0]
-    assert switches(order) == possible_switches(order) == 4
-    assert possible_switches([0, 0, 0, 0, 1]) == 2
-    assert switches([]) == possible_switches([]) == 0
+def test_an_answer_without_tokens_has_no_figures():
+    found = score_stream(track("a", []))
+    assert (found.ttft_ms, found.itl_p50_ms, found.itl_max_ms) == (None, None, None)
+    assert percentile([], 50) is None
 
 
-def test_windows_are_of_long_prompts_and_take_what_overlaps():
-    windows = reading_windows(GOOD)
-    assert windows == [(0.0, 2.0)]
-    assert within([(1.9, 2.1), (2.1, 2.2), (-1, 0), (-1, 3)], windows) == [(1.9, 2.1), (-1, 3)]
+def test_percentiles_lie_between_neighbours():
+    assert percentile([1, 2, 3, 4], 50) == 2.5
+    assert percentile([1, 2, 3, 4], 100) == 4
+    assert percentile([7], 99) == 7
+
+
+def test_gaps_count_for_the_reading_that_they_overlap_in_part():
+    gaps = [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
+    assert within(gaps, [(1.5, 2.5)]) == [(1.0, 2.0), (2.0, 3.0)]
+    assert within(gaps, [(1.0, 2.0)]) == [(1.0, 2.0)], "touching is not overlapping"
+    assert within(gaps, []) == []
+
+
+def test_only_long_prompts_are_read():
+    assert reading_windows(mixed()) == [(1.0, 1.5001)]
+
+
+# -- interleaving --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "count", "most"),
+    [("", 0, 0), ("a", 0, 0), ("aaa", 0, 0), ("ab", 1, 1), ("aabb", 1, 3), ("abab", 3, 3), ("aaab", 1, 2), ("abcabc", 5, 5)],
+)  # fmt: skip
+def test_switches_and_the_most_there_can_be(order, count, most):
+    indices = ["abc".index(letter) for letter in order]
+    assert (switches(indices), possible_switches(indices)) == (count, most)
+
+
+@given(st.lists(st.integers(0, 2), max_size=7))
+def test_no_order_has_more_switches_than_are_possible(order):
+    best = max((switches(other) for other in itertools.permutations(order)), default=0)
+    assert best == possible_switches(order)
+
+
+def test_arrivals_are_in_the_order_of_time():
+    assert arrivals([track("a", [1.0, 3.0]), track("b", [2.0, 4.0])]) == [0, 1, 0, 1]
+
+
+# -- the gate ------------------------------------------------------------------------------------
+
+
+def test_everything_well_is_a_go():
+    card, checks = judged(mixed())
+    assert card.go
+    assert all(check.passed for check in checks.values())
+    assert card.tokens_per_s == pytest.approx(7)
+    assert card.average_batch == pytest.approx(2.5)
+    assert card.tokens_per_call == pytest.approx(3.0)
+
+
+def test_a_stream_cut_short_is_no_go():
+    streams = mixed()
+    streams[1].answers[0].reason = "cancelled"
+    card, checks = judged(streams)
+    assert not card.go
+    assert not checks["all streams finished"].passed
+    assert checks["all streams finished"].detail == "2 of 3"
+
+
+def test_a_stream_with_a_question_unasked_has_not_finished():
+    one = track("a", [1.0])
+    one.stream = attrs.evolve(one.stream, questions=(ASKED, ASKED))
+    assert not one.finished
+
+
+def test_one_after_another_is_not_interleaved():
+    streams = [track("a", [1, 2, 3, 4]), track("b", [5, 6, 7, 8]), track("c", [9, 10], interactive=False)]
+    assert not judged(streams)[1]["tokens interleaved"].passed
+
+
+@pytest.mark.parametrize(("calls", "rows", "passed"), [(10, 14.9, False), (10, 15.0, True), (0, 0.0, False)])
+def test_the_average_batch_that_is_asked_for(calls, rows, passed):
+    assert judged(mixed(), counters=counted(calls=calls, rows=rows))[1]["average batch"].passed is passed
+
+
+@pytest.mark.parametrize(("allowed", "passed"), [(299.0, False), (301.0, True)])
+def test_the_worst_gap_of_a_chat_while_the_document_is_read(allowed, passed):
+    check = judged(mixed(), max_gap_ms=allowed)[1]["no chat froze"]
+    assert check.passed is passed
+    assert "worst gap 300.0 ms" in check.detail
+
+
+def test_a_gap_outside_the_reading_does_not_count():
+    streams = [track("chat", [0.0, 1.0, 1.1, 1.2, 3.0]), track("document", [1.15], sent=1.05, interactive=False)]
+    assert "worst gap 100.0 ms, of 2" in judged(streams)[1]["no chat froze"].detail
+
+
+def test_chats_that_were_silent_all_along_prove_nothing():
+    streams = [track("chat", [0.0, 0.1]), track("document", [2.0], sent=1.0, interactive=False)]
+    assert not judged(streams)[1]["no chat froze"].passed
+
+
+def test_another_text_than_alone_is_named():
+    alone = mixed()
+    alone[1].answers[0].pieces[3] = "y"
+    check = judged(mixed(), alone)[1]["same text as alone"]
+    assert not check.passed
+    assert "chat 2" in check.detail
+    assert "chat 1" not in check.detail
+
+
+def test_texts_may_come_in_other_pieces():
+    alone = mixed()
+    alone[0].answers[0].pieces = ["xx", "", "xx", "", "x", "x"]
+    assert judged(mixed(), alone)[1]["same text as alone"].passed
+
+
+def test_counters_are_differences_of_snapshots():
+    before = Counters.of({"batch_calls_total": 0, "tokens_total": 0, "prompt_tokens_total": 0})
+    after = {"batch_calls_total": 4, "avg_batch": 2.5, "tokens_total": 9, "prompt_tokens_total": 7}
+    assert Counters.of(after).since(before) == counted(calls=4, rows=10.0, tokens=9, prompt_tokens=7)
+    assert before.average_batch is None
+    assert before.tokens_per_call is None
+
+
+# -- what is asked, what is seen -----------------------------------------------------------------
+
+
+def test_the_script_is_three_chats_and_a_long_document():
+    streams = script.streams()
+    assert streams == script.streams()
+    assert [stream.interactive for stream in streams] == [True, True, True, False]
+    chats = [len(question.text) for stream in streams[:3] for question in stream.questions]
+    assert len(streams[3].questions[0].text) > 50 * max(chats)
+
+
+def test_the_scene_shows_all_four_and_who_got_the_last_tokens():
+    streams = script.streams()
+    scene = view.Scene(streams)
+    for stream in streams:
+        seen = Track(stream=stream)
+        seen.answers.append(Answer(question=stream.questions[0], sent_s=0.0))
+        scene.asked(seen)
+        for at in range(view.PICTURED_AT):
+            seen.answers[-1].token_s.append(1.0 + at)
+            seen.answers[-1].pieces.append(f"{stream.name[-1]}{at} ")
+            scene.told(seen)
+    assert scene.picture is not None
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(scene.render(width=100, height=40))
+    text = console.export_text()
+    for stream in streams:
+        assert f" {stream.name} " in text
+        assert f"{stream.name[-1]}{view.PICTURED_AT - 1}" in text, "the newest words are in sight"
+    assert "read in 1.0 s" in text
+    assert text.count("█") == 100 - len("arrivals  ")
+
+
+def test_long_questions_are_shown_by_their_end():
+    assert view.shorten("Who are you?") == "Who are you?"
+    assert view.shorten("word " * 1000 + "\n\nSummarise it.") == "[5,015 characters] Summarise it."
+
+
+def test_the_picture_is_an_svg_without_anything_from_elsewhere(tmp_path):
+    card, _ = judged(mixed())
+    view.save_picture(tmp_path / "run.svg", view.Scene(script.streams()), card)
+    drawn = (tmp_path / "run.svg").read_text()
+    assert drawn.startswith("<svg")
+    assert "GO" in drawn
+    assert "url(http" not in drawn
+    assert "@import" not in drawn
