@@ -98,7 +98,9 @@ def _told(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise ModelError(f"there is no model at {path}") from None
     except (OSError, GgufError, EngineError, *LOAD_ERRORS) as error:
-        raise ModelError(f"cannot load {path}: {error}") from error
+        said = str(error)
+        where = "" if str(path) in said else f"{path}: "
+        raise ModelError(f"cannot load {where}{said}") from error
 
 
 def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
