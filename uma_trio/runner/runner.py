@@ -29,6 +29,7 @@ from uma_trio.protocol.messages import Failure, Generate, Reason, Token
 from uma_trio.runner import admission
 from uma_trio.runner.job import Job, Sink, State
 from uma_trio.sampling import SamplingParams
+from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.policy import Memory, Plan, Priority, Slot, plan
 from uma_trio.telemetry import Telemetry
@@ -36,9 +37,6 @@ from uma_trio.telemetry import Telemetry
 log = structlog.get_logger("uma_trio.runner")
 
 NO_DISTRIBUTION: Final = -1
-
-RISES_AFTER_S: Final = 30.0
-"""A request that waits in the queue rises by a class each time that so long has passed."""
 
 
 @attrs.frozen
@@ -361,17 +359,12 @@ class Runner:
     def _admit(self) -> None:
         """Give sequences to those that wait: by class, by least-served tenant, in the order of arrival.
 
-        Who has waited for ``RISES_AFTER_S`` counts as one class higher, and so on; the first in that order
-        is waited for, however large it is.  So none is overtaken for ever.
+        The first in that order is waited for, however large it is, and who waits rises with time: none is
+        overtaken for ever.
         """
         service, now = self._memory.service, trio.current_time()
-
-        def rank(job: Job) -> tuple[int, float]:
-            risen = int((now - job.arrived_at) / RISES_AFTER_S)
-            return max(0, job.slot.priority - risen), service.of(job.slot.tenant)
-
         while self._queue:
-            job = min(self._queue, key=rank)
+            job = min(self._queue, key=lambda job: fairness.rank(job.slot, now - job.arrived_at, service))
             if not self._place(job):
                 return
             self._queue.remove(job)

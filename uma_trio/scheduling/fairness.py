@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 PROMPT_TOKEN: Final = 1.0
 GENERATED_TOKEN: Final = 2.0
 
+RISES_AFTER_S: Final = 30.0
+"""A request that waits in the queue rises by a class each time that so long has passed."""
+
 LOWER_CLASS_WAITS: Final = 8
 """Ticks with prompts that a class, or a tenant within one, is passed over for others.  Then it is its turn,
 after those alone that have waited as long."""
@@ -107,6 +110,16 @@ class Service:
         least = min(tenants.values(), default=math.inf)
         away = {t: s for t, s in {**self.away, tenant: self.of(tenant)}.items() if s > least}
         return Service(tenants, self.turns, away)
+
+
+def rank(slot: Slot, waited_s: float, service: Service) -> tuple[int, float]:
+    """What the queue for a sequence is ordered by, the least first: class, then the tenant's service.
+
+    Args:
+        waited_s: since the request came; a class higher for each ``RISES_AFTER_S`` of it.
+    """
+    risen = int(waited_s / RISES_AFTER_S)
+    return max(0, slot.priority - risen), service.of(slot.tenant)
 
 
 def divide(
