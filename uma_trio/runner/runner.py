@@ -10,6 +10,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 from __future__ import annotations
 
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -345,6 +346,7 @@ class Runner:
                 drawing.append(job)
         step = Step(removals, tuple(feeds))
         pending = self._thread.submit(lambda: self._engine.step(step))
+        time.sleep(0)  # lets go of the GIL, or the step would begin after the delivery that is to overlap it
         return _Flight(chosen, tuple(jobs), tuple(drawing), freeing, pending)
 
     def _feed(self, job: Job, n: int, draw: Draw | None) -> Feed:
