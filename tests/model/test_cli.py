@@ -169,7 +169,7 @@ def test_misuse_is_told_at_once(arguments):
 def test_an_interrupt_cancels_on_the_server(daemon, number):
     before = daemon.settled()["requests_total"].get("cancelled", 0)
     with start(
-        *("ask", "--socket", daemon.socket, "--raw", "--temp", "3", "--max-tokens", "3900", "Once upon a time"),
+        *("ask", "--socket", daemon.socket, "--max-tokens", "3900", "Count from 1 to 990."),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as asking:
@@ -187,7 +187,7 @@ def test_an_interrupt_cancels_on_the_server(daemon, number):
 def test_a_reader_that_leaves_ends_it_quietly(daemon):
     """As with ``| head -1``."""
     with start(
-        *("ask", "--socket", daemon.socket, "--raw", "--temp", "3", "--max-tokens", "3000", "Once upon a time"),
+        *("ask", "--socket", daemon.socket, "--max-tokens", "3000", "Count from 1 to 990."),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as asking:
