@@ -95,7 +95,10 @@ class Library:
 
     @property
     def supports_gpu_offload(self) -> bool:
-        """A backend other than the CPU's is compiled in and has found a device."""
+        """A GPU was found, or the RPC backend is compiled in: llama.cpp counts that as one.
+
+        Whether there is a GPU here, ``devices`` tells.
+        """
         return bool(self.c.llama_supports_gpu_offload())
 
     @property
