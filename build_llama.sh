@@ -15,6 +15,8 @@ A second run does only what is left to do.
   --backend NAME   auto (default), cpu, metal, vulkan or cuda.  auto takes Metal on Apple Silicon, Vulkan
                    on Linux where headers, glslc and a loader are usable, and the CPU otherwise
   --dev            also install what the tests, benches and notebooks need
+  --peers          also build llama-server, llama-batched-bench and llama-bench, which benches/ compares with,
+                   from the same source with the same flags, and put them into build/peers/bin
   --prefix DIR     where the library goes (default: llama_abi/lib, where the package looks by itself;
                    for another place set UMA_LLAMA_DIR=DIR when running)
   --jobs N         compilers at a time (default: one a CPU, fewer when memory is short)
@@ -118,13 +120,14 @@ managed() {
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────
 
-backend=auto prefix=$root/llama_abi/lib source='' jobs='' extra='' clean=''
+backend=auto prefix=$root/llama_abi/lib source='' jobs='' extra='' clean='' peers=''
 
 while [ $# -gt 0 ]; do
   case $1 in
     --help | -h) usage; exit 0 ;;
     --dev) extra=dev ;;
     --clean) clean=yes ;;
+    --peers) peers=yes ;;
     --backend=* | --prefix=* | --jobs=* | --source=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
     --backend | --prefix | --jobs | --source)
       if [ $# -lt 2 ] || [ -z "$2" ]; then die "$1 needs a value; see --help"; fi
@@ -320,6 +323,15 @@ if [ -n "${CMAKE_ARGS:-}" ]; then
   for option in $CMAKE_ARGS; do options+=("$option"); done
 fi
 
+# The peers are more targets of the same build folder, so they are linked with the very objects of the library.
+configure=("${options[@]}") targets=()
+peers_dir=$work/peers
+if [ -n "$peers" ]; then
+  need_mib=$((need_mib + 200))
+  configure+=(-DLLAMA_BUILD_COMMON=ON -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON -DLLAMA_OPENSSL=OFF)
+  targets+=(llama-server llama-batched-bench llama-bench)
+fi
+
 say "Backend: $backend ($reason)"
 
 if [ "$installed" != installed ]; then install_package; fi
@@ -356,8 +368,18 @@ check_and_stamp() {
   CC=$cc "$python" -m llama_abi.check "${arguments[@]}" || die "the library is built, but its header and llama_abi disagree (see above), so it is not stamped and will not be loaded"
 }
 
+peers_wanted=$(printf '%s\n' "$origin_of_source" "$backend" "$cc" "$cxx" "${configure[@]}")
+
+# Whether they are there, from this source with these flags, and run on the same library files.
+peers_are_ready() {
+  local library
+  if [ -n "$clean$source" ] || [ "$(cat "$peers_dir/built-from" 2>/dev/null)" != "$peers_wanted" ]; then return 1; fi
+  for library in "$prefix"/lib*; do cmp -s "$library" "$peers_dir/bin/${library##*/}" || return 1; done
+}
+
 finish() {
   say "Ready after $((SECONDS - started)) s: $backend library in $prefix"
+  if [ -n "$peers" ]; then say "The peers that benches/ compares with are in $peers_dir/bin"; fi
   if [ "$prefix" != "$root/llama_abi/lib" ]; then say "To use it: export UMA_LLAMA_DIR=$prefix"; fi
   case ":$PATH:" in
     *":$scripts:"*) say "Next: uma-trio serve" ;;
@@ -366,10 +388,18 @@ finish() {
   exit 0
 }
 
-case $todo in
-  nothing) finish ;;
-  check) say "Checking again: $why"; check_and_stamp; finish ;;
-esac
+if [ "$todo" = check ]; then
+  say "Checking again: $why"
+  check_and_stamp
+  todo=nothing
+fi
+if [ "$todo" = build ]; then
+  targets+=(llama)
+elif [ -z "$peers" ] || peers_are_ready; then
+  finish
+else
+  why='the peers are missing or were built otherwise'
+fi
 
 if [ -d "$prefix" ] && [ -n "$(ls -A "$prefix")" ] && ! [ -d "$prefix/include" ]; then
   die "$prefix is not empty and no folder of this script: choose another --prefix"
@@ -464,9 +494,9 @@ if [ -z "$jobs" ]; then
   if [ "$jobs" -lt 1 ]; then jobs=1; fi
 fi
 
-if ! [ -f "$build/.wanted" ]; then
+if ! [ -f "$build/.wanted" ] || [ -n "$peers" ]; then
   say "Configuring ($why)"
-  if ! CC=$cc CXX=$cxx quietly "$logs/configure-$backend.log" "$cmake" -S "$code" -B "$build" -G Ninja "-DCMAKE_MAKE_PROGRAM=$(command -v "$ninja")" "${options[@]}"; then
+  if ! CC=$cc CXX=$cxx quietly "$logs/configure-$backend.log" "$cmake" -S "$code" -B "$build" -G Ninja "-DCMAKE_MAKE_PROGRAM=$(command -v "$ninja")" "${configure[@]}"; then
     log=$logs/configure-$backend.log
     if grep -q 'SPIRV-Headers' "$log"; then die "cmake does not find the SPIR-V headers: apt install spirv-headers, or set VULKAN_SDK" "$log"; fi
     if grep -Eq 'is not able to compile a simple test program|broken' "$log"; then die "the C++ compiler $cxx does not work: install a complete one (Debian, Ubuntu: apt install g++)" "$log"; fi
@@ -480,9 +510,9 @@ say "Compiling with $jobs at a time"
 log=$logs/compile-$backend.log
 status=0
 if [ -t 1 ]; then
-  "$ninja" -C "$build" -j "$jobs" llama || status=$?
+  "$ninja" -C "$build" -j "$jobs" "${targets[@]}" || status=$?
 else
-  "$ninja" -C "$build" -j "$jobs" llama 2>&1 | tee "$log" || status=$?
+  "$ninja" -C "$build" -j "$jobs" "${targets[@]}" 2>&1 | tee "$log" || status=$?
 fi
 if [ $status -ne 0 ]; then
   free=$(free_mib "$work")
@@ -494,15 +524,33 @@ fi
 # ── the finished set ──────────────────────────────────────────────────────────────────────────
 
 # Beside the old one, then exchanged: a daemon that has the old files mapped keeps them.
-fresh=$prefix.new
-rm -rf "$fresh"
-{ mkdir -p "$fresh/include" && cp "$build"/bin/lib* "$fresh/" && cp "$code"/include/llama.h "$code"/ggml/include/*.h "$fresh/include/"; } 2>"$logs/copy.log" || explain "Copying the library to $prefix" "$logs/copy.log"
-if [ -d "$prefix" ]; then
-  rm -rf "$prefix/include"
-  rm -f "$prefix"/lib* "$prefix/stamp.json"
-  rmdir "$prefix" || die "$prefix holds files that are not this script's: move them away, or choose another --prefix"
-fi
-mv "$fresh" "$prefix"
+install_library() {
+  local fresh=$prefix.new
+  rm -rf "$fresh"
+  { mkdir -p "$fresh/include" && cp "$build"/bin/libggml* "$build"/bin/libllama.* "$fresh/" &&
+    cp "$code"/include/llama.h "$code"/ggml/include/*.h "$fresh/include/"; } 2>"$logs/copy.log" || explain "Copying the library to $prefix" "$logs/copy.log"
+  if [ -d "$prefix" ]; then
+    rm -rf "$prefix/include"
+    rm -f "$prefix"/lib* "$prefix/stamp.json"
+    rmdir "$prefix" || die "$prefix holds files that are not this script's: move them away, or choose another --prefix"
+  fi
+  mv "$fresh" "$prefix"
+  check_and_stamp
+}
 
-check_and_stamp
+# The library's own files last: who is compared runs on what we run on.
+install_peers() {
+  local fresh=$peers_dir.new
+  rm -rf "$fresh"
+  {
+    mkdir -p "$fresh/bin" && cp "$build"/bin/lib* "$fresh/bin/" && cp "$prefix"/lib* "$fresh/bin/" &&
+      cp "$build/bin/llama-server" "$build/bin/llama-batched-bench" "$build/bin/llama-bench" "$fresh/bin/" &&
+      printf '%s\n' "$peers_wanted" >"$fresh/built-from"
+  } 2>"$logs/copy.log" || explain "Copying the peers to $peers_dir" "$logs/copy.log"
+  rm -rf "$peers_dir"
+  mv "$fresh" "$peers_dir"
+}
+
+if [ "$todo" = build ]; then install_library; fi
+if [ -n "$peers" ]; then install_peers; fi
 finish

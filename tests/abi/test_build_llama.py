@@ -56,7 +56,7 @@ def run(*arguments: str, **environment: str | Path) -> tuple[int, str]:
 def test_help() -> None:
     code, said = run("--help")
     assert code == 0
-    for option in ("--backend", "--dev", "--prefix", "--jobs", "--source", "--clean", "--help"):
+    for option in ("--backend", "--dev", "--peers", "--prefix", "--jobs", "--source", "--clean", "--help"):
         assert option in said
 
 
@@ -70,6 +70,7 @@ def test_help() -> None:
         (["--jobs", "two"], "--jobs takes a number from 1"),
         (["--jobs"], "--jobs needs a value"),
         (["--source", "/nowhere"], "is no llama.cpp checkout"),
+        (["--peers=llama-server"], "there is no option --peers=llama-server"),
     ],
 )
 def test_wrong_options(arguments: list[str], complaint: str) -> None:
@@ -78,6 +79,12 @@ def test_wrong_options(arguments: list[str], complaint: str) -> None:
     assert said.startswith("error: ")
     assert complaint in said
     assert len(said.splitlines()) == 1
+
+
+def test_where_the_peers_go() -> None:
+    assert "build/peers/bin" in run("--help")[1]
+    ignored = (SCRIPT.parent / ".gitignore").read_text().splitlines()
+    assert "/build/" in ignored
 
 
 def test_no_python(bare: Path) -> None:
@@ -104,7 +111,7 @@ def test_no_pip(bare: Path) -> None:
 
 
 def test_no_compiler(bare: Path) -> None:
-    code, said = run(PATH=bare, PYTHON=python(bare))
+    code, said = run("--peers", PATH=bare, PYTHON=python(bare))
     assert (code, len(said.splitlines())) == (1, 1)
     assert "there is no C++ compiler: install one (Debian, Ubuntu: apt install g++" in said
 
