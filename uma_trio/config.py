@@ -178,6 +178,16 @@ class Operations:
     snapshot_dir: Path | None = setting(
         None, "Folder for the metrics snapshots that SIGUSR1 writes; the socket's folder if not given."
     )
+    perf_log: Path | None = setting(
+        None, "File to which a record of each tick and each request is added; uma-trio perf report reads it."
+    )
+    perf_log_mb: int = setting(
+        256,
+        "Most megabytes of perf log on disk. At half of them the file is moved to the same name with .1, over "
+        "the one there, and begun anew.",
+        ge=1,
+        le=1_000_000,
+    )
 
 
 @attrs.frozen(kw_only=True)
