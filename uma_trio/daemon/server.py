@@ -26,6 +26,7 @@ import trio
 from uma_trio.config import Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
+from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.engine.thread import EngineThread
 from uma_trio.errors import TooManySessions
 from uma_trio.models.loaded import LoadedModel, load_model
@@ -42,13 +43,16 @@ Progress = Callable[[float], None]
 class Server:
     """One loaded model and its clients."""
 
-    def __init__(self, config: Config, model: LoadedModel, thread: EngineThread) -> None:
+    def __init__(
+        self, config: Config, model: LoadedModel, thread: EngineThread, perf: PerfLog | None = None
+    ) -> None:
         self.config = config
         self.limits: Limits = config.limits
         self.runner = Runner(model.engine, thread, model.piece, config, model.cost)
         self.prompts: PromptMaker = model.prompts
         self.draining = False
         self._model = model
+        self._perf = perf
         self._connections: set[Connection] = set()
         self._accepted = 0
         self._started_at = time.time()
@@ -63,6 +67,7 @@ class Server:
             "outbox_bytes": sum(connection.waiting_bytes for connection in self._connections),
             "uptime_s": round(time.time() - self._started_at, 1),
             "draining": self.draining,
+            "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,
         }
 
     async def run(self, sock: socket.socket) -> None:
@@ -170,21 +175,22 @@ async def _serve_loaded(
     attendant: _Attendant,
     task_status: trio.TaskStatus[Server],
 ) -> None:
-    server = Server(config, model, thread)
-    sock = listener.bind(path, backlog=config.listen.backlog)
-    attendant.server = server
     facts = model.engine.facts
-    log.info(
-        "serving",
-        socket=str(path),
-        model=facts.name,
-        description=facts.description,
-        ctx=facts.n_ctx,
-        parallel=facts.n_seq_max,
-        protocol=config.listen.protocol,
-    )
-    task_status.started(server)
-    await server.run(sock)
+    with perf_log(config, facts) as perf:
+        server = Server(config, model, thread, perf)
+        sock = listener.bind(path, backlog=config.listen.backlog)
+        attendant.server = server
+        log.info(
+            "serving",
+            socket=str(path),
+            model=facts.name,
+            description=facts.description,
+            ctx=facts.n_ctx,
+            parallel=facts.n_seq_max,
+            protocol=config.listen.protocol,
+        )
+        task_status.started(server)
+        await server.run(sock)
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
 
 

@@ -67,6 +67,14 @@ class Telemetry:
     prompt_tokens_total: int = 0
     batch_calls_total: int = 0
     batch_rows_total: int = 0
+    prompts_reused_total: int = 0
+    """Prompts of which something was there already."""
+    cached_tokens_total: int = 0
+    """Prompt tokens that did not have to be computed."""
+    drafted_total: int = 0
+    """Guesses at tokens that were checked, and"""
+    accepted_total: int = 0
+    """those of them that came true."""
     requests: Counter[str] = attrs.field(factory=Counter)
     """Finished requests by reason."""
     rejected: Counter[str] = attrs.field(factory=Counter)
@@ -80,9 +88,11 @@ class Telemetry:
     decode_ms: Average = attrs.field(factory=Average)
     sample_ms: Average = attrs.field(factory=Average)
 
-    def tick(self, *, n_rows: int, n_prompt_tokens: int, decode_ms: float, sample_ms: float) -> None:
-        """One llama_decode has ended that served ``n_rows`` sequences."""
-        self.batch_calls_total += 1
+    def tick(
+        self, *, n_rows: int, n_prompt_tokens: int, decode_ms: float, sample_ms: float, n_calls: int = 1
+    ) -> None:
+        """One tick of ``n_calls`` of llama_decode has ended that served ``n_rows`` sequences."""
+        self.batch_calls_total += n_calls
         self.batch_rows_total += n_rows
         self.prompt_tokens_total += n_prompt_tokens
         self.decode_ms.add(decode_ms)
@@ -99,6 +109,10 @@ class Telemetry:
             "tokens_total": self.tokens_total,
             "prompt_tokens_total": self.prompt_tokens_total,
             "batch_calls_total": calls,
+            "prompts_reused_total": self.prompts_reused_total,
+            "cached_tokens_total": self.cached_tokens_total,
+            "drafted_total": self.drafted_total,
+            "accepted_total": self.accepted_total,
             "avg_batch": round(self.batch_rows_total / calls, 3) if calls else None,
             "p50_ms": p50,
             "p95_ms": p95,

@@ -157,8 +157,12 @@ def _columns(cls: type) -> tuple[_Column, ...]:
     )
 
 
-COLUMNS: Final = {cls: _columns(cls) for cls in (Header, TickRecord, RequestRecord, Trailer)}
-BY_KEY: Final = {cls: {column.key: column for column in columns} for cls, columns in COLUMNS.items()}
+COLUMNS: Final[Mapping[type, tuple[_Column, ...]]] = {
+    cls: _columns(cls) for cls in (Header, TickRecord, RequestRecord, Trailer)
+}
+BY_KEY: Final[Mapping[type, Mapping[str, _Column]]] = {
+    cls: {column.key: column for column in columns} for cls, columns in COLUMNS.items()
+}
 RECORDS: Final[Mapping[str, type[Record]]] = {cls.NAME: cls for cls in (TickRecord, RequestRecord, Trailer)}
 
 
