@@ -1,34 +1,45 @@
 """Short streams that somebody watches, beside long prompts: does anybody freeze, and what does it cost?
 
     python benches/mixed_load.py
-    python benches/mixed_load.py --model /tmp/125m.gguf --threads 2 --tokens 400 --long 5 --long-words 1500
+    python benches/mixed_load.py --model /tmp/125m.gguf --threads 1 --tokens 400 --long 5 --long-words 1500
     python benches/mixed_load.py --csv tokens.csv -- --no-kv-unified --parallel 8
+    python benches/mixed_load.py --model /tmp/125m.gguf --threads 1 --long 5 --rival llama-server --plot pareto.png
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
-import struct
+import shlex
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
-import psutil
-import trio
+from comparison import US, Comparison, Contender, Figures, RunsFile, interleaved
 from machine import machine
+from measure import Result, measure, stream, warm_up
+from pinning import Pins, parse_pins
 from report import cell, quantiles, table, write_csv
+from rigs import (
+    NoPeer,
+    Serving,
+    llama_server_rig,
+    peer,
+    peers_option,
+    room,
+    running_rig,
+    same_library,
+    uma_trio_flags,
+    uma_trio_rig,
+)
 
 from uma_trio.cli.running import run
 from uma_trio.client import ClientError
-from uma_trio.demo import load
-from uma_trio.demo.own_daemon import Interrupted, NoDaemon, own_daemon, until_interrupted
+from uma_trio.demo.own_daemon import Interrupted, NoDaemon, until_interrupted
 from uma_trio.demo.recording import (
-    Question,
     Stream,
     Track,
     arrivals,
@@ -40,8 +51,12 @@ from uma_trio.demo.recording import (
 )
 from uma_trio.demo.scorecard import Counters
 from uma_trio.engine.cores import default_threads
+from uma_trio.models.loaded import EMBEDDED
 
-WORDS = ["the", "a", "of", "and", "to", "in", "is", "was", "on", "for", "with", "by", "from", "at", "as", "that", "it", "his", "her", "they", "are", "this", "have", "had", "not", "but", "all", "one", "two", "can", "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "community", "name", "president", "team", "minute", "idea", "body", "information", "back", "parent", "face", "others", "level", "office", "door", "health", "person", "art", "war", "history", "party", "result", "change", "morning", "reason", "research", "girl", "guy", "moment", "air", "teacher"]
+RIVAL = "llama-server"
+RIVAL_BATCHES = "2048,512,128,64"
+"""Its -b, the default first."""
+OUR_TARGETS_MS = (40, 60, 100, 150, 250, 500)
 
 SHORT_WORDS = 20
 """Of an interactive stream's prompt."""
@@ -57,124 +72,35 @@ class Load:
     long_words: int
     long_tokens: int
     long_after: int
+    long_every: float
     seed: int
 
     def make(self) -> list[Stream]:
-        """Raw prompts of common words, all different, and exact token counts: any model can serve them."""
+        """Prompts of common words, all different."""
         rng = random.Random(self.seed)
-
-        def stream(name: str, words: int, tokens: int, *, interactive: bool) -> Stream:
-            text = " ".join(rng.choices(WORDS, k=words))
-            question = Question(text=text, raw=True, max_tokens=tokens, ignore_eos=True)
-            return Stream(name=name, questions=(question,), interactive=interactive)
-
         return [
-            *(stream(f"s{n}", SHORT_WORDS, self.tokens, interactive=True) for n in range(1, self.streams + 1)),
-            *(stream(f"long{n}", self.long_words, self.long_tokens, interactive=False) for n in range(1, self.long + 1)),
-        ]  # fmt: skip
+            *(stream(rng, f"s{n}", SHORT_WORDS, self.tokens) for n in range(1, self.streams + 1)),
+            *(
+                stream(rng, f"long{n}", self.long_words, self.long_tokens, interactive=False)
+                for n in range(1, self.long + 1)
+            ),
+        ]
 
+    @property
+    def parallel(self) -> int:
+        return self.streams + self.long
 
-@attrs.frozen(kw_only=True)
-class Rig:
-    """A server under test: how to reach it, which process it is, what to call it.
+    @property
+    def room(self) -> int:
+        """Tokens of context that each sequence needs."""
+        return max(room(SHORT_WORDS, self.tokens), room(self.long_words, self.long_tokens) if self.long else 0)
 
-    A rival is another function that yields one of these.
-    """
-
-    transport: load.Transport
-    pid: int | None
-    description: str
-
-
-@contextlib.asynccontextmanager
-async def uma_trio_rig(options: dict[str, Any]) -> AsyncIterator[Rig]:
-    """The daemon at --socket, or one of our own for as long as this lasts."""
-    async with contextlib.AsyncExitStack() as stack:
-        if options["socket"] is not None:
-            path, pid, flags = options["socket"], peer_pid(options["socket"]), "as it was started"
-        else:
-            given = serve_flags(options)
-            own = await stack.enter_async_context(own_daemon(given))
-            path, pid, flags = own.path, own.pid, " ".join(given) or "no flags"
-            if options["threads"] is None:
-                flags += f", threads {default_threads()} by default"
-        daemon = load.Daemon(path, options["protocol"])
-        snapshot = await daemon.snapshot()
-        size = model_size(options["model"])
-        description = f"uma-trio serve ({flags}), model {snapshot['model']}{size}, {options['protocol']}"
-        yield Rig(transport=daemon, pid=pid, description=description)
-
-
-def serve_flags(options: dict[str, Any]) -> list[str]:
-    flags = []
-    if options["model"] is not None:
-        flags += ["--model", str(options["model"])]
-    if options["threads"] is not None:
-        flags += ["--threads", str(options["threads"])]
-    return [*flags, *options["serve_flags"]]
-
-
-def model_size(path: Path | None) -> str:
-    return "" if path is None else f", {path.stat().st_size / 2**20:.0f} MiB"
-
-
-def peer_pid(path: str) -> int | None:
-    """The process that listens at ``path``, where the system tells."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return None  # the client says it better
-        size = struct.calcsize("3i")
-        pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        return int(pid)
-
-
-@attrs.frozen(kw_only=True)
-class Cpu:
-    """Seconds of processor time so far."""
-
-    us: float
-    server: float | None
-    machine: float
-    """Of everybody."""
-
-    @classmethod
-    def now(cls, pid: int | None) -> Cpu:
-        everybody = psutil.cpu_times()
-        return cls(
-            us=_busy(psutil.Process()),
-            server=None if pid is None else _busy(psutil.Process(pid)),
-            machine=sum(everybody) - everybody.idle - getattr(everybody, "iowait", 0.0),
+    def __str__(self) -> str:
+        every = f", one each {self.long_every:g} s" if self.long_every else ""
+        return (
+            f"{self.streams} x {self.tokens} tokens; {self.long} x {self.long_words} words + {self.long_tokens} tokens "
+            f"after {self.long_after}{every}, seed {self.seed}"
         )
-
-
-def _busy(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-@attrs.frozen(kw_only=True)
-class Result:
-    """All that was measured."""
-
-    tracks: list[Track]
-    wall_s: float
-    counted: Counters | None
-    before: Cpu
-    after: Cpu
-
-
-async def measure(rig: Rig, asked: Load) -> Result:
-    counters = await rig.transport.counters()
-    before, began = Cpu.now(rig.pid), trio.current_time()
-    tracks = await load.together(asked.make(), rig.transport, head_start=asked.long_after)
-    wall_s, after = trio.current_time() - began, Cpu.now(rig.pid)
-    counters_after = await rig.transport.counters()
-    counted = counters_after.since(counters) if counters and counters_after else None
-    return Result(tracks=tracks, wall_s=wall_s, counted=counted, before=before, after=after)
 
 
 def show(result: Result) -> None:
@@ -194,9 +120,8 @@ def show(result: Result) -> None:
         lines.append(_line("long", long, lengths_ms(gap for track in long for gap in track.gaps)))
     header = ("class", "streams", "prompt tok", "TTFT p50 ms", "max", "gaps", "ITL p50 ms", "p95", "p99", "max")
     click.echo(table(header, lines))
-    n_tokens = sum(track.n_tokens for track in tracks)
     click.echo()
-    click.echo(f"wall          {result.wall_s:.2f} s, {n_tokens / result.wall_s:.1f} tok/s generated ({n_tokens} tokens)")
+    click.echo(f"wall          {result.wall_s:.2f} s, {result.tokens_per_s:.1f} tok/s generated ({result.n_tokens} tokens)")
     if windows:
         read_s = max(end for _, end in windows) - min(start for start, _ in windows)
         n_prompt = sum(answer.prompt_tokens for track in long for answer in track.answers)
@@ -205,10 +130,12 @@ def show(result: Result) -> None:
     order = arrivals(tracks)
     click.echo(f"interleaving  {switches(order)} switches between streams, {possible_switches(order)} possible")
     _show_cpu(result)
-    for track in tracks:
-        told = sum(answer.completion_tokens for answer in track.answers)
-        if told != track.n_tokens or not track.finished:
-            click.echo(f"WARNING: {track.stream.name} got {track.n_tokens} tokens, the server counts {told}", err=True)
+    warn(result)
+
+
+def warn(result: Result) -> None:
+    for line in result.unfinished():
+        click.echo(f"WARNING: {line}", err=True)
 
 
 def _line(name: str, tracks: Sequence[Track] | None, itl_ms: list[float]) -> list[str]:
@@ -233,39 +160,122 @@ def _show_batches(counted: Counters | None) -> None:
 
 def _show_cpu(result: Result) -> None:
     """Shares of one core.  Others' work is noise in every figure above."""
-    before, after, wall_s = result.before, result.after, result.wall_s
-    us = after.us - before.us
-    server = after.server - before.server if after.server is not None and before.server is not None else None
-    others = after.machine - before.machine - us - (server or 0.0)
-    told = "-" if server is None else f"{server / wall_s:.0%}"
+    cpu, wall_s = result.cpu, result.wall_s
+    told = "-" if cpu.server is None else f"{cpu.server / wall_s:.0%}"
+    others = "server and others" if cpu.server is None else "others"
     click.echo(
-        f"cpu           server {told}, this load generator {us / wall_s:.0%}, "
-        f"{'others' if server is not None else 'server and others'} {max(0.0, others) / wall_s:.0%} of one core"
+        f"cpu           server {told}, this load generator {cpu.us / wall_s:.1%} "
+        f"({1e6 * cpu.us / result.n_tokens:.0f} us a token), {others} {cpu.others / wall_s:.0%} of one core"
     )
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--streams", type=click.IntRange(1), default=3, show_default=True, help="Interactive streams.")
-@click.option("--tokens", type=click.IntRange(2), default=400, show_default=True, help="Generated by each of them.")
-@click.option("--long", type=click.IntRange(0), default=1, show_default=True, help="Long prompts.")
-@click.option("--long-words", type=click.IntRange(1), default=1500, show_default=True, help="Words of each.")
-@click.option("--long-tokens", type=click.IntRange(1), default=64, show_default=True, help="Generated after each.")
-@click.option(
-    "--long-after",
-    type=click.IntRange(0),
-    default=50,
-    show_default=True,
-    help="Long prompts arrive when every interactive stream has so many tokens.",
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts' words.")
+async def one(options: dict[str, Any], asked: Load, pins: Pins | None) -> Result:
+    """A run on the daemon at --socket, or on one of our own."""
+    if options["socket"] is not None:
+        rig = running_rig(options["socket"], protocol=options["protocol"])
+    else:
+        rig = uma_trio_rig(serve_flags(options), protocol=options["protocol"])
+    async with rig as started:
+        threads = "" if options["socket"] or options["threads"] else f"; threads {default_threads()} by default"
+        click.echo(f"server    {started.description}{threads}\nload      {asked}\n")
+        return await measure(started, asked.make(), head_start=asked.long_after, every_s=asked.long_every, pins=pins)
+
+
+def serve_flags(options: dict[str, Any]) -> list[str]:
+    flags = []
+    if options["model"] is not None:
+        flags += ["--model", str(options["model"])]
+    if options["threads"] is not None:
+        flags += ["--threads", str(options["threads"])]
+    return [*flags, *options["serve_flags"]]
+
+
+def contenders(options: dict[str, Any], serving: Serving) -> tuple[list[Contender], list[Contender]]:
+    """Ours and theirs; the rival's default first.
+
+    Raises:
+        NoPeer: there is no rival.
+    """
+    peer(options["peers"], RIVAL)
+    ours = options["ours"] or [f"--target-tbt-ms {ms}" for ms in OUR_TARGETS_MS]
+    theirs = [f"-b {batch} {flags}".strip() for flags in options["rival_flags"] for batch in options["rival_batch"].split(",")]
+    return [
+        Contender(
+            server=US,
+            setting=setting,
+            rig=partial(
+                uma_trio_rig,
+                [*uma_trio_flags(serving), *options["serve_flags"], *shlex.split(setting)],
+                protocol=options["protocol"],
+            ),
+        )
+        for setting in ours
+    ], [
+        Contender(
+            server=RIVAL,
+            setting=setting,
+            rig=partial(llama_server_rig, options["peers"], serving, shlex.split(setting)),
+        )
+        for setting in theirs
+    ]
+
+
+async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Comparison:
+    """All contenders, interleaved; each run starts its server anew."""
+    serving = Serving(
+        model=options["model"] or EMBEDDED,
+        threads=options["threads"] or default_threads(),
+        parallel=options["parallel"] or asked.parallel,
+        ctx=options["ctx"] or (options["parallel"] or asked.parallel) * asked.room,
+    )
+    ours, rivals = contenders(options, serving)
+    alike = "the same library files as ours" if same_library(options["peers"]) else "ANOTHER BUILD of the library than ours"
+    click.echo(f"servers   {serving}\nrival     {RIVAL} in {options['peers']}, {alike}\nload      {asked}\n")
+    runs: dict[Contender, list[Figures]] = {contender: [] for contender in [*rivals, *ours]}
+    names = [field.name for field in attrs.fields(Figures)]
+    file = RunsFile(options["csv_file"], ["run", "server", "setting", *names])
+    for contender in interleaved(ours, rivals, options["repeat"]):
+        async with contender.rig() as rig:
+            await warm_up(rig)
+            result = await measure(rig, asked.make(), head_start=asked.long_after, every_s=asked.long_every, pins=pins)
+        warn(result)
+        figures = Figures.of(result)
+        runs[contender].append(figures)
+        file.add(len(runs[contender]), contender.server, contender.setting, *attrs.astuple(figures))
+        click.echo(
+            f"run {len(runs[contender])}  {contender!s:<32} wall {cell(figures.wall_s, 2)} s, "
+            f"ITL p99 {cell(figures.itl_p99_ms)} ms, others' cpu {figures.others_cpu:.0%}"
+        )
+    return Comparison({contender: Figures.median(found) for contender, found in runs.items()})
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--streams", type=click.IntRange(1), default=3, help="Interactive streams.")
+@click.option("--tokens", type=click.IntRange(2), default=400, help="Generated by each of them.")
+@click.option("--long", type=click.IntRange(0), default=1, help="Long prompts.")
+@click.option("--long-words", type=click.IntRange(1), default=1500, help="Words of each.")
+@click.option("--long-tokens", type=click.IntRange(1), default=64, help="Generated after each.")
+@click.option("--long-after", type=click.IntRange(0), default=50, help="Long prompts arrive when every interactive stream has so many tokens.")  # fmt: skip
+@click.option("--long-every", type=click.FloatRange(0), default=0.0, help="Seconds from one long prompt's arrival to the next; 0: all at once.")  # fmt: skip
+@click.option("--seed", type=int, default=0, help="Of the prompts' words.")
 @click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="GGUF to serve; the embedded one if not given.")  # fmt: skip
-@click.option("--threads", type=click.IntRange(1), help="Compute threads of the daemon that is started.")
+@click.option("--threads", type=click.IntRange(1), help="Compute threads of the servers that are started.")
+@click.option("--pin", "pin_text", default="auto", help="Cores, SERVER:LOAD GENERATOR as in 0-2:3; none; auto: the last one for the load generator, the others for the server, if it has one for each thread (Linux only).")  # fmt: skip
 @click.option("--socket", type=click.Path(), help="Use the daemon that serves there, and start none.")
-@click.option("--protocol", type=click.Choice(["json", "cbor"]), default="json", show_default=True)
-@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the time of every token.")  # fmt: skip
+@click.option("--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Of uma-trio.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the time of every token; with --rival a row for each run.")  # fmt: skip
+@click.option("--rival", type=click.Choice([RIVAL]), help="Compare: ours and this one, at several settings, in turns.")
+@click.option("--rival-batch", default=RIVAL_BATCHES, help="Settings of its -b; the first is what all are held against.")
+@click.option("--rival-flags", multiple=True, default=[""], help="Further flags of its settings; given again, all settings with each.")  # fmt: skip
+@peers_option()
+@click.option("--ours", multiple=True, help="Flags of `uma-trio serve` that make one of our settings; can be given again.  [default: --target-tbt-ms 40, 60, 100, 150, 250, 500]")  # fmt: skip
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each setting, interleaved.")
+@click.option("--parallel", type=click.IntRange(1), help="Sequences of each server compared.  [default: one for each stream and long prompt]")  # fmt: skip
+@click.option("--ctx", type=click.IntRange(1), help="Tokens of context of each server compared.  [default: what the load needs]")  # fmt: skip
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw wall time against p99 of all settings.")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
-def main(csv_file: Path | None, **options: Any) -> None:
-    """Interactive streams beside long prompts, through the daemon's socket.
+def main(**options: Any) -> None:
+    """Interactive streams beside long prompts, through the server's socket.
 
     Starts a daemon on a temporary socket (SERVE_FLAGS after -- go to `uma-trio serve`), or uses the one at
     --socket. All clients are tasks of this one process; a token's time is taken when its event has been
@@ -279,33 +289,51 @@ def main(csv_file: Path | None, **options: Any) -> None:
     The CSV has the columns session_id,token_idx,ts_ms,is_interactive, a row for each token; ts_ms counts from the
     moment when the first long prompt was sent. notebooks/latency.ipynb draws it.
 
+    With --rival both servers get the same model, threads, sequences and context, and the same prompts; each run
+    starts its server anew. The tables have the medians of --repeat runs.
+
     \b
       python benches/make_model.py --shape 125m --quant q8_0 --out /tmp/125m.gguf
-      python benches/mixed_load.py --model /tmp/125m.gguf --threads 2
+      python benches/mixed_load.py --model /tmp/125m.gguf --threads 1
       python benches/mixed_load.py --streams 8 --long 0 -- --parallel 8
+      python benches/mixed_load.py --model /tmp/125m.gguf --threads 1 --long 5 --rival llama-server --repeat 3
     """
-    if options["socket"] is not None and (options["model"] or options["threads"] or options["serve_flags"]):
-        raise click.UsageError("--socket uses a daemon as it is: --model, --threads and flags of serve are its own")
+    check(options)
     asked = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})
-    for line in machine():
-        click.echo(line)
-
-    async def work() -> Result:
-        async with uma_trio_rig(options) as rig:
-            click.echo(f"server    {rig.description}")
-            click.echo(f"load      {asked.streams} x {asked.tokens} tokens; {asked.long} x {asked.long_words} words + {asked.long_tokens} tokens, seed {asked.seed}\n")  # fmt: skip
-            return await measure(rig, asked)
-
     try:
-        result = run(until_interrupted, work)
+        pins = parse_pins(options["pin_text"], options["threads"] or default_threads())
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--pin") from None
+    for line in [*machine(), f"pin       {pins or 'none'}"]:
+        click.echo(line)
+    work = compare if options["rival"] else one
+    try:
+        found = run(until_interrupted, partial(work, options, asked, pins))
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except (ClientError, NoDaemon) as error:
+    except (ClientError, NoDaemon, NoPeer) as error:
         raise click.ClickException(str(error)) from None
-    show(result)
-    if csv_file is not None:
-        write_csv(csv_file, result.tracks)
-        click.echo(f"\n{csv_file}: {sum(track.n_tokens for track in result.tracks)} tokens")
+    if isinstance(found, Comparison):
+        click.echo(f"\n{found.show()}")
+        if options["plot"] is not None:
+            found.plot(options["plot"], f"{(options['model'] or EMBEDDED).name}: {asked}")
+        return
+    show(found)
+    if options["csv_file"] is not None:
+        write_csv(options["csv_file"], found.tracks)
+        click.echo(f"\n{options['csv_file']}: {sum(track.n_tokens for track in found.tracks)} tokens")
+
+
+def check(options: dict[str, Any]) -> None:
+    """Options that make no sense together."""
+    if options["socket"] is not None and (options["model"] or options["threads"] or options["serve_flags"]):
+        raise click.UsageError("--socket uses a daemon as it is: --model, --threads and flags of serve are its own")
+    if options["socket"] is not None and options["rival"]:
+        raise click.UsageError("--rival starts both servers: --socket cannot be one of them")
+    if options["ours"] and not options["rival"]:
+        raise click.UsageError("--ours is for --rival; flags of a single daemon come after --")
+    if not all(batch.isdecimal() and int(batch) for batch in options["rival_batch"].split(",")):
+        raise click.BadParameter("numbers from 1, with commas between", param_hint="--rival-batch")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ another transport, and nothing else changes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import attrs
@@ -129,19 +131,28 @@ async def together(
     transport: Transport,
     *,
     head_start: int = 0,
+    every_s: float = 0.0,
     watchers: Sequence[Watcher] = (),
 ) -> list[Track]:
     """All streams at once; long prompts start when every interactive stream has ``head_start`` tokens.
 
-    The tracks have the order of ``streams``.  The first error ends all.
+    They start together, or one each ``every_s`` seconds.  The tracks have the order of ``streams``.  The first
+    error ends all.
     """
     tracks = [Track(stream=stream) for stream in streams]
     started = _HeadStart([track for track in tracks if track.stream.interactive], head_start)
     async with trio.open_nursery() as nursery:
+        n_long = itertools.count()
         for track in tracks:
-            ready = None if track.stream.interactive else started.reached
+            interactive = track.stream.interactive
+            ready = None if interactive else partial(_arrival, started.reached, every_s * next(n_long))
             nursery.start_soon(_drive, track, transport, (started, *watchers), ready)
     return tracks
+
+
+async def _arrival(reached: trio.Event, delay_s: float) -> None:
+    await reached.wait()
+    await trio.sleep(delay_s)
 
 
 async def one_by_one(streams: Sequence[Stream], transport: Transport) -> list[Track]:
@@ -153,11 +164,14 @@ async def one_by_one(streams: Sequence[Stream], transport: Transport) -> list[Tr
 
 
 async def _drive(
-    track: Track, transport: Transport, watchers: Sequence[Watcher], ready: trio.Event | None
+    track: Track,
+    transport: Transport,
+    watchers: Sequence[Watcher],
+    ready: Callable[[], Awaitable[None]] | None,
 ) -> None:
     async with transport.connect(interactive=track.stream.interactive) as connection:
         if ready is not None:
-            await ready.wait()
+            await ready()
         for question in track.stream.questions:
             await _ask(connection, question, track, watchers)
 

@@ -1,0 +1,106 @@
+"""One load on one server: when every token came, and who used the processor meanwhile."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import attrs
+import psutil
+import trio
+from pinning import Pins, pinned
+from rigs import Rig
+
+from uma_trio.demo import load
+from uma_trio.demo.recording import Question, Stream, Track
+from uma_trio.demo.scorecard import Counters
+
+WORDS = ["the", "a", "of", "and", "to", "in", "is", "was", "on", "for", "with", "by", "from", "at", "as", "that", "it", "his", "her", "they", "are", "this", "have", "had", "not", "but", "all", "one", "two", "can", "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "community", "name", "president", "team", "minute", "idea", "body", "information", "back", "parent", "face", "others", "level", "office", "door", "health", "person", "art", "war", "history", "party", "result", "change", "morning", "reason", "research", "girl", "guy", "moment", "air", "teacher"]
+
+
+def stream(rng: random.Random, name: str, words: int, tokens: int, *, interactive: bool = True) -> Stream:
+    """A raw prompt of common words and an exact number of tokens: any model can serve it."""
+    text = " ".join(rng.choices(WORDS, k=words))
+    question = Question(text=text, raw=True, max_tokens=tokens, ignore_eos=True)
+    return Stream(name=name, questions=(question,), interactive=interactive)
+
+
+@attrs.frozen(kw_only=True)
+class Cpu:
+    """Seconds of processor time so far."""
+
+    us: float
+    server: float | None
+    machine: float
+    """Of everybody."""
+
+    @classmethod
+    def now(cls, pid: int | None) -> Cpu:
+        everybody = psutil.cpu_times()
+        return cls(
+            us=time.process_time(),
+            server=None if pid is None else _busy(psutil.Process(pid)),
+            machine=sum(everybody) - everybody.idle - getattr(everybody, "iowait", 0.0),
+        )
+
+    def since(self, before: Cpu) -> Cpu:
+        server = self.server - before.server if self.server is not None and before.server is not None else None
+        return Cpu(us=self.us - before.us, server=server, machine=self.machine - before.machine)
+
+    @property
+    def others(self) -> float:
+        """Neither we nor the server: noise in every figure.  Where the server is not known, it is in here."""
+        return max(0.0, self.machine - self.us - (self.server or 0.0))
+
+
+def _busy(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@attrs.frozen(kw_only=True)
+class Result:
+    """All that was measured."""
+
+    tracks: list[Track]
+    wall_s: float
+    counted: Counters | None
+    cpu: Cpu
+
+    @property
+    def n_tokens(self) -> int:
+        """Generated, as the server counts them."""
+        return sum(answer.completion_tokens for track in self.tracks for answer in track.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.n_tokens / self.wall_s
+
+    def unfinished(self) -> list[str]:
+        """What is not as it was asked for, a line each."""
+        return [
+            f"{track.stream.name} got {answer.completion_tokens} of {answer.question.max_tokens} tokens, ended: {answer.reason}"
+            for track in self.tracks
+            for answer in track.answers
+            if (answer.reason, answer.completion_tokens) != ("length", answer.question.max_tokens)
+        ]
+
+
+async def measure(
+    rig: Rig, streams: Sequence[Stream], *, head_start: int = 0, every_s: float = 0.0, pins: Pins | None = None
+) -> Result:
+    """Put ``streams`` on the server; the arguments are those of ``load.together``."""
+    counters = await rig.transport.counters()
+    with pinned(rig.pid, pins):
+        before, began = Cpu.now(rig.pid), trio.current_time()
+        tracks = await load.together(streams, rig.transport, head_start=head_start, every_s=every_s)
+        wall_s, cpu = trio.current_time() - began, Cpu.now(rig.pid).since(before)
+    counters_after = await rig.transport.counters()
+    counted = counters_after.since(counters) if counters and counters_after else None
+    return Result(tracks=tracks, wall_s=wall_s, counted=counted, cpu=cpu)
+
+
+async def warm_up(rig: Rig) -> None:
+    """A short request that is not counted: the weights are in memory, the first allocations done."""
+    await measure(rig, [stream(random.Random("warm up"), "warm up", 16, 8)])

@@ -1,0 +1,285 @@
+"""Plain streams, nothing else: how many tokens a second, beside llama-server and llama-batched-bench?
+
+    python benches/throughput.py
+    python benches/throughput.py --model /tmp/125m.gguf --threads 1 --streams 1,8,32 --repeat 3 --csv throughput.csv
+    python benches/throughput.py --no-rivals -- --flash-attn on
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import statistics
+import sys
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+from comparison import US, RunsFile
+from machine import machine
+from measure import Result, measure, stream, warm_up
+from pinning import Pins, parse_pins
+from report import cell, table
+from rigs import (
+    NoPeer,
+    Serving,
+    llama_flags,
+    llama_server_rig,
+    peer,
+    peers_option,
+    room,
+    run_peer,
+    same_library,
+    uma_trio_flags,
+    uma_trio_rig,
+)
+
+from uma_trio.cli.running import run
+from uma_trio.client import ClientError
+from uma_trio.demo.own_daemon import Interrupted, NoDaemon, until_interrupted
+from uma_trio.demo.recording import Track, percentile
+from uma_trio.engine.cores import default_threads
+from uma_trio.models.loaded import EMBEDDED
+
+SERVER, BENCH = "llama-server", "llama-batched-bench"
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """``streams`` requests at once, of so many words and tokens each."""
+
+    streams: int
+    words: int
+    tokens: int
+
+    def serving(self, model: Path, threads: int) -> Serving:
+        each = room(self.words, self.tokens)
+        return Serving(model=model, threads=threads, parallel=self.streams, ctx=self.streams * each)
+
+
+@attrs.frozen(kw_only=True)
+class Figures:
+    """Of one run, or the medians of several; ``None`` of what a program does not tell."""
+
+    prompt_tokens: float
+    """Of one stream, in the mean."""
+    wall_s: float
+    tokens_per_s: float
+    """Generated, from the first request to the last token: prompts included."""
+    decode_tokens_per_s: float | None
+    """While every stream decodes: from the last first token to the first last one."""
+    ttft_p50_ms: float | None = None
+    generator_us: float | None = None
+    """Processor time of the load generator for a token."""
+    server_cpu: float | None = None
+    """Share of one core, as the next."""
+    others_cpu: float | None = None
+
+    @classmethod
+    def of(cls, result: Result) -> Figures:
+        answers = [answer for track in result.tracks for answer in track.answers]
+        cpu = result.cpu
+        return cls(
+            prompt_tokens=statistics.fmean(answer.prompt_tokens for answer in answers),
+            wall_s=result.wall_s,
+            tokens_per_s=result.tokens_per_s,
+            decode_tokens_per_s=decode_rate(result.tracks),
+            ttft_p50_ms=percentile([answer.ttft_ms for answer in answers if answer.ttft_ms is not None], 50),
+            generator_us=1e6 * cpu.us / result.n_tokens,
+            server_cpu=None if cpu.server is None else cpu.server / result.wall_s,
+            others_cpu=cpu.others / result.wall_s,
+        )
+
+    @classmethod
+    def median(cls, runs: Sequence[Figures]) -> Figures:
+        """Each figure's own."""
+        columns = {name: [getattr(run, name) for run in runs] for name in NAMES}
+        return cls(**{name: None if None in values else statistics.median(values) for name, values in columns.items()})
+
+
+NAMES = [field.name for field in attrs.fields(Figures)]
+
+
+def decode_rate(tracks: Sequence[Track]) -> float | None:
+    """Tokens a second while all of ``tracks`` decode; ``None`` if they never do at once.
+
+    A token that came with the next one's event counts where that came.
+    """
+    answers = [answer for track in tracks for answer in track.answers]
+    if not all(answer.token_s for answer in answers):
+        return None
+    start, end = max(answer.token_s[0] for answer in answers), min(answer.token_s[-1] for answer in answers)
+    if start >= end:
+        return None
+    tokens = sum(
+        sum(start < at <= end for at in answer.token_s) * answer.completion_tokens / len(answer.token_s)
+        for answer in answers
+    )
+    return tokens / (end - start)
+
+
+@attrs.frozen(kw_only=True)
+class Bench:
+    """What all shapes of all models have in common."""
+
+    threads: int
+    pins: Pins | None
+    peers: Path | None
+    """``None``: ours alone."""
+    rival_flags: Sequence[str]
+    """Each makes one more llama-server and llama-batched-bench."""
+    serve_flags: Sequence[str]
+    protocol: Any
+    seed: int
+
+    async def runs(self, model: Path, shape: Shape) -> AsyncIterator[tuple[str, Figures]]:
+        """Each program once."""
+        serving = shape.serving(model, self.threads)
+        ours = await self._serve(partial(uma_trio_rig, [*uma_trio_flags(serving), *self.serve_flags], protocol=self.protocol), shape)
+        yield US, ours
+        if self.peers is None:
+            return
+        for text in self.rival_flags:
+            flags = shlex.split(text)
+            yield f"{SERVER} {text}".strip(), await self._serve(partial(llama_server_rig, self.peers, serving, flags), shape)
+            found = await self._batched_bench(self.peers, serving, shape, round(ours.prompt_tokens), flags)
+            yield f"{BENCH} {text}".strip(), found
+
+    async def _serve(self, rig: Any, shape: Shape) -> Figures:
+        rng = random.Random(self.seed)
+        streams = [stream(rng, f"s{n}", shape.words, shape.tokens) for n in range(1, shape.streams + 1)]
+        async with rig() as started:
+            await warm_up(started)
+            result = await measure(started, streams, pins=self.pins)
+        for line in result.unfinished():
+            click.echo(f"WARNING: {line}", err=True)
+        return Figures.of(result)
+
+    async def _batched_bench(
+        self, peers: Path, serving: Serving, shape: Shape, prompt_tokens: int, flags: Sequence[str]
+    ) -> Figures:
+        """No server and no sampling: what the library can do at this shape."""
+        arguments = [
+            *llama_flags(serving), "-npp", str(prompt_tokens), "-ntg", str(shape.tokens), "-npl", str(shape.streams),
+            "--output-format", "jsonl", *flags,
+        ]  # fmt: skip
+        said = await run_peer(peer(peers, BENCH), arguments, self.pins and self.pins.server)
+        lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        if not lines:
+            raise NoPeer(f"{BENCH} {' '.join(arguments)} measured nothing: {said[-1000:] or 'it said nothing'}")
+        found = lines[0]
+        return Figures(
+            prompt_tokens=found["pp"],
+            wall_s=found["t"],
+            tokens_per_s=found["pl"] * found["tg"] / found["t"],
+            decode_tokens_per_s=found["speed_tg"],
+        )
+
+
+def show(medians: dict[Shape, dict[str, Figures]]) -> str:
+    """A row for each program at each number of streams."""
+    header = (
+        "program", "streams", "prompt tok", "decode tok/s", "ours / theirs", "tok/s", "ours / theirs", "TTFT p50 ms", "us a token", "others cpu",
+    )  # fmt: skip
+    lines = []
+    for shape, found in medians.items():
+        ours = found[US]
+        for program, f in found.items():
+            lines.append([
+                program, str(shape.streams), cell(f.prompt_tokens, 0),
+                cell(f.decode_tokens_per_s), _times(ours.decode_tokens_per_s, f.decode_tokens_per_s),
+                cell(f.tokens_per_s), _times(ours.tokens_per_s, f.tokens_per_s),
+                cell(f.ttft_p50_ms), cell(f.generator_us, 0), "-" if f.others_cpu is None else f"{f.others_cpu:.0%}",
+            ])  # fmt: skip
+    return table(header, lines)
+
+
+def _times(ours: float | None, theirs: float | None) -> str:
+    return cell(ours / theirs if ours and theirs else None, 2)
+
+
+@click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.option("--streams", "counts", default="1,8,32", help="Numbers of streams, with commas between.")
+@click.option("--tokens", type=click.IntRange(2), default=200, help="Generated by each stream.")
+@click.option("--prompt-words", type=click.IntRange(1), default=64, help="Words of each prompt.")
+@click.option("--seed", type=int, default=0, help="Of the prompts' words.")
+@click.option("--model", "models", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), default=[EMBEDDED], show_default=False, help="GGUF to serve, can be given again; the embedded one if not given.")  # fmt: skip
+@click.option("--threads", type=click.IntRange(1), help="Compute threads of every program.  [default: all physical cores but one]")  # fmt: skip
+@click.option("--pin", "pin_text", default="auto", help="Cores, SERVER:LOAD GENERATOR as in 0-2:3; none; auto: the last one for the load generator, the others for the server, if it has one for each thread (Linux only).")  # fmt: skip
+@click.option("--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Of uma-trio.")
+@click.option("--rivals/--no-rivals", default=True, help="Also llama-server and llama-batched-bench.")
+@click.option("--rival-flags", multiple=True, default=[""], help="Further flags of both; given again, both once with each.")
+@peers_option()
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each, in turns.")
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a row for each run.")
+@click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
+def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None, **options: Any) -> None:
+    """Plain streams through the servers' sockets, and the same shape in llama-batched-bench.
+
+    All streams start together, with prompts that differ, greedy, and yield exactly --tokens each. SERVE_FLAGS after
+    -- go to `uma-trio serve`. Every program gets the same model, threads, sequences and context; each run starts it
+    anew. The table has the medians of --repeat runs, ours divided by theirs; docs/BENCHMARKS.md explains it.
+    """
+    try:
+        shapes = [Shape(streams=int(n), words=options["prompt_words"], tokens=options["tokens"]) for n in counts.split(",")]
+        if min(shape.streams for shape in shapes) < 1:
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter("numbers from 1, with commas between", param_hint="--streams") from None
+    threads = options["threads"] or default_threads()
+    try:
+        pins = parse_pins(options["pin_text"], threads)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--pin") from None
+    bench = Bench(
+        threads=threads,
+        pins=pins,
+        peers=options["peers"] if options["rivals"] else None,
+        rival_flags=options["rival_flags"],
+        serve_flags=options["serve_flags"],
+        protocol=options["protocol"],
+        seed=options["seed"],
+    )
+    for line in [*machine(), f"pin       {pins or 'none'}"]:
+        click.echo(line)
+    file = RunsFile(csv_file, ["run", "model", "streams", "tokens", "program", *NAMES])
+
+    async def work() -> None:
+        if bench.peers is not None:
+            alike = "the same library files as ours" if same_library(bench.peers) else "ANOTHER BUILD of the library than ours"
+            for name in (SERVER, BENCH):
+                peer(bench.peers, name)
+            click.echo(f"rivals    {SERVER}, {BENCH} in {bench.peers}, {alike}")
+        for model in models:
+            medians = {shape: await repeated(model, shape) for shape in shapes}
+            click.echo(
+                f"\n## {model.name}, {model.stat().st_size / 2**20:.0f} MiB, threads {threads}, {options['tokens']} tokens a stream"
+                f"\n\n{show(medians)}"
+            )
+
+    async def repeated(model: Path, shape: Shape) -> dict[str, Figures]:
+        runs: dict[str, list[Figures]] = {}
+        for turn in range(1, repeat + 1):
+            async for program, figures in bench.runs(model, shape):
+                runs.setdefault(program, []).append(figures)
+                file.add(turn, model.name, shape.streams, shape.tokens, program, *attrs.astuple(figures))
+                click.echo(
+                    f"run {turn}  {model.name}, {shape.streams:>3} streams, {program:<28} "
+                    f"decode {cell(figures.decode_tokens_per_s)}, whole {cell(figures.tokens_per_s)} tok/s"
+                )
+        return {program: Figures.median(found) for program, found in runs.items()}
+
+    try:
+        run(until_interrupted, work)
+    except Interrupted as interrupted:
+        sys.exit(128 + interrupted.number)
+    except (ClientError, NoDaemon, NoPeer) as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()
