@@ -11,6 +11,7 @@ COMMANDS = {
     "ask": "Ask the daemon and stream the answer.",
     "demo": "Watch short chats stay quick beside a long document.",
     "metrics": "Show what the daemon measures.",
+    "perf": "Make tables and pictures of a perf log.",
     "tokenize": "Show the tokens of a text.",
     "doctor": "Check the installation and say how to mend it.",
     "completion": "Print the completion script of a shell.",

@@ -119,7 +119,10 @@ KINDS: Final[Mapping[Kind, tuple[Callable[[Any], Any], Callable[[Any], Any]]]] =
     Kind.DURATION: _scaled(1e3),
     Kind.SHARE: _scaled(1e4),
     Kind.ROUNDED: _scaled(1),
-    Kind.COUNTS: (lambda value: [int(n) for n in value], lambda value: tuple([_whole(n) for n in _list(value)])),
+    Kind.COUNTS: (
+        lambda value: [int(n) for n in value],
+        lambda value: tuple([_whole(n) for n in _list(value)]),
+    ),
     Kind.PAIRS: (
         lambda value: [[int(a), int(b)] for a, b in value],
         lambda value: tuple([_pair(each) for each in _list(value)]),
@@ -208,7 +211,9 @@ def decode(data: bytes) -> list[Run]:
         raise NotAPerfLog("the file is empty")
     if not data.startswith(MAGIC):
         cut_off = MAGIC.startswith(data)
-        raise NotAPerfLog("it ends within its first header" if cut_off else "it does not begin with a perf log's header")
+        raise NotAPerfLog(
+            "it ends within its first header" if cut_off else "it does not begin with a perf log's header"
+        )
     runs: list[Run] = []
     start = 0
     while start >= 0:
@@ -280,7 +285,13 @@ R = TypeVar("R", bound=Header | Record)
 def _record(cls: type[R], fields: dict[str, Any]) -> R:
     by_key = BY_KEY[cls]
     try:
-        return cls(**{by_key[key].name: by_key[key].read(value) for key, value in fields.items() if key in by_key})
+        return cls(
+            **{by_key[key].name: by_key[key].read(value) for key, value in fields.items() if key in by_key}
+        )
     except TypeError:
-        missing = [column.key for column in COLUMNS[cls] if column.default is attrs.NOTHING and column.key not in fields]
+        missing = [
+            column.key
+            for column in COLUMNS[cls]
+            if column.default is attrs.NOTHING and column.key not in fields
+        ]
         raise Damaged(f"{cls.NAME} without {', '.join(missing)}") from None

@@ -61,7 +61,9 @@ class Columns:
     @classmethod
     def of(cls, ticks: Sequence[TickRecord]) -> Columns:
         def column(values: Iterable[float | None]) -> Floats:
-            return np.fromiter((np.nan if value is None else value for value in values), np.float64, len(ticks))
+            return np.fromiter(
+                (np.nan if value is None else value for value in values), np.float64, len(ticks)
+            )
 
         return cls(
             t_s=column(tick.t_s for tick in ticks),
@@ -93,7 +95,7 @@ class Shares:
     @property
     def device_idle(self) -> float:
         """All but ``decode``."""
-        return self.sample + self.host_gap + self.nothing_to_do
+        return 1 - self.decode
 
 
 @attrs.frozen(kw_only=True)
@@ -179,11 +181,13 @@ def summarise(run: Run) -> Summary:
         decode_calls=sum(tick.n_decodes for tick in ticks),
         prompt_tokens=sum(tick.prompt_tokens for tick in ticks),
         tokens=tokens,
-        tokens_per_s=tokens / duration_s if duration_s > 0 else 0.0,
-        average_batch=float(np.mean(columns.streams + columns.prompts)) if ticks else None,
+        tokens_per_s=round(tokens / duration_s, 3) if duration_s > 0 else 0.0,
+        average_batch=round(float(np.mean(columns.streams + columns.prompts)), 3) if ticks else None,
         itl_ms=Quantiles.of(itl_ms(requests)),
         ttft_ms=Quantiles.of(request.ttft_ms for request in requests if request.ttft_ms is not None),
-        queue_ms=Quantiles.of(1e3 * ((request.admitted_s or 0.0) - request.arrived_s) for request in admitted),
+        queue_ms=Quantiles.of(
+            1e3 * ((request.admitted_s or 0.0) - request.arrived_s) for request in admitted
+        ),
         ttft_by_load=_ttft_by_load(columns, requests),
         tick_ms=Quantiles.of(columns.ms),
         decode_ms=Quantiles.of(columns.decode_ms),
@@ -238,16 +242,19 @@ def _duration_s(columns: Columns, requests: Sequence[RequestRecord]) -> float:
     """From the first thing that was recorded to the last."""
     begins = [*columns.t_s[:1].tolist(), *(request.arrived_s for request in requests)]
     ends = [*columns.ends_s[-1:].tolist(), *(request.ended_s for request in requests)]
-    return max(ends) - min(begins) if begins else 0.0
+    return round(max(ends) - min(begins), 6) if begins else 0.0
 
 
 def _shares(columns: Columns, duration_s: float) -> Shares | None:
-    parts = [float(np.nansum(each)) / 1e3 for each in (columns.decode_ms, columns.sample_ms, columns.host_gap_ms)]
+    parts = [
+        float(np.nansum(each)) / 1e3 for each in (columns.decode_ms, columns.sample_ms, columns.host_gap_ms)
+    ]
     whole = max(duration_s, sum(parts))
     if whole <= 0:
         return None
-    decode, sample, host_gap = (part / whole for part in parts)
-    return Shares(decode=decode, sample=sample, host_gap=host_gap, nothing_to_do=1 - decode - sample - host_gap)
+    decode, sample, host_gap = (round(part / whole, 4) for part in parts)
+    rest = max(0.0, round(1 - decode - sample - host_gap, 4))
+    return Shares(decode=decode, sample=sample, host_gap=host_gap, nothing_to_do=rest)
 
 
 def _prediction(columns: Columns, which: npt.NDArray[np.bool_]) -> Prediction:
