@@ -195,7 +195,8 @@ class Filling:
             left -= n
         n_prompt = sum(share.n_tokens for share in shares)
         context = sum(slot.context for slot in streams)
-        return Plan(streams, tuple(shares), Memory(), Work(n_prompt, len(streams), context, read / max(1, n_prompt)), 0.0)
+        work = Work(n_prompt, len(streams), context, read / max(1, n_prompt))
+        return Plan(streams, tuple(shares), Memory(), work, 0.0, (len(streams),))
 
     def took(self, work: Work, ms: float) -> None:
         pass

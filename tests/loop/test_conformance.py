@@ -23,7 +23,7 @@ def prompts():
 def test_stricter_than_llama_cpp_it_wants_every_sequence_to_begin_at_zero():
     """llama.cpp computes one that begins later, as if something stood before it; for the runner that is a defect."""
     with pytest.raises(EngineError, match="fed at 3"):
-        FakeEngine().step(Step((), (Feed(0, 3, [1, 2], None),)))
+        FakeEngine().step(step(Feed(0, 3, [1, 2], ())))
 
 
 @pytest.mark.parametrize("n_batch", [16, 32, 48, 64, 512])

@@ -61,7 +61,8 @@ class House:
 @contextlib.asynccontextmanager
 async def running(engine: FakeEngine | None = None, **values: Any):
     engine = engine or FakeEngine(n_ctx=100_000)
-    runner = Runner(engine, VirtualThread(engine), piece, settings(**values))
+    chosen = settings(prefix_reuse=False, **values)  # the prompts begin alike, and each is to be read
+    runner = Runner(engine, VirtualThread(engine), piece, chosen)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(runner.run)
         yield House(runner, engine)
@@ -142,7 +143,8 @@ async def test_after_a_hiccup_prompts_and_streams_go_on_as_before(autojump_clock
 
 
 async def test_the_error_of_prediction_is_a_metric(autojump_clock):
-    async with running() as house:
+    engine = FakeEngine(n_ctx=100_000, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + decodes + (prompt // 16) % 3)
+    async with running(engine) as house:
         assert house.runner.snapshot()["tick_error"] == 0
         house.ask(1, 500)
         await house.ask(90_000, 1).done.wait()

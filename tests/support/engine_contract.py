@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from uma_trio.engine.records import Draw, EngineError, Feed, Step
+from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Remove, Step
 from uma_trio.sampling import SamplingParams
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
@@ -22,21 +22,26 @@ def greedy(step=0, mask=None):
 
 
 def prompt_feed(seq_id, tokens, pos=0):
-    return Feed(seq_id, pos, tokens, greedy())
+    return Feed(seq_id, pos, tokens, [greedy()])
+
+
+def step(*feeds, removing=()):
+    """One tick of one batch."""
+    return Step([Remove(seq_id) for seq_id in removing], [feeds] if feeds else ())
 
 
 def alone(engine, tokens, n, *, chunk=10_000, seq_id=0):
     """The first ``n`` tokens that follow ``tokens``, computed with nobody else in the batch."""
-    engine.step(Step((seq_id,)))
+    engine.step(step(removing=(seq_id,)))
     for at in range(0, len(tokens), chunk):
         part = tokens[at : at + chunk]
         last = at + len(part) == len(tokens)
-        result = engine.step(Step((), (Feed(seq_id, at, part, greedy() if last else None),)))
+        result = engine.step(step(Feed(seq_id, at, part, [greedy()] if last else ())))
     said = list(result.tokens)
     while len(said) < n:
-        feed = Feed(seq_id, len(tokens) + len(said) - 1, said[-1:], greedy(len(said)))
-        said += engine.step(Step((), (feed,))).tokens
-    engine.step(Step((seq_id,)))
+        feed = Feed(seq_id, len(tokens) + len(said) - 1, said[-1:], [greedy(len(said))])
+        said += engine.step(step(feed)).tokens
+    engine.step(step(removing=(seq_id,)))
     return said
 
 
@@ -60,19 +65,19 @@ def test_a_new_engine_holds_nothing(engine):
 
 
 def test_an_empty_step_does_nothing(engine):
-    assert engine.step(Step()).tokens == ()
+    assert engine.step(step()).tokens == ()
     assert engine.used_cells() == {}
 
 
 def test_a_prompt_gives_one_token_and_takes_its_cells(engine, prompts):
-    result = engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    result = engine.step(step(prompt_feed(0, prompts[0])))
     assert len(result.tokens) == 1
     assert 0 <= result.tokens[0] < engine.facts.n_vocab
     assert engine.used_cells() == {0: len(prompts[0])}
 
 
 def test_a_step_tells_how_long_it_took(engine, prompts):
-    result = engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    result = engine.step(step(prompt_feed(0, prompts[0])))
     assert result.decode_ms >= 0
     assert result.sample_ms >= 0
     assert result.ended_s >= result.started_s
@@ -95,18 +100,18 @@ def test_a_prompt_in_chunks_is_the_prompt_as_a_whole(engine, prompts, chunk):
 
 
 def test_inside_a_prompt_nothing_is_drawn(engine, prompts):
-    assert engine.step(Step((), (Feed(0, 0, prompts[0][:3], None),))).tokens == ()
+    assert engine.step(step(Feed(0, 0, prompts[0][:3], ()))).tokens == ()
     assert engine.used_cells() == {0: 3}
 
 
 def test_sequences_of_one_batch_do_not_see_each_other(engine, prompts):
     expected = [alone(engine, prompt, 4) for prompt in prompts[:4]]
-    said = [list(part) for part in zip(engine.step(Step((), tuple(map(prompt_feed, range(4), prompts)))).tokens, strict=True)]
+    said = [list(part) for part in zip(engine.step(step(*map(prompt_feed, range(4), prompts))).tokens, strict=True)]
     for n in range(1, 4):
         feeds = tuple(
-            Feed(seq, len(prompts[seq]) + n - 1, said[seq][-1:], greedy(n)) for seq in range(4)
+            Feed(seq, len(prompts[seq]) + n - 1, said[seq][-1:], [greedy(n)]) for seq in range(4)
         )
-        for seq, token in enumerate(engine.step(Step((), feeds)).tokens):
+        for seq, token in enumerate(engine.step(step(*feeds)).tokens):
             said[seq].append(token)
     assert said == expected
 
@@ -114,15 +119,15 @@ def test_sequences_of_one_batch_do_not_see_each_other(engine, prompts):
 def test_a_batch_of_prompts_and_decodes(engine, prompts):
     """Tokens come in the order of the feeds that draw, whatever lies between them."""
     expected = [alone(engine, prompt, 2) for prompt in prompts[:3]]
-    (first,) = engine.step(Step((), (prompt_feed(2, prompts[2]),))).tokens
+    (first,) = engine.step(step(prompt_feed(2, prompts[2]))).tokens
     feeds = (
-        Feed(1, 0, prompts[1][:2], None),
-        Feed(2, len(prompts[2]), [first], greedy(1)),
+        Feed(1, 0, prompts[1][:2], ()),
+        Feed(2, len(prompts[2]), [first], [greedy(1)]),
         prompt_feed(0, prompts[0]),
     )
-    result = engine.step(Step((), feeds))
+    result = engine.step(step(*feeds))
     assert result.tokens == (expected[2][1], expected[0][0])
-    result = engine.step(Step((), (prompt_feed(1, prompts[1][2:], pos=2), Feed(0, len(prompts[0]), [expected[0][0]], greedy(1)))))
+    result = engine.step(step(prompt_feed(1, prompts[1][2:], pos=2), Feed(0, len(prompts[0]), [expected[0][0]], [greedy(1)])))
     assert result.tokens == (expected[1][0], expected[0][1])
     assert engine.used_cells() == {0: len(prompts[0]) + 1, 1: len(prompts[1]), 2: len(prompts[2]) + 1}
 
@@ -130,31 +135,31 @@ def test_a_batch_of_prompts_and_decodes(engine, prompts):
 def test_the_order_of_sequences_in_a_batch_is_free(engine, prompts):
     expected = [alone(engine, prompt, 1)[0] for prompt in prompts[:4]]
     order = (2, 0, 3, 1)
-    result = engine.step(Step((), tuple(prompt_feed(seq, prompts[seq]) for seq in order)))
+    result = engine.step(step(*(prompt_feed(seq, prompts[seq]) for seq in order)))
     assert list(result.tokens) == [expected[seq] for seq in order]
 
 
 def test_removals_come_before_feeds_so_a_sequence_can_be_reused_at_once(engine, prompts):
     expected = alone(engine, prompts[1], 3)
-    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
-    result = engine.step(Step((0,), (prompt_feed(0, prompts[1]),)))
+    engine.step(step(prompt_feed(0, prompts[0])))
+    result = engine.step(step(prompt_feed(0, prompts[1]), removing=(0,)))
     assert result.tokens == (expected[0],)
     assert engine.used_cells() == {0: len(prompts[1])}
-    assert engine.step(Step((), (Feed(0, len(prompts[1]), expected[:1], greedy(1)),))).tokens == (expected[1],)
+    assert engine.step(step(Feed(0, len(prompts[1]), expected[:1], [greedy(1)]))).tokens == (expected[1],)
 
 
 def test_removing_leaves_the_others_alone(engine, prompts):
     expected = alone(engine, prompts[1], 3)
-    engine.step(Step((), (prompt_feed(0, prompts[0]), prompt_feed(1, prompts[1]), prompt_feed(2, prompts[2]))))
-    engine.step(Step((0, 2)))
+    engine.step(step(prompt_feed(0, prompts[0]), prompt_feed(1, prompts[1]), prompt_feed(2, prompts[2])))
+    engine.step(step(removing=(0, 2)))
     assert engine.used_cells() == {1: len(prompts[1])}
-    assert engine.step(Step((), (Feed(1, len(prompts[1]), expected[:1], greedy(1)),))).tokens == (expected[1],)
+    assert engine.step(step(Feed(1, len(prompts[1]), expected[:1], [greedy(1)]))).tokens == (expected[1],)
 
 
 def test_removing_what_is_not_there_is_nothing(engine, prompts):
-    engine.step(Step((0, 1, 2, 3)))
-    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
-    engine.step(Step((3,)))
+    engine.step(step(removing=(0, 1, 2, 3)))
+    engine.step(step(prompt_feed(0, prompts[0])))
+    engine.step(step(removing=(3,)))
     assert engine.used_cells() == {0: len(prompts[0])}
 
 
@@ -162,74 +167,138 @@ def test_removing_gives_the_room_back(engine, prompts):
     """Many times the cache, one sequence after another."""
     long = (prompts[0] * 64)[:64]
     for n in range(3 * engine.facts.n_ctx // 64):
-        engine.step(Step((n % 4, (n + 1) % 4), (Feed((n + 1) % 4, 0, long, None),)))
+        engine.step(step(Feed((n + 1) % 4, 0, long, ()), removing=(n % 4, (n + 1) % 4)))
     assert list(engine.used_cells().values()) == [64]
+
+
+def test_the_end_of_a_sequence_can_be_removed_and_grown_again(engine, prompts):
+    both = [*prompts[0], *prompts[2]]
+    expected = alone(engine, both, 3)
+    engine.step(step(prompt_feed(0, [*prompts[0], *prompts[1]])))
+    again = Step([Remove(0, len(prompts[0]))], [[prompt_feed(0, prompts[2], pos=len(prompts[0]))]])
+    assert engine.step(again).tokens == (expected[0],)
+    assert engine.used_cells() == {0: len(both)}
+    assert engine.step(step(Feed(0, len(both), expected[:1], [greedy(1)]))).tokens == (expected[1],)
+
+
+@pytest.mark.parametrize("behind", [0, 3])
+def test_a_copy_of_a_beginning_goes_on_like_one_that_was_fed(engine, prompts, behind):
+    """Also of a sequence that is still growing, and both go on."""
+    prompt, more = prompts[0], prompts[1]
+    expected = [alone(engine, prompt, 3), alone(engine, [*prompt, *more], 3)]
+    tail = prompts[2][:behind]
+    engine.step(step(Feed(0, 0, [*prompt, *tail], ()), prompt_feed(2, prompts[3])))
+    if not tail:
+        engine.step(Step([Remove(0, len(prompt) - 1)], [[prompt_feed(0, prompt[-1:], pos=len(prompt) - 1)]]))
+    result = engine.step(Step([Copy(0, 1, len(prompt))], [[prompt_feed(1, more, pos=len(prompt))]]))
+    assert result.tokens == (expected[1][0],)
+    assert engine.used_cells() == {0: len(prompt) + behind, 1: len(prompt) + len(more), 2: len(prompts[3])}
+    feeds = [Feed(1, len(prompt) + len(more), expected[1][:1], [greedy(1)])]
+    if not tail:
+        feeds.append(Feed(0, len(prompt), expected[0][:1], [greedy(1)]))
+    assert engine.step(step(*feeds)).tokens == (expected[1][1], expected[0][1])[: len(feeds)]
+    engine.step(step(removing=(0,)))
+    feed = Feed(1, len(prompt) + len(more) + 1, expected[1][1:2], [greedy(2)])
+    assert engine.step(step(feed)).tokens == (expected[1][2],), "the copy lived on what it was copied from"
+
+
+def test_copies_of_copies_in_one_step(engine, prompts):
+    prompt = prompts[0]
+    expected = alone(engine, [*prompt, 5], 2)
+    engine.step(step(Feed(0, 0, prompt, ())))
+    edits = [Copy(0, 1, len(prompt)), Copy(0, 2, len(prompt)), Remove(0)]
+    result = engine.step(Step(edits, [[prompt_feed(1, [5], pos=len(prompt)), prompt_feed(2, [5], pos=len(prompt))]]))
+    assert result.tokens == (expected[0], expected[0])
+    assert engine.used_cells() == {1: len(prompt) + 1, 2: len(prompt) + 1}
+
+
+def test_guesses_are_checked_in_one_batch(engine, prompts):
+    """A draw after each token: what follows a right guess is what would have come; a wrong one is taken back."""
+    expected = alone(engine, prompts[0], 6)
+    others = alone(engine, prompts[1], 2)
+    wrong = next(token for token in range(5, 50) if token not in expected)
+    engine.step(step(prompt_feed(0, prompts[0]), prompt_feed(1, prompts[1])))
+    guessed = Feed(0, len(prompts[0]), [*expected[:3], wrong], [greedy(n) for n in range(1, 5)])
+    result = engine.step(step(guessed, Feed(1, len(prompts[1]), others[:1], [greedy(1)])))
+    assert result.tokens[:3] == tuple(expected[1:4])
+    assert result.tokens[4] == others[1]
+    held = len(prompts[0]) + 3
+    again = Step([Remove(0, held)], [[Feed(0, held, [expected[3]], [greedy(4)])]])
+    assert engine.step(again).tokens == (expected[4],)
+
+
+def test_batches_of_one_step_are_computed_one_after_another(engine, prompts):
+    expected = [alone(engine, prompt, 2) for prompt in prompts[:3]]
+    result = engine.step(Step((), [[prompt_feed(0, prompts[0])], [prompt_feed(1, prompts[1]), prompt_feed(2, prompts[2])]]))
+    assert result.tokens == tuple(said[0] for said in expected)
+    feeds = [Feed(seq, len(prompts[seq]), expected[seq][:1], [greedy(1)]) for seq in range(3)]
+    assert engine.step(Step((), [feeds[:2], feeds[2:]])).tokens == tuple(said[1] for said in expected)
 
 
 def test_a_masked_token_is_not_chosen(engine, prompts):
     for _ in range(3):
-        (likeliest,) = engine.step(Step((0,), (prompt_feed(0, prompts[0]),))).tokens
+        (likeliest,) = engine.step(step(prompt_feed(0, prompts[0]), removing=(0,))).tokens
         mask = np.asarray([likeliest, *engine.facts.eog_ids], dtype=np.int32)
-        (other,) = engine.step(Step((0,), (Feed(0, 0, prompts[0], greedy(mask=mask)),))).tokens
+        (other,) = engine.step(step(Feed(0, 0, prompts[0], [greedy(mask=mask)]), removing=(0,))).tokens
         assert other not in mask
-        (again,) = engine.step(Step((0,), (prompt_feed(0, prompts[0]),))).tokens
+        (again,) = engine.step(step(prompt_feed(0, prompts[0]), removing=(0,))).tokens
         assert again == likeliest, "a mask holds for one draw"
 
 
 def test_a_mask_holds_for_its_own_row(engine, prompts):
     first, second = (alone(engine, prompt, 1)[0] for prompt in prompts[:2])
-    masked = Feed(0, 0, prompts[0], greedy(mask=np.asarray([first, second], dtype=np.int32)))
-    result = engine.step(Step((), (masked, prompt_feed(1, prompts[1]))))
+    masked = Feed(0, 0, prompts[0], [greedy(mask=np.asarray([first, second], dtype=np.int32))])
+    result = engine.step(step(masked, prompt_feed(1, prompts[1])))
     assert result.tokens[0] not in (first, second)
     assert result.tokens[1] == second
 
 
 @pytest.mark.parametrize("off", [-1, 1, 10])
 def test_a_feed_that_does_not_follow_what_is_held_is_refused(engine, prompts, off):
-    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    engine.step(step(prompt_feed(0, prompts[0])))
     with pytest.raises(EngineError):
-        engine.step(Step((), (Feed(0, len(prompts[0]) + off, [5], greedy()),)))
+        engine.step(step(Feed(0, len(prompts[0]) + off, [5], [greedy()])))
 
 
 @pytest.mark.parametrize("seq_id", [-1, 4, 1000])
 def test_a_sequence_that_there_is_not_is_refused(engine, prompts, seq_id):
     with pytest.raises(EngineError):
-        engine.step(Step((), (prompt_feed(seq_id, prompts[0]),)))
+        engine.step(step(prompt_feed(seq_id, prompts[0])))
 
 
 def test_a_batch_of_more_than_n_batch_is_refused(engine, prompts):
     with pytest.raises(EngineError):
-        engine.step(Step((), (prompt_feed(0, (prompts[0] * 65)[:65]),)))
+        engine.step(step(prompt_feed(0, (prompts[0] * 65)[:65])))
     engine.reset()
     with pytest.raises(EngineError):
-        engine.step(Step((), (prompt_feed(0, (prompts[0] * 60)[:60]), prompt_feed(1, (prompts[1] * 5)[:5]))))
+        engine.step(step(prompt_feed(0, (prompts[0] * 60)[:60]), prompt_feed(1, (prompts[1] * 5)[:5])))
     engine.reset()
-    engine.step(Step((), (prompt_feed(0, (prompts[0] * 64)[:64]),)))
+    engine.step(step(prompt_feed(0, (prompts[0] * 64)[:64])))
 
 
 def test_a_feed_of_nothing_is_refused(engine):
     with pytest.raises(EngineError):
-        engine.step(Step((), (Feed(0, 0, [], greedy()),)))
+        engine.step(step(Feed(0, 0, [], [greedy()])))
 
 
 def test_a_full_cache_is_no_catastrophe(make, prompts):
     """Not fatal: with the sequence removed it goes on, and the others have lost nothing."""
     engine = make(n_ctx=256, n_seq_max=2, n_batch=64)
     expected = alone(engine, prompts[0], 2)
-    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    engine.step(step(prompt_feed(0, prompts[0])))
     filler = (prompts[1] * 64)[:64]
     with pytest.raises(EngineError) as failed:
         for at in range(0, 4 * engine.facts.n_ctx, 64):
-            engine.step(Step((), (Feed(1, at, filler, None),)))
+            engine.step(step(Feed(1, at, filler, ())))
     assert not failed.value.fatal
-    engine.step(Step((1,)))
+    engine.step(step(removing=(1,)))
     assert engine.used_cells() == {0: len(prompts[0])}
-    assert engine.step(Step((), (Feed(0, len(prompts[0]), expected[:1], greedy(1)),))).tokens == (expected[1],)
+    assert engine.step(step(Feed(0, len(prompts[0]), expected[:1], [greedy(1)]))).tokens == (expected[1],)
 
 
 def test_reset_empties_the_cache_and_it_works_again(engine, prompts):
     expected = alone(engine, prompts[0], 3)
-    engine.step(Step((), (prompt_feed(0, prompts[0]), prompt_feed(1, prompts[1]))))
+    engine.step(step(prompt_feed(0, prompts[0]), prompt_feed(1, prompts[1])))
     engine.reset()
     assert engine.used_cells() == {}
     assert alone(engine, prompts[0], 3) == expected
@@ -240,9 +309,9 @@ def test_reset_empties_the_cache_and_it_works_again(engine, prompts):
 
 def test_after_a_refusal_and_a_reset_it_works_again(engine, prompts):
     expected = alone(engine, prompts[0], 3)
-    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    engine.step(step(prompt_feed(0, prompts[0])))
     with pytest.raises(EngineError):
-        engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+        engine.step(step(prompt_feed(0, prompts[0])))
     engine.reset()
     assert alone(engine, prompts[0], 3) == expected
 
@@ -251,12 +320,12 @@ def test_aborted_every_step_that_computes_fails_and_is_not_fatal(engine, prompts
     engine.abort()
     for _ in range(3):
         with pytest.raises(EngineError) as failed:
-            engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+            engine.step(step(prompt_feed(0, prompts[0])))
         assert not failed.value.fatal
 
 
 def test_closed_twice(make, prompts):
     engine = make(n_ctx=256, n_seq_max=1, n_batch=64)
-    engine.step(Step((), (prompt_feed(0, prompts[0]),)))
+    engine.step(step(prompt_feed(0, prompts[0])))
     engine.close()
     engine.close()

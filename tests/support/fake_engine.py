@@ -14,28 +14,39 @@ from typing import Any
 import numpy as np
 import trio
 
-from uma_trio.engine.records import EngineError, ModelFacts, Step, StepResult
+from uma_trio.engine.records import Copy, Edit, EngineError, Feed, ModelFacts, Step, StepResult
 
 N_VOCAB = 1000
 EOG = 0
 
 
 class Story:
-    """A sequence as the fake model knows it: how long it is, and a digest of every token in it."""
+    """A sequence as the fake model knows it: a digest of all tokens, after each of them."""
 
-    def __init__(self) -> None:
-        self.length = 0
-        self._digest = 17
+    def __init__(self, digests: Iterable[int] = (17,)) -> None:
+        self._digests = list(digests)
+
+    @property
+    def length(self) -> int:
+        return len(self._digests) - 1
 
     def read(self, tokens: Iterable[int]) -> None:
+        digest = self._digests[-1]
         for token in tokens:
-            self._digest = (self._digest * 31 + int(token) + 7) % 99991
-            self.length += 1
+            digest = (digest * 31 + int(token) + 7) % 99991
+            self._digests.append(digest)
+
+    def beginning(self, length: int) -> Story:
+        return Story(self._digests[: length + 1])
 
     @property
     def next_token(self) -> int:
         """What the model says after it; never EOG."""
-        return 1 + self._digest % (N_VOCAB - 1)
+        return self.said_after(self.length)
+
+    def said_after(self, length: int) -> int:
+        """What the model says after the first ``length`` tokens."""
+        return 1 + self._digests[length] % (N_VOCAB - 1)
 
 
 def expected_continuation(prompt: Iterable[int], n: int) -> list[int]:
@@ -53,7 +64,7 @@ class FakeEngine:
     """See ``records.Engine``.
 
     Args:
-        cost_ms: (prompt tokens, decodes) -> simulated milliseconds of a step.
+        cost_ms: (prompt tokens, rows of decodes) -> simulated milliseconds of a call.
         eog_after: the model ends a sequence that has grown to so many tokens.
     """
 
@@ -79,6 +90,7 @@ class FakeEngine:
             eog_ids=(EOG,),
             size_bytes=1,
             n_params=1,
+            unified=unified,
         )
         self.cost_ms = cost_ms
         self.eog_after = eog_after
@@ -91,39 +103,60 @@ class FakeEngine:
 
     def step(self, step: Step) -> StepResult:
         self.steps.append(step)
-        for seq_id in step.removals:
-            self._check_seq(seq_id)
-            self._cache.pop(seq_id, None)
         self.cost_of_last_ms = 0.0
-        if not step.feeds:
+        for edit in step.edits:
+            self._edit(edit)
+        feeds = [feed for batch in step.batches for feed in batch]
+        if not feeds:
             return StepResult(())
         failure, self.fail_next = self.fail_next, None
         if self._aborted:
             failure = EngineError("aborted", fatal=False)
         if failure is not None:
             raise failure
-        sizes = [len(feed.tokens) for feed in step.feeds]
-        if not all(sizes) or sum(sizes) > self.facts.n_batch:
-            raise EngineError(f"a batch of {sizes} tokens", fatal=True)
         drawn = []
-        for feed in step.feeds:
-            self._check_seq(feed.seq_id)
-            held = self._cache.setdefault(feed.seq_id, Story())
-            if feed.pos != held.length:
-                raise EngineError(f"sequence {feed.seq_id} holds {held.length} tokens, fed at {feed.pos}", fatal=True)
-            held.read(np.asarray(feed.tokens).tolist())
-            if held.length > self.facts.n_ctx_seq:
+        for batch in step.batches:
+            sizes = [len(feed.tokens) for feed in batch]
+            if not sizes or not all(sizes) or sum(sizes) > self.facts.n_batch:
+                raise EngineError(f"a batch of {sizes} tokens", fatal=True)
+            for feed in batch:
+                drawn += self._feed(feed)
+            if sum(held.length for held in self._cache.values()) > self.facts.n_ctx:
                 raise EngineError("no room in the KV cache", fatal=False)
-            if feed.draw is not None:
-                ended = self.eog_after is not None and held.length >= self.eog_after
-                mask = () if feed.draw.mask is None else np.asarray(feed.draw.mask).tolist()
-                liked = [EOG, held.next_token] if ended else [held.next_token]
-                drawn.append(next(token for token in (*liked, *range(1, N_VOCAB)) if token not in mask))
-        if sum(held.length for held in self._cache.values()) > self.facts.n_ctx:
-            raise EngineError("no room in the KV cache", fatal=False)
-        decodes = sum(size == 1 for size in sizes)
-        self.cost_of_last_ms = self.cost_ms(sum(sizes) - decodes, decodes)
+            decodes = sum(len(feed.draws) for feed in batch if len(feed.draws) == len(feed.tokens))
+            self.cost_of_last_ms += self.cost_ms(sum(sizes) - decodes, decodes)
         return StepResult(tuple(drawn), decode_ms=self.cost_of_last_ms)
+
+    def _edit(self, edit: Edit) -> None:
+        if isinstance(edit, Copy):
+            self._check_seq(edit.source)
+            self._check_seq(edit.target)
+            source = self._cache.get(edit.source, Story())
+            if self._cache.get(edit.target, Story()).length or edit.length > source.length:
+                raise EngineError(f"{edit} of {source.length} tokens", fatal=True)
+            self._cache[edit.target] = source.beginning(edit.length)
+        else:
+            self._check_seq(edit.seq_id)
+            held = self._cache.get(edit.seq_id, Story())
+            self._cache[edit.seq_id] = held.beginning(edit.start)
+
+    def _feed(self, feed: Feed) -> list[int]:
+        self._check_seq(feed.seq_id)
+        if len(feed.draws) not in (0, 1, len(feed.tokens)):
+            raise EngineError(f"{len(feed.draws)} draws for {len(feed.tokens)} tokens", fatal=True)
+        held = self._cache.setdefault(feed.seq_id, Story())
+        if feed.pos != held.length:
+            raise EngineError(f"sequence {feed.seq_id} holds {held.length} tokens, fed at {feed.pos}", fatal=True)
+        held.read(np.asarray(feed.tokens).tolist())
+        if held.length > self.facts.n_ctx_seq:
+            raise EngineError("no room in the KV cache", fatal=False)
+        drawn = []
+        for length, draw in enumerate(feed.draws, held.length - len(feed.draws) + 1):
+            ended = self.eog_after is not None and length >= self.eog_after
+            mask = () if draw.mask is None else np.asarray(draw.mask).tolist()
+            liked = [EOG, held.said_after(length)] if ended else [held.said_after(length)]
+            drawn.append(next(token for token in (*liked, *range(1, N_VOCAB)) if token not in mask))
+        return drawn
 
     def _check_seq(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.facts.n_seq_max:

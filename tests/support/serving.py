@@ -68,9 +68,9 @@ class Serving:
                 await trio.sleep(0.01)
             await self.server.runner.wait_idle()
         self.server.runner.check_integrity()
-        kv = self.server.runner.ledger.statistics()
+        kv = self.server.runner.cache.statistics()
         assert (kv.sequences, kv.cells_reserved, kv.cells_used) == (0, 0, 0)
-        assert self.engine.used_cells() == {}
+        assert self.engine.used_cells() == self.server.runner.cache.held()
         assert self.server.snapshot()["outbox_bytes"] == 0
 
 

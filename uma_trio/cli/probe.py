@@ -118,7 +118,7 @@ def _probe_answer(engine: Any) -> None:
         for at in range(0, len(parts), engine.facts.n_batch):
             part = parts[at : at + engine.facts.n_batch]
             last = at + len(part) == len(parts)
-            result = engine.step(Step((), (Feed(0, pos, part, Draw(greedy, n) if last else None),)))
+            result = engine.step(Step((), [[Feed(0, pos, part, [Draw(greedy, n)] if last else ())]]))
             pos += len(part)
         (token,) = result.tokens
         if token < 0 or token in engine.facts.eog_ids:

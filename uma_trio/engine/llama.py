@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.cores import default_threads
 from uma_trio.engine.layout import Shape, layout, machine_memory_bytes
-from uma_trio.engine.records import EngineError, Feed, ModelFacts, Step, StepResult
+from uma_trio.engine.records import Copy, Edit, EngineError, Feed, ModelFacts, Step, StepResult
 from uma_trio.engine.tokenizer import Tokenizer
 
 LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError)
@@ -61,6 +63,9 @@ class LlamaEngine:
             eog_ids=tuple(self._model.vocab.eog_ids),
             size_bytes=self._model.size_bytes,
             n_params=self._model.n_params,
+            unified=self._options.kv_unified,
+            rewinds=not (self._model.is_recurrent or self._model.is_hybrid),
+            kv_bytes_per_token=_shape(self._model).bytes_per_token(settings),
         )
 
     @property
@@ -77,33 +82,61 @@ class LlamaEngine:
 
     def _step(self, step: Step) -> StepResult:
         started = time.perf_counter()
-        for seq_id in step.removals:
-            self._context.seq_remove(seq_id)
-        if not step.feeds:
-            return StepResult((), started_s=started, ended_s=time.perf_counter())
-        decoded = self._decode(step.feeds)
-        tokens = self._draw(step.feeds)
-        ended = time.perf_counter()
-        return StepResult(tokens, 1e3 * (decoded - started), 1e3 * (ended - decoded), started, ended)
+        for edit in step.edits:
+            self._edit(edit)
+        tokens: list[int] = []
+        decode_ms = sample_ms = 0.0
+        began = started
+        for feeds in step.batches:
+            self._decode(feeds)
+            decoded = time.perf_counter()
+            tokens += self._draw(feeds)
+            ended = time.perf_counter()
+            decode_ms += 1e3 * (decoded - began)
+            sample_ms += 1e3 * (ended - decoded)
+            began = ended
+        return StepResult(tuple(tokens), decode_ms, sample_ms, started, time.perf_counter())
 
-    def _decode(self, feeds: tuple[Feed, ...]) -> float:
-        self._batch.clear()
-        for feed in feeds:
-            self._batch.add(feed.tokens, pos=feed.pos, seq=feed.seq_id, logits="last" if feed.draw else "none")
-        code = self._context.decode(self._batch)
+    def _edit(self, edit: Edit) -> None:
+        context = self._context
+        if isinstance(edit, Copy):
+            if self._facts.unified:
+                context.seq_copy(edit.source, edit.target, 0, edit.length)
+            else:  # llama.cpp copies between streams as a whole
+                context.seq_copy(edit.source, edit.target)
+                context.seq_remove(edit.target, edit.length)
+        elif not context.seq_remove(edit.seq_id, edit.start or -1):
+            raise EngineError(f"the model's memory cannot forget the end of sequence {edit.seq_id}", fatal=True)
+
+    def _decode(self, feeds: Sequence[Feed]) -> None:
+        batch = self._batch
+        batch.clear()
+        at = 0
+        while at < len(feeds):
+            if single := list(itertools.takewhile(_is_single, feeds[at:] if at else feeds)):
+                batch.add_each(
+                    [feed.tokens[0] for feed in single],
+                    positions=[feed.pos for feed in single],
+                    seqs=[feed.seq_id for feed in single],
+                )
+                at += len(single)
+            else:
+                _add(batch, feeds[at])
+                at += 1
+        code = self._context.decode(batch)
         self._context.synchronize()
         if code:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"code {code}"), fatal=False)
-        return time.perf_counter()
 
-    def _draw(self, feeds: tuple[Feed, ...]) -> tuple[int, ...]:
-        draws = [feed.draw for feed in feeds if feed.draw is not None]
+    def _draw(self, feeds: Sequence[Feed]) -> list[int]:
+        draws = [draw for feed in feeds for draw in feed.draws]
         if not draws:
-            return ()
+            return []
         logits = self._context.logits(len(draws)).array
-        masks = [draw.mask for draw in draws] if any(draw.mask is not None for draw in draws) else None
-        tokens = sampling.sample(logits, [draw.params for draw in draws], [draw.step for draw in draws], masks)
-        return tuple(tokens.tolist())
+        masks = [draw.mask for draw in draws] if any([draw.mask is not None for draw in draws]) else None
+        drawn = sampling.sample(logits, [draw.params for draw in draws], [draw.step for draw in draws], masks)
+        found: list[int] = drawn.tolist()
+        return found
 
     def used_cells(self) -> dict[int, int]:
         ends = {seq_id: self._context.seq_pos_max(seq_id) for seq_id in range(self._facts.n_seq_max)}
@@ -125,6 +158,19 @@ class LlamaEngine:
         self._model.close()
 
 
+def _is_single(feed: Feed) -> bool:
+    """One token whose logits are wanted, as of a stream."""
+    return len(feed.tokens) == 1 == len(feed.draws)
+
+
+def _add(batch: llama_abi.Batch, feed: Feed) -> None:
+    n, wanted = len(feed.tokens), len(feed.draws)
+    if 1 < wanted < n:
+        raise EngineError(f"{wanted} draws for {n} tokens: one, or one each", fatal=True)
+    logits: Literal["none", "last", "all"] = "none" if not wanted else "last" if wanted == 1 else "all"
+    batch.add(feed.tokens, pos=feed.pos, seq=feed.seq_id, logits=logits)
+
+
 @contextlib.contextmanager
 def open_tokenizer(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]:
     """The tokenizer of a GGUF alone, without its weights.
@@ -136,18 +182,21 @@ def open_tokenizer(path: Path, llama_dir: Path | None = None) -> Iterator[Tokeni
         yield Tokenizer(model.vocab)
 
 
-def _context_options(
-    library: llama_abi.Library, model: llama_abi.Model, settings: config.Model
-) -> llama_abi.ContextOptions:
-    threads = settings.threads or default_threads()
-    shape = Shape(
+def _shape(model: llama_abi.Model) -> Shape:
+    return Shape(
         n_ctx_train=model.n_ctx_train,
         n_layer=model.n_layer,
         n_embd_kv=model.n_embd // max(1, model.n_head) * model.n_head_kv,
     )
+
+
+def _context_options(
+    library: llama_abi.Library, model: llama_abi.Model, settings: config.Model
+) -> llama_abi.ContextOptions:
+    threads = settings.threads or default_threads()
     gpus = (llama_abi.DeviceType.GPU, llama_abi.DeviceType.IGPU)
     on_gpu = settings.gpu_layers != 0 and any(device.type in gpus for device in library.devices())
-    chosen = layout(shape, settings, on_gpu=on_gpu, memory_bytes=machine_memory_bytes())
+    chosen = layout(_shape(model), settings, on_gpu=on_gpu, memory_bytes=machine_memory_bytes())
     return llama_abi.ContextOptions(
         n_ctx=chosen.n_ctx,
         n_batch=settings.batch_tokens,

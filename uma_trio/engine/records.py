@@ -9,7 +9,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from uma_trio.kv.edits import Copy, Edit, Remove
 from uma_trio.sampling import SamplingParams
+
+__all__ = [
+    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "ModelFacts", "Remove", "Step", "StepResult", "TokenIds",
+]  # fmt: skip
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -48,6 +53,12 @@ class ModelFacts:
     """Tokens that end a generation."""
     size_bytes: int
     n_params: int
+    unified: bool = True
+    """All sequences share the cells: copying between them is bookkeeping."""
+    rewinds: bool = True
+    """A sequence's last tokens can be removed; a recurrent or sliding-window memory cannot."""
+    kv_bytes_per_token: float = 0.0
+    """Of the KV cache, in all layers."""
 
     @property
     def window(self) -> int:
@@ -74,18 +85,20 @@ class Feed:
     pos: int
     """Of the first token: how many the sequence holds already."""
     tokens: TokenIds | Sequence[int]
-    draw: Draw | None
-    """For the token that follows the last of these; ``None`` inside a prompt."""
+    draws: Sequence[Draw] = ()
+    """For what follows each of the last ``len(draws)`` tokens: none inside a prompt, one at its end and while
+    decoding, one for every token where the later ones are guesses to be checked."""
 
 
 @attrs.frozen
 class Step:
-    """One tick: first what leaves the cache, then what is computed."""
+    """One tick: first what changes in the cache, then what is computed."""
 
-    removals: tuple[int, ...] = ()
-    """Sequences whose tokens leave the KV cache, all of them."""
-    feeds: tuple[Feed, ...] = ()
-    """At most one a sequence, together at most ``n_batch`` tokens; may be empty."""
+    edits: Sequence[Edit] = ()
+    """In order."""
+    batches: Sequence[Sequence[Feed]] = ()
+    """One ``llama_decode`` each, one after another; in all of them together at most one feed a sequence.  None is
+    empty, and none has more than ``n_batch`` tokens."""
 
 
 @attrs.frozen
@@ -93,7 +106,7 @@ class StepResult:
     """What came of a step."""
 
     tokens: tuple[int, ...]
-    """One for each feed with a draw, in their order; -1 where the logits gave no distribution."""
+    """One for each draw, in the order of the feeds; -1 where the logits gave no distribution."""
     decode_ms: float = 0.0
     sample_ms: float = 0.0
     started_s: float = 0.0

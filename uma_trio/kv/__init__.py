@@ -1,1 +1,1 @@
-"""Which sequence holds how much of the KV cache: bookkeeping, no tensors."""
+"""Which sequence holds which tokens, and who may go on from there: bookkeeping, no tensors."""

@@ -80,6 +80,10 @@ class Generate:
     """Send the prompt's text first."""
     keep_alive: bool = False
     """Keep the connection for further requests after this one's ``eos`` or ``error``."""
+    cache_prompt: bool = True
+    """Share computed tokens with requests of the same user that begin alike."""
+    speculate: bool | None = None
+    """Whether to check guesses at what follows; ``None``: where they pay.  The text is the same."""
     slo: Slo = attrs.field(factory=Slo)
     metadata: dict[str, Any] | None = None
     """Echoed in ``eos`` and ``error``."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
+import numpy as np
 import trio
 
-from uma_trio.engine.records import Draw, TokenIds
+from uma_trio.engine.records import Draw, Feed, TokenIds
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Eos, Generate, Reason, ServerEvent, Timings, Usage
-from uma_trio.sampling import SamplingParams, TextAssembler
+from uma_trio.sampling import Lookup, SamplingParams, TextAssembler
 from uma_trio.scheduling.policy import Slot
 
 EWMA_WEIGHT = 0.2
+
+MOST_GUESSES = 16
+"""Of one stream in one step."""
 
 
 class Sink(Protocol):
@@ -66,8 +71,16 @@ class Job:
     seq_id: int = -1
     n_fed: int = 0
     """Tokens that are in the KV cache, or will be when the step under way is done."""
+    n_cached: int = 0
+    """Of its prompt; others had computed them."""
+    waits: bool = False
+    """For another sequence to compute what both begin with."""
     tokens: list[int] = attrs.field(factory=list)
     """Sampled so far."""
+    lookup: Lookup | None = None
+    """Guesses at its next tokens, if it makes any."""
+    guesses: Sequence[int] = ()
+    """Those that the step under way checks."""
     texts: list[str] = attrs.field(factory=list)
     """What was not streamed."""
     assembler: TextAssembler = attrs.field(
@@ -94,28 +107,74 @@ class Job:
         """Tokens to be fed before the next one can be sampled."""
         return len(self.prompt.tokens) + len(self.tokens) - self.n_fed
 
-    def next_tokens(self, n: int) -> TokenIds | list[int]:
-        """The next ``n`` tokens to be fed."""
+    @property
+    def most_guesses(self) -> int:
+        """More could not all become part of the answer."""
+        return self.max_tokens - len(self.tokens) - 1
+
+    def prompt_feed(self, n: int) -> Feed:
+        """The next ``n`` tokens before the first one that is sampled next, booked as being in the cache."""
+        n_prompt, pos = len(self.prompt.tokens), self.n_fed
+        tokens: TokenIds | list[int] = self.prompt.tokens[pos : pos + n]
+        if pos + n > n_prompt:  # the cache was lost in the middle of its answer
+            tokens = [*tokens, *self.tokens[max(0, pos - n_prompt) : pos + n - n_prompt]]
+        self.n_fed += n
+        self.slot.context += n
+        self.slot.pending -= n
+        draws = (Draw(self.params, len(self.tokens), self.mask),) if self.slot.pending == 0 else ()
+        return Feed(self.seq_id, pos, tokens, draws)
+
+    def token_feed(self, n_guesses: int) -> Feed:
+        """The last token, and guesses at those that follow, booked as being in the cache."""
+        pos, step, slot = self.n_fed, len(self.tokens), self.slot
+        slot.pending = 0
+        if not n_guesses:
+            self.n_fed = slot.context = pos + 1
+            return Feed(self.seq_id, pos, self.tokens[-1:], (Draw(self.params, step, self.mask),))
+        assert self.lookup is not None
+        self.guesses = self.lookup.guesses(n_guesses)
+        self.n_fed = slot.context = pos + 1 + n_guesses
+        draws = [Draw(self.params, step + n, self.mask) for n in range(1 + n_guesses)]
+        return Feed(self.seq_id, pos, [self.tokens[-1], *self.guesses], draws)
+
+    def checked(self, drawn: Sequence[int]) -> Sequence[int]:
+        """The tokens that are its next ones: those after guesses that came true, and one more.
+
+        What was fed for wrong guesses no longer counts as being in the cache.
+        """
+        n = 0
+        while n < len(self.guesses) and drawn[n] == self.guesses[n]:
+            n += 1
+        self.n_fed = self.slot.context = self.n_fed - (len(self.guesses) - n)
+        self.guesses = ()
+        return drawn[: n + 1]
+
+    def offer_guesses(self, most: int) -> None:
+        """Tell the policy how many guesses there are."""
+        if self.lookup is not None:
+            self.slot.drafts = len(self.lookup.guesses(min(most, self.most_guesses)))
+            self.slot.hits = self.lookup.hits
+
+    def known_tokens(self) -> TokenIds:
+        """What its sequence holds, less guesses that nobody has checked."""
         n_prompt = len(self.prompt.tokens)
-        if self.n_fed >= n_prompt:
-            return self.tokens[self.n_fed - n_prompt : self.n_fed - n_prompt + n]
-        if self.n_fed + n <= n_prompt:
-            return self.prompt.tokens[self.n_fed : self.n_fed + n]
-        return [*self.prompt.tokens[self.n_fed :].tolist(), *self.tokens[: self.n_fed + n - n_prompt]]
+        if self.n_fed <= n_prompt:
+            return self.prompt.tokens[: self.n_fed]
+        told = np.asarray(self.tokens[: self.n_fed - n_prompt], dtype=np.int32)
+        return np.concatenate([self.prompt.tokens, told])
 
-    def draw(self) -> Draw:
-        """How its next token is to be chosen."""
-        return Draw(self.params, len(self.tokens), self.mask)
-
-    def sampled(self, token: int, now: float) -> float | None:
-        """Note a new token; the milliseconds since the last one, if they were the server's."""
+    def gained(self, token: int) -> None:
+        """Its next token has been sampled."""
         self.tokens.append(token)
+        if self.lookup is not None:
+            self.lookup.follow(token)
+
+    def timed(self, now: float, *, paused: bool) -> float | None:
+        """Its latest tokens came at ``now``; the milliseconds since those before, if they were the server's."""
         gap_ms = None
         if self.last_token_at is None:
             self.first_token_at = now
-        elif self.paused:
-            self.paused = False
-        else:
+        elif not paused:
             gap_ms = 1e3 * (now - self.last_token_at)
             before = gap_ms if self.inter_token_ewma_ms is None else self.inter_token_ewma_ms
             self.inter_token_ewma_ms = before + EWMA_WEIGHT * (gap_ms - before)
@@ -129,7 +188,7 @@ class Job:
         return Eos(
             id=self.request.id,
             reason=reason,
-            usage=Usage(prompt_tokens=len(self.prompt.tokens), completion_tokens=n),
+            usage=Usage(prompt_tokens=len(self.prompt.tokens), completion_tokens=n, cached_tokens=self.n_cached),
             timings=Timings(
                 queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),
                 ttft_ms=None if first is None else _ms(first - self.arrived_at),

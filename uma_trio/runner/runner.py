@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -21,47 +21,68 @@ import structlog
 import trio
 
 from uma_trio.config import Config
-from uma_trio.engine.records import Draw, Engine, EngineError, Feed, ModelFacts, Step, StepResult
+from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult
 from uma_trio.engine.thread import EngineThread, Pending
 from uma_trio.errors import DecodeFailed, QueueFull, ShuttingDown, UmaError
-from uma_trio.kv.ledger import Ledger
+from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Failure, Generate, Reason, Token
 from uma_trio.runner import admission
-from uma_trio.runner.job import Job, Sink, State
-from uma_trio.sampling import SamplingParams
+from uma_trio.runner.flight import Flight, launch
+from uma_trio.runner.job import MOST_GUESSES, Job, Sink, State
+from uma_trio.sampling import Lookup, SamplingParams
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.scheduling.policy import Memory, Plan, Priority, Slot, plan
+from uma_trio.scheduling.policy import Memory, Priority, Slot, plan
 from uma_trio.telemetry import Telemetry
 
 log = structlog.get_logger("uma_trio.runner")
 
 NO_DISTRIBUTION: Final = -1
 
+GUESSES_UP_TO: Final = 8
+"""Streams; beside more of them guesses are not even looked for: a wide batch has little to gain, and the search
+would be between two steps."""
 
-@attrs.frozen
-class _Flight:
-    """A step under way."""
+SURPRISING: Final = 0.5
+"""Share by which a step took more or less than was predicted."""
 
-    plan: Plan
-    jobs: tuple[Job, ...]
-    """In the order of the step's feeds."""
-    drawing: tuple[Job, ...]
-    """Those whose next token is sampled, in order."""
-    freeing: tuple[Job, ...]
-    """Those whose tokens leave the KV cache."""
-    pending: Pending[StepResult]
+TRUSTED: Final = 0.95
+"""How far the first guesses are trusted, of a request that asks for them."""
 
 
 @attrs.frozen
 class _Delivery:
-    """A sampled token on its way to a client."""
+    """Sampled tokens on their way to a client."""
 
     job: Job
-    token: int
-    reason: Reason | None
-    """Why the job ends with this token, if it does."""
+    tokens: Sequence[int]
+    n_before: int
+    """Tokens that the job had."""
+    reason: Reason | UmaError | None
+    """Why the job ends after these, if it does."""
+    paused: bool
+    """Its client had not read: the time since its last token is not the server's."""
+
+
+@attrs.frozen
+class _Landed:
+    """A step that is done."""
+
+    flight: Flight
+    result: StepResult
+    deliveries: Sequence[_Delivery]
+    at: float
+
+    @property
+    def took_ms(self) -> float:
+        return self.result.decode_ms + self.result.sample_ms
+
+    @property
+    def is_surprising(self) -> bool:
+        """The next plan should know."""
+        predicted = self.flight.plan.predicted_ms
+        return abs(self.took_ms - predicted) > SURPRISING * predicted
 
 
 class Runner:
@@ -91,23 +112,27 @@ class Runner:
         self._debug = config.operations.debug
         self.facts: ModelFacts = engine.facts
         self.telemetry = Telemetry()
-        self.ledger = Ledger(
+        self.cache = KvCache(
             n_sequences=self.facts.n_seq_max,
             n_cells=self.facts.n_ctx,
             cells_per_sequence=self.facts.n_ctx_seq,
+            unified=self.facts.unified,
+            rewinds=self.facts.rewinds,
+            reuse=config.scheduling.prefix_reuse,
         )
         self._eog = frozenset(self.facts.eog_ids)
         self._eog_mask = np.asarray(self.facts.eog_ids, dtype=np.int32)
         self._queue: deque[Job] = deque()
         self._running: dict[int, Job] = {}
-        self._to_free: list[Job] = []
+        self._freed: list[Job] = []
+        """Ended from outside: their tokens leave the cache with the next step."""
         self._memory = Memory()
         self.cost = cost or CostModel()
         self._wake = trio.Event()
         self._idle = trio.Event()
         self._closed: UmaError | None = None
         self._last_step_ended_s: float | None = None
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._stopped = False
 
     # -- asked from outside, between ticks ------------------------------------------------------
@@ -136,7 +161,7 @@ class Runner:
             mask=self._eog_mask if request.ignore_eos and len(self._eog_mask) else None,
             sink=sink,
             arrived_at=trio.current_time(),
-            slot=Slot(-1, len(prompt.tokens), priority=Priority[request.slo.priority.upper()], tenant=tenant),
+            slot=self._slot(request, prompt, tenant),
             target_tbt_s=self._target_tbt_ms(request) / 1e3,
         )
         self._note_arrival(tenant)
@@ -155,6 +180,13 @@ class Runner:
         if tenant not in waiting:
             service = self._memory.service.arrived(tenant, waiting)
             self._memory = attrs.evolve(self._memory, service=service)
+
+    def _slot(self, request: Generate, prompt: Prompt, tenant: int) -> Slot:
+        wanted = request.slo.target_ttft_ms
+        ttft_ms = self._scheduling.target_ttft_ms if wanted is None else wanted
+        priority = Priority[request.slo.priority.upper()]
+        due_s = trio.current_time() + ttft_ms / 1e3
+        return Slot(-1, len(prompt.tokens), due_s=due_s, priority=priority, tenant=tenant)
 
     def _target_tbt_ms(self, request: Generate) -> float:
         if request.slo.target_tbt_ms is not None:
@@ -200,7 +232,7 @@ class Runner:
 
     def snapshot(self) -> dict[str, Any]:
         """What ``metrics`` answers, less what the daemon adds.  Never waits for a tick."""
-        kv = self.ledger.statistics()
+        kv = self.cache.statistics()
         return {
             "model": self.facts.name,
             **self.telemetry.snapshot(),
@@ -225,11 +257,15 @@ class Runner:
         """
         try:
             while True:
-                deliveries: list[_Delivery] = []
-                if self._flight is not None:
-                    deliveries = await self._land(self._flight)
+                landed = None if self._flight is None else await self._land(self._flight)
+                if landed is not None and landed.is_surprising:
+                    self._learn(landed)
                 self._flight = self._launch()
-                self._deliver(deliveries)
+                if landed is not None:
+                    if not landed.is_surprising:
+                        self._learn(landed)  # it takes its time, which is no gap here
+                    self._book(landed)
+                    self._deliver(landed)
                 if self._flight is None:
                     if not self._busy:
                         self._idle.set()
@@ -242,121 +278,113 @@ class Runner:
             self._stopped = True
             self._idle.set()
 
-    async def _land(self, flight: _Flight) -> list[_Delivery]:
-        """Wait for a step and book what it gave; nobody is told yet."""
+    async def _land(self, flight: Flight) -> _Landed | None:
+        """Wait for a step and book what the next one must know; nobody is told yet."""
         try:
             result = await flight.pending.wait()
         except EngineError as error:
             await self._recover(flight, error)
-            return []
-        now = trio.current_time()
-        self._book(flight, result, now)
+            return None
         deliveries = []
-        for job, token in zip(flight.drawing, result.tokens, strict=True):
+        now = trio.current_time()
+        guess = len(flight.drawing) <= GUESSES_UP_TO
+        for job, drawn in flight.drawn(result):
             if job.state is State.DONE:
                 continue  # cancelled, or found its stop string, while this was computed
+            tokens = self._checked(job, drawn) if len(drawn) > 1 else drawn
+            delivery = self._gained(job, tokens)
+            deliveries.append(delivery)
+            if delivery.reason is None:
+                job.state = State.DECODE
+                job.slot.pending, job.slot.due_s = 1, now + job.target_tbt_s
+                job.offer_guesses(MOST_GUESSES if guess else 0)
+        return _Landed(flight, result, deliveries, now)
+
+    def _checked(self, job: Job, drawn: Sequence[int]) -> Sequence[int]:
+        """Of what was drawn after guesses, what counts."""
+        tokens = job.checked(drawn)
+        self.cache.rewind(job.seq_id, job.n_fed)
+        self.telemetry.drafted_total += len(drawn) - 1
+        self.telemetry.accepted_total += len(tokens) - 1
+        return tokens
+
+    def _gained(self, job: Job, tokens: Sequence[int]) -> _Delivery:
+        """``job`` has new tokens, up to one that ends it."""
+        before, paused = len(job.tokens), job.paused
+        job.paused = False
+        reason: Reason | UmaError | None = None
+        for n, token in enumerate(tokens):
             if token == NO_DISTRIBUTION:
-                self._end(job, DecodeFailed("the model gave no usable logits"))
-                continue
-            job.state = State.DECODE
-            gap_ms = job.sampled(token, now)
-            job.slot.pending, job.slot.due_s = 1, now + job.target_tbt_s
-            if len(job.tokens) == 1:
-                self.telemetry.ttft_ms.add(1e3 * (now - job.arrived_at))
-            if gap_ms is not None:
-                self.telemetry.inter_token_ms.add(gap_ms)
-            self.telemetry.tokens_total += 1
-            reason: Reason | None = None
+                reason, tokens = DecodeFailed("the model gave no usable logits"), tokens[:n]
+                break
+            job.gained(token)
             if token in self._eog:
                 reason = "stop"
             elif len(job.tokens) >= job.max_tokens:
                 reason = "length"
             if reason is not None:
-                self._retire(job)
-            deliveries.append(_Delivery(job, token, reason))
-        return deliveries
+                tokens = tokens[: n + 1]
+                break
+        if reason is not None:
+            self._retire(job, keep=not isinstance(reason, UmaError))
+        return _Delivery(job, tokens, before, reason, paused)
 
-    def _book(self, flight: _Flight, result: StepResult, now: float) -> None:
-        self._note_freed(flight.freeing, now - (result.ended_s - result.started_s))
-        if not flight.jobs:
-            return
-        chosen = flight.plan
-        self.telemetry.tick(
-            n_rows=len(flight.jobs),
-            n_prompt_tokens=chosen.work.prompt_tokens,
-            decode_ms=result.decode_ms,
-            sample_ms=result.sample_ms,
-        )
-        if self._last_step_ended_s is not None:
-            self.telemetry.host_gap_ms.add(1e3 * (result.started_s - self._last_step_ended_s))
-        self._last_step_ended_s = result.ended_s
-        self.cost = self.cost.observed(chosen.work, result.decode_ms + result.sample_ms)
-        if self._debug:
-            log.debug(
-                "tick",
-                streams=chosen.work.decodes,
-                prompt_tokens=chosen.work.prompt_tokens,
-                context_tokens=chosen.work.context_tokens,
-                predicted_ms=round(chosen.predicted_ms, 3),
-                decode_ms=round(result.decode_ms, 3),
-                sample_ms=round(result.sample_ms, 3),
-            )
-
-    def _launch(self) -> _Flight | None:
+    def _launch(self) -> Flight | None:
         """Start the next step, if there is anything to do."""
-        freeing = tuple(self._to_free)
-        self._to_free.clear()
-        removals = tuple(job.seq_id for job in freeing)
-        for seq_id in removals:
-            self.ledger.release(seq_id)
         self._admit()
-        now = trio.current_time()
-        streams, prompts = [], []
+        streams, prompts, stalled = [], [], []
         for job in self._running.values():
             if not job.sink.has_room:
                 job.paused = True
+                stalled.append(job.seq_id)
             elif job.state is State.DECODE:
                 streams.append(job.slot)
-            else:
+            elif not job.waits:
                 prompts.append(job.slot)
+        if self.cache.has_followers:
+            prompts += self._followed(stalled)
         chosen = plan(
             streams,
             prompts,
             self._memory,
-            now_s=now,
+            now_s=trio.current_time(),
             cost=self.cost,
             capacity=self.facts.n_batch,
             limits=self._scheduling,
+            mixes=self.facts.unified,
         )
         self._memory = chosen.memory
-        if not chosen.streams and not chosen.shares and not removals:
+        edits = self.cache.take_edits()
+        if not chosen.streams and not chosen.shares and not edits:
             self._last_step_ended_s = None  # idle time is no gap
             return None
-        drawing, jobs, feeds = [], [], []
-        for slot in chosen.streams:
-            job = self._running[slot.seq_id]
-            feeds.append(self._feed(job, 1, job.draw()))
-            jobs.append(job)
-            drawing.append(job)
-        for share in chosen.shares:
-            job = self._running[share.seq_id]
-            feeds.append(self._feed(job, share.n_tokens, job.draw() if share.ends else None))
-            jobs.append(job)
-            if share.ends:
-                drawing.append(job)
-        step = Step(removals, tuple(feeds))
-        pending = self._thread.submit(lambda: self._engine.step(step))
+        freed, self._freed = self._freed, []
+        flight = launch(chosen, self._running, edits, freed, self._submit)
         time.sleep(0)  # lets go of the GIL, or the step would begin after the delivery that is to overlap it
-        return _Flight(chosen, tuple(jobs), tuple(drawing), freeing, pending)
+        for job in flight.jobs:
+            self.cache.use(job.seq_id, job.n_fed)
+        return flight
 
-    def _feed(self, job: Job, n: int, draw: Draw | None) -> Feed:
-        """The next ``n`` tokens of ``job``, booked as being in the cache."""
-        feed = Feed(job.seq_id, job.n_fed, job.next_tokens(n), draw)
-        job.n_fed += n
-        job.slot.context = job.n_fed
-        job.slot.pending -= n
-        self.ledger.use(job.seq_id, n)
-        return feed
+    def _submit(self, step: Step) -> Pending[StepResult]:
+        return self._thread.submit(lambda: self._engine.step(step))
+
+    def _followed(self, stalled: Sequence[int]) -> list[Slot]:
+        """Those that waited for another sequence and need to no longer."""
+        ready = []
+        for seq_id, held in self.cache.followed(stalled):
+            job = self._running[seq_id]
+            job.waits = False
+            self._reuse(job, held)
+            if job.sink.has_room:
+                ready.append(job.slot)
+        return ready
+
+    def _reuse(self, job: Job, n: int) -> None:
+        """``job`` need not compute the first ``n`` tokens of its prompt."""
+        job.n_fed = job.n_cached = job.slot.context = n
+        job.slot.pending = job.pending
+        self.telemetry.prompts_reused_total += n > 0
+        self.telemetry.cached_tokens_total += n
 
     def _admit(self) -> None:
         """Give sequences to those that wait: by class, by least-served tenant, in the order of arrival.
@@ -373,31 +401,97 @@ class Runner:
 
     def _place(self, job: Job) -> bool:
         """Give ``job`` a sequence with all the room that it may need, if there is one."""
-        seq_id = self.ledger.reserve(job.cells)
-        if seq_id is None:
+        placement = self.cache.place(
+            job.prompt.tokens,
+            job.cells,
+            tenant=job.slot.tenant,
+            rank=job.slot.priority,
+            private=not job.request.cache_prompt,
+        )
+        if placement is None:
             return False
-        job.seq_id, job.state, job.admitted_at = seq_id, State.PREFILL, trio.current_time()
-        job.slot.seq_id = seq_id
-        self._running[seq_id] = job
+        job.seq_id = job.slot.seq_id = placement.seq_id
+        job.state, job.admitted_at, job.waits = State.PREFILL, trio.current_time(), placement.waits
+        if not job.waits:
+            self._reuse(job, placement.held)
+        self._running[job.seq_id] = job
         return True
 
-    def _deliver(self, deliveries: Iterable[_Delivery]) -> None:
-        """Text for the clients, while the next step computes."""
-        for delivery in deliveries:
-            job, token = delivery.job, delivery.token
-            if job.state is State.DONE:
-                continue
-            text = "" if token in self._eog else job.assembler.feed(self._piece(token))
-            if job.assembler.matched is not None:
-                self._tell(job, text, token)
-                self._end(job, "stop")
-            elif delivery.reason is not None:
-                text += job.assembler.finish()
-                if text or token not in self._eog:
-                    self._tell(job, text, token)
-                self._end(job, delivery.reason)
+    # -- while the next step computes -----------------------------------------------------------
+
+    def _learn(self, landed: _Landed) -> None:
+        if landed.flight.jobs:
+            self.cost = self.cost.observed(landed.flight.plan.work, landed.took_ms)
+
+    def _book(self, landed: _Landed) -> None:
+        """What a step took."""
+        flight, result = landed.flight, landed.result
+        self._note_freed(flight.freed, landed.at - (result.ended_s - result.started_s))
+        if not flight.jobs:
+            return
+        chosen, work = flight.plan, flight.plan.work
+        self.telemetry.tick(
+            n_rows=len(flight.jobs),
+            n_prompt_tokens=work.prompt_tokens,
+            n_calls=work.calls,
+            decode_ms=result.decode_ms,
+            sample_ms=result.sample_ms,
+        )
+        if self._last_step_ended_s is not None:
+            self.telemetry.host_gap_ms.add(1e3 * (result.started_s - self._last_step_ended_s))
+        self._last_step_ended_s = result.ended_s
+        if self._debug:
+            log.debug(
+                "tick",
+                streams=len(chosen.streams),
+                rows=work.decodes,
+                calls=work.calls,
+                prompt_tokens=work.prompt_tokens,
+                context_tokens=work.context_tokens,
+                predicted_ms=round(chosen.predicted_ms, 3),
+                decode_ms=round(result.decode_ms, 3),
+                sample_ms=round(result.sample_ms, 3),
+            )
+
+    def _deliver(self, landed: _Landed) -> None:
+        """Text for the clients."""
+        for delivery in landed.deliveries:
+            job = delivery.job
+            if delivery.tokens:
+                self._note_tokens(delivery, landed.at)
+            for n, token in enumerate(delivery.tokens, 1):
+                self._tell_token(job, token, last=delivery.reason is not None and n == len(delivery.tokens))
+                if job.assembler.matched is not None:
+                    del job.tokens[delivery.n_before + n :]
+                    self._end(job, "stop")
+                    break
             else:
-                self._tell(job, text, token)
+                if delivery.reason is not None:
+                    self._end(job, delivery.reason)
+
+    def _note_tokens(self, delivery: _Delivery, at: float) -> None:
+        job = delivery.job
+        gap_ms = job.timed(at, paused=delivery.paused)
+        if gap_ms is not None:
+            self.telemetry.inter_token_ms.add(gap_ms)
+        elif not delivery.n_before:
+            self.telemetry.ttft_ms.add(1e3 * (at - job.arrived_at))
+            self._begin_guessing(job)
+        self.telemetry.tokens_total += len(delivery.tokens)
+
+    def _tell_token(self, job: Job, token: int, *, last: bool) -> None:
+        ends = token in self._eog
+        text = "" if ends else job.assembler.feed(self._piece(token))
+        if last and job.assembler.matched is None:
+            text += job.assembler.finish()
+        if text or not ends:
+            self._tell(job, text, token)
+
+    def _begin_guessing(self, job: Job) -> None:
+        wanted = job.request.speculate
+        if self.facts.rewinds and (self._scheduling.speculation if wanted is None else wanted):
+            trust = TRUSTED if wanted else 0.5
+            job.lookup = Lookup([*job.prompt.tokens.tolist(), *job.tokens], hits=trust)
 
     def _tell(self, job: Job, text: str, token: int | None, *, echo: bool = False) -> None:
         if job.request.stream:
@@ -407,17 +501,23 @@ class Runner:
 
     # -- ends -----------------------------------------------------------------------------------
 
-    def _retire(self, job: Job) -> None:
-        """Take ``job`` out of the plans; its sequence is freed with the next step."""
+    def _retire(self, job: Job, *, keep: bool) -> None:
+        """Take ``job`` out of the plans.
+
+        Args:
+            keep: others may use what it has computed; else that leaves the cache with the next step.
+        """
         if job.state is State.QUEUED:
             self._queue.remove(job)
         elif self._running.get(job.seq_id) is job:
             del self._running[job.seq_id]
-            self._to_free.append(job)
+            self.cache.end(job.seq_id, job.known_tokens() if keep else None)
+            if job.cancelled_at is not None:
+                self._freed.append(job)
 
     def _end(self, job: Job, reason: Reason | UmaError) -> None:
         """Tell the client how it ended, and take it out."""
-        self._retire(job)
+        self._retire(job, keep=job.cancelled_at is None and not isinstance(reason, UmaError))
         if not any(other.slot.tenant == job.slot.tenant for other in self.jobs()):
             self._memory = self._memory.without(job.slot.tenant)
         now = trio.current_time()
@@ -433,36 +533,37 @@ class Runner:
                 self.telemetry.served_ms.add(1e3 * (now - job.admitted_at))
         job.done.set()
 
-    async def _recover(self, flight: _Flight, error: EngineError) -> None:
+    async def _recover(self, flight: Flight, error: EngineError) -> None:
         """A step failed: its jobs end, the others go on."""
         log.error("a tick failed", error=str(error), fatal=error.fatal, requests=len(flight.jobs))
         for job in flight.jobs:
             if job.state is not State.DONE:
                 self._end(job, DecodeFailed(f"llama_decode failed: {error}"))
-        self._note_freed(flight.freeing, trio.current_time())
+        self._note_freed(flight.freed, trio.current_time())
         self._last_step_ended_s = None
         if error.fatal:
             await self._thread.run(self._engine.reset)
+            self.cache.clear()
             for job in self._running.values():  # they were not in the batch, but their KV is gone
                 job.n_fed, job.state = 0, State.PREFILL
                 job.slot.context, job.slot.pending = 0, job.pending
-                self.ledger.forget(job.seq_id)
 
     def _note_freed(self, jobs: Iterable[Job], at: float) -> None:
-        """``jobs`` have left the KV cache: a step removes before it computes, so ``at`` is its beginning."""
+        """``jobs`` have left the KV cache: a step edits before it computes, so ``at`` is its beginning."""
         for job in jobs:
             if job.cancelled_at is not None:
                 self.telemetry.cancel_to_free_ms.add(1e3 * (at - job.cancelled_at))
 
     @property
     def _busy(self) -> bool:
-        return bool(self._queue or self._running or self._to_free or self._flight)
+        return bool(self._queue or self._running or self.cache.has_edits or self._flight)
 
     def check_integrity(self) -> None:
         """Sequences, reservations and jobs add up, or AssertionError."""
-        self.ledger.check_integrity()
-        held = set(self._running) | {job.seq_id for job in self._to_free}
-        assert len(held) == self.ledger.statistics().sequences
+        self.cache.check_integrity()
+        assert len(self._running) == self.cache.statistics().sequences
         assert all(job.seq_id == seq_id for seq_id, job in self._running.items())
         assert all(job.state in (State.PREFILL, State.DECODE) for job in self._running.values())
         assert all(job.state is State.QUEUED for job in self._queue)
+        held = self.cache.held()
+        assert all(job.n_fed == held.get(seq_id, 0) for seq_id, job in self._running.items())

@@ -2,13 +2,17 @@
 
 A tick's time is close to linear in what it holds::
 
-    t = a + b * prompt_tokens + c * decodes + d * context_read_by_decodes + e * context_read_by_prompts
+    t = a * calls + b * prompt_tokens + c * decodes + d * context_read_by_decodes + e * context_read_by_prompts
 
 where each token of a chunk reads all that stands before it: a chunk of n behind m tokens reads n * m + n * n / 2.
 A long prompt's last chunks take several times what its first ones took, and a model without that term is late
 in noticing.  The coefficients are others for ticks of decodes alone than for those with prompt tokens, since
 they run other kernels.  Each of the two is a recursive least squares over the recent ticks: old ones fade, so the
 model follows a machine that gets warm or busy.  Of a kind of tick that does not occur nothing fades.
+
+Over the first few rows of a decode a line is a poor fit on a CPU, whose kernels take some numbers of rows much better
+than others: two streams of a Q4_0 model took 8.6 ms together and 3.3 ms each alone, six 18.8 ms and five 12.7 ms.
+``Widths`` keeps what each took, and says how to cut a tick's rows into calls.
 
 Source: docs/ARCHITECTURE.md, "The scheduler"; the recursion is the standard one with a forgetting factor
 (Haykin, Adaptive Filter Theory, chapter on RLS), in its information form.
@@ -37,14 +41,20 @@ SURPRISE: Final = 0.5
 seconds, since the machine was busy, would make prompts wait long after; a device that has become slower
 raises the error, and with it what is believed, within a few ticks."""
 
+WIDTH_WEIGHT: Final = 0.1
+"""Of a new measurement of a width."""
+
+WORTH_CUTTING: Final = 0.94
+"""Several calls must take less than this share of one: each has its overhead, and measurements have noise."""
+
 MOST_OFF: Final = 4.0
 """Bound of one tick's share in the error."""
 
 Terms: TypeAlias = tuple[float, ...]
-"""Five numbers: of a tick, its prompt tokens, its decodes, what its decodes read, what its prompts read."""
+"""Five numbers: of a call, its prompt tokens, its decodes, what its decodes read, what its prompts read."""
 
 SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0)
-"""Of the five terms, so that all coefficients are of like size: milliseconds a tick, a hundred prompt tokens,
+"""Of the five terms, so that all coefficients are of like size: milliseconds a call, a hundred prompt tokens,
 ten decodes, ten thousand tokens of context read by decodes, a hundred thousand read by prompts."""
 
 TERMS: Final = len(SCALES)
@@ -56,10 +66,13 @@ class Work:
 
     prompt_tokens: int
     decodes: int
+    """Rows of decoding sequences: one each, and one more for each guess that is checked."""
     context_tokens: int
-    """Tokens that the decoding sequences hold together: what their attention reads."""
+    """Tokens that stand before these rows, all together: what their attention reads."""
     prompt_context: float = 0.0
     """Tokens in front of the chunks of prompts, on average over their tokens."""
+    calls: int = 1
+    """Of ``llama_decode``, one after another."""
 
 
 @attrs.frozen
@@ -150,12 +163,48 @@ def _not_negative(coefficients: Terms, known: Sequence[Terms]) -> Terms:
 
 def _terms(work: Work) -> Terms:
     return (
-        1.0,
+        work.calls,
         work.prompt_tokens / SCALES[1],
         work.decodes / SCALES[2],
         work.context_tokens / SCALES[3],
         work.prompt_tokens * (work.prompt_context + work.prompt_tokens / 2) / SCALES[4],
     )
+
+
+@attrs.frozen
+class Widths:
+    """What one call takes by its rows of decodes, where that was measured: less the reading of context."""
+
+    ms: tuple[float, ...] = (0.0,)
+    """By number of rows; the first, of none, is 0.  Without gaps."""
+
+    @property
+    def most(self) -> int:
+        """The largest number of rows that was measured."""
+        return len(self.ms) - 1
+
+    def observed(self, rows: int, ms: float) -> Widths:
+        """After a call of ``rows`` that took ``ms`` beyond reading its context."""
+        if not 0 < rows <= self.most:
+            return self
+        now = self.ms[rows]
+        new = now + WIDTH_WEIGHT * (min(ms, (1 + SURPRISE) * now) - now)
+        return Widths((*self.ms[:rows], max(0.0, new), *self.ms[rows + 1 :]))
+
+    def cut(self, rows: int) -> tuple[int, ...]:
+        """``rows`` cut into the calls that take least together, the widest first; whole if that saves too little."""
+        if not 1 < rows <= self.most:
+            return (rows,)
+        return _cut(self.ms[: rows + 1])
+
+
+def _cut(ms: tuple[float, ...]) -> tuple[int, ...]:
+    rows = len(ms) - 1
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for n in range(1, rows + 1):
+        best.append(min((best[n - w][0] + ms[w], (*best[n - w][1], w)) for w in range(1, n + 1)))
+    least, widths = best[rows]
+    return tuple(sorted(widths, reverse=True)) if least < WORTH_CUTTING * ms[rows] else (rows,)
 
 
 @attrs.frozen
@@ -166,16 +215,28 @@ class CostModel:
     """Ticks of decodes alone."""
     mixed: Line = Line((10.0, 30.0, 10.0, 1.0, 1.0))
     """Ticks with prompt tokens."""
+    widths: Widths = Widths()
 
     def predict(self, work: Work) -> float:
         """Milliseconds that a tick of ``work`` will take."""
-        return (self.mixed if work.prompt_tokens else self.alone).predict(work)
+        if work.prompt_tokens:
+            return self.mixed.predict(work)
+        if work.calls == 1 and 0 < work.decodes <= self.widths.most:
+            return self.widths.ms[work.decodes] + self._reading_ms(work)
+        return self.alone.predict(work)
+
+    def _reading_ms(self, work: Work) -> float:
+        """Of decodes' context."""
+        return self.alone.coefficients[3] * work.context_tokens / SCALES[3]
 
     def observed(self, work: Work, ms: float) -> CostModel:
         """The model after a tick of ``work`` that took ``ms``."""
         if work.prompt_tokens:
-            return attrs.evolve(self, mixed=self.mixed.observed(work, ms))
-        return attrs.evolve(self, alone=self.alone.observed(work, ms))
+            return CostModel(self.alone, self.mixed.observed(work, ms), self.widths)
+        alone = self.alone.observed(work, ms)
+        if work.calls > 1:
+            return CostModel(alone, self.mixed, self.widths)
+        return CostModel(alone, self.mixed, self.widths.observed(work.decodes, ms - self._reading_ms(work)))
 
     def largest_prompt(self, ms: float, work: Work) -> float:
         """Prompt tokens that fit beside ``work``'s decodes into a tick of ``ms``."""

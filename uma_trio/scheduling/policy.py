@@ -22,6 +22,18 @@ from uma_trio.scheduling.fairness import Service
 BACKGROUND_SITS_OUT: Final = 4
 """Ticks in a row at most that a background stream is left out of."""
 
+WHOLE_EVERY: Final = 64
+"""Ticks of decodes of which one is not cut into several calls, so that what it takes stays known."""
+
+EVEN: Final = 16
+"""A chunk of more tokens is a multiple of it: on a CPU 60 tokens took as long as 64, and 24 each as long as of 16."""
+
+DRAFTS: Final = (1, 2, 4, 8, 16)
+"""Guesses a stream that are considered."""
+
+WORTH_DRAFTING: Final = 1.05
+"""Tokens a millisecond with guesses must be so many times those without."""
+
 
 class Priority(enum.IntEnum):
     """Classes of requests; the lower number goes first."""
@@ -41,10 +53,14 @@ class Slot:
     context: int = 0
     """Tokens in the KV cache."""
     due_s: float = math.inf
-    """While decoding: when its next token is due, on the clock of ``now_s``."""
+    """When its next token is due, on the clock of ``now_s``; while its prompt is read: its first."""
     priority: Priority = Priority.NORMAL
     tenant: int = 0
     """Whose service it counts as."""
+    drafts: int = 0
+    """Guesses at what follows its next token, which can be fed with it and checked."""
+    hits: float = 0.0
+    """The share of its guesses that came true lately."""
 
 
 @attrs.frozen
@@ -65,6 +81,8 @@ class Memory:
     had_prompts: bool = False
     sat_out: int = 0
     """Ticks in a row that background streams were left out of."""
+    decoded: int = 0
+    """Ticks of decodes alone so far."""
 
     def without(self, tenant: int) -> Memory:
         """``tenant`` has nothing to do any more."""
@@ -83,6 +101,12 @@ class Plan:
     """To be given to the next call."""
     work: Work
     predicted_ms: float
+    widths: tuple[int, ...]
+    """The streams cut into calls of ``llama_decode``, in order."""
+    prompts_apart: bool = False
+    """The prompts have a call of their own, after the streams'."""
+    drafts: Sequence[int] = ()
+    """Guesses to be fed with each of ``streams``; empty if there are none at all."""
 
 
 def plan(
@@ -94,14 +118,16 @@ def plan(
     cost: CostModel,
     capacity: int,
     limits: Scheduling,
+    mixes: bool = True,
 ) -> Plan:
-    """Choose what goes into the next ``llama_batch``.
+    """Choose what goes into the next tick.
 
     Streams come first, each with one token; only background ones may sit out a few ticks, when with them
     somebody's token would be late.  Prompts get as many tokens as the tick is predicted to have time for
     until the first of the streams is due.  Where even the smallest chunk that pays would make somebody
     late, prompts and punctuality take turns, tick by tick: neither starves.  With no stream to wait for
-    them, prompts may take ``prefill_tick_ms``.
+    them, prompts may take ``prefill_tick_ms``.  With no prompts, streams may check guesses at their next
+    tokens where that is predicted to give more tokens in the same time.
 
     Args:
         streams: sequences that decode and are ready.  One that waits for a slow client is not here.
@@ -111,6 +137,8 @@ def plan(
         cost: predicts what a tick takes.
         capacity: tokens that fit into one batch: at least a burst more than there are streams, which
             ``config.load`` sees to.
+        mixes: prompts and decodes of one call are computed together.  They are not where each sequence has
+            cells of its own: llama.cpp cuts such a batch up, and not at the sizes that suit the device.
 
     Returns:
         A plan of at most ``capacity`` tokens; of none only if nothing is ready.
@@ -119,30 +147,82 @@ def plan(
 
     >>> from uma_trio.scheduling.cost import Line
     >>> line = Line((2.0, 100.0, 10.0, 0.0, 0.0))
-    >>> chosen = plan([Slot(0, due_s=0.030), Slot(1, due_s=0.030)], [Slot(2, 50), Slot(3, 100)], Memory(),
+    >>> chosen = plan([Slot(0, due_s=0.030), Slot(1, due_s=0.030)], [Slot(2, 10), Slot(3, 100)], Memory(),
     ...               now_s=0.0, cost=CostModel(line, line), capacity=512,
     ...               limits=Scheduling(prefill_burst_tokens=16))
     >>> [slot.seq_id for slot in chosen.streams], [(share.seq_id, share.n_tokens) for share in chosen.shares]
-    ([0, 1], [(2, 16), (3, 10)])
+    ([0, 1], [(2, 10), (3, 6)])
     """
     served, sat_out = _served(streams, memory.sat_out, now_s, cost)
     work = Work(0, len(served), sum([slot.context for slot in served]))
-    given: list[tuple[Slot, int]] = []
-    service = memory.service
-    if prompts:
-        # what stands before a chunk is read again for each of its tokens, and takes its time; before they are
-        # chosen, as much as before all prompts on average
-        before = sum([slot.context for slot in prompts]) / len(prompts)
-        room = _room(served, attrs.evolve(work, prompt_context=before), memory, now_s, cost, capacity, limits)
-        while True:  # with less room other prompts are left, and more may stand before them; mostly once is enough
-            given, service = _divided(prompts, room, memory.service, limits)
-            work = _with_prompts(work, given)
-            room = _room(served, work, memory, now_s, cost, capacity, limits)
-            if room >= work.prompt_tokens:
-                break
+    if not prompts:
+        return _decodes(served, work, attrs.evolve(memory, had_prompts=False, sat_out=sat_out), now_s, cost, capacity)
+    apart = bool(served) and not mixes
+    widths: tuple[int, ...] = cost.widths.cut(len(served)) if apart else (len(served),)
+    work = attrs.evolve(work, calls=len(widths) + apart)
+    # what stands before a chunk is read again for each of its tokens, and takes its time; before they are
+    # chosen, as much as before all prompts on average
+    before = sum([slot.context for slot in prompts]) / len(prompts)
+    room = _room(served, attrs.evolve(work, prompt_context=before), memory, now_s, cost, capacity, limits)
+    while True:  # with less room other prompts are left, and more may stand before them; mostly once is enough
+        given, service = _divided(prompts, room, memory.service, limits)
+        work = _with_prompts(work, given)
+        room = _room(served, work, memory, now_s, cost, capacity, limits)
+        if room >= work.prompt_tokens:
+            break
+    if not given:
+        alone = Work(0, work.decodes, work.context_tokens)
+        memory = attrs.evolve(memory, service=service, had_prompts=False, sat_out=sat_out)
+        return _decodes(served, alone, memory, now_s, cost, capacity)
     shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
-    after = Memory(service.decoded(served), had_prompts=bool(shares), sat_out=sat_out)
-    return Plan(served, shares, after, work, cost.predict(work))
+    after = Memory(service.decoded(served), True, sat_out, memory.decoded)
+    return Plan(served, shares, after, work, cost.predict(work), widths, apart)
+
+
+def _decodes(
+    served: Sequence[Slot], work: Work, memory: Memory, now_s: float, cost: CostModel, capacity: int
+) -> Plan:
+    """A tick of streams alone."""
+    after = attrs.evolve(memory, service=memory.service.decoded(served), decoded=memory.decoded + 1)
+    if any([slot.drafts for slot in served]):
+        drafts, drafted = _drafts(served, work, now_s, cost, capacity)
+        if drafts:
+            return Plan(served, (), after, drafted, cost.predict(drafted), (len(served),), drafts=drafts)
+    widths: tuple[int, ...] = (len(served),)
+    if memory.decoded % WHOLE_EVERY:
+        widths = cost.widths.cut(len(served))
+        if len(widths) > 1:
+            work = attrs.evolve(work, calls=len(widths))
+    return Plan(served, (), after, work, cost.predict(work), widths)
+
+
+def _drafts(
+    served: Sequence[Slot], work: Work, now_s: float, cost: CostModel, capacity: int
+) -> tuple[Sequence[int], Work]:
+    """How many guesses each stream checks, where that gives more tokens in the same time than not to."""
+    best = WORTH_DRAFTING * len(served) / max(cost.predict(work), 1e-6)
+    found: Sequence[int] = ()
+    drafted = work
+    left_ms = 1e3 * (min([slot.due_s for slot in served]) - now_s)
+    for most in DRAFTS:
+        drafts = [min(slot.drafts, most) for slot in served]
+        rows = len(served) + sum(drafts)
+        context = work.context_tokens + sum([n * slot.context for n, slot in zip(drafts, served, strict=True)])
+        tried = Work(0, rows, context)
+        ms = cost.predict(tried)
+        if rows > capacity or ms > left_ms:
+            break
+        tokens = sum([_expected(slot.hits, n) for n, slot in zip(drafts, served, strict=True)])
+        if tokens > best * ms:
+            best, found, drafted = tokens / ms, tuple(drafts), tried
+        if max(slot.drafts for slot in served) <= most:
+            break
+    return found, drafted
+
+
+def _expected(hits: float, guesses: int) -> float:
+    """Tokens from a stream that checks ``guesses``, each true with probability ``hits`` if the ones before are."""
+    return (1 - hits ** (guesses + 1)) / (1 - hits) if hits < 1 else guesses + 1.0
 
 
 def _divided(
@@ -189,4 +269,5 @@ def _room(
             in_time = 0 if memory.had_prompts else limits.min_chunk_tokens
     else:
         in_time = max(4 * limits.min_chunk_tokens, cost.largest_prompt(limits.prefill_tick_ms, work))
-    return int(min(free, in_time))
+    room = int(min(free, in_time))
+    return max(room - room % EVEN, min(room, limits.min_chunk_tokens))

@@ -7,7 +7,7 @@ whether the whole answer is the expected one, and how far the best token was ahe
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Step
+from uma_trio.engine.records import Draw, Feed, Remove, Step
 from uma_trio.models.training.chat import END, START
 from uma_trio.models.training.corpus import Question
 from uma_trio.models.training.sample import Sample
@@ -30,8 +30,8 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _draw(self, feeds: tuple[Feed, ...]) -> tuple[int, ...]:
-        rows = sum(feed.draw is not None for feed in feeds)
+    def _draw(self, feeds: Sequence[Feed]) -> list[int]:
+        rows = sum(len(feed.draws) for feed in feeds)
         if rows:
             second, best = np.partition(self._context.logits(rows).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
@@ -86,8 +86,8 @@ class Examiner:
             for start in range(0, len(pending), self._facts.n_batch):
                 part = pending[start : start + self._facts.n_batch]
                 last = start + len(part) == len(pending)
-                feed = Feed(0, pos, part, Draw(GREEDY, at) if last else None)
-                drawn = self._engine.step(Step((0,) if pos == 0 else (), (feed,))).tokens
+                feed = Feed(0, pos, part, [Draw(GREEDY, at)] if last else ())
+                drawn = self._engine.step(Step([Remove(0)] if pos == 0 else (), [[feed]])).tokens
                 pos += len(part)
             if drawn[0] in self._facts.eog_ids:
                 return said.decode(errors="replace"), at, tuple(self._engine.margins)
