@@ -337,7 +337,8 @@ def commands_in(page: str) -> list[str]:
 
 def flags_of(name: str) -> set[str]:
     command = importlib.import_module(f"uma_trio.cli.{name}").command
-    flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
+    parts = [command, *getattr(command, "commands", {}).values()]
+    flags = {flag for part in parts for option in part.params for flag in (*option.opts, *option.secondary_opts)}
     return flags | {"-h", "--help"}
 
 

@@ -124,8 +124,9 @@ def _plot(run: Run, target: Path, at_s: float | None) -> None:
         if error.name != "matplotlib":
             raise
         _fail("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    figure = draw(run, at_s=at_s)
     try:
-        draw(run, at_s=at_s).savefig(target, dpi=110)
+        figure.savefig(target, dpi=110)
     except OSError as error:
         _fail(f"cannot write {target}: {error.strerror}")
     except ValueError as error:  # of a suffix that matplotlib does not know

@@ -104,11 +104,12 @@ def tick_gantt(run: Run, axes: Axes, *, at_s: float | None = None, n_ticks: int 
     lanes = sorted(
         {seq_id for tick in ticks for seq_id in (*tick.seq_ids, *(seq_id for seq_id, _ in tick.prompts))}
     )
-    row = {seq_id: at + 1.4 for at, seq_id in enumerate(lanes)}
+    strip = max(0.9, len(lanes) / 12)
+    row = {seq_id: at + strip / 2 + 0.9 for at, seq_id in enumerate(lanes)}
     bars, colours = [], []
     for tick in ticks:
         width, all_tokens = tick.ms / 1e3, tick.prompt_tokens + tick.streams + tick.drafted
-        bars.append(Rectangle((tick.t_s, -0.45), width, 0.9))
+        bars.append(Rectangle((tick.t_s, -strip / 2), width, strip))
         colours.append(BY_SHARE(tick.prompt_tokens / all_tokens if all_tokens else 0.0))
         for seq_id in tick.seq_ids:
             bars.append(Rectangle((tick.t_s, row[seq_id] - 0.34), width, 0.68))
@@ -116,11 +117,15 @@ def tick_gantt(run: Run, axes: Axes, *, at_s: float | None = None, n_ticks: int 
         for seq_id, _ in tick.prompts:
             bars.append(Rectangle((tick.t_s, row[seq_id] - 0.34), width, 0.68))
             colours.append(to_rgba(PROMPT))
-    axes.add_collection(PatchCollection(bars, facecolors=colours, edgecolors="white", linewidths=0.4))
-    begin, end = ticks[0].t_s, max(tick.t_s + tick.ms / 1e3 for tick in ticks)
+    axes.add_collection(
+        PatchCollection(
+            bars, facecolors=colours, edgecolors="white", linewidths=0.4 if len(lanes) < 64 else 0
+        )
+    )
+    begin, end = ticks[0].t_s, max(tick.t_s + max(tick.ms, 1.0) / 1e3 for tick in ticks)
     axes.set_xlim(begin, end)
-    axes.set_ylim(max(row.values(), default=0.0) + 0.8, -0.7)
-    step = math.ceil(len(lanes) / 24)
+    axes.set_ylim(max(row.values(), default=0.0) + 0.8, -strip / 2 - 0.25)
+    step = math.ceil(len(lanes) / 24) or 1
     labels = {0.0: "tick", **{row[seq_id]: f"seq {seq_id}" for seq_id in lanes[::step]}}
     axes.set_yticks(list(labels), list(labels.values()), fontsize=8)
     axes.tick_params(axis="y", length=0)
@@ -151,7 +156,7 @@ def ttft_against_load(run: Run, axes: Axes) -> None:
         _nothing(axes, "no request with a token has ended")
         return
     loads = load_at(Columns.of(run.ticks), np.array([request.arrived_s for request in answered]))
-    ttft_ms = np.array([request.ttft_ms for request in answered], dtype=np.float64)
+    ttft_ms = np.maximum([request.ttft_ms or 0.0 for request in answered], SHORTEST_MS)
     computed = np.array([request.prompt_tokens - request.cached_tokens for request in answered])
     kept = _thinned(len(answered))
     jitter = np.random.default_rng(0).uniform(-0.25, 0.25, len(kept))
@@ -178,7 +183,8 @@ def ttft_against_load(run: Run, axes: Axes) -> None:
     axes.legend(frameon=False, fontsize=8, loc="best")
     axes.set_yscale("log")
     _plain_log(axes, "y")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(loads.min() - 0.7, loads.max() + 0.7)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def predicted_against_measured(run: Run, axes: Axes) -> None:

@@ -105,7 +105,7 @@ class TickRecord:
     sample_ms: float = recorded("smp", Kind.DURATION, 0.0)
     host_gap_ms: float | None = recorded("gap", Kind.DURATION, None)
     """Since the end of the tick before; ``None`` if there was nothing to do in between."""
-    waiting: int = recorded("wait", Kind.COUNT, 0)
+    waiting: int = recorded("q", Kind.COUNT, 0)
     """Requests in the queue."""
     bytes_moved: int | None = recorded("bytes", Kind.COUNT, None)
     """Estimate of what was read from memory: weights and KV cache."""
