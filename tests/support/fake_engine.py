@@ -101,7 +101,7 @@ class FakeEngine:
         self._aborted = False
         self._cache: dict[int, Story] = {}
 
-    def step(self, step: Step) -> StepResult:
+    def step(self, step: Step, almost: Callable[[], None] = lambda: None) -> StepResult:
         self.steps.append(step)
         self.cost_of_last_ms = 0.0
         for edit in step.edits:
@@ -183,16 +183,16 @@ class VirtualThread:
         self._engine = engine
         self._free_at = -math.inf
 
-    def submit(self, call: Callable[[], Any]) -> VirtualPending:
+    def submit(self, call: Callable[[Callable[[], None]], Any]) -> VirtualPending:
         try:
-            result, error = call(), None
+            result, error = call(lambda: None), None
         except EngineError as failure:
             result, error = None, failure
         self._free_at = max(self._free_at, trio.current_time()) + self._engine.cost_of_last_ms / 1e3
         return VirtualPending(self._free_at, result, error)
 
     async def run(self, call: Callable[[], Any]) -> Any:
-        return await self.submit(call).wait()
+        return await self.submit(lambda almost: call()).wait()
 
 
 class VirtualPending:

@@ -72,24 +72,26 @@ class LlamaEngine:
     def facts(self) -> ModelFacts:
         return self._facts
 
-    def step(self, step: Step) -> StepResult:
+    def step(self, step: Step, almost: Callable[[], None] = lambda: None) -> StepResult:
         try:
-            return self._step(step)
+            return self._step(step, almost)
         except EngineError:
             raise
         except Exception as error:  # refused by the ABI layer, or a defect: the context is not to be trusted
             raise EngineError(f"{type(error).__name__}: {error}", fatal=True) from error
 
-    def _step(self, step: Step) -> StepResult:
+    def _step(self, step: Step, almost: Callable[[], None]) -> StepResult:
         started = time.perf_counter()
         for edit in step.edits:
             self._edit(edit)
         tokens: list[int] = []
         decode_ms = sample_ms = 0.0
         began = started
-        for feeds in step.batches:
+        for n, feeds in enumerate(step.batches, 1):
             self._decode(feeds)
             decoded = time.perf_counter()
+            if n == len(step.batches):
+                almost()
             tokens += self._draw(feeds)
             ended = time.perf_counter()
             decode_ms += 1e3 * (decoded - began)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
@@ -66,9 +66,9 @@ class ModelFacts:
         return min(self.n_ctx_seq, self.n_ctx_train)
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Draw:
-    """How the token after a feed is chosen."""
+    """How the token after a feed is chosen.  Never changed; frozen it would take three times as long to make."""
 
     params: SamplingParams
     step: int
@@ -77,9 +77,9 @@ class Draw:
     """Ids that must not be chosen."""
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class Feed:
-    """Tokens of one sequence, consecutive in it and in the batch."""
+    """Tokens of one sequence, consecutive in it and in the batch.  Never changed, as ``Draw``."""
 
     seq_id: int
     pos: int
@@ -121,8 +121,11 @@ class Engine(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
-    def step(self, step: Step) -> StepResult:
+    def step(self, step: Step, almost: Callable[[], None] = lambda: None) -> StepResult:
         """Do one tick.  Blocks for as long as it computes, without the GIL.
+
+        Args:
+            almost: called when all is computed and only the tokens are to be chosen, if there are any.
 
         Raises:
             EngineError: see there for what is left behind.

@@ -150,10 +150,10 @@ class Job:
         return drawn[: n + 1]
 
     def offer_guesses(self, most: int) -> None:
-        """Tell the policy how many guesses there are."""
-        if self.lookup is not None:
-            self.slot.drafts = len(self.lookup.guesses(min(most, self.most_guesses)))
-            self.slot.hits = self.lookup.hits
+        """Tell the policy how many guesses there are; of one that makes any."""
+        assert self.lookup is not None
+        self.slot.drafts = len(self.lookup.guesses(min(most, self.most_guesses))) if most else 0
+        self.slot.hits = self.lookup.hits
 
     def known_tokens(self) -> TokenIds:
         """What its sequence holds, less guesses that nobody has checked."""

@@ -51,7 +51,7 @@ TRUSTED: Final = 0.95
 """How far the first guesses are trusted, of a request that asks for them."""
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class _Delivery:
     """Sampled tokens on their way to a client."""
 
@@ -287,7 +287,7 @@ class Runner:
             return None
         deliveries = []
         now = trio.current_time()
-        guess = len(flight.drawing) <= GUESSES_UP_TO
+        most_guesses = MOST_GUESSES if len(flight.drawing) <= GUESSES_UP_TO else 0
         for job, drawn in flight.drawn(result):
             if job.state is State.DONE:
                 continue  # cancelled, or found its stop string, while this was computed
@@ -295,9 +295,10 @@ class Runner:
             delivery = self._gained(job, tokens)
             deliveries.append(delivery)
             if delivery.reason is None:
-                job.state = State.DECODE
-                job.slot.pending, job.slot.due_s = 1, now + job.target_tbt_s
-                job.offer_guesses(MOST_GUESSES if guess else 0)
+                job.state, slot = State.DECODE, job.slot
+                slot.pending, slot.due_s = 1, now + job.target_tbt_s
+                if job.lookup is not None:
+                    job.offer_guesses(most_guesses)
         return _Landed(flight, result, deliveries, now)
 
     def _checked(self, job: Job, drawn: Sequence[int]) -> Sequence[int]:
@@ -366,7 +367,7 @@ class Runner:
         return flight
 
     def _submit(self, step: Step) -> Pending[StepResult]:
-        return self._thread.submit(lambda: self._engine.step(step))
+        return self._thread.submit(lambda almost: self._engine.step(step, almost))
 
     def _followed(self, stalled: Sequence[int]) -> list[Slot]:
         """Those that waited for another sequence and need to no longer."""

@@ -112,7 +112,7 @@ class Line:
         free = self.free or self.coefficients
         miss = believed - sum([c * t for c, t in zip(free, x, strict=True)])
         free = tuple([c + g * miss for c, g in zip(free, _solved(known, x), strict=True)])
-        error = off if self.seen == 0 else self.error + 0.05 * (off - self.error)
+        error = off if self.seen < TRUSTED else self.error + 0.05 * (off - self.error)  # of one that learns: the last
         return Line(_not_negative(free, known), known, self.seen + 1, error, free)
 
     def largest_prompt(self, ms: float, work: Work) -> float:
