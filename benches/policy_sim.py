@@ -22,7 +22,7 @@ import math
 import random
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from report import cell, quantiles, table
 from uma_trio.config import Scheduling
 from uma_trio.demo.recording import percentile
 from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.fairness import LOWER_CLASS_WAITS
+from uma_trio.scheduling.fairness import LOWER_CLASS_WAITS, ROUND
 from uma_trio.scheduling.policy import BACKGROUND_SITS_OUT, Memory, Plan, Priority, Share, Slot, plan
 
 HOST_MS = 0.3
@@ -226,22 +226,22 @@ class Outcome:
     """Ticks until an admitted prompt advanced, the longest."""
     stream_waited: int = 0
     background_waited: int = 0
-    most_prompts: int = 0
-    """Of one class of one tenant at once."""
+    sequences: dict[tuple[Priority, int], set[int]] = attrs.field(factory=lambda: defaultdict(set))
+    """On which each class of each tenant had prompts."""
     most_groups: int = 0
+    """Classes of tenants with prompts at once."""
 
-    def bound(self, limits: Scheduling, n_batch: int) -> int:
+    def bound(self) -> int:
         """Ticks within which an admitted prompt advances, as docs/ARCHITECTURE.md states."""
-        least = min(limits.min_chunk_tokens, max(1, n_batch - self.most_streams))
-        pieces = math.ceil(limits.prefill_burst_tokens / min(limits.prefill_burst_tokens, least))
-        return 2 * (LOWER_CLASS_WAITS + self.most_groups) * (1 + (max(1, self.most_prompts) - 1) * pieces)
+        served = LOWER_CLASS_WAITS + self.most_groups if self.most_groups > 1 else 1
+        return 2 * ROUND * max(map(len, self.sequences.values()), default=1) * served
 
-    def starved(self, limits: Scheduling, n_batch: int) -> list[str]:
+    def starved(self) -> list[str]:
         """Why somebody did, if so."""
         found = []
         if not all(request.done for request in self.requests):
             found.append(f"{sum(not request.done for request in self.requests)} requests never ended")
-        if self.prompt_waited > self.bound(limits, n_batch):
+        if self.prompt_waited > self.bound():
             found.append(f"a prompt waited for {self.prompt_waited} ticks")
         if self.stream_waited > 1:
             found.append(f"a stream waited for {self.stream_waited} ticks")
@@ -274,11 +274,12 @@ def simulate(
             seq_id = request.slot.seq_id = free.pop()
             held[seq_id] = request
             request.admitted_s, request.advanced_tick = now, outcome.ticks
+            request.slot.due_s = request.arrived_s  # and as much later as the target, which is the same for all
         streams = [held[seq_id].slot for seq_id in held if seq_id in decoding]
         prompts = [request.slot for seq_id, request in held.items() if seq_id not in decoding]
-        groups = Counter((slot.priority, slot.tenant) for slot in prompts)
-        outcome.most_groups = max(outcome.most_groups, len(groups))
-        outcome.most_prompts = max(outcome.most_prompts, *groups.values()) if groups else outcome.most_prompts
+        outcome.most_groups = max(outcome.most_groups, len({(slot.priority, slot.tenant) for slot in prompts}))
+        for slot in prompts:
+            outcome.sequences[slot.priority, slot.tenant].add(slot.seq_id)
         outcome.most_streams = max(outcome.most_streams, len(streams))
         began = time.thread_time()
         chosen = policy.plan(streams, prompts, now)
@@ -350,7 +351,7 @@ def by_class(outcome: Outcome) -> Iterator[tuple[Priority, list[float], list[flo
         yield priority, ttft, outcome.itl_ms[priority]
 
 
-def report(device: Device, outcomes: Sequence[Outcome], limits: Scheduling) -> str:
+def report(device: Device, outcomes: Sequence[Outcome]) -> str:
     header = ["", "class", "TTFT p50 ms", "p95", "p99", "max", "ITL p50 ms", "p95", "p99", "max"]
     rows = [
         [outcome.policy, priority.name.lower(), *quantiles(ttft), *quantiles(itl)]
@@ -372,7 +373,7 @@ def report(device: Device, outcomes: Sequence[Outcome], limits: Scheduling) -> s
         "of a stream / background", "plan() p50 ms", "p99", "tick error %",
     ]  # fmt: skip
     ours = next((outcome for outcome in outcomes if outcome.policy == Ours.name), None)
-    bound = "" if ours is None else f"; bound of a prompt's wait: {ours.bound(limits, device.n_batch):,} ticks"
+    bound = "" if ours is None else f"; bound of a prompt's wait: {ours.bound():,} ticks"
     title = f"## {device.name}: {device.parallel:,} sequences, batches of {device.n_batch:,}{bound}"
     return "\n\n".join([title, table(header, rows), table(names, whole)])
 
@@ -435,8 +436,8 @@ def main(
                 outcome = simulate(device, make(device, limits), these, noise=noise, seed=seed, watch=bar.update)
             outcomes.append(outcome)
             rows += csv_rows(device, outcome)
-        click.echo(report(device, outcomes, limits) + "\n")
-        starved += [f"{name}: {why}" for why in outcomes[0].starved(limits, device.n_batch)]
+        click.echo(report(device, outcomes) + "\n")
+        starved += [f"{name}: {why}" for why in outcomes[0].starved()]
     click.echo("plan() alone, " + "; ".join(
         f"{n} streams and {m} prompts: p50 {cell(percentile(took, 50), 3)}, p99 {cell(percentile(took, 99), 3)} ms"
         for n, m in ((256, 0), (224, 32), (16, 2))

@@ -168,13 +168,17 @@ async def test_an_interactive_prompt_is_read_before_others(autojump_clock):
 
 async def test_a_background_prompt_is_read_beside_others_without_end(autojump_clock):
     async with running() as house:
+        over = False
+
         def again() -> None:
-            house.ask(400, 1, Client(then=again), slo=INTERACTIVE)
+            if not over:
+                house.ask(400, 1, Client(then=again), slo=INTERACTIVE)
 
         for _ in range(4):
             again()
         with trio.fail_after(10):
             await house.ask(500, 1, slo=BACKGROUND).done.wait()
+        over = True
         house.runner.close()
 
 

@@ -1,9 +1,10 @@
-"""Whose prompt is read: equals alike, higher classes and the least served first, and nobody never."""
+"""Whose prompt is read: higher classes, the least served and who is due first, and nobody never."""
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections import Counter
 
 import attrs
@@ -11,27 +12,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.scheduling.fairness import LOWER_CLASS_WAITS, Service, divide
+from tests.support.device import CPU, House
+from uma_trio.scheduling.fairness import LOWER_CLASS_WAITS, ROUND, Service, divide
 from uma_trio.scheduling.policy import Priority, Slot
 
 ENDLESS = 1 << 60
 
 
-def bound(prompts: list[Slot], *, burst: int, least: int) -> int:
+def bound(prompts: list[Slot]) -> int:
     """Divisions within which each prompt gets some, as ``divide`` promises."""
     groups = Counter((slot.priority, slot.tenant) for slot in prompts)
-    pieces = math.ceil(burst / min(burst, least))
-    return (LOWER_CLASS_WAITS + len(groups)) * (1 + (max(groups.values()) - 1) * pieces)
+    return ROUND * max(groups.values()) * (LOWER_CLASS_WAITS + len(groups) if len(groups) > 1 else 1)
 
 
 @st.composite
 def some_prompts(draw: st.DrawFn, *, endless: bool = False, most: int = 12) -> list[Slot]:
     seq_ids = draw(st.lists(st.integers(0, 255), min_size=1, max_size=most, unique=True))
     sizes = st.just(ENDLESS) if endless else st.integers(1, 500)
+    dues = st.sampled_from([-5.0, 0.5, 1.0, 2.0, math.inf])
+    who = {"priority": st.sampled_from(Priority), "tenant": st.integers(0, 3)}
     return [
-        Slot(seq_id, draw(sizes), priority=draw(st.sampled_from(Priority)), tenant=draw(st.integers(0, 3)))
+        Slot(seq_id, draw(sizes), due_s=draw(dues), **{name: draw(values) for name, values in who.items()})
         for seq_id in seq_ids
     ]
+
+
+def read_first(slot: Slot, burst: int) -> tuple[bool, float, int]:
+    """The order of one tenant's prompts."""
+    return slot.pending > burst, slot.due_s, slot.seq_id
 
 
 @attrs.define
@@ -55,28 +63,48 @@ class Reading:
         return [slot.seq_id for slot, _ in shares]
 
 
+def later(prompts: list[Slot], divisions: int) -> Service:
+    """What so many divisions leave."""
+    service = Service()
+    for _ in range(divisions):
+        _, service = divide(prompts, 7, service, burst=5)
+    return service
+
+
 # -- one division -----------------------------------------------------------------------------------
 
 
-@given(some_prompts(), st.integers(1, 2000), st.integers(1, 100), st.integers(0, 6))
+@given(some_prompts(), st.integers(1, 2000), st.integers(1, 100), st.integers(0, 30))
 def test_all_tokens_are_given_and_none_that_nobody_wants(prompts: list[Slot], tokens: int, burst: int, before: int) -> None:
-    service = Service()
-    for _ in range(before):
-        _, service = divide(prompts, 7, service, burst=burst)
+    service = later(prompts, before)
     shares, _ = divide(prompts, tokens, service, burst=burst)
     assert sum(n for _, n in shares) == min(tokens, sum(slot.pending for slot in prompts))
     assert all(1 <= n <= slot.pending for slot, n in shares)
     assert len({slot.seq_id for slot, _ in shares}) == len(shares)
-    assert divide(prompts, tokens, service, burst=burst)[0] == shares, "it changed what it was given"
 
 
-@given(some_prompts(), st.integers(1, 2000), st.integers(1, 100))
-def test_what_was_given_is_booked(prompts: list[Slot], tokens: int, burst: int) -> None:
-    shares, service = divide(prompts, tokens, Service(), burst=burst)
-    booked = Counter[int]()
+@given(some_prompts(), st.integers(1, 2000), st.integers(1, 100), st.integers(0, 30), st.randoms())
+def test_the_same_at_any_time_and_nothing_is_changed(
+    prompts: list[Slot], tokens: int, burst: int, before: int, chance: random.Random
+) -> None:
+    service = later(prompts, before)
+    slots, was = [attrs.asdict(slot) for slot in prompts], (dict(service.tenants), dict(service.turns))
+    shares, after = divide(prompts, tokens, service, burst=burst)
+    assert divide(prompts, tokens, service, burst=burst) == (shares, after)
+    assert [attrs.asdict(slot) for slot in prompts] == slots
+    assert (service.tenants, service.turns) == was
+    chance.shuffle(prompts)
+    assert divide(prompts, tokens, service, burst=burst) == (shares, after), "the order they come in matters"
+
+
+@given(some_prompts(), st.integers(1, 2000), st.integers(1, 100), st.integers(0, 30))
+def test_what_was_given_is_booked(prompts: list[Slot], tokens: int, burst: int, before: int) -> None:
+    service = later(prompts, before)
+    expected = {slot.tenant: service.of(slot.tenant) for slot in prompts}
+    shares, after = divide(prompts, tokens, service, burst=burst)
     for slot, n in shares:
-        booked[slot.tenant] += n
-    assert service.tenants == pytest.approx({slot.tenant: booked[slot.tenant] for slot in prompts})
+        expected[slot.tenant] += n
+    assert after.tenants == pytest.approx(expected)
 
 
 @given(some_prompts(), st.integers(1, 2000), st.integers(1, 100))
@@ -94,52 +122,82 @@ def test_the_least_served_tenant_goes_first() -> None:
     assert service.tenants == {1: 50.0, 2: 50.0}
 
 
-def test_a_burst_that_a_tick_cut_off_goes_on_in_the_next() -> None:
-    reading = Reading([Slot(i, 100) for i in range(3)], burst=16)
-    shares = []
-    for _ in range(3):
-        before = Counter(reading.given)
-        reading.divide(20)
-        shares.append(sorted((reading.given - before).items()))
-    assert shares == [[(0, 16), (1, 4)], [(1, 12), (2, 8)], [(0, 12), (2, 8)]]
+# -- of one tenant ----------------------------------------------------------------------------------
 
 
-def test_who_was_cut_off_and_has_gone_leaves_its_burst_to_nobody() -> None:
-    reading = Reading([Slot(i, 100) for i in range(3)], burst=16)
-    reading.divide(20)
-    reading.prompts = [slot for slot in reading.prompts if slot.seq_id != 1]
-    reading.divide(16)
-    assert reading.given[2] == 16
+@given(some_prompts(), st.integers(1, 2000), st.integers(1, 100))
+def test_each_gets_all_it_can_use_before_the_next(prompts: list[Slot], tokens: int, burst: int) -> None:
+    """Those that a burst completes first, the others after them, each by due time."""
+    for slot in prompts:
+        slot.priority, slot.tenant = Priority.NORMAL, 0
+    expected, left = {}, tokens
+    for slot in sorted(prompts, key=lambda slot: read_first(slot, burst)):
+        if n := min(left, slot.pending):
+            expected[slot.seq_id] = n
+            left -= n
+    assert {slot.seq_id: n for slot, n in divide(prompts, tokens, Service(), burst=burst)[0]} == expected
 
 
-# -- equals -----------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.integers(0, 255), min_size=2, max_size=12, unique=True),
-    st.integers(1, 64),
-    st.booleans(),
-    st.lists(st.integers(1, 300), min_size=1, max_size=60),
-)
-def test_of_a_tenants_prompts_none_is_more_than_a_burst_ahead(seq_ids: list[int], burst: int, others: bool, ticks: list[int]) -> None:
-    """However much time a tick has, and whoever else reads."""
-    own = [Slot(seq_id, ENDLESS) for seq_id in seq_ids]
-    more = [Slot(300, ENDLESS, tenant=5), Slot(301, ENDLESS, tenant=6), Slot(302, ENDLESS, priority=Priority.BACKGROUND)]
-    reading = Reading(own + more if others else own, burst)
-    for tokens in ticks:
-        reading.divide(tokens)
-        fed = [reading.given[seq_id] for seq_id in seq_ids]
-        assert max(fed) - min(fed) <= burst
+def test_with_equal_targets_it_is_the_order_of_arrival() -> None:
+    reading = Reading([Slot(2, 300, due_s=1.0), Slot(0, 300, due_s=3.0), Slot(1, 300, due_s=2.0)])
+    assert [reading.divide(100) for _ in range(6)] == [[2], [2], [2], [1], [1], [1]]
 
 
 def test_a_short_prompt_is_not_kept_waiting_by_long_ones() -> None:
-    reading = Reading([Slot(0, ENDLESS), Slot(1, ENDLESS)])
-    for _ in range(10):
+    reading = Reading([Slot(0, ENDLESS, due_s=0.0), Slot(1, ENDLESS, due_s=1.0)])
+    reading.divide(100)
+    reading.prompts.append(Slot(2, 64, due_s=9.0))
+    reading.divide(100)
+    assert reading.given == {0: 136, 2: 64}
+
+
+def test_who_asks_for_a_tight_target_goes_earlier() -> None:
+    reading = Reading([Slot(0, ENDLESS, due_s=10.0), Slot(1, ENDLESS, due_s=11.0)])
+    reading.divide(100)
+    reading.prompts.append(Slot(2, 300, due_s=5.0))
+    assert [reading.divide(100) for _ in range(4)] == [[2], [2], [2], [0]]
+
+
+def test_every_eighth_division_begins_with_the_next_in_rotation() -> None:
+    reading = Reading([Slot(seq_id, ENDLESS, due_s=seq_id == 3) for seq_id in (3, 5, 9)], burst=16)
+    in_rotation = []
+    for _ in range(5):
+        assert [reading.divide(100) for _ in range(ROUND - 1)] == [[5]] * (ROUND - 1)
+        before = Counter(reading.given)
         reading.divide(100)
-    reading.prompts.append(Slot(2, 30))
-    reading.divide(100)
-    reading.divide(100)
-    assert reading.given[2] == 30
+        in_rotation.append(dict(reading.given - before))
+    assert in_rotation == [{3: 16, 5: 84}, {5: 100}, {9: 16, 5: 84}, {3: 16, 5: 84}, {5: 100}]
+
+
+def test_the_rotation_goes_on_after_one_that_has_gone() -> None:
+    reading = Reading([Slot(seq_id, ENDLESS, due_s=seq_id) for seq_id in range(4)], burst=16)
+    for _ in range(2 * ROUND):
+        reading.divide(16)
+    del reading.prompts[1]
+    for _ in range(ROUND):
+        reading.divide(16)
+    assert dict(reading.given) == {0: 16 * (3 * ROUND - 2), 1: 16, 2: 16}
+
+
+def test_only_divisions_that_give_the_tenant_something_count_for_its_rotation() -> None:
+    """Tenants that take turns by bursts have rounds of their own."""
+    reading = Reading([Slot(seq_id, ENDLESS, due_s=seq_id, tenant=seq_id % 2) for seq_id in range(4)], burst=16)
+    for _ in range(4 * ROUND):
+        reading.divide(16)
+    assert dict(reading.given) == {0: 16 * (2 * ROUND - 1), 1: 16 * (2 * ROUND - 1), 2: 16, 3: 16}
+
+
+def test_long_prompts_that_come_together_end_one_after_the_other() -> None:
+    """Read in turns all would have their first token at the end."""
+    house, first_token_s = House(CPU), {}
+    for arrived, seq_id in enumerate((3, 0, 4, 2, 1)):
+        house.read(seq_id, 2000, n=1).slot.due_s = 1.0 + arrived / 1e3
+    while house.held:
+        before = set(house.held)
+        house.tick()
+        first_token_s |= dict.fromkeys(before - set(house.held), house.now_s)
+    assert list(first_token_s) == [3, 0, 4, 2, 1]
+    assert statistics.mean(first_token_s.values()) <= 0.65 * max(first_token_s.values())
 
 
 # -- nobody never -----------------------------------------------------------------------------------
@@ -152,7 +210,7 @@ def test_every_prompt_gets_some_in_time(prompts: list[Slot], burst: int, data: s
     behind = data.draw(st.dictionaries(st.integers(0, 3), st.sampled_from([0.0, 1e6, 1e12])))
     chance = random.Random(data.draw(st.integers(0, 99)))
     reading = Reading(prompts, burst, Service(behind))
-    within = bound(prompts, burst=burst, least=least)
+    within = bound(prompts)
     last = dict.fromkeys([slot.seq_id for slot in prompts], 0)
     ticks = min(3 * within, 1500)
     for tick in range(1, ticks + 1):
@@ -162,23 +220,45 @@ def test_every_prompt_gets_some_in_time(prompts: list[Slot], burst: int, data: s
 
 @given(st.integers(0, 99), st.integers(1, 4))
 def test_every_prompt_gets_some_in_time_while_others_come_and_go(seed: int, tenants: int) -> None:
-    """Sequences are reused, and all of one class can be away for a while."""
+    """Sequences are reused, those who come are ever more in a hurry, and all of one class can be away for a while."""
     chance, parallel, burst, least = random.Random(seed), 8, 32, 16
     reading = Reading([], burst)
     waited = Counter[int]()
-    worst = (LOWER_CLASS_WAITS + 3 * tenants) * (1 + (parallel - 1) * 2)
-    for _ in range(400):
+    worst = ROUND * parallel * (LOWER_CLASS_WAITS + min(parallel, 3 * tenants))
+    for tick in range(1000):
         free = set(range(parallel)) - {slot.seq_id for slot in reading.prompts}
         for seq_id in free:
             if chance.random() < 0.5:
-                size = chance.choice([5, 60, 1000, ENDLESS])
-                reading.prompts.append(Slot(seq_id, size, priority=chance.choice(list(Priority)), tenant=chance.randrange(tenants)))
+                size, due_s = chance.choice([5, 60, 1000, ENDLESS]), chance.choice([0.0, -tick, math.inf])
+                who = {"priority": chance.choice(list(Priority)), "tenant": chance.randrange(tenants)}
+                reading.prompts.append(Slot(seq_id, size, due_s=due_s, **who))
         if not reading.prompts:
             continue
         ready = {slot.seq_id for slot in reading.prompts}
         served = set(reading.divide(chance.randint(least, 40)))
         waited = Counter({seq_id: waited[seq_id] + 1 for seq_id in ready - served})
         assert max(waited.values(), default=0) < worst
+
+
+@given(st.integers(1, 64), st.integers(2, 8), st.integers(1, 100))
+def test_a_long_prompt_is_read_beside_short_and_urgent_ones_without_end(burst: int, parallel: int, tokens: int) -> None:
+    """Of one tenant alone each gets some within ``ROUND`` divisions for each sequence."""
+    reading, waited = Reading([Slot(0, ENDLESS)], burst), 0
+    for tick in range(200):
+        free = set(range(parallel)) - {slot.seq_id for slot in reading.prompts}
+        reading.prompts += [Slot(seq_id, burst if tick % 2 else 500, due_s=-tick) for seq_id in free]
+        waited = 0 if 0 in reading.divide(tokens) else waited + 1
+        assert waited < ROUND * parallel
+
+
+def test_who_is_read_to_the_end_at_once_was_not_passed_over() -> None:
+    """A tenant's tiny background prompts, always a new one: never a whole turn, and yet no claim to the next."""
+    reading = Reading([Slot(0, ENDLESS, priority=Priority.INTERACTIVE), Slot(1, ENDLESS)], burst=16)
+    for _ in range(10 * (LOWER_CLASS_WAITS + 2)):
+        if len(reading.prompts) < 3:
+            reading.prompts.append(Slot(2, 5, priority=Priority.BACKGROUND))
+        reading.divide(16)
+    assert reading.given[1] >= 16 * 9
 
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 200), min_size=40, max_size=80))
@@ -199,6 +279,26 @@ def test_a_turn_of_a_lower_class_is_a_burst_and_no_more() -> None:
     for _ in range(10 * (LOWER_CLASS_WAITS + 1)):
         reading.divide(100)
     assert reading.given == {0: 9000 - 160, 1: 160}
+
+
+def test_who_has_waited_longest_has_the_first_turn() -> None:
+    """Though there are more of them than ticks that each is passed over."""
+    many = 2 * LOWER_CLASS_WAITS
+    reading = Reading([Slot(i, ENDLESS, tenant=i, priority=Priority.BACKGROUND) for i in range(many)], burst=16)
+    reading.prompts.append(Slot(many, ENDLESS, tenant=many, priority=Priority.INTERACTIVE))
+    for _ in range(LOWER_CLASS_WAITS + 3 * (many + 1)):
+        reading.divide(16)
+    assert {reading.given[i] for i in range(many)} == {48}
+
+
+def test_leavings_are_no_turn() -> None:
+    """What the higher class cannot use is too little to wait for."""
+    reading = Reading([Slot(0, ENDLESS)], burst=16)
+    for tick in range(10 * (LOWER_CLASS_WAITS + 1)):
+        reading.prompts.append(Slot(tick + 1, 15, priority=Priority.INTERACTIVE))
+        reading.divide(16)
+        reading.prompts = reading.prompts[:1]
+    assert reading.given[0] == 10 * (16 + LOWER_CLASS_WAITS)
 
 
 # -- tenants ----------------------------------------------------------------------------------------

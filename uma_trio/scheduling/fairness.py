@@ -1,10 +1,13 @@
-"""Whose prompt is read next: by class, then by least-served tenant, then in rounds of bursts.
+"""Whose prompt is read next: by class, then by least-served tenant, then by when its first token is due.
 
 A tenant's *service* is the tokens it was given, generated ones counting twice.  The least-served tenant
 that has something to read goes next; a tenant that comes, or comes back after a while, starts where the
 least-served one is, so that nobody saves up service while away.
 
-Neither order may make anybody wait for ever: who was passed over often enough gets a burst first.
+A tenant's own prompts are read one after the other, for read in turns they would all end at the end.  Those
+that a burst completes go before the others.
+
+None of these orders may make anybody wait for ever: who was passed over often enough gets a burst first.
 
 Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): virtual token counters.
 """
@@ -12,7 +15,11 @@ Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): vir
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import attrs
@@ -30,20 +37,29 @@ LOWER_CLASS_WAITS: Final = 8
 """Ticks with prompts that a class, or a tenant within one, is passed over for others.  Then it is its turn,
 after those alone that have waited as long."""
 
+ROUND: Final = 8
+"""Of so many ticks that read a group's prompts the last begins with a burst of the next one in rotation."""
+
+DUE_S: Final = attrgetter("due_s")
+SEQ_ID: Final = attrgetter("seq_id")
+
 Group: TypeAlias = "tuple[Priority, int]"
 """A tenant's prompts of one class."""
 
 
 @attrs.frozen
 class Turn:
-    """Where a group's round of bursts stands."""
+    """What a group had of late."""
 
     last: int = -1
-    """The sequence that got tokens last."""
-    begun: int = 0
-    """Tokens of a burst of its that a tick cut off, to be completed first; 0 if it was whole."""
+    """The sequence that the last turn in rotation went to."""
+    served: int = 0
+    """Ticks since then in which the group got anything."""
     passed_over: int = 0
     """Ticks with prompts in a row in which the group got less than a turn: a burst, or all of a tick."""
+
+
+NEW: Final = Turn()
 
 
 @attrs.frozen
@@ -53,7 +69,7 @@ class Service:
     tenants: Mapping[int, float] = attrs.field(factory=dict)
     """Tenant -> weighted tokens.  Of those that have something to do, since they came."""
     turns: Mapping[Group, Turn] = attrs.field(factory=dict)
-    """Of the groups that had prompts in the last division."""
+    """Of the groups that the last division left something to read."""
 
     away: Mapping[int, float] = attrs.field(factory=dict)
     """The same of those that have nothing to do now and were given more than the least served one of the others."""
@@ -125,103 +141,106 @@ def rank(slot: Slot, waited_s: float, service: Service) -> tuple[int, float]:
 def divide(
     prompts: Sequence[Slot], tokens: int, service: Service, *, burst: int
 ) -> tuple[list[tuple[Slot, int]], Service]:
-    """Cut ``tokens`` off the endless round of bursts: what each of ``prompts`` gets.
+    """What each of ``prompts`` gets of ``tokens``.
 
-    A short new prompt is not kept waiting by a long one, and of two long ones of a tenant neither is ever
-    more than a burst ahead.  A higher class takes all it can use first, and so does the tenant that was
-    served least, but others are passed over only so many ticks in a row.
+    A higher class takes all it can use first.  Of one class the tenant that was served least is next, a burst
+    at a time, or with all that is left if only one has something to read.  But others are passed over only so
+    many divisions in a row.
+
+    Of a group's prompts those that a burst completes are read first and the others after them, both by when
+    their first tokens are due, each as far as it goes before the next.  But every ``ROUND``-th division in which
+    the group gets anything begins with a burst of the next one in rotation.
 
     Args:
         tokens: at least 1.  All of them are given, unless the prompts have fewer.
 
-    Nobody waits for ever: with ``g`` groups of at most ``p`` prompts, and ``tokens`` never below ``m``,
-    a prompt gets some in ``(LOWER_CLASS_WAITS + g) * (1 + (p - 1) * ceil(burst / min(burst, m)))``
-    divisions.
+    Nobody waits for ever.  Of ``g`` groups at a time each is served in at least one of
+    ``w = LOWER_CLASS_WAITS + g`` divisions; alone in each, so ``w = 1``.  A prompt whose group has prompts on
+    ``p`` sequences while it waits gets some in ``ROUND * p * w`` divisions.
     """
-    if len(prompts) == 1:
-        slot, n = prompts[0], min(tokens, prompts[0].pending)
-        after = attrs.evolve(service, turns={(slot.priority, slot.tenant): Turn(slot.seq_id)})
-        return [(slot, n)], after.given({slot.tenant: n * PROMPT_TOKEN})
-    division = _Division(prompts, tokens, service, burst)
-    overdue = [group for group in division.groups.values() if group.passed_over >= LOWER_CLASS_WAITS]
-    for group in sorted(overdue, key=lambda group: -group.passed_over):
-        if division.left >= division.turn:
-            division.give([group], most=division.turn)
-    for priority in sorted({priority for priority, _ in division.groups}):
-        of_class = [group for (p, _), group in division.groups.items() if p == priority]
-        division.give(of_class, most=division.left)
-    return [(slot, division.given[slot.seq_id]) for slot in prompts if slot.seq_id in division.given], division.after()
+    by_key: defaultdict[Group, list[Slot]] = defaultdict(list)
+    for slot in sorted(sorted(prompts, key=SEQ_ID), key=DUE_S):  # quicker than one sort by pairs
+        by_key[slot.priority, slot.tenant].append(slot)
+    groups = [
+        _Group(*key, own, service.turns.get(key, NEW), sum([slot.pending for slot in own]))
+        for key, own in by_key.items()
+    ]
+    counters = {group.tenant: service.of(group.tenant) for group in groups}
+    _give(groups, tokens, counters, burst)
+    shares: list[tuple[Slot, int]] = []
+    turns: dict[Group, Turn] = {}
+    for group in groups:
+        own, turn = group.read(burst, whole=min(burst, tokens))
+        shares += own
+        if group.wanted:
+            turns[group.priority, group.tenant] = turn
+    return shares, attrs.evolve(service.with_counters(counters), turns=turns)
 
 
+@attrs.define(eq=False)
 class _Group:
-    """A group's round while tokens are divided."""
+    """One group while tokens are divided."""
 
-    def __init__(self, tenant: int, turn: Turn) -> None:
-        self.tenant = tenant
-        self.last, self.begun, self.passed_over = turn.last, turn.begun, turn.passed_over
-        self.queue: list[Slot] = []
-        """Whose turn is next, and after; without those that have all of their tokens."""
-        self.got = 0
+    priority: Priority
+    tenant: int
+    prompts: list[Slot]
+    """By when their first tokens are due."""
+    turn: Turn
+    wanted: int
+    """Tokens that they could still use."""
+    got: int = 0
 
-    def in_turn(self) -> None:
-        """Sort the queue: a burst that was cut off, then those after it in the round."""
-        first = self.last if self.begun else self.last + 1
-        self.queue.sort(key=lambda slot: (slot.seq_id < first, slot.seq_id))
-        if self.queue and self.queue[0].seq_id != self.last:
-            self.begun = 0  # who was cut off has gone
+    def take(self, most: int) -> int:
+        """As many as it wants, of ``most``."""
+        n = min(most, self.wanted)
+        self.wanted -= n
+        self.got += n
+        return n
 
-    def after(self, turn: int) -> Turn:
-        return Turn(self.last, self.begun, 0 if self.got >= turn else self.passed_over + 1)
+    def read(self, burst: int, whole: int) -> tuple[Iterable[tuple[Slot, int]], Turn]:
+        """What each of its prompts gets of what it got, and where it stands then; a turn is ``whole`` tokens."""
+        last, served = self.turn.last, self.turn.served
+        passed_over = 0 if self.got >= whole else self.turn.passed_over + 1
+        if not self.got:
+            return (), Turn(last, served, passed_over)
+        given: dict[Slot, int] = {}
+        left, served = self.got, served + 1
+        if served == ROUND:
+            slot = min([slot for slot in self.prompts if slot.seq_id > last] or self.prompts, key=SEQ_ID)
+            given[slot] = min(left, burst, slot.pending)
+            left -= given[slot]
+            last, served = slot.seq_id, 0
+        short = (slot for slot in self.prompts if slot.pending <= burst)
+        long = (slot for slot in self.prompts if slot.pending > burst)
+        for slot in chain(short, long):
+            if not left:
+                break
+            had = given.get(slot, 0)
+            if n := min(left, slot.pending - had):
+                given[slot] = had + n
+                left -= n
+        return given.items(), Turn(last, served, passed_over)
 
 
-class _Division:
-    """One division under way."""
-
-    def __init__(self, prompts: Sequence[Slot], tokens: int, service: Service, burst: int) -> None:
-        self.left = tokens
-        self.turn = min(burst, tokens)
-        self.given: dict[int, int] = {}
-        self.groups: dict[Group, _Group] = {}
-        self._burst = burst
-        self._service = service
-        nothing = Turn()
-        for slot in prompts:
-            key = (slot.priority, slot.tenant)
-            group = self.groups.get(key)
-            if group is None:
-                group = self.groups[key] = _Group(slot.tenant, service.turns.get(key, nothing))
-            group.queue.append(slot)
-        for group in self.groups.values():
-            group.in_turn()
-        self._counters = {group.tenant: service.of(group.tenant) for group in self.groups.values()}
-
-    def give(self, groups: Sequence[_Group], *, most: int) -> None:
-        """Bursts to ``groups``, least-served tenant first, ``most`` tokens in all."""
-        able = [group for group in groups if group.queue]
-        while most > 0 and able:
-            group = min(able, key=lambda group: self._counters[group.tenant]) if len(able) > 1 else able[0]
-            slot = group.queue[0]
-            rest = slot.pending - self.given.get(slot.seq_id, 0)
-            alone = len(able) == 1 and len(group.queue) == 1
-            whole = rest if alone else min(rest, self._burst - group.begun)
-            n = min(whole, most)
-            most -= n
-            self.left -= n
-            self.given[slot.seq_id] = self.given.get(slot.seq_id, 0) + n
-            self._counters[group.tenant] += n * PROMPT_TOKEN
-            group.got += n
-            group.last = slot.seq_id
-            if n < whole and not alone:
-                group.begun += n
-                return
-            group.begun = 0
-            group.queue.pop(0)
-            if n < rest:
-                group.queue.append(slot)
-            elif not group.queue:
-                able.remove(group)
-
-    def after(self) -> Service:
-        """What is left for the next division."""
-        turns = {key: group.after(self.turn) for key, group in self.groups.items()}
-        return attrs.evolve(self._service, turns=turns).with_counters(self._counters)
+def _give(groups: Sequence[_Group], tokens: int, counters: dict[int, float], burst: int) -> None:
+    """Divide ``tokens`` among ``groups``, and book them on ``counters``."""
+    left, whole = tokens, min(burst, tokens)
+    overdue = [group for group in groups if group.turn.passed_over >= LOWER_CLASS_WAITS]
+    for group in sorted(overdue, key=lambda group: -group.turn.passed_over):
+        if left >= whole:
+            n = group.take(whole)
+            left -= n
+            counters[group.tenant] += n * PROMPT_TOKEN
+    for priority in sorted({group.priority for group in groups}):
+        able = [group for group in groups if group.priority == priority and group.wanted]
+        heap = [(counters[group.tenant], group.tenant, group) for group in able]
+        heapify(heap)
+        while left and heap:
+            counter, tenant, group = heap[0]
+            n = group.take(min(left, burst) if len(heap) > 1 else left)
+            left -= n
+            counters[tenant] = counter + n * PROMPT_TOKEN
+            if group.wanted:
+                heapreplace(heap, (counters[tenant], tenant, group))
+            else:
+                heappop(heap)
