@@ -1,9 +1,18 @@
-"""How hypothesis searches: the same examples each time, however busy the machine; new ones on request."""
+"""How hypothesis searches: the same examples each time, however busy the machine; new ones on request.
 
+And what daemons learn of this machine stays in a folder of the run's own: no test depends on the one before.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
 
 from hypothesis import settings
 
 settings.register_profile("same", derandomize=True, deadline=None, max_examples=20)
 settings.register_profile("explore", derandomize=False, deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("explore" if os.environ.get("UMA_TEST_EXPLORE") else "same")
+
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="uma-trio-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
+from tests.support.engine_contract import step
 from tests.support.fake_engine import FakeEngine
 from uma_trio.engine.calibrate import calibrate
-from uma_trio.engine.records import EngineError, Feed, Step
+from uma_trio.engine.records import EngineError, Feed
 
 
 @pytest.fixture

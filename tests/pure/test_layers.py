@@ -43,7 +43,7 @@ PURE_MAY_IMPORT = STANDARD_AND_PURE | {"attrs", "cbor2", "msgspec", "numpy"}
 EXCEPTIONS = {"config": {"pathlib", "yaml"}}
 """Paths are values of the configuration, and it reads its own file."""
 
-NO_NUMPY = ("errors", "config", "protocol", "scheduling", "kv")
+NO_NUMPY = ("errors", "config", "protocol", "scheduling")
 """What a client or a flag needs must not cost a tenth of a second."""
 
 

@@ -29,6 +29,7 @@ from uma_trio.daemon.connection import Connection
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.engine.thread import EngineThread
 from uma_trio.errors import TooManySessions
+from uma_trio.models import known_costs
 from uma_trio.models.loaded import LoadedModel, load_model
 from uma_trio.models.prompt import PromptMaker
 from uma_trio.protocol.codec import server_codec

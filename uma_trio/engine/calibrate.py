@@ -29,16 +29,19 @@ ROUNDS: Final = 2
 """Of each of them; the quicker one counts, since nothing makes a step quicker than it is."""
 
 
-def calibrate(engine: Engine, *, budget_s: float = BUDGET_S) -> CostModel:
+def calibrate(engine: Engine, *, known: CostModel | None = None, budget_s: float = BUDGET_S) -> CostModel:
     """A cost model that has seen some small steps of ``engine``, whose cache is empty before and after.
 
     Blocks for about twice ``budget_s``.  Steps for which sequences, cells or the batch are too small are left out.
+
+    Args:
+        known: what an earlier run has learned.
 
     Raises:
         EngineError: a step failed.
     """
     trial = _Trial(engine)
-    cost = CostModel()
+    cost = known or CostModel()
     ends = time.perf_counter() + budget_s
     for warm, shape in enumerate(SHAPES):
         found = trial.run(shape) if trial.fits(shape) else None
@@ -47,12 +50,12 @@ def calibrate(engine: Engine, *, budget_s: float = BUDGET_S) -> CostModel:
         if time.perf_counter() > ends:
             break
     trial.forget()
-    widths = _widths(trial, budget_s)
+    ms = _widths(trial, budget_s)
     trial.forget()
-    return CostModel(cost.alone, cost.mixed, widths)
+    return CostModel(cost.alone, cost.mixed, Widths(ms + cost.widths.ms[len(ms) :]))
 
 
-def _widths(trial: _Trial, budget_s: float) -> Widths:
+def _widths(trial: _Trial, budget_s: float) -> tuple[float, ...]:
     """What decodes of 1 to ``WIDEST`` rows take, as far as the time goes."""
     ends = time.perf_counter() + budget_s
     ms = [0.0]
@@ -62,7 +65,7 @@ def _widths(trial: _Trial, budget_s: float) -> Widths:
         ms.append(min(trial.decode_ms(rows) for _ in range(ROUNDS)))
         if time.perf_counter() > ends:
             break
-    return Widths(tuple(ms))
+    return tuple(ms)
 
 
 class _Trial:

@@ -23,6 +23,10 @@ DEFAULT_WINDOW: Final = 8192
 SHARE_OF_MEMORY: Final = 0.25
 """Most of the machine's memory that the KV cache takes, where nobody says how large it is to be."""
 
+CPU_UBATCH: Final = 256
+"""A prompt of 512 tokens took 0.90 ms a token at once and 0.79 in two halves: what lies between the layers no longer
+fits into the second-level cache."""
+
 BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 """Of ggml's blocks: 32 values with a 16-bit scale."""
 
@@ -51,6 +55,8 @@ class Layout:
     unified: bool
     flash_attn: str
     """``on``, ``off``, or ``auto`` for llama.cpp to choose."""
+    n_ubatch: int
+    """Tokens that are computed at once: a longer batch is cut."""
 
 
 def layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: int) -> Layout:
@@ -68,7 +74,8 @@ def layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: 
     window = min(shape.n_ctx_train, DEFAULT_WINDOW)
     affordable = int(SHARE_OF_MEMORY * memory_bytes / max(1.0, shape.bytes_per_token(settings)))
     n_ctx = settings.ctx or max(min(window * settings.parallel, affordable), window)
-    return Layout(n_ctx=n_ctx, unified=unified, flash_attn=flash_attn)
+    n_ubatch = settings.batch_tokens if on_gpu else min(settings.batch_tokens, CPU_UBATCH)
+    return Layout(n_ctx=n_ctx, unified=unified, flash_attn=flash_attn, n_ubatch=n_ubatch)
 
 
 def machine_memory_bytes() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -66,11 +67,20 @@ class LlamaEngine:
             unified=self._options.kv_unified,
             rewinds=not (self._model.is_recurrent or self._model.is_hybrid),
             kv_bytes_per_token=_shape(self._model).bytes_per_token(settings),
+            n_layer=self._model.n_layer,
+            n_embd=self._model.n_embd,
         )
 
     @property
     def facts(self) -> ModelFacts:
         return self._facts
+
+    @property
+    def circumstances(self) -> tuple[object, ...]:
+        """All but the model that decides what a step costs."""
+        library = self._model.library
+        devices = tuple((device.name, device.description) for device in library.devices())
+        return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), self._options
 
     def step(self, step: Step, almost: Callable[[], None] = lambda: None) -> StepResult:
         try:
@@ -135,7 +145,7 @@ class LlamaEngine:
         if not draws:
             return []
         logits = self._context.logits(len(draws)).array
-        masks = [draw.mask for draw in draws] if any([draw.mask is not None for draw in draws]) else None
+        masks = [draw.mask for draw in draws] if any(draw.mask is not None for draw in draws) else None
         drawn = sampling.sample(logits, [draw.params for draw in draws], [draw.step for draw in draws], masks)
         found: list[int] = drawn.tolist()
         return found
@@ -202,7 +212,7 @@ def _context_options(
     return llama_abi.ContextOptions(
         n_ctx=chosen.n_ctx,
         n_batch=settings.batch_tokens,
-        n_ubatch=settings.batch_tokens,
+        n_ubatch=chosen.n_ubatch,
         n_seq_max=settings.parallel,
         n_threads=threads,
         n_threads_batch=threads,

@@ -59,6 +59,10 @@ class ModelFacts:
     """A sequence's last tokens can be removed; a recurrent or sliding-window memory cannot."""
     kv_bytes_per_token: float = 0.0
     """Of the KV cache, in all layers."""
+    n_layer: int = 0
+    n_embd: int = 0
+    memory_bytes_per_s: float | None = None
+    """What the memory that holds the weights can move; ``None`` where that was not measured."""
 
     @property
     def window(self) -> int:

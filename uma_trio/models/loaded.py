@@ -16,6 +16,7 @@ from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, open_tokenizer
 from uma_trio.engine.records import EngineError
 from uma_trio.engine.thread import EngineThread
 from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.models import known_costs
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.gguf_check import GgufError, check_gguf
 from uma_trio.models.prompt import PromptMaker
@@ -39,6 +40,8 @@ class LoadedModel:
     prompts: PromptMaker
     cost: CostModel
     """What ticks cost here, measured while loading."""
+    cost_name: str
+    """Under which to keep what is learned later."""
 
     def piece(self, token: int) -> bytes:
         """The bytes that ``token`` stands for."""
@@ -108,8 +111,10 @@ def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
     with _told(path):
         check_gguf(path)
         engine = LlamaEngine(path, config.model, progress)
-        cost = calibrate(engine)
-    return LoadedModel(engine, PromptMaker(engine.tokenizer, _chat_template(engine), config.limits), cost)
+        name = known_costs.circumstances(path, *engine.circumstances)
+        cost = calibrate(engine, known=known_costs.recall(name))
+    prompts = PromptMaker(engine.tokenizer, _chat_template(engine), config.limits)
+    return LoadedModel(engine, prompts, cost, name)
 
 
 def _chat_template(engine: LlamaEngine) -> ChatTemplate | None:

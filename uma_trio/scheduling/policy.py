@@ -184,7 +184,7 @@ def _decodes(
 ) -> Plan:
     """A tick of streams alone."""
     after = attrs.evolve(memory, service=memory.service.decoded(served), decoded=memory.decoded + 1)
-    if any([slot.drafts for slot in served]):
+    if any(slot.drafts for slot in served):
         drafts, drafted = _drafts(served, work, now_s, cost, capacity)
         if drafts:
             return Plan(served, (), after, drafted, cost.predict(drafted), (len(served),), drafts=drafts)

@@ -1,0 +1,101 @@
+"""What was learned of a model's ticks on this machine, kept from one run to the next.
+
+A large model has no time to be measured well before its first client; what its last run learned is a better start than
+a guess.  Nothing depends on it: a file that is missing, old, damaged or of other circumstances is passed over, and
+one that cannot be written is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import msgspec
+import platformdirs
+import structlog
+
+from uma_trio.scheduling.cost import TERMS, CostModel, Line, Widths
+
+log = structlog.get_logger("uma_trio.models")
+
+FORMAT: Final = 1
+SAMPLE_BYTES: Final = 1 << 20
+"""Of each end of a model file: its header, and some weights.  Reading all of a large one would take seconds."""
+
+LARGEST_BYTES: Final = 1 << 16
+FADED: Final = 0.1
+"""What is left of an older run's certainty."""
+
+
+def circumstances(model: Path, *facts: object) -> str:
+    """A name for ``model`` under ``facts``: library, devices, threads, layout; all that decides what ticks cost."""
+    size = model.stat().st_size
+    digest = hashlib.sha256(repr((FORMAT, size, facts)).encode())
+    with model.open("rb") as file:
+        digest.update(file.read(SAMPLE_BYTES))
+        file.seek(max(0, size - SAMPLE_BYTES))
+        digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def folder() -> Path:
+    """Where they are kept."""
+    return Path(platformdirs.user_cache_dir("uma-trio")) / "costs"
+
+
+def recall(name: str, where: Path | None = None) -> CostModel | None:
+    """What was kept as ``name``, less sure than it was; ``None`` if there is nothing of use."""
+    path = (where or folder()) / f"{name}.json"
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_BYTES)
+        fields = msgspec.json.decode(data)
+        return CostModel(_line(fields["alone"]), _line(fields["mixed"]), Widths(_numbers(fields["widths"])))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.debug("learned costs cannot be used", path=str(path), reason=str(error))
+        return None
+
+
+def keep(name: str, cost: CostModel, where: Path | None = None) -> bool:
+    """Keep ``cost`` as ``name``; whether that went well."""
+    path = (where or folder()) / f"{name}.json"
+    fields = {
+        "alone": attrs.asdict(cost.alone),
+        "mixed": attrs.asdict(cost.mixed),
+        "widths": cost.widths.ms,
+    }
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(msgspec.json.encode(fields))
+        os.replace(temporary, path)
+    except OSError as error:
+        log.debug("learned costs cannot be kept", path=str(path), reason=str(error))
+        return False
+    return True
+
+
+def _line(fields: dict[str, Any]) -> Line:
+    """Checked: a file is no more to be trusted than a client."""
+    known = tuple(tuple(FADED * k for k in _numbers(row, TERMS)) for row in fields["known"])
+    free = None if fields["free"] is None else _numbers(fields["free"], TERMS)
+    coefficients = _numbers(fields["coefficients"], TERMS)
+    seen, error = int(fields["seen"]), float(fields["error"])
+    if len(known) != TERMS or min(coefficients) < 0 or not (0 <= seen and 0 <= error < 10):
+        raise ValueError("not a line")
+    if any(known[i][i] <= 0 for i in range(TERMS)):
+        raise ValueError("not a certainty")
+    return Line(coefficients, known, seen, error, free)
+
+
+def _numbers(values: Iterable[Any], n: int | None = None) -> tuple[float, ...]:
+    found = tuple(float(value) for value in values)
+    if (n is not None and len(found) != n) or not 1 <= len(found) <= 64 or not all(abs(f) < 1e15 for f in found):
+        raise ValueError(f"{len(found)} numbers")
+    return found
