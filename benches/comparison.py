@@ -164,21 +164,21 @@ class Comparison:
         return a.wall_s / b.wall_s, a.itl_p99_ms / b.itl_p99_ms
 
     def plot(self, path: Path, title: str) -> None:
-        """Wall time against p99: who is nearer to the lower left is better in both."""
+        """Wall time against p99; a line joins the settings of a server that none of its own beats in both."""
         import matplotlib as mpl
 
         mpl.use("Agg")
         from matplotlib import pyplot, ticker
 
         figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
-        for group, marker in ((self.ours, "o"), (self.rivals, "s")):
-            points = sorted((self.figures[contender].itl_p99_ms, self.figures[contender].wall_s) for contender in group)
-            axes.plot(*zip(*points, strict=True), marker=marker, label=group[0].server)
-            for contender in group:
-                figures = self.figures[contender]
-                axes.annotate(
-                    contender.setting, (figures.itl_p99_ms, figures.wall_s), xytext=(5, 5), textcoords="offset points", fontsize=8
-                )
+        for group, marker, colour in ((self.ours, "o", "C0"), (self.rivals, "s", "C1")):
+            points = sorted((self.figures[contender].itl_p99_ms, self.figures[contender].wall_s, contender.setting) for contender in group)
+            axes.scatter([p99 for p99, _, _ in points], [wall for _, wall, _ in points], marker=marker, color=colour, label=group[0].server)
+            best = [point for at, point in enumerate(points) if all(point[1] < other[1] for other in points[:at])]
+            axes.plot([p99 for p99, _, _ in best], [wall for _, wall, _ in best], color=colour)
+            for index, (p99, wall, setting) in enumerate(points):
+                offset = (5, 6 if index % 2 else -12)  # in turns, as neighbours' labels are long
+                axes.annotate(setting, (p99, wall), xytext=offset, textcoords="offset points", fontsize=8, color=colour)
         axes.set_xscale("log")
         for axis_formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
             axis_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))

@@ -20,6 +20,8 @@ pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_ll
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "benches" / "mixed_load.py"
+THROUGHPUT = ROOT / "benches" / "throughput.py"
+PEERS = Path(os.environ.get("LLAMA_PEERS_DIR") or ROOT / "build" / "peers" / "bin")
 SMALL = ("--streams", "2", "--tokens", "40", "--long-words", "60", "--long-tokens", "8", "--long-after", "5")
 
 
@@ -30,9 +32,16 @@ def folder():
         yield Path(name)
 
 
-def bench(*arguments, folder):
+@pytest.fixture
+def peers():
+    """llama.cpp's own programs."""
+    if not (PEERS / "llama-server").exists():
+        pytest.skip(f"there is no llama-server in {PEERS}: ./build_llama.sh --peers builds it")
+
+
+def bench(*arguments, folder, script=BENCH):
     return subprocess.run(
-        [sys.executable, BENCH, *map(str, arguments)],
+        [sys.executable, script, *map(str, arguments)],
         env={**os.environ, "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
@@ -103,6 +112,89 @@ def test_no_daemon_is_one_line(folder):
 def test_flags_that_a_running_daemon_cannot_take(folder):
     done = bench("--socket", folder / "nobody.sock", "--threads", "2", folder=folder)
     assert done.returncode == 2
+
+
+# -- beside llama.cpp's own programs -------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_mixed_load_beside_llama_server(library, peers, tmp_path, folder):
+    out, plot = tmp_path / "runs.csv", tmp_path / "pareto.png"
+    settings = ("--rival-batch", "2048,64", "--ours", "--target-tbt-ms 50", "--repeat", "2", "--long", "2", "--long-every", "0.05")
+    done = bench(*SMALL, "--rival", "llama-server", *settings, "--csv", out, "--plot", plot, folder=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    for said in ("pin  ", "| llama-server -b 2048 ", "| uma-trio --target-tbt-ms 50 ", "| times llama-server", "at least as good"):
+        assert said in done.stdout
+    rows = read(out)
+    assert [(row["server"], row["setting"]) for row in rows] == 2 * [
+        ("llama-server", "-b 2048"), ("uma-trio", "--target-tbt-ms 50"), ("llama-server", "-b 64")
+    ]  # fmt: skip
+    assert [row["run"] for row in rows] == ["1"] * 3 + ["2"] * 3
+    for row in rows:
+        assert float(row["wall_s"]) > 0
+        assert float(row["itl_p50_ms"]) <= float(row["itl_p99_ms"]) <= float(row["itl_max_ms"])
+        assert 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_max_ms"])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert list(folder.iterdir()) == [], "the servers' files are gone"
+
+
+@pytest.mark.slow
+def test_throughput_beside_llama_cpp(library, peers, tmp_path, folder):
+    out = tmp_path / "runs.csv"
+    shape = ("--streams", "1,3", "--tokens", "20", "--prompt-words", "10", "--repeat", "2")
+    done = bench(*shape, "--csv", out, folder=folder, script=THROUGHPUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    rows = read(out)
+    programs = ["uma-trio", "llama-server", "llama-batched-bench"]
+    assert [(row["streams"], row["run"], row["program"]) for row in rows] == [
+        (streams, run, program) for streams in "13" for run in "12" for program in programs
+    ]
+    assert all(float(row["decode_tokens_per_s"]) > 0 for row in rows)
+    assert len({row["prompt_tokens"].split(".")[0] for row in rows if row["streams"] == "1"}) == 1, "the same prompt"
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_throughput_without_rivals(library, folder):
+    done = bench("--streams", "2", "--tokens", "10", "--no-rivals", "--", "--flash-attn", "on", folder=folder, script=THROUGHPUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| uma-trio " in done.stdout
+    assert "llama-server" not in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [(BENCH, "--rival", "llama-server"), (THROUGHPUT,)], ids=["mixed", "throughput"])
+def test_a_missing_rival_is_one_line(folder, arguments):
+    script, *options = arguments
+    done = bench(*options, "--rival-bin", folder, folder=folder, script=script)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: there is no llama-server in ")
+    assert "./build_llama.sh --peers" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_rival_that_does_not_come_up_says_why(peers, tmp_path, folder):
+    model = tmp_path / "no.gguf"
+    model.write_text("this is no model")
+    done = bench("--rival", "llama-server", "--model", model, folder=folder)
+    assert done.returncode == 1
+    assert "llama-server ended at its start" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--pin", "all"), ("--rival-batch", "many"), ("--ours", "--target-tbt-ms 9"), ("--rival", "llama-server", "--socket", "s"),
+    ],
+    ids=lambda options: options[0],
+)  # fmt: skip
+def test_options_that_make_no_sense(folder, options):
+    done = bench(*options, folder=folder)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
 
 
 # -- the demo ------------------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+"""What the benches decide without a server: what an HTTP response says, which cores are meant."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from uma_trio.client import BrokenProtocol
+
+BENCHES = Path(__file__).parents[2] / "benches"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+llama_http, pinning = load("llama_http"), load("pinning")
+
+HEAD = b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENTS = [b'{"content":"a","stop":false}', b'{"content":"\xc3\xbc"}', b'{"content":"","stop":true,"tokens_predicted":2}']
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def response(*, per_chunk: int = 1, comment: bytes = b"") -> bytes:
+    """The events in chunks of so many bytes, or of one event each."""
+    body = [b"data: " + event + b"\n\n" for event in EVENTS]
+    if comment:
+        body.insert(1, comment + b"\n\n")
+    if per_chunk > 1:
+        whole = b"".join(body)
+        body = [whole[at : at + per_chunk] for at in range(0, len(whole), per_chunk)]
+    return HEAD + b"".join(map(chunk, body)) + chunk(b"")
+
+
+@pytest.mark.parametrize("data", [response(), response(per_chunk=7), response(per_chunk=1000), response(comment=b": ping")])
+@pytest.mark.parametrize("step", [1, 3, 10_000])
+def test_events_are_the_same_however_they_come(data: bytes, step: int) -> None:
+    reader, found = llama_http.EventReader(), []
+    for at in range(0, len(data), step):
+        assert not reader.ended
+        found += reader.receive_data(data[at : at + step])
+    assert reader.ended
+    assert found == EVENTS
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n" + b'{"error":"Loading model"}', "Loading model"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "400 Bad Request"),
+        (b"", "nothing"),
+        (HEAD + chunk(b"data: {}\n\n"), "in the middle"),
+        (HEAD + chunk(b"error: out of luck\n\n"), "out of luck"),
+    ],
+)
+def test_what_is_no_answer(data: bytes, complaint: str) -> None:
+    reader = llama_http.EventReader()
+    with pytest.raises(BrokenProtocol, match=complaint):
+        for part in (data, b"") if data else (b"",):
+            reader.receive_data(part)
+
+
+def test_no_pins() -> None:
+    assert pinning.parse_pins("none", 1) is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux pins processes to cores")
+class TestPins:
+    @pytest.fixture(autouse=True)
+    def four_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+
+    @pytest.mark.parametrize(
+        ("text", "threads", "server", "client"),
+        [("auto", 1, {0, 1, 2}, {3}), ("auto", 3, {0, 1, 2}, {3}), ("0:1", 4, {0}, {1}), ("0,2-3:1", 1, {0, 2, 3}, {1})],
+    )
+    def test_which_cores(self, text: str, threads: int, server: set[int], client: set[int]) -> None:
+        assert pinning.parse_pins(text, threads) == pinning.Pins(frozenset(server), frozenset(client))
+
+    def test_auto_leaves_each_compute_thread_a_core(self) -> None:
+        assert pinning.parse_pins("auto", 4) is None
+
+    @pytest.mark.parametrize(
+        ("text", "complaint"), [("0", "neither auto"), ("0:x", "no list of cores"), (":1", "no list"), ("0:9", "may not use core 9")]
+    )
+    def test_what_is_no_pin(self, text: str, complaint: str) -> None:
+        with pytest.raises(ValueError, match=complaint):
+            pinning.parse_pins(text, 1)
