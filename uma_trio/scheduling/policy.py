@@ -25,9 +25,6 @@ BACKGROUND_SITS_OUT: Final = 4
 WHOLE_EVERY: Final = 64
 """Ticks of decodes of which one is not cut into several calls, so that what it takes stays known."""
 
-EVEN: Final = 16
-"""A chunk of more tokens is a multiple of it: on a CPU 60 tokens took as long as 64, and 24 each as long as of 16."""
-
 DRAFTS: Final = (1, 2, 4, 8, 16)
 """Guesses a stream that are considered."""
 
@@ -151,7 +148,7 @@ def plan(
     ...               now_s=0.0, cost=CostModel(line, line), capacity=512,
     ...               limits=Scheduling(prefill_burst_tokens=16))
     >>> [slot.seq_id for slot in chosen.streams], [(share.seq_id, share.n_tokens) for share in chosen.shares]
-    ([0, 1], [(2, 10), (3, 6)])
+    ([0, 1], [(2, 10), (3, 16)])
     """
     served, sat_out = _served(streams, memory.sat_out, now_s, cost)
     work = Work(0, len(served), sum([slot.context for slot in served]))
@@ -269,5 +266,4 @@ def _room(
             in_time = 0 if memory.had_prompts else limits.min_chunk_tokens
     else:
         in_time = max(4 * limits.min_chunk_tokens, cost.largest_prompt(limits.prefill_tick_ms, work))
-    room = int(min(free, in_time))
-    return max(room - room % EVEN, min(room, limits.min_chunk_tokens))
+    return int(min(free, in_time))
