@@ -107,7 +107,7 @@ class TickRecord:
     """Since the end of the tick before; ``None`` if there was nothing to do in between."""
     waiting: int = recorded("q", Kind.COUNT, 0)
     """Requests in the queue."""
-    bytes_moved: int | None = recorded("bytes", Kind.COUNT, None)
+    bytes_moved: float | None = recorded("bytes", Kind.ROUNDED, None)
     """Estimate of what was read from memory: weights and KV cache."""
     bandwidth_share: float | None = recorded("bw", Kind.SHARE, None)
     """That, as a share of what the device can read in the time."""
@@ -148,7 +148,8 @@ class RequestRecord:
     reason: str = recorded("why", Kind.TEXT)
     """How it ended: ``stop``, ``length``, ``cancelled``, or an error code."""
     itl_ms: Sequence[float] = recorded("itl", Kind.DURATIONS, ())
-    """Times between its tokens, one after another, less those in which its client did not read."""
+    """Times between the moments at which tokens came, one after another: a right guess comes with the token before.
+    Without those in which its client did not read."""
 
     @property
     def ttft_ms(self) -> float | None:
