@@ -166,7 +166,8 @@ def ttft_against_load(run: Run, axes: Axes) -> None:
         c=np.maximum(computed[kept], 1),
         cmap="viridis_r",
         norm="log",
-        s=14,
+        s=20,
+        zorder=3,
         linewidths=0,
     )
     bar = axes.figure.colorbar(dots, ax=axes, label="tokens of its prompt that were computed", format=PLAIN)

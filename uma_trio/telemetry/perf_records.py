@@ -171,7 +171,7 @@ Record = TickRecord | RequestRecord | Trailer
 
 
 class PerfSink(Protocol):
-    """Where records go.  Takes a microsecond and never fails: what cannot be written is counted."""
+    """Where records go.  Takes no time and never fails: what cannot be written is counted."""
 
     def tick(self, record: TickRecord) -> None: ...
 

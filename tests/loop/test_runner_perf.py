@@ -1,0 +1,108 @@
+"""What the runner tells the perf log: every tick, every request, and no idle time for a gap."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import attrs
+import numpy as np
+import trio
+
+from tests.support.fake_engine import FakeEngine, VirtualThread
+from tests.support.serving import piece, settings
+from uma_trio.models.prompt import Prompt
+from uma_trio.protocol.messages import Generate
+from uma_trio.runner import Job, Runner
+from uma_trio.telemetry.perf_records import RequestRecord, TickRecord
+
+
+@attrs.define
+class Records:
+    """A sink that keeps everything."""
+
+    ticks: list[TickRecord] = attrs.field(factory=list)
+    requests: list[RequestRecord] = attrs.field(factory=list)
+
+    def tick(self, record: TickRecord) -> None:
+        self.ticks.append(record)
+
+    def request(self, record: RequestRecord) -> None:
+        self.requests.append(record)
+
+
+class Deaf:
+    """A client that takes everything and keeps nothing."""
+
+    has_room = True
+
+    def send(self, event: Any) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def recorded(engine: FakeEngine | None = None, **values: Any) -> AsyncIterator[tuple[Runner, Records]]:
+    engine, records = engine or FakeEngine(), Records()
+    runner = Runner(engine, VirtualThread(engine), piece, settings(**values), perf=records)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(runner.run)
+        yield runner, records
+        nursery.cancel_scope.cancel()
+
+
+def ask(runner: Runner, name: str, n_prompt: int, n_tokens: int, *, tenant: int = 0, **fields: Any) -> Job:
+    tokens = np.arange(n_prompt, dtype=np.int32) + 100 * len(name)
+    request = Generate(id=name, prompt="", max_tokens=n_tokens, **fields)
+    return runner.submit(request, Prompt(tokens, ""), Deaf(), tenant=tenant)
+
+
+async def test_ticks_and_requests_add_up(autojump_clock):
+    async with recorded(speculation=False) as (runner, records):
+        jobs = [ask(runner, "r" * n, 40 * n, 5 * n, tenant=n) for n in (1, 2, 3)]
+        for job in jobs:
+            await job.done.wait()
+        await runner.wait_idle()
+    assert len(records.ticks) == runner.telemetry.batch_calls_total
+    assert sum(tick.tokens for tick in records.ticks) == 30
+    assert sum(tick.prompt_tokens for tick in records.ticks) == 240
+    assert sum(tick.streams for tick in records.ticks) == 30 - 3
+    assert all(tick.decode_ms > 0 and tick.predicted_ms is not None for tick in records.ticks)
+    assert sorted(records.ticks, key=lambda tick: tick.t_s) == records.ticks
+    for n, found in enumerate(sorted(records.requests, key=lambda request: request.id), 1):
+        assert (found.id, found.tenant, found.priority, found.reason) == ("r" * n, n, "normal", "length")
+        assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (40 * n, 0, 5 * n)
+        assert len(found.itl_ms) == 5 * n - 1
+        assert found.admitted_s is not None
+        assert found.first_token_s is not None
+        assert found.arrived_s <= found.admitted_s < found.first_token_s <= found.ended_s
+        assert abs(found.first_token_s + sum(found.itl_ms) / 1e3 - found.ended_s) < 0.01
+
+
+async def test_a_request_ends_in_one_record_however_it_ends(autojump_clock):
+    async with recorded(FakeEngine(n_seq_max=1, eog_after=60), parallel=1) as (runner, records):
+        stopped = ask(runner, "a", 50, 100)
+        waiting = ask(runner, "b", 50, 100)
+        runner.cancel(waiting)
+        await stopped.done.wait()
+        running = ask(runner, "c", 20, 100)
+        await trio.sleep(0.1)
+        runner.cancel(running)
+        await runner.wait_idle()
+    found = {request.id: request for request in records.requests}
+    assert len(records.requests) == len(found) == 3
+    assert {name: request.reason for name, request in found.items()} == {"a": "stop", "b": "cancelled", "c": "cancelled"}
+    assert (found["b"].admitted_s, found["b"].first_token_s, found["b"].completion_tokens) == (None, None, 0)
+    assert found["c"].completion_tokens > 0
+
+
+async def test_idle_time_is_no_gap(autojump_clock):
+    async with recorded() as (runner, records):
+        for name in ("a", "b", "c"):
+            await ask(runner, name, 10, 5).done.wait()
+            await runner.wait_idle()
+            await trio.sleep(60)
+    without = [n for n, tick in enumerate(records.ticks) if tick.host_gap_ms is None]
+    begins = [n for n, tick in enumerate(records.ticks) if tick.prompts]
+    assert without == begins
+    assert len(begins) == 3

@@ -1,0 +1,87 @@
+"""The perf log of a real daemon: it agrees with what the clients were told and with what the daemon counted."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+
+from tests.support.real_daemon import real_daemon
+from uma_trio.telemetry.perf_format import decode
+from uma_trio.telemetry.perf_summary import summarise
+
+WORDS = "one two three four five six seven eight nine ten " * 30
+
+
+def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
+    path = tmp_path / "perf.cborseq"
+    with real_daemon("--perf-log", str(path), "--parallel", "4") as daemon:
+        answers = {}
+
+        def ask(name: str, **fields: object) -> None:
+            with daemon.wire() as wire:
+                wire.send(id=name, max_tokens=60, ignore_eos=True, **fields)
+                answers[name] = wire.answer()
+
+        clients = [threading.Thread(target=ask, args=(f"r{n}",), kwargs={"prompt": WORDS[n:]}) for n in range(6)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join(60)
+        with daemon.wire() as wire:
+            wire.send(id="left", prompt="Tell me", max_tokens=2000, ignore_eos=True)
+            wire.receive()
+        metrics = daemon.settled()
+        assert metrics["perf_log_dropped_total"] == 0
+    [run] = decode(path.read_bytes())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert run.cut is None
+    assert run.trailer is not None
+    assert run.trailer.dropped == 0
+    assert run.header.model == "embedded.gguf"
+    assert run.header.llama_cpp is not None
+    requests = {request.id: request for request in run.requests}
+    assert set(requests) == {*answers, "left"}
+    for name, answer in answers.items():
+        usage, timings, found = answer.last["usage"], answer.last["timings"], requests[name]
+        assert (found.prompt_tokens, found.completion_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+        assert found.reason == answer.reason
+        assert found.ttft_ms is not None
+        assert abs(found.ttft_ms - timings["ttft_ms"]) < 0.01
+        assert abs(1e3 * (found.ended_s - found.arrived_s) - timings["total_ms"]) < 0.01
+    assert requests["left"].reason == "cancelled"
+    figures = summarise(run)
+    assert figures.ticks > 60
+    assert figures.decode_calls == metrics["batch_calls_total"]
+    assert figures.tokens == metrics["tokens_total"]
+    assert figures.prompt_tokens == metrics["prompt_tokens_total"]
+    assert (figures.drafted, figures.accepted) == (metrics["drafted_total"], metrics["accepted_total"])
+    assert figures.drafted > 0, "text that repeats itself makes guesses"
+    for tick, after in pairwise(run.ticks):
+        assert after.t_s >= tick.t_s + tick.ms / 1e3 - 1e-5, "ticks do not overlap"
+        if after.host_gap_ms is not None:
+            assert abs(1e3 * (after.t_s - tick.t_s) - tick.ms - after.host_gap_ms) < 1.0
+
+
+def test_two_starts_are_two_runs_and_the_report_shows_them(library, tmp_path):
+    path = tmp_path / "perf.cborseq"
+    for _ in range(2):
+        with real_daemon("--perf-log", str(path)) as daemon:
+            daemon.ask(prompt="Hello", max_tokens=5)
+    command = [sys.executable, "-m", "uma_trio", "perf", "report", str(path), "--run", "all", "--json"]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert [run["requests"] for run in found["runs"]] == [{"length": 1}] * 2
+    assert all(run["closed"] for run in found["runs"])
+
+
+def test_a_log_that_cannot_be_written_is_one_warning(library, tmp_path):
+    path = tmp_path / "letter.txt"
+    path.write_text("Dear friend,")
+    with real_daemon("--perf-log", str(path)) as daemon:
+        assert daemon.ask(prompt="Hello", max_tokens=5).reason == "length"
+        warnings = [line for line in daemon.log_lines() if line["level"] == "warning"]
+    assert [line["event"] for line in warnings] == ["there will be no perf log; the daemon goes on"]
+    assert path.read_text() == "Dear friend,"
