@@ -50,13 +50,13 @@ def test_a_new_one_has_measured_nothing() -> None:
     assert snapshot["tokens_total"] == snapshot["batch_calls_total"] == 0
     assert snapshot["requests_total"] == snapshot["rejected_total"] == {}
     measured = {key for key, value in snapshot.items() if value is None}
-    assert measured == {key for key in snapshot if key.endswith(("_ms", "_ms_avg")) or key == "avg_batch"}
+    assert measured == {key for key in snapshot if key.endswith(("_ms", "_ms_avg", "_share", "_per_token")) or key == "avg_batch"}
 
 
 def test_ticks_add_up() -> None:
     telemetry = Telemetry()
-    telemetry.tick(n_rows=3, n_prompt_tokens=0, decode_ms=10, sample_ms=1)
-    telemetry.tick(n_rows=2, n_prompt_tokens=30, decode_ms=20, sample_ms=2)
+    telemetry.tick(n_rows=3, n_prompt_tokens=0, n_tokens=3, decode_ms=10, sample_ms=1)
+    telemetry.tick(n_rows=2, n_prompt_tokens=30, n_tokens=2, decode_ms=20, sample_ms=2)
     telemetry.rejected["E_PROTO_BUSY"] += 1
     for gap in (10.0, 20.0, 30.0):
         telemetry.inter_token_ms.add(gap)

@@ -49,7 +49,7 @@ class Server:
     ) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.runner = Runner(model.engine, thread, model.piece, config, model.cost)
+        self.runner = Runner(model.engine, thread, model.piece, config, model.cost, perf)
         self.prompts: PromptMaker = model.prompts
         self.draining = False
         self._model = model
@@ -191,7 +191,10 @@ async def _serve_loaded(
             protocol=config.listen.protocol,
         )
         task_status.started(server)
-        await server.run(sock)
+        try:
+            await server.run(sock)
+        finally:
+            known_costs.keep(model.cost_name, server.runner.cost)
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
 
 

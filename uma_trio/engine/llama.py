@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import attrs
+
 import llama_abi
 from uma_trio import config, sampling
+from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads
 from uma_trio.engine.layout import Shape, layout, machine_memory_bytes
 from uma_trio.engine.records import Copy, Edit, EngineError, Feed, ModelFacts, Step, StepResult
@@ -41,6 +44,7 @@ class LlamaEngine:
         self._model = llama_abi.Model(
             library, path, n_gpu_layers=settings.gpu_layers, use_mmap=settings.mmap, on_progress=on_progress
         )
+        self._settings = settings
         self._options = _context_options(library, self._model, settings)
         try:
             self._context = llama_abi.Context(self._model, self._options)
@@ -74,6 +78,12 @@ class LlamaEngine:
     @property
     def facts(self) -> ModelFacts:
         return self._facts
+
+    def measure_memory(self) -> None:
+        """Find out what the memory can move, where the weights are in the machine's own; some 50 ms."""
+        if not _has_gpu(self._model.library, self._settings):
+            bandwidth = memory_bytes_per_s(self._options.n_threads)
+            self._facts = attrs.evolve(self._facts, memory_bytes_per_s=bandwidth)
 
     @property
     def circumstances(self) -> tuple[object, ...]:
@@ -202,12 +212,17 @@ def _shape(model: llama_abi.Model) -> Shape:
     )
 
 
+def _has_gpu(library: llama_abi.Library, settings: config.Model) -> bool:
+    """Layers of the model are on one."""
+    gpus = (llama_abi.DeviceType.GPU, llama_abi.DeviceType.IGPU)
+    return settings.gpu_layers != 0 and any(device.type in gpus for device in library.devices())
+
+
 def _context_options(
     library: llama_abi.Library, model: llama_abi.Model, settings: config.Model
 ) -> llama_abi.ContextOptions:
     threads = settings.threads or default_threads()
-    gpus = (llama_abi.DeviceType.GPU, llama_abi.DeviceType.IGPU)
-    on_gpu = settings.gpu_layers != 0 and any(device.type in gpus for device in library.devices())
+    on_gpu = _has_gpu(library, settings)
     chosen = layout(_shape(model), settings, on_gpu=on_gpu, memory_bytes=machine_memory_bytes())
     return llama_abi.ContextOptions(
         n_ctx=chosen.n_ctx,

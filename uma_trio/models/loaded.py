@@ -111,6 +111,7 @@ def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
     with _told(path):
         check_gguf(path)
         engine = LlamaEngine(path, config.model, progress)
+        engine.measure_memory()
         name = known_costs.circumstances(path, *engine.circumstances)
         cost = calibrate(engine, known=known_costs.recall(name))
     prompts = PromptMaker(engine.tokenizer, _chat_template(engine), config.limits)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
+from typing import Final
 
 import attrs
 
 from uma_trio.engine.records import Edit, Feed, Step, StepResult
 from uma_trio.engine.thread import Pending
+from uma_trio.errors import UmaError
+from uma_trio.protocol.messages import Reason
 from uma_trio.runner.job import Job
 from uma_trio.scheduling.policy import Plan
+
+SURPRISING: Final = 0.5
+"""Share by which a step took more or less than was predicted."""
 
 
 @attrs.frozen
@@ -32,6 +38,40 @@ class Flight:
         for job, n in self.drawing:
             yield job, result.tokens[at : at + n]
             at += n
+
+
+@attrs.define(eq=False)
+class Delivery:
+    """Sampled tokens on their way to a client."""
+
+    job: Job
+    tokens: Sequence[int]
+    n_before: int
+    """Tokens that the job had."""
+    reason: Reason | UmaError | None
+    """Why the job ends after these, if it does."""
+    paused: bool
+    """Its client had not read: the time since its last token is not the server's."""
+
+
+@attrs.frozen
+class Landed:
+    """A step that is done."""
+
+    flight: Flight
+    result: StepResult
+    deliveries: Sequence[Delivery]
+    at: float
+
+    @property
+    def took_ms(self) -> float:
+        return self.result.decode_ms + self.result.sample_ms
+
+    @property
+    def is_surprising(self) -> bool:
+        """The next plan should know."""
+        predicted = self.flight.plan.predicted_ms
+        return abs(self.took_ms - predicted) > SURPRISING * predicted
 
 
 def launch(

@@ -90,6 +90,8 @@ class Job:
     first_token_at: float | None = None
     last_token_at: float | None = None
     inter_token_ewma_ms: float | None = None
+    gaps_ms: list[float] = attrs.field(factory=list)
+    """Between the moments at which tokens came, for the perf log."""
     paused: bool = False
     """Its client did not read: the time until its next token is not the server's."""
     ended_at: float | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -28,13 +28,14 @@ from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Failure, Generate, Reason, Token
 from uma_trio.runner import admission
-from uma_trio.runner.flight import Flight, launch
+from uma_trio.runner.book import Book
+from uma_trio.runner.flight import Delivery, Flight, Landed, launch
 from uma_trio.runner.job import MOST_GUESSES, Job, Sink, State
 from uma_trio.sampling import Lookup, SamplingParams
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.policy import Memory, Priority, Slot, plan
-from uma_trio.telemetry import Telemetry
+from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.runner")
 
@@ -44,45 +45,8 @@ GUESSES_UP_TO: Final = 8
 """Streams; beside more of them guesses are not even looked for: a wide batch has little to gain, and the search
 would be between two steps."""
 
-SURPRISING: Final = 0.5
-"""Share by which a step took more or less than was predicted."""
-
 TRUSTED: Final = 0.95
 """How far the first guesses are trusted, of a request that asks for them."""
-
-
-@attrs.define(eq=False)
-class _Delivery:
-    """Sampled tokens on their way to a client."""
-
-    job: Job
-    tokens: Sequence[int]
-    n_before: int
-    """Tokens that the job had."""
-    reason: Reason | UmaError | None
-    """Why the job ends after these, if it does."""
-    paused: bool
-    """Its client had not read: the time since its last token is not the server's."""
-
-
-@attrs.frozen
-class _Landed:
-    """A step that is done."""
-
-    flight: Flight
-    result: StepResult
-    deliveries: Sequence[_Delivery]
-    at: float
-
-    @property
-    def took_ms(self) -> float:
-        return self.result.decode_ms + self.result.sample_ms
-
-    @property
-    def is_surprising(self) -> bool:
-        """The next plan should know."""
-        predicted = self.flight.plan.predicted_ms
-        return abs(self.took_ms - predicted) > SURPRISING * predicted
 
 
 class Runner:
@@ -94,6 +58,7 @@ class Runner:
         piece: token id -> its bytes.
         config: limits and scheduling.
         cost: what is known of the engine's speed at the start.
+        perf: gets a record of each tick and each request.
     """
 
     def __init__(
@@ -103,15 +68,16 @@ class Runner:
         piece: Callable[[int], bytes],
         config: Config,
         cost: CostModel | None = None,
+        perf: PerfSink | None = None,
     ) -> None:
         self._engine = engine
         self._thread = thread
         self._piece = piece
         self._limits = config.limits
         self._scheduling = config.scheduling
-        self._debug = config.operations.debug
         self.facts: ModelFacts = engine.facts
-        self.telemetry = Telemetry()
+        self._book = Book(self.facts, perf, debug=config.operations.debug)
+        self.telemetry = self._book.telemetry
         self.cache = KvCache(
             n_sequences=self.facts.n_seq_max,
             n_cells=self.facts.n_ctx,
@@ -131,7 +97,6 @@ class Runner:
         self._wake = trio.Event()
         self._idle = trio.Event()
         self._closed: UmaError | None = None
-        self._last_step_ended_s: float | None = None
         self._flight: Flight | None = None
         self._stopped = False
 
@@ -264,7 +229,7 @@ class Runner:
                 if landed is not None:
                     if not landed.is_surprising:
                         self._learn(landed)  # it takes its time, which is no gap here
-                    self._book(landed)
+                    self._book.tick(landed, waiting=len(self._queue))
                     self._deliver(landed)
                 if self._flight is None:
                     if not self._busy:
@@ -278,7 +243,7 @@ class Runner:
             self._stopped = True
             self._idle.set()
 
-    async def _land(self, flight: Flight) -> _Landed | None:
+    async def _land(self, flight: Flight) -> Landed | None:
         """Wait for a step and book what the next one must know; nobody is told yet."""
         try:
             result = await flight.pending.wait()
@@ -299,17 +264,15 @@ class Runner:
                 slot.pending, slot.due_s = 1, now + job.target_tbt_s
                 if job.lookup is not None:
                     job.offer_guesses(most_guesses)
-        return _Landed(flight, result, deliveries, now)
+        return Landed(flight, result, deliveries, now)
 
     def _checked(self, job: Job, drawn: Sequence[int]) -> Sequence[int]:
         """Of what was drawn after guesses, what counts."""
         tokens = job.checked(drawn)
         self.cache.rewind(job.seq_id, job.n_fed)
-        self.telemetry.drafted_total += len(drawn) - 1
-        self.telemetry.accepted_total += len(tokens) - 1
         return tokens
 
-    def _gained(self, job: Job, tokens: Sequence[int]) -> _Delivery:
+    def _gained(self, job: Job, tokens: Sequence[int]) -> Delivery:
         """``job`` has new tokens, up to one that ends it."""
         before, paused = len(job.tokens), job.paused
         job.paused = False
@@ -328,7 +291,7 @@ class Runner:
                 break
         if reason is not None:
             self._retire(job, keep=not isinstance(reason, UmaError))
-        return _Delivery(job, tokens, before, reason, paused)
+        return Delivery(job, tokens, before, reason, paused)
 
     def _launch(self) -> Flight | None:
         """Start the next step, if there is anything to do."""
@@ -357,7 +320,7 @@ class Runner:
         self._memory = chosen.memory
         edits = self.cache.take_edits()
         if not chosen.streams and not chosen.shares and not edits:
-            self._last_step_ended_s = None  # idle time is no gap
+            self._book.idle()
             return None
         freed, self._freed = self._freed, []
         flight = launch(chosen, self._running, edits, freed, self._submit)
@@ -384,8 +347,7 @@ class Runner:
         """``job`` need not compute the first ``n`` tokens of its prompt."""
         job.n_fed = job.n_cached = job.slot.context = n
         job.slot.pending = job.pending
-        self.telemetry.prompts_reused_total += n > 0
-        self.telemetry.cached_tokens_total += n
+        self._book.reused(n)
 
     def _admit(self) -> None:
         """Give sequences to those that wait: by class, by least-served tenant, in the order of arrival.
@@ -420,46 +382,18 @@ class Runner:
 
     # -- while the next step computes -----------------------------------------------------------
 
-    def _learn(self, landed: _Landed) -> None:
+    def _learn(self, landed: Landed) -> None:
         if landed.flight.jobs:
             self.cost = self.cost.observed(landed.flight.plan.work, landed.took_ms)
 
-    def _book(self, landed: _Landed) -> None:
-        """What a step took."""
-        flight, result = landed.flight, landed.result
-        self._note_freed(flight.freed, landed.at - (result.ended_s - result.started_s))
-        if not flight.jobs:
-            return
-        chosen, work = flight.plan, flight.plan.work
-        self.telemetry.tick(
-            n_rows=len(flight.jobs),
-            n_prompt_tokens=work.prompt_tokens,
-            n_calls=work.calls,
-            decode_ms=result.decode_ms,
-            sample_ms=result.sample_ms,
-        )
-        if self._last_step_ended_s is not None:
-            self.telemetry.host_gap_ms.add(1e3 * (result.started_s - self._last_step_ended_s))
-        self._last_step_ended_s = result.ended_s
-        if self._debug:
-            log.debug(
-                "tick",
-                streams=len(chosen.streams),
-                rows=work.decodes,
-                calls=work.calls,
-                prompt_tokens=work.prompt_tokens,
-                context_tokens=work.context_tokens,
-                predicted_ms=round(chosen.predicted_ms, 3),
-                decode_ms=round(result.decode_ms, 3),
-                sample_ms=round(result.sample_ms, 3),
-            )
-
-    def _deliver(self, landed: _Landed) -> None:
+    def _deliver(self, landed: Landed) -> None:
         """Text for the clients."""
         for delivery in landed.deliveries:
             job = delivery.job
             if delivery.tokens:
-                self._note_tokens(delivery, landed.at)
+                self._book.tokens(delivery, landed.at)
+                if not delivery.n_before:
+                    self._begin_guessing(job)
             for n, token in enumerate(delivery.tokens, 1):
                 self._tell_token(job, token, last=delivery.reason is not None and n == len(delivery.tokens))
                 if job.assembler.matched is not None:
@@ -469,16 +403,6 @@ class Runner:
             else:
                 if delivery.reason is not None:
                     self._end(job, delivery.reason)
-
-    def _note_tokens(self, delivery: _Delivery, at: float) -> None:
-        job = delivery.job
-        gap_ms = job.timed(at, paused=delivery.paused)
-        if gap_ms is not None:
-            self.telemetry.inter_token_ms.add(gap_ms)
-        elif not delivery.n_before:
-            self.telemetry.ttft_ms.add(1e3 * (at - job.arrived_at))
-            self._begin_guessing(job)
-        self.telemetry.tokens_total += len(delivery.tokens)
 
     def _tell_token(self, job: Job, token: int, *, last: bool) -> None:
         ends = token in self._eog
@@ -526,12 +450,9 @@ class Runner:
         if isinstance(reason, UmaError):
             reason.request_id = job.request.id
             job.sink.send(Failure.of(reason, metadata=job.request.metadata))
-            self.telemetry.requests[reason.code] += 1
         else:
             job.sink.send(job.eos(reason, now))
-            self.telemetry.requests[reason] += 1
-            if job.admitted_at is not None:
-                self.telemetry.served_ms.add(1e3 * (now - job.admitted_at))
+        self._book.ended(job, reason, now)
         job.done.set()
 
     async def _recover(self, flight: Flight, error: EngineError) -> None:
@@ -540,20 +461,14 @@ class Runner:
         for job in flight.jobs:
             if job.state is not State.DONE:
                 self._end(job, DecodeFailed(f"llama_decode failed: {error}"))
-        self._note_freed(flight.freed, trio.current_time())
-        self._last_step_ended_s = None
+        self._book.freed(flight.freed, trio.current_time())
+        self._book.idle()
         if error.fatal:
             await self._thread.run(self._engine.reset)
             self.cache.clear()
             for job in self._running.values():  # they were not in the batch, but their KV is gone
                 job.n_fed, job.state = 0, State.PREFILL
                 job.slot.context, job.slot.pending = 0, job.pending
-
-    def _note_freed(self, jobs: Iterable[Job], at: float) -> None:
-        """``jobs`` have left the KV cache: a step edits before it computes, so ``at`` is its beginning."""
-        for job in jobs:
-            if job.cancelled_at is not None:
-                self.telemetry.cancel_to_free_ms.add(1e3 * (at - job.cancelled_at))
 
     @property
     def _busy(self) -> bool:

@@ -88,15 +88,39 @@ class Telemetry:
     decode_ms: Average = attrs.field(factory=Average)
     sample_ms: Average = attrs.field(factory=Average)
 
+    bytes_moved: float = 0.0
+    """Estimated; see ``traffic``."""
+    busy_ms: float = 0.0
+    """In steps, and"""
+    gaps_ms: float = 0.0
+    """between them, while there was something to do."""
+    bytes_per_s: float | None = None
+    """What the memory can move, if that is known."""
+
     def tick(
-        self, *, n_rows: int, n_prompt_tokens: int, decode_ms: float, sample_ms: float, n_calls: int = 1
+        self,
+        *,
+        n_rows: int,
+        n_prompt_tokens: int,
+        n_tokens: int,
+        decode_ms: float,
+        sample_ms: float,
+        gap_ms: float | None = None,
+        n_calls: int = 1,
+        bytes_moved: float = 0.0,
     ) -> None:
-        """One tick of ``n_calls`` of llama_decode has ended that served ``n_rows`` sequences."""
+        """One tick has ended that served ``n_rows`` sequences and gave ``n_tokens``."""
         self.batch_calls_total += n_calls
         self.batch_rows_total += n_rows
         self.prompt_tokens_total += n_prompt_tokens
+        self.tokens_total += n_tokens
         self.decode_ms.add(decode_ms)
         self.sample_ms.add(sample_ms)
+        self.busy_ms += decode_ms + sample_ms
+        self.bytes_moved += bytes_moved
+        if gap_ms is not None:
+            self.host_gap_ms.add(gap_ms)
+            self.gaps_ms += gap_ms
 
     def snapshot(self) -> dict[str, Any]:
         """Plain numbers; ``None`` for what was not measured yet."""
@@ -104,7 +128,9 @@ class Telemetry:
         ttft_p50, ttft_p95 = self.ttft_ms.percentiles(50, 95)
         gap_p50, gap_p95 = self.host_gap_ms.percentiles(50, 95)
         freed_p50, freed_max = self.cancel_to_free_ms.percentiles(50, 100)
-        calls = self.batch_calls_total
+        calls, tokens = self.batch_calls_total, self.tokens_total + self.prompt_tokens_total
+        seconds = self.busy_ms / 1e3
+        could = None if self.bytes_per_s is None else self.bytes_per_s * seconds
         return {
             "tokens_total": self.tokens_total,
             "prompt_tokens_total": self.prompt_tokens_total,
@@ -123,6 +149,9 @@ class Telemetry:
             "sample_ms_avg": self.sample_ms.value,
             "host_gap_p50_ms": gap_p50,
             "host_gap_p95_ms": gap_p95,
+            "idle_share": round(self.gaps_ms / (self.gaps_ms + self.busy_ms), 4) if self.busy_ms else None,
+            "bytes_per_token": round(self.bytes_moved / tokens) if tokens else None,
+            "bandwidth_share": round(self.bytes_moved / could, 4) if could else None,
             "cancel_to_free_p50_ms": freed_p50,
             "cancel_to_free_max_ms": freed_max,
             "requests_total": dict(self.requests),
