@@ -46,7 +46,7 @@ def test_names_are_unique_over_all_sections() -> None:
     assert {found.section for found in ALL} == {field.name for field in attrs.fields(Config)} == set(config.SECTIONS)
 
 
-UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|tokens)$")
+UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens)$")
 UNIT_IN_HELP = re.compile(r"\b(tokens?|sequences|threads|layers|connections|requests)\b", re.IGNORECASE)
 
 
