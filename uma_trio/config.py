@@ -144,6 +144,13 @@ class Scheduling:
     background_tbt_ms: float = setting(
         1000.0, "The same for requests with slo.priority background, in milliseconds.", gt=0, le=600_000
     )
+    target_ttft_ms: float = setting(
+        2000.0,
+        "Milliseconds until the first token of a request that names no slo.target_ttft_ms: of prompts of one "
+        "class and user the one whose time is up first is read first.",
+        gt=0,
+        le=3_600_000,
+    )
     prefill_tick_ms: float = setting(
         250.0,
         "Longest tick in milliseconds while prompts are read and no stream waits: so long may a new "
@@ -160,9 +167,20 @@ class Scheduling:
     )
     prefill_burst_tokens: int = setting(
         64,
-        "Prompt tokens of one session before the next one's turn (kBurst); turns go round until a tick is full.",
+        "Prompt tokens of one user before the next one's turn (kBurst). A prompt with no more of them left goes "
+        "before longer ones.",
         ge=1,
         le=8192,
+    )
+    prefix_reuse: bool = setting(
+        True,
+        "Keep what ended requests have computed while there is room, and share it, and what running ones have "
+        "computed, with requests of the same user that begin alike.",
+    )
+    speculation: bool = setting(
+        True,
+        "Check guesses at the next tokens (prompt lookup) where that is predicted to be faster. The text is the "
+        "same either way; a request's own speculate goes before.",
     )
 
 
