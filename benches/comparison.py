@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 from measure import Result
@@ -17,6 +18,8 @@ from rigs import Rig
 from uma_trio.demo.recording import lengths_ms, percentile
 
 US = "uma-trio"
+
+Record = TypeVar("Record", bound=attrs.AttrsInstance)
 
 
 @attrs.frozen(kw_only=True)
@@ -82,14 +85,16 @@ class Figures:
             others_cpu=cpu.others / wall_s,
         )
 
-    @classmethod
-    def median(cls, runs: Sequence[Figures]) -> Figures:
-        """Each figure's own."""
-        columns = {name: [getattr(run, name) for run in runs] for name in NAMES}
-        return cls(**{name: None if None in values else statistics.median(values) for name, values in columns.items()})
-
 
 NAMES = [field.name for field in attrs.fields(Figures)]
+
+
+def medians(runs: Sequence[Record]) -> Record:
+    """Of several runs' records of figures one, with each figure's own median; ``None`` where a run has none."""
+    columns = {name: [getattr(run, name) for run in runs] for name in attrs.asdict(runs[0])}
+    return attrs.evolve(
+        runs[0], **{name: None if None in values else statistics.median(values) for name, values in columns.items()}
+    )
 
 
 class RunsFile:

@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 import click
-from comparison import US, Comparison, Contender, Figures, RunsFile, interleaved
+from comparison import NAMES, US, Comparison, Contender, Figures, RunsFile, interleaved, medians
 from machine import machine
 from measure import Result, measure, stream, warm_up
 from pinning import Pins, parse_pins
@@ -232,8 +232,7 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
     alike = "the same library files as ours" if same_library(options["peers"]) else "ANOTHER BUILD of the library than ours"
     click.echo(f"servers   {serving}\nrival     {RIVAL} in {options['peers']}, {alike}\nload      {asked}\n")
     runs: dict[Contender, list[Figures]] = {contender: [] for contender in [*rivals, *ours]}
-    names = [field.name for field in attrs.fields(Figures)]
-    file = RunsFile(options["csv_file"], ["run", "server", "setting", *names])
+    file = RunsFile(options["csv_file"], ["run", "server", "setting", *NAMES])
     for contender in interleaved(ours, rivals, options["repeat"]):
         async with contender.rig() as rig:
             await warm_up(rig)
@@ -246,7 +245,7 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
             f"run {len(runs[contender])}  {contender!s:<32} wall {cell(figures.wall_s, 2)} s, "
             f"ITL p99 {cell(figures.itl_p99_ms)} ms, others' cpu {figures.others_cpu:.0%}"
         )
-    return Comparison({contender: Figures.median(found) for contender, found in runs.items()})
+    return Comparison({contender: medians(found) for contender, found in runs.items()})
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -73,22 +73,24 @@ def _text(cores: Cores) -> str:
 
 @contextlib.contextmanager
 def pinned(server: int | None, pins: Pins | None) -> Iterator[None]:
-    """Pin the process ``server`` for good and this one for as long as the block lasts.
+    """Pin the process ``server`` and this one for as long as the block lasts.
 
     This one has to be free again before it starts another server, which would inherit its cores and count
-    them for all that there are.
+    them for all that there are; and the server may be somebody's daemon.
     """
     if pins is None:
         yield
         return
-    before = frozenset(os.sched_getaffinity(0))
-    if server is not None:
-        pin(server, pins.server)
-    pin(os.getpid(), pins.client)
+    wanted = {os.getpid(): pins.client} | ({server: pins.server} if server is not None else {})
+    before = {pid: frozenset(os.sched_getaffinity(pid)) for pid in wanted}
     try:
+        for pid, cores in wanted.items():
+            pin(pid, cores)
         yield
     finally:
-        pin(os.getpid(), before)
+        for pid, cores in before.items():
+            with contextlib.suppress(OSError):  # a server that has died meanwhile is reported by who asked it
+                pin(pid, cores)
 
 
 def pin(pid: int, cores: Cores) -> None:

@@ -10,7 +10,7 @@ import socket
 import struct
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -125,10 +125,10 @@ def peer_pid(path: str) -> int | None:
 # -- llama.cpp's own -----------------------------------------------------------------------------
 
 
-def peers_option(name: str = "--rival-bin") -> click.decorators.FC:
+def peers_option() -> Callable[[click.decorators.FC], click.decorators.FC]:
     """The option that names the folder of llama.cpp's programs."""
     return click.option(
-        name, "peers", type=click.Path(file_okay=False, path_type=Path), envvar=PEERS_VARIABLE, default=DEFAULT_PEERS,
+        "--rival-bin", "peers", show_default=False, type=click.Path(file_okay=False, path_type=Path), envvar=PEERS_VARIABLE, default=DEFAULT_PEERS,
         help=f"Folder of llama-server and its like: ${PEERS_VARIABLE}, else build/peers/bin, which ./build_llama.sh --peers fills.",
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 import click
-from comparison import US, RunsFile
+from comparison import US, RunsFile, medians
 from machine import machine
 from measure import Result, measure, stream, warm_up
 from pinning import Pins, parse_pins
@@ -94,12 +94,6 @@ class Figures:
             others_cpu=cpu.others / result.wall_s,
         )
 
-    @classmethod
-    def median(cls, runs: Sequence[Figures]) -> Figures:
-        """Each figure's own."""
-        columns = {name: [getattr(run, name) for run in runs] for name in NAMES}
-        return cls(**{name: None if None in values else statistics.median(values) for name, values in columns.items()})
-
 
 NAMES = [field.name for field in attrs.fields(Figures)]
 
@@ -167,7 +161,7 @@ class Bench:
             *llama_flags(serving), "-npp", str(prompt_tokens), "-ntg", str(shape.tokens), "-npl", str(shape.streams),
             "--output-format", "jsonl", *flags,
         ]  # fmt: skip
-        said = await run_peer(peer(peers, BENCH), arguments, self.pins and self.pins.server)
+        said = await run_peer(peer(peers, BENCH), arguments, None if self.pins is None else self.pins.server)
         lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         if not lines:
             raise NoPeer(f"{BENCH} {' '.join(arguments)} measured nothing: {said[-1000:] or 'it said nothing'}")
@@ -180,13 +174,13 @@ class Bench:
         )
 
 
-def show(medians: dict[Shape, dict[str, Figures]]) -> str:
+def show(measured: dict[Shape, dict[str, Figures]]) -> str:
     """A row for each program at each number of streams."""
     header = (
         "program", "streams", "prompt tok", "decode tok/s", "ours / theirs", "tok/s", "ours / theirs", "TTFT p50 ms", "us a token", "others cpu",
     )  # fmt: skip
     lines = []
-    for shape, found in medians.items():
+    for shape, found in measured.items():
         ours = found[US]
         for program, f in found.items():
             lines.append([
@@ -255,10 +249,10 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
                 peer(bench.peers, name)
             click.echo(f"rivals    {SERVER}, {BENCH} in {bench.peers}, {alike}")
         for model in models:
-            medians = {shape: await repeated(model, shape) for shape in shapes}
+            found = {shape: await repeated(model, shape) for shape in shapes}
             click.echo(
                 f"\n## {model.name}, {model.stat().st_size / 2**20:.0f} MiB, threads {threads}, {options['tokens']} tokens a stream"
-                f"\n\n{show(medians)}"
+                f"\n\n{show(found)}"
             )
 
     async def repeated(model: Path, shape: Shape) -> dict[str, Figures]:
@@ -271,7 +265,7 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
                     f"run {turn}  {model.name}, {shape.streams:>3} streams, {program:<28} "
                     f"decode {cell(figures.decode_tokens_per_s)}, whole {cell(figures.tokens_per_s)} tok/s"
                 )
-        return {program: Figures.median(found) for program, found in runs.items()}
+        return {program: medians(found) for program, found in runs.items()}
 
     try:
         run(until_interrupted, work)
