@@ -297,7 +297,8 @@ class Runner:
         """Start the next step, if there is anything to do."""
         self._admit()
         streams, prompts, stalled = [], [], []
-        for job in self._running.values():
+        for seq_id in sorted(self._running):  # what follows each other can be computed together
+            job = self._running[seq_id]
             if not job.sink.has_room:
                 job.paused = True
                 stalled.append(job.seq_id)

@@ -127,15 +127,16 @@ def plan(
     tokens where that is predicted to give more tokens in the same time.
 
     Args:
-        streams: sequences that decode and are ready.  One that waits for a slow client is not here.
+        streams: sequences that decode and are ready, by id.  One that waits for a slow client is not here.
         prompts: sequences whose prompt is being read.
         memory: from the plan before.
         now_s: the present, on the clock of the slots' ``due_s``.
         cost: predicts what a tick takes.
         capacity: tokens that fit into one batch: at least a burst more than there are streams, which
             ``config.load`` sees to.
-        mixes: prompts and decodes of one call are computed together.  They are not where each sequence has
-            cells of its own: llama.cpp cuts such a batch up, and not at the sizes that suit the device.
+        mixes: what is in one call is computed together.  Where each sequence has cells of its own, llama.cpp
+            computes decodes together only of sequences whose ids follow each other, and prompts apart; so such
+            a batch is better cut here, at the sizes that suit the device.
 
     Returns:
         A plan of at most ``capacity`` tokens; of none only if nothing is ready.
@@ -153,9 +154,10 @@ def plan(
     served, sat_out = _served(streams, memory.sat_out, now_s, cost)
     work = Work(0, len(served), sum([slot.context for slot in served]))
     if not prompts:
-        return _decodes(served, work, attrs.evolve(memory, had_prompts=False, sat_out=sat_out), now_s, cost, capacity)
+        after = attrs.evolve(memory, had_prompts=False, sat_out=sat_out)
+        return _decodes(served, work, after, now_s, cost, capacity, mixes=mixes)
     apart = bool(served) and not mixes
-    widths: tuple[int, ...] = cost.widths.cut(len(served)) if apart else (len(served),)
+    widths = _cut(served, cost, mixes=False) if apart else (len(served),)
     work = attrs.evolve(work, calls=len(widths) + apart)
     # what stands before a chunk is read again for each of its tokens, and takes its time; before they are
     # chosen, as much as before all prompts on average
@@ -170,14 +172,21 @@ def plan(
     if not given:
         alone = Work(0, work.decodes, work.context_tokens)
         memory = attrs.evolve(memory, service=service, had_prompts=False, sat_out=sat_out)
-        return _decodes(served, alone, memory, now_s, cost, capacity)
+        return _decodes(served, alone, memory, now_s, cost, capacity, mixes=mixes)
     shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
     after = Memory(service.decoded(served), True, sat_out, memory.decoded)
     return Plan(served, shares, after, work, cost.predict(work), widths, apart)
 
 
 def _decodes(
-    served: Sequence[Slot], work: Work, memory: Memory, now_s: float, cost: CostModel, capacity: int
+    served: Sequence[Slot],
+    work: Work,
+    memory: Memory,
+    now_s: float,
+    cost: CostModel,
+    capacity: int,
+    *,
+    mixes: bool,
 ) -> Plan:
     """A tick of streams alone."""
     after = attrs.evolve(memory, service=memory.service.decoded(served), decoded=memory.decoded + 1)
@@ -185,12 +194,24 @@ def _decodes(
         drafts, drafted = _drafts(served, work, now_s, cost, capacity)
         if drafts:
             return Plan(served, (), after, drafted, cost.predict(drafted), (len(served),), drafts=drafts)
-    widths: tuple[int, ...] = (len(served),)
-    if memory.decoded % WHOLE_EVERY:
-        widths = cost.widths.cut(len(served))
-        if len(widths) > 1:
-            work = attrs.evolve(work, calls=len(widths))
+    whole = memory.decoded % WHOLE_EVERY == 0
+    widths = _runs(served, mixes=mixes) if whole else _cut(served, cost, mixes=mixes)
+    if len(widths) > 1:
+        work = attrs.evolve(work, calls=len(widths))
     return Plan(served, (), after, work, cost.predict(work), widths)
+
+
+def _cut(served: Sequence[Slot], cost: CostModel, *, mixes: bool) -> tuple[int, ...]:
+    """``served`` cut into calls, in order, as takes least."""
+    return tuple([width for run in _runs(served, mixes=mixes) for width in cost.widths.cut(run)])
+
+
+def _runs(served: Sequence[Slot], *, mixes: bool) -> tuple[int, ...]:
+    """Numbers of streams, in order, that one call computes together."""
+    if mixes or len(served) < 2 or served[-1].seq_id - served[0].seq_id == len(served) - 1:
+        return (len(served),)
+    starts = [n for n in range(1, len(served)) if served[n].seq_id != served[n - 1].seq_id + 1]
+    return tuple([end - start for start, end in zip([0, *starts], [*starts, len(served)], strict=True)])
 
 
 def _drafts(
