@@ -190,13 +190,14 @@ class KvCache:
         if tokens is None or entry.private or len(tokens) < WORTH_SHARING:
             self._remove(entry)
             return
+        if len(tokens) < entry.used and not self._rewinds:  # the rest would have to be removed
+            self._remove(entry)
+            return
         self.rewind(seq_id, len(tokens))
         self._reserved += len(tokens) - entry.reserved
         entry.tokens, entry.reserved, entry.idle, entry.leader = tokens, len(tokens), True, None
         self._idle[seq_id] = entry
         self._idle_cells += entry.reserved
-        while self._unified and self._idle_cells > IDLE_SHARE * self._cells:
-            self._evict_one()
 
     def followed(self, stalled: Collection[int] = ()) -> list[tuple[int, int]]:
         """Those that need to wait for another sequence no longer: (sequence, tokens that it holds).
@@ -206,30 +207,41 @@ class KvCache:
         Args:
             stalled: sequences that do not advance; nobody waits for them.
         """
+        left: dict[int, _Entry] = {}
+        """Their leaders are of no use any more."""
         ready = []
         for seq_id, entry in list(self._followers.items()):
             leader = entry.leader
             assert leader is not None
             there = self._entries.get(leader.seq_id) is leader
-            if there and leader.used < entry.until and not leader.idle and leader.seq_id not in stalled:
+            if there and leader.used < entry.until and self._advances(leader, entry, stalled):
                 continue
             if there and leader.used >= self._worth_copying:
-                if not self._unified and any(isinstance(edit, Copy) for edit in self._edits):
-                    continue  # it takes its time: one a step, or streams would wait for all of them
+                if self._is_crowded:
+                    continue
                 self._copy(leader, entry, min(leader.used, entry.until))
-            else:
-                entry.leader = None
                 del self._followers[seq_id]
-                source, shared = self._longest(entry, besides=stalled)
-                if source is not None:
-                    self._branch(entry, source, shared)
+                ready.append((seq_id, entry.used))
+            else:
+                left[seq_id] = entry
+        while left:  # the first goes on alone if there is nobody else, and the others follow it
+            seq_id, entry = next(iter(left.items()))
+            source, shared = self._longest(entry, besides={*stalled, *left})
+            del left[seq_id], self._followers[seq_id]
+            entry.leader = None
+            if source is not None:
+                self._branch(entry, source, shared)
             if entry.leader is None:
-                self._followers.pop(seq_id, None)
                 ready.append((seq_id, entry.used))
         return ready
 
+    def _advances(self, leader: _Entry, entry: _Entry, stalled: Collection[int]) -> bool:
+        return not leader.idle and leader.rank <= entry.rank and leader.seq_id not in stalled
+
     def take_edits(self) -> tuple[Edit, ...]:
         """What is to be done to the engine's cache before anything else is fed, once."""
+        if self._unified:
+            self._trim()
         edits = tuple(self._edits)
         self._edits.clear()
         return edits
@@ -242,13 +254,19 @@ class KvCache:
     def has_edits(self) -> bool:
         return bool(self._edits)
 
-    def clear(self) -> None:
-        """The engine's cache has been lost.  Busy sequences keep their reservations and hold nothing."""
+    def clear(self, *, lost: bool = True) -> None:
+        """Nobody knows what the engine's cache holds.  Busy sequences keep their reservations and hold nothing.
+
+        Args:
+            lost: it is empty; else all of it is removed with the next edits.
+        """
         for entry in list(self._idle.values()):
             self._remove(entry)
         self._edits.clear()
         for entry in self._entries.values():
             entry.used = 0
+        if not lost:
+            self._edits += [Remove(seq_id) for seq_id in sorted([*self._entries, *self._free_ids])]
 
     # -- where a request starts -----------------------------------------------------------------
 
@@ -258,7 +276,7 @@ class KvCache:
             return None, 0
         prompt = entry.tokens[:-1]
         found: _Entry | None = None
-        best = (WORTH_SHARING - 1, True, 0)
+        best = (WORTH_SHARING, -1, False, 0)
         for other in self._entries.values():
             if other.tenant != entry.tenant or other.private or other is entry or other.seq_id in besides:
                 continue
@@ -269,8 +287,8 @@ class KvCache:
                 shared = min(shared, other.used)
             if not self._rewinds and not (other.idle and shared == other.used):
                 continue
-            # of equals one that is free for the taking, with little behind what is shared
-            quality = (shared, other.idle, -other.used)
+            # of equals one that need not be waited for, is free for the taking, and has little behind what is shared
+            quality = (shared, min(shared, other.used), other.idle, -other.used)
             if quality > best:
                 found, best = other, quality
         return found, best[0]
@@ -301,12 +319,16 @@ class KvCache:
         """``entry``, which holds nothing, gets what it shares with ``source``, now or later."""
         if shared < self._worth_copying or not self._rewinds:
             return
-        crowded = not self._unified and any(isinstance(edit, Copy) for edit in self._edits)
-        if source.used < shared or crowded:
+        if source.used < shared or self._is_crowded:
             entry.leader, entry.until = source, shared
             self._followers[entry.seq_id] = entry
         else:
             self._copy(source, entry, shared)
+
+    @property
+    def _is_crowded(self) -> bool:
+        """A copy between streams takes its time: one a step, or everybody would wait for all of them."""
+        return not self._unified and any(isinstance(edit, Copy) for edit in self._edits)
 
     def _copy(self, source: _Entry, entry: _Entry, length: int) -> None:
         self._edits.append(Copy(source.seq_id, entry.seq_id, length))
@@ -337,6 +359,14 @@ class KvCache:
         while self._reserved + cells > self._cells or (sequence and not self._free_ids):
             self._evict_one(spare)
         return True
+
+    def _trim(self) -> None:
+        """Idle sequences hold their share at most; what is more than that by itself goes first."""
+        most = IDLE_SHARE * self._cells
+        for entry in [entry for entry in self._idle.values() if entry.reserved > most]:
+            self._remove(entry)
+        while self._idle_cells > most:
+            self._evict_one()
 
     def _evict_one(self, spare: _Entry | None = None) -> None:
         self._remove(next(entry for entry in self._idle.values() if entry is not spare))

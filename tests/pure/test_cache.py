@@ -1,0 +1,722 @@
+"""The KV cache's books: whatever happens, what a request is said to hold are the first tokens of its prompt.
+
+The first part reads as documentation: one case each.  The second runs random requests beside the plainest
+engine there is, a dict of token lists to which the edits are done in order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from uma_trio.kv.cache import IDLE_SHARE, WORTH_SHARING, KvCache, Placement
+from uma_trio.kv.edits import Copy, Edit, Remove
+
+BACKGROUND, NORMAL = 2, 1
+
+
+def tokens(*parts: int | Iterable[int]) -> np.ndarray:
+    """Parts behind one another; a number is a text of fifty tokens of its own."""
+    found: list[int] = []
+    for part in parts:
+        found.extend(range(100 * part, 100 * part + 50) if isinstance(part, int) else part)
+    return np.asarray(found, dtype=np.int32)
+
+
+def cache(**options: object) -> KvCache:
+    given = {"n_sequences": 8, "n_cells": 8000, "cells_per_sequence": 8000} | options
+    return KvCache(**given)  # type: ignore[arg-type]
+
+
+def done(books: KvCache, prompt: np.ndarray, answer: int | Iterable[int] = (), **who: object) -> np.ndarray:
+    """A request that ran to its end and left what it held, which is returned."""
+    held = tokens(prompt, answer)
+    placement = books.place(prompt, len(held) + 1, **who)  # type: ignore[arg-type]
+    assert placement is not None
+    books.use(placement.seq_id, len(held))
+    books.end(placement.seq_id, held)
+    books.take_edits()
+    return held
+
+
+SYSTEM, HELLO, ANSWER, MORE, OTHER = range(1, 6)
+LONG = np.arange(3000, 3800, dtype=np.int32)
+
+
+# -- reservation ----------------------------------------------------------------------------------------
+
+
+def test_a_sequence_comes_only_with_all_its_room() -> None:
+    books = KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60)
+    assert books.place(tokens([1]), 60) == Placement(0, 0)
+    assert books.place(tokens([2]), 41) is None
+    assert books.place(tokens([2]), 40) == Placement(1, 0)
+    books.end(0)
+    assert books.place(tokens([2]), 60) == Placement(0, 0)
+    assert books.take_edits() == (Remove(0),)
+
+
+@pytest.mark.parametrize("cells", [0, -1, 61])
+def test_what_can_never_be_is_told_apart_from_what_must_wait(cells: int) -> None:
+    with pytest.raises(ValueError, match="1 to 60"):
+        KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60).place(tokens([1]), cells)
+
+
+def test_more_than_reserved_is_a_defect() -> None:
+    books = cache()
+    books.place(tokens([1]), 10)
+    books.use(0, 10)
+    with pytest.raises(AssertionError, match="11 of 10"):
+        books.use(0, 11)
+
+
+def test_a_sequence_that_nobody_holds() -> None:
+    for call in (lambda: cache().use(0, 1), lambda: cache().rewind(0, 1), lambda: cache().end(1)):
+        with pytest.raises(KeyError):
+            call()
+
+
+def test_check_integrity_sees_a_leak() -> None:
+    books = cache()
+    books.place(tokens([1]), 10)
+    books._reserved += 1
+    with pytest.raises(AssertionError):
+        books.check_integrity()
+
+
+# -- one after another: what ended stays, and is gone on with -------------------------------------------
+
+
+def test_a_chats_next_turn_goes_on_in_place() -> None:
+    books = cache()
+    first = done(books, tokens(SYSTEM, HELLO), ANSWER)
+    assert books.statistics().cached_cells == len(first)
+    assert books.place(tokens(first, MORE), 300) == Placement(0, held=len(first))
+    assert books.take_edits() == ()
+    assert books.statistics().cached_sequences == 0
+
+
+def test_an_answer_asked_for_again_needs_one_token_computed_for_its_logits() -> None:
+    books = cache()
+    prompt = tokens(SYSTEM, HELLO)
+    done(books, prompt, ANSWER)
+    assert books.place(prompt, 200) == Placement(0, held=len(prompt) - 1)
+    assert books.take_edits() == (Remove(0, len(prompt) - 1),)
+
+
+def test_a_turn_that_was_rewritten_loses_only_what_stood_behind() -> None:
+    books = cache()
+    done(books, tokens(SYSTEM, HELLO), ANSWER)
+    assert books.place(tokens(SYSTEM, HELLO, OTHER), 200) == Placement(0, held=100)
+    assert books.take_edits() == (Remove(0, 100),)
+
+
+def test_a_shared_system_prompt_leaves_the_longer_conversation_alone() -> None:
+    """It is copied, where to go on in place would lose more than it shares."""
+    books = cache()
+    long = done(books, tokens(SYSTEM, HELLO), tokens(ANSWER, MORE))
+    assert books.place(tokens(SYSTEM, OTHER), 150) == Placement(1, held=50)
+    assert books.take_edits() == (Copy(0, 1, 50),)
+    assert books.place(tokens(long, OTHER), 300) == Placement(0, held=len(long))
+
+
+def test_without_room_beside_it_the_longer_conversation_goes_after_all() -> None:
+    books = cache(n_sequences=1)
+    done(books, tokens(SYSTEM, HELLO), tokens(ANSWER, MORE))
+    assert books.place(tokens(SYSTEM, OTHER), 150) == Placement(0, held=50)
+    assert books.take_edits() == (Remove(0, 50),)
+
+
+def test_a_short_common_beginning_is_computed_again() -> None:
+    books = cache()
+    done(books, tokens([7] * (WORTH_SHARING - 1), HELLO))
+    assert books.place(tokens([7] * (WORTH_SHARING - 1), OTHER), 100) == Placement(1, held=0)
+    done(books, tokens([8] * WORTH_SHARING, HELLO))
+    assert books.place(tokens([8] * WORTH_SHARING, OTHER), 100) == Placement(3, held=WORTH_SHARING)
+
+
+def test_the_longest_common_beginning_is_taken() -> None:
+    books = cache()
+    for part in (MORE, OTHER):
+        placement = books.place(tokens(SYSTEM, HELLO, part), 150)
+        assert placement is not None
+        books.use(placement.seq_id, 150)
+    books.end(0, tokens(SYSTEM, HELLO, MORE))
+    books.end(1, tokens(SYSTEM, HELLO, OTHER))
+    books.take_edits()
+    assert books.place(tokens(SYSTEM, HELLO, OTHER, ANSWER), 200) == Placement(1, held=150)
+
+
+def test_tenants_share_nothing() -> None:
+    books = cache()
+    held = done(books, tokens(SYSTEM, HELLO), ANSWER, tenant=1)
+    assert books.place(held, 200, tenant=2) == Placement(1, held=0)
+    assert books.place(held, 200, tenant=1) == Placement(0, held=len(held) - 1)
+
+
+def test_who_wants_nothing_cached_neither_takes_nor_leaves_anything() -> None:
+    books = cache()
+    held = done(books, tokens(SYSTEM, HELLO))
+    assert books.place(held, 200, private=True) == Placement(1, held=0)
+    books.use(1, len(held))
+    assert books.place(tokens(held, MORE), 200) == Placement(0, held=len(held))
+    books.end(1, held)
+    assert books.statistics().cached_sequences == 0
+    assert books.take_edits() == (Remove(1),)
+
+
+def test_reuse_switched_off() -> None:
+    books = cache(reuse=False)
+    held = done(books, tokens(SYSTEM, HELLO))
+    assert books.held() == {}
+    books.place(held, 200)
+    books.use(0, 100)
+    assert books.place(held, 200) == Placement(1, held=0)
+
+
+def test_a_memory_that_cannot_forget_goes_on_with_whole_sequences_or_not_at_all() -> None:
+    books = cache(rewinds=False)
+    held = done(books, tokens(SYSTEM, HELLO), ANSWER)
+    assert books.place(tokens(SYSTEM, HELLO, OTHER), 200) == Placement(1, held=0)
+    assert books.place(held, 200) == Placement(2, held=0), "its last token would have to be removed"
+    assert books.place(tokens(held, MORE), 300) == Placement(0, held=len(held))
+    assert books.take_edits() == ()
+
+
+def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
+    books = cache(rewinds=False)
+    books.place(tokens(SYSTEM), 100)
+    books.use(0, 60)
+    books.end(0, tokens(SYSTEM))
+    assert books.statistics().cached_sequences == 0
+    assert books.take_edits() == (Remove(0),)
+
+
+def test_wrong_guesses_leave_the_cache() -> None:
+    books = cache()
+    books.place(tokens(SYSTEM), 200)
+    books.use(0, 60)
+    books.rewind(0, 53)
+    assert books.held() == {0: 53}
+    books.use(0, 58)
+    books.end(0, tokens(SYSTEM, [1] * 5))
+    assert books.take_edits() == (Remove(0, 53), Remove(0, 55))
+    assert books.statistics().cached_cells == 55
+
+
+# -- room -----------------------------------------------------------------------------------------------
+
+
+def test_the_longest_idle_goes_first_and_only_when_room_is_needed() -> None:
+    books = cache(n_sequences=4, n_cells=1000, cells_per_sequence=1000, unified=False)
+    for part in (SYSTEM, HELLO, ANSWER):
+        done(books, tokens(part))
+    assert books.place(tokens(MORE), 800) == Placement(3, held=0), "850 cells are free"
+    assert list(books.held()) == [0, 1, 2]
+    books.end(3)
+    books.place(tokens(HELLO, MORE), 150)  # goes on with 1, and is the latest when it ends
+    books.use(1, 100)
+    books.end(1, tokens(HELLO, MORE))
+    books.take_edits()
+    books.place(tokens(OTHER), 850)
+    assert books.take_edits() == (Remove(0),)
+    assert list(books.held()) == [1, 2]
+
+
+def test_nobody_is_evicted_in_vain() -> None:
+    books = cache(n_sequences=3, n_cells=300, cells_per_sequence=300, unified=False)
+    done(books, tokens(SYSTEM))
+    books.place(tokens(OTHER), 200)
+    assert books.place(tokens(HELLO), 101) is None
+    assert books.take_edits() == ()
+    assert books.place(tokens(HELLO), 100) is not None
+    assert books.take_edits() == (Remove(0),)
+
+
+def test_who_is_gone_on_with_is_not_evicted_for_it() -> None:
+    books = cache(n_sequences=8, n_cells=300, cells_per_sequence=300, unified=False)
+    held = done(books, tokens(SYSTEM, HELLO))
+    done(books, tokens(OTHER))
+    assert books.place(tokens(held, MORE), 300) == Placement(0, held=100)
+    assert books.take_edits() == (Remove(1),)
+
+
+def test_a_unified_cache_keeps_a_share_of_its_cells_idle_at_most() -> None:
+    """Attention passes over all of them for every token of everybody."""
+    books = cache(n_sequences=64)
+    for part in range(1, 60):
+        done(books, tokens(part))
+    assert books.statistics().cached_cells == IDLE_SHARE * 8000
+    last = [books.place(tokens(part, [1]), 51) for part in (19, 20)]
+    assert [placement and placement.held for placement in last] == [0, 50], "the longest idle went"
+
+
+def test_apart_sequences_are_in_nobodys_way() -> None:
+    books = cache(n_sequences=64, cells_per_sequence=125, unified=False)
+    for part in range(1, 60):
+        done(books, tokens(part))
+    assert books.statistics().cached_cells == 59 * 50
+
+
+def test_what_is_larger_than_that_share_goes_alone() -> None:
+    books = cache()
+    done(books, tokens(SYSTEM))
+    done(books, tokens(range(2001)))
+    assert books.held() == {0: 50}
+
+
+# -- together: what is being read is waited for ---------------------------------------------------------
+
+
+def together(books: KvCache, prompts: Iterable[np.ndarray], chunk: int = 100) -> tuple[int, int]:
+    """Requests that arrive at once, read chunk by chunk: tokens that were computed, and steps."""
+    held: dict[int, int] = {}
+    waiting, sizes = {}, {}
+    for prompt in prompts:
+        placement = books.place(prompt, len(prompt))
+        assert placement is not None
+        (waiting if placement.waits else held)[placement.seq_id] = placement.held
+        sizes[placement.seq_id] = len(prompt)
+    computed = steps = 0
+    while waiting or any(held[seq_id] < sizes[seq_id] for seq_id in held):
+        for seq_id, n in books.followed():
+            del waiting[seq_id]
+            held[seq_id] = n
+        books.take_edits()
+        for seq_id in held:
+            n = min(chunk, sizes[seq_id] - held[seq_id])
+            held[seq_id] += n
+            books.use(seq_id, held[seq_id])
+            computed += n
+        steps += 1
+    books.check_integrity()
+    return computed, steps
+
+
+def test_eight_that_arrive_together_compute_what_they_share_once() -> None:
+    prompts = [tokens(LONG, [i + 1]) for i in range(8)]
+    assert together(cache(), prompts) == (800 + 8, 9)
+
+
+def test_eight_that_are_the_same_compute_it_once_but_for_the_last_token() -> None:
+    assert together(cache(), [LONG] * 8) == (800 + 7, 9)
+
+
+def test_where_copying_takes_time_one_a_step_is_copied() -> None:
+    prompts = [tokens(LONG, [i + 1]) for i in range(8)]
+    apart = {"cells_per_sequence": 1000, "unified": False}
+    assert together(cache(**apart), prompts) == (800 + 8, 8 + 7)
+
+
+def test_who_comes_while_the_first_is_half_read_waits_for_that_one() -> None:
+    """And not for one that waits itself."""
+    books = cache()
+    for i in range(3):
+        assert books.place(tokens(LONG, [i + 1]), 900) == Placement(i, held=0, waits=i > 0)
+        books.use(0, 100 * (i + 1))
+    books.use(0, 800)
+    assert books.followed() == [(1, 800), (2, 800)]
+
+
+def test_who_comes_when_it_is_read_waits_for_nobody() -> None:
+    books = cache()
+    for i in range(3):
+        books.place(tokens(LONG, [i + 1]), 900)
+    books.use(0, 850)
+    assert books.place(tokens(LONG, [9]), 900) == Placement(3, held=800)
+    assert books.take_edits() == (Copy(0, 3, 800),)
+
+
+def test_those_that_wait_elect_one_when_the_first_is_cancelled() -> None:
+    books = cache()
+    for i in range(8):
+        books.place(tokens(LONG, [i + 1]), 900)
+    books.use(0, 300)
+    books.end(0)
+    assert books.followed() == [(1, 0)]
+    books.use(1, 801)
+    assert books.followed() == [(i, 800) for i in range(2, 8)], "in one step, not one after another"
+
+
+def test_one_that_stalls_gives_what_it_has() -> None:
+    books = cache()
+    for i in range(3):
+        books.place(tokens(LONG, [i + 1]), 900)
+    books.use(0, 300)
+    assert books.followed() == []
+    assert books.followed(stalled=[0]) == [(1, 300), (2, 300)]
+    assert books.take_edits() == (Copy(0, 1, 300), Copy(0, 2, 300))
+
+
+def test_one_that_stalls_at_its_beginning_is_left() -> None:
+    books = cache()
+    for i in range(3):
+        books.place(tokens(LONG, [i + 1]), 900)
+    assert books.followed(stalled=[0]) == [(1, 0)]
+    books.use(1, 801)
+    assert books.followed(stalled=[0]) == [(2, 800)]
+
+
+def test_one_that_ends_with_its_first_token_is_copied_before_it_goes() -> None:
+    """Although it is more than idle sequences may hold in all."""
+    books = cache(n_cells=1700, cells_per_sequence=1700)
+    for i in range(2):
+        books.place(tokens(LONG, [i + 1]), 801)
+    books.use(0, 801)
+    books.end(0, tokens(LONG, [1]))
+    assert books.followed() == [(1, 800)]
+    assert books.take_edits() == (Copy(0, 1, 800), Remove(0))
+
+
+def test_a_lower_class_is_not_waited_for() -> None:
+    books = cache()
+    books.place(LONG, 900, rank=BACKGROUND)
+    books.use(0, 300)
+    assert books.place(tokens(LONG, [1]), 900, rank=NORMAL) == Placement(1, held=300)
+    assert books.place(tokens(LONG, [2]), 900, rank=BACKGROUND).waits  # type: ignore[union-attr]
+
+
+def test_when_the_engines_cache_is_lost_requests_stay_and_hold_nothing() -> None:
+    books = cache()
+    done(books, tokens(OTHER))
+    books.place(LONG, 900)
+    books.place(LONG, 900)
+    books.use(1, 500)
+    books.clear()
+    assert books.take_edits() == ()
+    assert books.held() == {}
+    assert books.statistics().cells_reserved == 1800
+    books.use(1, 800)
+    assert books.followed() == [(2, 799)]
+
+
+# -- whatever happens -----------------------------------------------------------------------------------
+
+
+@attrs.define
+class Request:
+    name: int
+    story: list[int]
+    """Its prompt, and what it will generate."""
+    n_prompt: int
+    tenant: int
+    rank: int
+    private: bool
+    cells: int
+    waits: bool
+    held: int
+
+
+@attrs.frozen
+class Cell:
+    """One token in the engine, and who computed it."""
+
+    token: int
+    name: int
+    tenant: int
+    private: bool
+
+
+Sequences = dict[int, list[Cell]]
+
+
+def after(sequences: Sequences, edits: Iterable[Edit]) -> Sequences:
+    """What the engine holds when ``edits`` are done, each of which must be possible."""
+    sequences = {seq_id: list(cells) for seq_id, cells in sequences.items()}
+    for edit in edits:
+        if isinstance(edit, Copy):
+            assert not sequences.get(edit.target)
+            assert 0 < edit.length <= len(sequences[edit.source])
+            sequences[edit.target] = sequences[edit.source][: edit.length]
+        else:
+            del sequences.setdefault(edit.seq_id, [])[edit.start :]
+    return sequences
+
+
+seqs = st.sets(st.integers(0, 7), max_size=2)
+
+
+class Bookkeeping(RuleBasedStateMachine):
+    """The books beside the plainest engine."""
+
+    @initialize(
+        n=st.sampled_from([8, 5, 3, 2, 1]),
+        cells=st.sampled_from([600, 1200, 200, 100]),
+        unified=st.booleans(),
+        rewinds=st.sampled_from([True, True, False]),
+        reuse=st.sampled_from([True] * 5 + [False]),
+    )
+    def start(self, n: int, cells: int, unified: bool, rewinds: bool, reuse: bool) -> None:
+        self.n, self.unified, self.rewinds, self.reuse = n, unified, rewinds, reuse
+        self.most = cells
+        self.n_cells = cells if unified else n * cells
+        self.books = KvCache(
+            n_sequences=n, n_cells=self.n_cells, cells_per_sequence=cells, unified=unified, rewinds=rewinds, reuse=reuse
+        )
+        self.engine: Sequences = {}
+        self.requests: dict[int, Request] = {}
+        self.told: list[list[int]] = []
+        """Stories of requests so far: others begin like them."""
+        self.names = iter(range(1 << 30))
+
+    # -- rules
+
+    @rule(
+        n=st.sampled_from([1, 2, 8]),
+        like=st.integers(0, 5),
+        same=st.sampled_from([1.0, 0.9, 0.5, 0.0]),
+        n_new=st.sampled_from([20, 1, 60]),
+        answer=st.sampled_from([10, 1, 40]),
+        variant=st.integers(0, 1),
+        tenant=st.sampled_from([0, 0, 0, 1]),
+        rank=st.sampled_from([1, 1, 0, 2]),
+        private=st.sampled_from([False] * 7 + [True]),
+    )
+    def arrive(
+        self, n: int, like: int, same: float, n_new: int, answer: int, variant: int, tenant: int, rank: int, private: bool
+    ) -> None:
+        """Some that begin like an earlier one, and each other."""
+        old = self.told[-like - 1 :][0] if self.told else []
+        begin = [*old[: int(same * len(old))], *range(variant, variant + n_new)]
+        for i in range(n):
+            prompt = [*begin, i] if n > 1 else begin
+            self.ask(prompt, [*prompt, *range(100 + variant, 100 + variant + answer)], tenant, rank, private)
+
+    def ask(self, prompt: list[int], story: list[int], tenant: int, rank: int, private: bool) -> None:
+        cells = len(story) - 1
+        array = np.asarray(prompt, dtype=np.int32)
+        if cells > self.most:
+            with pytest.raises(ValueError, match=str(cells)):
+                self.books.place(array, cells)
+            return
+        idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
+        before, edits = self.books.held(), list(self.books._edits)
+        placement = self.books.place(array, cells, tenant=tenant, rank=rank, private=private)
+        free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
+        assert (placement is not None) == (cells <= free_cells and len(self.requests) < self.n)
+        if placement is None:
+            assert (self.books.held(), self.books._edits) == (before, edits), "somebody was evicted in vain"
+            return
+        self.check_evicted(idle, self.books._edits[len(edits) :], placement.seq_id, cells, free_cells)
+        assert placement.held < len(prompt)
+        assert not (placement.waits and placement.held)
+        if not self.rewinds:
+            assert not placement.waits
+            assert placement.held in (0, idle.get(placement.seq_id))
+        if private or not self.reuse:
+            assert (placement.held, placement.waits) == (0, False)
+        self.told.append(story)
+        self.requests[placement.seq_id] = Request(
+            next(self.names), story, len(prompt), tenant, rank, private, cells, placement.waits, placement.held
+        )
+
+    def check_evicted(self, idle: dict[int, int], new: Iterable[Edit], seq_id: int, cells: int, free_cells: int) -> None:
+        """As many as needed and no more, the longest idle first, but for one that is copied from."""
+        evicted = [edit.seq_id for edit in new if isinstance(edit, Remove) and not edit.start]
+        if not evicted:
+            return
+        taken = 0 if seq_id in evicted else idle.get(seq_id, 0)
+        free_ids = self.n - len(self.requests) - len(idle)
+        for n in (len(evicted) - 1, len(evicted)):
+            room = free_cells - sum(idle.values()) + taken + sum(idle[other] for other in evicted[:n]) >= cells
+            assert (room and (bool(taken) or free_ids + n > 0)) == (n == len(evicted))
+        longer = list(idle)[: list(idle).index(evicted[-1])]
+        assert len(set(longer) - set(evicted)) <= 1
+
+    @rule(most=st.sampled_from([400, 30, 5, 1]), slow=seqs, stalled=seqs)
+    def step(self, most: int, slow: set[int], stalled: set[int]) -> None:
+        """As the runner: who need not wait any longer, the edits, and some tokens each."""
+        self.begin_step(stalled)
+        for seq_id, request in self.requests.items():
+            if not request.waits and seq_id not in stalled | slow:
+                self.feed(seq_id, most)
+
+    def begin_step(self, stalled: Collection[int]) -> None:
+        ready = dict(self.books.followed(stalled))
+        for seq_id, held in ready.items():
+            request = self.requests[seq_id]
+            assert request.waits
+            request.waits, request.held = False, held
+            assert held < request.n_prompt
+        edits = self.books.take_edits()
+        if not self.unified:
+            assert sum(isinstance(edit, Copy) for edit in edits) <= 1
+        else:
+            assert self.books.statistics().cached_cells <= IDLE_SHARE * self.n_cells
+        if not self.rewinds:
+            assert all(edit == Remove(edit.seq_id) for edit in edits if isinstance(edit, Remove))
+            assert not any(isinstance(edit, Copy) for edit in edits)
+        self.engine = after(self.engine, edits)
+        self.check_waiting(stalled, ready, edits)
+
+    def check_waiting(self, stalled: Collection[int], ready: Collection[int], edits: Collection[Edit]) -> None:
+        """Each for one that will come to hold what is waited for, or for its turn to be copied."""
+        for seq_id, request in self.requests.items():
+            if not request.waits:
+                continue
+            leader = self.books._entries[seq_id].leader
+            assert leader is not None
+            assert self.books._entries[leader.seq_id] is leader, "waits for one that is gone"
+            if any(isinstance(edit, Copy) for edit in edits) and not self.unified:
+                continue
+            other = self.requests[leader.seq_id]
+            assert other.rank <= request.rank
+            assert leader.seq_id not in stalled
+            assert other.held < self.books._entries[seq_id].until or leader.seq_id in ready
+            met = set()
+            while leader is not None:
+                assert leader.seq_id not in met, "they wait for each other"
+                met.add(leader.seq_id)
+                leader = leader.leader
+
+    def feed(self, seq_id: int, most: int) -> None:
+        request = self.requests[seq_id]
+        n = min(most, request.cells - request.held)
+        fed = request.story[request.held : request.held + n]
+        cells = [Cell(token, request.name, request.tenant, request.private) for token in fed]
+        held = self.engine.setdefault(seq_id, [])
+        assert len(held) == request.held
+        held += cells
+        request.held += n
+        if n:
+            self.books.use(seq_id, request.held)
+
+    @rule(which=st.integers(0, 7), lost=st.sampled_from([0, 0, 0, 5]))
+    def finish(self, which: int, lost: int) -> None:
+        """What is kept may be less than what it held: guesses, and what stood behind a stop string."""
+        able = [seq_id for seq_id, request in self.requests.items() if request.held == request.cells]
+        able = able or [seq_id for seq_id, request in self.requests.items() if not request.waits]
+        if able:
+            seq_id = able[which % len(able)]
+            request = self.requests.pop(seq_id)
+            n = max(0, request.held - lost)
+            self.books.end(seq_id, np.asarray(request.story[:n], dtype=np.int32))
+
+    @rule(which=st.integers(0, 7))
+    def cancel(self, which: int) -> None:
+        if self.requests:
+            seq_id = list(self.requests)[which % len(self.requests)]
+            self.books.end(seq_id)
+            del self.requests[seq_id]
+
+    @rule(which=st.integers(0, 7), n=st.integers(1, 8))
+    def guess_wrong(self, which: int, n: int) -> None:
+        able = [seq_id for seq_id, request in self.requests.items() if request.held > request.n_prompt]
+        if able and self.rewinds:
+            seq_id = able[which % len(able)]
+            request = self.requests[seq_id]
+            request.held = max(request.n_prompt, request.held - n)
+            self.books.rewind(seq_id, request.held)
+
+    @precondition(lambda self: self.requests)
+    @rule(lost=st.booleans())
+    def fail(self, lost: bool) -> None:
+        """Everybody begins again.  Where the cache is not lost it may hold anything."""
+        self.books.clear(lost=lost)
+        for cells in self.engine.values():
+            del cells[0 if lost else len(cells) // 2 :]
+        for request in self.requests.values():
+            request.held = 0
+
+    # -- what holds
+
+    def idle(self) -> dict[int, list[int]]:
+        return {seq_id: entry.tokens.tolist() for seq_id, entry in self.books._idle.items()}
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "books"):
+            return
+        self.books.check_integrity()
+        kv, idle = self.books.statistics(), self.idle()
+        assert kv.sequences == len(self.requests)
+        assert kv.cells_reserved == sum(request.cells for request in self.requests.values())
+        assert kv.cells_used == sum(request.held for request in self.requests.values())
+        assert (kv.cached_sequences, kv.cached_cells) == (len(idle), sum(map(len, idle.values())))
+        assert kv.cells_reserved + kv.cached_cells <= kv.cells == self.n_cells
+        assert not set(idle) & set(self.requests)
+
+    @invariant()
+    def holds_what_it_says(self) -> None:
+        if not hasattr(self, "books"):
+            return
+        engine = {seq_id: cells for seq_id, cells in after(self.engine, self.books._edits).items() if cells}
+        assert {seq_id: len(cells) for seq_id, cells in engine.items()} == self.books.held()
+        assert sum(map(len, engine.values())) <= self.n_cells
+        for seq_id, request in self.requests.items():
+            cells = engine.get(seq_id, [])
+            assert [cell.token for cell in cells] == request.story[: request.held]
+            assert {cell.tenant for cell in cells} <= {request.tenant}, "tenants share"
+            for cell in cells:
+                assert cell.name == request.name or not (cell.private or request.private), "private ones share"
+        for seq_id, told in self.idle().items():
+            assert [cell.token for cell in engine[seq_id]] == told
+            assert not any(cell.private for cell in engine[seq_id])
+
+    def teardown(self) -> None:
+        """Nobody waits for ever: if no client stalls, all are done after a few steps, and everything can be placed."""
+        if not hasattr(self, "books"):
+            return
+        for _ in range(2 * self.n + 2):
+            self.begin_step(())
+            for seq_id, request in self.requests.items():
+                if not request.waits:
+                    self.feed(seq_id, request.cells)
+            self.holds_what_it_says()
+        assert all(request.held == request.cells for request in self.requests.values())
+        for seq_id in self.requests:
+            self.books.end(seq_id)
+        assert self.books.place(np.zeros(self.most, dtype=np.int32), self.most, private=True) is not None
+
+
+TestBookkeeping = Bookkeeping.TestCase
+TestBookkeeping.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("rewinds", [True, False])
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_a_long_life(n: int, unified: bool, rewinds: bool) -> None:
+    """The same rules, as often as they come in a daemon's day."""
+    live(n, unified, rewinds, random.Random(n))
+
+
+def live(n: int, unified: bool, rewinds: bool, chance: random.Random) -> None:
+    for cells in (100, 300, 600):
+        house = Bookkeeping()
+        house.start(n, cells * (n if unified else 1), unified, rewinds, reuse=True)
+        for _ in range(500):
+            some = {chance.randrange(8) for _ in range(chance.choice([0, 0, 0, 1, 2]))}
+            match chance.choices(["arrive", "step", "finish", "cancel", "guess", "fail"], [25, 50, 20, 4, 10, 0.3])[0]:
+                case "arrive":
+                    house.arrive(
+                        n=chance.choice([1, 1, 2, n]),
+                        like=chance.randrange(6),
+                        same=chance.choice([1.0, 0.9, 0.5, 0.0]),
+                        n_new=chance.choice([1, 20, 60]),
+                        answer=chance.choice([1, 10, 40]),
+                        variant=chance.randrange(2),
+                        tenant=chance.choice([0, 0, 0, 1]),
+                        rank=chance.choice([0, 1, 1, 2]),
+                        private=chance.random() < 0.1,
+                    )
+                case "step":
+                    house.step(chance.choice([400, 30, 5, 1]), some, {seq_id for seq_id in some if chance.random() < 0.5})
+                case "finish":
+                    house.finish(chance.randrange(8), chance.choice([0, 0, 5]))
+                case "cancel":
+                    house.cancel(chance.randrange(8))
+                case "guess":
+                    house.guess_wrong(chance.randrange(8), chance.randint(1, 8))
+                case "fail":
+                    house.fail(chance.random() < 0.5)
+            house.adds_up()
+            house.holds_what_it_says()
+        house.teardown()
