@@ -185,7 +185,7 @@ async def test_who_does_not_read_slows_only_itself(autojump_clock):
         had = len(stuck.tokens)
         await quick_job.done.wait()
         assert quick.tokens == expected_continuation([2], 200)
-        assert len(stuck.tokens) <= had + 1  # one was under way
+        assert len(stuck.tokens) <= had + 2  # one was under way, and one made ready behind it
         stuck.open = True
         house.runner.wake()
         await slow_job.done.wait()
@@ -289,4 +289,76 @@ async def test_closed_it_takes_no_more_and_finishes_the_rest(autojump_clock):
             house.ask([1], Collector())
         await job.done.wait()
         assert sink.last.reason == "length"
+        await house.clean()
+
+
+# -- steps that begin by themselves ---------------------------------------------------------------------
+
+
+async def test_streams_that_go_on_need_no_plan_in_between(autojump_clock):
+    async with running() as house:
+        sinks = [Collector(), Collector()]
+        jobs = [house.ask([n + 1], sink, n=60) for n, sink in enumerate(sinks)]
+        for job in jobs:
+            await job.done.wait()
+        assert [sink.tokens for sink in sinks] == [expected_continuation([n + 1], 60) for n in range(2)]
+        assert house.runner.telemetry.chained_total > 50
+        assert len(house.engine.steps) <= 62
+        await house.clean()
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.052, 0.0549, 0.055, 0.0551, 0.056])
+async def test_who_comes_in_the_middle_is_in_the_next_step(autojump_clock, after_s):
+    """The step that was made ready does not begin."""
+    async with running(FakeEngine(cost_ms=lambda prompt, decodes: 5)) as house:
+        house.ask([1], on := Collector(), n=100)
+        await trio.sleep(after_s)
+        assert house.runner.telemetry.chained_total > 5
+        begun = len(house.engine.steps)
+        job = house.ask([2, 3], sink := Collector(), n=5)
+        await job.done.wait()
+        fed = [{feed.seq_id for batch in step.batches for feed in batch} for step in house.engine.steps[begun:]]
+        assert any(job.seq_id in sequences for sequences in fed[:2])
+        assert job.first_token_at - job.arrived_at <= 0.0101
+        assert sink.tokens == expected_continuation([2, 3], 5)
+        await trio.sleep(1)
+        assert on.tokens == expected_continuation([1], 100)
+        await house.clean()
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.052, 0.0549, 0.055, 0.0551, 0.056])
+async def test_who_is_cancelled_in_the_middle_is_not_in_the_next_step(autojump_clock, after_s):
+    async with running(FakeEngine(cost_ms=lambda prompt, decodes: 5)) as house:
+        job, other = house.ask([1], Collector(), n=100), house.ask([2], on := Collector(), n=100)
+        await trio.sleep(after_s)
+        begun = len(house.engine.steps)
+        house.runner.cancel(job)
+        await other.done.wait()
+        fed = [{feed.seq_id for batch in step.batches for feed in batch} for step in house.engine.steps[begun:]]
+        assert not any(job.seq_id in sequences for sequences in fed)
+        assert on.tokens == expected_continuation([2], 100)
+        await house.clean()
+
+
+async def test_a_token_that_ends_a_stream_is_followed_by_nothing_of_it(autojump_clock):
+    async with running(FakeEngine(eog_after=30)) as house:
+        job, other = house.ask([1] * 5, ended := Collector(), n=100), house.ask([2], on := Collector(), n=25)
+        await job.done.wait()
+        assert ended.tokens == expected_continuation([1] * 5, 25)
+        assert sum(feed.seq_id == job.seq_id for step in house.engine.steps for batch in step.batches for feed in batch) == 26
+        await other.done.wait()
+        assert on.tokens == expected_continuation([2], 25)
+        await house.clean()
+
+
+async def test_a_step_that_fails_ends_what_was_made_ready_behind_it(autojump_clock):
+    async with running() as house:
+        job = house.ask([1], failed := Collector(), n=50)
+        await trio.sleep(0.06)
+        assert house.runner.telemetry.chained_total > 3
+        house.engine.fail_next = EngineError("no room", fatal=False)
+        await job.done.wait()
+        assert failed.last.code == "E_RUNTIME_DECODE"
+        await house.ask([2], fine := Collector(), n=20).done.wait()
+        assert fine.tokens == expected_continuation([2], 20)
         await house.clean()

@@ -8,10 +8,12 @@ tests run on it and on the real engine.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import outcome
 import trio
 
 from uma_trio.engine.records import Copy, Edit, EngineError, Feed, ModelFacts, Step, StepResult
@@ -101,7 +103,7 @@ class FakeEngine:
         self._aborted = False
         self._cache: dict[int, Story] = {}
 
-    def step(self, step: Step, almost: Callable[[], None] = lambda: None) -> StepResult:
+    def step(self, step: Step) -> StepResult:
         self.steps.append(step)
         self.cost_of_last_ms = 0.0
         for edit in step.edits:
@@ -177,36 +179,56 @@ class FakeEngine:
 
 
 class VirtualThread:
-    """Stands for ``EngineThread``: a step takes its simulated time on trio's clock, and no thread."""
+    """Stands for ``EngineThread``: a call takes its simulated time on trio's clock, and no thread."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
+        self._waiting: deque[VirtualPending] = deque()
         self._free_at = -math.inf
 
-    def submit(self, call: Callable[[Callable[[], None]], Any]) -> VirtualPending:
-        try:
-            result, error = call(lambda: None), None
-        except EngineError as failure:
-            result, error = None, failure
-        self._free_at = max(self._free_at, trio.current_time()) + self._engine.cost_of_last_ms / 1e3
-        return VirtualPending(self._free_at, result, error)
+    def submit(self, call: Callable[[], Any]) -> VirtualPending:
+        pending = VirtualPending(self, call)
+        self._waiting.append(pending)
+        self.catch_up()
+        return pending
 
     async def run(self, call: Callable[[], Any]) -> Any:
-        return await self.submit(lambda almost: call()).wait()
+        return await self.submit(call).wait()
+
+    def catch_up(self) -> float:
+        """Begin all calls that should have begun by now; when the last of them ends."""
+        while self._waiting and self._free_at <= trio.current_time():
+            began = max(self._free_at, self._waiting[0].submitted_at)
+            self._engine.cost_of_last_ms = 0.0
+            pending = self._waiting.popleft()
+            pending.begin()
+            self._free_at = pending.ends_at = began + self._engine.cost_of_last_ms / 1e3
+        return self._free_at
 
 
 class VirtualPending:
-    """A step whose end is known in advance."""
+    """A call whose end is known as soon as it begins."""
 
-    def __init__(self, at: float, result: Any, error: EngineError | None) -> None:
-        self._at, self._result, self._error = at, result, error
+    def __init__(self, thread: VirtualThread, call: Callable[[], Any]) -> None:
+        self._thread = thread
+        self._call = call
+        self._outcome: outcome.Outcome[Any] | None = None
+        self.submitted_at = trio.current_time()
+        self.ends_at = math.inf
+
+    def begin(self) -> None:
+        self._outcome = outcome.capture(self._call)
+
+    @property
+    def result(self) -> Any:
+        return self._outcome.value if isinstance(self._outcome, outcome.Value) else None
 
     async def settled(self) -> None:
         with trio.CancelScope(shield=True):
-            await trio.sleep_until(self._at)
+            while self.ends_at > trio.current_time():
+                await trio.sleep_until(min(self.ends_at, self._thread.catch_up()))
+            self._thread.catch_up()
 
     async def wait(self) -> Any:
         await self.settled()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        return self._outcome.unwrap()

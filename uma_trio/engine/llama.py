@@ -92,26 +92,24 @@ class LlamaEngine:
         devices = tuple((device.name, device.description) for device in library.devices())
         return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), self._options
 
-    def step(self, step: Step, almost: Callable[[], None] = lambda: None) -> StepResult:
+    def step(self, step: Step) -> StepResult:
         try:
-            return self._step(step, almost)
+            return self._step(step)
         except EngineError:
             raise
         except Exception as error:  # refused by the ABI layer, or a defect: the context is not to be trusted
             raise EngineError(f"{type(error).__name__}: {error}", fatal=True) from error
 
-    def _step(self, step: Step, almost: Callable[[], None]) -> StepResult:
+    def _step(self, step: Step) -> StepResult:
         started = time.perf_counter()
         for edit in step.edits:
             self._edit(edit)
         tokens: list[int] = []
         decode_ms = sample_ms = 0.0
         began = started
-        for n, feeds in enumerate(step.batches, 1):
+        for feeds in step.batches:
             self._decode(feeds)
             decoded = time.perf_counter()
-            if n == len(step.batches):
-                almost()
             tokens += self._draw(feeds)
             ended = time.perf_counter()
             decode_ms += 1e3 * (decoded - began)

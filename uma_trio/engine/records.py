@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
@@ -125,11 +125,8 @@ class Engine(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
-    def step(self, step: Step, almost: Callable[[], None] = lambda: None) -> StepResult:
+    def step(self, step: Step) -> StepResult:
         """Do one tick.  Blocks for as long as it computes, without the GIL.
-
-        Args:
-            almost: called when all is computed and only the tokens are to be chosen, if there are any.
 
         Raises:
             EngineError: see there for what is left behind.

@@ -7,11 +7,10 @@ back with one ``run_sync_soon``.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import outcome
 import trio
@@ -19,21 +18,12 @@ import trio
 T = TypeVar("T")
 
 
-AWAKE_S: Final = 0.001
-"""How long who was woken early keeps the loop waiting for the result before it sleeps again."""
-
-
 class Pending(Generic[T]):
-    """A call that is under way in the thread."""
+    """A call that is under way in the thread, or waits there for its turn."""
 
-    def __init__(self, loop: trio.lowlevel.TrioToken) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._outcome: outcome.Outcome[T] | None = None
-        """Set in the thread."""
-        self._done = threading.Lock()
-        """Held until then."""
-        self._done.acquire()
-        self._woken = False
+        self._told = False
         self._waiting: trio.lowlevel.Task | None = None
 
     async def wait(self) -> T:
@@ -47,33 +37,19 @@ class Pending(Generic[T]):
 
     async def settled(self) -> None:
         """Wait for the end, whatever it is.  Cannot be cancelled."""
-        while self._outcome is None:
-            if self._woken:
-                self._woken = False
-                self._done.acquire(timeout=AWAKE_S)
-                continue
+        if not self._told:
             self._waiting = trio.lowlevel.current_task()
             await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
 
-    def almost(self) -> None:
-        """The result will be there in some ten or hundred microseconds: wake the waiter now.
+    @property
+    def result(self) -> T | None:
+        """For calls after this one in the thread, which see it before the loop does; ``None`` if it raised."""
+        return self._outcome.value if isinstance(self._outcome, outcome.Value) else None
 
-        For the call itself, in the thread: the way to the waiting task takes as long.
-        """
-        with contextlib.suppress(trio.RunFinishedError):  # nobody is left to tell
-            self._loop.run_sync_soon(self._wake)
-
-    def _complete(self, found: outcome.Outcome[T]) -> None:
-        """From the thread."""
-        self._outcome = found
-        self._done.release()
-        self._loop.run_sync_soon(self._wake)
-
-    def _wake(self) -> None:
-        self._woken = True
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            trio.lowlevel.reschedule(waiting)
+    def _tell(self) -> None:
+        self._told = True
+        if self._waiting is not None:
+            trio.lowlevel.reschedule(self._waiting)
 
 
 class EngineThread:
@@ -84,24 +60,20 @@ class EngineThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[..., Any], Pending[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Pending[Any]] | None] = queue.SimpleQueue()
         self._trio = trio.lowlevel.current_trio_token()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, call: Callable[[Callable[[], None]], T]) -> Pending[T]:
-        """Have ``call`` run in the thread; does not wait.
-
-        Args:
-            call: gets a function that it may call, once and at any time, to say that it is almost done.
-        """
-        pending: Pending[T] = Pending(self._trio)
+    def submit(self, call: Callable[[], T]) -> Pending[T]:
+        """Have ``call`` run in the thread; does not wait."""
+        pending: Pending[T] = Pending()
         self._calls.put((call, pending))
         return pending
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run ``call`` in the thread and wait for its result.  Cannot be cancelled."""
-        return await self.submit(lambda almost: call()).wait()
+        return await self.submit(call).wait()
 
     def close(self) -> None:
         """Let the thread end after what was submitted before."""
@@ -110,8 +82,8 @@ class EngineThread:
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             call, pending = item
-            found = outcome.capture(call, pending.almost)
+            pending._outcome = outcome.capture(call)
             try:
-                pending._complete(found)
+                self._trio.run_sync_soon(pending._tell)
             except trio.RunFinishedError:
                 return  # nobody is left to tell

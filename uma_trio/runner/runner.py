@@ -29,12 +29,13 @@ from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Failure, Generate, Reason, Token
 from uma_trio.runner import admission
 from uma_trio.runner.book import Book
+from uma_trio.runner.chain import Chained
 from uma_trio.runner.flight import Delivery, Flight, Landed, launch
 from uma_trio.runner.job import MOST_GUESSES, Job, Sink, State
 from uma_trio.sampling import Lookup, SamplingParams
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.scheduling.policy import Memory, Priority, Slot, plan
+from uma_trio.scheduling.policy import Memory, Plan, Priority, Slot, plan
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.runner")
@@ -98,6 +99,8 @@ class Runner:
         self._idle = trio.Event()
         self._closed: UmaError | None = None
         self._flight: Flight | None = None
+        self._chained: Chained | None = None
+        """Behind ``_flight``; may have begun already."""
         self._stopped = False
 
     # -- asked from outside, between ticks ------------------------------------------------------
@@ -179,6 +182,8 @@ class Runner:
 
     def wake(self) -> None:
         """Something has changed that the next plan should know."""
+        if self._chained is not None and self._chained.revoke():
+            self._chained = None
         self._wake.set()
 
     def close(self, reason: UmaError | None = None) -> None:
@@ -225,21 +230,24 @@ class Runner:
                 landed = None if self._flight is None else await self._land(self._flight)
                 if landed is not None and landed.is_surprising:
                     self._learn(landed)
-                self._flight = self._launch()
+                self._flight = self._begun() or self._launch()
                 if landed is not None:
                     if not landed.is_surprising:
                         self._learn(landed)  # it takes its time, which is no gap here
                     self._book.tick(landed, waiting=len(self._queue))
                     self._deliver(landed)
-                if self._flight is None:
+                if self._flight is not None:
+                    self._chain(self._flight)
+                else:
                     if not self._busy:
                         self._idle.set()
                     await self._wake.wait()
                     self._wake = trio.Event()
                 await trio.lowlevel.checkpoint_if_cancelled()
         finally:
-            if self._flight is not None:  # a context in use cannot be left
-                await self._flight.pending.settled()
+            for under_way in (self._flight, self._chained):
+                if under_way is not None:  # a context in use cannot be left
+                    await under_way.pending.settled()
             self._stopped = True
             self._idle.set()
 
@@ -308,16 +316,7 @@ class Runner:
                 prompts.append(job.slot)
         if self.cache.has_followers:
             prompts += self._followed(stalled)
-        chosen = plan(
-            streams,
-            prompts,
-            self._memory,
-            now_s=trio.current_time(),
-            cost=self.cost,
-            capacity=self.facts.n_batch,
-            limits=self._scheduling,
-            mixes=self.facts.unified,
-        )
+        chosen = self._plan(streams, prompts)
         self._memory = chosen.memory
         edits = self.cache.take_edits()
         if not chosen.streams and not chosen.shares and not edits:
@@ -330,8 +329,46 @@ class Runner:
             self.cache.use(job.seq_id, job.n_fed)
         return flight
 
+    def _plan(self, streams: Sequence[Slot], prompts: Sequence[Slot]) -> Plan:
+        return plan(
+            streams,
+            prompts,
+            self._memory,
+            now_s=trio.current_time(),
+            cost=self.cost,
+            capacity=self.facts.n_batch,
+            limits=self._scheduling,
+            mixes=self.facts.unified,
+        )
+
+    def _chain(self, flight: Flight) -> None:
+        """Make the next step ready behind ``flight``, if the same streams will simply go on."""
+        jobs, chosen = flight.jobs, flight.plan
+        if chosen.shares or chosen.drafts or not jobs or len(jobs) != len(self._running) or self.cache.has_edits:
+            return
+        if any(job.state is State.DONE or len(job.tokens) + 1 >= job.max_tokens for job in jobs):
+            return  # the last of these tokens is under way
+        if not all(job.sink.has_room for job in jobs):
+            return
+        after = self._plan([job.slot for job in jobs], [])
+        if len(after.streams) == len(jobs) and not after.drafts:
+            self._chained = Chained(after, jobs, flight.pending, self._eog, self._engine.step, self._thread.submit)
+
+    def _begun(self) -> Flight | None:
+        """The step that has begun by itself, if one has."""
+        chained, self._chained = self._chained, None
+        if chained is None or chained.revoke():
+            return None
+        flight = chained.begun()
+        self.telemetry.chained_total += 1
+        self._memory = self._memory.decoding(flight.plan.streams)
+        for job in flight.jobs:
+            if job.state is not State.DONE:
+                self.cache.use(job.seq_id, job.n_fed)
+        return flight
+
     def _submit(self, step: Step) -> Pending[StepResult]:
-        return self._thread.submit(lambda almost: self._engine.step(step, almost))
+        return self._thread.submit(lambda: self._engine.step(step))
 
     def _followed(self, stalled: Sequence[int]) -> list[Slot]:
         """Those that waited for another sequence and need to no longer."""

@@ -81,6 +81,10 @@ class Memory:
     decoded: int = 0
     """Ticks of decodes alone so far."""
 
+    def decoding(self, served: Sequence[Slot]) -> Memory:
+        """After a tick of ``served`` alone."""
+        return Memory(self.service.decoded(served), False, self.sat_out, self.decoded + 1)
+
     def without(self, tenant: int) -> Memory:
         """``tenant`` has nothing to do any more."""
         return attrs.evolve(self, service=self.service.without(tenant))
@@ -154,8 +158,7 @@ def plan(
     served, sat_out = _served(streams, memory.sat_out, now_s, cost)
     work = Work(0, len(served), sum([slot.context for slot in served]))
     if not prompts:
-        after = attrs.evolve(memory, had_prompts=False, sat_out=sat_out)
-        return _decodes(served, work, after, now_s, cost, capacity, mixes=mixes)
+        return _decodes(served, work, attrs.evolve(memory, sat_out=sat_out), now_s, cost, capacity, mixes=mixes)
     apart = bool(served) and not mixes
     widths = _cut(served, cost, mixes=False) if apart else (len(served),)
     work = attrs.evolve(work, calls=len(widths) + apart)
@@ -171,7 +174,7 @@ def plan(
             break
     if not given:
         alone = Work(0, work.decodes, work.context_tokens)
-        memory = attrs.evolve(memory, service=service, had_prompts=False, sat_out=sat_out)
+        memory = attrs.evolve(memory, service=service, sat_out=sat_out)
         return _decodes(served, alone, memory, now_s, cost, capacity, mixes=mixes)
     shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
     after = Memory(service.decoded(served), True, sat_out, memory.decoded)
@@ -189,7 +192,7 @@ def _decodes(
     mixes: bool,
 ) -> Plan:
     """A tick of streams alone."""
-    after = attrs.evolve(memory, service=memory.service.decoded(served), decoded=memory.decoded + 1)
+    after = memory.decoding(served)
     if any(slot.drafts for slot in served):
         drafts, drafted = _drafts(served, work, now_s, cost, capacity)
         if drafts:

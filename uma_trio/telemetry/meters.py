@@ -67,6 +67,8 @@ class Telemetry:
     prompt_tokens_total: int = 0
     batch_calls_total: int = 0
     batch_rows_total: int = 0
+    chained_total: int = 0
+    """Ticks that followed the one before without a plan in between."""
     prompts_reused_total: int = 0
     """Prompts of which something was there already."""
     cached_tokens_total: int = 0
@@ -135,6 +137,7 @@ class Telemetry:
             "tokens_total": self.tokens_total,
             "prompt_tokens_total": self.prompt_tokens_total,
             "batch_calls_total": calls,
+            "chained_total": self.chained_total,
             "prompts_reused_total": self.prompts_reused_total,
             "cached_tokens_total": self.cached_tokens_total,
             "drafted_total": self.drafted_total,

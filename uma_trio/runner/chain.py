@@ -1,0 +1,79 @@
+"""The next step of streams that simply go on: begun by the engine's thread itself.
+
+Between two steps lies the way from the engine's thread to the loop and back, which takes longer than what is decided
+there: mostly nothing, for the same streams go on with the tokens that were just sampled.  So while a step is under way
+the one after it is made ready behind it.  The thread begins it at once, unless a sampled token ends a stream, or
+something has happened in the meantime (a request, a cancel, room in an outbox): then it is revoked, and the next step
+is planned as always.  Nothing is decided later than it would be otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
+
+from uma_trio.engine.records import Draw, Feed, Step, StepResult
+from uma_trio.engine.thread import Pending
+from uma_trio.runner.flight import Flight
+from uma_trio.runner.job import Job
+from uma_trio.scheduling.policy import Plan
+
+
+class Chained:
+    """A step made ready behind the one that is under way.
+
+    Args:
+        chosen: of one token for each of ``jobs``, and no more.
+        jobs: in the order of the step under way, which samples one token for each of them.
+        before: that step.
+        ending: tokens that end a stream.
+        step: of the engine.
+        submit: has a call run in the engine's thread.
+    """
+
+    def __init__(
+        self,
+        chosen: Plan,
+        jobs: Sequence[Job],
+        before: Pending[StepResult],
+        ending: Collection[int],
+        step: Callable[[Step], StepResult],
+        submit: Callable[[Callable[[], StepResult | None]], Pending[StepResult | None]],
+    ) -> None:
+        self._plan = chosen
+        self._jobs = jobs
+        self._before = before
+        self._ending = ending
+        self._step = step
+        self._decided = threading.Lock()
+        """Whoever takes it decides: the thread that it begins, the loop that it does not."""
+        self._feeds = [
+            Feed(job.seq_id, job.n_fed, [], (Draw(job.params, len(job.tokens) + 1, job.mask),)) for job in jobs
+        ]
+        self.pending = submit(self._run)
+
+    def _run(self) -> StepResult | None:
+        """In the engine's thread, after the step before; ``None`` if it was not begun."""
+        before = self._before.result
+        if before is None or min(before.tokens) < 0 or any(token in self._ending for token in before.tokens):
+            return None
+        if not self._decided.acquire(blocking=False):
+            return None
+        for feed, token in zip(self._feeds, before.tokens, strict=True):
+            feed.tokens = [token]
+        feeds = iter(self._feeds)
+        return self._step(Step((), [[next(feeds) for _ in range(width)] for width in self._plan.widths]))
+
+    def revoke(self) -> bool:
+        """See that it does not begin; False if it has."""
+        return self._decided.acquire(blocking=False)
+
+    def begun(self) -> Flight:
+        """The step under way that this has become, booked.  After the step before has been."""
+        for job in self._jobs:
+            job.n_fed += 1
+            job.slot.context = job.n_fed
+            job.slot.pending = 0
+        pending = cast("Pending[StepResult]", self.pending)  # it has begun, so there will be one
+        return Flight(self._plan, self._jobs, [(job, 1) for job in self._jobs], (), pending)
