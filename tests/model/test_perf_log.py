@@ -19,6 +19,10 @@ WORDS = "one two three four five six seven eight nine ten " * 30
 def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
     path = tmp_path / "perf.cborseq"
     with real_daemon("--perf-log", str(path), "--parallel", "4") as daemon:
+        with daemon.wire() as wire:
+            wire.send(id="left", prompt="Tell me", max_tokens=2000, ignore_eos=True)
+            wire.receive()
+        daemon.settled()
         answers = {}
 
         def ask(name: str, **fields: object) -> None:
@@ -31,9 +35,6 @@ def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
             client.start()
         for client in clients:
             client.join(60)
-        with daemon.wire() as wire:
-            wire.send(id="left", prompt="Tell me", max_tokens=2000, ignore_eos=True)
-            wire.receive()
         metrics = daemon.settled()
         assert metrics["perf_log_dropped_total"] == 0
     [run] = decode(path.read_bytes())
