@@ -384,17 +384,20 @@ def test_a_lower_class_is_not_waited_for() -> None:
 
 
 def test_when_the_engines_cache_is_lost_requests_stay_and_hold_nothing() -> None:
-    books = cache()
-    done(books, tokens(OTHER))
-    books.place(LONG, 900)
-    books.place(LONG, 900)
-    books.use(1, 500)
-    books.clear()
-    assert books.take_edits() == ()
-    assert books.held() == {}
-    assert books.statistics().cells_reserved == 1800
-    books.use(1, 800)
-    assert books.followed() == [(2, 799)]
+    """Whether it is empty or nobody knows what is left in it."""
+    for lost, edits in ((True, ()), (False, tuple(map(Remove, range(5))))):
+        books = cache(n_sequences=5)
+        done(books, tokens(OTHER))
+        books.place(LONG, 900)
+        books.use(1, 500)
+        assert books.place(LONG, 900) == Placement(2, held=0, waits=True)
+        assert books.place(tokens(LONG[:500], [1]), 900) == Placement(3, held=500)
+        books.clear(lost=lost)
+        assert books.take_edits() == edits
+        assert books.held() == {}
+        assert books.statistics().cells_reserved == 2700
+        books.use(1, 800)
+        assert books.followed() == [(2, 799)]
 
 
 # -- whatever happens -----------------------------------------------------------------------------------
@@ -497,6 +500,7 @@ class Bookkeeping(RuleBasedStateMachine):
                 self.books.place(array, cells)
             return
         idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
+        best = self.longest_idle(prompt, tenant)
         before, edits = self.books.held(), list(self.books._edits)
         placement = self.books.place(array, cells, tenant=tenant, rank=rank, private=private)
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
@@ -510,12 +514,23 @@ class Bookkeeping(RuleBasedStateMachine):
         if not self.rewinds:
             assert not placement.waits
             assert placement.held in (0, idle.get(placement.seq_id))
+        if best >= WORTH_SHARING and self.rewinds and not private:
+            assert placement.held >= best or placement.waits
         if private or not self.reuse:
             assert (placement.held, placement.waits) == (0, False)
         self.told.append(story)
         self.requests[placement.seq_id] = Request(
             next(self.names), story, len(prompt), tenant, rank, private, cells, placement.waits, placement.held
         )
+
+    def longest_idle(self, prompt: list[int], tenant: int) -> int:
+        """What an idle sequence of the same tenant could spare a request, at most."""
+        found = [0]
+        for seq_id, held in self.idle().items():
+            if self.books._entries[seq_id].tenant == tenant:
+                same = [a == b for a, b in zip(prompt[:-1], held, strict=False)]
+                found.append(([*same, False]).index(False))
+        return max(found)
 
     def check_evicted(self, idle: dict[int, int], new: Iterable[Edit], seq_id: int, cells: int, free_cells: int) -> None:
         """As many as needed and no more, the longest idle first, but for one that is copied from."""
