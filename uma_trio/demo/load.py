@@ -76,11 +76,13 @@ class Daemon:
 
     path: str | os.PathLike[str]
     encoding: Literal["json", "cbor"] = "json"
+    cache_prompt: bool = False
+    """Share what was computed; not where reading is what is measured."""
 
     @contextlib.asynccontextmanager
     async def connect(self, *, interactive: bool) -> AsyncIterator[Connection]:
         async with open_client(self.path, encoding=self.encoding) as client:
-            yield _DaemonConnection(client, "interactive" if interactive else "normal")
+            yield _DaemonConnection(client, "interactive" if interactive else "normal", self.cache_prompt)
 
     async def snapshot(self) -> dict[str, Any]:
         """One metrics event."""
@@ -95,6 +97,7 @@ class Daemon:
 class _DaemonConnection:
     client: Client
     priority: str
+    cache_prompt: bool
 
     async def ask(self, question: Question, on_token: OnToken) -> End:
         event: dict[str, Any] = {}
@@ -122,6 +125,7 @@ class _DaemonConnection:
             "ignore_eos": question.ignore_eos,
             "temperature": 0.0,
             "keep_alive": True,
+            "cache_prompt": self.cache_prompt,
             "slo": {"priority": self.priority},
         }
 

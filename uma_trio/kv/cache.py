@@ -17,7 +17,6 @@ Pure bookkeeping: what is to be done to the engine's cache is returned as edits.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection
 from typing import Final, TypeAlias
 
@@ -110,7 +109,7 @@ class KvCache:
         self._unified = unified
         self._rewinds = rewinds
         self._reuse = reuse
-        self._free_ids = list(range(n_sequences))
+        self._free_ids = set(range(n_sequences))
         self._entries: dict[int, _Entry] = {}
         self._idle: dict[int, _Entry] = {}
         """Longest idle first."""
@@ -155,7 +154,7 @@ class KvCache:
                 return None
             return self._take_over(source, shared, entry)
         if self._make_room(cells, spare=source, sequence=True):
-            self._admit(entry, heapq.heappop(self._free_ids))  # the lowest, so that few sequences stay few
+            self._admit(entry)
             if source is not None:
                 self._branch(entry, source, shared)
             return Placement(entry.seq_id, entry.used, entry.leader is not None)
@@ -336,9 +335,21 @@ class KvCache:
 
     # -- room -----------------------------------------------------------------------------------
 
-    def _admit(self, entry: _Entry, seq_id: int) -> None:
-        entry.seq_id = seq_id
-        self._entries[seq_id] = entry
+    def _admit(self, entry: _Entry) -> None:
+        """Give ``entry`` a sequence; one is free.
+
+        Next to busy ones, where each has cells of its own: llama.cpp decodes those together whose ids follow each
+        other.  Else the lowest, so that few sequences stay few.
+        """
+
+        def beside_busy_ones(seq_id: int) -> int:
+            beside = [self._entries.get(seq_id - 1), self._entries.get(seq_id + 1)]
+            return sum([other is not None and not other.idle for other in beside])
+
+        ids = sorted(self._free_ids)
+        entry.seq_id = ids[0] if self._unified else max(ids, key=beside_busy_ones)
+        self._free_ids.remove(entry.seq_id)
+        self._entries[entry.seq_id] = entry
         self._reserved += entry.reserved
 
     def _make_room(self, cells: int, *, spare: _Entry | None, sequence: bool) -> bool:
@@ -379,7 +390,7 @@ class KvCache:
         self._reserved -= entry.reserved
         del self._entries[entry.seq_id]
         self._edits.append(Remove(entry.seq_id))
-        heapq.heappush(self._free_ids, entry.seq_id)
+        self._free_ids.add(entry.seq_id)
 
     # -- what is told ---------------------------------------------------------------------------
 
@@ -409,8 +420,7 @@ class KvCache:
         assert all(entry.used == len(entry.tokens) for entry in self._idle.values())
         assert not any(entry.private for entry in self._idle.values())
         assert self._followers == {seq_id: entry for seq_id, entry in entries.items() if entry.leader is not None}
-        assert not set(self._free_ids) & set(entries)
-        assert len(self._free_ids) == len(set(self._free_ids))
+        assert not self._free_ids & set(entries)
 
 
 def _common(a: Tokens, b: Tokens) -> int:
