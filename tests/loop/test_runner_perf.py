@@ -106,3 +106,19 @@ async def test_idle_time_is_no_gap(autojump_clock):
     begins = [n for n, tick in enumerate(records.ticks) if tick.prompts]
     assert without == begins
     assert len(begins) == 3
+
+
+async def test_the_time_in_which_nobody_reads_is_no_gap(autojump_clock):
+    async with recorded(speculation=False) as (runner, records):
+        sink = Deaf()
+        tokens = np.arange(10, dtype=np.int32)
+        job = runner.submit(Generate(id="a", prompt="", max_tokens=20), Prompt(tokens, ""), sink)
+        await trio.sleep(0.04)
+        sink.has_room = False
+        await trio.sleep(60)
+        n_before = len(records.ticks)
+        sink.has_room = True
+        runner.wake()
+        await job.done.wait()
+    assert 0 < n_before < 20
+    assert [n for n, tick in enumerate(records.ticks) if tick.host_gap_ms is None] == [0, n_before]
