@@ -239,6 +239,7 @@ class Runner:
                 if self._flight is not None:
                     self._chain(self._flight)
                 else:
+                    self._book.idle()
                     if not self._busy:
                         self._idle.set()
                     await self._wake.wait()
@@ -320,7 +321,6 @@ class Runner:
         self._memory = chosen.memory
         edits = self.cache.take_edits()
         if not chosen.streams and not chosen.shares and not edits:
-            self._book.idle()
             return None
         freed, self._freed = self._freed, []
         flight = launch(chosen, self._running, edits, freed, self._submit)
