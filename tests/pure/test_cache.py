@@ -345,14 +345,16 @@ def test_those_that_wait_elect_one_when_the_first_is_cancelled() -> None:
     assert books.followed() == [(i, 800) for i in range(2, 8)], "in one step, not one after another"
 
 
-def test_one_that_stalls_gives_what_it_has() -> None:
+def test_one_that_stalls_gives_what_it_has_and_another_goes_on() -> None:
     books = cache()
     for i in range(3):
         books.place(tokens(LONG, [i + 1]), 900)
     books.use(0, 300)
     assert books.followed() == []
-    assert books.followed(stalled=[0]) == [(1, 300), (2, 300)]
-    assert books.take_edits() == (Copy(0, 1, 300), Copy(0, 2, 300))
+    assert books.followed(stalled=[0]) == [(1, 300)]
+    assert books.take_edits() == (Copy(0, 1, 300),)
+    books.use(1, 801)
+    assert books.followed(stalled=[0]) == [(2, 800)]
 
 
 def test_one_that_stalls_at_its_beginning_is_left() -> None:

@@ -115,6 +115,7 @@ class FakeEngine:
         if self._aborted:
             failure = EngineError("aborted", fatal=False)
         if failure is not None:
+            self.cost_of_last_ms = self.cost_ms(0, len(feeds))
             raise failure
         drawn = []
         for batch in step.batches:

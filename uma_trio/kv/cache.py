@@ -207,25 +207,21 @@ class KvCache:
             stalled: sequences that do not advance; nobody waits for them.
         """
         left: dict[int, _Entry] = {}
-        """Their leaders are of no use any more."""
+        """Their leaders are gone, or will not come to hold what was waited for."""
         ready = []
         for seq_id, entry in list(self._followers.items()):
             leader = entry.leader
             assert leader is not None
             there = self._entries.get(leader.seq_id) is leader
-            if there and leader.used < entry.until and self._advances(leader, entry, stalled):
-                continue
-            if there and leader.used >= self._worth_copying:
-                if self._is_crowded:
-                    continue
-                self._copy(leader, entry, min(leader.used, entry.until))
+            if not there or (leader.used < entry.until and not self._advances(leader, entry, stalled)):
+                left[seq_id] = entry
+            elif leader.used >= entry.until and not self._is_crowded:
+                self._copy(leader, entry, entry.until)
                 del self._followers[seq_id]
                 ready.append((seq_id, entry.used))
-            else:
-                left[seq_id] = entry
-        while left:  # the first goes on alone if there is nobody else, and the others follow it
+        while left:  # the first goes on with what its leader had, and the others follow it
             seq_id, entry = next(iter(left.items()))
-            source, shared = self._longest(entry, besides={*stalled, *left})
+            source, shared = self._longest(entry, stalled=stalled, besides=left)
             del left[seq_id], self._followers[seq_id]
             entry.leader = None
             if source is not None:
@@ -269,8 +265,15 @@ class KvCache:
 
     # -- where a request starts -----------------------------------------------------------------
 
-    def _longest(self, entry: _Entry, besides: Collection[int] = ()) -> tuple[_Entry | None, int]:
-        """The sequence that shares the longest beginning with ``entry``'s prompt, and how much is of use."""
+    def _longest(
+        self, entry: _Entry, *, stalled: Collection[int] = (), besides: Collection[int] = ()
+    ) -> tuple[_Entry | None, int]:
+        """The sequence that shares the longest beginning with ``entry``'s prompt, and how much is of use.
+
+        Args:
+            stalled: nobody waits for these; what they hold is of use.
+            besides: these are of none.
+        """
         if entry.private:
             return None, 0
         prompt = entry.tokens[:-1]
@@ -282,7 +285,7 @@ class KvCache:
             if len(prompt) < best[0] or len(other.tokens) < best[0] or self._waits_for(other, entry):
                 continue
             shared = _common(prompt, other.tokens)
-            if not other.idle and other.rank > entry.rank:
+            if not other.idle and (other.rank > entry.rank or other.seq_id in stalled):
                 shared = min(shared, other.used)
             if not self._rewinds and not (other.idle and shared == other.used):
                 continue

@@ -503,10 +503,10 @@ class Runner:
         self._book.idle()
         if error.fatal:
             await self._thread.run(self._engine.reset)
-            self.cache.clear()
-            for job in self._running.values():  # they were not in the batch, but their KV is gone
-                job.n_fed, job.state = 0, State.PREFILL
-                job.slot.context, job.slot.pending = 0, job.pending
+        self.cache.clear(lost=error.fatal)
+        for job in self._running.values():  # they were not in the batch, but may hold copies of what was
+            job.n_fed = job.n_cached = job.slot.context = 0
+            job.slot.pending, job.state = job.pending, State.PREFILL
 
     @property
     def _busy(self) -> bool:

@@ -1,0 +1,112 @@
+"""A runner over a fake engine in virtual time, and clients that keep what they are told."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import trio
+
+from tests.support.fake_engine import FakeEngine, VirtualThread
+from tests.support.serving import piece, settings
+from uma_trio.models.prompt import Prompt
+from uma_trio.protocol.messages import Eos, Failure, Generate, Token
+from uma_trio.runner import Job, Runner
+
+
+@attrs.define(eq=False)
+class Client:
+    """One request's, a sink that keeps everything; ``has_room`` says whether it reads."""
+
+    prompt: list[int]
+    events: list[Any] = attrs.field(factory=list)
+    has_room: bool = True
+    job: Job = attrs.field(init=False)
+
+    def send(self, event: Any) -> None:
+        self.events.append(event)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token_id for event in self.events if isinstance(event, Token) and not event.echo]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Token))
+
+    @property
+    def last(self) -> Any:
+        return self.events[-1]
+
+    @property
+    def reason(self) -> str:
+        """``stop``, ``length``, ``cancelled``, or the code of an error."""
+        assert isinstance(self.last, Eos | Failure)
+        return self.last.reason if isinstance(self.last, Eos) else self.last.code
+
+    @property
+    def cached(self) -> int:
+        n: int = self.last.usage.cached_tokens
+        return n
+
+
+@attrs.define
+class House:
+    """What asks the runner and looks at its books."""
+
+    runner: Runner
+    engine: FakeEngine
+    n: int = 0
+
+    def ask(self, prompt: Sequence[int], n: int = 8, *, tenant: int = 0, **fields: Any) -> Client:
+        """A request for ``n`` tokens; events go to the client that is returned."""
+        self.n += 1
+        client = Client(list(prompt))
+        request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
+        tokens = Prompt(np.asarray(prompt, dtype=np.int32), "")
+        client.job = self.runner.submit(request, tokens, client, tenant=tenant)
+        return client
+
+    async def answer(self, prompt: Sequence[int], n: int = 8, **fields: Any) -> Client:
+        """The same, when it has ended."""
+        client = self.ask(prompt, n, **fields)
+        await self.ended(client)
+        return client
+
+    async def ended(self, *clients: Client) -> None:
+        with trio.fail_after(1000):
+            for client in clients:
+                await client.job.done.wait()
+
+    def read_on(self, client: Client) -> None:
+        """A client that did not read does again."""
+        client.has_room = True
+        self.runner.wake()
+
+    async def clean(self) -> None:
+        """Nothing runs, and the books say what the engine holds."""
+        with trio.fail_after(1000):
+            await self.runner.wait_idle()
+        self.runner.check_integrity()
+        kv = self.runner.cache.statistics()
+        assert (kv.sequences, kv.cells_reserved, kv.cells_used) == (0, 0, 0)
+        assert self.engine.used_cells() == self.runner.cache.held()
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens since the start."""
+        return self.runner.telemetry.prompt_tokens_total
+
+
+@contextlib.asynccontextmanager
+async def asking(engine: FakeEngine | None = None, **values: Any) -> AsyncIterator[House]:
+    """A runner with settings by flat names; cancelled at the end."""
+    engine = engine or FakeEngine()
+    runner = Runner(engine, VirtualThread(engine), piece, settings(**values))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(runner.run)
+        yield House(runner, engine)
+        nursery.cancel_scope.cancel()
