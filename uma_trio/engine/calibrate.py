@@ -17,10 +17,10 @@ BUDGET_S: Final = 0.5
 a long start."""
 
 SHAPES: Final = (((0, 16),), ((1, 64),), ((2, 16), (3, 16)), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)),
-                 ((0, 1), (1, 1), (2, 1), (3, 32)), ((0, 128),), ((0, 1), (1, 1)), ((1, 1),),
-                 ((0, 1), (1, 1), (2, 1), (3, 64)), ((1, 256),), ((1, 256),), ((0, 1), (1, 1)))  # fmt: skip
+                 ((0, 1), (1, 1), (2, 1), (3, 32)), ((0, 128),), ((0, 1), (1, 1)), ((1, 256),), ((1, 1),), ((0, 1),),
+                 ((0, 1), (1, 1)), ((0, 1), (1, 1), (2, 1), (3, 64)), ((1, 256),), ((1, 1),))  # fmt: skip
 """(sequence, tokens) of each step.  The first one is only for warming up; the last ones stand behind others, for
-what a chunk takes also grows with what it reads."""
+what a chunk or a decode takes also grows with what it reads."""
 
 WIDEST: Final = 8
 """Rows of decodes of which each number is measured by itself."""

@@ -41,9 +41,6 @@ SURPRISE: Final = 0.5
 seconds, since the machine was busy, would make prompts wait long after; a device that has become slower
 raises the error, and with it what is believed, within a few ticks."""
 
-WIDTH_WEIGHT: Final = 0.1
-"""Of a new measurement of a width."""
-
 WORTH_CUTTING: Final = 0.94
 """Several calls must take less than this share of one: each has its overhead, and measurements have noise."""
 
@@ -173,7 +170,11 @@ def _terms(work: Work) -> Terms:
 
 @attrs.frozen
 class Widths:
-    """What one call takes by its rows of decodes, where that was measured: less the reading of context."""
+    """What one call took by its rows of decodes when the model was loaded, behind little context.
+
+    That does not change later: beside many others' context, which takes its own time, it could not be told which is
+    which, and calls would be cut that are better whole.
+    """
 
     ms: tuple[float, ...] = (0.0,)
     """By number of rows; the first, of none, is 0.  Without gaps."""
@@ -182,14 +183,6 @@ class Widths:
     def most(self) -> int:
         """The largest number of rows that was measured."""
         return len(self.ms) - 1
-
-    def observed(self, rows: int, ms: float) -> Widths:
-        """After a call of ``rows`` that took ``ms`` beyond reading its context."""
-        if not 0 < rows <= self.most:
-            return self
-        now = self.ms[rows]
-        new = now + WIDTH_WEIGHT * (min(ms, (1 + SURPRISE) * now) - now)
-        return Widths((*self.ms[:rows], max(0.0, new), *self.ms[rows + 1 :]))
 
     def cut(self, rows: int) -> tuple[int, ...]:
         """``rows`` cut into the calls that take least together, the widest first; whole if that saves too little."""
@@ -219,24 +212,19 @@ class CostModel:
 
     def predict(self, work: Work) -> float:
         """Milliseconds that a tick of ``work`` will take."""
-        if work.prompt_tokens:
-            return self.mixed.predict(work)
-        if work.calls == 1 and 0 < work.decodes <= self.widths.most:
-            return self.widths.ms[work.decodes] + self._reading_ms(work)
-        return self.alone.predict(work)
+        return (self.mixed if work.prompt_tokens else self.alone).predict(work)
 
-    def _reading_ms(self, work: Work) -> float:
-        """Of decodes' context."""
-        return self.alone.coefficients[3] * work.context_tokens / SCALES[3]
+    def of_rows(self, rows: int, context_tokens: int) -> float:
+        """Milliseconds of a call of decodes, to be compared with that of other numbers of rows."""
+        if rows > self.widths.most:
+            return self.alone.predict(Work(0, rows, context_tokens))
+        return self.widths.ms[rows] + self.alone.coefficients[3] * context_tokens / SCALES[3]
 
     def observed(self, work: Work, ms: float) -> CostModel:
         """The model after a tick of ``work`` that took ``ms``."""
         if work.prompt_tokens:
             return CostModel(self.alone, self.mixed.observed(work, ms), self.widths)
-        alone = self.alone.observed(work, ms)
-        if work.calls > 1:
-            return CostModel(alone, self.mixed, self.widths)
-        return CostModel(alone, self.mixed, self.widths.observed(work.decodes, ms - self._reading_ms(work)))
+        return CostModel(self.alone.observed(work, ms), self.mixed, self.widths)
 
     def largest_prompt(self, ms: float, work: Work) -> float:
         """Prompt tokens that fit beside ``work``'s decodes into a tick of ``ms``."""

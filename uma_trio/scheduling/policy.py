@@ -22,9 +22,6 @@ from uma_trio.scheduling.fairness import Service
 BACKGROUND_SITS_OUT: Final = 4
 """Ticks in a row at most that a background stream is left out of."""
 
-WHOLE_EVERY: Final = 64
-"""Ticks of decodes of which one is not cut into several calls, so that what it takes stays known."""
-
 EVEN: Final = 16
 """Rows of a call that leaves some of a prompt for later are a multiple of it: matrix kernels work in tiles.  On a CPU a
 chunk of 60 tokens took as long as one of 64; on an H200 the cost rose by a millisecond from 96 rows to 97."""
@@ -85,12 +82,10 @@ class Memory:
     had_prompts: bool = False
     sat_out: int = 0
     """Ticks in a row that background streams were left out of."""
-    decoded: int = 0
-    """Ticks of decodes alone so far."""
 
     def decoding(self, served: Sequence[Slot]) -> Memory:
         """After a tick of ``served`` alone."""
-        return Memory(self.service.decoded(served), False, self.sat_out, self.decoded + 1)
+        return Memory(self.service.decoded(served), False, self.sat_out)
 
     def without(self, tenant: int) -> Memory:
         """``tenant`` has nothing to do any more."""
@@ -186,7 +181,7 @@ def plan(
         memory = attrs.evolve(memory, service=service, sat_out=sat_out)
         return _decodes(served, alone, memory, now_s, cost, capacity, mixes=mixes)
     shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
-    after = Memory(service.decoded(served), True, sat_out, memory.decoded)
+    after = Memory(service.decoded(served), True, sat_out)
     return Plan(served, shares, after, work, cost.predict(work), widths, apart)
 
 
@@ -206,8 +201,7 @@ def _decodes(
         drafts, drafted = _drafts(served, work, now_s, cost, capacity)
         if drafts:
             return Plan(served, (), after, drafted, cost.predict(drafted), (len(served),), drafts=drafts)
-    whole = memory.decoded % WHOLE_EVERY == 0
-    widths = _runs(served, mixes=mixes) if whole else _cut(served, cost, mixes=mixes)
+    widths = _cut(served, cost, mixes=mixes)
     if len(widths) > 1:
         work = attrs.evolve(work, calls=len(widths))
     return Plan(served, (), after, work, cost.predict(work), widths)
@@ -230,7 +224,7 @@ def _drafts(
     served: Sequence[Slot], work: Work, now_s: float, cost: CostModel, capacity: int
 ) -> tuple[Sequence[int], Work]:
     """How many guesses each stream checks, where that gives more tokens in the same time than not to."""
-    best = WORTH_DRAFTING * len(served) / max(cost.predict(work), 1e-6)
+    best = WORTH_DRAFTING * len(served) / max(cost.of_rows(len(served), work.context_tokens), 1e-6)
     found: Sequence[int] = ()
     drafted = work
     left_ms = 1e3 * (min([slot.due_s for slot in served]) - now_s)
@@ -239,7 +233,7 @@ def _drafts(
         rows = len(served) + sum(drafts)
         context = work.context_tokens + sum([n * slot.context for n, slot in zip(drafts, served, strict=True)])
         tried = Work(0, rows, context)
-        ms = cost.predict(tried)
+        ms = cost.of_rows(rows, context)
         if rows > capacity or ms > left_ms:
             break
         tokens = sum([_expected(slot.hits, n) for n, slot in zip(drafts, served, strict=True)])
