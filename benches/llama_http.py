@@ -33,7 +33,15 @@ class Event(msgspec.Struct):
     tokens_evaluated: int = 0
     """Of the prompt."""
     tokens_predicted: int = 0
+    timings: EventTimings | None = None
     error: dict[str, object] | None = None
+
+
+class EventTimings(msgspec.Struct):
+    """Of the last event, likewise."""
+
+    cache_n: int = 0
+    """Tokens of the prompt that were in the slot already."""
 
 
 class EventReader:
@@ -102,6 +110,8 @@ class LlamaServer:
 
     host: str
     port: int
+    cache_prompt: bool = False
+    """Use what its slots have computed."""
 
     @contextlib.asynccontextmanager
     async def connect(self, *, interactive: bool) -> AsyncIterator[Connection]:
@@ -112,7 +122,7 @@ class LlamaServer:
         """Raw prompts only."""
         reader = EventReader()
         decoder = msgspec.json.Decoder(Event)
-        async with await trio.open_tcp_stream(self.host, self.port) as stream:
+        async with await self.open() as stream:
             await stream.send_all(self._request(question))
             while not reader.ended:
                 for payload in reader.receive_data(bytes(await stream.receive_some(READ_BYTES))):
@@ -124,9 +134,14 @@ class LlamaServer:
                             reason=REASONS.get(event.stop_type, event.stop_type),
                             prompt_tokens=event.tokens_evaluated,
                             completion_tokens=event.tokens_predicted,
+                            cached_tokens=event.timings.cache_n if event.timings else 0,
                         )
                     on_token(event.content)
         raise BrokenProtocol("llama-server ended an answer without its last event")
+
+    async def open(self) -> trio.abc.Stream:
+        """A new connection."""
+        return await trio.open_tcp_stream(self.host, self.port)
 
     def _request(self, question: Question) -> bytes:
         assert question.raw, "llama-server is asked for raw prompts only"
@@ -136,7 +151,7 @@ class LlamaServer:
                 "n_predict": question.max_tokens,
                 "ignore_eos": question.ignore_eos,
                 "temperature": 0.0,
-                "cache_prompt": False,
+                "cache_prompt": self.cache_prompt,
                 "stream": True,
             }
         ).encode()
@@ -153,7 +168,7 @@ class LlamaServer:
     async def healthy(self) -> bool:
         """Whether it takes requests."""
         try:
-            async with await trio.open_tcp_stream(self.host, self.port) as stream:
+            async with await self.open() as stream:
                 await stream.send_all(f"GET /health HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\n\r\n".encode())
                 return bytes(await stream.receive_some(READ_BYTES)).startswith(b"HTTP/1.1 200 ")
         except OSError:

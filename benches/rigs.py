@@ -51,6 +51,11 @@ class Rig:
     description: str
 
 
+def sharing(rig: Rig) -> Rig:
+    """The same server, asked to use what it has computed for prompts that began alike."""
+    return attrs.evolve(rig, transport=attrs.evolve(rig.transport, cache_prompt=True))
+
+
 @attrs.frozen(kw_only=True)
 class Serving:
     """What every server in a comparison is told alike."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -31,6 +31,8 @@ class End:
     reason: str
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt; not computed for this one."""
 
 
 class Connection(Protocol):
@@ -78,11 +80,18 @@ class Daemon:
     encoding: Literal["json", "cbor"] = "json"
     cache_prompt: bool = False
     """Share what was computed; not where reading is what is measured."""
+    speculate: bool | None = None
+    """Check guesses; ``None``: as the daemon is set."""
 
     @contextlib.asynccontextmanager
     async def connect(self, *, interactive: bool) -> AsyncIterator[Connection]:
         async with open_client(self.path, encoding=self.encoding) as client:
-            yield _DaemonConnection(client, "interactive" if interactive else "normal", self.cache_prompt)
+            yield self.over(client, interactive=interactive)
+
+    def over(self, client: Client, *, interactive: bool) -> Connection:
+        """The same over a connection that is there already."""
+        options = {"cache_prompt": self.cache_prompt, "speculate": self.speculate}
+        return _DaemonConnection(client, "interactive" if interactive else "normal", options)
 
     async def snapshot(self) -> dict[str, Any]:
         """One metrics event."""
@@ -97,7 +106,7 @@ class Daemon:
 class _DaemonConnection:
     client: Client
     priority: str
-    cache_prompt: bool
+    options: Mapping[str, Any]
 
     async def ask(self, question: Question, on_token: OnToken) -> End:
         event: dict[str, Any] = {}
@@ -111,6 +120,7 @@ class _DaemonConnection:
             reason=event["reason"],
             prompt_tokens=usage["prompt_tokens"],
             completion_tokens=usage["completion_tokens"],
+            cached_tokens=usage.get("cached_tokens", 0),
         )
 
     def _request(self, question: Question) -> dict[str, Any]:
@@ -125,8 +135,8 @@ class _DaemonConnection:
             "ignore_eos": question.ignore_eos,
             "temperature": 0.0,
             "keep_alive": True,
-            "cache_prompt": self.cache_prompt,
             "slo": {"priority": self.priority},
+            **self.options,
         }
 
 
@@ -197,6 +207,7 @@ async def _ask(
     end = await connection.ask(question, on_token)
     answer.reason = end.reason
     answer.prompt_tokens, answer.completion_tokens = end.prompt_tokens, end.completion_tokens
+    answer.cached_tokens = end.cached_tokens
     for watcher in watchers:
         watcher.answered(track)
 

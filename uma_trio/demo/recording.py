@@ -52,6 +52,8 @@ class Answer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     """As the server counts them."""
+    cached_tokens: int = 0
+    """Of the prompt; not computed for this one."""
 
     @property
     def text(self) -> str:
