@@ -164,6 +164,31 @@ class KvCache:
             return self._take_over(source, shared, entry)
         return None
 
+    def settle(self, seq_id: int) -> int:
+        """Where the request that was given ``seq_id`` had better begin, now that it does: it is moved there.
+
+        Where each sequence has cells of its own, llama.cpp decodes those together whose ids follow each other, and
+        of those that were free when it came others may have become free, or busy.
+        """
+        entry = self._entries[seq_id]
+        if self._unified or entry.used:
+            return seq_id
+
+        def beside(at: int) -> int:
+            near = [self._entries.get(at - 1), self._entries.get(at + 1)]
+            return sum([other is not None and not other.idle and other is not entry and other.used > 0 for other in near])
+
+        best = max([seq_id, *sorted(self._free_ids)], key=beside)
+        if best != seq_id:
+            self._free_ids.remove(best)
+            self._free_ids.add(seq_id)
+            entry.seq_id = best
+            del self._entries[seq_id]
+            self._entries[best] = entry
+            if seq_id in self._followers:
+                self._followers[best] = self._followers.pop(seq_id)
+        return best
+
     def use(self, seq_id: int, cells: int) -> None:
         """The next step makes ``seq_id`` hold ``cells`` tokens in all."""
         entry = self._entries[seq_id]
@@ -339,18 +364,8 @@ class KvCache:
     # -- room -----------------------------------------------------------------------------------
 
     def _admit(self, entry: _Entry) -> None:
-        """Give ``entry`` a sequence; one is free.
-
-        Next to busy ones, where each has cells of its own: llama.cpp decodes those together whose ids follow each
-        other.  Else the lowest, so that few sequences stay few.
-        """
-
-        def beside_busy_ones(seq_id: int) -> int:
-            beside = [self._entries.get(seq_id - 1), self._entries.get(seq_id + 1)]
-            return sum([other is not None and not other.idle for other in beside])
-
-        ids = sorted(self._free_ids)
-        entry.seq_id = ids[0] if self._unified else max(ids, key=beside_busy_ones)
+        """Give ``entry`` a sequence, the lowest, so that few sequences stay few; one is free."""
+        entry.seq_id = min(self._free_ids)
         self._free_ids.remove(entry.seq_id)
         self._entries[entry.seq_id] = entry
         self._reserved += entry.reserved

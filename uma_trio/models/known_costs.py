@@ -87,7 +87,7 @@ def _line(fields: dict[str, Any]) -> Line:
     free = None if fields["free"] is None else _numbers(fields["free"], TERMS)
     coefficients = _numbers(fields["coefficients"], TERMS)
     seen, error = int(fields["seen"]), float(fields["error"])
-    if len(known) != TERMS or min(coefficients) < 0 or not (0 <= seen and 0 <= error < 10):
+    if len(known) != TERMS or min(coefficients) < 0 or not (seen >= 0 and 0 <= error < 10):
         raise ValueError("not a line")
     if any(known[i][i] <= 0 for i in range(TERMS)):
         raise ValueError("not a certainty")

@@ -323,11 +323,23 @@ class Runner:
         if not chosen.streams and not chosen.shares and not edits:
             return None
         freed, self._freed = self._freed, []
-        flight = launch(chosen, self._running, edits, freed, self._submit)
+        jobs = dict(self._running)  # as the plan calls them
+        for share in chosen.shares:
+            self._settle(jobs[share.seq_id])
+        flight = launch(chosen, jobs, edits, freed, self._submit)
         time.sleep(0)  # lets go of the GIL, or the step would begin after the delivery that is to overlap it
         for job in flight.jobs:
             self.cache.use(job.seq_id, job.n_fed)
         return flight
+
+    def _settle(self, job: Job) -> None:
+        """``job`` is about to be read: give it the sequence that suits best now, if it holds nothing."""
+        if job.n_fed == 0:
+            seq_id = self.cache.settle(job.seq_id)
+            if seq_id != job.seq_id:
+                del self._running[job.seq_id]
+                job.seq_id = job.slot.seq_id = seq_id
+                self._running[seq_id] = job
 
     def _plan(self, streams: Sequence[Slot], prompts: Sequence[Slot]) -> Plan:
         return plan(
