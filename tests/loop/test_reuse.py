@@ -467,7 +467,7 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, r
         assert (ends.get("E_RUNTIME_DECODE", 0) > 3) == bool(failures)
         assert set(ends) <= {"length", "cancelled", "E_RUNTIME_DECODE"}
         telemetry = house.runner.telemetry
-        assert telemetry.cached_tokens_total > (0.2 if rewinds else 0.01) * telemetry.prompt_tokens_total
+        assert telemetry.cached_tokens_total > (0.1 * telemetry.prompt_tokens_total if rewinds else 0)
         copies = sum(isinstance(edit, Copy) for step in model.steps for edit in step.edits)
         assert (copies > 20) == rewinds
         await house.clean()
