@@ -37,7 +37,7 @@ LOWER_CLASS_WAITS: Final = 8
 """Ticks with prompts that a class, or a tenant within one, is passed over for others.  Then it is its turn,
 after those alone that have waited as long."""
 
-ROUND: Final = 8
+ROUND: Final = 32
 """Of so many ticks that read a group's prompts the last begins with a burst of the next one in rotation."""
 
 DUE_S: Final = attrgetter("due_s")
