@@ -8,21 +8,19 @@
 from __future__ import annotations
 
 import random
-import shlex
 import statistics
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 import click
-from command import SERVER, Place, bench, carry_out, csv_option, places, repeat_option, rival_option, tell_rival
-from comparison import US, Contender, RunsFile, interleaved, medians
+import contenders
+from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, tell_rival
+from comparison import Contender, RunsFile, interleaved, medians
 from measure import Result, measure, warm_up
 from prompts import of_tokens
 from report import cell, table
-from rigs import Serving, llama_server_rig, peers_option, sharing, uma_trio_flags, uma_trio_rig
+from rigs import Serving, peers_option, sharing
 
 from uma_trio.demo.recording import Question, Stream
 from uma_trio.models.loaded import vocabulary
@@ -117,16 +115,6 @@ class Figures:
 NAMES = [field.name for field in attrs.fields(Figures)]
 
 
-def contenders(ours: Sequence[str], rivals: Sequence[str], peers: Path, serving: Serving) -> tuple[list[Contender], list[Contender]]:
-    return [
-        Contender(server=US, setting=setting, rig=partial(uma_trio_rig, [*uma_trio_flags(serving), *shlex.split(setting)]))
-        for setting in ours
-    ], [
-        Contender(server=SERVER, setting=setting, rig=partial(llama_server_rig, peers, serving, shlex.split(setting)))
-        for setting in rivals
-    ]
-
-
 def show(figures: dict[Contender, Figures]) -> str:
     header = (
         "", "prompt tok", "computed tok", "prompts computed", "TTFT first ms", "p50", "last", "last / first", "wall s", "others cpu",
@@ -181,9 +169,8 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         if options["rival"]:
             tell_rival(options["peers"])
         click.echo(f"servers   {serving}\nload      {fan}\nideal     {fan.ideal:.2f} prompts computed\n")
-        ours, rivals = contenders(
-            options["ours"], options["rival_flags"] if options["rival"] else (), options["peers"], serving
-        )
+        ours = contenders.ours(serving, options["ours"])
+        rivals = contenders.rivals(options["peers"], serving, options["rival_flags"] if options["rival"] else ())
         runs: dict[Contender, list[Figures]] = {contender: [] for contender in [*ours, *rivals]}
         file = RunsFile(csv_file, ["run", "server", "setting", *NAMES])
         for contender in interleaved(ours, rivals, repeat):

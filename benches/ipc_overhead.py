@@ -1,0 +1,232 @@
+"""What does it cost to hand tokens over: a Unix socket with JSON, with CBOR, or HTTP with server-sent events?
+
+    python benches/ipc_overhead.py --csv ipc.csv
+    python benches/ipc_overhead.py --streams 32 --tokens 500 --repeat 5
+    python benches/ipc_overhead.py --no-rival
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shlex
+import statistics
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import trio
+from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, tell_rival
+from comparison import RunsFile, medians
+from llama_http import LlamaServer
+from measure import Result, measure, stream, warm_up
+from pinning import pinned
+from report import cell, table
+from rigs import Protocol, Rig, Serving, llama_server_rig, peers_option, room, uma_trio_flags, uma_trio_rig
+
+from uma_trio.client import Client
+from uma_trio.demo import load
+from uma_trio.demo.recording import Question
+from uma_trio.protocol.payload import Encoding
+
+WORDS = 8
+"""Of a prompt: reading it should be over at once."""
+
+
+@attrs.define
+class Traffic:
+    """Bytes that went over connections, both ways together."""
+
+    n_bytes: int = 0
+
+
+class Counted(trio.abc.Stream):
+    """Passes everything on, and counts it."""
+
+    def __init__(self, inner: trio.abc.Stream, traffic: Traffic) -> None:
+        self._inner, self._traffic = inner, traffic
+
+    async def send_all(self, data: Any) -> None:
+        self._traffic.n_bytes += len(data)
+        await self._inner.send_all(data)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._inner.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
+        data = await self._inner.receive_some(max_bytes)
+        self._traffic.n_bytes += len(data)
+        return data
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+@attrs.frozen(kw_only=True)
+class CountedDaemon(load.Daemon):
+    """uma-trio, its bytes counted."""
+
+    traffic: Traffic
+
+    @contextlib.asynccontextmanager
+    async def connect(self, *, interactive: bool) -> AsyncIterator[load.Connection]:
+        async with Counted(await trio.open_unix_socket(self.path), self.traffic) as counted:
+            yield self.over(Client(counted, encoding=Encoding(self.encoding)), interactive=interactive)
+
+
+@attrs.frozen(kw_only=True)
+class CountedLlamaServer(LlamaServer):
+    """llama-server, its bytes counted."""
+
+    traffic: Traffic
+
+    async def open(self) -> trio.abc.Stream:
+        return Counted(await super().open(), self.traffic)
+
+
+@attrs.frozen(kw_only=True)
+class Figures:
+    """Of one run, or the medians of several."""
+
+    ttft_ms: float
+    """Median of short requests one after another, each from before it connects."""
+    cpu_pct: float
+    """Of server and load generator together while all streams run, as a share of one core."""
+    tokens_per_s: float
+    server_us: float
+    """Processor time for a token, computing it included."""
+    client_us: float
+    bytes_per_token: float
+    """Both ways, a request's share included."""
+    others_cpu: float
+
+    @classmethod
+    def of(cls, ttft_ms: float, streams: Result, n_bytes: int) -> Figures:
+        cpu, n = streams.cpu, streams.n_tokens
+        server = cpu.server or 0.0
+        return cls(
+            ttft_ms=ttft_ms,
+            cpu_pct=100 * (server + cpu.us) / streams.wall_s,
+            tokens_per_s=streams.tokens_per_s,
+            server_us=1e6 * server / n,
+            client_us=1e6 * cpu.us / n,
+            bytes_per_token=n_bytes / n,
+            others_cpu=cpu.others / streams.wall_s,
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Asked:
+    """The same of every path."""
+
+    requests: int
+    streams: int
+    tokens: int
+    seed: int
+
+    async def of(self, rig: Rig, place: Place) -> Figures:
+        """Short requests one after another, then streams."""
+        traffic = Traffic()
+        counted = attrs.evolve(rig, transport=_counted(rig.transport, traffic))
+        rng = random.Random(self.seed)
+        await warm_up(counted)
+        with pinned(rig.pid, place.pins):
+            short = [await _ttft_ms(counted.transport, stream(rng, "short", WORDS, 1).questions[0]) for _ in range(self.requests)]
+        before = traffic.n_bytes
+        result = await measure(counted, [stream(rng, f"s{n}", WORDS, self.tokens) for n in range(self.streams)], pins=place.pins)
+        for line in result.unfinished():
+            click.echo(f"WARNING: {line}", err=True)
+        return Figures.of(statistics.median(short), result, traffic.n_bytes - before)
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests of 1 token, then {self.streams} x {self.tokens} tokens, seed {self.seed}"
+
+
+def _counted(transport: load.Transport, traffic: Traffic) -> load.Transport:
+    """Without guesses: they make tokens cheaper, and by how much depends on the text."""
+    if isinstance(transport, LlamaServer):
+        return CountedLlamaServer(host=transport.host, port=transport.port, traffic=traffic)
+    assert isinstance(transport, load.Daemon)
+    return CountedDaemon(path=transport.path, encoding=transport.encoding, speculate=False, traffic=traffic)
+
+
+async def _ttft_ms(transport: load.Transport, question: Question) -> float:
+    began, came = trio.current_time(), []
+    async with transport.connect(interactive=True) as connection:
+        await connection.ask(question, lambda _: came.append(trio.current_time()))
+    return 1e3 * (came[0] - began)
+
+
+def show(figures: dict[str, Figures]) -> str:
+    header = ("path", "TTFT ms", "cpu", "tok/s", "server us a token", "client us a token", "bytes a token", "others cpu")
+    lines = [
+        [
+            path, cell(f.ttft_ms, 2), f"{f.cpu_pct:.0f}%", cell(f.tokens_per_s), cell(f.server_us), cell(f.client_us),
+            cell(f.bytes_per_token), f"{f.others_cpu:.0%}",
+        ]
+        for path, f in figures.items()
+    ]  # fmt: skip
+    return table(header, lines)
+
+
+@bench()
+@click.option("--requests", type=click.IntRange(1), default=50, help="Of one token each, one after another, for the TTFT.")
+@click.option("--streams", type=click.IntRange(1), default=8, help="At once, for all other figures.")
+@click.option("--tokens", type=click.IntRange(2), default=400, help="Generated by each of them.")
+@click.option("--seed", type=int, default=0, help="Of the prompts' words.")
+@places()
+@rival_option()
+@click.option("--rival-flags", default="-fa off", help="Of llama-server; by default it computes as uma-trio does on a CPU.")
+@peers_option()
+@repeat_option(3, "Runs of each path, in turns.")
+@csv_option("path,ttft_ms,cpu_pct: the medians of each path")
+def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
+    """The ways in, with the same model and the same requests: uds-json, uds-cbor, http-sse.
+
+    The first two are uma-trio's Unix socket with framed JSON and CBOR, the last is llama-server's HTTP with
+    server-sent events. The smaller the model, the more of a token's time is the way; the embedded one has 7M
+    parameters. Every request opens a connection of its own, and the TTFT counts from before that.
+
+    \b
+    cpu          server and load generator together, of one core, while all streams run
+    server us    processor time of the server for a token, computing it included: compare, do not read
+    client us    likewise of the load generator, which reads both servers' answers in Python
+    bytes        on the connections, both ways, requests included
+
+    Ours without guesses (prompt lookup). Medians of --repeat runs; each starts its server anew.
+    """
+    place = Place.of(options)
+    asked = Asked(**{field.name: options[field.name] for field in attrs.fields(Asked)})
+    place.tell()
+
+    async def work() -> dict[str, Figures]:
+        serving = Serving(
+            model=place.model, threads=place.threads, parallel=asked.streams, ctx=asked.streams * room(WORDS, asked.tokens)
+        )
+        encodings: tuple[Protocol, ...] = ("json", "cbor")
+        paths = {f"uds-{name}": partial(uma_trio_rig, uma_trio_flags(serving), protocol=name) for name in encodings}
+        if options["rival"]:
+            tell_rival(options["peers"])
+            paths["http-sse"] = partial(llama_server_rig, options["peers"], serving, shlex.split(options["rival_flags"]))
+        click.echo(f"servers   {serving}\nload      {asked}\n")
+        runs: dict[str, list[Figures]] = {path: [] for path in paths}
+        for turn in range(1, repeat + 1):
+            for path, rig in paths.items():
+                async with rig() as started:
+                    figures = await asked.of(started, place)
+                runs[path].append(figures)
+                click.echo(f"run {turn}  {path:<9} TTFT {figures.ttft_ms:.2f} ms, {figures.tokens_per_s:.1f} tok/s")
+        return {path: medians(found) for path, found in runs.items()}
+
+    figures = carry_out(work)
+    click.echo(f"\n{show(figures)}")
+    file = RunsFile(csv_file, ["path", "ttft_ms", "cpu_pct"])
+    for path, found in figures.items():
+        file.add(path, found.ttft_ms, found.cpu_pct)
+
+
+if __name__ == "__main__":
+    main()

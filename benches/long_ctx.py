@@ -1,0 +1,163 @@
+"""How much slower does a stream become as its context grows?
+
+    python benches/long_ctx.py --model /tmp/125m.gguf --threads 1 --csv ctx.csv
+    python benches/long_ctx.py --kv-unified off,on --flash-attn off,on --csv-all all.csv
+    python benches/long_ctx.py --no-rival --contexts 512,8192 --tokens 64 --repeat 5
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import contenders
+from command import (
+    FILE,
+    Place,
+    bench,
+    carry_out,
+    choices,
+    csv_option,
+    numbers,
+    places,
+    repeat_option,
+    rival_option,
+    tell_rival,
+)
+from comparison import Contender, RunsFile, interleaved
+from measure import WORDS, measure, warm_up
+from prompts import cut
+from report import cell, table
+from rigs import Rig, Serving, peers_option, sharing
+
+from uma_trio.demo.recording import Answer, Question, Stream
+from uma_trio.models.loaded import vocabulary
+
+Speeds = dict[int, list[float]]
+"""context -> tokens a second, of each run"""
+
+
+@attrs.frozen(kw_only=True)
+class Ladder:
+    """One prompt after the other, each going on where the one before ended."""
+
+    contexts: Sequence[int]
+    """Tokens of prompt and answer together."""
+    tokens: int
+    seed: int
+
+    def questions(self, model: Path) -> dict[int, Question]:
+        words = random.Random(self.seed).choices(WORDS, k=max(self.contexts))
+        with vocabulary(model) as tokenizer:
+            texts = {ctx: cut(tokenizer, words, ctx - self.tokens) for ctx in sorted(self.contexts)}
+        return {ctx: Question(text=text, raw=True, max_tokens=self.tokens, ignore_eos=True) for ctx, text in texts.items()}
+
+
+def decode_rate(answer: Answer) -> float:
+    """Tokens a second between the first and the last token.
+
+    A token that came with the next one's event counts where that came.
+    """
+    took = answer.token_s[-1] - answer.token_s[0]
+    share = answer.completion_tokens / len(answer.token_s)
+    return (len(answer.token_s) - 1) * share / took
+
+
+async def climb(rig: Rig, questions: dict[int, Question], place: Place) -> dict[int, Answer]:
+    """One stream at each context; what is new of its prompt is computed first, and not counted."""
+    found = {}
+    for ctx, question in questions.items():
+        result = await measure(rig, [Stream(name=f"{ctx}", questions=(question,))], pins=place.pins)
+        for line in result.unfinished():
+            click.echo(f"WARNING: {line}", err=True)
+        (found[ctx],) = result.tracks[0].answers
+    return found
+
+
+def without_guesses(rig: Rig) -> Rig:
+    """Guesses at the next tokens make a stream as fast as its text is dull, which is another bench's affair."""
+    return attrs.evolve(rig, transport=attrs.evolve(rig.transport, speculate=False))
+
+
+def show(speeds: dict[Contender, Speeds], contexts: Sequence[int]) -> str:
+    """Medians, a column for each context."""
+    header = ["decode tok/s at a context of", *(f"{ctx:,}" for ctx in contexts), "last / first"]
+    lines = []
+    for contender, found in speeds.items():
+        medians = [statistics.median(found[ctx]) for ctx in contexts]
+        lines.append([str(contender), *(cell(tps) for tps in medians), cell(medians[-1] / medians[0], 2)])
+    return table(header, lines)
+
+
+@bench()
+@click.option("--contexts", default="512,1024,2048,4096,8192", help="Tokens, prompt and answer together; with commas between.")
+@click.option("--tokens", type=click.IntRange(3), default=64, help="Generated at each.")
+@click.option("--seed", type=int, default=0, help="Of the words.")
+@places()
+@click.option("--kv-unified", "layouts", default="auto", help="KV layouts of ours: auto, on, off, with commas between.")
+@click.option("--flash-attn", "flash", default="auto", help="Flash attention of ours: likewise.")
+@rival_option()
+@click.option("--rival-flags", multiple=True, default=["", "-fa off"], show_default=False, help="Flags that make one of llama-server's settings; can be given again.  [default: none; -fa off]")  # fmt: skip
+@peers_option()
+@repeat_option(3)
+@csv_option("ctx,tps: the medians of the first of our settings")
+@click.option("--csv-all", type=FILE, help="Write a row for each run of each setting and server.")
+def main(layouts: str, flash: str, repeat: int, csv_file: Path | None, csv_all: Path | None, **options: Any) -> None:
+    """Decode speed of one stream against its context, ours and llama-server's.
+
+    Prompts of one text, each longer than the one before, so a server computes only what is new (both with their
+    prompt caches on); then exactly --tokens are generated, and counted from the first to the last. A context
+    is what prompt and answer have together at the end. Ours without guesses (prompt lookup). Each run starts
+    its server anew; medians of --repeat runs.
+    """
+    place = Place.of(options)
+    contexts = sorted(numbers(options["contexts"], "--contexts"))
+    if contexts[0] <= options["tokens"]:
+        raise click.BadParameter("each must be more than --tokens", param_hint="--contexts")
+    three = ("auto", "on", "off")
+    settings = [
+        f"--kv-unified {layout} --flash-attn {attention}"
+        for layout, attention in itertools.product(
+            choices(layouts, "--kv-unified", three), choices(flash, "--flash-attn", three)
+        )
+    ]
+    ladder = Ladder(contexts=contexts, tokens=options["tokens"], seed=options["seed"])
+    place.tell()
+
+    async def work() -> dict[Contender, Speeds]:
+        questions = ladder.questions(place.model)
+        serving = Serving(model=place.model, threads=place.threads, parallel=1, ctx=max(contexts))
+        if options["rival"]:
+            tell_rival(options["peers"])
+        click.echo(f"servers   {serving}\nload      1 stream, {ladder.tokens} tokens at each context, seed {ladder.seed}\n")
+        ours = contenders.ours(serving, settings)
+        rivals = contenders.rivals(options["peers"], serving, options["rival_flags"] if options["rival"] else ())
+        speeds: dict[Contender, Speeds] = {contender: {ctx: [] for ctx in contexts} for contender in [*ours, *rivals]}
+        file = RunsFile(csv_all, ["run", "server", "setting", "ctx", "prompt_tokens", "tps"])
+        for contender in interleaved(ours, rivals, repeat):
+            async with contender.rig() as rig:
+                await warm_up(rig)
+                asked = sharing(without_guesses(rig) if contender.ours else rig)
+                answers = await climb(asked, questions, place)
+            for ctx, answer in answers.items():
+                speeds[contender][ctx].append(decode_rate(answer))
+                file.add(len(speeds[contender][ctx]), contender.server, contender.setting, ctx, answer.prompt_tokens, decode_rate(answer))
+            shown = ", ".join(f"{ctx}: {found[-1]:.1f}" for ctx, found in speeds[contender].items())
+            click.echo(f"run {len(speeds[contender][contexts[0]])}  {contender!s:<48} {shown} tok/s")
+        return speeds
+
+    speeds = carry_out(work)
+    click.echo(f"\n{show(speeds, contexts)}")
+    file = RunsFile(csv_file, ["ctx", "tps"])
+    for ctx, found in next(iter(speeds.values())).items():
+        file.add(ctx, statistics.median(found))
+
+
+if __name__ == "__main__":
+    main()
