@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Iterator
 
 import attrs
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, Device, House, calibrated
-from uma_trio.scheduling.cost import SCALES, CostModel, Line, Work
+from uma_trio.scheduling.cost import SCALES, WORTH_CUTTING, CostModel, Line, Widths, Work
 
 DEVICES = [CPU, GPU, QUICK, FLAT, SLOW]
 
@@ -216,3 +217,60 @@ def test_ticks_with_prompts_and_without_are_learned_apart() -> None:
     cost = CostModel().observed(Work(64, 4, 100), 50.0)
     assert cost.alone == CostModel().alone
     assert cost.observed(Work(0, 4, 100), 5.0).mixed == cost.mixed
+
+
+# -- widths: how many rows one call takes best --------------------------------------------------------
+
+measured = st.lists(st.floats(0.1, 50), min_size=1, max_size=8)
+
+
+def partitions(n: int, largest: int) -> Iterator[tuple[int, ...]]:
+    if n == 0:
+        yield ()
+    for width in range(min(n, largest), 0, -1):
+        for rest in partitions(n - width, width):
+            yield (width, *rest)
+
+
+@given(measured)
+def test_rows_are_cut_as_takes_least_or_not_at_all(ms: list[float]) -> None:
+    widths, rows = Widths((0.0, *ms)), len(ms)
+    chosen = widths.cut(rows)
+    took = {cut: sum(ms[width - 1] for width in cut) for cut in partitions(rows, rows)}
+    assert chosen in took, "the widest first, and all of them"
+    if chosen == (rows,):
+        assert min(took.values()) >= WORTH_CUTTING * ms[-1] * (1 - 1e-9)
+    else:
+        assert took[chosen] == pytest.approx(min(took.values()))
+        assert took[chosen] < WORTH_CUTTING * ms[-1]
+
+
+def test_to_cut_must_pay() -> None:
+    assert Widths((0.0, 4.8, 10.0)).cut(2) == (2,), "96 % is noise"
+    assert Widths((0.0, 4.6, 10.0)).cut(2) == (1, 1)
+
+
+def test_a_cpu_that_takes_some_numbers_of_rows_better_than_others() -> None:
+    """Two streams of a Q4_0 model took longer than one after the other; five not enough longer than four and one."""
+    widths = Widths((0.0, 3.3, 8.6, 8.9, 9.2, 12.7, 18.8))
+    assert [widths.cut(rows) for rows in range(1, 7)] == [(1,), (1, 1), (3,), (4,), (5,), (4, 1, 1)]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4, 200])
+def test_what_was_not_measured_stays_whole(rows: int) -> None:
+    assert Widths((0.0, 1.0, 9.0, 9.0)).cut(rows) == (rows,)
+    assert Widths().cut(rows) == (rows,)
+
+
+def test_a_call_takes_what_its_rows_were_measured_to_and_what_it_reads() -> None:
+    cost = CostModel(Line((5.0, 0.0, 10.0, 4.0, 0.0)), widths=Widths((0.0, 3.0, 9.0)))
+    assert cost.of_rows(2, 0) == 9.0
+    assert cost.of_rows(2, 5_000) == 11.0
+    assert cost.of_rows(3, 5_000) == 5 + 3 + 2, "beyond what was measured it is the line"
+
+
+def test_widths_stay_as_they_were_measured() -> None:
+    cost = CostModel(widths=Widths((0.0, 3.0, 9.0)))
+    for _ in range(100):
+        cost = cost.observed(Work(0, 2, 100), 50.0).observed(Work(16, 2, 100), 80.0)
+    assert cost.widths == Widths((0.0, 3.0, 9.0))

@@ -7,6 +7,7 @@ import math
 import random
 import statistics
 from collections import Counter
+from collections.abc import Sequence
 
 import attrs
 import pytest
@@ -16,9 +17,20 @@ from hypothesis import strategies as st
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, TOO_SLOW, Device, House
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import policy
-from uma_trio.scheduling.cost import SCALES, CostModel, Line, Work
+from uma_trio.scheduling.cost import SCALES, CostModel, Line, Widths, Work
 from uma_trio.scheduling.fairness import LOWER_CLASS_WAITS, ROUND, Service
-from uma_trio.scheduling.policy import BACKGROUND_SITS_OUT, EVEN, EVEN_FROM, Memory, Plan, Priority, Share, Slot, plan
+from uma_trio.scheduling.policy import (
+    BACKGROUND_SITS_OUT,
+    EVEN,
+    EVEN_FROM,
+    WORTH_DRAFTING,
+    Memory,
+    Plan,
+    Priority,
+    Share,
+    Slot,
+    plan,
+)
 
 LIMITS = Scheduling()
 DEVICES = [CPU, GPU, QUICK, FLAT, SLOW, TOO_SLOW]
@@ -419,3 +431,159 @@ def test_tenants_of_unequal_size_get_equal_service(device: Device) -> None:
             house.held[seq_id].slot.context %= 500
     assert service[0] > 1000
     assert 0.9 < service[0] / service[1] < 1.1
+
+
+# -- calls and guesses --------------------------------------------------------------------------------
+
+
+@st.composite
+def decodes(draw: st.DrawFn) -> tuple[list[Slot], CostModel, int]:
+    """Streams that may have guesses, what is known of a device, and the batch."""
+    seq_ids = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=9)))
+    some = draw(st.booleans())
+    streams = [
+        Slot(
+            seq_id,
+            context=draw(st.sampled_from([0, 100, 5000])),
+            due_s=draw(st.sampled_from([-1.0, 0.02, 0.05, 0.5, math.inf])),
+            drafts=draw(st.integers(0, 16)) if some else 0,
+            hits=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+        )
+        for seq_id in seq_ids
+    ]
+    widths = Widths((0.0, *draw(st.lists(st.floats(0.5, 40), max_size=8))))
+    cost = attrs.evolve(known(draw(st.sampled_from(DEVICES))), widths=widths)
+    return streams, cost, len(streams) + draw(st.sampled_from([64, 70, 100, 512]))
+
+
+@given(decodes(), st.booleans(), st.integers(0, 300))
+def test_calls_together_hold_every_stream_once(case: tuple[list[Slot], CostModel, int], mixes: bool, pending: int) -> None:
+    streams, cost, capacity = case
+    prompts = [Slot(20, pending)] if pending else []
+    chosen = plan(streams, prompts, Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes)
+    assert sum(chosen.widths) == len(chosen.streams) == len(streams)
+    assert all(chosen.widths)
+    assert chosen.prompts_apart == (bool(chosen.shares) and not mixes)
+    assert chosen.work.calls == len(chosen.widths) + chosen.prompts_apart
+    assert chosen.predicted_ms == cost.predict(chosen.work)
+    if mixes and chosen.shares:
+        assert len(chosen.widths) == 1, "cut up, the weights would be read several times beside a prompt"
+
+
+@given(decodes())
+def test_where_each_sequence_has_cells_of_its_own_a_call_is_of_ids_that_follow_each_other(
+    case: tuple[list[Slot], CostModel, int]
+) -> None:
+    streams, cost, capacity = case
+    streams = [attrs.evolve(slot, drafts=0) for slot in streams]
+    chosen = plan(streams, [], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=False)
+    ids = iter([slot.seq_id for slot in chosen.streams])
+    for width in chosen.widths:
+        first = next(ids)
+        assert [next(ids) for _ in range(width - 1)] == list(range(first + 1, first + width))
+
+
+def test_calls_are_cut_as_takes_least() -> None:
+    cost = attrs.evolve(known(CPU), widths=Widths((0.0, 3.0, 8.0, 8.5, 12.0)))
+
+    def widths(*seq_ids: int, mixes: bool = True, prompts: int = 0) -> tuple[int, ...]:
+        streams = [Slot(seq_id) for seq_id in seq_ids]
+        waiting = [Slot(99, prompts)] if prompts else []
+        return plan(
+            streams, waiting, Memory(), now_s=0.0, cost=cost, capacity=512, limits=LIMITS, mixes=mixes
+        ).widths  # fmt: skip
+
+    assert widths(0, 1) == (1, 1)
+    assert widths(0, 1, 2) == (3,)
+    assert widths(0, 1, 2, 3) == (4,), "11.5 ms instead of 12 are not worth it"
+    assert widths(0, 5, 6, 7) == (4,)
+    assert widths(0, 5, 6, 7, mixes=False) == (1, 3)
+    assert widths(0, 1, 5, 6, 7, mixes=False) == (1, 1, 3)
+    assert widths(0, 1, 5, 6, 7, mixes=False, prompts=10) == (1, 1, 3)
+    assert widths(0, 1, prompts=10) == (2,)
+
+
+@given(decodes(), st.booleans())
+def test_guesses_are_checked_within_the_batch_in_time_and_only_where_there_are_some(
+    case: tuple[list[Slot], CostModel, int], mixes: bool
+) -> None:
+    streams, cost, capacity = case
+    chosen = plan(streams, [], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes)
+    if not chosen.drafts:
+        return
+    assert len(chosen.drafts) == len(chosen.streams)
+    assert all(0 <= n <= slot.drafts for n, slot in zip(chosen.drafts, chosen.streams, strict=True))
+    rows = len(chosen.streams) + sum(chosen.drafts)
+    read = sum((1 + n) * slot.context for n, slot in zip(chosen.drafts, chosen.streams, strict=True))
+    assert chosen.work == Work(0, rows, read)
+    assert len(streams) < rows <= capacity
+    assert cost.of_rows(rows, read) <= 1e3 * min(slot.due_s for slot in streams)
+
+
+@given(decodes(), st.booleans(), st.integers(1, 300))
+def test_beside_prompts_nobody_guesses(case: tuple[list[Slot], CostModel, int], mixes: bool, pending: int) -> None:
+    streams, cost, capacity = case
+    streams = [attrs.evolve(slot, due_s=math.inf) for slot in streams]
+    chosen = plan(streams, [Slot(20, pending)], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes)
+    assert chosen.shares
+    assert not chosen.drafts
+
+
+@given(decodes())
+def test_as_many_guesses_as_give_most_tokens_a_millisecond(case: tuple[list[Slot], CostModel, int]) -> None:
+    streams, cost, capacity = case
+    streams = [attrs.evolve(slot, due_s=math.inf) for slot in streams]
+    chosen = plan(streams, [], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS)
+
+    def rate(drafts: Sequence[int]) -> float:
+        tokens = sum(sum(slot.hits**k for k in range(n + 1)) for slot, n in zip(streams, drafts, strict=True))
+        read = sum((1 + n) * slot.context for slot, n in zip(streams, drafts, strict=True))
+        return tokens / cost.of_rows(len(streams) + sum(drafts), read)
+
+    plain = cost.of_rows(0, sum(slot.context for slot in streams))
+    plain += sum(cost.of_rows(width, 0) for width in cost.widths.cut(len(streams)))
+    tried = [[min(slot.drafts, most) for slot in streams] for most in (1, 2, 4, 8, 16)]
+    tried = [drafts for drafts in tried if len(streams) + sum(drafts) <= capacity]
+    best = max(map(rate, tried), default=0.0)
+    if chosen.drafts:
+        assert rate(chosen.drafts) == pytest.approx(best)
+        assert best > WORTH_DRAFTING * len(streams) / plain * (1 - 1e-9)
+    else:
+        assert best <= WORTH_DRAFTING * len(streams) / plain * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("hits", "n", "tokens"),
+    [(0.5, 0, 1), (0.5, 1, 1.5), (0.5, 2, 1.75), (0.9, 2, 1 + 0.9 + 0.81), (0.0, 16, 1), (1.0, 16, 17)],
+)
+def test_tokens_to_be_expected_of_guesses(hits: float, n: int, tokens: float) -> None:
+    """Its own, and each guess's if it and all before it are true."""
+    assert policy._expected(hits, n) == pytest.approx(tokens)
+
+
+def test_when_guesses_pay() -> None:
+    """10 ms a call and 1 ms a row: 11 ms for a token; with one guess 12 ms, with two 13."""
+    cost = CostModel(Line((10.0, 0.0, 10.0, 0.0, 0.0)))
+
+    def guesses(hits: float, n: int = 16, due_ms: float = math.inf, capacity: int = 512) -> Sequence[int]:
+        slot = Slot(0, due_s=due_ms / 1e3, drafts=n, hits=hits)
+        return plan([slot], [], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS).drafts
+
+    assert guesses(0.1) == (), "1.1 tokens in 12 ms are fewer a millisecond than 1 in 11"
+    assert guesses(0.14) == (), "a little more, which is noise"
+    assert guesses(0.16) == (1,)
+    assert guesses(0.5) == (2,), "1.75 in 13 ms; 1.94 in 15 are fewer a millisecond"
+    assert guesses(1.0) == (16,)
+    assert guesses(1.0, n=5) == (5,)
+    assert guesses(1.0, due_ms=19.0) == (8,), "with 16 it would take 27 ms"
+    assert guesses(1.0, due_ms=5.0) == (), "late already"
+    assert guesses(1.0, capacity=16) == (8,)
+    assert guesses(1.0, n=0) == ()
+
+
+def test_streams_without_guesses_are_beside_those_with() -> None:
+    cost = CostModel(Line((10.0, 0.0, 10.0, 0.0, 0.0)))
+    streams = [Slot(0), Slot(1, drafts=3, hits=1.0), Slot(2, drafts=16, hits=1.0)]
+    chosen = plan(streams, [], Memory(), now_s=0.0, cost=cost, capacity=512, limits=LIMITS)
+    assert chosen.drafts == (0, 3, 16)
+    assert chosen.widths == (3,)

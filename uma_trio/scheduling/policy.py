@@ -197,11 +197,11 @@ def _decodes(
 ) -> Plan:
     """A tick of streams alone."""
     after = memory.decoding(served)
+    widths = _cut(served, cost, mixes=mixes)
     if any(slot.drafts for slot in served):
-        drafts, drafted = _drafts(served, work, now_s, cost, capacity)
+        drafts, drafted = _drafts(served, work, widths, now_s, cost, capacity)
         if drafts:
             return Plan(served, (), after, drafted, cost.predict(drafted), (len(served),), drafts=drafts)
-    widths = _cut(served, cost, mixes=mixes)
     if len(widths) > 1:
         work = attrs.evolve(work, calls=len(widths))
     return Plan(served, (), after, work, cost.predict(work), widths)
@@ -221,10 +221,11 @@ def _runs(served: Sequence[Slot], *, mixes: bool) -> tuple[int, ...]:
 
 
 def _drafts(
-    served: Sequence[Slot], work: Work, now_s: float, cost: CostModel, capacity: int
+    served: Sequence[Slot], work: Work, widths: Sequence[int], now_s: float, cost: CostModel, capacity: int
 ) -> tuple[Sequence[int], Work]:
-    """How many guesses each stream checks, where that gives more tokens in the same time than not to."""
-    best = WORTH_DRAFTING * len(served) / max(cost.of_rows(len(served), work.context_tokens), 1e-6)
+    """How many guesses each stream checks, where that gives more tokens in the same time than calls of ``widths``."""
+    plain_ms = cost.of_rows(0, work.context_tokens) + sum([cost.of_rows(width, 0) for width in widths])
+    best = WORTH_DRAFTING * len(served) / max(plain_ms, 1e-6)
     found: Sequence[int] = ()
     drafted = work
     left_ms = 1e3 * (min([slot.due_s for slot in served]) - now_s)
