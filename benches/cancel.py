@@ -1,0 +1,277 @@
+"""Cancel means now: how soon is the KV cache free, and how soon does the next in line get its first token?
+
+    python benches/cancel.py --model /tmp/125m.gguf --threads 1 --repeat 20 --csv cancel.csv
+    python benches/cancel.py --no-rival --long-tokens 4000
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import attrs
+import click
+import trio
+from command import (
+    SERVER,
+    Place,
+    bench,
+    carry_out,
+    csv_option,
+    places,
+    repeat_option,
+    rival_option,
+    tell_rival,
+)
+from comparison import US, RunsFile
+from measure import warm_up
+from pinning import pinned
+from prompts import of_tokens
+from report import cell, table
+from rigs import Rig, Serving, llama_server_rig, peers_option, uma_trio_flags, uma_trio_rig
+
+from uma_trio.client import Client, open_client
+from uma_trio.demo.load import Daemon
+from uma_trio.demo.recording import Question
+from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.models.loaded import vocabulary
+
+Moment = Literal["prefill", "decode"]
+Way = Literal["cancel event", "closed connection"]
+
+IN_LINE_S = 0.05
+"""Given to the next request to arrive and wait, before the first one is cancelled."""
+NEXT_TOKENS = 8
+"""Of the next request's prompt: what is measured is its wait, hardly its own work."""
+MOST_TOKENS = 1000
+"""Of the first request, if nobody cancelled it."""
+MOST_TRIES = 4
+"""For each cancel: on a busy machine a prompt may be read before its moment comes."""
+NAME = "victim"
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """When and how the request that holds the only sequence is cancelled."""
+
+    server: str
+    moment: Moment
+    way: Way
+
+    def __str__(self) -> str:
+        return f"{self.server}, {self.way} during {self.moment}"
+
+
+CASES = [
+    Case(server=server, moment=moment, way=way)
+    for moment in get_args(Moment)
+    for server, way in ((US, "cancel event"), (US, "closed connection"), (SERVER, "closed connection"))
+]
+
+
+@attrs.frozen(kw_only=True)
+class Found:
+    """Of all repeats of a case, in milliseconds; ``None`` of what the server does not tell."""
+
+    alone_ms: float
+    """TTFT of the next request where nobody was before it: the least that it could be."""
+    next_ms: Sequence[float]
+    """From the cancel to its first token."""
+    free_p50_ms: float | None
+    """From the cancel until the KV cache was free."""
+    free_max_ms: float | None
+
+
+@attrs.frozen(kw_only=True)
+class Load:
+    """What is asked."""
+
+    long_tokens: int
+    repeat: int
+    seed: int
+
+    async def of(self, case: Case, rig: Rig, tokenizer: Tokenizer, place: Place) -> Found:
+        """Each repeat has new prompts: nothing can be taken from the one before."""
+        rng = random.Random(self.seed)
+
+        def question(n_prompt: int, tokens: int) -> Question:
+            return Question(text=of_tokens(tokenizer, rng, n_prompt), raw=True, max_tokens=tokens, ignore_eos=True)
+
+        await warm_up(rig)
+        with pinned(rig.pid, place.pins):
+            long_s = await _ttft_s(rig, question(self.long_tokens, 1))
+            alone_s = [await _ttft_s(rig, question(NEXT_TOKENS, 1)) for _ in range(5)]
+            next_s: list[float] = []
+            for _ in range(MOST_TRIES * self.repeat):
+                # not always at the same distance from the end of a step
+                moment_s = rng.uniform(0.2, 0.6) * long_s if case.moment == "prefill" else None
+                victim = _Victim(case.way, rig, question(self.long_tokens, MOST_TOKENS), rng.randint(3, 12))
+                found = await _overtaken(victim, moment_s, rig, question(NEXT_TOKENS, 1))
+                next_s += [found] if found is not None else []
+                if len(next_s) == self.repeat:
+                    break
+            else:
+                raise click.ClickException(f"{case}: the long prompt is read too soon to be cancelled; make --long-tokens larger")
+        snapshot = await rig.transport.snapshot() if isinstance(rig.transport, Daemon) else {}
+        return Found(
+            alone_ms=1e3 * statistics.median(alone_s),
+            next_ms=[1e3 * each for each in next_s],
+            free_p50_ms=snapshot.get("cancel_to_free_p50_ms"),
+            free_max_ms=snapshot.get("cancel_to_free_max_ms"),
+        )
+
+    def serving(self, place: Place) -> Serving:
+        """One sequence: whoever comes second has to wait."""
+        ctx = -(-(self.long_tokens + MOST_TOKENS + 16) // 256) * 256
+        return Serving(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
+
+    def __str__(self) -> str:
+        return f"a prompt of {self.long_tokens} tokens, cancelled {self.repeat} times in each case, seed {self.seed}"
+
+
+class _Victim:
+    """The request that holds the sequence, until it is cancelled."""
+
+    def __init__(self, way: Way, rig: Rig, question: Question, n_tokens: int) -> None:
+        self.n_seen = 0
+        self.decodes = trio.Event()
+        """It has got some tokens."""
+        self._way, self._rig, self._question, self._n_tokens = way, rig, question, n_tokens
+        self._scope = trio.CancelScope()
+        self._client: Client | None = None
+
+    async def run(self) -> None:
+        with self._scope:
+            if self._way == "closed connection":
+                async with self._rig.transport.connect(interactive=False) as connection:
+                    await connection.ask(self._question, self._seen)
+                return
+            assert isinstance(self._rig.transport, Daemon)
+            async with open_client(self._rig.transport.path) as self._client:
+                asked = {"prompt": self._question.text, "max_tokens": self._question.max_tokens}
+                async for event in self._client.generate(id=NAME, ignore_eos=True, cache_prompt=False, **asked):
+                    if event["event"] == "token":
+                        self._seen(event["text"])
+
+    def _seen(self, _: str) -> None:
+        self.n_seen += 1
+        if self.n_seen == self._n_tokens:
+            self.decodes.set()
+
+    async def cancel(self) -> None:
+        if self._client is not None:
+            await self._client.cancel(NAME)
+        else:
+            self._scope.cancel()
+
+
+async def _overtaken(victim: _Victim, moment_s: float | None, rig: Rig, question: Question) -> float | None:
+    """Seconds from cancelling ``victim`` to the first token of the one that waited for it.
+
+    Args:
+        moment_s: to cancel it after so many seconds, while its prompt is read; else it is when it decodes.
+
+    Returns:
+        ``None`` if its prompt was read already.
+    """
+    came: list[float] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(victim.run)
+        if moment_s is None:
+            await victim.decodes.wait()
+        else:
+            await trio.sleep(moment_s)
+        nursery.start_soon(_ask, rig, question, came)
+        await trio.sleep(IN_LINE_S)
+        missed = moment_s is not None and victim.n_seen > 0
+        cancelled = trio.current_time()
+        await victim.cancel()
+    return None if missed else came[0] - cancelled
+
+
+async def _ask(rig: Rig, question: Question, came: list[float]) -> None:
+    async with rig.transport.connect(interactive=False) as connection:
+        await connection.ask(question, lambda _: came.append(trio.current_time()))
+
+
+async def _ttft_s(rig: Rig, question: Question) -> float:
+    came: list[float] = []
+    began = trio.current_time()
+    await _ask(rig, question, came)
+    return came[0] - began
+
+
+def show(found: dict[Case, Found]) -> str:
+    header = (
+        "", "cancelled during", "by", "KV free p50 ms", "max", "next first token p50 ms", "max", "alone p50 ms", "p50 less alone",
+    )  # fmt: skip
+    lines = []
+    for case, f in found.items():
+        p50 = statistics.median(f.next_ms)
+        lines.append([
+            case.server, case.moment, case.way, cell(f.free_p50_ms), cell(f.free_max_ms), cell(p50), cell(max(f.next_ms)),
+            cell(f.alone_ms), cell(p50 - f.alone_ms),
+        ])  # fmt: skip
+    return table(header, lines)
+
+
+@bench()
+@click.option("--long-tokens", type=click.IntRange(64), default=2000, help="Of the prompt that is cancelled.")
+@click.option("--seed", type=int, default=0, help="Of words and moments.")
+@places()
+@rival_option()
+@click.option("--rival-flags", default="", help="Further flags of llama-server, such as -b 256.")
+@peers_option()
+@repeat_option(20, "Cancels in each case.")
+@csv_option("a row for each cancel")
+@click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
+def main(csv_file: Path | None, **options: Any) -> None:
+    """From a cancel until its room is free and the next request has its first token.
+
+    One sequence, and two requests: the first holds it, the second waits. The first is cancelled at some moment
+    while its long prompt is read, or after some tokens; by a cancel event (ours), or by closing its connection.
+    SERVE_FLAGS after -- go to `uma-trio serve`.
+
+    \b
+    KV free            from the cancel until the cache is free, by the server's own clock (ours tells)
+    next first token   from the cancel until the waiting request's first token, as its client sees it; its prompt
+                       is short
+    alone              its TTFT where nobody was before it: what is more than that is the cancel's
+
+    Medians and maxima of --repeat cancels.
+    """
+    place = Place.of(options)
+    load = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})
+    place.tell()
+
+    async def work() -> dict[Case, Found]:
+        serving = load.serving(place)
+        flags = [*uma_trio_flags(serving), *options["serve_flags"]]
+        rigs = {US: partial(uma_trio_rig, flags)}
+        if options["rival"]:
+            tell_rival(options["peers"])
+            rigs[SERVER] = partial(llama_server_rig, options["peers"], serving, shlex.split(options["rival_flags"]))
+        click.echo(f"servers   {serving}\nload      {load}\n")
+        file = RunsFile(csv_file, ["server", "moment", "way", "next_first_token_ms"])
+        found: dict[Case, Found] = {}
+        with vocabulary(place.model) as tokenizer:
+            for case in CASES:
+                if case.server not in rigs:
+                    continue
+                async with rigs[case.server]() as rig:
+                    found[case] = await load.of(case, rig, tokenizer, place)
+                for ms in found[case].next_ms:
+                    file.add(case.server, case.moment, case.way, ms)
+                click.echo(f"{case}: {statistics.median(found[case].next_ms):.1f} ms")
+        return found
+
+    click.echo(f"\n{show(carry_out(work))}")
+
+
+if __name__ == "__main__":
+    main()
