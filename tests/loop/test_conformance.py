@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
@@ -11,9 +13,9 @@ from uma_trio.engine.calibrate import calibrate
 from uma_trio.engine.records import EngineError, Feed
 
 
-@pytest.fixture
-def make():
-    return FakeEngine
+@pytest.fixture(params=[0, 3], ids=["fake", "one that repeats"])
+def make(request):
+    return functools.partial(FakeEngine, repeats=request.param)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """An engine without a model: it keeps the books that a KV cache keeps, and refuses what llama.cpp would refuse.
 
-The next token of a sequence is a function of all tokens before it, so a test can tell whether a stream
-was computed from the right prefix: ``expected_continuation`` says what must come.  The same conformance
-tests run on it and on the real engine.
+The next token of a sequence is a function of all tokens before it (and, where it is not greedy, of its seed and
+its number), so a test can tell whether a stream was computed from the right prefix: ``expected_continuation`` says
+what must come.  The same conformance tests run on it and on the real engine.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import numpy as np
 import outcome
 import trio
 
-from uma_trio.engine.records import Copy, Edit, EngineError, Feed, ModelFacts, Step, StepResult
+from uma_trio.engine.records import Copy, Draw, Edit, EngineError, Feed, ModelFacts, Step, StepResult
+from uma_trio.sampling import SamplingParams
 
 N_VOCAB = 1000
 EOG = 0
 
 
 class Story:
-    """A sequence as the fake model knows it: a digest of all tokens, after each of them."""
+    """A sequence as the fake model knows it: its tokens, and a digest of all of them after each."""
 
-    def __init__(self, digests: Iterable[int] = (17,)) -> None:
+    def __init__(self, tokens: Iterable[int] = (), digests: Iterable[int] = (17,)) -> None:
+        self._tokens = list(tokens)
         self._digests = list(digests)
 
     @property
@@ -36,28 +38,31 @@ class Story:
         digest = self._digests[-1]
         for token in tokens:
             digest = (digest * 31 + int(token) + 7) % 99991
+            self._tokens.append(int(token))
             self._digests.append(digest)
 
     def beginning(self, length: int) -> Story:
-        return Story(self._digests[: length + 1])
+        return Story(self._tokens[:length], self._digests[: length + 1])
 
-    @property
-    def next_token(self) -> int:
-        """What the model says after it; never EOG."""
-        return self.said_after(self.length)
+    def said_after(self, length: int, draw: Draw, repeats: int = 0) -> int:
+        """What the model says after the first ``length`` tokens: EOG only if it repeats one."""
+        said = 1 + self._digests[length] % (N_VOCAB - 1)
+        if repeats and length >= repeats and self._digests[length] % 8:
+            said = self._tokens[length - repeats]
+        if draw.params.greedy or (draw.params.seed + 3 * draw.step) % 7:
+            return said
+        return 1 + (said + draw.params.seed + draw.step) % (N_VOCAB - 1)
 
-    def said_after(self, length: int) -> int:
-        """What the model says after the first ``length`` tokens."""
-        return 1 + self._digests[length] % (N_VOCAB - 1)
 
-
-def expected_continuation(prompt: Iterable[int], n: int) -> list[int]:
-    """The first ``n`` tokens that follow ``prompt``."""
+def expected_continuation(
+    prompt: Iterable[int], n: int, *, repeats: int = 0, params: SamplingParams | None = None
+) -> list[int]:
+    """The first ``n`` tokens that follow ``prompt``, where nothing is masked."""
     story = Story()
     story.read(prompt)
     said = []
-    for _ in range(n):
-        said.append(story.next_token)
+    for step in range(n):
+        said.append(story.said_after(story.length, Draw(params or SamplingParams(), step), repeats))
         story.read(said[-1:])
     return said
 
@@ -68,6 +73,7 @@ class FakeEngine:
     Args:
         cost_ms: (prompt tokens, rows of decodes) -> simulated milliseconds of a call.
         eog_after: the model ends a sequence that has grown to so many tokens.
+        repeats: the model mostly says what stood so many tokens before; 0: never.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class FakeEngine:
         unified: bool = True,
         cost_ms: Callable[[int, int], float] = lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes,
         eog_after: int | None = None,
+        repeats: int = 0,
     ) -> None:
         self.facts = ModelFacts(
             name="fake",
@@ -96,6 +103,7 @@ class FakeEngine:
         )
         self.cost_ms = cost_ms
         self.eog_after = eog_after
+        self.repeats = repeats
         self.steps: list[Step] = []
         self.cost_of_last_ms = 0.0
         self.fail_next: EngineError | None = None
@@ -157,7 +165,8 @@ class FakeEngine:
         for length, draw in enumerate(feed.draws, held.length - len(feed.draws) + 1):
             ended = self.eog_after is not None and length >= self.eog_after
             mask = () if draw.mask is None else np.asarray(draw.mask).tolist()
-            liked = [EOG, held.said_after(length)] if ended else [held.said_after(length)]
+            said = held.said_after(length, draw, self.repeats)
+            liked = [EOG, said] if ended else [said]
             drawn.append(next(token for token in (*liked, *range(1, N_VOCAB)) if token not in mask))
         return drawn
 
