@@ -31,7 +31,7 @@ from command import (
     tell_rival,
 )
 from comparison import Contender, RunsFile, interleaved
-from measure import WORDS, measure, warm_up
+from measure import WORDS, decode_rate, measure, warm_up
 from prompts import cut
 from report import cell, table
 from rigs import Rig, Serving, peers_option, sharing
@@ -57,16 +57,6 @@ class Ladder:
         with vocabulary(model) as tokenizer:
             texts = {ctx: cut(tokenizer, words, ctx - self.tokens) for ctx in sorted(self.contexts)}
         return {ctx: Question(text=text, raw=True, max_tokens=self.tokens, ignore_eos=True) for ctx, text in texts.items()}
-
-
-def decode_rate(answer: Answer) -> float:
-    """Tokens a second between the first and the last token.
-
-    A token that came with the next one's event counts where that came.
-    """
-    took = answer.token_s[-1] - answer.token_s[0]
-    share = answer.completion_tokens / len(answer.token_s)
-    return (len(answer.token_s) - 1) * share / took
 
 
 async def climb(rig: Rig, questions: dict[int, Question], place: Place) -> dict[int, Answer]:
@@ -146,8 +136,8 @@ def main(layouts: str, flash: str, repeat: int, csv_file: Path | None, csv_all: 
                 asked = sharing(without_guesses(rig) if contender.ours else rig)
                 answers = await climb(asked, questions, place)
             for ctx, answer in answers.items():
-                speeds[contender][ctx].append(decode_rate(answer))
-                file.add(len(speeds[contender][ctx]), contender.server, contender.setting, ctx, answer.prompt_tokens, decode_rate(answer))
+                speeds[contender][ctx].append(decode_rate([answer]))
+                file.add(len(speeds[contender][ctx]), contender.server, contender.setting, ctx, answer.prompt_tokens, decode_rate([answer]))
             shown = ", ".join(f"{ctx}: {found[-1]:.1f}" for ctx, found in speeds[contender].items())
             click.echo(f"run {len(speeds[contender][contexts[0]])}  {contender!s:<48} {shown} tok/s")
         return speeds

@@ -13,7 +13,7 @@ from pinning import Pins, pinned
 from rigs import Rig
 
 from uma_trio.demo import load
-from uma_trio.demo.recording import Question, Stream, Track
+from uma_trio.demo.recording import Answer, Question, Stream, Track
 from uma_trio.demo.scorecard import Counters
 
 WORDS = ["the", "a", "of", "and", "to", "in", "is", "was", "on", "for", "with", "by", "from", "at", "as", "that", "it", "his", "her", "they", "are", "this", "have", "had", "not", "but", "all", "one", "two", "can", "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system", "program", "question", "work", "government", "number", "night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car", "city", "community", "name", "president", "team", "minute", "idea", "body", "information", "back", "parent", "face", "others", "level", "office", "door", "health", "person", "art", "war", "history", "party", "result", "change", "morning", "reason", "research", "girl", "guy", "moment", "air", "teacher"]
@@ -85,6 +85,15 @@ class Result:
             for answer in track.answers
             if (answer.reason, answer.completion_tokens) != ("length", answer.question.max_tokens)
         ]
+
+
+def decode_rate(answers: Sequence[Answer]) -> float:
+    """Tokens a second from each one's first token to its last, of answers that were alone.
+
+    A token that came with the next one's event counts where that came.
+    """
+    tokens = sum((len(answer.token_s) - 1) * answer.completion_tokens / len(answer.token_s) for answer in answers)
+    return tokens / sum(answer.token_s[-1] - answer.token_s[0] for answer in answers)
 
 
 async def measure(
