@@ -162,6 +162,21 @@ async def test_what_was_cancelled_leaves_nothing(autojump_clock):
         assert (await house.answer(SHARED)).cached == 0
 
 
+@pytest.mark.parametrize("at", [0, 5])
+async def test_what_gave_no_usable_logits_is_not_kept(autojump_clock, monkeypatch, at):
+    """Whoever went on with it would get none either."""
+    async with asking(engine(unified=True)) as house:
+        feed = house.engine._feed
+        monkeypatch.setattr(house.engine, "_feed", lambda one: [-1 if draw.step == at else token for draw, token in zip(one.draws, feed(one), strict=True)])
+        client = await house.answer(SHARED[:100], 20)
+        assert (client.reason, len(client.tokens)) == ("E_RUNTIME_DECODE", at)
+        monkeypatch.undo()
+        again = await house.answer(SHARED[:100], 20)
+        assert again.cached == 0
+        assert is_right(again)
+        await house.clean()
+
+
 async def test_a_model_that_cannot_forget_goes_on_with_whole_chats_only(autojump_clock):
     model = engine(unified=True)
     model.facts = attrs.evolve(model.facts, rewinds=False)
