@@ -223,6 +223,7 @@ class VirtualPending:
         self._thread = thread
         self._call = call
         self._outcome: outcome.Outcome[Any] | None = None
+        self.before_told: Callable[[], None] | None = None
         self.submitted_at = trio.current_time()
         self.ends_at = math.inf
 

@@ -22,6 +22,8 @@ class Pending(Generic[T]):
     """A call that is under way in the thread, or waits there for its turn."""
 
     def __init__(self) -> None:
+        self.before_told: Callable[[], None] | None = None
+        """Called in the thread when the call has ended, before the loop hears of it; must be quick, and not raise."""
         self._outcome: outcome.Outcome[T] | None = None
         self._told = False
         self._waiting: trio.lowlevel.Task | None = None
@@ -83,6 +85,8 @@ class EngineThread:
         while (item := self._calls.get()) is not None:
             call, pending = item
             pending._outcome = outcome.capture(call)
+            if pending.before_told is not None:
+                pending.before_told()
             try:
                 self._trio.run_sync_soon(pending._tell)
             except trio.RunFinishedError:

@@ -48,22 +48,35 @@ class Chained:
         self._step = step
         self._decided = threading.Lock()
         """Whoever takes it decides: the thread that it begins, the loop that it does not."""
+        self._begins = False
         self._feeds = [
             Feed(job.seq_id, job.n_fed, [], (Draw(job.params, len(job.tokens) + 1, job.mask),)) for job in jobs
         ]
+        before.before_told = self._begin  # or the loop, which is woken then, would always be first
         self.pending = submit(self._run)
+
+    def _begin(self) -> None:
+        """Decide to begin, if that can still be decided and the tokens before let it.  In the engine's thread."""
+        before = self._before.result
+        if before is None or min(before.tokens) < 0 or any(token in self._ending for token in before.tokens):
+            return
+        self._begins = self._begins or self._decided.acquire(blocking=False)
 
     def _run(self) -> StepResult | None:
         """In the engine's thread, after the step before; ``None`` if it was not begun."""
+        self._begin()
         before = self._before.result
-        if before is None or min(before.tokens) < 0 or any(token in self._ending for token in before.tokens):
-            return None
-        if not self._decided.acquire(blocking=False):
+        if not self._begins or before is None:
             return None
         for feed, token in zip(self._feeds, before.tokens, strict=True):
             feed.tokens = [token]
         feeds = iter(self._feeds)
         return self._step(Step((), [[next(feeds) for _ in range(width)] for width in self._plan.widths]))
+
+    @property
+    def is_decided(self) -> bool:
+        """It has begun, or was revoked."""
+        return self._decided.locked()
 
     def revoke(self) -> bool:
         """See that it does not begin; False if it has."""
