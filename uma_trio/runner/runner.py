@@ -328,13 +328,13 @@ class Runner:
             prompts += self._followed(stalled)
         chosen = self._plan(streams, prompts)
         self._memory = chosen.memory
+        jobs = dict(self._running)  # as the plan calls them
+        for share in chosen.shares:
+            self._settle(jobs[share.seq_id])
         edits = self.cache.take_edits()
         if not chosen.streams and not chosen.shares and not edits:
             return None
         freed, self._freed = self._freed, []
-        jobs = dict(self._running)  # as the plan calls them
-        for share in chosen.shares:
-            self._settle(jobs[share.seq_id])
         flight = launch(chosen, jobs, edits, freed, self._submit)
         time.sleep(0)  # lets go of the GIL, or the step would begin after the delivery that is to overlap it
         for job in flight.jobs:
