@@ -16,6 +16,7 @@ import uma_trio
 from uma_trio import config
 from uma_trio.cli import COMMANDS
 from uma_trio.errors import all_errors
+from uma_trio.kv.cache import CacheStatistics
 from uma_trio.protocol import messages
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
 from uma_trio.protocol.framing import FrameReader, frame
@@ -260,13 +261,11 @@ def keys_of_snapshot(path: str, cls: str) -> set[str]:
 
 
 def test_every_metric_is_documented_and_the_other_way_round() -> None:
-    from uma_trio.kv.ledger import LedgerStatistics
-
     measured = (
         set(Telemetry().snapshot())
         | keys_of_snapshot("uma_trio/runner/runner.py", "Runner")
         | keys_of_snapshot("uma_trio/daemon/server.py", "Server")
-        | {f"kv.{field.name}" for field in attrs.fields(LedgerStatistics)}
+        | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
     )
     rows = [row for table in tables(text_of("METRICS.md")) for row in table]
     assert set(named(rows)) == measured

@@ -220,7 +220,10 @@ class Daemon:
         return snapshot
 
     def settled(self, timeout_s: float = 30.0) -> Event:
-        """Wait until nobody is served and nothing is held: sessions, sequences, KV cells, outboxes."""
+        """Wait until nobody is served and nothing is held for anybody: sessions, sequences, KV cells, outboxes.
+
+        What ended requests left for others that begin alike stays.
+        """
 
         def nothing_held(snapshot: Event) -> bool:
             kv = snapshot["kv"]
