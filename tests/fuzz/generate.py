@@ -18,7 +18,7 @@ CAP = 1 << 16
 
 FIELDS = (
     *("id", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"),
-    *("stream", "echo", "keep_alive", "slo", "metadata", "event", "type", "unknown", ""),
+    *("stream", "echo", "keep_alive", "cache_prompt", "speculate", "slo", "metadata", "event", "type", "unknown", ""),
 )  # fmt: skip
 INTERESTING = (
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
@@ -65,7 +65,7 @@ def request(rng: Random) -> dict[str, Any]:
         ("top_k", (0, 1, 40, 2**31 - 1)),
         ("seed", (0, 7, 2**63 - 1)),
         ("stop", ("e", ["a", "b"], [])),
-        *((flag, (True, False)) for flag in ("ignore_eos", "stream", "echo", "keep_alive")),
+        *((flag, (True, False)) for flag in ("ignore_eos", "stream", "echo", "keep_alive", "cache_prompt", "speculate")),
         ("slo", ({}, {"priority": "background"}, {"target_ttft_ms": 5, "target_tbt_ms": 1.5})),
         ("metadata", ({}, {"k": [1, "é", None]}, {"deep": [[[[]]]]})),
     ):

@@ -67,6 +67,8 @@ def test_a_request_with_everything() -> None:
             "stream": False,
             "echo": True,
             "keep_alive": True,
+            "cache_prompt": False,
+            "speculate": True,
             "slo": {"target_ttft_ms": 150, "target_tbt_ms": 80.5, "priority": "background"},
             "metadata": {"user": [1, None, {"deep": True}]},
         }
@@ -84,6 +86,8 @@ def test_a_request_with_everything() -> None:
         stream=False,
         echo=True,
         keep_alive=True,
+        cache_prompt=False,
+        speculate=True,
         slo=Slo(target_ttft_ms=150.0, target_tbt_ms=80.5, priority="background"),
         metadata={"user": [1, None, {"deep": True}]},
     )
@@ -105,7 +109,7 @@ def test_unknown_fields_are_ignored_everywhere() -> None:
     assert parse({"event": "cancel", "id": "r1", "reason": 5}) == Cancel(id="r1")
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "max_tokens", "seed", "metadata"])
+@pytest.mark.parametrize("name", ["prompt", "messages", "max_tokens", "seed", "speculate", "metadata"])
 def test_null_is_not_given(name: str) -> None:
     if name == "prompt":
         chat = {"id": "r1", "messages": [{"role": "user", "content": "x"}]}
@@ -124,7 +128,11 @@ def test_stop_is_a_text_or_a_list(stop: object, stops: tuple[str, ...]) -> None:
     assert found.stops == stops
 
 
+FLAGS = {"ignore_eos", "stream", "echo", "keep_alive", "cache_prompt"}
+
 AT_THE_BOUNDS = [
+    ("speculate", None),
+    ("speculate", False),
     ("id", "x" * 256),
     ("id", "é"),
     ("prompt", ""),
@@ -167,6 +175,8 @@ NOT_TAKEN = [
     ("stream", [0, 1, "false", None]),
     ("echo", [0, "true", None]),
     ("keep_alive", [1, "true", None]),
+    ("cache_prompt", [0, "true", None]),
+    ("speculate", [0, 1, "auto", []]),
     ("slo", [None, [], 1, "x", {"target_ttft_ms": 0}, {"target_ttft_ms": -1}, {"target_tbt_ms": 3_600_001}]),
     ("slo", [{"target_tbt_ms": math.nan}, {"target_tbt_ms": "1"}, {"priority": "high"}, {"priority": None}]),
     ("metadata", [[], 1, "x", True]),
@@ -184,7 +194,7 @@ def test_values_of_the_wrong_type_or_out_of_bounds_are_refused(name: str, value:
 
 def test_every_field_is_tried() -> None:
     fields = {field.name for field in attrs.fields(Generate)} - {"messages"}
-    assert {name for name, _ in AT_THE_BOUNDS} | {"ignore_eos", "stream", "echo", "keep_alive"} == fields
+    assert {name for name, _ in AT_THE_BOUNDS} | FLAGS == fields
     assert {name for name, _ in NOT_TAKEN} == fields
 
 
@@ -334,6 +344,8 @@ options = st.fixed_dictionaries(
         "stream": st.booleans(),
         "echo": st.booleans(),
         "keep_alive": st.booleans(),
+        "cache_prompt": st.booleans(),
+        "speculate": st.booleans(),
         "slo": slos,
         "metadata": st.none() | metadatas,
         "a field of the future": scalars,
