@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.sampling import SamplingParams, distribution, sample
+from uma_trio.sampling import SamplingParams, copied_rows, distribution, sample
 from uma_trio.sampling.sampler import NO_TOKEN, SORTED_TOP_K
 
 
@@ -212,3 +212,19 @@ def test_no_rows():
 def test_bounds(wrong):
     with pytest.raises(ValueError):  # noqa: PT011 - which one is in the name of the case
         SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("rows", "copied"),
+    [
+        ([(0.0, 0, 1.0)] * 3, 0),
+        ([(1.0, 40, 0.9)] * 3, 0),
+        ([(1.0, 0, 0.9)] * 3, 0),
+        ([(1.0, 40, 0.9), (0.0, 0, 1.0)], 1),
+        ([(1.0, 0, 1.0)] * 3, 3),
+        ([(1.0, 0, 1.0), (1.0, 40, 0.9)], 2),
+        ([], 0),
+    ],
+)
+def test_rows_are_read_where_they_are_unless_they_must_be_gathered(rows, copied):
+    assert copied_rows([SamplingParams(*row, 1) for row in rows], 1000) == copied

@@ -105,6 +105,7 @@ class LlamaEngine:
         for edit in step.edits:
             self._edit(edit)
         tokens: list[int] = []
+        copied = 0
         decode_ms = sample_ms = 0.0
         began = started
         for feeds in step.batches:
@@ -112,10 +113,13 @@ class LlamaEngine:
             decoded = time.perf_counter()
             tokens += self._draw(feeds)
             ended = time.perf_counter()
+            copied += sampling.copied_rows(
+                [draw.params for feed in feeds for draw in feed.draws], self._facts.n_vocab
+            )
             decode_ms += 1e3 * (decoded - began)
             sample_ms += 1e3 * (ended - decoded)
             began = ended
-        return StepResult(tuple(tokens), decode_ms, sample_ms, started, time.perf_counter())
+        return StepResult(tuple(tokens), decode_ms, sample_ms, started, time.perf_counter(), copied)
 
     def _edit(self, edit: Edit) -> None:
         context = self._context

@@ -117,6 +117,8 @@ class StepResult:
     """``time.perf_counter()`` when the engine took the step up, and"""
     ended_s: float = 0.0
     """when it was done: the difference between one step's end and the next one's start is the host gap."""
+    copied_rows: int = 0
+    """Of the rows of logits, those that were copied before they were read."""
 
 
 class Engine(Protocol):

@@ -75,6 +75,8 @@ class Book:
             gap_ms=gap_ms,
             bytes_moved=moved,
         )
+        telemetry.logits_rows_total += len(result.tokens)
+        telemetry.logits_copied_total += result.copied_rows
         telemetry.drafted_total += drafted
         telemetry.accepted_total += accepted
         if self._perf is not None:

@@ -65,6 +65,13 @@ def sample(
     return chosen
 
 
+def copied_rows(params: Sequence[SamplingParams], n_vocab: int) -> int:
+    """How many rows ``sample`` copies before it reads them; the others it reads where they are."""
+    drawn = [p for p in params if not p.greedy]
+    gathers = len(drawn) < len(params) or any(_unfiltered(p, n_vocab) for p in drawn)
+    return len(drawn) if gathers else 0
+
+
 def distribution(
     logits: Floats, params: SamplingParams, mask: npt.NDArray[np.integer] | None = None
 ) -> tuple[Ints, Doubles]:

@@ -90,6 +90,10 @@ class Telemetry:
     decode_ms: Average = attrs.field(factory=Average)
     sample_ms: Average = attrs.field(factory=Average)
 
+    logits_rows_total: int = 0
+    """Rows of logits that tokens were chosen from, and"""
+    logits_copied_total: int = 0
+    """those of them that were copied before."""
     bytes_moved: float = 0.0
     """Estimated; see ``traffic``."""
     busy_ms: float = 0.0
@@ -152,6 +156,9 @@ class Telemetry:
             "sample_ms_avg": self.sample_ms.value,
             "host_gap_p50_ms": gap_p50,
             "host_gap_p95_ms": gap_p95,
+            "logits_copy_free_share": (
+                round(1 - self.logits_copied_total / self.logits_rows_total, 4) if self.logits_rows_total else None
+            ),
             "idle_share": round(self.gaps_ms / (self.gaps_ms + self.busy_ms), 4) if self.busy_ms else None,
             "bytes_per_token": round(self.bytes_moved / tokens) if tokens else None,
             "bandwidth_share": round(self.bytes_moved / could, 4) if could else None,
