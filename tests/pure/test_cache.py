@@ -551,18 +551,22 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(most=st.sampled_from([400, 30, 5, 1]), slow=seqs, stalled=seqs)
     def step(self, most: int, slow: set[int], stalled: set[int]) -> None:
         """As the runner: who need not wait any longer, the edits, and some tokens each."""
-        self.begin_step(stalled)
+        stalled = stalled & set(self.requests)
+        names = {request.name for seq_id, request in self.requests.items() if seq_id not in stalled | slow}
+        self.begin_step(stalled, names)
         for seq_id, request in self.requests.items():
-            if not request.waits and seq_id not in stalled | slow:
+            if not request.waits and request.name in names:
                 self.feed(seq_id, most)
 
-    def begin_step(self, stalled: Collection[int]) -> None:
+    def begin_step(self, stalled: Collection[int], names: Collection[int]) -> None:
+        """Up to the edits, of a step that feeds the requests of ``names`` that need not wait."""
         ready = dict(self.books.followed(stalled))
         for seq_id, held in ready.items():
             request = self.requests[seq_id]
             assert request.waits
             request.waits, request.held = False, held
             assert held < request.n_prompt
+        self.settle(names)
         edits = self.books.take_edits()
         if not self.unified:
             assert sum(isinstance(edit, Copy) for edit in edits) <= 1
@@ -574,6 +578,16 @@ class Bookkeeping(RuleBasedStateMachine):
         self.engine = after(self.engine, edits)
         self.check_waiting(stalled, ready, edits)
 
+    def settle(self, names: Collection[int]) -> None:
+        """Who begins may be moved, and is the same."""
+        for seq_id, request in list(self.requests.items()):
+            if request.name in names and not request.waits and not request.held:
+                moved = self.books.settle(seq_id)
+                assert moved == seq_id or not self.unified
+                del self.requests[seq_id]
+                assert moved not in self.requests
+                self.requests[moved] = request
+
     def check_waiting(self, stalled: Collection[int], ready: Collection[int], edits: Collection[Edit]) -> None:
         """Each for one that will come to hold what is waited for, or for its turn to be copied."""
         for seq_id, request in self.requests.items():
@@ -581,9 +595,9 @@ class Bookkeeping(RuleBasedStateMachine):
                 continue
             leader = self.books._entries[seq_id].leader
             assert leader is not None
+            if not self.unified and (leader.idle or any(isinstance(edit, Copy) for edit in edits)):
+                continue  # for its turn; or it has just made room, and the next step finds that out
             assert self.books._entries[leader.seq_id] is leader, "waits for one that is gone"
-            if any(isinstance(edit, Copy) for edit in edits) and not self.unified:
-                continue
             other = self.requests[leader.seq_id]
             assert other.rank <= request.rank
             assert leader.seq_id not in stalled
@@ -683,7 +697,7 @@ class Bookkeeping(RuleBasedStateMachine):
         if not hasattr(self, "books"):
             return
         for _ in range(2 * self.n + 2):
-            self.begin_step(())
+            self.begin_step((), {request.name for request in self.requests.values()})
             for seq_id, request in self.requests.items():
                 if not request.waits:
                     self.feed(seq_id, request.cells)
