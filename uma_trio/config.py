@@ -179,8 +179,8 @@ class Scheduling:
     )
     speculation: bool = setting(
         True,
-        "Check guesses at the next tokens (prompt lookup) where that is predicted to be faster. The text is the "
-        "same either way; a request's own speculate goes before.",
+        "Check guesses at the next tokens (prompt lookup) where that is predicted to be faster. The text is that of "
+        "plain decoding; a request's own speculate goes before.",
     )
 
 

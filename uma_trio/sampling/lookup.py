@@ -36,8 +36,11 @@ class Lookup:
         self._next = self._find()
 
     def guesses(self, most: int) -> Sequence[int]:
-        """At most ``most`` tokens that may follow."""
-        return () if self._next is None else self._tokens[self._next : self._next + most]
+        """At most ``most`` tokens that may follow; what reaches the present goes round again."""
+        if self._next is None:
+            return ()
+        found = self._tokens[self._next : self._next + most]
+        return found if len(found) == most else (found * (most // len(found) + 1))[:most]
 
     def follow(self, token: int) -> None:
         """``token`` is what really came next."""
