@@ -1,0 +1,268 @@
+"""How many requests a second are served well, and what happens to the others when there are too many?
+
+    python benches/goodput.py --model /tmp/125m.gguf --threads 1 --csv goodput.csv --plot goodput.png
+    python benches/goodput.py --model /tmp/125m.gguf --threads 1 --overload 2
+    sudo python benches/goodput.py --model /tmp/125m.gguf --threads 1 --tenants
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+import contenders
+import tenants
+from command import (
+    FILE,
+    Place,
+    bench,
+    carry_out,
+    csv_option,
+    numbers,
+    places,
+    repeat_option,
+    rival_option,
+    tell_rival,
+)
+from comparison import Contender, RunsFile, interleaved, medians
+from measure import warm_up
+from open_load import Figures, Mix, Slo, capacity, offer
+from report import cell, table
+from rigs import Serving, peers_option
+
+from uma_trio.models.loaded import vocabulary
+
+NAMES = [field.name for field in attrs.fields(Figures)]
+
+Sweep = dict[Contender, dict[float, Figures]]
+
+
+@attrs.frozen(kw_only=True)
+class Test:
+    """What all runs have in common."""
+
+    place: Place
+    serving: Serving
+    mix: Mix
+    slo: Slo
+    seconds: float
+    drain: float
+    seed: int
+
+    async def at(self, contender: Contender, rate: float, seconds: float) -> Figures:
+        """Of a server started anew."""
+        async with contender.rig() as rig:
+            await warm_up(rig)
+            offered = await offer(
+                rig, self.mix, rate=rate, seconds=seconds, drain_s=self.drain, seed=self.seed, pins=self.place.pins
+            )
+        return Figures.of(offered, self.slo)
+
+    async def capacity(self, contender: Contender) -> float:
+        async with contender.rig() as rig:
+            await warm_up(rig)
+            return await capacity(
+                rig, self.mix, clients=self.serving.parallel, seconds=self.seconds, seed=self.seed, pins=self.place.pins
+            )
+
+
+# -- the sweep -------------------------------------------------------------------------------------
+
+
+async def sweep(test: Test, ours: Sequence[Contender], rivals: Sequence[Contender], rates: Sequence[float], repeat: int, file: RunsFile) -> Sweep:
+    runs: dict[Contender, dict[float, list[Figures]]] = {each: {rate: [] for rate in rates} for each in [*ours, *rivals]}
+    for rate in rates:
+        for contender in interleaved(ours, rivals, repeat):
+            figures = await test.at(contender, rate, test.seconds)
+            runs[contender][rate].append(figures)
+            file.add(len(runs[contender][rate]), contender.server, contender.setting, rate, *attrs.astuple(figures))
+            click.echo(
+                f"run {len(runs[contender][rate])}  {rate:g}/s  {contender!s:<28} {figures.good:.0f} of {figures.arrived:.0f} good, "
+                f"TTFT p50 {cell(figures.ttft_p50_ms)} ms, {figures.refused:.0f} refused"
+            )
+    return {each: {rate: medians(found) for rate, found in by_rate.items()} for each, by_rate in runs.items()}
+
+
+def show_sweep(found: Sweep) -> str:
+    header = (
+        "", "arrivals / s", "good / s", "good", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "refused", "unfinished", "tok/s", "RSS MiB at start", "at end", "generator cpu", "others cpu",
+    )  # fmt: skip
+    lines = [
+        [
+            str(contender), f"{rate:g}", cell(f.goodput, 2), f"{f.good / f.arrived:.0%}" if f.arrived else "-",
+            cell(f.ttft_p50_ms), cell(f.ttft_p99_ms), cell(f.itl_p50_ms), cell(f.itl_p99_ms), cell(f.refused, 0),
+            cell(f.unfinished, 0), cell(f.tokens_per_s), cell(f.rss_start_mib), cell(f.rss_end_mib),
+            f"{f.generator_cpu:.1%}", f"{f.others_cpu:.0%}",
+        ]
+        for contender, by_rate in found.items()
+        for rate, f in by_rate.items()
+    ]  # fmt: skip
+    best = {contender: max(f.goodput for f in by_rate.values()) for contender, by_rate in found.items()}
+    most = [f"most      {contender}: {goodput:.2f} good requests a second" for contender, goodput in best.items()]
+    return "\n".join([table(header, lines), "", *most])
+
+
+def plot(found: Sweep, path: Path, title: str) -> None:
+    """TTFT and goodput against the rate."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True, layout="constrained")
+    for at, (contender, by_rate) in enumerate(found.items()):
+        rates, colour = list(by_rate), f"C{at}"
+        above.plot(rates, [f.ttft_p50_ms for f in by_rate.values()], "o-", color=colour, label=f"{contender}, p50")
+        above.plot(rates, [f.ttft_p99_ms for f in by_rate.values()], "o:", color=colour, label=f"{contender}, p99")
+        below.plot(rates, [f.goodput for f in by_rate.values()], "o-", color=colour, label=str(contender))
+    below.plot(rates, rates, color="#7a7a7a", linestyle="--", linewidth=1, label="all")
+    above.set(yscale="log", ylabel="TTFT, ms (log)")
+    above.set_title(title, fontsize=9)
+    below.set(xlabel="arrivals a second", ylabel="good requests a second")
+    for axes in (above, below):
+        axes.grid(visible=True, alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# -- more than it can do ---------------------------------------------------------------------------
+
+
+async def overload(test: Test, ours: Sequence[str], rivals: Sequence[Contender], factor: float, seconds: float, max_queue: int | None, file: RunsFile) -> str:
+    """Each at ``factor`` times of what it can do; ours with a queue no longer than can be served in time."""
+    lines = []
+    for setting in ours:
+        (contender,) = contenders.ours(test.serving, [setting])
+        done = await test.capacity(contender)
+        queue = max_queue if max_queue is not None else max(1, int(done * test.slo.ttft_ms / 2e3))
+        (bounded,) = contenders.ours(test.serving, [f"{setting} --max-queue {queue}".strip()])
+        lines.append(await _overloaded(test, bounded, done, factor, seconds, file))
+    for contender in rivals:
+        lines.append(await _overloaded(test, contender, await test.capacity(contender), factor, seconds, file))
+    header = (
+        "", "capacity / s", "arrivals / s", "arrived", "refused", "after p50 ms", "max", "retry after ms", "admitted", "TTFT kept", "ITL kept", "good / s", "TTFT p50 ms", "p99", "ITL p99 ms", "RSS MiB at start", "at end",
+    )  # fmt: skip
+    return table(header, lines)
+
+
+async def _overloaded(test: Test, contender: Contender, done: float, factor: float, seconds: float, file: RunsFile) -> list[str]:
+    if not done:
+        raise click.ClickException(f"{contender} ended no request in {test.seconds:g} s; give it more --seconds")
+    click.echo(f"{contender!s:<40} can do {done:.2f} requests a second; {factor * done:.2f} a second for {seconds:g} s")
+    f = await test.at(contender, factor * done, seconds)
+    file.add(1, contender.server, contender.setting, factor * done, *attrs.astuple(f))
+    return [
+        str(contender), cell(done, 2), cell(factor * done, 2), cell(f.arrived, 0), cell(f.refused, 0), cell(f.refused_p50_ms),
+        cell(f.refused_max_ms), cell(f.retry_after_p50_ms, 0), cell(f.arrived - f.refused, 0), _percent(f.soon_share),
+        _percent(f.steady_share), cell(f.goodput, 2), cell(f.ttft_p50_ms), cell(f.ttft_p99_ms), cell(f.itl_p99_ms),
+        cell(f.rss_start_mib), cell(f.rss_end_mib),
+    ]  # fmt: skip
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+# -- two users -------------------------------------------------------------------------------------
+
+
+async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: str) -> str:
+    (contender,) = contenders.ours(test.serving, [setting])
+    with vocabulary(test.place.model) as tokenizer:
+        async with contender.rig() as rig:
+            await warm_up(rig)
+            found = await tenants.share(
+                rig, test.mix, tokenizer, sizes, seconds=seconds, seed=test.seed, pins=test.place.pins
+            )
+    return tenants.show(found, seconds)
+
+
+@bench()
+@click.option("--rates", default="1,2,3,4,6,8", help="Arrivals a second, with commas between.")
+@click.option("--seconds", type=click.FloatRange(1), default=20.0, help="For how long requests come at each; also how long a capacity is looked for.")  # fmt: skip
+@click.option("--drain", type=click.FloatRange(0), default=5.0, help="Seconds after that for those which have not ended.")
+@click.option("--short-words", type=click.IntRange(2), default=24, help="Of a chat's prompt, in the mean; from half of it to one and a half, as all these.")  # fmt: skip
+@click.option("--short-tokens", type=click.IntRange(2), default=48, help="Generated for a chat.")
+@click.option("--long-share", type=click.FloatRange(0, 1), default=0.1, help="Of requests with a long prompt.")
+@click.option("--long-words", type=click.IntRange(2), default=500, help="Of a long prompt.")
+@click.option("--long-tokens", type=click.IntRange(2), default=24, help="Generated after it.")
+@click.option("--ttft-ms", type=click.FloatRange(1), default=1000.0, help="A good request has its first token by then.")
+@click.option("--itl-ms", type=click.FloatRange(1), default=100.0, help="And its times between tokens are at most this.")
+@click.option("--itl-of", type=click.Choice(["p99", "mean"]), default="p99", help="Which of its own times between tokens.")
+@click.option("--seed", type=int, default=0, help="Of arrivals and words.")
+@click.option("--parallel", type=click.IntRange(1), default=4, help="Sequences of each server.")
+@places()
+@click.option("--ours", multiple=True, default=[""], show_default=False, help="Flags of `uma-trio serve` that make one of our settings; can be given again.")  # fmt: skip
+@rival_option()
+@click.option("--rival-flags", multiple=True, default=[""], show_default=False, help="Flags that make one of llama-server's; can be given again.")  # fmt: skip
+@peers_option()
+@repeat_option(1)
+@csv_option("a row for each run")
+@click.option("--plot", "plot_file", type=FILE, help="Draw TTFT and goodput against the rate.")
+@click.option("--overload", "factor", type=click.FloatRange(1), help="Instead: so many times of what the server can do, for --overload-s.")
+@click.option("--overload-s", type=click.FloatRange(1), default=60.0, help="Seconds of it.")
+@click.option("--max-queue", type=click.IntRange(0), help="Of ours at --overload.  [default: what can begin in half of --ttft-ms]")
+@click.option("--tenants", "as_tenants", is_flag=True, help="Instead: two users of unequal size; needs root.")
+@click.option("--tenant-clients", default="12,4", help="How many clients each of them has.")
+def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: Any) -> None:
+    """Goodput: requests a second that have their first token by --ttft-ms and their tokens every --itl-ms.
+
+    Requests come at random moments (Poisson, seeded) and do not wait for each other; most are short chats,
+    some have a long prompt. Ours answers E_LIMIT_QUEUE with retry_after_ms where too many wait; such a refusal is
+    final here, and not good. Chats are sent with priority interactive, long prompts as normal, which llama-server
+    does not know. Every run starts its server anew; medians of --repeat runs.
+
+    \b
+    --overload 2   finds what the server can do (one client for each sequence, without a pause), then twice of it
+                   arrives: do those that are admitted keep their SLO, how soon are others refused, does memory grow?
+    --tenants      one user with 12 clients and one with 4, all asking without a pause: service (prompt tokens
+                   and twice the generated ones) should be equal within 10 %. llama-server knows no users.
+    """
+    place = Place.of(options)
+    rates = numbers(options["rates"], "--rates", float)
+    sizes = numbers(options["tenant_clients"], "--tenant-clients")
+    if options["as_tenants"]:
+        if (reason := tenants.why_not()) is not None:
+            click.echo(f"skipped   --tenants: {reason}")
+            return
+        if min(sizes) < options["parallel"]:
+            raise click.UsageError("each of --tenant-clients must be at least --parallel, or a user has nothing waiting")
+    mix = Mix(**{field.name: options[field.name] for field in attrs.fields(Mix)})
+    serving = Serving(model=place.model, threads=place.threads, parallel=options["parallel"], ctx=options["parallel"] * mix.room)
+    test = Test(
+        place=place,
+        serving=serving,
+        mix=mix,
+        slo=Slo(ttft_ms=options["ttft_ms"], itl_ms=options["itl_ms"], of=options["itl_of"]),
+        seconds=options["seconds"],
+        drain=options["drain"],
+        seed=options["seed"],
+    )
+    place.tell()
+    with_rival = options["rival"] and not options["as_tenants"]
+    ours = contenders.ours(serving, options["ours"])
+    rivals = contenders.rivals(options["peers"], serving, options["rival_flags"] if with_rival else ())
+    file = RunsFile(None if options["as_tenants"] else csv_file, ["run", "server", "setting", "rate", *NAMES])
+
+    async def work() -> str:
+        if with_rival:
+            tell_rival(options["peers"])
+        click.echo(f"servers   {serving}\nload      {mix}, seed {test.seed}\ngood      {test.slo}\n")
+        if options["as_tenants"]:
+            return await two_users(test, sizes, test.seconds, options["ours"][0])
+        if options["factor"] is not None:
+            return await overload(test, options["ours"], rivals, options["factor"], options["overload_s"], options["max_queue"], file)
+        found = await sweep(test, ours, rivals, rates, repeat, file)
+        if plot_file is not None:
+            plot(found, plot_file, f"{place.model.name}: {mix}")
+        return show_sweep(found)
+
+    click.echo(f"\n{carry_out(work)}")
+
+
+if __name__ == "__main__":
+    main()
