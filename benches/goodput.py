@@ -86,6 +86,13 @@ async def sweep(test: Test, ours: Sequence[Contender], rivals: Sequence[Contende
     return {each: {rate: medians(found) for rate, found in by_rate.items()} for each, by_rate in runs.items()}
 
 
+async def some_rates(test: Test, contender: Contender) -> list[float]:
+    """From a quarter of what it can do to half as much again, in two digits."""
+    done = await test.capacity(contender)
+    click.echo(f"{contender} can do {done:.2f} requests a second\n")
+    return sorted({float(f"{share * max(done, 0.1):.2g}") for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)})
+
+
 def show_sweep(found: Sweep) -> str:
     header = (
         "", "arrivals / s", "good / s", "good", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "refused", "unfinished", "tok/s", "RSS MiB at start", "at end", "generator cpu", "others cpu",
@@ -182,7 +189,7 @@ async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: s
 
 
 @bench()
-@click.option("--rates", default="1,2,3,4,6,8", help="Arrivals a second, with commas between.")
+@click.option("--rates", default="auto", help="Arrivals a second, with commas between; auto: six, up to one and a half times of what ours can do.")
 @click.option("--seconds", type=click.FloatRange(1), default=20.0, help="For how long requests come at each; also how long a capacity is looked for.")  # fmt: skip
 @click.option("--drain", type=click.FloatRange(0), default=5.0, help="Seconds after that for those which have not ended.")
 @click.option("--short-words", type=click.IntRange(2), default=24, help="Of a chat's prompt, in the mean; from half of it to one and a half, as all these.")  # fmt: skip
@@ -207,7 +214,7 @@ async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: s
 @click.option("--overload-s", type=click.FloatRange(1), default=60.0, help="Seconds of it.")
 @click.option("--max-queue", type=click.IntRange(0), help="Of ours at --overload.  [default: what can begin in half of --ttft-ms]")
 @click.option("--tenants", "as_tenants", is_flag=True, help="Instead: two users of unequal size; needs root.")
-@click.option("--tenant-clients", default="12,4", help="How many clients each of them has.")
+@click.option("--tenant-clients", default="18,6", help="How many clients each of them has.")
 def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: Any) -> None:
     """Goodput: requests a second that have their first token by --ttft-ms and their tokens every --itl-ms.
 
@@ -219,18 +226,18 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
     \b
     --overload 2   finds what the server can do (one client for each sequence, without a pause), then twice of it
                    arrives: do those that are admitted keep their SLO, how soon are others refused, does memory grow?
-    --tenants      one user with 12 clients and one with 4, all asking without a pause: service (prompt tokens
+    --tenants      one user with 18 clients and one with 6, all asking without a pause: service (prompt tokens
                    and twice the generated ones) should be equal within 10 %. llama-server knows no users.
     """
     place = Place.of(options)
-    rates = numbers(options["rates"], "--rates", float)
+    rates = [] if options["rates"] == "auto" else numbers(options["rates"], "--rates", float)
     sizes = numbers(options["tenant_clients"], "--tenant-clients")
     if options["as_tenants"]:
         if (reason := tenants.why_not()) is not None:
             click.echo(f"skipped   --tenants: {reason}")
             return
-        if min(sizes) < options["parallel"]:
-            raise click.UsageError("each of --tenant-clients must be at least --parallel, or a user has nothing waiting")
+        if min(sizes) < options["parallel"] + 2:  # one may just have got its answer, and not asked again
+            raise click.UsageError("each of --tenant-clients must be at least --parallel and 2, or a user may have nothing waiting")
     mix = Mix(**{field.name: options[field.name] for field in attrs.fields(Mix)})
     serving = Serving(model=place.model, threads=place.threads, parallel=options["parallel"], ctx=options["parallel"] * mix.room)
     test = Test(
@@ -256,7 +263,7 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
             return await two_users(test, sizes, test.seconds, options["ours"][0])
         if options["factor"] is not None:
             return await overload(test, options["ours"], rivals, options["factor"], options["overload_s"], options["max_queue"], file)
-        found = await sweep(test, ours, rivals, rates, repeat, file)
+        found = await sweep(test, ours, rivals, rates or await some_rates(test, ours[0]), repeat, file)
         if plot_file is not None:
             plot(found, plot_file, f"{place.model.name}: {mix}")
         return show_sweep(found)

@@ -85,6 +85,27 @@ def show(speeds: dict[Contender, Speeds], contexts: Sequence[int]) -> str:
     return table(header, lines)
 
 
+def plot(speeds: dict[Contender, Speeds], path: Path, title: str) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    for contender, found in speeds.items():
+        style = "o-" if contender.ours else "s--"
+        axes.plot(list(found), [statistics.median(runs) for runs in found.values()], style, label=str(contender))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.set_xticks(list(found))
+    axes.set(xlabel="context, tokens (log)", ylabel="tokens a second of one stream", ylim=(0, None))
+    axes.set_title(title, fontsize=9)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
 @bench()
 @click.option("--contexts", default="512,1024,2048,4096,8192", help="Tokens, prompt and answer together; with commas between.")
 @click.option("--tokens", type=click.IntRange(3), default=64, help="Generated at each.")
@@ -98,7 +119,10 @@ def show(speeds: dict[Contender, Speeds], contexts: Sequence[int]) -> str:
 @repeat_option(3)
 @csv_option("ctx,tps: the medians of the first of our settings")
 @click.option("--csv-all", type=FILE, help="Write a row for each run of each setting and server.")
-def main(layouts: str, flash: str, repeat: int, csv_file: Path | None, csv_all: Path | None, **options: Any) -> None:
+@click.option("--plot", "plot_file", type=FILE, help="Draw tokens a second against the context.")
+def main(
+    layouts: str, flash: str, repeat: int, csv_file: Path | None, csv_all: Path | None, plot_file: Path | None, **options: Any
+) -> None:
     """Decode speed of one stream against its context, ours and llama-server's.
 
     Prompts of one text, each longer than the one before, so a server computes only what is new (both with their
@@ -144,6 +168,8 @@ def main(layouts: str, flash: str, repeat: int, csv_file: Path | None, csv_all: 
 
     speeds = carry_out(work)
     click.echo(f"\n{show(speeds, contexts)}")
+    if plot_file is not None:
+        plot(speeds, plot_file, f"{place.model.name}, {place.threads} compute threads")
     file = RunsFile(csv_file, ["ctx", "tps"])
     for ctx, found in next(iter(speeds.values())).items():
         file.add(ctx, statistics.median(found))

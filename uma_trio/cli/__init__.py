@@ -12,6 +12,7 @@ COMMANDS = {
     "demo": "Watch short chats stay quick beside a long document.",
     "metrics": "Show what the daemon measures.",
     "perf": "Make tables and pictures of a perf log.",
+    "bench": "Measure this machine, and write a report.",
     "tokenize": "Show the tokens of a text.",
     "doctor": "Check the installation and say how to mend it.",
     "completion": "Print the completion script of a shell.",

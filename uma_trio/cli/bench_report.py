@@ -1,0 +1,138 @@
+"""The report of ``uma-trio bench``: one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import html
+import io
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from uma_trio.cli.bench_runs import PERF_LOG, Outcome, Settings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STYLE: Final = """
+:root { color-scheme: light dark; --line: #8884; --faint: #888; --wrong: #c0392b; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .3rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+p { margin: .4rem 0; } .faint { color: var(--faint); } .wrong { color: var(--wrong); font-weight: 600; }
+.scrolls { overflow-x: auto; margin: .8rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+th, td { padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th { vertical-align: bottom; white-space: normal; } th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; background: white; border-radius: 4px; margin: .5rem 0; display: block; }
+pre { overflow-x: auto; font-size: 12px; line-height: 1.4; } code { font-size: 13px; }
+summary { cursor: pointer; color: var(--faint); }
+"""
+
+
+def write(settings: Settings, outcomes: Sequence[Outcome], command: str) -> Path:
+    """Write ``report.html`` into ``settings.out``."""
+    path = settings.out / "report.html"
+    path.write_text(_page(settings, outcomes, command))
+    return path
+
+
+def _page(settings: Settings, outcomes: Sequence[Outcome], command: str) -> str:
+    today = datetime.date.today().isoformat()
+    model = settings.model.name if settings.model is not None else "the embedded model"
+    contents = "".join(
+        f'<tr><td><a href="#{outcome.bench.name}">{html.escape(outcome.bench.title)}</a></td>'
+        f'<td class="{"wrong" if outcome.code else "faint"}">{outcome.state}</td><td>{outcome.took_s:.0f} s</td></tr>'
+        for outcome in outcomes
+    )
+    quick = " The figures are rough: the runs were short (--quick)." if settings.quick else ""
+    no_plots = "" if settings.draws else "<p>Without plots: matplotlib is not installed.</p>"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>uma-trio bench, {today}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>\n'
+        f"<h1>uma-trio bench</h1><p>{today}, {html.escape(model)}. <code>{html.escape(command)}</code></p>"
+        f"<pre>{html.escape(_machine(outcomes))}</pre>"
+        f'<p class="faint">Read the figures as ratios: whatever else the machine did is in them.{quick} '
+        f"docs/BENCHMARKS.md says what each column is. The CSV files and what each bench printed are in the folder of this page.</p>"
+        f'{no_plots}<div class="scrolls"><table>{contents}</table></div>\n'
+        f"{''.join(_section(settings, outcome) for outcome in outcomes)}</body></html>\n"
+    )
+
+
+def _machine(outcomes: Sequence[Outcome]) -> str:
+    """The lines with which a bench begins; of the first that has them."""
+    for outcome in outcomes:
+        if found := re.search(r"^cpu .*?^date[^\n]*", outcome.said, re.MULTILINE | re.DOTALL):
+            return found[0]
+    return "no bench got so far as to tell the machine"
+
+
+def _section(settings: Settings, outcome: Outcome) -> str:
+    bench = outcome.bench
+    parts = [
+        f'<h2 id="{bench.name}">{html.escape(bench.title)}</h2>',
+        f"<p>{html.escape(bench.about)}</p>",
+    ]
+    if outcome.skipped:
+        parts.append(f'<p class="faint">Skipped: {html.escape(outcome.skipped)}</p>')
+    if outcome.code:
+        parts.append(f'<p class="wrong">{outcome.state}</p><pre>{html.escape(outcome.complained[-2000:])}</pre>')
+    parts += [_picture(png, bench.title) for png in _pictures(settings, outcome)]
+    parts += [_table(block) for block in re.findall(r"(?:^\|.*\n?)+", outcome.said, re.MULTILINE)]
+    shown = shlex.join([Path(outcome.command[1]).name, *outcome.command[2:]])
+    parts.append(
+        f"<details><summary>all that it printed</summary><p><code>{html.escape(shown)}</code></p>"
+        f"<pre>{html.escape(outcome.said + outcome.complained)}</pre></details>\n"
+    )
+    return "".join(parts)
+
+
+def _table(block: str) -> str:
+    """A Markdown table as HTML."""
+    head, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().splitlines())
+    lines = [_row(head, "th"), *(_row(row, "td") for row in rows)]
+    return f'<div class="scrolls"><table>{"".join(lines)}</table></div>'
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+# -- pictures --------------------------------------------------------------------------------------
+
+
+def _pictures(settings: Settings, outcome: Outcome) -> Iterator[bytes]:
+    """PNGs of a bench that has ended well: what it drew, and what its perf log tells."""
+    if outcome.code or not settings.draws:
+        return
+    drawn = settings.out / f"{outcome.bench.name}.png"
+    if outcome.bench.draws and drawn.exists():
+        yield drawn.read_bytes()
+    log = settings.out / PERF_LOG
+    if outcome.bench.perf_log and log.exists():
+        yield from _of_perf_log(log.read_bytes())
+
+
+def _of_perf_log(data: bytes) -> Iterator[bytes]:
+    from matplotlib.figure import Figure
+
+    from uma_trio.cli.perf_plots import itl_cdf, tick_gantt
+    from uma_trio.telemetry.perf_format import decode
+
+    run = decode(data)[-1]
+    for draw, size in ((itl_cdf, (9, 4.5)), (tick_gantt, (12, 3.5))):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(run, figure.subplots())
+        yield _png(figure)
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()
+
+
+def _picture(png: bytes, title: str) -> str:
+    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
