@@ -117,7 +117,7 @@ def plot(found: Sweep, path: Path, title: str) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(9, 8), sharex=True, layout="constrained")
     for at, (contender, by_rate) in enumerate(found.items()):
@@ -125,10 +125,11 @@ def plot(found: Sweep, path: Path, title: str) -> None:
         above.plot(rates, [f.ttft_p50_ms for f in by_rate.values()], "o-", color=colour, label=f"{contender}, p50")
         above.plot(rates, [f.ttft_p99_ms for f in by_rate.values()], "o:", color=colour, label=f"{contender}, p99")
         below.plot(rates, [f.goodput for f in by_rate.values()], "o-", color=colour, label=str(contender))
-    below.plot(rates, rates, color="#7a7a7a", linestyle="--", linewidth=1, label="all")
+    below.plot(rates, [f.arrived_per_s for f in by_rate.values()], "--", color="#7a7a7a", linewidth=1, label="all that came")
     above.set(yscale="log", ylabel="TTFT, ms (log)")
+    above.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     above.set_title(title, fontsize=9)
-    below.set(xlabel="arrivals a second", ylabel="good requests a second")
+    below.set(xlabel="arrivals a second", ylabel="good requests a second", ylim=(0, None))
     for axes in (above, below):
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize=8)

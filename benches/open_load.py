@@ -216,6 +216,7 @@ class Figures:
     """Of one run, or the medians of several; ``None`` of what there was none of."""
 
     arrived: float
+    arrived_per_s: float
     good: float
     goodput: float
     """Good ones a second."""
@@ -251,6 +252,7 @@ class Figures:
         retry_ms = [outcome.retry_after_ms for outcome in refused if outcome.retry_after_ms is not None]
         return cls(
             arrived=len(outcomes),
+            arrived_per_s=len(outcomes) / offered.seconds,
             good=good,
             goodput=good / offered.seconds,
             refused=len(refused),
