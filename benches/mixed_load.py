@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import shlex
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import Any
 
 import attrs
 import click
+from command import carry_out
 from comparison import NAMES, US, Comparison, Contender, Figures, RunsFile, interleaved, medians
 from machine import machine
 from measure import Result, measure, stream, warm_up
 from pinning import Pins, parse_pins
 from report import cell, quantiles, table, write_csv
 from rigs import (
-    NoPeer,
     Serving,
     llama_server_rig,
     peer,
@@ -36,9 +35,6 @@ from rigs import (
     uma_trio_rig,
 )
 
-from uma_trio.cli.running import run
-from uma_trio.client import ClientError
-from uma_trio.demo.own_daemon import Interrupted, NoDaemon, until_interrupted
 from uma_trio.demo.recording import (
     Stream,
     Track,
@@ -306,12 +302,7 @@ def main(**options: Any) -> None:
     for line in [*machine(), f"pin       {pins or 'none'}"]:
         click.echo(line)
     work = compare if options["rival"] else one
-    try:
-        found = run(until_interrupted, partial(work, options, asked, pins))
-    except Interrupted as interrupted:
-        sys.exit(128 + interrupted.number)
-    except (ClientError, NoDaemon, NoPeer) as error:
-        raise click.ClickException(str(error)) from None
+    found = carry_out(partial(work, options, asked, pins))
     if isinstance(found, Comparison):
         click.echo(f"\n{found.show()}")
         if options["plot"] is not None:

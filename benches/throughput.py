@@ -11,7 +11,6 @@ import json
 import random
 import shlex
 import statistics
-import sys
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import attrs
 import click
+from command import carry_out
 from comparison import US, RunsFile, medians
 from machine import machine
 from measure import Result, measure, stream, warm_up
@@ -38,9 +38,6 @@ from rigs import (
     uma_trio_rig,
 )
 
-from uma_trio.cli.running import run
-from uma_trio.client import ClientError
-from uma_trio.demo.own_daemon import Interrupted, NoDaemon, until_interrupted
 from uma_trio.demo.recording import Track, percentile
 from uma_trio.engine.cores import default_threads
 from uma_trio.models.loaded import EMBEDDED
@@ -267,12 +264,7 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
                 )
         return {program: medians(found) for program, found in runs.items()}
 
-    try:
-        run(until_interrupted, work)
-    except Interrupted as interrupted:
-        sys.exit(128 + interrupted.number)
-    except (ClientError, NoDaemon, NoPeer) as error:
-        raise click.ClickException(str(error)) from None
+    carry_out(work)
 
 
 if __name__ == "__main__":
