@@ -199,6 +199,19 @@ async def test_a_byte_a_second_is_not_enough(autojump_clock):
         await house.settled()
 
 
+async def test_each_frame_has_its_own_time_to_arrive(autojump_clock):
+    async with serving() as house, house.client() as client:
+        frame = ClientCodec().encode({"event": "cancel", "id": "nobody"})
+        await client._stream.send_all(frame[:5])
+        for _ in range(10):  # every read ends inside a frame, and every frame is whole within 20 s
+            await trio.sleep(20)
+            await client._stream.send_all(frame[5:] + frame[:5])
+        await client._stream.send_all(frame[5:])
+        assert texts(await all_of(client.generate(prompt="hello", max_tokens=5))) == said(
+            expected_continuation(PROMPT, 5)
+        )
+
+
 async def test_a_request_that_takes_too_long_is_ended(autojump_clock):
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000)
     async with serving(slow, request_timeout_s=10) as house:

@@ -120,6 +120,7 @@ class Connection:
                 continue
             self._codec.receive_data(data)
             while (message := self._codec.next_message()) is not None:
+                self._frame_deadline = None  # what is begun after it is another frame
                 await self._answered()
                 self._act(message, nursery)
                 if self.waiting_bytes > self._limits.max_tx_bytes + MOST_UNREAD_BYTES:
