@@ -185,6 +185,36 @@ class Scheduling:
 
 
 @attrs.frozen(kw_only=True)
+class Sessions:
+    """Conversations that the server remembers, by their ``session_id``."""
+
+    state_dir: Path | None = setting(
+        None, "Folder for what outlives the daemon; $XDG_STATE_HOME/uma-trio if not given."
+    )
+    max_stored_sessions: int = setting(
+        10_000, "Most sessions of a model; beyond it the one not used for longest is closed.", ge=1, le=1_000_000
+    )
+    session_ttl_s: float = setting(
+        30 * 86_400.0, "A session that is not used for so long is closed; in seconds.", gt=0, le=1e9
+    )
+    spill: bool = setting(
+        True,
+        "Write the KV cache of sessions to disk before it has to go, and read it again where that is faster than "
+        "computing it. Without it their tokens alone are kept.",
+    )
+    spill_max_mb: int = setting(
+        4096, "Most megabytes of KV caches on disk; beyond it those not used for longest go.", ge=1, le=100_000_000
+    )
+    spill_after_s: float = setting(
+        30.0,
+        "A session that is idle for so long is written to disk although its room is not needed, so that it survives a "
+        "crash; in seconds.",
+        ge=0,
+        le=1e9,
+    )
+
+
+@attrs.frozen(kw_only=True)
 class Operations:
     """What the people who run it see."""
 
@@ -216,6 +246,7 @@ class Config:
     listen: Listen = attrs.field(factory=Listen)
     limits: Limits = attrs.field(factory=Limits)
     scheduling: Scheduling = attrs.field(factory=Scheduling)
+    sessions: Sessions = attrs.field(factory=Sessions)
     operations: Operations = attrs.field(factory=Operations)
 
 
@@ -224,6 +255,7 @@ SECTIONS: Final[Mapping[str, type]] = {
     "listen": Listen,
     "limits": Limits,
     "scheduling": Scheduling,
+    "sessions": Sessions,
     "operations": Operations,
 }
 

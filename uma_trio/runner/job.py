@@ -66,6 +66,8 @@ class Job:
     """What the policy sees of it."""
     target_tbt_s: float
     """Its next token is due so long after the last one."""
+    durable: bool = False
+    """What it leaves in the cache is to be saved before it has to go."""
 
     state: State = State.QUEUED
     seq_id: int = -1
