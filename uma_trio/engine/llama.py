@@ -102,6 +102,12 @@ class LlamaEngine:
         devices = tuple((device.name, device.description) for device in library.devices())
         return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), self._options
 
+    @property
+    def state_layout(self) -> tuple[object, ...]:
+        """All but the model that decides what the bytes of a sequence's state mean."""
+        stamp, options = self._model.library.stamp, self._options
+        return stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn
+
     def step(self, step: Step) -> StepResult:
         try:
             return self._step(step)

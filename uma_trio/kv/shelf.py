@@ -5,7 +5,7 @@ Pure bookkeeping: the states themselves are elsewhere, under the names that stan
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import attrs
 
@@ -66,6 +66,10 @@ class Shelf:
             del self._states[name]
         self._states[state.name] = state
         return needless
+
+    def add_all(self, states: Iterable[Saved]) -> None:
+        """Keep what was kept before."""
+        self._states.update({state.name: state for state in states})
 
     def discard(self, name: str) -> bool:
         """Forget it; whether it was here."""

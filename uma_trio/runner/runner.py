@@ -265,17 +265,16 @@ class Runner:
 
     # -- the tick -------------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Tick until cancelled.
 
         Raises:
             EngineError: the engine failed and could not be started again.
         """
-        if self._spiller is None:
-            await self._tick_forever()
-            return
         async with trio.open_nursery() as nursery:
-            await nursery.start(self._spiller.run)
+            if self._spiller is not None:
+                await nursery.start(self._spiller.run)
+            task_status.started()
             await self._tick_forever()
 
     async def _tick_forever(self) -> None:
