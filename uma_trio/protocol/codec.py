@@ -19,6 +19,7 @@ from uma_trio.protocol.messages import (
     Generate,
     Metrics,
     ServerEvent,
+    SessionList,
     Token,
 )
 from uma_trio.protocol.payload import Encoding

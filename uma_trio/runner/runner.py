@@ -34,7 +34,7 @@ from uma_trio.runner.book import Book
 from uma_trio.runner.chain import Chained
 from uma_trio.runner.flight import Delivery, Flight, Landed, launch
 from uma_trio.runner.job import MOST_GUESSES, Job, Sink, State
-from uma_trio.runner.spiller import Spiller, StateFiles, Transfer
+from uma_trio.runner.spiller import InThread, Spiller, StateFiles, Transfer
 from uma_trio.sampling import Lookup, SamplingParams
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel, Work
@@ -71,6 +71,7 @@ class Runner:
         cost: what is known of the engine's speed at the start.
         perf: gets a record of each tick and each request.
         files: where sequences go that are to outlive their cells; ``None``: nowhere.
+        in_thread: runs a blocking call.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Runner:
         cost: CostModel | None = None,
         perf: PerfSink | None = None,
         files: StateFiles | None = None,
+        in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
         self._engine = engine
         self._thread = thread
@@ -100,7 +102,9 @@ class Runner:
             reuse=config.scheduling.prefix_reuse,
             worth_loading=self._worth_loading,
         )
-        self._spiller = None if files is None else self._make_spiller(files, config.sessions.spill_after_s)
+        self._spiller = (
+            None if files is None else self._make_spiller(files, config.sessions.spill_after_s, in_thread)
+        )
         self._eog = frozenset(self.facts.eog_ids)
         self._eog_mask = np.asarray(self.facts.eog_ids, dtype=np.int32)
         self._queue: deque[Job] = deque()
@@ -117,11 +121,19 @@ class Runner:
         """Behind ``_flight``; may have begun already."""
         self._stopped = False
 
-    def _make_spiller(self, files: StateFiles, after_s: float) -> Spiller:
+    def _make_spiller(self, files: StateFiles, after_s: float, in_thread: InThread) -> Spiller:
         async def state_bytes(seq_id: int) -> int:
             return await self._thread.run(lambda: self._engine.state_bytes(seq_id))
 
-        return Spiller(self.cache, files, state_bytes, self.wake, self._worth_loading, after_s=after_s)
+        return Spiller(
+            self.cache,
+            files,
+            state_bytes,
+            self.wake,
+            self._worth_loading,
+            after_s=after_s,
+            in_thread=in_thread,
+        )
 
     # -- asked from outside, between ticks ------------------------------------------------------
 

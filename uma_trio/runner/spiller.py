@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeAlias
 
 import attrs
 import structlog
@@ -28,7 +28,8 @@ from uma_trio.telemetry.meters import SpillMeters
 
 log = structlog.get_logger("uma_trio.runner")
 
-T = TypeVar("T")
+InThread: TypeAlias = Callable[..., Awaitable[Any]]
+"""Runs a blocking call with its arguments, as ``trio.to_thread.run_sync`` does."""
 
 PATIENCE_S: Final = 0.25
 """After so long a copy no longer waits for a step that has time for it: it may make one take twice as long."""
@@ -49,6 +50,13 @@ OVERHEAD_MS: Final = 3.0
 """Of loading a state, whatever its size."""
 
 
+class Written(Protocol):
+    """A file that is complete."""
+
+    @property
+    def name(self) -> str: ...
+
+
 class Draft(Protocol):
     """A file that is being written."""
 
@@ -56,7 +64,7 @@ class Draft(Protocol):
     def view(self) -> Any:
         """A writable buffer of as many bytes as were asked for."""
 
-    def finish(self, tokens: Tokens, *, tenant: int) -> Saved: ...
+    def finish(self, tokens: Tokens, *, tenant: int) -> Written: ...
     def abandon(self) -> None: ...
 
 
@@ -113,7 +121,7 @@ class Spiller:
         worth_loading: Callable[[int, int], bool],
         *,
         after_s: float,
-        in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+        in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
         self._cache = cache
         self._files = files
@@ -250,11 +258,12 @@ class Spiller:
                 self._failed(entry, transfer.refused)
             return
         try:
-            state: Saved = await self._in_thread(lambda: draft.finish(entry.tokens, tenant=entry.tenant))
+            written = await self._in_thread(lambda: draft.finish(entry.tokens, tenant=entry.tenant))
         except SpillError as error:
             self._failed(entry, error)
             return
         self.meters.saved(n_bytes)
+        state = Saved(written.name, entry.tenant, entry.tokens, n_bytes)
         for name in self._cache.saved(entry, state):
             await self._remove(name)
         self._wake()
