@@ -11,9 +11,7 @@ import numpy as np
 from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
 from uma_trio.kv.prefix import Tokens, common
 from uma_trio.protocol.messages import ChatMessage, SessionInfo
-
-Key = tuple[int, str]
-"""Tenant and name: what one user calls his session is no other user's."""
+from uma_trio.store.journal_format import SessionKey
 
 
 def no_tokens() -> Tokens:
@@ -34,13 +32,19 @@ class Session:
     messages: Sequence[ChatMessage] = ()
     """Likewise, of a chat; nothing of a session of prompts."""
     turns: int = 0
-    durable: bool = False
-    """All of it is on disk."""
+    on_disk: Tokens | None = None
+    """What the journal has of its tokens; ``None`` if it does not know the session."""
+    n_messages_on_disk: int = 0
     busy: bool = False
 
     @property
-    def key(self) -> Key:
-        return self.tenant, self.name
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.name)
+
+    @property
+    def durable(self) -> bool:
+        """All of it is on disk."""
+        return self.on_disk is self.tokens
 
     @property
     def info(self) -> SessionInfo:
@@ -66,7 +70,7 @@ class Book:
     def __init__(self, *, most: int, ttl_s: float) -> None:
         self._most = most
         self._ttl_s = ttl_s
-        self._sessions: OrderedDict[Key, Session] = OrderedDict()
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         """Longest unused first."""
 
     def __len__(self) -> int:
@@ -89,7 +93,7 @@ class Book:
         Raises:
             SessionNotFound: there is none.
         """
-        session = self._sessions.get((tenant, name))
+        session = self._sessions.get(SessionKey(tenant, name))
         if session is None:
             raise SessionNotFound(f"there is no session {name!r}")
         return session
@@ -100,9 +104,10 @@ class Book:
         Raises:
             SessionBusy: it is answering.
         """
-        session = self._sessions.get((tenant, name))
+        session = self._sessions.get(SessionKey(tenant, name))
         if session is None:
-            session = self._sessions[tenant, name] = Session(tenant, name, now, now)
+            session = Session(tenant, name, now, now)
+            self._sessions[session.key] = session
         if session.busy:
             raise SessionBusy(
                 f"session {name!r} is answering; wait for its eos, or fork it to ask several things at once"
@@ -126,9 +131,9 @@ class Book:
             SessionNotFound, SessionExists: as they say.
         """
         source = self.get(tenant, name)
-        if (tenant, new_name) in self._sessions:
+        if SessionKey(tenant, new_name) in self._sessions:
             raise SessionExists(f"there is a session {new_name!r} already")
-        forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, durable=False, busy=False)
+        forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, on_disk=None, busy=False)
         self._sessions[forked.key] = forked
         return forked
 
@@ -146,9 +151,7 @@ class Book:
         idle = [session for session in self._sessions.values() if not session.busy]
         excess = len(self._sessions) - self._most
         return [
-            session
-            for n, session in enumerate(idle)
-            if n < excess or now - session.used_at > self._ttl_s
+            session for n, session in enumerate(idle) if n < excess or now - session.used_at > self._ttl_s
         ]
 
     def needs(self, tokens: Tokens, *, tenant: int) -> bool:

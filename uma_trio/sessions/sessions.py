@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import attrs
@@ -13,20 +13,21 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.errors import BadRequest
+from uma_trio.kv.prefix import common
 from uma_trio.models.prompt import Before, Prompt, PromptMaker
 from uma_trio.protocol.messages import (
     ChatMessage,
     Eos,
     Generate,
     ServerEvent,
-    SessionInfo,
     SessionList,
     SessionQuery,
     Token,
 )
 from uma_trio.runner import Job, Runner, Sink
 from uma_trio.sessions.book import Book, Session
-from uma_trio.store.journal import Journal, JournalError, TurnRecord
+from uma_trio.store.journal import Journal, JournalError
+from uma_trio.store.journal_format import Turn as TurnRecord
 
 log = structlog.get_logger("uma_trio.sessions")
 
@@ -98,19 +99,24 @@ class Sessions:
 
     def recall(self) -> None:
         """Find the sessions that were there before.  Blocks: to be called before serving."""
-        for record in self._journal.load() if self._journal is not None else ():
+        if self._journal is None:
+            return
+        for record in self._journal.load():
             self._book.add(
                 Session(
-                    tenant=record.tenant,
-                    name=record.session_id,
+                    tenant=record.key.tenant,
+                    name=record.key.id,
                     created_at=record.created_at,
-                    used_at=record.used_at,
+                    used_at=record.last_used_at,
                     tokens=record.tokens,
-                    messages=[ChatMessage(role=role, content=content) for role, content in record.messages],
-                    turns=record.turns,
-                    durable=True,
+                    messages=record.messages,
+                    turns=record.n_turns,
+                    on_disk=record.tokens,
+                    n_messages_on_disk=len(record.messages),
                 )
             )
+        for problem in self._journal.problems:
+            log.warning("a session's file is not as it was", reason=problem)
 
     # -- one request ----------------------------------------------------------------------------
 
@@ -153,17 +159,12 @@ class Sessions:
     async def _remember(self, turn: Turn, job: Job) -> None:
         session = turn.session
         said = self._said(turn, job)
-        before, tokens = session.tokens, np.concatenate([job.prompt.tokens, said])
-        messages: Sequence[ChatMessage] = ()
+        session.tokens = np.concatenate([job.prompt.tokens, said])
+        session.turns += 1
         if turn.request.messages is not None:
             answer = ChatMessage(role="assistant", content=turn.text)
-            messages = (*turn.request.messages, answer)
-        session.tokens, session.turns = tokens, session.turns + 1
-        session.messages = (*session.messages, *messages)
-        record = TurnRecord.after(
-            before, tokens, messages=[(m.role, m.content) for m in messages], at=self._clock()
-        )
-        await self._write(session, record)
+            session.messages = (*session.messages, *turn.request.messages, answer)
+        await self._write(session)
 
     def _said(self, turn: Turn, job: Job) -> Any:
         """The answer's tokens: without one that ended it, and none of a stop string."""
@@ -174,19 +175,27 @@ class Sessions:
             tokens = tokens[:-1]
         return np.asarray(tokens, np.int32)
 
-    async def _write(self, session: Session, record: TurnRecord) -> None:
+    async def _write(self, session: Session) -> None:
+        """Append what is not on disk yet; that of a turn that could not be written before is made up for."""
         if self._journal is None:
             return
-        complete = session.durable or session.turns == 1
-        if not complete:  # an earlier turn is not on disk: all of it is written anew
-            record = TurnRecord.whole(session.tokens, session.messages, at=self._clock())
+        keep = 0 if session.on_disk is None else common(session.on_disk, session.tokens)
+        written = session.n_messages_on_disk
+        record = TurnRecord(
+            keep=keep,
+            tokens=session.tokens[keep:],
+            keep_messages=written,
+            messages=list(session.messages[written:]),
+            when=self._clock(),
+        )
         try:
             await self._in_thread(self._journal.append, session.key, record)
-            session.durable = True
+            session.on_disk, session.n_messages_on_disk = session.tokens, len(session.messages)
         except JournalError as error:
-            session.durable = False
             self.journal_failures += 1
-            log.warning("a session is not on disk; it goes on in memory", session=session.name, reason=str(error))
+            log.warning(
+                "a session is not on disk; it goes on in memory", session=session.name, reason=str(error)
+            )
 
     # -- asked by clients -----------------------------------------------------------------------
 
@@ -211,7 +220,7 @@ class Sessions:
         session = self._book.fork(tenant, name, new_name, self._clock())
         session.busy = True
         try:
-            await self._write(session, TurnRecord.whole(session.tokens, session.messages, at=self._clock()))
+            await self._write(session)
         finally:
             session.busy = False
         return session
@@ -223,7 +232,7 @@ class Sessions:
             tenant=session.tenant,
             needed=lambda tokens: self._book.needs(tokens, tenant=session.tenant),
         )
-        if self._journal is not None:
+        if self._journal is not None and session.on_disk is not None:
             try:
                 await self._in_thread(self._journal.remove, session.key)
             except JournalError as error:
