@@ -63,6 +63,9 @@ class Model:
     gpu_layers: int = setting(
         -1, "Layers kept on the GPU, where the library has one; -1 takes all.", ge=-1, le=10_000
     )
+    kv_mem_limit_mb: int = setting(
+        0, "Most megabytes of KV cache: ctx is lowered to what fits. 0: as many as ctx takes.", ge=0, le=100_000_000
+    )
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
         "on: all sequences share ctx, and one can use all of it; off: each has ctx / parallel tokens of its "

@@ -16,7 +16,7 @@ import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads
-from uma_trio.engine.layout import Shape, layout, machine_memory_bytes
+from uma_trio.engine.layout import NoRoom, Shape, layout, machine_memory_bytes
 from uma_trio.engine.records import (
     Copy,
     EngineError,
@@ -30,7 +30,7 @@ from uma_trio.engine.records import (
 )
 from uma_trio.engine.tokenizer import Tokenizer
 
-LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError)
+LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, NoRoom)
 """What opening an engine raises: about the model, or about the library."""
 
 

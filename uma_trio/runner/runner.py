@@ -24,7 +24,7 @@ import trio
 from uma_trio.config import Config
 from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult, TokenIds
 from uma_trio.engine.thread import EngineThread, Pending
-from uma_trio.errors import DecodeFailed, QueueFull, ShuttingDown, UmaError
+from uma_trio.errors import DecodeFailed, KvFull, QueueFull, ShuttingDown, UmaError
 from uma_trio.kv.cache import Entry, KvCache
 from uma_trio.kv.shelf import Saved
 from uma_trio.models.prompt import Prompt
@@ -153,6 +153,7 @@ class Runner:
         """
         if self._closed is not None:
             raise self._closed
+        prompt = admission.fitted(prompt, request, self.facts, self._limits)
         max_tokens = admission.tokens_to_generate(request, len(prompt.tokens), self.facts, self._limits)
         seed = request.seed if request.seed is not None else secrets.randbits(63)
         params = SamplingParams(request.temperature, request.top_k, request.top_p, seed)
@@ -198,9 +199,14 @@ class Runner:
         background = request.slo.priority == "background"
         return self._scheduling.background_tbt_ms if background else self._scheduling.target_tbt_ms
 
-    def _queue_full(self) -> QueueFull:
+    def _queue_full(self) -> QueueFull | KvFull:
         """With an estimate of the wait: what requests take on average, for each turn that must come first."""
-        error = QueueFull(f"{len(self._queue)} requests wait already")
+        waiting = f"{len(self._queue)} requests wait already"
+        kv = self.cache.statistics()
+        if kv.sequences < self.facts.n_seq_max:  # not for a sequence, so for cells
+            error: QueueFull | KvFull = KvFull(f"{kv.cells_reserved} of {kv.cells} KV cells are in use, and {waiting}")
+        else:
+            error = QueueFull(waiting)
         if self.telemetry.served_ms.value is not None:
             turns = 1 + len(self._queue) // self.facts.n_seq_max
             error.retry_after_ms = round(turns * self.telemetry.served_ms.value)
