@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.protocol.messages import ChatMessage
+from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, Turn
 from uma_trio.store import journal_format as form
-from uma_trio.store.journal import Journal, JournalError, SessionRecord
 from uma_trio.store.journal_format import (
     HEAD,
     MARK,
@@ -32,8 +32,6 @@ from uma_trio.store.journal_format import (
     Foreign,
     Header,
     Session,
-    SessionKey,
-    Turn,
     decode,
     encode_header,
     encode_session,
@@ -51,7 +49,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, **changes: Any) -> Journal:
-    return Journal(path, **{"model": MODEL, "max_sessions": 8} | changes)
+    settings: dict[str, Any] = {"model": MODEL, "max_sessions": 8} | changes
+    return Journal(path, **settings)
 
 
 @pytest.fixture
@@ -321,7 +320,8 @@ def three_turns(path: Path, journal: Journal) -> tuple[bytes, list[int], list[tu
 
 
 def _header_bytes(data: bytes) -> int:
-    return HEAD.size + HEAD.unpack_from(data)[2]
+    size: int = HEAD.unpack_from(data)[2]
+    return HEAD.size + size
 
 
 def test_a_file_that_was_cut_anywhere_gives_its_whole_turns(path: Path, journal: Journal) -> None:
@@ -459,7 +459,10 @@ def test_a_session_of_a_later_version_is_left_alone(path: Path, journal: Journal
     journal, found = reloaded(path, journal)
     assert found == {}
     assert "version 2" in journal.problems[0]
-    assert file_of(path).exists()
+    for use in (lambda: journal.create(KEY, 1.0), lambda: journal.append(KEY, turn(0, [1]))):
+        with pytest.raises(JournalError, match="remove it first"):
+            use()
+    assert file_of(path).read_bytes() == encode_header(later)
     journal.close()
 
 

@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.store.spill import ASIDE, KEY, SUFFIX, CorruptState, SpillError, SpillFolder
+from uma_trio.store import CorruptState, Spilled, SpillError, SpillFolder
+from uma_trio.store.spill import ASIDE, KEY, SUFFIX
 from uma_trio.store.spill_format import (
     CODE_BYTES,
     FIXED,
@@ -27,7 +28,6 @@ from uma_trio.store.spill_format import (
     PAGE_BYTES,
     PAYLOAD_AT,
     Head,
-    Spilled,
     Unusable,
     code_of,
     fingerprint_of,
@@ -46,7 +46,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, **changes: Any) -> SpillFolder:
-    return SpillFolder(path, **{"max_bytes": ROOM, "fingerprint": "library, model, layout"} | changes)
+    settings: dict[str, Any] = {"max_bytes": ROOM, "fingerprint": "library, model, layout"} | changes
+    return SpillFolder(path, **settings)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def folder_agrees(folder: SpillFolder, state: Spilled) -> Spilled:
 
 
 def not_tokens(field: Any, _: Any) -> bool:
-    return field.name != "tokens"
+    return str(field.name) != "tokens"
 
 
 def content(folder: SpillFolder, name: str) -> bytes:

@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.protocol.messages import ChatMessage
-from uma_trio.store.folder import StoreError
-from uma_trio.store.journal import Journal, JournalError, SessionKey, Turn
-from uma_trio.store.spill import SpillFolder
+from uma_trio.store import Journal, JournalError, SessionKey, SpillFolder, StoreError, Turn
 
 NOBODY = 65534
 
