@@ -486,7 +486,11 @@ class Draft:
 
 
 class Loaded:
-    """A state from disk, checked; a context manager that closes it."""
+    """A state from disk, checked; a context manager that closes it.
+
+    It is a mapping of the file, in the page cache since it was checked: read it soon, for what a disk fails to give
+    later ends the process.
+    """
 
     def __init__(self, spilled: Spilled, mapping: mmap.mmap) -> None:
         self.spilled = spilled
