@@ -250,10 +250,11 @@ class Context(Owned):
         return int(self._c.llama_memory_seq_pos_max(self._mem(), self._seq(seq)))
 
     def clear(self, *, data: bool = False) -> None:
-        """Forget every sequence; with ``data`` also overwrite what was stored."""
+        """Forget every sequence; with ``data`` also overwrite what was stored.
+
+        Copies that the next decode completes are still made, into what is empty then.
+        """
         self._c.llama_memory_clear(self._mem(), data)
-        self._copied_from.clear()
-        self._copied_into.clear()
 
     # ── the state of one sequence ───────────────────────────────────────────────────────────
 
@@ -291,22 +292,37 @@ class Context(Owned):
 
         The bytes are trusted: keep a checksum, the model's hash and the options beside them.
 
+        With ``PARTIAL_ONLY`` a recurrent state or a window goes back to where it was saved, and what can
+        be rolled back stays as it is: ``seq_remove`` the positions behind *after* that, for before it
+        a recurrent memory refuses.
+
         Returns:
             Bytes read.
 
         Raises:
-            LlamaError: not a state, of another shape, or no room.  ``seq`` is empty then.
+            LlamaError: not a state, of another shape, or no room.  ``seq`` is empty then; with
+                ``PARTIAL_ONLY`` it is of no use, and has to be removed.  Or ``seq`` takes part in a copy
+                between streams that the next decode completes, and would overwrite what was loaded:
+                nothing has changed then.
         """
         pointer = self._pointer
         if self._seq(seq) in self._copied_from:
             raise LlamaError(f"sequence {seq} is being copied; load into it after the next decode")
+        if seq in self._copied_into and not (flags & PARTIAL_ONLY and self._parts_are_recurrent):
+            raise LlamaError(f"sequence {seq} is a copy that the next decode completes; load into it after that")
         try:
             view = np.frombuffer(buffer, np.uint8)
         except (TypeError, ValueError) as error:
             raise LlamaError(f"not a buffer with a state: {error}") from None
         source = ctypes.cast(view.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
-        self._copied_into.discard(seq)
+        if not flags & PARTIAL_ONLY:  # of a state without tokens llama.cpp would keep those that are there
+            self._c.llama_memory_seq_rm(self._mem(), seq, -1, -1)
         return self._state(self._c.llama_state_seq_set_data_ext, pointer, source, view.nbytes, seq, _flags(flags))
+
+    @property
+    def _parts_are_recurrent(self) -> bool:
+        """What ``PARTIAL_ONLY`` means is no KV, which copies between streams are made of."""
+        return (self.model.is_recurrent or self.model.is_hybrid) and self.model.n_swa == 0
 
     def _state(self, function: Any, *arguments: Any) -> int:
         self._held.busy = True
