@@ -118,6 +118,21 @@ class Client:
         """Ask for the end of a request; its ``eos`` with reason ``cancelled`` follows."""
         await self.send({"event": "cancel", "id": request_id})
 
+    async def sessions(self, action: str = "list", **fields: Any) -> list[Event]:
+        """What the server remembers: see ``SessionQuery`` in docs/PROTOCOL.md for the fields.
+
+        Raises:
+            ServerError: the server answered with an error.
+        """
+        await self.send({"type": "sessions", "action": action, **fields})
+        event = await self.receive()
+        if event is not None and event.get("event") == "error":
+            raise ServerError(event)
+        if event is None or event.get("event") != "sessions":
+            raise BrokenProtocol(f"asked for sessions, got {event!r}")
+        found: list[Event] = event["sessions"]
+        return found
+
     async def metrics(self) -> Event:
         """One snapshot; docs/METRICS.md explains it.  The server closes the connection afterwards."""
         await self.send({"type": "metrics"})

@@ -63,6 +63,9 @@ class Model:
     gpu_layers: int = setting(
         -1, "Layers kept on the GPU, where the library has one; -1 takes all.", ge=-1, le=10_000
     )
+    kv_mem_limit_mb: int = setting(
+        0, "Most megabytes of KV cache: ctx is lowered to what fits. 0: as many as ctx takes.", ge=0, le=100_000_000
+    )
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
         "on: all sequences share ctx, and one can use all of it; off: each has ctx / parallel tokens of its "
@@ -185,6 +188,36 @@ class Scheduling:
 
 
 @attrs.frozen(kw_only=True)
+class Sessions:
+    """Conversations that the server remembers, by their ``session_id``."""
+
+    state_dir: Path | None = setting(
+        None, "Folder for what outlives the daemon; $XDG_STATE_HOME/uma-trio if not given."
+    )
+    max_stored_sessions: int = setting(
+        10_000, "Most sessions of a model; beyond it the one not used for longest is closed.", ge=1, le=1_000_000
+    )
+    session_ttl_s: float = setting(
+        30 * 86_400.0, "A session that is not used for so long is closed; in seconds.", gt=0, le=1e9
+    )
+    spill: bool = setting(
+        True,
+        "Write the KV cache of sessions to disk before it has to go, and read it again where that is faster than "
+        "computing it. Without it their tokens alone are kept.",
+    )
+    spill_max_mb: int = setting(
+        4096, "Most megabytes of KV caches on disk; beyond it those not used for longest go.", ge=1, le=100_000_000
+    )
+    spill_after_s: float = setting(
+        30.0,
+        "A session that is idle for so long is written to disk although its room is not needed, so that it survives a "
+        "crash; in seconds.",
+        ge=0,
+        le=1e9,
+    )
+
+
+@attrs.frozen(kw_only=True)
 class Operations:
     """What the people who run it see."""
 
@@ -216,6 +249,7 @@ class Config:
     listen: Listen = attrs.field(factory=Listen)
     limits: Limits = attrs.field(factory=Limits)
     scheduling: Scheduling = attrs.field(factory=Scheduling)
+    sessions: Sessions = attrs.field(factory=Sessions)
     operations: Operations = attrs.field(factory=Operations)
 
 
@@ -224,6 +258,7 @@ SECTIONS: Final[Mapping[str, type]] = {
     "listen": Listen,
     "limits": Limits,
     "scheduling": Scheduling,
+    "sessions": Sessions,
     "operations": Operations,
 }
 

@@ -109,6 +109,12 @@ class QueueFull(LimitError):
     code = "E_LIMIT_QUEUE"
 
 
+class KvFull(LimitError):
+    """Others hold the KV cells that the request would need, and too many wait for them already; ask again later."""
+
+    code = "E_LIMIT_KV"
+
+
 class RequestTimeout(LimitError):
     """The request ran for longer than ``request_timeout_s``."""
 
@@ -121,6 +127,31 @@ class IdleTimeout(LimitError):
 
     code = "E_LIMIT_IDLE_TIMEOUT"
     http_status = 408
+
+
+class SessionError(UmaError):
+    """What was asked of a session cannot be done."""
+
+    http_status = 409
+
+
+class SessionNotFound(SessionError):
+    """There is no such session, or it is somebody else's."""
+
+    code = "E_SESSION_NOT_FOUND"
+    http_status = 404
+
+
+class SessionBusy(SessionError):
+    """The session is answering; ask again when it has, or fork it before."""
+
+    code = "E_SESSION_BUSY"
+
+
+class SessionExists(SessionError):
+    """A fork was to get a name that is taken."""
+
+    code = "E_SESSION_EXISTS"
 
 
 class RuntimeFault(UmaError):

@@ -123,6 +123,30 @@ def test_offsets_cover_the_text_and_spell_it(tokenizer: AnyTokenizer, name: str,
     assert len(differ) <= (name in {"llama-spm", "phi-3"})
 
 
+@pytest.mark.parametrize("name", LOSSLESS)
+@given(text=TEXTS)
+@example(text="")
+@example(text=" x")
+@example(text="\ue000")
+def test_what_continues_has_nothing_in_front(tokenizer: AnyTokenizer, name: str, text: str) -> None:
+    chosen = tokenizer(name)
+    ids = chosen.encode(text, parse_special=False, continues=True).tolist()
+    expected = text.replace("▁", " ") if name in ESCAPING else text
+    assert b"".join(chosen.pieces_of(ids)).decode() == expected
+    if name not in {"llama-spm", "phi-3"}:
+        assert ids == chosen.encode(text, add_special=False, parse_special=False).tolist()
+
+
+def test_what_continues_is_cut_as_in_the_whole(tokenizer: AnyTokenizer) -> None:
+    """At a space it does not matter that it was cut there."""
+    spm = tokenizer("llama-spm")
+    text = "The quick brown fox jumps over"
+    at = text.index(" fox")
+    parts = [spm.encode(text[:at]), spm.encode(text[at:], continues=True)]
+    assert np.concatenate(parts).tolist() == spm.encode(text).tolist()
+    assert spm.pieces_of(spm.encode("</s>x", continues=True)) == [b"</s>", b" x"], "as behind any control token"
+
+
 @pytest.mark.parametrize("name", _vocabularies() or ["embedded"])
 @given(text=TEXTS)
 @example(text="Hello World, a  b")

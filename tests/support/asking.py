@@ -12,6 +12,7 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, VirtualThread
 from tests.support.serving import piece, settings
+from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Eos, Failure, Generate, Token
 from uma_trio.runner import Job, Runner
@@ -61,13 +62,15 @@ class House:
     engine: FakeEngine
     n: int = 0
 
-    def ask(self, prompt: Sequence[int], n: int = 8, *, tenant: int = 0, **fields: Any) -> Client:
+    def ask(
+        self, prompt: Sequence[int], n: int = 8, *, tenant: int = 0, durable: bool = False, **fields: Any
+    ) -> Client:
         """A request for ``n`` tokens; events go to the client that is returned."""
         self.n += 1
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
         tokens = Prompt(np.asarray(prompt, dtype=np.int32), "")
-        client.job = self.runner.submit(request, tokens, client, tenant=tenant)
+        client.job = self.runner.submit(request, tokens, client, tenant=tenant, durable=durable)
         return client
 
     async def answer(self, prompt: Sequence[int], n: int = 8, **fields: Any) -> Client:
@@ -102,11 +105,19 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def asking(engine: FakeEngine | None = None, **values: Any) -> AsyncIterator[House]:
-    """A runner with settings by flat names; cancelled at the end."""
+async def asking(
+    engine: FakeEngine | None = None, files: MemoryFiles | None = None, **values: Any
+) -> AsyncIterator[House]:
+    """A runner with settings by flat names; cancelled at the end.
+
+    Args:
+        files: where idle sequences are saved to; the states there are found again.
+    """
     engine = engine or FakeEngine()
-    runner = Runner(engine, VirtualThread(engine), piece, settings(**values))
+    runner = Runner(engine, VirtualThread(engine), piece, settings(**values), files=files, in_thread=at_once)
+    if files is not None:
+        runner.cache.shelf.add_all(files.scan())
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(runner.run)
+        await nursery.start(runner.run)
         yield House(runner, engine)
         nursery.cancel_scope.cancel()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Remove, Step
+from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Load, Remove, Save, Step
 from uma_trio.sampling import SamplingParams
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
@@ -329,3 +329,50 @@ def test_closed_twice(make, prompts):
     engine.step(step(prompt_feed(0, prompts[0])))
     engine.close()
     engine.close()
+
+
+def test_a_state_is_saved_and_loaded_into_another_sequence(engine, prompts):
+    engine.step(step(prompt_feed(0, prompts[0])))
+    expected = alone(engine, [*prompts[0], *prompts[1]], 8, seq_id=1)
+    state = bytearray(engine.state_bytes(0))
+    saved = engine.step(Step([Save(0, state), Remove(0)]))
+    assert saved.refused == [] or saved.refused == ()
+    assert engine.used_cells() == {}
+    loaded = engine.step(Step([Load(2, len(prompts[0]), bytes(state))]))
+    assert not loaded.refused
+    assert engine.used_cells() == {2: len(prompts[0])}
+    said = list(engine.step(step(prompt_feed(2, prompts[1], pos=len(prompts[0])))).tokens)
+    while len(said) < 8:
+        at = len(prompts[0]) + len(prompts[1]) + len(said) - 1
+        said += engine.step(step(Feed(2, at, said[-1:], [greedy(len(said))]))).tokens
+    assert said == expected
+
+
+def test_what_is_saved_while_others_decode_is_the_same(engine, prompts):
+    engine.step(step(prompt_feed(0, prompts[0])))
+    quiet = bytearray(engine.state_bytes(0))
+    engine.step(Step([Save(0, quiet)]))
+    busy = bytearray(engine.state_bytes(0))
+    result = engine.step(Step([Save(0, busy)], [[prompt_feed(1, prompts[1])]]))
+    assert len(result.tokens) == 1
+    assert not result.refused
+    assert quiet == busy
+
+
+def test_a_state_that_is_none_is_refused_and_leaves_the_sequence_empty(engine, prompts):
+    engine.step(step(prompt_feed(0, prompts[0])))
+    state = bytearray(engine.state_bytes(0))
+    engine.step(Step([Save(0, state)]))
+    for wrong, length in (
+        (bytes(len(state)), len(prompts[0])),
+        (bytes(state[: len(state) // 2]), len(prompts[0])),
+        (bytes(state), len(prompts[0]) + 1),
+    ):
+        result = engine.step(Step([Load(1, length, wrong)], [[prompt_feed(2, prompts[1])]]))
+        assert [seq_id for seq_id, _ in result.refused] == [1]
+        assert len(result.tokens) == 1, "the others of the step are computed"
+        assert 1 not in engine.used_cells()
+        engine.step(step(removing=(2,)))
+    small = bytearray(8)
+    assert [seq_id for seq_id, _ in engine.step(Step([Save(0, small)])).refused] == [0]
+    assert engine.used_cells() == {0: len(prompts[0])}

@@ -16,11 +16,25 @@ import numpy as np
 import outcome
 import trio
 
-from uma_trio.engine.records import Copy, Draw, Edit, EngineError, Feed, ModelFacts, Step, StepResult
+from uma_trio.engine.records import (
+    Copy,
+    Draw,
+    EngineError,
+    Feed,
+    Load,
+    ModelFacts,
+    Remove,
+    Save,
+    Step,
+    StepResult,
+)
 from uma_trio.sampling import SamplingParams
 
 N_VOCAB = 1000
 EOG = 0
+STATE_BYTES = 12_288
+"""Of each token in a saved state."""
+STATE_BYTES_A_MS = 2.4e6
 
 
 class Story:
@@ -33,6 +47,10 @@ class Story:
     @property
     def length(self) -> int:
         return len(self._digests) - 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._tokens
 
     def read(self, tokens: Iterable[int]) -> None:
         digest = self._digests[-1]
@@ -114,11 +132,17 @@ class FakeEngine:
     def step(self, step: Step) -> StepResult:
         self.steps.append(step)
         self.cost_of_last_ms = 0.0
+        refused: list[tuple[int, str]] = []
+        copied_ms = 0.0
         for edit in step.edits:
-            self._edit(edit)
+            if isinstance(edit, Save | Load):
+                copied_ms += self._copy_state(edit, refused)
+            else:
+                self._edit(edit)
+        self.cost_of_last_ms += copied_ms
         feeds = [feed for batch in step.batches for feed in batch]
         if not feeds:
-            return StepResult(())
+            return StepResult((), copied_ms=copied_ms, refused=refused)
         failure, self.fail_next = self.fail_next, None
         if self._aborted:
             failure = EngineError("aborted", fatal=False)
@@ -136,9 +160,45 @@ class FakeEngine:
                 raise EngineError("no room in the KV cache", fatal=False)
             decodes = sum(len(feed.draws) for feed in batch if len(feed.draws) == len(feed.tokens))
             self.cost_of_last_ms += self.cost_ms(sum(sizes) - decodes, decodes)
-        return StepResult(tuple(drawn), decode_ms=self.cost_of_last_ms)
+        decode_ms = self.cost_of_last_ms - copied_ms
+        return StepResult(tuple(drawn), decode_ms=decode_ms, copied_ms=copied_ms, refused=refused)
 
-    def _edit(self, edit: Edit) -> None:
+    def _copy_state(self, edit: Save | Load, refused: list[tuple[int, str]]) -> float:
+        """Simulated milliseconds of copying a state: its tokens as text, padded."""
+        self._check_seq(edit.seq_id)
+        if isinstance(edit, Save):
+            state = self._state(edit.seq_id)
+            view = memoryview(edit.into).cast("B")
+            if len(view) < len(state):
+                refused.append((edit.seq_id, "the buffer is too small"))
+                return 0.0
+            view[: len(state)] = state
+            return len(state) / STATE_BYTES_A_MS
+        self._cache.pop(edit.seq_id, None)
+        state = bytes(edit.state)
+        try:
+            tokens = [int(word) for word in state.rstrip(b"\0").split()]
+        except ValueError:
+            tokens = []
+        if len(state) != STATE_BYTES * len(tokens):
+            tokens = []
+        room = self.facts.n_ctx - sum(held.length for held in self._cache.values())
+        if not tokens or len(tokens) != edit.length or len(tokens) > min(room, self.facts.n_ctx_seq):
+            refused.append((edit.seq_id, "not a state, or no room for it"))
+            return 0.0
+        story = Story()
+        story.read(tokens)
+        self._cache[edit.seq_id] = story
+        return STATE_BYTES * len(tokens) / STATE_BYTES_A_MS
+
+    def _state(self, seq_id: int) -> bytes:
+        tokens = self._cache.get(seq_id, Story()).tokens
+        return b" ".join(b"%d" % token for token in tokens).ljust(STATE_BYTES * len(tokens), b"\0")
+
+    def state_bytes(self, seq_id: int) -> int:
+        return len(self._state(seq_id))
+
+    def _edit(self, edit: Remove | Copy) -> None:
         if isinstance(edit, Copy):
             self._check_seq(edit.source)
             self._check_seq(edit.target)

@@ -28,6 +28,8 @@ INTERRUPTED = 130
 @click.option(
     "--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class."
 )
+@click.option("--session", help="Go on with this session, or begin it; the daemon remembers what was said.")
+@click.option("--n-keep", type=click.IntRange(0), help="If all does not fit, drop the oldest tokens after so many.")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
 @click.option("--cbor", is_flag=True, help="Speak CBOR with the daemon instead of JSON.")
@@ -42,6 +44,7 @@ def command(question: str | None, prompt: str | None, **options: Any) -> None:
     \b
       uma-trio ask "What is the capital of France?"
       git diff | uma-trio ask --system "Summarise this change" --max-tokens 200
+      uma-trio ask --session cooking "And without eggs?"
       uma-trio ask --raw --temp 0.8 --seed 7 "Once upon a time"
     """
     if question is not None and prompt is not None:
@@ -64,6 +67,7 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
         request["messages"] = [*system, {"role": "user", "content": text}]
     given = {"max_tokens": "max_tokens", "temperature": "temp", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
+    given |= {"session_id": "session", "n_keep": "n_keep"}
     request |= {field: options[name] for field, name in given.items() if options[name] is not None}
     if options["stop"]:
         request["stop"] = list(options["stop"])

@@ -24,8 +24,20 @@ from uma_trio.errors import (
 )
 from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.protocol.codec import Codec
-from uma_trio.protocol.messages import Cancel, Eos, Failure, Generate, Metrics, MetricsQuery, Timings, Usage
-from uma_trio.runner import Job, Runner
+from uma_trio.protocol.messages import (
+    Cancel,
+    ClientMessage,
+    Eos,
+    Failure,
+    Generate,
+    Metrics,
+    MetricsQuery,
+    SessionQuery,
+    Timings,
+    Usage,
+)
+from uma_trio.runner import Job, Runner, Sink
+from uma_trio.sessions import Sessions, Turn
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -43,6 +55,8 @@ class House(Protocol):
     def runner(self) -> Runner: ...
     @property
     def prompts(self) -> PromptMaker: ...
+    @property
+    def sessions(self) -> Sessions: ...
     @property
     def limits(self) -> Limits: ...
     @property
@@ -122,7 +136,7 @@ class Connection:
             while (message := self._codec.next_message()) is not None:
                 self._frame_deadline = None  # what is begun after it is another frame
                 await self._answered()
-                self._act(message, nursery)
+                await self._act(message, nursery)
                 if self.waiting_bytes > self._limits.max_tx_bytes + MOST_UNREAD_BYTES:
                     raise WriteFailed("the client asks faster than it reads")
             if not data:
@@ -162,7 +176,7 @@ class Connection:
 
     _frame_deadline: float | None = None
 
-    def _act(self, message: Generate | Cancel | MetricsQuery, nursery: trio.Nursery) -> None:
+    async def _act(self, message: ClientMessage, nursery: trio.Nursery) -> None:
         match message:
             case Generate():
                 if self.busy:
@@ -176,8 +190,17 @@ class Connection:
                     self._request_scope.cancel()
             case MetricsQuery():
                 self._outbox.send(Metrics(snapshot=self._house.snapshot(), id=message.id))
-                if not message.keep_alive and not self.busy:
-                    self._leaving = True
+                self._leave_after(message)
+            case SessionQuery():
+                try:
+                    self._outbox.send(await self._house.sessions.answer(message, self._tenant))
+                except UmaError as error:
+                    self._refuse(error, message)
+                self._leave_after(message)
+
+    def _leave_after(self, query: MetricsQuery | SessionQuery) -> None:
+        if not query.keep_alive and not self.busy:
+            self._leaving = True
 
     async def _answered(self) -> None:
         """Where the request's last event is sent but its task has not yet taken note: wait until it has.
@@ -223,8 +246,12 @@ class Connection:
         try:
             if self._house.draining:
                 raise ShuttingDown("the server is shutting down")
-            prompt = await self._prepare(request, began)
-            await self._stream(request, prompt, began + self._limits.request_timeout_s)
+            deadline = began + self._limits.request_timeout_s
+            if request.session_id is None:
+                prompt = await self._prepare(request, began)
+                await self._stream(request, prompt, self._outbox, deadline)
+            else:
+                await self._take_turn(request, began, deadline)
         except UmaError as error:
             self._refuse(error, request)
         except Exception:  # noqa: BLE001 - a defect of ours ends this request and nothing else
@@ -238,8 +265,29 @@ class Connection:
             self._outbox.send(_nothing_done(request, began))
             raise
 
-    async def _stream(self, request: Generate, prompt: Prompt, deadline: float) -> None:
-        self._job = job = self._house.runner.submit(request, prompt, self._outbox, tenant=self._tenant)
+    async def _take_turn(self, request: Generate, began: float, deadline: float) -> None:
+        """A request of a session: its last event follows when what was said is on disk."""
+        sessions = self._house.sessions
+        try:
+            turn = await sessions.begin(request, self._tenant, self._outbox)
+        except trio.Cancelled:
+            self._outbox.send(_nothing_done(request, began))
+            raise
+        try:
+            await self._stream(request, turn.prompt, turn, deadline)
+        finally:
+            await self._end_turn(turn)
+
+    async def _end_turn(self, turn: Turn) -> None:
+        job, self._job = self._job, None  # it is done, but not yet answered
+        with trio.CancelScope(shield=True):
+            last = await self._house.sessions.end(turn, job)
+        if last is not None:
+            self._outbox.send(last)
+
+    async def _stream(self, request: Generate, prompt: Prompt, sink: Sink, deadline: float) -> None:
+        durable = request.session_id is not None
+        self._job = job = self._house.runner.submit(request, prompt, sink, tenant=self._tenant, durable=durable)
         self._log.debug("request", request=request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | Literal["cancelled"] = "cancelled"
         try:
@@ -252,12 +300,12 @@ class Connection:
                 ending = ShuttingDown("the server is shutting down")
             self._house.runner.cancel(job, ending)  # nothing to one that has ended
 
-    def _refuse(self, error: UmaError, request: Generate | None = None) -> None:
+    def _refuse(self, error: UmaError, request: Generate | SessionQuery | None = None) -> None:
         if request is not None:
             error.request_id = request.id
         self._house.runner.telemetry.rejected[error.code] += 1
         self._log.info("refused", code=error.code, reason=str(error), request=error.request_id)
-        self._outbox.send(Failure.of(error, metadata=request.metadata if request else None))
+        self._outbox.send(Failure.of(error, metadata=getattr(request, "metadata", None)))
 
 
 def _nothing_done(request: Generate, began: float) -> Eos:

@@ -26,6 +26,7 @@ import trio
 from uma_trio.config import Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
+from uma_trio.daemon.memory import NO_MEMORY, Memory, open_memory
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.engine.thread import EngineThread
 from uma_trio.errors import TooManySessions
@@ -35,6 +36,7 @@ from uma_trio.models.prompt import PromptMaker
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Failure
 from uma_trio.runner import Runner
+from uma_trio.sessions import Sessions
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -45,12 +47,20 @@ class Server:
     """One loaded model and its clients."""
 
     def __init__(
-        self, config: Config, model: LoadedModel, thread: EngineThread, perf: PerfLog | None = None
+        self,
+        config: Config,
+        model: LoadedModel,
+        thread: EngineThread,
+        perf: PerfLog | None = None,
+        memory: Memory = NO_MEMORY,
     ) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.runner = Runner(model.engine, thread, model.piece, config, model.cost, perf)
+        self.runner = Runner(model.engine, thread, model.piece, config, model.cost, perf, memory.files)
+        self.runner.cache.shelf.add_all(memory.states)
         self.prompts: PromptMaker = model.prompts
+        self.sessions = Sessions(config, self.runner, model.prompts, memory.journal)
+        self.sessions.recall()
         self.draining = False
         self._model = model
         self._perf = perf
@@ -65,6 +75,7 @@ class Server:
         return {
             **self.runner.snapshot(),
             "sessions": len(self._connections),
+            "conversations": self.sessions.snapshot(),
             "outbox_bytes": sum(connection.waiting_bytes for connection in self._connections),
             "uptime_s": round(time.time() - self._started_at, 1),
             "draining": self.draining,
@@ -75,8 +86,9 @@ class Server:
         """Serve on the listening ``sock``, which is closed here, until drained or cancelled."""
         runner_scope = trio.CancelScope(shield=True)  # it outlives the connections, whoever cancels them
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._run_runner, runner_scope)
+            await nursery.start(self._run_runner, runner_scope)
             try:
+                nursery.start_soon(self.sessions.sweep_forever)
                 with self._connection_scope:
                     async with trio.open_nursery() as connections:
                         with self._listener_scope, sock:
@@ -84,11 +96,14 @@ class Server:
             finally:
                 with trio.CancelScope(shield=True):  # what was cancelled is freed within one step
                     await self.runner.wait_idle()
+                with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
+                    await self.runner.save_sessions()
                 runner_scope.cancel()
+                nursery.cancel_scope.cancel()
 
-    async def _run_runner(self, scope: trio.CancelScope) -> None:
+    async def _run_runner(self, scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
         with scope:
-            await self.runner.run()
+            await self.runner.run(task_status)
 
     def drain(self) -> None:
         """Take nothing new, let running requests end within ``drain_timeout_s``."""
@@ -177,8 +192,8 @@ async def _serve_loaded(
     task_status: trio.TaskStatus[Server],
 ) -> None:
     facts = model.engine.facts
-    with perf_log(config, facts) as perf:
-        server = Server(config, model, thread, perf)
+    with perf_log(config, facts) as perf, open_memory(config, model) as memory:
+        server = Server(config, model, thread, perf, memory)
         sock = listener.bind(path, backlog=config.listen.backlog)
         attendant.server = server
         log.info(

@@ -23,12 +23,19 @@ DEFAULT_WINDOW: Final = 8192
 SHARE_OF_MEMORY: Final = 0.25
 """Most of the machine's memory that the KV cache takes, where nobody says how large it is to be."""
 
+CELLS_AT_A_TIME: Final = 256
+"""The KV cache, or each sequence's share of it, is a multiple of so many (GGML_PAD in llama-context.cpp)."""
+
 CPU_UBATCH: Final = 256
 """A prompt of 512 tokens took 0.90 ms a token at once and 0.79 in two halves: what lies between the layers no longer
 fits into the second-level cache."""
 
 BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 """Of ggml's blocks: 32 values with a 16-bit scale."""
+
+
+class NoRoom(ValueError):
+    """The KV cache cannot be as small as it is to be."""
 
 
 @attrs.frozen(kw_only=True)
@@ -74,8 +81,22 @@ def layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: 
     window = min(shape.n_ctx_train, DEFAULT_WINDOW)
     affordable = int(SHARE_OF_MEMORY * memory_bytes / max(1.0, shape.bytes_per_token(settings)))
     n_ctx = settings.ctx or max(min(window * settings.parallel, affordable), window)
+    if settings.kv_mem_limit_mb:
+        n_ctx = min(n_ctx, _cells_within(settings, shape, unified=unified))
     n_ubatch = settings.batch_tokens if on_gpu else min(settings.batch_tokens, CPU_UBATCH)
     return Layout(n_ctx=n_ctx, unified=unified, flash_attn=flash_attn, n_ubatch=n_ubatch)
+
+
+def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int:
+    """As many as ``kv_mem_limit_mb`` has room for; llama.cpp would round any other number up."""
+    most = int(settings.kv_mem_limit_mb * 1_000_000 / max(1.0, shape.bytes_per_token(settings)))
+    block = CELLS_AT_A_TIME if unified else CELLS_AT_A_TIME * settings.parallel
+    if most < block:
+        raise NoRoom(
+            f"kv_mem_limit_mb {settings.kv_mem_limit_mb} has room for {most} tokens; {settings.parallel} sequences need "
+            f"{block} at least: raise it to {1 + int(block * shape.bytes_per_token(settings) / 1e6)}, or lower parallel"
+        )
+    return most - most % block
 
 
 def machine_memory_bytes() -> int:

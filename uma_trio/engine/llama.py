@@ -16,11 +16,21 @@ import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads
-from uma_trio.engine.layout import Shape, layout, machine_memory_bytes
-from uma_trio.engine.records import Copy, Edit, EngineError, Feed, ModelFacts, Step, StepResult
+from uma_trio.engine.layout import NoRoom, Shape, layout, machine_memory_bytes
+from uma_trio.engine.records import (
+    Copy,
+    EngineError,
+    Feed,
+    Load,
+    ModelFacts,
+    Remove,
+    Save,
+    Step,
+    StepResult,
+)
 from uma_trio.engine.tokenizer import Tokenizer
 
-LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError)
+LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, NoRoom)
 """What opening an engine raises: about the model, or about the library."""
 
 
@@ -92,6 +102,12 @@ class LlamaEngine:
         devices = tuple((device.name, device.description) for device in library.devices())
         return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), self._options
 
+    @property
+    def state_layout(self) -> tuple[object, ...]:
+        """All but the model that decides what the bytes of a sequence's state mean."""
+        stamp, options = self._model.library.stamp, self._options
+        return stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn
+
     def step(self, step: Step) -> StepResult:
         try:
             return self._step(step)
@@ -101,13 +117,20 @@ class LlamaEngine:
             raise EngineError(f"{type(error).__name__}: {error}", fatal=True) from error
 
     def _step(self, step: Step) -> StepResult:
-        started = time.perf_counter()
+        started = began = time.perf_counter()
+        copied_ms = 0.0
+        refused: list[tuple[int, str]] = []
         for edit in step.edits:
-            self._edit(edit)
+            if isinstance(edit, Save | Load):
+                at = time.perf_counter()
+                self._copy_state(edit, refused)
+                copied_ms += 1e3 * (time.perf_counter() - at)
+            else:
+                self._edit(edit)
         tokens: list[int] = []
         copied = 0
-        decode_ms = sample_ms = 0.0
-        began = started
+        decode_ms = -copied_ms
+        sample_ms = 0.0
         for feeds in step.batches:
             self._decode(feeds)
             decoded = time.perf_counter()
@@ -119,9 +142,25 @@ class LlamaEngine:
             decode_ms += 1e3 * (decoded - began)
             sample_ms += 1e3 * (ended - decoded)
             began = ended
-        return StepResult(tuple(tokens), decode_ms, sample_ms, started, time.perf_counter(), copied)
+        return StepResult(tuple(tokens), decode_ms, sample_ms, started, time.perf_counter(), copied, copied_ms, refused)
 
-    def _edit(self, edit: Edit) -> None:
+    def _copy_state(self, edit: Save | Load, refused: list[tuple[int, str]]) -> None:
+        try:
+            if isinstance(edit, Save):
+                self._context.save_state_into(edit.seq_id, edit.into)
+                return
+            self._context.load_state_from(edit.seq_id, edit.state)
+            held = self._context.seq_pos_max(edit.seq_id) + 1
+            if held != edit.length:
+                self._context.seq_remove(edit.seq_id)
+                refused.append((edit.seq_id, f"the state has {held} tokens instead of {edit.length}"))
+        except llama_abi.LlamaError as error:
+            refused.append((edit.seq_id, str(error)))
+
+    def state_bytes(self, seq_id: int) -> int:
+        return self._context.state_size(seq_id)
+
+    def _edit(self, edit: Remove | Copy) -> None:
         context = self._context
         if isinstance(edit, Copy):
             if self._facts.unified:

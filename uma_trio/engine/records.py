@@ -9,11 +9,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.kv.edits import Copy, Edit, Remove
+from uma_trio.kv.edits import Copy, Edit, Load, Remove, Save
 from uma_trio.sampling import SamplingParams
 
 __all__ = [
-    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "ModelFacts", "Remove", "Step", "StepResult", "TokenIds",
+    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Load", "ModelFacts", "Remove", "Save", "Step",
+    "StepResult", "TokenIds",
 ]  # fmt: skip
 
 TokenIds = npt.NDArray[np.int32]
@@ -119,6 +120,10 @@ class StepResult:
     """when it was done: the difference between one step's end and the next one's start is the host gap."""
     copied_rows: int = 0
     """Of the rows of logits, those that were copied before they were read."""
+    copied_ms: float = 0.0
+    """What saving and loading states took; not part of the decode."""
+    refused: Sequence[tuple[int, str]] = ()
+    """States that were not saved or not loaded: sequence and reason.  One that was to be loaded left it empty."""
 
 
 class Engine(Protocol):
@@ -133,6 +138,9 @@ class Engine(Protocol):
         Raises:
             EngineError: see there for what is left behind.
         """
+
+    def state_bytes(self, seq_id: int) -> int:
+        """What a ``Save`` of the sequence needs, as it is now."""
 
     def used_cells(self) -> dict[int, int]:
         """Tokens that the KV cache holds, by sequence; sequences without any are left out."""

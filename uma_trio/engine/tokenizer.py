@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Final
 
 import attrs
 import numpy as np
@@ -16,6 +17,9 @@ from uma_trio.engine.records import TokenIds
 
 NAMED = TokenAttr.CONTROL | TokenAttr.UNKNOWN
 """Tokens with a meaning instead of a text; found in a text only where ``parse_special`` says so."""
+
+ALOOF: Final = "\ue000"
+"""A character for private use, with which no vocabulary merges anything."""
 
 
 class NoSuchToken(ValueError):
@@ -51,7 +55,9 @@ class Tokenizer:
         self.bos = "" if vocab.bos is None else self._spelled(vocab.bos).decode("utf-8", "replace")
         self.eos = "" if vocab.eos is None else self._spelled(vocab.eos).decode("utf-8", "replace")
 
-    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> TokenIds:
+    def encode(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, continues: bool = False
+    ) -> TokenIds:
         """Token ids of a prompt, shape ``[n]``, int32.
 
         Args:
@@ -59,12 +65,16 @@ class Tokenizer:
                 around a text; not where the text spells that token itself and ``parse_special`` reads it.
             parse_special: take control tokens spelled out in the text for what they spell.  Without
                 it they are letters like others: for text that somebody else wrote.
+            continues: other tokens stand before it, so nothing is put in front: neither what
+                ``add_special`` means nor the space of a SentencePiece vocabulary.
 
         Raises:
             llama_abi.LlamaError: a lone surrogate, which UTF-8 cannot say.
 
         Blocks for about 1 ms for each 10 kB.
         """
+        if continues:
+            return self._encode_behind(text, parse_special=parse_special)
         add_special = add_special and not (parse_special and self._starts_itself(text))
         ids: TokenIds = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
         return ids
@@ -143,6 +153,24 @@ class Tokenizer:
         """The vocabulary puts a space before a text, asked of a letter."""
         letter = self._vocab.tokenize("a", add_special=False, parse_special=False)
         return b"".join(self.pieces_of(letter)) == b" a"
+
+    def _encode_behind(self, text: str, *, parse_special: bool) -> TokenIds:
+        """The tokens of ``text`` without a space in front: behind a character that is taken off again."""
+        ahead = self._ahead
+        ids: TokenIds = self._vocab.tokenize(
+            ALOOF + text if len(ahead) else text, add_special=False, parse_special=parse_special
+        )
+        if not np.array_equal(ids[: len(ahead)], ahead):  # some vocabulary does merge it
+            return self.encode(text, add_special=False, parse_special=parse_special)
+        return ids[len(ahead) :]
+
+    @cached_property
+    def _ahead(self) -> TokenIds:
+        """What ``ALOOF`` becomes, where it is needed."""
+        ids: TokenIds = self._vocab.tokenize(
+            ALOOF if self._space_prefix else "", add_special=False, parse_special=False
+        )
+        return ids
 
     def _checked(self, tokens: TokenIds | Iterable[int]) -> list[int]:
         found = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)

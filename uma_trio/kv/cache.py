@@ -12,32 +12,37 @@ tenant, can see anything: how fast an answer comes would tell others what was as
 Prefixes are found by comparing the prompt with each sequence, of which a context has 256 at most: 2 us for one
 of 2,000 tokens, and no tree to be kept up with each token and each eviction.
 
-Pure bookkeeping: what is to be done to the engine's cache is returned as edits.
+An idle sequence whose tokens are to outlive it (``durable``) is saved before its cells go to somebody else: it is
+marked, and the request that needs them waits until it is saved or has been given up.  Where a saved state has more
+of a prompt than any sequence, and loading is predicted to be faster than computing, the request waits for that.
+
+Pure bookkeeping: what is to be done to the engine's cache is returned as edits; saving and loading is done by whoever
+asks for ``to_save`` and is told ``Placement.saved``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Final, TypeAlias
+from collections.abc import Callable, Collection
+from typing import Final
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
 from uma_trio.kv.edits import Copy, Edit, Remove
-
-Tokens: TypeAlias = npt.NDArray[np.int32]
-
-WORTH_SHARING: Final = 16
-"""Tokens; a shorter common beginning is computed again."""
+from uma_trio.kv.prefix import WORTH_SHARING, Tokens, common
+from uma_trio.kv.shelf import Saved, Shelf
 
 IDLE_SHARE: Final = 0.25
 """Most of a unified cache that idle sequences may hold: attention passes over their cells for every token."""
 
 
+SHORT_SHARE: Final = 0.125
+"""Room is running short when less than this share of the sequences or of the cells is free: what would have to be
+saved before it can go is saved ahead of the request that needs its place."""
+
+
 @attrs.define(eq=False)
-class _Entry:
-    """One sequence in use, busy or idle."""
+class Entry:
+    """One sequence in use, busy or idle.  To others a handle."""
 
     tenant: int
     rank: int
@@ -47,9 +52,18 @@ class _Entry:
     reserved: int
     private: bool
     """Neither shared nor kept."""
+    durable: bool = False
+    """To be saved before its cells go to somebody else."""
     used: int = 0
     idle: bool = False
-    leader: _Entry | None = None
+    idle_since: float = 0.0
+    saved: bool = False
+    """All that it holds is on the shelf, or was given up."""
+    wanted: bool = False
+    """Somebody waits for its cells."""
+    restores: bool = False
+    """Waits for a saved state to be loaded."""
+    leader: Entry | None = None
     """Holds less than is shared with it so far, and is waited for."""
     until: int = 0
     """Tokens shared with the leader."""
@@ -65,6 +79,10 @@ class Placement:
     """Tokens of its prompt that the sequence holds."""
     waits: bool = False
     """For another sequence to hold what it shares with that one; see ``KvCache.followed``."""
+    saved: Saved | None = None
+    """Waits for this state to be loaded into its sequence; see ``KvCache.restored``."""
+    entry: Entry | None = None
+    """What to call it by then."""
 
 
 @attrs.frozen
@@ -80,6 +98,9 @@ class CacheStatistics:
     cached_sequences: int
     """Idle ones, kept for requests that begin alike."""
     cached_cells: int
+    saved_states: int
+    """On the shelf."""
+    saved_bytes: int
 
 
 class KvCache:
@@ -92,6 +113,7 @@ class KvCache:
         unified: copies are bookkeeping, and idle sequences take others' room and time.
         rewinds: a sequence's last tokens can be removed; a recurrent or sliding-window memory cannot.
         reuse: whether tokens are shared and kept at all.
+        worth_loading: (tokens that need not be computed, bytes of the state) -> whether loading is faster.
     """
 
     def __init__(
@@ -103,21 +125,25 @@ class KvCache:
         unified: bool = True,
         rewinds: bool = True,
         reuse: bool = True,
+        worth_loading: Callable[[int, int], bool] = lambda tokens, n_bytes: True,
     ) -> None:
         self._cells = n_cells
         self._cells_per_sequence = cells_per_sequence
         self._unified = unified
         self._rewinds = rewinds
         self._reuse = reuse
+        self._worth_loading = worth_loading
+        self.shelf = Shelf(rewinds=rewinds)
         self._free_ids = set(range(n_sequences))
-        self._entries: dict[int, _Entry] = {}
-        self._idle: dict[int, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
+        self._idle: dict[int, Entry] = {}
         """Longest idle first."""
         self._idle_cells = 0
-        self._followers: dict[int, _Entry] = {}
+        self._followers: dict[int, Entry] = {}
         self._reserved = 0
         """By busy and idle ones."""
         self._edits: list[Edit] = []
+        self.evicted_total = 0
         # a copy between streams moves the whole of a sequence's share: some tokens are computed sooner
         self._worth_copying = WORTH_SHARING if unified else max(WORTH_SHARING, cells_per_sequence // 64)
 
@@ -129,7 +155,14 @@ class KvCache:
     # -- requests -------------------------------------------------------------------------------
 
     def place(
-        self, prompt: Tokens, cells: int, *, tenant: int = 0, rank: int = 0, private: bool = False
+        self,
+        prompt: Tokens,
+        cells: int,
+        *,
+        tenant: int = 0,
+        rank: int = 0,
+        private: bool = False,
+        durable: bool = False,
     ) -> Placement | None:
         """A sequence with room for ``cells``, or ``None`` while there is none.
 
@@ -141,14 +174,18 @@ class KvCache:
             tenant: only what was this one's is shared.
             rank: class; only a busy sequence of the same or a lesser one is waited for.
             private: share nothing with others, and keep nothing for them.
+            durable: what it leaves behind is to be saved before it goes.
 
         Raises:
             ValueError: there never will be one: ``cells`` is more than ``largest``.
         """
         if not 0 < cells <= self.largest:
             raise ValueError(f"{cells} cells asked for; a sequence has 1 to {self.largest}")
-        entry = _Entry(tenant, rank, prompt, cells, private or not self._reuse)
+        entry = Entry(tenant, rank, prompt, cells, private or not self._reuse, durable)
         source, shared = self._longest(entry)
+        saved = self._better_saved(entry, shared)
+        if saved is not None:
+            return self._restoring(entry, saved)
         if source is not None and source.idle and self._may_take_over(source, shared):
             if not self._make_room(cells - source.reserved, spare=source, sequence=False):
                 return None
@@ -159,6 +196,9 @@ class KvCache:
                 self._branch(entry, source, shared)
             return Placement(entry.seq_id, entry.used, entry.leader is not None)
         if source is not None and source.idle:  # it would have to go to make room
+            if self._loses(source, shared):
+                source.wanted = True
+                return None
             if not self._make_room(cells - source.reserved, spare=source, sequence=False):
                 return None
             return self._take_over(source, shared, entry)
@@ -167,9 +207,9 @@ class KvCache:
     def settle(self, seq_id: int) -> int:
         """Where the request that was given ``seq_id`` had better begin, now that it does: it is moved there."""
         entry = self._entries[seq_id]
-        if self._unified or entry.used:
+        if self._unified or entry.used or entry.restores:
             return seq_id
-        idle = self._idle if self._crowds else ()
+        idle = [n for n, other in self._idle.items() if not self._must_be_saved(other)] if self._crowds else ()
         best: int = max([seq_id, *sorted(self._free_ids), *idle], key=self._beside_busy)
         if best != seq_id:
             if best in self._idle:
@@ -210,11 +250,12 @@ class KvCache:
             self._edits.append(Remove(seq_id, length))
             entry.used = length
 
-    def end(self, seq_id: int, tokens: Tokens | None = None) -> None:
+    def end(self, seq_id: int, tokens: Tokens | None = None, *, at: float = 0.0) -> None:
         """The request has ended.
 
         Args:
             tokens: the first of what the sequence holds, to be kept for others; ``None`` keeps nothing.
+            at: the present.
         """
         entry = self._entries[seq_id]
         self._followers.pop(seq_id, None)
@@ -227,6 +268,7 @@ class KvCache:
         self.rewind(seq_id, len(tokens))
         self._reserved += len(tokens) - entry.reserved
         entry.tokens, entry.reserved, entry.idle, entry.leader = tokens, len(tokens), True, None
+        entry.idle_since, entry.saved = at, False
         self._idle[seq_id] = entry
         self._idle_cells += entry.reserved
 
@@ -238,13 +280,13 @@ class KvCache:
         Args:
             stalled: sequences that do not advance; nobody waits for them.
         """
-        left: dict[int, _Entry] = {}
+        left: dict[int, Entry] = {}
         """Their leaders are gone, or will not come to hold what was waited for."""
         ready = []
         for seq_id, entry in list(self._followers.items()):
             leader = entry.leader
             assert leader is not None
-            there = self._entries.get(leader.seq_id) is leader
+            there = self._there(leader)
             if not there or (leader.used < entry.until and not self._advances(leader, entry, stalled)):
                 left[seq_id] = entry
             elif leader.used >= entry.until and not self._is_crowded:
@@ -262,7 +304,7 @@ class KvCache:
                 ready.append((seq_id, entry.used))
         return ready
 
-    def _advances(self, leader: _Entry, entry: _Entry, stalled: Collection[int]) -> bool:
+    def _advances(self, leader: Entry, entry: Entry, stalled: Collection[int]) -> bool:
         return not leader.idle and leader.rank <= entry.rank and leader.seq_id not in stalled
 
     def take_edits(self) -> tuple[Edit, ...]:
@@ -295,11 +337,105 @@ class KvCache:
         if not lost:
             self._edits += [Remove(seq_id) for seq_id in sorted([*self._entries, *self._free_ids])]
 
+    # -- saved states ---------------------------------------------------------------------------
+
+    def to_save(self, idle_before: float) -> Entry | None:
+        """The idle sequence that is to be saved next: whose cells are waited for, then the longest idle.
+
+        Args:
+            idle_before: one that became idle before this; any one while room is running short.
+        """
+        unsaved = [entry for entry in self._idle.values() if self._must_be_saved(entry)]
+        for entry in unsaved:
+            if entry.wanted:
+                return entry
+        if unsaved and (self._is_short or unsaved[0].idle_since <= idle_before):
+            return unsaved[0]
+        return None
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Some idle sequence is to be saved sooner or later."""
+        return any(self._must_be_saved(entry) for entry in self._idle.values())
+
+    def may_save(self, entry: Entry) -> bool:
+        """Whether ``entry`` is still there, as it was."""
+        return self._there(entry) and entry.idle
+
+    def saved(self, entry: Entry, state: Saved) -> list[str]:
+        """What ``entry`` holds, or held, is on the shelf as ``state``; names that leave it: see ``Shelf.add``."""
+        entry.saved = True
+        return self.shelf.add(state)
+
+    def give_up(self, entry: Entry) -> None:
+        """``entry`` cannot be saved: its cells can go."""
+        entry.saved = True
+
+    def restored(self, entry: Entry, state: Saved | None) -> int | None:
+        """The state that ``entry`` waited for is in its sequence, or (``None``) is not to be had.
+
+        Returns:
+            Tokens of the prompt that the sequence holds; ``None`` if its request has gone.
+        """
+        if not self._there(entry) or not entry.restores:
+            return None
+        entry.restores = False
+        if state is not None:
+            entry.used = len(state.tokens)
+            self.rewind(entry.seq_id, common(entry.tokens[:-1], state.tokens))
+        return entry.used
+
+    def forget(self, tokens: Tokens, *, tenant: int, needed: Callable[[Tokens], bool]) -> list[str]:
+        """Idle sequences and saved states of the first of ``tokens`` go, if nobody needs them.
+
+        Args:
+            needed: whether a list of tokens is the beginning of something that goes on.
+
+        Returns:
+            Names of states that are on the shelf no longer.
+        """
+        for entry in list(self._idle.values()):
+            mine = entry.tenant == tenant and common(entry.tokens, tokens) == len(entry.tokens)
+            if mine and not needed(entry.tokens):
+                self._remove(entry)
+        names = self.shelf.within(tokens, tenant=tenant, needed=needed)
+        for name in names:
+            self.shelf.discard(name)
+        return names
+
+    def _better_saved(self, entry: Entry, shared: int) -> Saved | None:
+        """A state that is worth loading, if ``shared`` tokens can be had without."""
+        if entry.private or not len(self.shelf):
+            return None
+        state, length = self.shelf.longest(entry.tokens[:-1], tenant=entry.tenant, most=entry.reserved)
+        if state is None or length - shared < WORTH_SHARING or not self._worth_loading(length - shared, state.n_bytes):
+            return None
+        return state
+
+    def _restoring(self, entry: Entry, state: Saved) -> Placement | None:
+        if not self._make_room(entry.reserved, spare=None, sequence=True):
+            return None
+        self._admit(entry)
+        entry.restores = True
+        return Placement(entry.seq_id, 0, waits=True, saved=state, entry=entry)
+
+    def _must_be_saved(self, entry: Entry) -> bool:
+        return entry.durable and not entry.saved
+
+    @property
+    def _is_short(self) -> bool:
+        n_sequences = len(self._free_ids) + len(self._entries)
+        few = len(self._free_ids) < max(1.0, SHORT_SHARE * n_sequences)
+        return few or self._cells - self._reserved < SHORT_SHARE * self._cells
+
+    def _there(self, entry: Entry) -> bool:
+        return self._entries.get(entry.seq_id) is entry
+
     # -- where a request starts -----------------------------------------------------------------
 
     def _longest(
-        self, entry: _Entry, *, stalled: Collection[int] = (), besides: Collection[int] = ()
-    ) -> tuple[_Entry | None, int]:
+        self, entry: Entry, *, stalled: Collection[int] = (), besides: Collection[int] = ()
+    ) -> tuple[Entry | None, int]:
         """The sequence that shares the longest beginning with ``entry``'s prompt, and how much is of use.
 
         Args:
@@ -309,14 +445,14 @@ class KvCache:
         if entry.private:
             return None, 0
         prompt = entry.tokens[:-1]
-        found: _Entry | None = None
+        found: Entry | None = None
         best = (WORTH_SHARING, -1, False, 0)
         for other in self._entries.values():
             if other.tenant != entry.tenant or other.private or other is entry or other.seq_id in besides:
                 continue
             if len(prompt) < best[0] or len(other.tokens) < best[0] or self._waits_for(other, entry):
                 continue
-            shared = _common(prompt, other.tokens)
+            shared = common(prompt, other.tokens)
             if not other.idle and (other.rank > entry.rank or other.seq_id in stalled):
                 shared = min(shared, other.used)
             if not self._rewinds and not (other.idle and shared == other.used):
@@ -327,19 +463,23 @@ class KvCache:
                 found, best = other, quality
         return found, best[0]
 
-    def _waits_for(self, entry: _Entry, other: _Entry) -> bool:
-        at: _Entry | None = entry
+    def _waits_for(self, entry: Entry, other: Entry) -> bool:
+        at: Entry | None = entry
         while at is not None:
             if at is other:
                 return True
             at = at.leader
         return False
 
-    def _may_take_over(self, source: _Entry, shared: int) -> bool:
+    def _may_take_over(self, source: Entry, shared: int) -> bool:
         """Whether what ``source`` holds behind the shared beginning may be lost."""
-        return source.used - shared <= shared
+        return source.used - shared <= shared and not self._loses(source, shared)
 
-    def _take_over(self, source: _Entry, shared: int, entry: _Entry) -> Placement:
+    def _loses(self, source: Entry, shared: int) -> bool:
+        """Whether more than a few tokens behind the shared beginning are nowhere else."""
+        return source.used - shared >= WORTH_SHARING and self._must_be_saved(source)
+
+    def _take_over(self, source: Entry, shared: int, entry: Entry) -> Placement:
         """``entry`` goes on with the sequence of ``source``, which is idle."""
         del self._idle[source.seq_id]
         self._idle_cells -= source.reserved
@@ -349,7 +489,7 @@ class KvCache:
         self.rewind(entry.seq_id, shared)
         return Placement(entry.seq_id, shared)
 
-    def _branch(self, entry: _Entry, source: _Entry, shared: int) -> None:
+    def _branch(self, entry: Entry, source: Entry, shared: int) -> None:
         """``entry``, which holds nothing, gets what it shares with ``source``, now or later."""
         if shared < self._worth_copying or not self._rewinds:
             return
@@ -364,52 +504,80 @@ class KvCache:
         """A copy between streams takes its time: one a step, or everybody would wait for all of them."""
         return not self._unified and any(isinstance(edit, Copy) for edit in self._edits)
 
-    def _copy(self, source: _Entry, entry: _Entry, length: int) -> None:
+    def _copy(self, source: Entry, entry: Entry, length: int) -> None:
         self._edits.append(Copy(source.seq_id, entry.seq_id, length))
         entry.used, entry.leader = length, None
 
     # -- room -----------------------------------------------------------------------------------
 
-    def _admit(self, entry: _Entry) -> None:
+    def _admit(self, entry: Entry) -> None:
         """Give ``entry`` a sequence, the lowest, so that few sequences stay few; one is free."""
         entry.seq_id = min(self._free_ids)
         self._free_ids.remove(entry.seq_id)
         self._entries[entry.seq_id] = entry
         self._reserved += entry.reserved
 
-    def _make_room(self, cells: int, *, spare: _Entry | None, sequence: bool) -> bool:
+    def _make_room(self, cells: int, *, spare: Entry | None, sequence: bool) -> bool:
         """Evict idle sequences, the longest idle first, until ``cells`` more can be reserved.
 
-        Nobody is evicted if that would not do.
+        Nobody is evicted if that would not do, or while one of them must be saved first.
 
         Args:
             spare: this one stays.
             sequence: an id is wanted as well.
         """
-        kept = spare.reserved if spare is not None and spare.idle else 0
-        others = len(self._idle) - (1 if kept else 0)
-        if self._reserved + cells - (self._idle_cells - kept) > self._cells:
+        missing = self._reserved + cells - self._cells
+        wants_id = sequence and not self._free_ids
+        able = [entry for entry in self._idle.values() if entry is not spare]
+        if self._crowds:
+            able.sort(key=lambda entry: -self._beside_busy(entry.seq_id))
+        victims = []
+        for entry in able:
+            if missing <= 0 and not wants_id:
+                break
+            victims.append(entry)
+            missing -= entry.reserved
+            wants_id = False
+        if missing > 0 or wants_id:
             return False
-        if sequence and not self._free_ids and not others:
-            return False
-        while self._reserved + cells > self._cells or (sequence and not self._free_ids):
-            self._evict_one(spare)
-        return True
+        return self._evict(victims)
 
     def _trim(self) -> None:
-        """Idle sequences hold their share at most; what is more than that by itself goes first."""
+        """Idle sequences hold their share at most; what is more than that by itself goes first.
+
+        Not while nobody is served: then they slow nobody down.
+        """
+        if len(self._entries) == len(self._idle):
+            return
         most = IDLE_SHARE * self._cells
-        for entry in [entry for entry in self._idle.values() if entry.reserved > most]:
-            self._remove(entry)
-        while self._idle_cells > most:
-            self._evict_one()
+        self._evict_each([entry for entry in self._idle.values() if entry.reserved > most])
+        excess = self._idle_cells - most
+        victims = []
+        for entry in self._idle.values():
+            if excess <= 0:
+                break
+            victims.append(entry)
+            excess -= entry.reserved
+        self._evict_each(victims)
 
-    def _evict_one(self, spare: _Entry | None = None) -> None:
-        """The longest idle; of those beside busy ones, where that matters."""
-        able = [entry for entry in self._idle.values() if entry is not spare]
-        self._remove(max(able, key=lambda entry: self._beside_busy(entry.seq_id)) if self._crowds else able[0])
+    def _evict(self, victims: Collection[Entry]) -> bool:
+        """All of them, or none while some must be saved."""
+        unsaved = [entry for entry in victims if self._must_be_saved(entry)]
+        for entry in unsaved:
+            entry.wanted = True
+        if not unsaved:
+            self._evict_each(victims)
+        return not unsaved
 
-    def _remove(self, entry: _Entry) -> None:
+    def _evict_each(self, victims: Collection[Entry]) -> None:
+        for entry in victims:
+            if self._must_be_saved(entry):
+                entry.wanted = True
+            else:
+                self.evicted_total += 1
+                self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
         """Give back the sequence and its cells.  Its tokens leave the cache with the next edits."""
         if entry.idle:
             del self._idle[entry.seq_id]
@@ -434,6 +602,8 @@ class KvCache:
             cells=self._cells,
             cached_sequences=len(self._idle),
             cached_cells=self._idle_cells,
+            saved_states=len(self.shelf),
+            saved_bytes=self.shelf.n_bytes,
         )
 
     def check_integrity(self) -> None:
@@ -447,14 +617,6 @@ class KvCache:
         assert all(entry.used == len(entry.tokens) for entry in self._idle.values())
         assert not any(entry.private for entry in self._idle.values())
         assert self._followers == {seq_id: entry for seq_id, entry in entries.items() if entry.leader is not None}
+        assert not any(entry.idle and entry.restores for entry in entries.values())
+        assert not any(entry.used for entry in entries.values() if entry.restores)
         assert not self._free_ids & set(entries)
-
-
-def _common(a: Tokens, b: Tokens) -> int:
-    """Tokens at the beginning that both have."""
-    n = min(len(a), len(b))
-    if n == 0 or a[0] != b[0]:
-        return 0
-    differ = a[:n] != b[:n]
-    at = int(differ.argmax())
-    return at if differ[at] else n

@@ -42,6 +42,10 @@ class LoadedModel:
     """What ticks cost here, measured while loading."""
     cost_name: str
     """Under which to keep what is learned later."""
+    name: str
+    """Says which model it is: what tokens mean."""
+    state_name: str
+    """Says that, and how the states of its sequences are laid out."""
 
     def piece(self, token: int) -> bytes:
         """The bytes that ``token`` stands for."""
@@ -115,7 +119,14 @@ def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
         name = known_costs.circumstances(path, *engine.circumstances)
         cost = calibrate(engine, known=known_costs.recall(name))
     prompts = PromptMaker(engine.tokenizer, _chat_template(engine), config.limits)
-    return LoadedModel(engine, prompts, cost, name)
+    return LoadedModel(
+        engine,
+        prompts,
+        cost,
+        cost_name=name,
+        name=known_costs.circumstances(path),
+        state_name=known_costs.circumstances(path, *engine.state_layout),
+    )
 
 
 def _chat_template(engine: LlamaEngine) -> ChatTemplate | None:

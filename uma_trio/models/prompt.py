@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import attrs
+import numpy as np
 import trio
 
 from uma_trio.config import Limits
@@ -12,7 +14,7 @@ from uma_trio.engine.records import TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.messages import ChatMessage, Generate
 
 INLINE_BYTES: Final = 4096
 """Shorter prompts are tokenized where they arrive, in well under a millisecond; a thread would cost more."""
@@ -25,7 +27,19 @@ class Prompt:
     tokens: TokenIds
     """Shape ``[n]``."""
     text: str
-    """As it was tokenized: for ``messages``, the rendered template."""
+    """As it was tokenized: for ``messages``, the rendered template.  Of a session what is new."""
+    dropped: int = 0
+    """Tokens that had to go; see ``Generate.n_keep``."""
+
+
+@attrs.frozen(eq=False)
+class Before:
+    """What was said in a session before."""
+
+    tokens: TokenIds
+    """Shape ``[n]``: of prompts and answers, or of the last rendered chat and its answer."""
+    messages: Sequence[ChatMessage] = ()
+    """Of a chat; nothing of a session of prompts."""
 
 
 def checked_size(request: Generate, limits: Limits) -> int:
@@ -52,8 +66,11 @@ class PromptMaker:
     """``None`` for a model without a template."""
     limits: Limits
 
-    async def make(self, request: Generate) -> Prompt:
+    async def make(self, request: Generate, before: Before | None = None) -> Prompt:
         """The prompt of ``request``.  Long ones are made in a thread; can be cancelled.
+
+        Args:
+            before: of a session: its prompt follows these tokens, its messages these messages.
 
         Raises:
             PromptTooLarge: more than ``max_prompt_bytes``, seen before anything is rendered.
@@ -61,15 +78,40 @@ class PromptMaker:
         """
         size = checked_size(request, self.limits)
         if size <= INLINE_BYTES and request.messages is None:
-            return self._make(request)
-        return await trio.to_thread.run_sync(self._make, request, abandon_on_cancel=True)
+            return self._make(request, before)
+        return await trio.to_thread.run_sync(self._make, request, before, abandon_on_cancel=True)
 
-    def _make(self, request: Generate) -> Prompt:
-        text = request.prompt if request.messages is None else self._render(request)
-        assert text is not None
+    def _make(self, request: Generate, before: Before | None) -> Prompt:
+        said = np.empty(0, np.int32) if before is None else before.tokens
+        if request.prompt is not None:
+            return Prompt(self._after(said, request.prompt), request.prompt)
+        messages = [*(before.messages if before is not None else ()), *(request.messages or ())]
+        text = self._render(messages)
+        if len(said):
+            spoken = self.tokenizer.decode(said, special=True).removeprefix("" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos)
+            if text.startswith(spoken):  # the answer's own tokens stay, however it would be cut into tokens anew
+                return Prompt(self._after(said, text[len(spoken) :]), text)
         return Prompt(self.tokenizer.encode(text), text)
 
-    def _render(self, request: Generate) -> str:
+    def _after(self, said: TokenIds, text: str) -> TokenIds:
+        if not len(said):
+            return self.tokenizer.encode(text)
+        return np.concatenate([said, self.tokenizer.encode(text, continues=True)])
+
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
         if self.chat is None:
             raise BadRequest("this model has no chat template: send prompt instead of messages")
-        return self.chat.render([attrs.asdict(message) for message in request.messages or ()])
+        return self.chat.render([attrs.asdict(message) for message in messages])
+
+    def shown(self, tokens: Sequence[int], text: str) -> TokenIds:
+        """The first of ``tokens`` that say ``text``, which a stop string has cut off somewhere; ``[n]``."""
+        left, n = len(text.encode()), 0
+        for token in tokens:
+            size = len(self.tokenizer.piece(token))
+            if size > left:
+                break
+            left -= size
+            n += 1
+        kept = np.asarray(tokens[:n], np.int32)
+        rest = text.encode()[len(text.encode()) - left :].decode("utf-8", "replace")
+        return np.concatenate([kept, self.tokenizer.encode(rest, continues=True)]) if rest else kept

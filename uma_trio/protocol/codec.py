@@ -19,6 +19,7 @@ from uma_trio.protocol.messages import (
     Generate,
     Metrics,
     ServerEvent,
+    SessionList,
     Token,
 )
 from uma_trio.protocol.payload import Encoding
@@ -173,5 +174,5 @@ class NewlineCodec:
                 return b"\n"
             case Failure(code=code, message=message):
                 return f"error: {code} {' '.join(message.splitlines())}\n".encode()
-            case Metrics():
-                raise AssertionError("nobody can ask for metrics in the newline protocol")
+            case Metrics() | SessionList():
+                raise AssertionError("nobody can ask for that in the newline protocol")

@@ -1,7 +1,7 @@
 """What client and server can say to each other, as frozen records.
 
-Three messages come from the client (``Generate``, ``Cancel``, ``MetricsQuery``), five events go
-back (``Token``, ``Eos``, ``Failure``, ``Metrics`` and nothing else ever).  Bounds that hold for every
+Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``; ``Token``, ``Eos``, ``Failure``,
+``Metrics`` and ``SessionList`` go back, and nothing else ever.  Bounds that hold for every
 server stand here, in the types; bounds that a server is configured with are ``runner.admission``'s.
 
 Source: docs/PROTOCOL.md.
@@ -32,6 +32,7 @@ MAX_COMPLAINT: Final = 300
 """Characters of an error message about a field: it may quote what the client sent."""
 
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
+SessionId = Annotated[str, Meta(min_length=1, max_length=256)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
 
@@ -84,6 +85,10 @@ class Generate:
     """Share computed tokens with requests of the same user that begin alike."""
     speculate: bool | None = None
     """Whether to check guesses at what follows; ``None``: where they pay.  The text is the same."""
+    session_id: SessionId | None = None
+    """Goes on with what was said in this session before, and is remembered in it."""
+    n_keep: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Where prompt and answer do not fit into the context: the oldest tokens after so many may go.  ``None``: none."""
     slo: Slo = attrs.field(factory=Slo)
     metadata: dict[str, Any] | None = None
     """Echoed in ``eos`` and ``error``."""
@@ -109,7 +114,20 @@ class MetricsQuery:
     keep_alive: bool = False
 
 
-ClientMessage = Generate | Cancel | MetricsQuery
+@attrs.frozen(kw_only=True)
+class SessionQuery:
+    """About the user's sessions: all of them, or one."""
+
+    action: Literal["list", "describe", "close", "fork"] = "list"
+    session_id: SessionId | None = None
+    """Of all but ``list``."""
+    new_id: SessionId | None = None
+    """Of ``fork``: the name of the session that goes on from where the other one is."""
+    id: Id | None = None
+    keep_alive: bool = False
+
+
+ClientMessage = Generate | Cancel | MetricsQuery | SessionQuery
 
 
 @attrs.frozen(kw_only=True)
@@ -120,6 +138,36 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that did not have to be computed."""
+    dropped_tokens: int = 0
+    """Tokens of what was said before that had to go, for the rest to fit; see ``n_keep``."""
+
+
+@attrs.frozen(kw_only=True)
+class SessionInfo:
+    """What there is of one session."""
+
+    session_id: str
+    turns: int
+    """Requests answered in it."""
+    tokens: int
+    """Of all that was said."""
+    durable: bool
+    """Its tokens are on disk: it survives the server."""
+    busy: bool = False
+    """It is answering."""
+    created_at: float = 0.0
+    """Seconds since 1970, as"""
+    used_at: float = 0.0
+    """when it was last used."""
+
+
+@attrs.frozen(kw_only=True)
+class SessionList:
+    """The answer to a ``SessionQuery``."""
+
+    sessions: list[SessionInfo]
+    """All of the user's, the last used first; or the one that was asked about, forked or closed."""
+    id: str | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -164,6 +212,8 @@ class Eos:
     stop: str | None = None
     """The stop string that was found, if one was."""
     seed: int | None = None
+    session: SessionInfo | None = None
+    """Of a request with a ``session_id``, after it."""
     metadata: dict[str, Any] | None = None
 
 
@@ -196,9 +246,9 @@ class Metrics:
     id: str | None = None
 
 
-ServerEvent = Token | Eos | Failure | Metrics
+ServerEvent = Token | Eos | Failure | Metrics | SessionList
 
-_EVENT_NAMES: Final = {Token: "token", Eos: "eos", Failure: "error", Metrics: "metrics"}
+_EVENT_NAMES: Final = {Token: "token", Eos: "eos", Failure: "error", Metrics: "metrics", SessionList: "sessions"}
 
 
 def parse(fields: dict[str, Any]) -> ClientMessage:
@@ -230,14 +280,25 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return msgspec.convert(fields, Cancel)
     if kind == "metrics":
         return msgspec.convert(fields, MetricsQuery)
+    if kind == "sessions":
+        return _parse_session_query(fields)
     if kind not in (None, "generate"):
-        raise BadRequest("type must be 'generate' or 'metrics'")
+        raise BadRequest("type must be 'generate', 'metrics' or 'sessions'")
     request = msgspec.convert(fields, Generate)
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")
     if request.metadata is not None:
         _check_metadata(request.metadata)
     return request
+
+
+def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
+    query = msgspec.convert(fields, SessionQuery)
+    if (query.session_id is None) != (query.action == "list"):
+        raise BadRequest("give session_id to describe, close or fork a session, and not to list all")
+    if (query.new_id is None) != (query.action != "fork"):
+        raise BadRequest("give new_id to fork a session, and only then")
+    return query
 
 
 def _shortened(complaint: str) -> str:
@@ -286,7 +347,11 @@ def _plain(record: attrs.AttrsInstance) -> dict[str, Any]:
     """Unlike ``attrs.asdict``, does not go into ``metadata``: it is plain already, and not ours to walk."""
     found = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
     return {
-        name: _plain(value) if attrs.has(type(value)) else value
+        name: _plain(value)
+        if attrs.has(type(value))
+        else [_plain(item) for item in value]
+        if name == "sessions"
+        else value
         for name, value in found.items()
         if value is not None
     }

@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import attrs
+import numpy as np
+
 from uma_trio.config import Limits
 from uma_trio.engine.records import ModelFacts
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, PromptTooLarge
+from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate
+
+
+def fitted(prompt: Prompt, request: Generate, facts: ModelFacts, limits: Limits) -> Prompt:
+    """``prompt``, or if it does not fit and ``n_keep`` allows it, without the oldest tokens after the first ``n_keep``.
+
+    As many go as are needed, in steps of half of what can go: then a chat that has filled the context goes on for
+    many turns on what is left of it, and nothing of that is computed twice.  What stays is computed anew: shifting what
+    was computed, as llama.cpp can, would keep in it what is said to be gone, and not be the same after a restart.
+    """
+    if request.n_keep is None:
+        return prompt
+    wanted = request.max_tokens or min(limits.default_max_tokens, limits.max_tokens)
+    room = facts.window - wanted + 1
+    n = len(prompt.tokens)
+    step = (room - request.n_keep) // 2
+    if n <= room or step < 1:
+        return prompt
+    dropped = -(-(n - room) // step) * step
+    kept = np.concatenate([prompt.tokens[: request.n_keep], prompt.tokens[request.n_keep + dropped :]])
+    return attrs.evolve(prompt, tokens=kept, dropped=prompt.dropped + dropped)
 
 
 def tokens_to_generate(request: Generate, n_prompt: int, facts: ModelFacts, limits: Limits) -> int:

@@ -13,6 +13,7 @@ from uma_trio.engine.thread import Pending
 from uma_trio.errors import UmaError
 from uma_trio.protocol.messages import Reason
 from uma_trio.runner.job import Job
+from uma_trio.runner.spiller import Transfer
 from uma_trio.scheduling.policy import Plan
 
 SURPRISING: Final = 0.5
@@ -31,6 +32,8 @@ class Flight:
     freed: Sequence[Job]
     """Ended from outside; their tokens leave the KV cache."""
     pending: Pending[StepResult]
+    transfer: Transfer | None = None
+    """The state that it saves or loads."""
 
     def drawn(self, result: StepResult) -> Iterator[tuple[Job, Sequence[int]]]:
         """Who has got which tokens, guesses and all."""
@@ -80,6 +83,7 @@ def launch(
     edits: Sequence[Edit],
     freed: Sequence[Job],
     submit: Callable[[Step], Pending[StepResult]],
+    transfer: Transfer | None = None,
 ) -> Flight:
     """Start the step that ``chosen`` asks for, and book what it feeds."""
     jobs: list[Job] = []
@@ -105,4 +109,4 @@ def launch(
         jobs.append(job)
         if feed.draws:
             drawing.append((job, 1))
-    return Flight(chosen, jobs, drawing, freed, submit(Step(edits, [feeds for feeds in batches if feeds])))
+    return Flight(chosen, jobs, drawing, freed, submit(Step(edits, [feeds for feeds in batches if feeds])), transfer)

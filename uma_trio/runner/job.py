@@ -66,6 +66,8 @@ class Job:
     """What the policy sees of it."""
     target_tbt_s: float
     """Its next token is due so long after the last one."""
+    durable: bool = False
+    """What it leaves in the cache is to be saved before it has to go."""
 
     state: State = State.QUEUED
     seq_id: int = -1
@@ -190,7 +192,12 @@ class Job:
         return Eos(
             id=self.request.id,
             reason=reason,
-            usage=Usage(prompt_tokens=len(self.prompt.tokens), completion_tokens=n, cached_tokens=self.n_cached),
+            usage=Usage(
+                prompt_tokens=len(self.prompt.tokens),
+                completion_tokens=n,
+                cached_tokens=self.n_cached,
+                dropped_tokens=self.prompt.dropped,
+            ),
             timings=Timings(
                 queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),
                 ttft_ms=None if first is None else _ms(first - self.arrived_at),

@@ -9,6 +9,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections import deque
@@ -21,10 +22,11 @@ import structlog
 import trio
 
 from uma_trio.config import Config
-from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult
+from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult, TokenIds
 from uma_trio.engine.thread import EngineThread, Pending
-from uma_trio.errors import DecodeFailed, QueueFull, ShuttingDown, UmaError
-from uma_trio.kv.cache import KvCache
+from uma_trio.errors import DecodeFailed, KvFull, QueueFull, ShuttingDown, UmaError
+from uma_trio.kv.cache import Entry, KvCache
+from uma_trio.kv.shelf import Saved
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Failure, Generate, Reason, Token
 from uma_trio.runner import admission
@@ -32,9 +34,10 @@ from uma_trio.runner.book import Book
 from uma_trio.runner.chain import Chained
 from uma_trio.runner.flight import Delivery, Flight, Landed, launch
 from uma_trio.runner.job import MOST_GUESSES, Job, Sink, State
+from uma_trio.runner.spiller import InThread, Spiller, StateFiles, Transfer
 from uma_trio.sampling import Lookup, SamplingParams
 from uma_trio.scheduling import fairness
-from uma_trio.scheduling.cost import CostModel
+from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.policy import Memory, Plan, Priority, Slot, plan
 from uma_trio.telemetry.perf_records import PerfSink
 
@@ -67,6 +70,8 @@ class Runner:
         config: limits and scheduling.
         cost: what is known of the engine's speed at the start.
         perf: gets a record of each tick and each request.
+        files: where sequences go that are to outlive their cells; ``None``: nowhere.
+        in_thread: runs a blocking call.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class Runner:
         config: Config,
         cost: CostModel | None = None,
         perf: PerfSink | None = None,
+        files: StateFiles | None = None,
+        in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
         self._engine = engine
         self._thread = thread
@@ -93,6 +100,10 @@ class Runner:
             unified=self.facts.unified,
             rewinds=self.facts.rewinds,
             reuse=config.scheduling.prefix_reuse,
+            worth_loading=self._worth_loading,
+        )
+        self._spiller = (
+            None if files is None else self._make_spiller(files, config.sessions.spill_after_s, in_thread)
         )
         self._eog = frozenset(self.facts.eog_ids)
         self._eog_mask = np.asarray(self.facts.eog_ids, dtype=np.int32)
@@ -110,13 +121,30 @@ class Runner:
         """Behind ``_flight``; may have begun already."""
         self._stopped = False
 
+    def _make_spiller(self, files: StateFiles, after_s: float, in_thread: InThread) -> Spiller:
+        async def state_bytes(seq_id: int) -> int:
+            return await self._thread.run(lambda: self._engine.state_bytes(seq_id))
+
+        return Spiller(
+            self.cache,
+            files,
+            state_bytes,
+            self.wake,
+            self._worth_loading,
+            after_s=after_s,
+            in_thread=in_thread,
+        )
+
     # -- asked from outside, between ticks ------------------------------------------------------
 
-    def submit(self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0) -> Job:
+    def submit(
+        self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0, durable: bool = False
+    ) -> Job:
         """Take a request on.  Its events go to ``sink``; ``job.done`` is set after the last of them.
 
         Args:
             tenant: whose service it counts as.
+            durable: what it leaves in the cache is to be saved before it has to go.
 
         Raises:
             UmaError: it cannot be served; see ``admission``.
@@ -125,6 +153,7 @@ class Runner:
         """
         if self._closed is not None:
             raise self._closed
+        prompt = admission.fitted(prompt, request, self.facts, self._limits)
         max_tokens = admission.tokens_to_generate(request, len(prompt.tokens), self.facts, self._limits)
         seed = request.seed if request.seed is not None else secrets.randbits(63)
         params = SamplingParams(request.temperature, request.top_k, request.top_p, seed)
@@ -137,6 +166,7 @@ class Runner:
             sink=sink,
             arrived_at=trio.current_time(),
             slot=self._slot(request, prompt, tenant),
+            durable=durable and self._spiller is not None,
             target_tbt_s=self._target_tbt_ms(request) / 1e3,
         )
         self._note_arrival(tenant)
@@ -169,9 +199,14 @@ class Runner:
         background = request.slo.priority == "background"
         return self._scheduling.background_tbt_ms if background else self._scheduling.target_tbt_ms
 
-    def _queue_full(self) -> QueueFull:
+    def _queue_full(self) -> QueueFull | KvFull:
         """With an estimate of the wait: what requests take on average, for each turn that must come first."""
-        error = QueueFull(f"{len(self._queue)} requests wait already")
+        waiting = f"{len(self._queue)} requests wait already"
+        kv = self.cache.statistics()
+        if kv.sequences < self.facts.n_seq_max:  # not for a sequence, so for cells
+            error: QueueFull | KvFull = KvFull(f"{kv.cells_reserved} of {kv.cells} KV cells are in use, and {waiting}")
+        else:
+            error = QueueFull(waiting)
         if self.telemetry.served_ms.value is not None:
             turns = 1 + len(self._queue) // self.facts.n_seq_max
             error.retry_after_ms = round(turns * self.telemetry.served_ms.value)
@@ -197,6 +232,22 @@ class Runner:
         """Take no more requests; those that were taken go on."""
         self._closed = reason or ShuttingDown("the server is shutting down")
 
+    async def save_sessions(self) -> None:
+        """Until all that is to outlive the cache is saved.  ``run`` must be running."""
+        if self._spiller is not None:
+            await self._spiller.save_everything()
+
+    def forget(self, tokens: TokenIds, *, tenant: int, needed: Callable[[TokenIds], bool]) -> None:
+        """What was kept of a conversation goes, in the cache and on disk.
+
+        Args:
+            needed: whether a list of tokens is the beginning of something that goes on.
+        """
+        names = self.cache.forget(tokens, tenant=tenant, needed=needed)
+        if self._spiller is not None:
+            self._spiller.remove(names)
+        self.wake()
+
     async def wait_idle(self) -> None:
         """Until no request is left and all KV is freed, or nobody ticks any more."""
         while self._busy and not self._stopped:
@@ -216,7 +267,13 @@ class Runner:
             "queue_depth": len(self._queue),
             "running": len(self._running),
             "tick_error": round(self.cost.mixed.error, 3),
-            "kv": attrs.asdict(kv),
+            "kv": {
+                **attrs.asdict(kv),
+                "evicted_total": self.cache.evicted_total,
+                "bytes": round(kv.cells * self.facts.kv_bytes_per_token),
+                "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * self.facts.kv_bytes_per_token),
+            },
+            "spill": None if self._spiller is None else self._spiller.meters.snapshot(),
             "sessions_inter_token_ms": {
                 job.request.id: round(job.inter_token_ewma_ms, 3)
                 for job in self._running.values()
@@ -226,12 +283,19 @@ class Runner:
 
     # -- the tick -------------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Tick until cancelled.
 
         Raises:
             EngineError: the engine failed and could not be started again.
         """
+        async with trio.open_nursery() as nursery:
+            if self._spiller is not None:
+                await nursery.start(self._spiller.run)
+            task_status.started()
+            await self._tick_forever()
+
+    async def _tick_forever(self) -> None:
         try:
             while True:
                 landed = None if self._flight is None else await self._land(self._flight)
@@ -264,9 +328,11 @@ class Runner:
         try:
             result = await flight.pending.wait()
             now = trio.current_time()
+            self._copied(flight.transfer, result)
             if self._chained is not None and self._chained.is_decided:
                 await trio.sleep(min(LAUNCHING_S, LAUNCHING_SHARE * flight.plan.predicted_ms / 1e3))
         except EngineError as error:
+            self._copied(flight.transfer, None)
             await self._recover(flight, error)
             return None
         deliveries = []
@@ -326,16 +392,19 @@ class Runner:
                 prompts.append(job.slot)
         if self.cache.has_followers:
             prompts += self._followed(stalled)
-        chosen = self._plan(streams, prompts)
+        transfer, copy_ms = self._next_copy(streams)
+        chosen = self._plan(streams, prompts, copy_ms)
         self._memory = chosen.memory
         jobs = dict(self._running)  # as the plan calls them
         for share in chosen.shares:
             self._settle(jobs[share.seq_id])
         edits = self.cache.take_edits()
+        if transfer is not None:
+            edits = (*edits, transfer.edit)
         if not chosen.streams and not chosen.shares and not edits:
             return None
         freed, self._freed = self._freed, []
-        flight = launch(chosen, jobs, edits, freed, self._submit)
+        flight = launch(chosen, jobs, edits, freed, self._submit, transfer)
         time.sleep(0)  # lets go of the GIL, or the step would begin after the delivery that is to overlap it
         for job in flight.jobs:
             self.cache.use(job.seq_id, job.n_fed)
@@ -350,12 +419,27 @@ class Runner:
                 job.seq_id = job.slot.seq_id = seq_id
                 self._running[seq_id] = job
 
-    def _plan(self, streams: Sequence[Slot], prompts: Sequence[Slot]) -> Plan:
+    def _next_copy(self, streams: Sequence[Slot]) -> tuple[Transfer | None, float]:
+        """The state that this step saves or loads, and the milliseconds that this takes."""
+        if self._spiller is None or not self._spiller.waits:
+            return None, 0.0
+        now = trio.current_time()
+        tick_ms = self.cost.predict(Work(0, len(streams), sum([slot.context for slot in streams])))
+        spare_ms = 1e3 * (min([slot.due_s for slot in streams]) - now) - tick_ms if streams else math.inf
+        transfer = self._spiller.next(spare_ms, tick_ms, now)
+        return transfer, 0.0 if transfer is None else self._spiller.predicted_ms(transfer)
+
+    def _copied(self, transfer: Transfer | None, result: StepResult | None) -> None:
+        if transfer is not None:
+            assert self._spiller is not None
+            self._spiller.landed(transfer, result)
+
+    def _plan(self, streams: Sequence[Slot], prompts: Sequence[Slot], copy_ms: float = 0.0) -> Plan:
         return plan(
             streams,
             prompts,
             self._memory,
-            now_s=trio.current_time(),
+            now_s=trio.current_time() + copy_ms / 1e3,
             cost=self.cost,
             capacity=self.facts.n_batch,
             limits=self._scheduling,
@@ -366,6 +450,8 @@ class Runner:
         """Make the next step ready behind ``flight``, if the same streams will simply go on."""
         jobs, chosen = flight.jobs, flight.plan
         if chosen.shares or chosen.drafts or not jobs or len(jobs) != len(self._running) or self.cache.has_edits:
+            return
+        if self._spiller is not None and self._spiller.waits:
             return
         if any(job.state is State.DONE or len(job.tokens) + 1 >= job.max_tokens for job in jobs):
             return  # the last of these tokens is under way
@@ -429,15 +515,39 @@ class Runner:
             tenant=job.slot.tenant,
             rank=job.slot.priority,
             private=not job.request.cache_prompt,
+            durable=job.durable,
         )
         if placement is None:
+            if self._spiller is not None:
+                self._spiller.look()  # something may have to be saved to make room
             return False
         job.seq_id = job.slot.seq_id = placement.seq_id
         job.state, job.admitted_at, job.waits = State.PREFILL, trio.current_time(), placement.waits
         if not job.waits:
             self._reuse(job, placement.held)
         self._running[job.seq_id] = job
+        if placement.saved is not None:
+            assert self._spiller is not None
+            assert placement.entry is not None
+            self._spiller.fetch(placement.entry, placement.saved, self._restored)
         return True
+
+    def _restored(self, entry: Entry, state: Saved | None) -> None:
+        """What ``entry``'s request waited for is there, or (``None``) must be computed."""
+        held = self.cache.restored(entry, state)
+        if held is not None:
+            job = self._running[entry.seq_id]
+            job.waits = False
+            self._reuse(job, held)
+            self.wake()
+
+    def _worth_loading(self, n_tokens: int, n_bytes: int) -> bool:
+        """Whether loading a state is predicted to be faster than computing ``n_tokens`` of it."""
+        if self._spiller is None:
+            return False
+        chunk = min(n_tokens, self.facts.n_batch)
+        compute_ms = self.cost.predict(Work(chunk, 0, 0, prompt_context=n_tokens / 2)) * n_tokens / chunk
+        return self._spiller.load_ms(n_bytes) < compute_ms
 
     # -- while the next step computes -----------------------------------------------------------
 
@@ -495,7 +605,9 @@ class Runner:
             self._queue.remove(job)
         elif self._running.get(job.seq_id) is job:
             del self._running[job.seq_id]
-            self.cache.end(job.seq_id, job.known_tokens() if keep else None)
+            self.cache.end(job.seq_id, job.known_tokens() if keep else None, at=trio.current_time())
+            if self._spiller is not None:
+                self._spiller.look()
             if job.cancelled_at is not None:
                 self._freed.append(job)
 

@@ -167,3 +167,51 @@ class Telemetry:
             "requests_total": dict(self.requests),
             "rejected_total": dict(self.rejected),
         }
+
+
+@attrs.define
+class SpillMeters:
+    """What was saved to files and loaded from them."""
+
+    saved_total: int = 0
+    saved_bytes_total: int = 0
+    loaded_total: int = 0
+    loaded_bytes_total: int = 0
+    loaded_tokens_total: int = 0
+    """Tokens that did not have to be computed."""
+    failed_total: int = 0
+    """Sequences that could not be saved."""
+    unusable_total: int = 0
+    """States that could not be loaded."""
+    stall_ms: Recent = attrs.field(factory=Recent)
+    """What the copies made steps take longer."""
+    stall_max_ms: float = 0.0
+
+    def saved(self, n_bytes: int) -> None:
+        self.saved_total += 1
+        self.saved_bytes_total += n_bytes
+
+    def loaded(self, n_bytes: int, n_tokens: int) -> None:
+        self.loaded_total += 1
+        self.loaded_bytes_total += n_bytes
+        self.loaded_tokens_total += n_tokens
+
+    def stalled(self, ms: float) -> None:
+        self.stall_ms.add(ms)
+        self.stall_max_ms = max(self.stall_max_ms, ms)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain numbers; ``None`` for what was not measured yet."""
+        p50, p99 = self.stall_ms.percentiles(50, 99)
+        return {
+            "saved_total": self.saved_total,
+            "saved_bytes_total": self.saved_bytes_total,
+            "loaded_total": self.loaded_total,
+            "loaded_bytes_total": self.loaded_bytes_total,
+            "loaded_tokens_total": self.loaded_tokens_total,
+            "failed_total": self.failed_total,
+            "unusable_total": self.unusable_total,
+            "stall_p50_ms": p50,
+            "stall_p99_ms": p99,
+            "stall_max_ms": round(self.stall_max_ms, 3) if self.stall_ms.percentiles(50)[0] is not None else None,
+        }

@@ -1,0 +1,238 @@
+"""Sequences that are saved before their cells go, and loaded when they are wanted: over a fake engine in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+
+from tests.support.asking import Client, House, asking
+from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.state_files import MemoryFiles
+from uma_trio.engine.records import EngineError, Load, Save
+
+LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
+NEVER = 1e8
+
+
+def story(n: int, length: int = 300) -> list[int]:
+    return random.Random(n).choices(range(1, 800), k=length)
+
+
+def small(unified: bool = True, n_seq_max: int = 3) -> FakeEngine:
+    """With room for a few stories."""
+    return FakeEngine(n_ctx=1024 * n_seq_max, n_seq_max=n_seq_max, unified=unified)
+
+
+def is_right(client: Client) -> bool:
+    return client.tokens == expected_continuation(client.prompt, len(client.tokens))
+
+
+def copies(house: House, kind: type) -> list[float]:
+    return [edit for step in house.engine.steps for edit in step.edits if isinstance(edit, kind)]
+
+
+async def told(house: House, n: int, n_tokens: int = 8, **fields: object) -> list[int]:
+    """A story told to the end; what the next part begins with."""
+    client = await house.answer(story(n), n_tokens, durable=True, **fields)
+    assert is_right(client)
+    return [*client.prompt, *client.tokens]
+
+
+async def settled(house: House) -> None:
+    """What is being saved is."""
+    with trio.fail_after(100):
+        while house.runner.cache.to_save(float("inf")) is not None:
+            await trio.sleep(0.1)
+    await trio.testing.wait_all_tasks_blocked()
+
+
+@LAYOUTS
+async def test_what_had_to_go_comes_back(autojump_clock, unified):
+    files = MemoryFiles()
+    async with asking(small(unified), files, spill_after_s=NEVER) as house:
+        said = [await told(house, n) for n in range(12)]
+        await settled(house)
+        assert len(files.states) >= 9
+        for n, tokens in enumerate(said):
+            before = house.computed
+            client = await house.answer([*tokens, 900 + n], 8, durable=True)
+            assert is_right(client)
+            assert client.cached == len(tokens) - 1
+            assert house.computed - before == 2
+        assert house.runner.snapshot()["spill"]["loaded_total"] >= 9
+        await house.clean()
+        assert files.open_files == 0
+
+
+@LAYOUTS
+async def test_who_needs_the_room_waits_until_it_is_saved(autojump_clock, unified):
+    files = MemoryFiles()
+    async with asking(small(unified), files, spill_after_s=NEVER) as house:
+        for n in range(2):
+            await told(house, n)
+        big = house.ask(story(7, 1000 if not unified else 2500), 8)
+        await house.ended(big)
+        assert is_right(big)
+        saved = {tuple(saved.tokens.tolist()) for saved in files.scan()}
+        for n in range(2):
+            tokens = [*story(n), *expected_continuation(story(n), 7)]
+            assert tuple(tokens) in saved or tokens in held_stories(house)
+        await house.clean()
+
+
+def held_stories(house: House) -> list[list[int]]:
+    return [house.engine._cache[seq_id].tokens for seq_id in house.engine.used_cells()]
+
+
+async def test_only_what_is_to_last_is_saved(autojump_clock):
+    files = MemoryFiles()
+    async with asking(small(), files, spill_after_s=0) as house:
+        for n in range(12):
+            assert is_right(await house.answer(story(n), 8))
+        await trio.sleep(10)
+        assert not files.states
+        await house.clean()
+
+
+async def test_idle_for_long_enough_it_is_saved_although_its_room_is_not_needed(autojump_clock):
+    files = MemoryFiles()
+    async with asking(small(n_seq_max=16), files, spill_after_s=20) as house:
+        tokens = await told(house, 1)
+        await trio.sleep(19)
+        assert not files.states
+        await trio.sleep(3)
+        assert [saved.tokens.tolist() for saved in files.scan()] == [tokens[:-1]]
+        client = await house.answer([*tokens, 900], 8, durable=True)
+        assert is_right(client)
+        assert not copies(house, Load), "it is still there"
+        await trio.sleep(30)
+        held = [*tokens, 900, *client.tokens][:-1]
+        assert [saved.tokens.tolist() for saved in files.scan()] == [held], "the longer one replaces the shorter"
+        await house.clean()
+
+
+async def test_a_new_server_finds_what_the_old_one_saved(autojump_clock):
+    files = MemoryFiles()
+    async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as house:
+        said = [await told(house, n) for n in range(5)]
+        with trio.fail_after(100):
+            await house.runner.save_sessions()
+        assert len(files.states) == 5
+    async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as house:
+        for n, tokens in enumerate(said):
+            client = await house.answer([*tokens, 900 + n], 8)
+            assert is_right(client)
+            assert client.cached == len(tokens) - 1
+        await house.clean()
+
+
+@pytest.mark.parametrize("fault", ["full", "fails_late"])
+async def test_what_cannot_be_saved_goes_and_is_computed_again(autojump_clock, fault):
+    files = MemoryFiles()
+    setattr(files, fault, True)
+    async with asking(small(), files, spill_after_s=NEVER) as house:
+        said = [await told(house, n) for n in range(8)]
+        for n, tokens in enumerate(said):
+            assert is_right(await house.answer([*tokens, 900 + n], 8, durable=True))
+        assert not files.states
+        found = house.runner.snapshot()["spill"]
+        assert found["failed_total"] >= 5
+        assert found["loaded_total"] == 0
+        await house.clean()
+        assert files.open_files == 0
+
+
+@pytest.mark.parametrize("fault", ["broken", "garbled"])
+async def test_what_cannot_be_loaded_is_computed_again(autojump_clock, fault):
+    files = MemoryFiles()
+    async with asking(small(), files, spill_after_s=NEVER) as house:
+        said = [await told(house, n) for n in range(8)]
+        await settled(house)
+        setattr(files, fault, True)
+        for n, tokens in enumerate(said):
+            client = await house.answer([*tokens, 900 + n], 8)
+            assert is_right(client)
+        assert house.runner.snapshot()["spill"]["unusable_total"] >= 5
+        await house.clean()
+        assert files.open_files == 0
+
+
+async def test_where_computing_is_quicker_nothing_is_saved(autojump_clock):
+    quick = FakeEngine(n_ctx=3072, n_seq_max=3, cost_ms=lambda prompt, decodes: 0.1 + 1e-4 * (prompt + decodes))
+    files = MemoryFiles()
+    async with asking(quick, files, spill_after_s=0) as house:
+        for n in range(12):
+            await told(house, n)
+        await trio.sleep(10)
+        assert not files.states
+        await house.clean()
+
+
+async def test_a_cancel_while_it_is_being_loaded(autojump_clock):
+    files = MemoryFiles()
+    async with asking(small(), files, spill_after_s=NEVER) as house:
+        said = [await told(house, n) for n in range(8)]
+        await settled(house)
+        for patience in range(12):
+            client = house.ask([*said[patience % 4], 999], 50)
+            for _ in range(patience):
+                await trio.lowlevel.checkpoint()
+            house.runner.cancel(client.job)
+            await house.ended(client)
+        assert is_right(await house.answer([*said[0], 900], 8))
+        await house.clean()
+        assert files.open_files == 0
+
+
+async def test_streams_are_not_made_late_by_copies(autojump_clock):
+    """A copy takes 200 ms here, a step 5: it waits for a moment with nobody to wait for it, or is given up."""
+    files = MemoryFiles()
+    engine = FakeEngine(n_ctx=65_536, n_seq_max=3)
+    async with asking(engine, files, spill_after_s=NEVER) as house:
+        first = await house.answer(story(1, 20_000), 8, durable=True)
+        house.runner._spiller._bytes_a_ms["save"] = 20_000 * 12_288 / 200
+        talker = house.ask(story(2), 400, slo={"target_tbt_ms": 50} and talks())
+        other = house.ask(story(3, 60_000), 8)  # needs the room
+        await house.ended(talker)
+        await house.ended(other)
+        assert is_right(first)
+        assert is_right(talker)
+        assert is_right(other)
+        await house.clean()
+
+
+def talks():
+    from uma_trio.protocol.messages import Slo
+
+    return Slo(target_tbt_ms=50)
+
+
+@LAYOUTS
+async def test_a_failing_step_with_a_copy_in_it(autojump_clock, unified):
+    files = MemoryFiles()
+    async with asking(small(unified), files, spill_after_s=NEVER) as house:
+        said = [await told(house, n) for n in range(8)]
+        await settled(house)
+        for fatal in (False, True):
+            clients = [house.ask([*said[n], 950], 30) for n in range(3)]
+            await trio.sleep(0.02)
+            house.engine.fail_next = EngineError("it failed", fatal=fatal)
+            await house.ended(*clients)
+        again = await house.answer([*said[5], 900], 8)
+        assert is_right(again)
+        await house.clean()
+        assert files.open_files == 0
+
+
+async def test_at_most_one_copy_a_step(autojump_clock):
+    files = MemoryFiles()
+    async with asking(small(n_seq_max=6), files, spill_after_s=0) as house:
+        said = [await told(house, n) for n in range(20)]
+        clients = [house.ask([*said[n], 900], 20) for n in range(6)]
+        await house.ended(*clients)
+        assert all(is_right(client) for client in clients)
+        for step in house.engine.steps:
+            assert sum(isinstance(edit, Save | Load) for edit in step.edits) <= 1
+        await house.clean()

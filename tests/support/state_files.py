@@ -1,0 +1,84 @@
+"""States of sequences kept in memory instead of a folder, with everything that can go wrong with one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import trio
+
+from uma_trio.kv.prefix import Tokens
+from uma_trio.kv.shelf import Saved
+from uma_trio.store.spill import SpillError
+
+
+async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Stands for a worker thread: others get their turn, and the call takes no time."""
+    await trio.lowlevel.checkpoint()
+    return call(*arguments)
+
+
+@attrs.define
+class MemoryFiles:
+    """See ``spiller.StateFiles``.  ``full``, ``lost`` and ``broken`` are faults to be switched on."""
+
+    states: dict[str, tuple[Saved, bytes]] = attrs.field(factory=dict)
+    full: bool = False
+    """There is no room."""
+    fails_late: bool = False
+    """A state that was written cannot be made durable."""
+    broken: bool = False
+    """What is read is not what was written, and its checksums say so."""
+    garbled: bool = False
+    """What is read is no state, and nothing says so."""
+    open_files: int = 0
+    _names: Any = attrs.field(factory=lambda: itertools.count(1))
+
+    def begin(self, n_bytes: int) -> MemoryDraft:
+        if self.full:
+            raise SpillError("no space left")
+        self.open_files += 1
+        return MemoryDraft(self, bytearray(n_bytes))
+
+    def open(self, name: str) -> MemoryReading:
+        if name not in self.states or self.broken:
+            raise SpillError(f"{name} cannot be read")
+        self.open_files += 1
+        data = self.states[name][1]
+        return MemoryReading(self, bytes(len(data)) if self.garbled else data)
+
+    def remove(self, name: str) -> None:
+        if self.states.pop(name, None) is None:
+            raise SpillError(f"there is no {name}")
+
+    def scan(self) -> list[Saved]:
+        return [saved for saved, _ in self.states.values()]
+
+
+@attrs.define
+class MemoryDraft:
+    files: MemoryFiles
+    view: bytearray
+
+    def finish(self, tokens: Tokens, *, tenant: int) -> Saved:
+        self.files.open_files -= 1
+        if self.files.fails_late:
+            raise SpillError("the disk failed")
+        saved = Saved(f"state {next(self.files._names)}", tenant, np.array(tokens), len(self.view))
+        self.files.states[saved.name] = (saved, bytes(self.view))
+        return saved
+
+    def abandon(self) -> None:
+        self.files.open_files -= 1
+
+
+@attrs.define
+class MemoryReading:
+    files: MemoryFiles
+    view: bytes
+
+    def close(self) -> None:
+        self.files.open_files -= 1

@@ -1,0 +1,104 @@
+"""What is kept outside of the KV cache: which saved state holds which tokens.
+
+Pure bookkeeping: the states themselves are elsewhere, under the names that stand here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from uma_trio.kv.prefix import Tokens, common
+
+
+@attrs.frozen(eq=False)
+class Saved:
+    """The state of a sequence that held ``tokens``."""
+
+    name: str
+    tenant: int
+    """Whose; nobody else gets it."""
+    tokens: Tokens
+    n_bytes: int
+    """Of the state."""
+
+
+class Shelf:
+    """Saved states by name.
+
+    Args:
+        rewinds: of a loaded state the last tokens can be removed, so one that is longer than what is asked for is of
+            use as well.
+    """
+
+    def __init__(self, *, rewinds: bool) -> None:
+        self._rewinds = rewinds
+        self._states: dict[str, Saved] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._states
+
+    @property
+    def n_bytes(self) -> int:
+        """Of all states."""
+        return sum(state.n_bytes for state in self._states.values())
+
+    def add(self, state: Saved) -> list[str]:
+        """Keep ``state``.
+
+        Returns:
+            Names of those that it makes needless, which are here no longer: what they hold, it holds as well.
+        """
+        needless = [
+            other.name
+            for other in self._states.values()
+            if other.tenant == state.tenant
+            and other.name != state.name
+            and len(other.tokens) <= len(state.tokens)
+            and (self._rewinds or len(other.tokens) == len(state.tokens))
+            and common(other.tokens, state.tokens) == len(other.tokens)
+        ]
+        for name in needless:
+            del self._states[name]
+        self._states[state.name] = state
+        return needless
+
+    def add_all(self, states: Iterable[Saved]) -> None:
+        """Keep what was kept before."""
+        self._states.update({state.name: state for state in states})
+
+    def discard(self, name: str) -> bool:
+        """Forget it; whether it was here."""
+        return self._states.pop(name, None) is not None
+
+    def longest(self, prompt: Tokens, *, tenant: int, most: int) -> tuple[Saved | None, int]:
+        """The state that holds most of ``prompt``'s beginning, and how many tokens of it.
+
+        Args:
+            most: tokens that a state may have to fit where it is wanted.
+        """
+        found: Saved | None = None
+        best = (0, 0)
+        for state in self._states.values():
+            if state.tenant != tenant or len(state.tokens) > most or len(prompt) < best[0]:
+                continue
+            shared = common(prompt, state.tokens)
+            if not self._rewinds and shared < len(state.tokens):
+                continue
+            if (shared, -len(state.tokens)) > best and shared:  # of equals the smallest
+                found, best = state, (shared, -len(state.tokens))
+        return found, best[0]
+
+    def within(self, tokens: Tokens, *, tenant: int, needed: Callable[[Tokens], bool]) -> list[str]:
+        """Names of states of which all tokens are the first of ``tokens``, and that nobody else needs."""
+        return [
+            state.name
+            for state in self._states.values()
+            if state.tenant == tenant
+            and common(state.tokens, tokens) == len(state.tokens)
+            and not needed(state.tokens)
+        ]

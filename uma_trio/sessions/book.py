@@ -1,0 +1,166 @@
+"""Which sessions there are, and which has to go.  Pure: time is told."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import attrs
+import numpy as np
+
+from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
+from uma_trio.kv.prefix import Tokens, common
+from uma_trio.protocol.messages import ChatMessage, SessionInfo
+from uma_trio.store.journal_format import SessionKey
+
+
+def no_tokens() -> Tokens:
+    return np.empty(0, dtype=np.int32)
+
+
+@attrs.define(eq=False)
+class Session:
+    """One conversation, as it is after its last answer."""
+
+    tenant: int
+    name: str
+    created_at: float
+    """Seconds since 1970, as all times here."""
+    used_at: float
+    tokens: Tokens = attrs.field(factory=no_tokens)
+    """All that was said: what its next request begins with."""
+    messages: Sequence[ChatMessage] = ()
+    """Likewise, of a chat; nothing of a session of prompts."""
+    turns: int = 0
+    on_disk: Tokens | None = None
+    """What the journal has of its tokens; ``None`` if it does not know the session."""
+    n_messages_on_disk: int = 0
+    busy: bool = False
+
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.name)
+
+    @property
+    def durable(self) -> bool:
+        """All of it is on disk."""
+        return self.on_disk is self.tokens
+
+    @property
+    def info(self) -> SessionInfo:
+        return SessionInfo(
+            session_id=self.name,
+            turns=self.turns,
+            tokens=len(self.tokens),
+            durable=self.durable,
+            busy=self.busy,
+            created_at=round(self.created_at, 3),
+            used_at=round(self.used_at, 3),
+        )
+
+
+class Book:
+    """All sessions of one model.
+
+    Args:
+        most: beyond so many those not used for longest have to go.
+        ttl_s: likewise those not used for so long.
+    """
+
+    def __init__(self, *, most: int, ttl_s: float) -> None:
+        self._most = most
+        self._ttl_s = ttl_s
+        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
+        """Longest unused first."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def add(self, session: Session) -> None:
+        """A session that was there before."""
+        self._sessions[session.key] = session
+        self._sessions = OrderedDict(sorted(self._sessions.items(), key=lambda item: item[1].used_at))
+
+    def of(self, tenant: int) -> list[Session]:
+        """A user's, the last used first."""
+        return [session for session in reversed(self._sessions.values()) if session.tenant == tenant]
+
+    def get(self, tenant: int, name: str) -> Session:
+        """
+        Raises:
+            SessionNotFound: there is none.
+        """
+        session = self._sessions.get(SessionKey(tenant, name))
+        if session is None:
+            raise SessionNotFound(f"there is no session {name!r}")
+        return session
+
+    def begin(self, tenant: int, name: str, now: float) -> Session:
+        """The session for one more request; a new one if there is none.
+
+        Raises:
+            SessionBusy: it is answering.
+        """
+        session = self._sessions.get(SessionKey(tenant, name))
+        if session is None:
+            session = Session(tenant, name, now, now)
+            self._sessions[session.key] = session
+        if session.busy:
+            raise SessionBusy(
+                f"session {name!r} is answering; wait for its eos, or fork it to ask several things at once"
+            )
+        session.busy = True
+        self._used(session, now)
+        return session
+
+    def end(self, session: Session, now: float) -> None:
+        """Its request has been answered.  One in which nothing was ever said is forgotten."""
+        session.busy = False
+        if not session.turns:
+            self._sessions.pop(session.key, None)
+        else:
+            self._used(session, now)
+
+    def fork(self, tenant: int, name: str, new_name: str, now: float) -> Session:
+        """A session of another name that goes on from where ``name`` is.
+
+        Raises:
+            SessionNotFound, SessionExists: as they say.
+        """
+        source = self.get(tenant, name)
+        if SessionKey(tenant, new_name) in self._sessions:
+            raise SessionExists(f"there is a session {new_name!r} already")
+        forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, on_disk=None, busy=False)
+        self._sessions[forked.key] = forked
+        return forked
+
+    def remove(self, session: Session) -> None:
+        """
+        Raises:
+            SessionBusy: it is answering.
+        """
+        if session.busy:
+            raise SessionBusy(f"session {session.name!r} is answering; cancel its request first")
+        self._sessions.pop(session.key, None)
+
+    def outdated(self, now: float) -> list[Session]:
+        """Those that have to go: too old, or too many.  Never one that is answering."""
+        idle = [session for session in self._sessions.values() if not session.busy]
+        excess = len(self._sessions) - self._most
+        return [
+            session for n, session in enumerate(idle) if n < excess or now - session.used_at > self._ttl_s
+        ]
+
+    def needs(self, tokens: Tokens, *, tenant: int) -> bool:
+        """Whether some session of ``tenant`` begins with ``tokens``."""
+        return any(
+            session.tenant == tenant and common(session.tokens, tokens) == len(tokens)
+            for session in self._sessions.values()
+        )
+
+    def _used(self, session: Session, now: float) -> None:
+        session.used_at = now
+        self._sessions.move_to_end(session.key)

@@ -1,0 +1,266 @@
+"""Sessions in use: their requests, their journal, their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import structlog
+import trio
+
+from uma_trio.config import Config
+from uma_trio.errors import BadRequest
+from uma_trio.kv.prefix import common
+from uma_trio.models.prompt import Before, Prompt, PromptMaker
+from uma_trio.protocol.messages import (
+    ChatMessage,
+    Eos,
+    Generate,
+    ServerEvent,
+    SessionList,
+    SessionQuery,
+    Token,
+)
+from uma_trio.runner import Job, Runner, Sink
+from uma_trio.sessions.book import Book, Session
+from uma_trio.store.journal import Journal, JournalError
+from uma_trio.store.journal_format import Turn as TurnRecord
+
+log = structlog.get_logger("uma_trio.sessions")
+
+SWEEP_S: Final = 60.0
+"""How often it is looked for sessions that have to go."""
+
+
+class Turn:
+    """One request of a session, and the sink of its events: keeps what is said, and the last event back.
+
+    That is sent when what was said is on disk.
+    """
+
+    def __init__(self, session: Session, request: Generate, prompt: Prompt, sink: Sink) -> None:
+        self.session = session
+        self.prompt = prompt
+        self.request = request
+        self.last: ServerEvent | None = None
+        """What ended it; nobody has been told."""
+        self._sink = sink
+        self._said: list[str] = []
+
+    @property
+    def has_room(self) -> bool:
+        return self._sink.has_room
+
+    @property
+    def text(self) -> str:
+        """What the client has been told, or will be with the last event."""
+        if isinstance(self.last, Eos) and self.last.text is not None:
+            return self.last.text
+        return "".join(self._said)
+
+    def send(self, event: ServerEvent) -> None:
+        if isinstance(event, Token):
+            if not event.echo:
+                self._said.append(event.text)
+            self._sink.send(event)
+        else:
+            self.last = event
+
+
+class Sessions:
+    """All sessions of a server's model.
+
+    Args:
+        journal: what makes them durable; ``None``: they end with the server.
+        clock: seconds since 1970.
+        in_thread: runs a blocking call.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runner: Runner,
+        prompts: PromptMaker,
+        journal: Journal | None,
+        *,
+        clock: Callable[[], float] = time.time,
+        in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+    ) -> None:
+        self._book = Book(most=config.sessions.max_stored_sessions, ttl_s=config.sessions.session_ttl_s)
+        self._runner = runner
+        self._prompts = prompts
+        self._journal = journal
+        self._clock = clock
+        self._in_thread = in_thread
+        self.journal_failures = 0
+
+    def recall(self) -> None:
+        """Find the sessions that were there before.  Blocks: to be called before serving."""
+        if self._journal is None:
+            return
+        for record in self._journal.load():
+            self._book.add(
+                Session(
+                    tenant=record.key.tenant,
+                    name=record.key.id,
+                    created_at=record.created_at,
+                    used_at=record.last_used_at,
+                    tokens=record.tokens,
+                    messages=record.messages,
+                    turns=record.n_turns,
+                    on_disk=record.tokens,
+                    n_messages_on_disk=len(record.messages),
+                )
+            )
+        for problem in self._journal.problems:
+            log.warning("a session's file is not as it was", reason=problem)
+
+    # -- one request ----------------------------------------------------------------------------
+
+    async def begin(self, request: Generate, tenant: int, sink: Sink) -> Turn:
+        """Take a request with a ``session_id`` on.  ``end`` must follow.
+
+        Raises:
+            SessionBusy: the session is answering another one.
+            UmaError: as ``PromptMaker.make``.
+        """
+        assert request.session_id is not None
+        session = self._book.begin(tenant, request.session_id, self._clock())
+        try:
+            _check_kind(session, request)
+            prompt = await self._prompts.make(request, Before(session.tokens, session.messages))
+        except BaseException:
+            self._book.end(session, self._clock())
+            raise
+        return Turn(session, request, prompt, sink)
+
+    async def end(self, turn: Turn, job: Job | None) -> ServerEvent | None:
+        """The request has ended: what was said is made durable.
+
+        Args:
+            job: as it ended; ``None`` if it was never begun.
+
+        Returns:
+            The last event, for the client.
+        """
+        session = turn.session
+        try:
+            if job is None or not isinstance(turn.last, Eos):
+                return turn.last
+            if job.tokens:
+                await self._remember(turn, job)
+            return attrs.evolve(turn.last, session=attrs.evolve(session.info, busy=False))
+        finally:
+            self._book.end(session, self._clock())
+
+    async def _remember(self, turn: Turn, job: Job) -> None:
+        session = turn.session
+        said = self._said(turn, job)
+        session.tokens = np.concatenate([job.prompt.tokens, said])
+        session.turns += 1
+        if turn.request.messages is not None:
+            answer = ChatMessage(role="assistant", content=turn.text)
+            session.messages = (*session.messages, *turn.request.messages, answer)
+        await self._write(session)
+
+    def _said(self, turn: Turn, job: Job) -> Any:
+        """The answer's tokens: without one that ended it, and none of a stop string."""
+        tokens = job.tokens
+        if job.assembler.matched is not None:
+            return self._prompts.shown(tokens, turn.text)
+        if tokens and tokens[-1] in self._runner.facts.eog_ids:
+            tokens = tokens[:-1]
+        return np.asarray(tokens, np.int32)
+
+    async def _write(self, session: Session) -> None:
+        """Append what is not on disk yet; that of a turn that could not be written before is made up for."""
+        if self._journal is None:
+            return
+        keep = 0 if session.on_disk is None else common(session.on_disk, session.tokens)
+        written = session.n_messages_on_disk
+        record = TurnRecord(
+            keep=keep,
+            tokens=session.tokens[keep:],
+            keep_messages=written,
+            messages=list(session.messages[written:]),
+            when=self._clock(),
+        )
+        try:
+            await self._in_thread(self._journal.append, session.key, record)
+            session.on_disk, session.n_messages_on_disk = session.tokens, len(session.messages)
+        except JournalError as error:
+            self.journal_failures += 1
+            log.warning(
+                "a session is not on disk; it goes on in memory", session=session.name, reason=str(error)
+            )
+
+    # -- asked by clients -----------------------------------------------------------------------
+
+    async def answer(self, query: SessionQuery, tenant: int) -> SessionList:
+        """
+        Raises:
+            SessionError: it cannot be done.
+        """
+        if query.action == "list":
+            return SessionList(sessions=[session.info for session in self._book.of(tenant)], id=query.id)
+        assert query.session_id is not None
+        if query.action == "fork":
+            assert query.new_id is not None
+            session = await self._fork(tenant, query.session_id, query.new_id)
+        else:
+            session = self._book.get(tenant, query.session_id)
+            if query.action == "close":
+                await self._close(session)
+        return SessionList(sessions=[session.info], id=query.id)
+
+    async def _fork(self, tenant: int, name: str, new_name: str) -> Session:
+        session = self._book.fork(tenant, name, new_name, self._clock())
+        session.busy = True
+        try:
+            await self._write(session)
+        finally:
+            session.busy = False
+        return session
+
+    async def _close(self, session: Session) -> None:
+        self._book.remove(session)
+        self._runner.forget(
+            session.tokens,
+            tenant=session.tenant,
+            needed=lambda tokens: self._book.needs(tokens, tenant=session.tenant),
+        )
+        if self._journal is not None and session.on_disk is not None:
+            try:
+                await self._in_thread(self._journal.remove, session.key)
+            except JournalError as error:
+                log.warning("a closed session is still on disk", session=session.name, reason=str(error))
+
+    # -- what goes by itself --------------------------------------------------------------------
+
+    async def sweep_forever(self) -> None:
+        """Close sessions that are too old or too many, until cancelled."""
+        while True:
+            for session in self._book.outdated(self._clock()):
+                log.info("a session is closed", session=session.name, unused_since=session.used_at)
+                await self._close(session)
+            await trio.sleep(SWEEP_S)
+
+    def snapshot(self) -> dict[str, Any]:
+        sessions = list(self._book)
+        return {
+            "stored": len(sessions),
+            "answering": sum(session.busy for session in sessions),
+            "tokens": sum(len(session.tokens) for session in sessions),
+            "not_durable": sum(not session.durable and session.turns > 0 for session in sessions),
+            "journal_failures_total": self.journal_failures,
+        }
+
+
+def _check_kind(session: Session, request: Generate) -> None:
+    """A chat goes on with messages and anything else with prompts: the other cannot be put behind it."""
+    if session.turns and (request.messages is not None) != bool(session.messages):
+        had, wants = ("messages", "a prompt") if session.messages else ("prompts", "messages")
+        raise BadRequest(f"session {session.name!r} was begun with {had}; it cannot go on with {wants}")
