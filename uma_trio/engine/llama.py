@@ -66,6 +66,7 @@ class LlamaEngine:
         self._batch = llama_abi.Batch(self._context.n_batch)
         self.tokenizer = Tokenizer(self._model.vocab)
         self.chat_template = self._model.chat_template
+        recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
         self._facts = ModelFacts(
             name=path.name,
             description=self._model.description,
@@ -79,7 +80,8 @@ class LlamaEngine:
             size_bytes=self._model.size_bytes,
             n_params=self._model.n_params,
             unified=self._options.kv_unified,
-            rewinds=not (self._model.is_recurrent or self._model.is_hybrid),
+            rewinds=not recurrent and not (windowed and self._options.kv_unified),
+            states_rewind=not recurrent and not windowed,
             kv_bytes_per_token=_shape(self._model).bytes_per_token(settings),
             n_layer=self._model.n_layer,
             n_embd=self._model.n_embd,

@@ -57,7 +57,10 @@ class ModelFacts:
     unified: bool = True
     """All sequences share the cells: copying between them is bookkeeping."""
     rewinds: bool = True
-    """A sequence's last tokens can be removed; a recurrent or sliding-window memory cannot."""
+    """A sequence's last tokens can be removed.  Not of a recurrent memory; nor of one with a sliding window where all
+    share the cells: there others get those behind it."""
+    states_rewind: bool = True
+    """Of a loaded state as well; that of a sliding-window memory has the last window alone."""
     kv_bytes_per_token: float = 0.0
     """Of the KV cache, in all layers."""
     n_layer: int = 0

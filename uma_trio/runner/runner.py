@@ -99,6 +99,7 @@ class Runner:
             cells_per_sequence=self.facts.n_ctx_seq,
             unified=self.facts.unified,
             rewinds=self.facts.rewinds,
+            states_rewind=self.facts.states_rewind,
             reuse=config.scheduling.prefix_reuse,
             worth_loading=self._worth_loading,
         )
