@@ -136,16 +136,19 @@ def test_a_small_shape_is_sound(shape, quant):
 
 
 @pytest.mark.parametrize(
-    ("shape", "n_swa", "is_hybrid", "rewinds"), [("tiny-swa", 64, False, True), ("tiny-hybrid", 0, True, False)]
+    ("shape", "n_swa", "is_hybrid", "rewinds"),
+    [("tiny-swa", 64, False, {"off": True, "on": False}), ("tiny-hybrid", 0, True, {"off": False, "on": False})],
 )
 def test_a_small_shape_is_what_it_says(library, shape, n_swa, is_hybrid, rewinds):
     import llama_abi
 
-    with llama_abi.Model(llama_abi.load(), random_model(shape), vocab_only=False) as model:
+    with llama_abi.Model(llama_abi.load(), random_model(shape)) as model:
         assert (model.n_swa, model.is_hybrid, model.is_recurrent) == (n_swa, is_hybrid, False)
-    engine = LlamaEngine(random_model(shape), config.Model(ctx=1024, parallel=2))
-    assert engine.facts.rewinds == rewinds
-    engine.close()
+    for unified, expected in rewinds.items():
+        engine = LlamaEngine(random_model(shape), config.Model(ctx=1024, parallel=2, kv_unified=unified))
+        assert engine.facts.rewinds == expected
+        assert not engine.facts.states_rewind
+        engine.close()
 
 
 @pytest.mark.parametrize("unified", ["on", "off"])
