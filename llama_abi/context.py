@@ -184,8 +184,12 @@ class Context(Owned):
         """Forget the tokens of ``seq`` at positions ``[p0, p1)``; a negative bound is open.
 
         Returns:
-            ``False`` when the model's memory cannot forget a part (recurrent ones, or beyond a
-            sliding window): nothing has changed then.  A whole sequence always goes.
+            ``False`` when the model's memory is recurrent and ``p0`` is not behind its end: nothing has
+            changed then, unless ``n_rs_seq`` snapshots reach so far.  A whole sequence always goes.
+
+        A sliding window never refuses: the answer is ``True`` also where the tokens before ``p0`` are no
+        longer there, and what is decoded next is wrong.  Sound is a ``p0`` of ``seq_pos_min(seq) + n_swa - 1``
+        or more, or any where ``seq_pos_min`` is 0.
         """
         return bool(self._c.llama_memory_seq_rm(self._mem(), self._seq(seq), _pos(p0), _pos(p1)))
 
@@ -194,6 +198,7 @@ class Context(Owned):
 
         In a unified cache the cells are shared, any range is possible, and ``target`` keeps what it
         had.  Otherwise the whole of ``source`` replaces ``target``, computed with the next decode.
+        A recurrent state is copied as it is, whatever the range: that of the end of ``source``.
 
         Raises:
             LlamaError: a part is to be copied between streams, where llama.cpp would end the process.
@@ -264,6 +269,9 @@ class Context(Owned):
 
     def save_state_into(self, seq: int, buffer: Any, *, flags: int = 0) -> int:
         """Write the KV of ``seq`` into a writable buffer (bytearray, mmap, numpy); without the GIL.
+
+        Of layers with a sliding window the last window: what is loaded from it can go on, and back by
+        one token.
 
         Returns:
             Bytes written.
