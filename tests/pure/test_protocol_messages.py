@@ -69,6 +69,8 @@ def test_a_request_with_everything() -> None:
             "keep_alive": True,
             "cache_prompt": False,
             "speculate": True,
+            "session_id": "s",
+            "n_keep": 4,
             "slo": {"target_ttft_ms": 150, "target_tbt_ms": 80.5, "priority": "background"},
             "metadata": {"user": [1, None, {"deep": True}]},
         }
@@ -88,6 +90,8 @@ def test_a_request_with_everything() -> None:
         keep_alive=True,
         cache_prompt=False,
         speculate=True,
+        session_id="s",
+        n_keep=4,
         slo=Slo(target_ttft_ms=150.0, target_tbt_ms=80.5, priority="background"),
         metadata={"user": [1, None, {"deep": True}]},
     )
@@ -109,7 +113,7 @@ def test_unknown_fields_are_ignored_everywhere() -> None:
     assert parse({"event": "cancel", "id": "r1", "reason": 5}) == Cancel(id="r1")
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "max_tokens", "seed", "speculate", "metadata"])
+@pytest.mark.parametrize("name", ["prompt", "messages", "max_tokens", "seed", "speculate", "session_id", "n_keep", "metadata"])
 def test_null_is_not_given(name: str) -> None:
     if name == "prompt":
         chat = {"id": "r1", "messages": [{"role": "user", "content": "x"}]}
@@ -150,6 +154,10 @@ AT_THE_BOUNDS = [
     ("seed", 2**63 - 1),
     ("stop", "x" * 256),
     ("stop", ["x" * 256] * 16),
+    ("session_id", "x" * 256),
+    ("session_id", "../é\n"),
+    ("n_keep", 0),
+    ("n_keep", 2**31 - 1),
     ("slo", {}),
     ("slo", {"target_ttft_ms": 1e-9, "target_tbt_ms": 3_600_000}),
     ("slo", {"target_ttft_ms": None, "priority": "interactive"}),
@@ -177,6 +185,8 @@ NOT_TAKEN = [
     ("keep_alive", [1, "true", None]),
     ("cache_prompt", [0, "true", None]),
     ("speculate", [0, 1, "auto", []]),
+    ("session_id", ["", "x" * 257, 1, True, [], b"x"]),
+    ("n_keep", [-1, 2**31, 1.0, "1", True, []]),
     ("slo", [None, [], 1, "x", {"target_ttft_ms": 0}, {"target_ttft_ms": -1}, {"target_tbt_ms": 3_600_001}]),
     ("slo", [{"target_tbt_ms": math.nan}, {"target_tbt_ms": "1"}, {"priority": "high"}, {"priority": None}]),
     ("metadata", [[], 1, "x", True]),
@@ -346,6 +356,8 @@ options = st.fixed_dictionaries(
         "keep_alive": st.booleans(),
         "cache_prompt": st.booleans(),
         "speculate": st.booleans(),
+        "session_id": st.none() | st.text("ab", min_size=1, max_size=256),
+        "n_keep": st.none() | st.integers(0, 2**31 - 1),
         "slo": slos,
         "metadata": st.none() | metadatas,
         "a field of the future": scalars,
@@ -406,7 +418,7 @@ events = (
         Eos,
         id=texts,
         reason=st.sampled_from(["stop", "length", "cancelled", "error"]),
-        usage=st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts),
+        usage=st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts, dropped_tokens=counts),
         timings=st.builds(Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times),
         text=st.none() | texts,
         stop=st.none() | texts,
@@ -452,7 +464,7 @@ def test_what_is_not_known_is_left_out() -> None:
         "id": "r",
         "event": "eos",
         "reason": "cancelled",
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0},
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "dropped_tokens": 0},
         "timings": {"queue_ms": 0, "total_ms": 1.5},
     }
     assert to_fields(Failure(code="E_X", message="")) == {"event": "error", "code": "E_X", "message": ""}

@@ -609,12 +609,13 @@ class Runner:
             self.cache.end(job.seq_id, job.known_tokens() if keep else None, at=trio.current_time())
             if self._spiller is not None:
                 self._spiller.look()
-            if job.cancelled_at is not None:
+            if job.cancelled_at is not None and not keep:
                 self._freed.append(job)
 
     def _end(self, job: Job, reason: Reason | UmaError) -> None:
         """Tell the client how it ended, and take it out."""
-        self._retire(job, keep=job.cancelled_at is None and not isinstance(reason, UmaError))
+        kept = job.cancelled_at is None or job.durable  # a session goes on from where it was cancelled
+        self._retire(job, keep=kept and not isinstance(reason, UmaError))
         if not any(other.slot.tenant == job.slot.tenant for other in self.jobs()):
             self._memory = self._memory.without(job.slot.tenant)
         now = trio.current_time()
