@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.kv.edits import Copy, Edit, Remove
-from uma_trio.sampling import SamplingParams
+from uma_trio.sampling import Bias, Past, SamplingParams, Score
 
 __all__ = [
-    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "ModelFacts", "Remove", "Step", "StepResult", "TokenIds",
+    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "ModelFacts", "Past", "Remove", "Score", "Step", "StepResult",
+    "TokenIds",
 ]  # fmt: skip
 
 TokenIds = npt.NDArray[np.int32]
@@ -79,6 +80,12 @@ class Draw:
     """Tokens that were drawn for this request before."""
     mask: TokenIds | None = None
     """Ids that must not be chosen."""
+    bias: Bias | None = None
+    """What is added to the logits."""
+    past: Past | None = None
+    """What stands before, if there are penalties: the end of what the sequence then holds."""
+    logprobs: int | None = None
+    """Tell how likely the token was, and the so many most likely ones."""
 
 
 @attrs.define(eq=False)
@@ -119,6 +126,8 @@ class StepResult:
     """when it was done: the difference between one step's end and the next one's start is the host gap."""
     copied_rows: int = 0
     """Of the rows of logits, those that were copied before they were read."""
+    scores: Sequence[Score | None] = ()
+    """One for each draw, ``None`` where it was not asked for; empty where nobody asked."""
 
 
 class Engine(Protocol):

@@ -1,0 +1,61 @@
+"""From the fields of a request to what the sampler takes, and from its scores to what a client is told.
+
+Pure.  Token ids were compared with the vocabulary before: see ``admission``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from uma_trio.engine.records import ModelFacts, Score, TokenIds
+from uma_trio.protocol.messages import BANNED, Generate, Logprob, Logprobs
+from uma_trio.sampling import Bias, SamplingParams
+
+
+def sampling_params(request: Generate, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=seed,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        repeat_last_n=request.repeat_last_n,
+        frequency_penalty=request.frequency_penalty,
+        presence_penalty=request.presence_penalty,
+    )
+
+
+def logit_edits(request: Generate, facts: ModelFacts) -> tuple[TokenIds | None, Bias | None]:
+    """Ids that must not be chosen, and what is added to the logits of others."""
+    banned = [token for token, bias in request.logit_bias.items() if bias == BANNED]
+    if request.ignore_eos:
+        banned += facts.eog_ids
+    added = {token: bias for token, bias in request.logit_bias.items() if bias not in (BANNED, 0)}
+    mask = np.array(banned, np.int32) if banned else None
+    bias = Bias(np.array([*added], np.int32), np.array([*added.values()], np.float32)) if added else None
+    return mask, bias
+
+
+def logprobs_of(token: int, score: Score, piece: Callable[[int], bytes]) -> Logprobs:
+    """What a client is told of a token and of those that were as likely.
+
+    Args:
+        piece: token id -> its bytes.
+    """
+    best = [_logprob(other, logprob, piece(other)) for other, logprob in score.best]
+    said = piece(token)
+    return Logprobs(
+        token_id=token, text=_text(said), bytes=list(said), logprob=score.logprob, top_logprobs=best
+    )
+
+
+def _logprob(token: int, logprob: float, said: bytes) -> Logprob:
+    return Logprob(token_id=token, text=_text(said), bytes=list(said), logprob=logprob)
+
+
+def _text(said: bytes) -> str:
+    """A token may be a part of a character."""
+    return said.decode("utf-8", "replace")
