@@ -317,8 +317,6 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
     """What is echoed must be small, shallow and the same in both encodings."""
     level: list[Any] = [metadata]
     for _ in range(MAX_METADATA_DEPTH):
-        if any(isinstance(found, dict) and not all(isinstance(key, str) for key in found) for found in level):
-            raise BadRequest("metadata must be expressible in JSON: no keys but text")
         items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]
         if any(isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)) for item in items):
             raise BadRequest("metadata must be expressible in JSON: no bytes, no NaN, no Infinity")
