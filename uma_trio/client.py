@@ -88,13 +88,16 @@ class Client:
         """Send a request and yield its events up to and including ``eos``.
 
         Args:
-            fields: as in docs/PROTOCOL.md; ``id`` is made up if it is not given.
+            fields: as in docs/PROTOCOL.md; ``id`` is made up if it is not given, and ``logit_bias`` may have numbers
+                for keys.
 
         Raises:
             ServerError: the server answered with an error.
             BrokenProtocol: the answer did not come to its end.
         """
         fields.setdefault("id", f"r{next(self._ids)}")
+        if isinstance(bias := fields.get("logit_bias"), Mapping):
+            fields["logit_bias"] = {str(token): value for token, value in bias.items()}
         with contextlib.suppress(BrokenProtocol):  # a server that closed has perhaps said why; that is read below
             await self.send(fields)
         while (event := await self.receive()) is not None:
