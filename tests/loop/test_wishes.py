@@ -37,7 +37,7 @@ def engine(**options: Any) -> FakeEngine:
 
 
 def expected(n: int, prompt: list[int] = PROMPT, **draws: Any) -> list[int]:
-    params = sampling_params(Generate(id="x", **draws), draws.get("seed", 0))
+    params = sampling_params(Generate(id="x", **{"seed": 0, **draws}))
     return expected_continuation(prompt, n, repeats=REPEATS, params=params)
 
 

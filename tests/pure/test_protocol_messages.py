@@ -60,6 +60,7 @@ def test_a_request_with_everything() -> None:
                 {"role": "assistant", "content": ""},
             ],
             "max_tokens": 5,
+            "n": 3,
             "temperature": 1,
             "top_p": 0.5,
             "top_k": 40,
@@ -88,6 +89,7 @@ def test_a_request_with_everything() -> None:
         id="r1",
         messages=[ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", content="")],
         max_tokens=5,
+        n=3,
         temperature=1.0,
         top_p=0.5,
         top_k=40,
@@ -159,6 +161,8 @@ AT_THE_BOUNDS = [
     ("prompt", "a\0b"),
     ("max_tokens", 1),
     ("max_tokens", 2**31 - 1),
+    ("n", 1),
+    ("n", 16),
     ("temperature", 0),
     ("temperature", -0.0),
     ("temperature", 100),
@@ -203,6 +207,7 @@ NOT_TAKEN = [
     ("id", ["", "x" * 257, 1, None, True, [], {}]),
     ("prompt", [1, True, [], {}, b"x"]),
     ("max_tokens", [0, -1, 2**31, 2**63, 1.0, 1.5, "1", True, [1], math.nan]),
+    ("n", [0, -1, 17, 2**64, 1.0, "1", True, None]),
     ("temperature", [-1e-9, -1, 100.1, math.nan, math.inf, -math.inf, "0", True, None, [0]]),
     ("top_p", [0, -0.1, 1.0000001, 2, math.nan, math.inf, "1", True, None]),
     ("top_k", [-1, 2**31, 2**64, 1.0, "1", True, None]),
@@ -383,6 +388,7 @@ options = st.fixed_dictionaries(
     {"id": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)},
     optional={
         "max_tokens": st.none() | st.integers(1, 2**31 - 1),
+        "n": st.integers(1, 16),
         "temperature": st.floats(0, 100) | st.integers(0, 100),
         "top_p": st.floats(0, 1, exclude_min=True),
         "top_k": st.integers(0, 2**31 - 1),
@@ -454,6 +460,7 @@ failures = st.builds(
     code=texts,
     message=texts,
     id=st.none() | texts,
+    index=st.none() | counts,
     retry_after_ms=st.none() | counts,
     metadata=st.none() | metadatas,
 )
@@ -462,7 +469,7 @@ alternatives = st.lists(st.builds(Logprob, token_id=counts, text=texts, bytes=oc
 scored = st.builds(Logprobs, token_id=counts, text=texts, bytes=octets, logprob=st.floats(-99, 0), top_logprobs=alternatives)
 events = (
     st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
-    | st.builds(Token.of, texts, texts, counts, scored)
+    | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
     | st.builds(
         Eos,
         id=texts,

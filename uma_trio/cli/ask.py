@@ -15,7 +15,7 @@ INTERRUPTED = 130
 """As shells number a program that SIGINT ended."""
 
 GIVEN_OR_NOT = (
-    "max_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty",
+    "max_tokens", "n", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty",
     "presence_penalty", "logprobs", "seed",
 )  # fmt: skip
 FULL_OR_EMPTY = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
@@ -28,6 +28,7 @@ FULL_OR_EMPTY = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option("--system", help="A system message before the question.")
 @click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Most tokens to generate.")
+@click.option("--n", type=click.IntRange(1, 16), help="So many answers, one after another.")
 @click.option("--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: 0]")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
 @click.option("--top-k", type=click.IntRange(0), help="Sample among the k likeliest; 0 is off.")
@@ -75,7 +76,8 @@ def command(question: str | None, prompt: str | None, **options: Any) -> None:
 
 
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
-    request: dict[str, Any] = {"stream": not options["no_stream"]}
+    whole = options["no_stream"] or ((options["n"] or 1) > 1 and not options["as_json"])
+    request: dict[str, Any] = {"stream": not whole}
     if options["raw"]:
         if options["system"] is not None:
             raise click.UsageError("--raw sends the text as it is: there is no place for --system")
@@ -145,6 +147,8 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
                 click.echo(json.dumps(event, ensure_ascii=False))
             else:
                 text = event.get("text") or ""
+                if "index" in event:  # whole answers, as they are done
+                    text = f"--- {event['index']}\n{text}\n"
                 ended = text[-1:] or ended
                 click.echo(text, nl=False)
         if not options["as_json"] and ended != "\n":

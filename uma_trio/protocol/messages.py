@@ -71,6 +71,8 @@ class Generate:
     """Rendered through the model's chat template."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """``None``: the server's default, or what the context has room for if that is less."""
+    n: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Answers to the one prompt, each with a seed of its own and told by its ``index``."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -194,20 +196,32 @@ class Token:
     token_id: int | None
     """``None`` for the echoed prompt."""
     echo: bool = False
+    index: int | None = None
+    """Of the answer, from 0; ``None`` where there is only one."""
     logprob: float | None = None
     """This and what follows where it was asked for: as in ``Logprobs``."""
     bytes: list[int] | None = None
     top_logprobs: list[Logprob] | None = None
 
     @classmethod
-    def of(cls, id: str, text: str, token_id: int | None, told: Logprobs | None, *, echo: bool = False) -> Token:
+    def of(
+        cls,
+        id: str,
+        text: str,
+        token_id: int | None,
+        told: Logprobs | None,
+        *,
+        echo: bool = False,
+        index: int | None = None,
+    ) -> Token:
         if told is None:
-            return cls(id=id, text=text, token_id=token_id, echo=echo)
+            return cls(id=id, text=text, token_id=token_id, echo=echo, index=index)
         return cls(
             id=id,
             text=text,
             token_id=token_id,
             echo=echo,
+            index=index,
             logprob=told.logprob,
             bytes=told.bytes,
             top_logprobs=told.top_logprobs,
@@ -216,12 +230,14 @@ class Token:
 
 @attrs.frozen(kw_only=True)
 class Eos:
-    """The end of a request that was served; nothing with its ``id`` follows."""
+    """The end of a request that was served, or of one of its answers; nothing of it follows."""
 
     id: str
     reason: Reason
     usage: Usage
     timings: Timings
+    index: int | None = None
+    """Of the answer, where there are several."""
     text: str | None = None
     """The whole text, if ``stream`` was false."""
     logprobs: list[Logprobs] | None = None
@@ -239,15 +255,20 @@ class Failure:
     code: str
     message: str
     id: str | None = None
+    index: int | None = None
+    """Of the answer, where there are several and only this one is meant."""
     retry_after_ms: int | None = None
     metadata: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, error: UmaError, *, metadata: dict[str, Any] | None = None) -> Failure:
+    def of(
+        cls, error: UmaError, *, metadata: dict[str, Any] | None = None, index: int | None = None
+    ) -> Failure:
         return cls(
             code=error.code,
             message=str(error),
             id=error.request_id,
+            index=index,
             retry_after_ms=error.retry_after_ms,
             metadata=metadata,
         )
@@ -338,6 +359,8 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
             fields["token_id"] = event.token_id
         if event.echo:
             fields["echo"] = True
+        if event.index is not None:
+            fields["index"] = event.index
         if event.logprob is not None:
             fields["logprob"] = event.logprob
             fields["bytes"] = event.bytes

@@ -69,6 +69,8 @@ class Job:
     """On trio's clock, as all times here."""
     slot: Slot
     """What the policy sees of it."""
+    index: int | None = None
+    """Which of the request's answers it is, where there are several."""
     target_tbt_s: float
     """Its next token is due so long after the last one."""
 
@@ -205,6 +207,7 @@ class Job:
         generating_s = (self.last_token_at or 0.0) - (first or 0.0)
         return Eos(
             id=self.request.id,
+            index=self.index,
             reason=reason,
             usage=Usage(prompt_tokens=len(self.prompt.tokens), completion_tokens=n, cached_tokens=self.n_cached),
             timings=Timings(

@@ -31,7 +31,7 @@ from uma_trio.runner.book import Book
 from uma_trio.runner.chain import Chained
 from uma_trio.runner.flight import Delivery, Flight, Landed, launch
 from uma_trio.runner.job import MOST_GUESSES, Job, Sink, State
-from uma_trio.runner.wishes import logit_edits, logprobs_of, sampling_params
+from uma_trio.runner.wishes import answers, logit_edits, logprobs_of, sampling_params
 from uma_trio.sampling import Lookup, Score, Transcript, penalises
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel
@@ -112,22 +112,51 @@ class Runner:
     # -- asked from outside, between ticks ------------------------------------------------------
 
     def submit(self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0) -> Job:
-        """Take a request on.  Its events go to ``sink``; ``job.done`` is set after the last of them.
+        """``submit_all`` of a request for one answer."""
+        [job] = self.submit_all(request, prompt, sink, tenant=tenant)
+        return job
+
+    def submit_all(self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0) -> list[Job]:
+        """Take a request on, all of its answers or none.
+
+        Its events go to ``sink``; ``job.done`` is set after the last of each answer.
 
         Args:
             tenant: whose service it counts as.
+
+        Returns:
+            ``request.n`` jobs of one prompt.  Those after the first go on from what it computes, as all do that begin
+            alike.
 
         Raises:
             UmaError: it cannot be served; see ``admission``.
             QueueFull: too many wait already.
             ShuttingDown: the runner takes no more.
         """
+        jobs: list[Job] = []
+        seed = request.seed if request.seed is not None else secrets.randbits(63)
+        try:
+            for wanted, index in answers(request, seed):
+                jobs.append(self._take_on(wanted, index, prompt, sink, tenant))
+        except UmaError:
+            for job in jobs:
+                self._retire(job, keep=False)
+                job.state = State.DONE
+            self.wake()
+            raise
+        if request.echo or request.return_full_text:
+            for job in jobs:
+                self._tell(job, prompt.text, None, echo=True)
+        self.wake()
+        return jobs
+
+    def _take_on(self, request: Generate, index: int | None, prompt: Prompt, sink: Sink, tenant: int) -> Job:
+        """One answer: give it a sequence, or a place in the queue."""
         if self._closed is not None:
             raise self._closed
         max_tokens = admission.tokens_to_generate(request, len(prompt.tokens), self.facts, self._limits)
-        seed = request.seed if request.seed is not None else secrets.randbits(63)
         admission.check_token_ids(request, self.facts)
-        params = sampling_params(request, seed)
+        params = sampling_params(request)
         banned, bias = logit_edits(request, self.facts)
         job = Job(
             request=request,
@@ -141,6 +170,7 @@ class Runner:
             sink=sink,
             arrived_at=trio.current_time(),
             slot=self._slot(request, prompt, tenant),
+            index=index,
             target_tbt_s=self._target_tbt_ms(request) / 1e3,
         )
         self._note_arrival(tenant)
@@ -148,9 +178,6 @@ class Runner:
             if len(self._queue) >= self._limits.max_queue:
                 raise self._queue_full()
             self._queue.append(job)
-        if request.echo or request.return_full_text:
-            self._tell(job, prompt.text, None, echo=True)
-        self.wake()
         return job
 
     def _note_arrival(self, tenant: int) -> None:
@@ -489,7 +516,7 @@ class Runner:
     ) -> None:
         told = None if score is None or token is None else logprobs_of(token, score, self._piece)
         if job.request.stream:
-            job.sink.send(Token.of(job.request.id, text, token, told, echo=echo))
+            job.sink.send(Token.of(job.request.id, text, token, told, echo=echo, index=job.index))
         else:
             job.texts.append(text)
             if told is not None:
@@ -520,7 +547,7 @@ class Runner:
         job.state, job.ended_at = State.DONE, now
         if isinstance(reason, UmaError):
             reason.request_id = job.request.id
-            job.sink.send(Failure.of(reason, metadata=job.request.metadata))
+            job.sink.send(Failure.of(reason, metadata=job.request.metadata, index=job.index))
         else:
             job.sink.send(job.eos(reason, now))
         self._book.ended(job, reason, now)
