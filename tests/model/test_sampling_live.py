@@ -169,3 +169,25 @@ async def test_a_client_may_name_tokens_by_numbers(daemon):
 def test_the_full_text_begins_with_the_prompt(daemon, stream):
     plain = daemon.ask(prompt="Once upon", max_tokens=5, stream=stream)
     assert daemon.ask(prompt="Once upon", max_tokens=5, stream=stream, return_full_text=True).text == "Once upon" + plain.text
+
+
+@pytest.mark.parametrize("encoding", ["json", "cbor"])
+async def test_several_answers_are_those_of_their_seeds(daemon, encoding):
+    """In the company of others; the prompt is computed once."""
+    wishes = {"temperature": 1.5, "max_tokens": 24, "presence_penalty": 0.5, "min_p": 0.01, "logprobs": 1}
+    prompt = ONCE * 4
+    alone = [daemon.ask(prompt=prompt, seed=20 + i, **wishes) for i in range(8)]
+    before = daemon.metrics()["prompt_tokens_total"]
+    async with daemon.client(encoding=encoding) as client:
+        ends = await client.choices(prompt=f"A {prompt}", n=8, seed=20, **wishes)
+    n_prompt = ends[0]["usage"]["prompt_tokens"]
+    assert daemon.metrics()["prompt_tokens_total"] - before < 2 * n_prompt
+    async with daemon.client(encoding=encoding) as client:
+        ends = await client.choices(prompt=prompt, n=8, seed=20, **wishes)
+    assert [eos["index"] for eos in ends] == [*range(8)]
+    assert [eos["seed"] for eos in ends] == [*range(20, 28)]
+    assert len({eos["text"] for eos in ends}) > 3, "the seeds make no difference"
+    same = sum(eos["text"] == one.text for eos, one in zip(ends, alone, strict=True))
+    print(f"{same} of 8 answers are those of their seeds alone")
+    assert same >= 7  # the last bits of a logit may decide for one of two hundred tokens
+    daemon.settled()
