@@ -364,7 +364,7 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
         if event.logprob is not None:
             fields["logprob"] = event.logprob
             fields["bytes"] = event.bytes
-            fields["top_logprobs"] = [_plain(found) for found in event.top_logprobs or ()]
+            fields["top_logprobs"] = [_logprob_fields(found) for found in event.top_logprobs or ()]
         return fields
     fields = {"id": event.id, "event": _EVENT_NAMES[type(event)]}
     if isinstance(event, Metrics):
@@ -372,6 +372,16 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
     else:
         fields.update(_plain(event))
     return {key: value for key, value in fields.items() if value is not None}
+
+
+def _logprob_fields(found: Logprob) -> dict[str, Any]:
+    """Up to twenty with a token, so not by ``_plain``."""
+    return {
+        "token_id": found.token_id,
+        "text": found.text,
+        "bytes": found.bytes,
+        "logprob": found.logprob,
+    }
 
 
 def _plain(record: attrs.AttrsInstance) -> dict[str, Any]:

@@ -142,7 +142,8 @@ class Runner:
             for job in jobs:
                 self._retire(job, keep=False)
                 job.state = State.DONE
-            self.wake()
+            if jobs:
+                self.wake()
             raise
         if request.echo or request.return_full_text:
             for job in jobs:

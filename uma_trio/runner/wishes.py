@@ -5,6 +5,7 @@ Pure.  Token ids were compared with the vocabulary before: see ``admission``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import attrs
@@ -59,17 +60,16 @@ def logprobs_of(token: int, score: Score, piece: Callable[[int], bytes]) -> Logp
     Args:
         piece: token id -> its bytes.
     """
-    best = [_logprob(other, logprob, piece(other)) for other, logprob in score.best]
-    said = piece(token)
-    return Logprobs(
-        token_id=token, text=_text(said), bytes=list(said), logprob=score.logprob, top_logprobs=best
-    )
+    best = [_logprob(other, logprob, *_shown(piece(other))) for other, logprob in score.best]
+    text, octets = _shown(piece(token))
+    return Logprobs(token_id=token, text=text, bytes=octets, logprob=score.logprob, top_logprobs=best)
 
 
-def _logprob(token: int, logprob: float, said: bytes) -> Logprob:
-    return Logprob(token_id=token, text=_text(said), bytes=list(said), logprob=logprob)
+def _logprob(token: int, logprob: float, text: str, octets: list[int]) -> Logprob:
+    return Logprob(token_id=token, text=text, bytes=octets, logprob=logprob)
 
 
-def _text(said: bytes) -> str:
-    """A token may be a part of a character."""
-    return said.decode("utf-8", "replace")
+@functools.lru_cache(maxsize=1 << 14)
+def _shown(said: bytes) -> tuple[str, list[int]]:
+    """Text and bytes of a token, made once: an answer that is not streamed keeps twenty times as many as it has tokens."""
+    return said.decode("utf-8", "replace"), list(said)  # a token may be a part of a character
