@@ -94,6 +94,24 @@ def test_sampling_options_arrive(ask):
     assert ask("--max-tokens", 30, "--stop", stop, "Tell me a story about a fox.").stdout.strip() == story[: story.index(stop)].strip()
 
 
+def test_several_answers_one_after_another(ask, daemon):
+    options = ("--n", 3, "--temp", 2, "--seed", 5, "--max-tokens", 12)
+    found = ask(*options, QUESTION)
+    chat = [{"role": "user", "content": QUESTION}]
+    expected = {i: daemon.ask(messages=chat, temperature=2.0, seed=5 + i, max_tokens=12).text for i in range(3)}
+    assert found.returncode == 0
+    assert sorted(found.stdout.split("--- ")) == sorted(["", *(f"{i}\n{text}\n" for i, text in expected.items())])
+    events = [json.loads(line) for line in ask("--json", *options, QUESTION).stdout.splitlines()]
+    assert {event["index"] for event in events} == {0, 1, 2}
+    assert sum(event["event"] == "eos" for event in events) == 3
+    assert len(events) > 3, "as JSON they are streamed"
+
+
+def test_logprobs_are_in_the_events(ask):
+    events = [json.loads(line) for line in ask("--json", "--logprobs", 2, "--max-tokens", 3, QUESTION).stdout.splitlines()]
+    assert [len(event["top_logprobs"]) for event in events[:-1]] == [2] * 3
+
+
 def test_stats_go_to_stderr(ask):
     found = ask("--stats", QUESTION)
     assert "tokens" in found.stderr

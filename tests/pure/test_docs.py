@@ -26,6 +26,8 @@ from uma_trio.protocol.messages import (
     Eos,
     Failure,
     Generate,
+    Logprob,
+    Logprobs,
     MetricsQuery,
     SessionInfo,
     SessionList,
@@ -120,7 +122,7 @@ def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
         elif field.default is None:
             expected = "*none*"
         elif isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-            expected = "`[]`" if field.name == "stop" else "`{}`"
+            expected = f"`{json.dumps(field.default.factory())}`" if field.name != "slo" else "`{}`"
         else:
             expected = f"`{json.dumps(field.default)}`"
         assert documented[field.name] == expected, field.name
@@ -129,20 +131,30 @@ def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
 def test_bounds_are_the_documented_ones() -> None:
     documented = {row[0].strip("`"): row[1] for row in tables(section(PROTOCOL, "A request for text"))[0]}
     least = {"id": "r", "prompt": "x"}
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed"):
-        above, low, high = re.fullmatch(r"(above )?(\d+),? to (\d+)", documented[name]).groups()  # type: ignore[union-attr]
-        assert isinstance(messages.parse(least | {name: int(high)}), Generate)
-        wrong = [int(high) + 1, int(low) - 1, *([int(low)] if above else [])]
+    bounded = {name: match for name, bounds in documented.items() if (match := re.fullmatch(r"(above )?(-?[\d.]+),? to ([\d.]+)", bounds))}
+    assert {"max_tokens", "temperature", "top_p", "seed", "min_p", "repetition_penalty", "presence_penalty", "logprobs"} < set(bounded)
+    for name, match in bounded.items():
+        above, low, high = match[1], json.loads(match[2]), json.loads(match[3])
+        assert isinstance(messages.parse(least | {name: high}), Generate)
+        wrong = [high + 1, low - 1, *([low] if above else [])]
         for value in wrong:
             with pytest.raises(messages.BadRequest):
                 messages.parse(least | {name: value})
         if not above:
-            messages.parse(least | {name: int(low)})
+            messages.parse(least | {name: low})
+    for name, items in (("logit_bias", {str(n): 0 for n in range(301)}), ("stop_token_ids", [*range(65)])):
+        most = int(documented[name].split()[-1])
+        assert most == len(items) - 1
+        with pytest.raises(messages.BadRequest):
+            messages.parse(least | {name: items})
     for number in (messages.MAX_METADATA_BYTES, messages.MAX_METADATA_DEPTH):
         assert str(number) in section(PROTOCOL, "A request for text")
 
 
-@pytest.mark.parametrize(("title", "cls"), [("A request for text", Slo), ("A request for text", ChatMessage), ("eos", Usage), ("eos", Timings), ("sessions", SessionInfo)])
+@pytest.mark.parametrize(
+    ("title", "cls"),
+    [("A request for text", Slo), ("A request for text", ChatMessage), ("eos", Usage), ("eos", Timings), ("eos", Logprobs), ("token", Logprob), ("sessions", SessionInfo)],
+)
 def test_inner_fields_are_documented(title: str, cls: type) -> None:
     text = section(PROTOCOL, title)
     for field in attrs.fields(cls):
