@@ -60,7 +60,7 @@ def test_a_request_with_everything() -> None:
                 {"role": "assistant", "content": ""},
             ],
             "max_tokens": 5,
-            "n": 3,
+            "n": 1,
             "temperature": 1,
             "top_p": 0.5,
             "top_k": 40,
@@ -91,7 +91,7 @@ def test_a_request_with_everything() -> None:
         id="r1",
         messages=[ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", content="")],
         max_tokens=5,
-        n=3,
+        n=1,
         temperature=1.0,
         top_p=0.5,
         top_k=40,
@@ -119,6 +119,13 @@ def test_a_request_with_everything() -> None:
     )
     assert isinstance(found, Generate)
     assert type(found.temperature) is float
+
+
+def test_a_session_goes_on_from_one_answer() -> None:
+    several = parse(LEAST | {"n": 3})
+    assert isinstance(several, Generate)
+    assert several.n == 3
+    assert "fork" in str(refused(LEAST | {"n": 3, "session_id": "s"}))
 
 
 def test_cancel_and_metrics() -> None:
@@ -427,7 +434,7 @@ options = st.fixed_dictionaries(
     },
 )
 requests = st.builds(
-    lambda fields, words: fields | words,
+    lambda fields, words: fields | words | ({"n": 1} if fields.get("session_id") else {}),
     options,
     st.builds(lambda text: {"prompt": text}, texts) | st.builds(lambda chat: {"messages": chat}, chats),
 )
