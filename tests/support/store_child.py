@@ -203,6 +203,10 @@ def in_unwritable_folders(folder: Path) -> None:
     for room in folder.iterdir():
         room.chmod(0o500)
     refused("begin", states.begin, 1000)
+    states.max_bytes = kept.file_bytes + 1000
+    refused("make room", states.begin, 1000)
+    assert kept.name in states
+    assert states.used_bytes == kept.file_bytes
     refused("create", sessions.create, SessionKey(TENANT, "b"), 1.0)
     refused("fork", sessions.fork, key, "b")
     refused("rewrite", sessions.rewrite, key)
