@@ -143,7 +143,10 @@ def with_limited_files(folder: Path) -> None:
     sessions.append(key, Turn(keep=0, tokens=np.arange(4000), when=1.0))
 
     limit_files(20_000)
+    [file] = (folder / "sessions").glob("*.session")
+    before = file.read_bytes()
     refused("append", sessions.append, key, Turn(keep=4000, tokens=np.arange(4000), when=2.0))
+    assert file.read_bytes() == before
     refused("begin", states.begin, 100_000)
     draft = states.begin(1000)
     refused("finish", lambda: draft.finish(np.arange(4000), tenant=1))
