@@ -102,7 +102,11 @@ class Sessions:
         """Find the sessions that were there before.  Blocks: to be called before serving."""
         if self._journal is None:
             return
+        n_vocab = self._runner.facts.n_vocab
         for record in self._journal.load():
+            if len(record.tokens) and not 0 <= record.tokens.min() <= record.tokens.max() < n_vocab:
+                log.warning("a session is passed over: it has tokens that the model has not", session=record.key.id)
+                continue
             self._book.add(
                 Session(
                     tenant=record.key.tenant,
