@@ -58,7 +58,7 @@ class Turn:
     def text(self) -> str:
         """What the client has been told, or will be with the last event."""
         if isinstance(self.last, Eos) and self.last.text is not None:
-            return self.last.text
+            return self.last.text.removeprefix(self.prompt.text if self.request.echo else "")
         return "".join(self._said)
 
     def send(self, event: ServerEvent) -> None:
