@@ -243,7 +243,8 @@ class Sessions:
     async def sweep_forever(self) -> None:
         """Close sessions that are too old or too many, until cancelled."""
         while True:
-            for session in self._book.outdated(self._clock()):
+            while outdated := self._book.outdated(self._clock()):  # asked anew: closing one takes time
+                session = outdated[0]
                 log.info("a session is closed", session=session.name, unused_since=session.used_at)
                 await self._close(session)
             await trio.sleep(SWEEP_S)
