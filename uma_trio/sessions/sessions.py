@@ -101,7 +101,12 @@ class Sessions:
         """Find the sessions that were there before.  Blocks: to be called before serving."""
         if self._journal is None:
             return
-        for record in self._journal.load():
+        try:
+            records = self._journal.load()
+        except JournalError as error:
+            log.error("sessions cannot be read; this server begins without any", reason=str(error))
+            return
+        for record in records:
             self._book.add(
                 Session(
                     tenant=record.key.tenant,
