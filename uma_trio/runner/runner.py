@@ -566,7 +566,7 @@ class Runner:
             for n, token in enumerate(delivery.tokens, 1):
                 self._tell_token(job, token, last=delivery.reason is not None and n == len(delivery.tokens))
                 if job.assembler.matched is not None:
-                    del job.tokens[delivery.n_before + n :]
+                    job.stopped(delivery.n_before + n, self._piece)
                     self._end(job, "stop")
                     break
             else:
