@@ -177,8 +177,9 @@ class Job:
         """
         del self.tokens[n:]
         assert self.assembler.matched is not None
-        stop, tail, shown = self.assembler.matched.encode(), b"", n
-        while shown and stop not in tail:
+        stop, tail, shown = self.assembler.matched.encode(), piece(self.tokens[-1]), n - 1
+        most = len(tail) + 4 * len(stop)  # it is in there, though bytes that are no text may hide it
+        while shown and stop not in tail and len(tail) < most:
             shown -= 1
             tail = piece(self.tokens[shown]) + tail
         self.n_shown = shown
