@@ -13,7 +13,7 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.errors import BadRequest
-from uma_trio.kv.prefix import common
+from uma_trio.kv.prefix import Tokens, common
 from uma_trio.models.prompt import Before, Prompt, PromptMaker
 from uma_trio.protocol.messages import (
     ChatMessage,
@@ -163,9 +163,11 @@ class Sessions:
 
     async def _remember(self, turn: Turn, job: Job) -> None:
         session = turn.session
-        said = self._said(turn, job)
+        before, said = session.tokens, self._said(turn, job)
         session.tokens = np.concatenate([job.prompt.tokens, said])
         session.turns += 1
+        if common(before, session.tokens) < len(before):  # a chat was rendered differently, or something was dropped
+            self._forget(before, session.tenant)
         if turn.request.messages is not None:
             answer = ChatMessage(role="assistant", content=turn.text)
             session.messages = (*session.messages, *turn.request.messages, answer)
@@ -232,16 +234,16 @@ class Sessions:
 
     async def _close(self, session: Session) -> None:
         self._book.remove(session)
-        self._runner.forget(
-            session.tokens,
-            tenant=session.tenant,
-            needed=lambda tokens: self._book.needs(tokens, tenant=session.tenant),
-        )
+        self._forget(session.tokens, session.tenant)
         if self._journal is not None and session.on_disk is not None:
             try:
                 await self._in_thread(self._journal.remove, session.key)
             except JournalError as error:
                 log.warning("a closed session is still on disk", session=session.name, reason=str(error))
+
+    def _forget(self, tokens: Tokens, tenant: int) -> None:
+        """Nobody goes on from ``tokens``: what was computed of them goes, but for what other sessions begin with."""
+        self._runner.forget(tokens, tenant=tenant, needed=lambda found: self._book.needs(found, tenant=tenant))
 
     # -- what goes by itself --------------------------------------------------------------------
 
