@@ -80,7 +80,7 @@ class Job:
     tokens: list[int] = attrs.field(factory=list)
     """Sampled so far."""
     n_shown: int | None = None
-    """Of these, those before the first that is part of the stop string which was found; ``None``: none was."""
+    """Of a session's, those before the first that is part of the stop string which was found; else ``None``."""
     lookup: Lookup | None = None
     """Guesses at its next tokens, if it makes any."""
     guesses: Sequence[int] = ()
@@ -162,7 +162,7 @@ class Job:
         self.slot.hits = self.lookup.hits
 
     def known_tokens(self) -> TokenIds:
-        """What its sequence holds, less guesses that nobody has checked, and less a stop string."""
+        """What its sequence holds, less guesses that nobody has checked; of a session's, less a stop string."""
         n_prompt = len(self.prompt.tokens)
         if self.n_fed <= n_prompt:
             return self.prompt.tokens[: self.n_fed]
@@ -176,6 +176,8 @@ class Job:
             piece: token id -> its bytes.
         """
         del self.tokens[n:]
+        if self.request.session_id is None:  # else it goes on with what was shown
+            return
         assert self.assembler.matched is not None
         stop, tail, shown = self.assembler.matched.encode(), piece(self.tokens[-1]), n - 1
         most = len(tail) + 4 * len(stop)  # it is in there, though bytes that are no text may hide it
