@@ -3,6 +3,7 @@
     python benches/make_model.py --shape 125m --quant q8_0 --out /tmp/125m.gguf
 
 It computes what a trained model of its shape computes, at the same speed, and says nothing sensible.
+Two small shapes have memories that cannot be rewound: tiny-swa and tiny-hybrid.
 Weights are scaled so that activations keep their size from layer to layer and logits have a standard
 deviation of 3: greedy text wanders through the vocabulary.  The same arguments give the same file.
 """
@@ -31,6 +32,9 @@ QUANTS = {
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
 }
 
+VECTORS = gguf.GGMLQuantizationType.F32
+"""Of what is no matrix, or too narrow for a block."""
+
 BLOCK = 32
 """Weights that share a scale, in Q8_0 and in Q4_0."""
 
@@ -42,18 +46,27 @@ SHARP_ATTENTION = 1.5
 """Makes attention scores differ enough that the text depends on more than the last token."""
 
 
+WINDOW = 64
+"""Tokens that a layer with sliding-window attention sees."""
+CONVOLUTION = 3
+"""Tokens that a layer with a short convolution sees; all but the last are its state."""
+
+
 @attrs.frozen
 class Shape:
-    """A Llama architecture."""
+    """Sizes of a model, and its architecture in llama.cpp's words."""
 
     layers: int
     width: int
     heads: int
     kv_heads: int
     ffn: int
+    architecture: str = "llama"
+    """``llama``; ``gemma3``, where every second layer sees a window only; ``lfm2``, where every second
+    layer is recurrent and does not attend: memories that cannot be rewound."""
 
     def __attrs_post_init__(self) -> None:
-        if min(attrs.astuple(self)) < 1:
+        if min(self.layers, self.width, self.heads, self.kv_heads, self.ffn) < 1:
             raise ValueError("every part of a shape must be at least 1")
         if self.width % BLOCK or self.ffn % BLOCK:
             raise ValueError(f"the width and the feed-forward width must be multiples of {BLOCK}")
@@ -66,11 +79,17 @@ class Shape:
     def head_width(self) -> int:
         return self.width // self.heads
 
+    def is_plain(self, layer: int) -> bool:
+        """It attends to all that went before."""
+        return self.architecture == "llama" or layer % 2 == 1
+
 
 SHAPES = {
     "125m": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
     "1b": Shape(layers=16, width=2048, heads=32, kv_heads=8, ffn=8192),
     "7b": Shape(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336),
+    "tiny-swa": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="gemma3"),
+    "tiny-hybrid": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="lfm2"),
 }
 
 
@@ -110,6 +129,9 @@ class Tensor:
     silent_rows: npt.NDArray[np.intp] = attrs.field(factory=lambda: np.empty(0, np.intp))
     """Rows of zeros."""
 
+    def kind(self, quant: str) -> gguf.GGMLQuantizationType:
+        return VECTORS if self.deviation is None or self.columns % BLOCK else QUANTS[quant][0]
+
 
 def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp]) -> Iterator[Tensor]:
     """All tensors in file order.  ``silent`` tokens get the logit 0, far below the largest.
@@ -117,30 +139,58 @@ def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp]) -> Iterato
     A matrix whose deviation is 1/sqrt(columns) keeps the size of what is multiplied with it.  What a
     layer adds is halved, lest the last layers drown the first.
     """
-    width, ffn, kv = shape.width, shape.ffn, shape.kv_heads * shape.head_width
+    width, ffn = shape.width, shape.ffn
     from_width, from_ffn = 1 / math.sqrt(width), 1 / math.sqrt(ffn)
-    yield Tensor("token_embd.weight", n_vocab, width, 1.0)
+    gemma = shape.architecture == "gemma3"
+    # Gemma multiplies what it reads by the root of its width.
+    yield Tensor("token_embd.weight", n_vocab, width, from_width if gemma else 1.0)
     for layer in range(shape.layers):
         yield Tensor(f"blk.{layer}.attn_norm.weight", 1, width, None)
-        yield Tensor(f"blk.{layer}.attn_q.weight", width, width, from_width * SHARP_ATTENTION)
-        yield Tensor(f"blk.{layer}.attn_k.weight", kv, width, from_width * SHARP_ATTENTION)
-        yield Tensor(f"blk.{layer}.attn_v.weight", kv, width, from_width)
-        yield Tensor(f"blk.{layer}.attn_output.weight", width, width, from_width)
+        if shape.architecture == "lfm2" and not shape.is_plain(layer):
+            yield from convolution(layer, width)
+        else:
+            yield from attention(layer, shape)
+        if gemma:
+            yield Tensor(f"blk.{layer}.post_attention_norm.weight", 1, width, None)
         yield Tensor(f"blk.{layer}.ffn_norm.weight", 1, width, None)
         yield Tensor(f"blk.{layer}.ffn_gate.weight", ffn, width, from_width)
         yield Tensor(f"blk.{layer}.ffn_up.weight", ffn, width, from_width)
         yield Tensor(f"blk.{layer}.ffn_down.weight", width, ffn, from_ffn)
-    yield Tensor("output_norm.weight", 1, width, None)
+        if gemma:
+            yield Tensor(f"blk.{layer}.post_ffw_norm.weight", 1, width, None)
+    norm = "token_embd_norm" if shape.architecture == "lfm2" else "output_norm"
+    yield Tensor(f"{norm}.weight", 1, width, None)
     yield Tensor("output.weight", n_vocab, width, from_width * LOGIT_DEVIATION, silent)
+
+
+def attention(layer: int, shape: Shape) -> Iterator[Tensor]:
+    """Of one layer."""
+    width, kv = shape.width, shape.kv_heads * shape.head_width
+    deviation = 1 / math.sqrt(width)
+    yield Tensor(f"blk.{layer}.attn_q.weight", width, width, deviation * SHARP_ATTENTION)
+    yield Tensor(f"blk.{layer}.attn_k.weight", kv, width, deviation * SHARP_ATTENTION)
+    yield Tensor(f"blk.{layer}.attn_v.weight", kv, width, deviation)
+    yield Tensor(f"blk.{layer}.attn_output.weight", width, width, deviation)
+    if shape.architecture != "llama":
+        yield Tensor(f"blk.{layer}.attn_q_norm.weight", 1, shape.head_width, None)
+        yield Tensor(f"blk.{layer}.attn_k_norm.weight", 1, shape.head_width, None)
+
+
+def convolution(layer: int, width: int) -> Iterator[Tensor]:
+    """Of one layer: a convolution over the last tokens, between two gates."""
+    deviation = 1 / math.sqrt(width)
+    yield Tensor(f"blk.{layer}.shortconv.in_proj.weight", 3 * width, width, deviation)
+    yield Tensor(f"blk.{layer}.shortconv.conv.weight", width, CONVOLUTION, 1 / math.sqrt(CONVOLUTION))
+    yield Tensor(f"blk.{layer}.shortconv.out_proj.weight", width, width, deviation)
 
 
 def random_rows(
     noise: np.random.SFC64, rows: int, columns: int, deviation: float, quant: str
 ) -> npt.NDArray[np.uint8]:
     """(rows, bytes a row) of a matrix in its file format, straight from random bytes."""
-    if quant == "f16":
+    if quant == "f16" or columns % BLOCK:
         values = np.linspace(-1, 1, 256) * deviation * math.sqrt(3)
-        table = values.astype(np.float16)
+        table = values.astype(np.float32 if columns % BLOCK else np.float16)
         return table[_bytes(noise, rows * columns)].reshape(rows, columns).view(np.uint8)
     blocks = rows * columns // BLOCK
     if quant == "q8_0":
@@ -168,7 +218,7 @@ def tensor_bytes(tensor: Tensor, quant: str, seed: int, index: int) -> Iterator[
         yield np.ones(tensor.columns, np.float32).view(np.uint8)
         return
     noise = np.random.SFC64(np.random.SeedSequence([seed, index]))
-    row_bytes = gguf.quant_shape_to_byte_shape((1, tensor.columns), QUANTS[quant][0])[1]
+    row_bytes = gguf.quant_shape_to_byte_shape((1, tensor.columns), tensor.kind(quant))[1]
     step = max(1, CHUNK_BYTES // row_bytes)
     for first in range(0, tensor.rows, step):
         rows = min(step, tensor.rows - first)
@@ -206,12 +256,12 @@ def make_model(
     all_tensors = list(tensors(shape, n_vocab, _never_wanted(reader, n_vocab)))
 
     part = out.with_name(out.name + ".part")
-    writer = gguf.GGUFWriter(part, "llama")
+    writer = gguf.GGUFWriter(part, shape.architecture)
     _describe(writer, shape, quant, n_vocab, ctx, out.stem)
     _copy_tokenizer(reader, writer)
     total = 0
     for tensor in all_tensors:
-        kind = gguf.GGMLQuantizationType.F32 if tensor.deviation is None else QUANTS[quant][0]
+        kind = tensor.kind(quant)
         matrix = (tensor.rows, tensor.columns) if tensor.deviation is not None else (tensor.columns,)
         n_bytes = math.prod(gguf.quant_shape_to_byte_shape(matrix, kind))
         writer.add_tensor_info(tensor.name, matrix, np.dtype(np.float32), n_bytes, kind)
@@ -262,7 +312,14 @@ def _describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, c
     writer.add_block_count(shape.layers)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    if shape.architecture == "lfm2":
+        writer.add_head_count_kv([shape.kv_heads * shape.is_plain(layer) for layer in range(shape.layers)])
+        writer.add_shortconv_l_cache(CONVOLUTION)
+    else:
+        writer.add_head_count_kv(shape.kv_heads)
+    if shape.architecture == "gemma3":
+        writer.add_sliding_window(WINDOW)
+        writer.add_sliding_window_pattern([not shape.is_plain(layer) for layer in range(shape.layers)])
     writer.add_rope_dimension_count(shape.head_width)
     writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(1e-5)

@@ -30,7 +30,7 @@ from llama_abi.model import Model
 from llama_abi.options import ContextOptions
 from llama_abi.samplers import SamplerChain
 from llama_abi.stamp import Stamp
-from llama_abi.vocab import Tokens, Vocab
+from llama_abi.vocab import TokenAttr, Tokens, Vocab
 
 __all__ = [
     "ABORTED",
@@ -52,6 +52,7 @@ __all__ = [
     "Model",
     "SamplerChain",
     "Stamp",
+    "TokenAttr",
     "Tokens",
     "TooManyTokens",
     "Vocab",

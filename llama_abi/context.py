@@ -184,8 +184,12 @@ class Context(Owned):
         """Forget the tokens of ``seq`` at positions ``[p0, p1)``; a negative bound is open.
 
         Returns:
-            ``False`` when the model's memory cannot forget a part (recurrent ones, or beyond a
-            sliding window): nothing has changed then.  A whole sequence always goes.
+            ``False`` when the model's memory is recurrent and ``p0`` is not behind its end: nothing has
+            changed then, unless ``n_rs_seq`` snapshots reach so far.  A whole sequence always goes.
+
+        A sliding window never refuses: the answer is ``True`` also where the tokens before ``p0`` are no
+        longer there, and what is decoded next is wrong.  Sound is a ``p0`` of ``seq_pos_min(seq) + n_swa - 1``
+        or more, or any where ``seq_pos_min`` is 0.
         """
         return bool(self._c.llama_memory_seq_rm(self._mem(), self._seq(seq), _pos(p0), _pos(p1)))
 
@@ -194,6 +198,7 @@ class Context(Owned):
 
         In a unified cache the cells are shared, any range is possible, and ``target`` keeps what it
         had.  Otherwise the whole of ``source`` replaces ``target``, computed with the next decode.
+        A recurrent state is copied as it is, whatever the range: that of the end of ``source``.
 
         Raises:
             LlamaError: a part is to be copied between streams, where llama.cpp would end the process.
@@ -250,10 +255,11 @@ class Context(Owned):
         return int(self._c.llama_memory_seq_pos_max(self._mem(), self._seq(seq)))
 
     def clear(self, *, data: bool = False) -> None:
-        """Forget every sequence; with ``data`` also overwrite what was stored."""
+        """Forget every sequence; with ``data`` also overwrite what was stored.
+
+        Copies that the next decode completes are still made, into what is empty then.
+        """
         self._c.llama_memory_clear(self._mem(), data)
-        self._copied_from.clear()
-        self._copied_into.clear()
 
     # ── the state of one sequence ───────────────────────────────────────────────────────────
 
@@ -263,6 +269,9 @@ class Context(Owned):
 
     def save_state_into(self, seq: int, buffer: Any, *, flags: int = 0) -> int:
         """Write the KV of ``seq`` into a writable buffer (bytearray, mmap, numpy); without the GIL.
+
+        Of layers with a sliding window the last window: what is loaded from it can go on, and back by
+        one token.
 
         Returns:
             Bytes written.
@@ -291,22 +300,37 @@ class Context(Owned):
 
         The bytes are trusted: keep a checksum, the model's hash and the options beside them.
 
+        With ``PARTIAL_ONLY`` a recurrent state or a window goes back to where it was saved, and what can
+        be rolled back stays as it is: ``seq_remove`` the positions behind *after* that, for before it
+        a recurrent memory refuses.
+
         Returns:
             Bytes read.
 
         Raises:
-            LlamaError: not a state, of another shape, or no room.  ``seq`` is empty then.
+            LlamaError: not a state, of another shape, or no room.  ``seq`` is empty then; with
+                ``PARTIAL_ONLY`` it is of no use, and has to be removed.  Or ``seq`` takes part in a copy
+                between streams that the next decode completes, and would overwrite what was loaded:
+                nothing has changed then.
         """
         pointer = self._pointer
         if self._seq(seq) in self._copied_from:
             raise LlamaError(f"sequence {seq} is being copied; load into it after the next decode")
+        if seq in self._copied_into and not (flags & PARTIAL_ONLY and self._parts_are_recurrent):
+            raise LlamaError(f"sequence {seq} is a copy that the next decode completes; load into it after that")
         try:
             view = np.frombuffer(buffer, np.uint8)
         except (TypeError, ValueError) as error:
             raise LlamaError(f"not a buffer with a state: {error}") from None
         source = ctypes.cast(view.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
-        self._copied_into.discard(seq)
+        if not flags & PARTIAL_ONLY:  # of a state without tokens llama.cpp would keep those that are there
+            self._c.llama_memory_seq_rm(self._mem(), seq, -1, -1)
         return self._state(self._c.llama_state_seq_set_data_ext, pointer, source, view.nbytes, seq, _flags(flags))
+
+    @property
+    def _parts_are_recurrent(self) -> bool:
+        """What ``PARTIAL_ONLY`` means is no KV, which copies between streams are made of."""
+        return (self.model.is_recurrent or self.model.is_hybrid) and self.model.n_swa == 0
 
     def _state(self, function: Any, *arguments: Any) -> int:
         self._held.busy = True

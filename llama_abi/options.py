@@ -53,13 +53,15 @@ class ContextOptions:
     op_offload: bool = True
     """Large prompt passes on the device even where weights are on the host."""
     swa_full: bool = True
-    """Keep all of a sliding window's past, so that a sequence can be rolled back."""
+    """Have cells for all of a sliding window's past, so that a sequence can be rolled back.  In a unified cache others
+    may take those behind its window all the same: ``seq_pos_min`` says what is left."""
     n_outputs_max: int = attrs.field(default=0, validator=_count())
     """Most rows of logits in one pass; 0 for ``n_batch``.  Fewer save memory; more than it abort."""
     n_outputs_max_per_seq: int = attrs.field(default=0, validator=_count())
     """The same for one sequence; 0 for ``n_outputs_max``."""
     n_rs_seq: int = attrs.field(default=0, validator=_count())
-    """Snapshots of a recurrent state that a sequence can be rolled back to."""
+    """Tokens that a recurrent state can be rolled back by, once between two decodes, if the last pass had more than those
+    of the sequence: where it had fewer, ``seq_remove`` does not notice.  0 for architectures that keep no snapshots."""
 
     def c_params(self, c: Any) -> Any:
         """A ``llama_context_params``: llama.cpp's defaults, and these on top."""

@@ -68,6 +68,14 @@ VOCAB_TYPE = C.enum("llama_vocab_type", """
     LLAMA_VOCAB_TYPE_NONE = 0,
 """)
 
+TOKEN_ATTR = C.enum("llama_token_attr", """
+    LLAMA_TOKEN_ATTR_UNKNOWN      = 1,
+    LLAMA_TOKEN_ATTR_CONTROL      = 8,
+    LLAMA_TOKEN_ATTR_USER_DEFINED = 16,
+    LLAMA_TOKEN_ATTR_LSTRIP       = 128,
+    LLAMA_TOKEN_ATTR_RSTRIP       = 256,
+""")
+
 FLASH_ATTN_TYPE = C.enum("llama_flash_attn_type", """
     LLAMA_FLASH_ATTN_TYPE_AUTO     = -1,
     LLAMA_FLASH_ATTN_TYPE_DISABLED = 0,

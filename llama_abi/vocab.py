@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_abi.errors import LlamaError, TooManyTokens
-from llama_abi.types import MACROS, VOCAB_TYPE
+from llama_abi.types import MACROS, TOKEN_ATTR, VOCAB_TYPE
 
 if TYPE_CHECKING:
     from llama_abi.model import Model
@@ -22,6 +23,20 @@ TOKEN_NULL = MACROS["LLAMA_TOKEN_NULL"]
 
 Tokens = npt.NDArray[np.int32]
 """Token ids, one dimension."""
+
+
+class TokenAttr(enum.IntFlag):
+    """What llama.cpp knows of a token; other bits may be set as well."""
+
+    UNKNOWN = TOKEN_ATTR["LLAMA_TOKEN_ATTR_UNKNOWN"]
+    """Stands for what the vocabulary has no token for."""
+    CONTROL = TOKEN_ATTR["LLAMA_TOKEN_ATTR_CONTROL"]
+    USER_DEFINED = TOKEN_ATTR["LLAMA_TOKEN_ATTR_USER_DEFINED"]
+    """Text that is always this token, whatever ``parse_special`` says."""
+    LSTRIP = TOKEN_ATTR["LLAMA_TOKEN_ATTR_LSTRIP"]
+    """Takes the white space before it away."""
+    RSTRIP = TOKEN_ATTR["LLAMA_TOKEN_ATTR_RSTRIP"]
+    """Takes the white space after it away."""
 
 
 class Vocab:
@@ -83,6 +98,10 @@ class Vocab:
     def is_control(self, token: int) -> bool:
         """Whether ``token`` has a meaning instead of a text."""
         return bool(self._c.llama_vocab_is_control(self._pointer, self._checked(token)))
+
+    def attributes(self, token: int) -> TokenAttr:
+        """What kind of token ``token`` is."""
+        return TokenAttr(self._c.llama_vocab_get_attr(self._pointer, self._checked(token)))
 
     def tokenize(
         self,

@@ -85,16 +85,20 @@ class Client:
         return event
 
     async def generate(self, **fields: Any) -> AsyncIterator[Event]:
-        """Send a request and yield its events up to and including ``eos``.
+        """Send a request and yield its events up to and including ``eos``, of each answer if it asks for several.
 
         Args:
-            fields: as in docs/PROTOCOL.md; ``id`` is made up if it is not given.
+            fields: as in docs/PROTOCOL.md; ``id`` is made up if it is not given, and ``logit_bias`` may have numbers
+                for keys.
 
         Raises:
-            ServerError: the server answered with an error.
+            ServerError: the server answered with an error.  Events of other answers may still come.
             BrokenProtocol: the answer did not come to its end.
         """
         fields.setdefault("id", f"r{next(self._ids)}")
+        if isinstance(bias := fields.get("logit_bias"), Mapping):
+            fields["logit_bias"] = {str(token): value for token, value in bias.items()}
+        left: int = fields.get("n", 1)
         with contextlib.suppress(BrokenProtocol):  # a server that closed has perhaps said why; that is read below
             await self.send(fields)
         while (event := await self.receive()) is not None:
@@ -104,15 +108,19 @@ class Client:
                 raise ServerError(event)
             yield event
             if event.get("event") == "eos":
-                return
+                left = left - 1 if "index" in event else 0
+                if left <= 0:
+                    return
         raise BrokenProtocol("the server closed the connection in the middle of an answer")
 
     async def complete(self, **fields: Any) -> Event:
         """The ``eos`` event of a request that is not streamed; its ``text`` is the whole answer."""
-        last: Event = {}
-        async for event in self.generate(stream=False, **fields):
-            last = event
-        return last
+        return (await self.choices(**fields))[0]
+
+    async def choices(self, **fields: Any) -> list[Event]:
+        """The same of each of ``n`` answers, in the order of their ``index``."""
+        ends = [event async for event in self.generate(stream=False, **fields)]
+        return sorted(ends, key=lambda eos: int(eos.get("index", 0)))
 
     async def cancel(self, request_id: str) -> None:
         """Ask for the end of a request; its ``eos`` with reason ``cancelled`` follows."""

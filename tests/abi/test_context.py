@@ -379,6 +379,36 @@ class TestState:
         context.load_state_from(0, buffer)
         assert len(copied) == len(buffer)
 
+    def test_a_copy_does_not_overwrite_what_is_loaded(self, context: Context) -> None:
+        """It is made with the next decode, whatever was done to the sequence since."""
+        decode(context, OTHER)
+        buffer = bytearray(context.state_size(0))
+        context.save_state_into(0, buffer)
+        expected = decode(context, PROMPT, pos=len(OTHER))
+        for since in (lambda: None, lambda: context.seq_remove(1), context.clear):
+            decode(context, PROMPT, seq=2)
+            context.seq_copy(2, 1)
+            since()
+            with pytest.raises(LlamaError, match="a copy that the next decode completes"):
+                context.load_state_from(1, buffer)
+            decode(context, PROMPT, seq=3)
+            context.load_state_from(1, buffer)
+            assert (decode(context, PROMPT, pos=len(OTHER), seq=1) == expected).all()
+            context.clear()
+
+    @pytest.mark.parametrize("unify", [False, True])
+    def test_an_empty_state_empties(self, request: pytest.FixtureRequest, unify: bool) -> None:
+        context: Context = request.getfixturevalue("unified" if unify else "context")
+        empty = bytearray(context.state_size(0))
+        context.save_state_into(0, empty)
+        for state in (empty, b"broken"):
+            decode(context, PROMPT, seq=1)
+            try:
+                context.load_state_from(1, state)
+            except LlamaError:
+                assert state == b"broken"
+            assert context.seq_pos_max(1) == -1
+
     def test_partial_only_is_all_where_all_can_be_rolled_back(self, context: Context) -> None:
         decode(context, PROMPT)
         buffer = bytearray(context.state_size(0, flags=llama_abi.PARTIAL_ONLY))

@@ -1,4 +1,4 @@
-"""Models and vocabularies: what they say, what is refused, and the golden tokens of llama.cpp."""
+"""Models and vocabularies: what they say, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ import numpy as np
 import pytest
 
 import llama_abi
-from llama_abi import Closed, Context, ContextOptions, Library, LlamaError, Model, TooManyTokens, Vocab
-
-GOLDEN = ["llama-spm", "llama-bpe", "gpt-2", "qwen2", "phi-3", "bert-bge", "deepseek-coder", "falcon"]
+from llama_abi import (
+    Closed,
+    Context,
+    ContextOptions,
+    Library,
+    LlamaError,
+    Model,
+    TokenAttr,
+    TooManyTokens,
+    Vocab,
+)
 
 AnyVocab = Callable[[str], Vocab]
 
@@ -101,17 +109,7 @@ class TestModel:
             Context(vocab("gpt-2")._model, ContextOptions(n_ctx=256))
 
 
-class TestGolden:
-    @pytest.mark.parametrize("name", GOLDEN)
-    def test_tokens(self, vocab: AnyVocab, vocabularies: Path, name: str) -> None:
-        texts = (vocabularies / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-        lines = (vocabularies / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
-        assert len(lines) > 30
-        for text, line in zip(texts, lines, strict=False):
-            expected = [int(word) for word in line.split()]
-            found = vocab(name).tokenize(text, add_special=False, parse_special=False)
-            assert found.tolist() == expected, text
-
+class TestPieces:
     @pytest.mark.parametrize("name", ["llama-bpe", "gpt-2", "qwen2"])
     def test_pieces_put_the_text_together(self, vocab: AnyVocab, vocabularies: Path, name: str) -> None:
         text = (vocabularies / f"ggml-vocab-{name}.gguf.inp").read_bytes()
@@ -169,7 +167,7 @@ class TestVocab:
     def test_ids_out_of_range(self, vocab: AnyVocab) -> None:
         gpt = vocab("gpt-2")
         for wrong in (-1, gpt.n_tokens, 2**31 - 1, -(2**31), 2**40):
-            for use in (gpt.piece, gpt.is_eog, gpt.is_control):
+            for use in (gpt.piece, gpt.is_eog, gpt.is_control, gpt.attributes):
                 with pytest.raises(LlamaError, match=r"is not in \[0, 50257\)"):
                     use(wrong)
         for wrong_ids in ([-1], [1, gpt.n_tokens]):
@@ -184,6 +182,16 @@ class TestVocab:
         assert len(pieces) == gpt.n_tokens
         assert all(pieces[token] == gpt.piece(token, special=True) for token in range(0, gpt.n_tokens, 997))
         assert pieces[50256] == b"<|endoftext|>"
+
+    def test_attributes(self, vocab: AnyVocab) -> None:
+        phi, spm = vocab("phi-3"), vocab("llama-spm")
+        ends_turn = phi.attributes(phi.token_to_id("<|end|>") or 0)
+        assert TokenAttr.CONTROL in ends_turn
+        assert TokenAttr.RSTRIP in ends_turn
+        assert TokenAttr.RSTRIP not in phi.attributes(1)
+        assert TokenAttr.UNKNOWN in spm.attributes(0)
+        assert TokenAttr.CONTROL in spm.attributes(1)
+        assert not spm.attributes(5000) & (TokenAttr.CONTROL | TokenAttr.UNKNOWN | TokenAttr.USER_DEFINED)
 
     def test_token_to_id(self, vocab: AnyVocab) -> None:
         gpt = vocab("gpt-2")

@@ -99,6 +99,16 @@ def check_bounds(request: Generate) -> None:
     require(request.max_tokens is None or 1 <= request.max_tokens < 2**31, "max_tokens")
     require(len(request.stops) <= 16 and all(0 < len(stop) <= 256 for stop in request.stops), "stop")
     require(0 < len(request.id) <= 256, "id")
+    require(1 <= request.n <= 16, "n")
+    require(0 <= request.min_p <= 1, "min_p")
+    require(0.1 <= request.repetition_penalty <= 10, "repetition_penalty")
+    require(0 <= request.repeat_last_n <= 4096, "repeat_last_n")
+    require(-2 <= request.frequency_penalty <= 2, "frequency_penalty")
+    require(-2 <= request.presence_penalty <= 2, "presence_penalty")
+    require(len(request.logit_bias) <= 300, "logit_bias")
+    require(all(0 <= token < 2**31 and -100 <= bias <= 100 for token, bias in request.logit_bias.items()), "logit_bias")
+    require(len(request.stop_token_ids) <= 64 and all(0 <= token < 2**31 for token in request.stop_token_ids), "stop_token_ids")
+    require(request.logprobs is None or 0 <= request.logprobs <= 20, "logprobs")
     (request.prompt or "").encode()  # text that cannot be encoded would fail in the tokenizer
 
 

@@ -19,6 +19,8 @@ CAP = 1 << 16
 FIELDS = (
     *("id", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"),
     *("stream", "echo", "keep_alive", "cache_prompt", "speculate", "slo", "metadata", "event", "type", "unknown", ""),
+    *("n", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty", "logit_bias"),
+    *("logprobs", "stop_token_ids", "return_full_text"),
 )  # fmt: skip
 INTERESTING = (
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
@@ -63,6 +65,15 @@ def request(rng: Random) -> dict[str, Any]:
         ("temperature", (0, 0.7, 1.5, 100)),
         ("top_p", (1e-9, 0.5, 1)),
         ("top_k", (0, 1, 40, 2**31 - 1)),
+        ("n", (1, 2, 16)),
+        ("min_p", (0, 0.1, 1)),
+        ("repetition_penalty", (0.1, 1.1, 10)),
+        ("repeat_last_n", (0, 1, 4096)),
+        ("frequency_penalty", (-2, 0.5)),
+        ("presence_penalty", (0.5, 2)),
+        ("logit_bias", ({}, {"0": -100, "5": 100}, {"999999": 1}, {"x": 1})),
+        ("logprobs", (0, 3, 20)),
+        ("stop_token_ids", ([], [0, 5], [2**31 - 1])),
         ("seed", (0, 7, 2**63 - 1)),
         ("stop", ("e", ["a", "b"], [])),
         *((flag, (True, False)) for flag in ("ignore_eos", "stream", "echo", "keep_alive", "cache_prompt", "speculate")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.random_models import random_model
 from tests.support.real_daemon import real_daemon
 
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
@@ -77,19 +77,12 @@ def test_mixed_load_on_the_embedded_model(library, tmp_path, folder, protocol):
 
 
 @pytest.mark.slow
-def test_mixed_load_on_a_random_model_through_a_running_daemon(library, tmp_path, folder):
-    spec = importlib.util.spec_from_file_location("make_model", ROOT / "benches" / "make_model.py")
-    make_model = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = make_model
-    spec.loader.exec_module(make_model)
-    if not make_model.DEFAULT_VOCABULARY.exists():
-        pytest.skip(f"{make_model.DEFAULT_VOCABULARY} is not there: ./build_llama.sh unpacks it")
-    model = tmp_path / "2x64.gguf"
-    make_model.make_model(model, make_model.parse_shape("2x64"), "q8_0", ctx=1024)
+def test_mixed_load_on_a_random_model_through_a_running_daemon(library, folder):
+    model = random_model("2x64")
     with real_daemon("--model", str(model)) as daemon:
         done = bench(*SMALL, "--socket", daemon.socket, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2x64.gguf" in done.stdout
+    assert model.name in done.stdout
     assert "cpu           server " in done.stdout
     assert "server -" not in done.stdout, "its process is known"
 

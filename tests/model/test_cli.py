@@ -94,6 +94,24 @@ def test_sampling_options_arrive(ask):
     assert ask("--max-tokens", 30, "--stop", stop, "Tell me a story about a fox.").stdout.strip() == story[: story.index(stop)].strip()
 
 
+def test_several_answers_one_after_another(ask, daemon):
+    options = ("--n", 3, "--temp", 2, "--seed", 5, "--max-tokens", 12)
+    found = ask(*options, QUESTION)
+    chat = [{"role": "user", "content": QUESTION}]
+    expected = {i: daemon.ask(messages=chat, temperature=2.0, seed=5 + i, max_tokens=12).text for i in range(3)}
+    assert found.returncode == 0
+    assert sorted(found.stdout.split("--- ")) == sorted(["", *(f"{i}\n{text}\n" for i, text in expected.items())])
+    events = [json.loads(line) for line in ask("--json", *options, QUESTION).stdout.splitlines()]
+    assert {event["index"] for event in events} == {0, 1, 2}
+    assert sum(event["event"] == "eos" for event in events) == 3
+    assert len(events) > 3, "as JSON they are streamed"
+
+
+def test_logprobs_are_in_the_events(ask):
+    events = [json.loads(line) for line in ask("--json", "--logprobs", 2, "--max-tokens", 3, QUESTION).stdout.splitlines()]
+    assert [len(event["top_logprobs"]) for event in events[:-1]] == [2] * 3
+
+
 def test_stats_go_to_stderr(ask):
     found = ask("--stats", QUESTION)
     assert "tokens" in found.stderr
@@ -237,6 +255,54 @@ def test_tokenize(library):
     rows = json.loads(uma("tokenize", "--json", text).stdout)
     assert len(lines) == count == len(ids) == len(rows)
     assert [int(token) for token in ids] == [row["id"] for row in rows] == [int(line.split()[0]) for line in lines]
+    utf8 = text.encode()
+    assert (rows[0]["start"], rows[0]["end"]) == (0, 0), "BOS stands for no bytes"
+    assert b"".join(utf8[row["start"] : row["end"]] for row in rows) == utf8
+    assert [line.split()[1] for line in lines] == [f"{row['start']}-{row['end']}" for row in rows]
+
+
+def test_tokenize_and_back(library):
+    text = "Ünïcode 🦊 <|im_end|>\tend"
+    ids = uma("tokenize", "--ids", text).stdout
+    shown = uma("tokenize", "--decode", ids)
+    assert (shown.returncode, shown.stdout) == (0, f"<|bos|>{text}\n")
+    assert uma("tokenize", "--decode", "-", "--no-special", stdin=ids).stdout == "Ünïcode 🦊 \tend\n"
+    found = json.loads(uma("tokenize", "--decode", ids.strip().replace(" ", ", "), "--json").stdout)
+    assert found == {"ids": [int(word) for word in ids.split()], "text": "<|bos|>" + text}
+
+
+def test_tokenize_control_tokens_as_letters(library):
+    text = "<|im_end|>"
+    assert uma("tokenize", "--count", text).stdout == "2\n"
+    letters = uma("tokenize", "--no-special", "--ids", text).stdout
+    assert len(letters.split()) > 3
+    assert uma("tokenize", "--no-special", "--decode", letters).stdout == text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--decode", "1 -1"], 1, "token -1 is not in [0, "),
+        (["--decode", "9" * 20], 1, "is not in [0, "),
+        (["--decode", "1 two"], 2, "'two' is not a token id"),
+        (["--decode", "9" * 5000], 2, "is not a token id"),
+        (["--decode", "1", "text"], 2, "--decode takes ids"),
+        (["--decode", "1", "--count"], 2, "--decode takes ids"),
+    ],
+)
+def test_tokenize_ids_that_are_none(library, arguments, code, said):
+    found = uma("tokenize", *arguments)
+    assert (found.returncode, found.stdout) == (code, "")
+    assert said in found.stderr
+
+
+def test_tokenize_what_is_not_utf8(library):
+    """As an argument and from stdin: a replacement character for each byte that is wrong."""
+    command = [sys.executable, "-m", "uma_trio", "tokenize", "--ids"]
+    options = {"cwd": ROOT, "capture_output": True, "timeout": 60, "env": environment()}
+    given = subprocess.run([*command, b"a\xffb"], **options).stdout
+    assert given == subprocess.run(command, input=b"a\xffb", **options).stdout
+    assert uma("tokenize", "--decode", given.decode(), "--no-special").stdout == "a\ufffdb\n"
 
 
 def test_tokenize_without_a_model(library, tmp_path):

@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
+import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.random_models import SCRIPT, make_model_script, random_model
+from uma_trio import config
+from uma_trio.engine.llama import LlamaEngine
+from uma_trio.engine.records import Draw, Feed, Remove, Step
 from uma_trio.models.gguf_check import check_gguf
+from uma_trio.sampling import SamplingParams
 
 gguf = pytest.importorskip("gguf")
-
-SCRIPT = Path(__file__).parents[2] / "benches" / "make_model.py"
 
 
 @pytest.fixture(scope="module")
 def bench():
-    spec = importlib.util.spec_from_file_location("make_model", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return make_model_script()
 
 
 @pytest.fixture(scope="module")
-def made(bench, tmp_path_factory):
+def made():
     """``made(quant)``: a file of two layers of width 64, made once."""
-    if not bench.DEFAULT_VOCABULARY.exists():
-        pytest.skip(f"{bench.DEFAULT_VOCABULARY} is not there: ./build_llama.sh unpacks it")
-    folder = tmp_path_factory.mktemp("models")
-
-    def make(quant):
-        out = folder / f"{quant}.gguf"
-        if not out.exists():
-            bench.make_model(out, bench.parse_shape("2x64"), quant, ctx=512)
-        return out
-
-    return make
+    return lambda quant: random_model("2x64", quant, ctx=512)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +78,8 @@ def test_the_file_is_sound(made):
 
 def test_the_same_arguments_give_the_same_file(bench, made, tmp_path):
     shape = bench.parse_shape("2x64")
-    again, other = tmp_path / "q4_0.gguf", tmp_path / "other" / "q4_0.gguf"
+    name = made("q4_0").name
+    again, other = tmp_path / name, tmp_path / "other" / name
     other.parent.mkdir()
     bench.make_model(again, shape, "q4_0", ctx=512)
     bench.make_model(other, shape, "q4_0", ctx=512, seed=1)
@@ -131,3 +120,58 @@ def test_llama_cpp_computes_with_it(made, quant):
             batch.add(tokens[-1:], pos=position, seq=0)
     assert len(set(tokens)) > 50
     assert not {0, 1, 2} & set(tokens)
+
+
+# -- memories that cannot be rewound --------------------------------------------------------------
+
+GREEDY = Draw(SamplingParams(0.0, 0, 1.0, 0), 0)
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0", "f16"])
+@pytest.mark.parametrize("shape", ["tiny-swa", "tiny-hybrid"])
+def test_a_small_shape_is_sound(shape, quant):
+    summary = check_gguf(random_model(shape, quant))
+    assert summary.architecture == {"tiny-swa": "gemma3", "tiny-hybrid": "lfm2"}[shape]
+    assert summary.size_bytes < 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "n_swa", "is_hybrid", "rewinds"),
+    [("tiny-swa", 64, False, {"off": True, "on": False}), ("tiny-hybrid", 0, True, {"off": False, "on": False})],
+)
+def test_a_small_shape_is_what_it_says(library, shape, n_swa, is_hybrid, rewinds):
+    import llama_abi
+
+    with llama_abi.Model(llama_abi.load(), random_model(shape)) as model:
+        assert (model.n_swa, model.is_hybrid, model.is_recurrent) == (n_swa, is_hybrid, False)
+    for unified, expected in rewinds.items():
+        engine = LlamaEngine(random_model(shape), config.Model(ctx=1024, parallel=2, kv_unified=unified))
+        assert engine.facts.rewinds == expected
+        assert not engine.facts.states_rewind
+        engine.close()
+
+
+@pytest.mark.parametrize("unified", ["on", "off"])
+@pytest.mark.parametrize("shape", ["tiny-swa", "tiny-hybrid"])
+def test_a_small_shape_generates(library, shape, unified):
+    """Greedily, twice the same; and a prompt read in chunks is a prompt read at once."""
+    # Flash attention on a CPU adds up in another order where a chunk has another size.
+    settings = config.Model(ctx=1024, parallel=2, batch_tokens=256, kv_unified=unified, flash_attn="off")
+    prompt = [int(token) for token in np.random.default_rng(3).integers(100, 30_000, 200)]
+    engine = LlamaEngine(random_model(shape), settings)
+
+    def answer(chunk, seq_id):
+        ends = [*range(chunk, len(prompt), chunk), len(prompt)]
+        for start, end in itertools.pairwise([0, *ends]):
+            draws = (GREEDY,) if end == len(prompt) else ()
+            result = engine.step(Step(batches=[[Feed(seq_id, start, prompt[start:end], draws)]]))
+        said = [result.tokens[0]]
+        for pos in range(len(prompt), len(prompt) + 60):
+            said += engine.step(Step(batches=[[Feed(seq_id, pos, said[-1:], (GREEDY,))]])).tokens
+        engine.step(Step(edits=[Remove(seq_id)]))
+        return said
+
+    answers = [answer(len(prompt), 0), answer(len(prompt), 0), answer(50, 1), answer(7, 0)]
+    engine.close()
+    assert len(set(answers[0])) > 20
+    assert all(found == answers[0] for found in answers)

@@ -110,6 +110,14 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], said: 
         (["a", "--top-p", "0"], "--top-p"),
         (["a", "--top-p", "1.1"], "--top-p"),
         (["a", "--temp", "-1"], "--temp"),
+        (["a", "--min-p", "1.1"], "--min-p"),
+        (["a", "--repetition-penalty", "0"], "--repetition-penalty"),
+        (["a", "--frequency-penalty", "2.1"], "--frequency-penalty"),
+        (["a", "--logprobs", "21"], "--logprobs"),
+        (["a", "--logit-bias", "x=1"], "is no ID=BIAS"),
+        (["a", "--logit-bias", "1"], "is no ID=BIAS"),
+        (["a", "--logit-bias", "1=nan"], "a bias is a number"),
+        (["a", "--stop-token", "-1"], "--stop-token"),
         (["a", "--max-tokens", "0"], "--max-tokens"),
         (["a", "--priority", "high"], "--priority"),
     ],
@@ -135,13 +143,28 @@ def test_the_request_that_ask_sends() -> None:
 
     args = ["a", "--system", "b", "--max-tokens", "5", "--temp", "0.5", "--top-p", "0.9", "--top-k", "3"]
     args += ["--seed", "0", "--stop", "x", "--stop", "y", "--priority", "background"]
+    args += ["--min-p", "0.1", "--repetition-penalty", "1.1", "--repeat-last-n", "0", "--frequency-penalty", "-1"]
+    args += ["--presence-penalty", "0", "--logit-bias", "5=-100", "--logit-bias", "6=1.5", "--logprobs", "0"]
+    args += ["--stop-token", "3", "--stop-token", "4", "--full-text"]
     with ask.make_context("ask", args) as context:
         options = {name: value for name, value in context.params.items() if name not in ("question", "prompt")}
     found = parse(_request("a", options) | {"id": "ask"})
     assert isinstance(found, Generate)
     assert [message.role for message in found.messages or ()] == ["system", "user"]
     assert (found.max_tokens, found.temperature, found.top_p, found.top_k, found.seed) == (5, 0.5, 0.9, 3, 0)
+    assert (found.min_p, found.repetition_penalty, found.repeat_last_n) == (0.1, 1.1, 0)
+    assert (found.frequency_penalty, found.presence_penalty, found.logprobs) == (-1, 0, 0)
+    assert (found.logit_bias, found.stop_token_ids, found.return_full_text) == ({5: -100, 6: 1.5}, [3, 4], True)
     assert (found.stops, found.slo.priority, found.stream) == (("x", "y"), "background", True)
+
+
+def test_ask_says_nothing_of_what_it_was_not_told() -> None:
+    from uma_trio.cli.ask import _request
+    from uma_trio.cli.ask import command as ask
+
+    with ask.make_context("ask", ["a"]) as context:
+        options = {name: value for name, value in context.params.items() if name not in ("question", "prompt")}
+    assert _request("a", options) == {"stream": True, "messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -47,7 +47,7 @@ def test_names_are_unique_over_all_sections() -> None:
 
 
 UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens)$")
-UNIT_IN_HELP = re.compile(r"\b(tokens?|sequences|threads|layers|connections|requests)\b", re.IGNORECASE)
+UNIT_IN_HELP = re.compile(r"\b(tokens?|sequences|threads|layers|connections|requests|sessions)\b", re.IGNORECASE)
 
 
 @pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)

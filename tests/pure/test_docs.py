@@ -26,7 +26,12 @@ from uma_trio.protocol.messages import (
     Eos,
     Failure,
     Generate,
+    Logprob,
+    Logprobs,
     MetricsQuery,
+    SessionInfo,
+    SessionList,
+    SessionQuery,
     Slo,
     Timings,
     Token,
@@ -34,6 +39,7 @@ from uma_trio.protocol.messages import (
 )
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
 from uma_trio.telemetry import Telemetry
+from uma_trio.telemetry.meters import SpillMeters
 
 ROOT = Path(uma_trio.__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -86,7 +92,7 @@ def test_every_error_is_in_the_table_and_the_other_way_round() -> None:
     for row in rows:
         assert len(row) == 4
         assert all(row), f"{row[0]} needs a cause and what to do"
-    assert set(re.findall(r"\bE_[A-Z_]+[A-Z]", PROTOCOL)) - set(documented) <= {"E_PROTO", "E_LIMIT", "E_RUNTIME", "E_MODEL"}
+    assert set(re.findall(r"\bE_[A-Z_]+[A-Z]", PROTOCOL)) - set(documented) <= {"E_PROTO", "E_LIMIT", "E_RUNTIME", "E_MODEL", "E_SESSION"}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +101,8 @@ def test_every_error_is_in_the_table_and_the_other_way_round() -> None:
         ("A request for text", Generate, set()),
         ("Cancel", Cancel, {"event"}),
         ("Metrics query", MetricsQuery, {"type"}),
+        ("Session query", SessionQuery, {"type"}),
+        ("sessions", SessionList, {"event"}),
         ("token", Token, {"event"}),
         ("eos", Eos, {"event"}),
         ("error", Failure, {"event"}),
@@ -105,7 +113,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
     assert set(named(rows)) == {field.name for field in attrs.fields(cls)} | more
 
 
-@pytest.mark.parametrize(("title", "cls"), [("A request for text", Generate), ("Cancel", Cancel), ("Metrics query", MetricsQuery)])
+@pytest.mark.parametrize(("title", "cls"), [("A request for text", Generate), ("Cancel", Cancel), ("Metrics query", MetricsQuery), ("Session query", SessionQuery)])
 def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
     documented = {row[0].strip("`"): row[2] for row in tables(section(PROTOCOL, title))[0]}
     for field in attrs.fields(cls):
@@ -114,7 +122,7 @@ def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
         elif field.default is None:
             expected = "*none*"
         elif isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-            expected = "`[]`" if field.name == "stop" else "`{}`"
+            expected = f"`{json.dumps(field.default.factory())}`" if field.name != "slo" else "`{}`"
         else:
             expected = f"`{json.dumps(field.default)}`"
         assert documented[field.name] == expected, field.name
@@ -123,20 +131,30 @@ def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
 def test_bounds_are_the_documented_ones() -> None:
     documented = {row[0].strip("`"): row[1] for row in tables(section(PROTOCOL, "A request for text"))[0]}
     least = {"id": "r", "prompt": "x"}
-    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed"):
-        above, low, high = re.fullmatch(r"(above )?(\d+),? to (\d+)", documented[name]).groups()  # type: ignore[union-attr]
-        assert isinstance(messages.parse(least | {name: int(high)}), Generate)
-        wrong = [int(high) + 1, int(low) - 1, *([int(low)] if above else [])]
+    bounded = {name: match for name, bounds in documented.items() if (match := re.fullmatch(r"(above )?(-?[\d.]+),? to ([\d.]+)", bounds))}
+    assert {"max_tokens", "temperature", "top_p", "seed", "min_p", "repetition_penalty", "presence_penalty", "logprobs"} < set(bounded)
+    for name, match in bounded.items():
+        above, low, high = match[1], json.loads(match[2]), json.loads(match[3])
+        assert isinstance(messages.parse(least | {name: high}), Generate)
+        wrong = [high + 1, low - 1, *([low] if above else [])]
         for value in wrong:
             with pytest.raises(messages.BadRequest):
                 messages.parse(least | {name: value})
         if not above:
-            messages.parse(least | {name: int(low)})
+            messages.parse(least | {name: low})
+    for name, items in (("logit_bias", {str(n): 0 for n in range(301)}), ("stop_token_ids", [*range(65)])):
+        most = int(documented[name].split()[-1])
+        assert most == len(items) - 1
+        with pytest.raises(messages.BadRequest):
+            messages.parse(least | {name: items})
     for number in (messages.MAX_METADATA_BYTES, messages.MAX_METADATA_DEPTH):
         assert str(number) in section(PROTOCOL, "A request for text")
 
 
-@pytest.mark.parametrize(("title", "cls"), [("A request for text", Slo), ("A request for text", ChatMessage), ("eos", Usage), ("eos", Timings)])
+@pytest.mark.parametrize(
+    ("title", "cls"),
+    [("A request for text", Slo), ("A request for text", ChatMessage), ("eos", Usage), ("eos", Timings), ("eos", Logprobs), ("token", Logprob), ("sessions", SessionInfo)],
+)
 def test_inner_fields_are_documented(title: str, cls: type) -> None:
     text = section(PROTOCOL, title)
     for field in attrs.fields(cls):
@@ -165,7 +183,7 @@ def test_every_json_example_is_taken_by_the_codec() -> None:
             known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
             assert set(fields) <= known
             kinds.add(type(message))
-    assert kinds == {Generate, Cancel, MetricsQuery, Token, Eos, Failure}
+    assert kinds == {Generate, Cancel, MetricsQuery, SessionQuery, Token, Eos, Failure}
 
 
 def test_the_bytes_are_those_of_the_examples() -> None:
@@ -266,6 +284,9 @@ def test_every_metric_is_documented_and_the_other_way_round() -> None:
         | keys_of_snapshot("uma_trio/runner/runner.py", "Runner")
         | keys_of_snapshot("uma_trio/daemon/server.py", "Server")
         | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
+        | {"kv.evicted_total", "kv.bytes", "kv.bytes_reserved"}
+        | {f"spill.{name}" for name in SpillMeters().snapshot()}
+        | {f"conversations.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
     )
     rows = [row for table in tables(text_of("METRICS.md")) for row in table]
     assert set(named(rows)) == measured

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from uma_trio import errors
-from uma_trio.errors import LimitError, ProtocolError, RuntimeFault, UmaError, all_errors
+from uma_trio.errors import LimitError, ProtocolError, RuntimeFault, SessionError, UmaError, all_errors
 from uma_trio.protocol.messages import Failure
 
-CODE = re.compile(r"E_(PROTO|LIMIT|RUNTIME|MODEL|IO)(_[A-Z]+)+")
+CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|IO)(_[A-Z]+)+")
 
 
 def test_all_errors_finds_every_class_that_is_written_down() -> None:
@@ -29,7 +29,12 @@ def test_codes_are_unique_and_named_by_whose_fault_it_is() -> None:
     assert len(set(codes)) == len(codes)
     for cls in all_errors():
         assert CODE.fullmatch(cls.code), cls
-        branch = {ProtocolError: "E_PROTO_", LimitError: "E_LIMIT_", RuntimeFault: ("E_RUNTIME_", "E_MODEL_", "E_IO_")}
+        branch = {
+            ProtocolError: "E_PROTO_",
+            LimitError: "E_LIMIT_",
+            SessionError: "E_SESSION_",
+            RuntimeFault: ("E_RUNTIME_", "E_MODEL_", "E_IO_"),
+        }
         [prefix] = [prefix for base, prefix in branch.items() if issubclass(cls, base)]
         assert cls.code.startswith(prefix)
 
@@ -52,6 +57,8 @@ def test_each_has_a_reason_and_a_status_of_its_side(cls: type[UmaError]) -> None
         assert 400 <= cls.http_status < 500
     elif issubclass(cls, LimitError):
         assert cls.http_status in (400, 408, 413, 429, 504)
+    elif issubclass(cls, SessionError):
+        assert cls.http_status in (404, 409)
     else:
         assert cls.http_status >= 499
 

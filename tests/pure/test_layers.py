@@ -24,6 +24,7 @@ ROOMS = (
     "engine",
     "models",
     "runner",
+    "sessions",
     "daemon",
     "client",
     "demo",

@@ -309,3 +309,25 @@ def test_which_codec_serves_which_mode() -> None:
     assert isinstance(server_codec("newline", max_frame_bytes=CAP), NewlineCodec)
     for mode in ("auto", "json", "cbor"):
         assert isinstance(server_codec(mode, max_frame_bytes=CAP), ServerCodec)  # type: ignore[arg-type]
+
+
+# -- several answers to one request -------------------------------------------------------------------
+
+CANCEL_IN_JSON = frame(encode({"event": "cancel", "id": "r1"}, JSON))
+
+
+@pytest.mark.parametrize("last", [attrs.evolve(EOS, index=0), attrs.evolve(FAILURE, index=0)])
+def test_all_answers_come_in_the_encoding_of_the_request(last: ServerEvent) -> None:
+    """Also when something in the other one was sent in between, and no longer than until the last has ended."""
+    codec = server(request(CBOR, n=3), CANCEL_IN_JSON)
+    assert len(drain(codec)) == 2
+    for event in (attrs.evolve(EOS, index=2), TOKEN, attrs.evolve(EOS, index=1), TOKEN, last):
+        assert encoding_of(codec.encode(event)[4:]) is CBOR
+    assert encoding_of(codec.encode(TOKEN)[4:]) is JSON
+
+
+@pytest.mark.parametrize("end", [EOS, FAILURE])
+def test_an_end_without_an_index_is_of_all_answers(end: ServerEvent) -> None:
+    codec = server(request(CBOR, n=3), CANCEL_IN_JSON)
+    assert len(drain(codec)) == 2
+    assert [encoding_of(codec.encode(event)[4:]) for event in (end, end)] == [CBOR, JSON]

@@ -19,6 +19,8 @@ from uma_trio.protocol.messages import (
     Eos,
     Failure,
     Generate,
+    Logprob,
+    Logprobs,
     Metrics,
     MetricsQuery,
     ServerEvent,
@@ -58,17 +60,29 @@ def test_a_request_with_everything() -> None:
                 {"role": "assistant", "content": ""},
             ],
             "max_tokens": 5,
+            "n": 1,
             "temperature": 1,
             "top_p": 0.5,
             "top_k": 40,
+            "min_p": 0.05,
+            "repetition_penalty": 1.1,
+            "repeat_last_n": 5,
+            "frequency_penalty": -0.5,
+            "presence_penalty": 1,
+            "logit_bias": {"7": -100, "8": 2},
+            "logprobs": 3,
             "seed": 2**63 - 1,
             "stop": ["a", "b"],
+            "stop_token_ids": [3, 4],
             "ignore_eos": True,
             "stream": False,
             "echo": True,
+            "return_full_text": True,
             "keep_alive": True,
             "cache_prompt": False,
             "speculate": True,
+            "session_id": "s",
+            "n_keep": 4,
             "slo": {"target_ttft_ms": 150, "target_tbt_ms": 80.5, "priority": "background"},
             "metadata": {"user": [1, None, {"deep": True}]},
         }
@@ -77,22 +91,41 @@ def test_a_request_with_everything() -> None:
         id="r1",
         messages=[ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", content="")],
         max_tokens=5,
+        n=1,
         temperature=1.0,
         top_p=0.5,
         top_k=40,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        repeat_last_n=5,
+        frequency_penalty=-0.5,
+        presence_penalty=1.0,
+        logit_bias={7: -100.0, 8: 2.0},
+        logprobs=3,
         seed=2**63 - 1,
         stop=["a", "b"],
+        stop_token_ids=[3, 4],
         ignore_eos=True,
         stream=False,
         echo=True,
+        return_full_text=True,
         keep_alive=True,
         cache_prompt=False,
         speculate=True,
+        session_id="s",
+        n_keep=4,
         slo=Slo(target_ttft_ms=150.0, target_tbt_ms=80.5, priority="background"),
         metadata={"user": [1, None, {"deep": True}]},
     )
     assert isinstance(found, Generate)
     assert type(found.temperature) is float
+
+
+def test_a_session_goes_on_from_one_answer() -> None:
+    several = parse(LEAST | {"n": 3})
+    assert isinstance(several, Generate)
+    assert several.n == 3
+    assert "fork" in str(refused(LEAST | {"n": 3, "session_id": "s"}))
 
 
 def test_cancel_and_metrics() -> None:
@@ -102,14 +135,14 @@ def test_cancel_and_metrics() -> None:
 
 
 def test_unknown_fields_are_ignored_everywhere() -> None:
-    assert parse(LEAST | {"n": 2, "tools": [], "x": {"y": None}}) == parse(LEAST)
+    assert parse(LEAST | {"best_of": 2, "tools": [], "x": {"y": None}}) == parse(LEAST)
     assert parse(LEAST | {"slo": {"deadline": 5}}) == parse(LEAST)
     chat = {"id": "r1", "messages": [{"role": "user", "content": "x", "name": "me"}]}
     assert parse(chat) == Generate(id="r1", messages=[ChatMessage(role="user", content="x")])
     assert parse({"event": "cancel", "id": "r1", "reason": 5}) == Cancel(id="r1")
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "max_tokens", "seed", "speculate", "metadata"])
+@pytest.mark.parametrize("name", ["prompt", "messages", "max_tokens", "logprobs", "seed", "speculate", "session_id", "n_keep", "metadata"])
 def test_null_is_not_given(name: str) -> None:
     if name == "prompt":
         chat = {"id": "r1", "messages": [{"role": "user", "content": "x"}]}
@@ -128,7 +161,7 @@ def test_stop_is_a_text_or_a_list(stop: object, stops: tuple[str, ...]) -> None:
     assert found.stops == stops
 
 
-FLAGS = {"ignore_eos", "stream", "echo", "keep_alive", "cache_prompt"}
+FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt"}
 
 AT_THE_BOUNDS = [
     ("speculate", None),
@@ -139,6 +172,8 @@ AT_THE_BOUNDS = [
     ("prompt", "a\0b"),
     ("max_tokens", 1),
     ("max_tokens", 2**31 - 1),
+    ("n", 1),
+    ("n", 16),
     ("temperature", 0),
     ("temperature", -0.0),
     ("temperature", 100),
@@ -146,10 +181,31 @@ AT_THE_BOUNDS = [
     ("top_p", 1),
     ("top_k", 0),
     ("top_k", 2**31 - 1),
+    ("min_p", 0),
+    ("min_p", 1),
+    ("repetition_penalty", 0.1),
+    ("repetition_penalty", 10),
+    ("repeat_last_n", 0),
+    ("repeat_last_n", 4096),
+    ("frequency_penalty", -2),
+    ("frequency_penalty", 2),
+    ("presence_penalty", -2.0),
+    ("presence_penalty", 2.0),
+    ("logit_bias", {}),
+    ("logit_bias", {str(token): -100 for token in range(300)}),
+    ("logit_bias", {"0": 100, str(2**31 - 1): -0.0}),
+    ("logprobs", 0),
+    ("logprobs", 20),
+    ("stop_token_ids", []),
+    ("stop_token_ids", [0, 2**31 - 1] * 32),
     ("seed", 0),
     ("seed", 2**63 - 1),
     ("stop", "x" * 256),
     ("stop", ["x" * 256] * 16),
+    ("session_id", "x" * 256),
+    ("session_id", "../é\n"),
+    ("n_keep", 0),
+    ("n_keep", 2**31 - 1),
     ("slo", {}),
     ("slo", {"target_ttft_ms": 1e-9, "target_tbt_ms": 3_600_000}),
     ("slo", {"target_ttft_ms": None, "priority": "interactive"}),
@@ -166,9 +222,21 @@ NOT_TAKEN = [
     ("id", ["", "x" * 257, 1, None, True, [], {}]),
     ("prompt", [1, True, [], {}, b"x"]),
     ("max_tokens", [0, -1, 2**31, 2**63, 1.0, 1.5, "1", True, [1], math.nan]),
+    ("n", [0, -1, 17, 2**64, 1.0, "1", True, None]),
     ("temperature", [-1e-9, -1, 100.1, math.nan, math.inf, -math.inf, "0", True, None, [0]]),
     ("top_p", [0, -0.1, 1.0000001, 2, math.nan, math.inf, "1", True, None]),
     ("top_k", [-1, 2**31, 2**64, 1.0, "1", True, None]),
+    ("min_p", [-1e-9, 1.0000001, math.nan, math.inf, "0", True, None]),
+    ("repetition_penalty", [0, 0.09, -1, 10.1, math.nan, math.inf, "1", True, None]),
+    ("repeat_last_n", [-1, 4097, 2**64, 1.0, "64", True, None]),
+    ("frequency_penalty", [-2.1, 2.1, math.nan, -math.inf, "0", True, None, [0]]),
+    ("presence_penalty", [-2.1, 2.1, math.nan, math.inf, "0", True, None]),
+    ("logit_bias", [None, [], 1, "x", {"a": 1}, {"-1": 1}, {"1.0": 1}, {"01": 1}, {" 1": 1}, {"": 1}, {str(2**31): 1}, {"9" * 400: 1}]),
+    ("logit_bias", [{"1": 100.1}, {"1": -100.1}, {"1": math.nan}, {"1": -math.inf}, {"1": "1"}, {"1": None}, {"1": True}, {"1": [1]}]),
+    ("logit_bias", [{str(token): 1 for token in range(301)}]),
+    ("logprobs", [-1, 21, 2**64, 1.0, "1", True, [1]]),
+    ("stop_token_ids", [None, 1, "x", {}, [-1], [2**31], [1.0], ["1"], [None], [True], [[1]], [1] * 65]),
+    ("return_full_text", [0, "true", None]),
     ("seed", [-1, 2**63, 2**64 - 1, 1.0, "1", True]),
     ("stop", ["", [""], "x" * 257, ["x" * 257], ["x"] * 17, [1], 1, None, {}, [["x"]], ["x"] * 100_000]),
     ("ignore_eos", [0, 1, "true", None]),
@@ -177,6 +245,8 @@ NOT_TAKEN = [
     ("keep_alive", [1, "true", None]),
     ("cache_prompt", [0, "true", None]),
     ("speculate", [0, 1, "auto", []]),
+    ("session_id", ["", "x" * 257, 1, True, [], b"x"]),
+    ("n_keep", [-1, 2**31, 1.0, "1", True, []]),
     ("slo", [None, [], 1, "x", {"target_ttft_ms": 0}, {"target_ttft_ms": -1}, {"target_tbt_ms": 3_600_001}]),
     ("slo", [{"target_tbt_ms": math.nan}, {"target_tbt_ms": "1"}, {"priority": "high"}, {"priority": None}]),
     ("metadata", [[], 1, "x", True]),
@@ -335,9 +405,19 @@ options = st.fixed_dictionaries(
     {"id": st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)},
     optional={
         "max_tokens": st.none() | st.integers(1, 2**31 - 1),
+        "n": st.integers(1, 16),
         "temperature": st.floats(0, 100) | st.integers(0, 100),
         "top_p": st.floats(0, 1, exclude_min=True),
         "top_k": st.integers(0, 2**31 - 1),
+        "min_p": st.floats(0, 1),
+        "repetition_penalty": st.floats(0.1, 10),
+        "repeat_last_n": st.integers(0, 4096),
+        "frequency_penalty": st.floats(-2, 2),
+        "presence_penalty": st.floats(-2, 2) | st.integers(-2, 2),
+        "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), max_size=5),
+        "logprobs": st.none() | st.integers(0, 20),
+        "stop_token_ids": st.lists(st.integers(0, 2**31 - 1), max_size=64),
+        "return_full_text": st.booleans(),
         "seed": st.none() | st.integers(0, 2**63 - 1),
         "stop": st.text("ab", min_size=1, max_size=5) | st.lists(st.text("ab", min_size=1), max_size=16),
         "ignore_eos": st.booleans(),
@@ -346,13 +426,15 @@ options = st.fixed_dictionaries(
         "keep_alive": st.booleans(),
         "cache_prompt": st.booleans(),
         "speculate": st.booleans(),
+        "session_id": st.none() | st.text("ab", min_size=1, max_size=256),
+        "n_keep": st.none() | st.integers(0, 2**31 - 1),
         "slo": slos,
         "metadata": st.none() | metadatas,
         "a field of the future": scalars,
     },
 )
 requests = st.builds(
-    lambda fields, words: fields | words,
+    lambda fields, words: fields | words | ({"n": 1} if fields.get("session_id") else {}),
     options,
     st.builds(lambda text: {"prompt": text}, texts) | st.builds(lambda chat: {"messages": chat}, chats),
 )
@@ -365,7 +447,7 @@ def test_a_request_means_the_same_in_json_and_cbor(fields: dict[str, object]) ->
     assert from_json == from_cbor
     assert isinstance(from_json, Generate)
     for name, value in fields.items():
-        if value is not None and name in ("id", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed"):
+        if value is not None and name in ("id", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "stop_token_ids", "seed"):
             assert getattr(from_json, name) == value
 
 
@@ -397,18 +479,24 @@ failures = st.builds(
     code=texts,
     message=texts,
     id=st.none() | texts,
+    index=st.none() | counts,
     retry_after_ms=st.none() | counts,
     metadata=st.none() | metadatas,
 )
+octets = st.lists(st.integers(0, 255), max_size=4)
+alternatives = st.lists(st.builds(Logprob, token_id=counts, text=texts, bytes=octets, logprob=st.floats(-99, 0)), max_size=2)
+scored = st.builds(Logprobs, token_id=counts, text=texts, bytes=octets, logprob=st.floats(-99, 0), top_logprobs=alternatives)
 events = (
     st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
+    | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
     | st.builds(
         Eos,
         id=texts,
         reason=st.sampled_from(["stop", "length", "cancelled", "error"]),
-        usage=st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts),
+        usage=st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts, dropped_tokens=counts),
         timings=st.builds(Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times),
         text=st.none() | texts,
+        logprobs=st.none() | st.lists(scored, max_size=2),
         stop=st.none() | texts,
         seed=st.none() | st.integers(0, 2**63 - 1),
         metadata=st.none() | metadatas,
@@ -425,8 +513,14 @@ def without_none(value: object) -> object:
     for field in attrs.fields(type(value)):  # type: ignore[arg-type]
         inner = getattr(value, field.name)
         if inner is not None:
-            found[field.name] = without_none(inner) if attrs.has(type(inner)) else inner
+            found[field.name] = plain(inner)
     return found
+
+
+def plain(value: object) -> object:
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return without_none(value) if attrs.has(type(value)) else value
 
 
 @given(events)
@@ -452,7 +546,7 @@ def test_what_is_not_known_is_left_out() -> None:
         "id": "r",
         "event": "eos",
         "reason": "cancelled",
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0},
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0, "dropped_tokens": 0},
         "timings": {"queue_ms": 0, "total_ms": 1.5},
     }
     assert to_fields(Failure(code="E_X", message="")) == {"event": "error", "code": "E_X", "message": ""}

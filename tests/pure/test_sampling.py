@@ -21,8 +21,11 @@ def obvious(logits, params):
     p = weights / weights.sum()
     if params.top_p < 1:
         kept = int(np.searchsorted(p.cumsum(), params.top_p)) + 1
-        order, p = order[:kept], p[:kept] / p[:kept].sum()
-    return order[p > 0], p[p > 0]
+        order, p = order[:kept], p[:kept]
+    if params.min_p:
+        # as far as float64 tells: exp of a logarithm is not always what it was
+        order, p = order[p >= params.min_p * p[0] * (1 - 1e-12)], p[p >= params.min_p * p[0] * (1 - 1e-12)]
+    return order[p > 0], p[p > 0] / p.sum()
 
 
 def noise(rows, n_vocab, scale=2.0, seed=0):
@@ -35,6 +38,7 @@ params = st.builds(
     top_k=st.sampled_from([0, 2, 5, 40, 300, SORTED_TOP_K, SORTED_TOP_K + 1, 900, 5000]),
     top_p=st.sampled_from([0.001, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0]),
     seed=st.integers(0, 2**64 - 1),
+    min_p=st.sampled_from([0.0, 1e-30, 1e-4, 0.05, 0.3, 1.0]),
 )
 
 
@@ -88,6 +92,9 @@ def test_only_what_is_left_can_be_drawn(params, seed):
         SamplingParams(temperature=1.0, top_p=0.9),
         SamplingParams(temperature=4.0, top_p=0.9),  # more than is sorted
         SamplingParams(temperature=1.0, top_k=700),
+        SamplingParams(temperature=1.0, min_p=0.02),
+        SamplingParams(temperature=4.0, min_p=0.01),  # more than is sorted
+        SamplingParams(temperature=4.0, top_k=600, top_p=0.95, min_p=0.1),
     ],
 )
 def test_frequencies_follow_the_probabilities(params):
@@ -121,6 +128,23 @@ def test_tokens_of_fixed_seeds_stay_what_they_are():
 
 
 FIXED = [[409, 263, 62, 434], [409, 398, 445, 461], [409, 318, 195, 483]]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("min_p", [1e-9, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("rest", [{}, {"top_k": 20}, {"top_k": 600}, {"top_p": 0.9}, {"top_k": 900, "top_p": 0.99}])
+def test_min_p_is_a_share_of_the_best_and_the_others_go_first(temperature, min_p, rest):
+    (logits,) = noise(1, 2000, 3.0, seed=1)
+    ids, p = distribution(logits.copy(), SamplingParams(temperature, min_p=min_p, **rest))
+    every, plain = distribution(logits.copy(), SamplingParams(temperature, **rest))
+    n = int((plain >= min_p * plain[0]).sum())
+    assert ids.tolist() == every[:n].tolist()
+    np.testing.assert_allclose(p, plain[:n] / plain[:n].sum(), rtol=1e-6)
+
+
+def test_min_p_of_1_keeps_the_best_and_its_equals():
+    logits = np.array([1.0, 3.0, -2.0, 3.0, 2.999], np.float32)
+    assert distribution(logits, SamplingParams(0.7, min_p=1.0))[0].tolist() == [1, 3]
 
 
 def test_greedy_takes_the_first_of_equals():
@@ -157,7 +181,7 @@ def test_a_row_without_a_distribution_does_not_touch_its_neighbours():
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-30, 1e-6])
-@pytest.mark.parametrize("rest", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 600}])
+@pytest.mark.parametrize("rest", [{}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 600}, {"min_p": 0.1}, {"min_p": 1e-300}])
 def test_a_tiny_temperature_is_greedy(temperature, rest):
     logits = noise(4, 1000)
     chosen = sample(logits, [SamplingParams(temperature=temperature, **rest)] * 4, range(4))
@@ -194,6 +218,7 @@ def test_minus_infinity_is_never_drawn():
         SamplingParams(1.0, 10),
         SamplingParams(1.0, 0, 0.99),
         SamplingParams(1.0, 150),
+        SamplingParams(1.0, min_p=1e-9),
     ):
         assert set(sample(logits, [params] * 50, range(50)).tolist()) == {3, 150}
 
@@ -207,6 +232,9 @@ def test_no_rows():
     [
         {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1},
         {"top_p": 0.0}, {"top_p": 1.1}, {"top_p": float("nan")}, {"seed": -1}, {"seed": 2**64},
+        {"min_p": -0.1}, {"min_p": 1.1}, {"min_p": float("nan")}, {"repetition_penalty": 0.0}, {"repetition_penalty": 11},
+        {"repetition_penalty": float("nan")}, {"repeat_last_n": -1}, {"repeat_last_n": 4097}, {"frequency_penalty": 2.1},
+        {"frequency_penalty": float("nan")}, {"presence_penalty": -2.1}, {"presence_penalty": float("inf")},
     ],
 )  # fmt: skip
 def test_bounds(wrong):
@@ -223,8 +251,9 @@ def test_bounds(wrong):
         ([(1.0, 40, 0.9), (0.0, 0, 1.0)], 1),
         ([(1.0, 0, 1.0)] * 3, 3),
         ([(1.0, 0, 1.0), (1.0, 40, 0.9)], 2),
+        ([(1.0, 0, 1.0, 1, 0.1), (1.0, 40, 0.9)], 0),
         ([], 0),
     ],
 )
 def test_rows_are_read_where_they_are_unless_they_must_be_gathered(rows, copied):
-    assert copied_rows([SamplingParams(*row, 1) for row in rows], 1000) == copied
+    assert copied_rows([SamplingParams(*row) for row in rows], 1000) == copied

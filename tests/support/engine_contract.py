@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Load, Remove, Save, Step
-from uma_trio.sampling import SamplingParams
+from uma_trio.sampling import Bias, Past, SamplingParams
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
 
@@ -376,3 +376,56 @@ def test_a_state_that_is_none_is_refused_and_leaves_the_sequence_empty(engine, p
     small = bytearray(8)
     assert [seq_id for seq_id, _ in engine.step(Step([Save(0, small)])).refused] == [0]
     assert engine.used_cells() == {0: len(prompts[0])}
+
+
+def test_a_bias_of_100_decides(engine, prompts):
+    (likeliest,) = engine.step(step(prompt_feed(0, prompts[0]), removing=(0,))).tokens
+    wanted = next(token for token in range(5, 50) if token != likeliest)
+    bias = Bias(np.array([wanted, likeliest], np.int32), np.array([100, 1], np.float32))
+    biased = Feed(0, 0, prompts[0], [Draw(GREEDY, 0, bias=bias)])
+    result = engine.step(step(biased, prompt_feed(1, prompts[0]), removing=(0,)))
+    assert result.tokens == (wanted, likeliest), "and for its own row alone"
+
+
+def test_penalties_look_at_the_past_of_their_draw(engine, prompts):
+    strong = SamplingParams(repetition_penalty=10.0, presence_penalty=2.0, frequency_penalty=2.0)
+    plain = alone(engine, prompts[0], 2)
+    tokens = np.array(prompts[0], np.int32)
+    engine.step(step(removing=(0,)))
+    nothing = Draw(strong, 0, past=Past(tokens[len(tokens) :], 0))
+    (first,) = engine.step(step(Feed(0, 0, prompts[0], [nothing]))).tokens
+    assert first == plain[0]
+    draws = [Draw(strong, n, past=Past(np.array([first] * n, np.int32), 0)) for n in (1, 2)]
+    result = engine.step(step(Feed(0, len(tokens), [first, first], draws)))
+    assert len(result.tokens) == 2
+    assert first not in result.tokens
+
+
+def test_logprobs_are_told_to_who_asks(engine, prompts):
+    feeds = [Feed(seq, 0, prompts[seq], [Draw(GREEDY, 0, logprobs=n)]) for seq, n in enumerate((None, 3, 0))]
+    result = engine.step(step(*feeds))
+    nobody, three, none = result.scores
+    assert nobody is None
+    assert none.best == ()
+    assert three.best[0] == (result.tokens[1], three.logprob), "the greedy choice is the likeliest"
+    assert len(three.best) == 3
+    assert [logprob for _, logprob in three.best] == sorted((logprob for _, logprob in three.best), reverse=True)
+    assert all(score.logprob <= 0 for score in (three, none))
+    assert engine.step(step(prompt_feed(3, prompts[3]))).scores == ()
+
+
+def test_logprobs_are_of_the_model_and_not_of_what_was_asked(engine, prompts):
+    """Neither mask nor temperature nor filters change them."""
+
+    def score(draw):
+        result = engine.step(step(Feed(0, 0, prompts[0], [draw]), removing=(0,)))
+        return result.tokens[0], result.scores[0]
+
+    token, plain = score(Draw(GREEDY, 0, logprobs=5))
+    mask = np.array([token], np.int32)
+    other, masked = score(Draw(SamplingParams(0.1, 2, 0.5), 0, mask, logprobs=5))
+    assert other != token
+    if plain.best != masked.best:  # a model that tells of the chosen token's neighbours
+        assert masked.best[0] == (other, masked.logprob)
+    else:
+        assert masked.logprob < plain.logprob

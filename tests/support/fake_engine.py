@@ -2,14 +2,15 @@
 
 The next token of a sequence is a function of all tokens before it (and, where it is not greedy, of its seed and
 its number), so a test can tell whether a stream was computed from the right prefix: ``expected_continuation`` says
-what must come.  The same conformance tests run on it and on the real engine.
+what must come.  With penalties it says nothing again that they look at, and it refuses a ``Past`` that is not what the
+sequence holds; a bias of 50 and more decides.  The same conformance tests run on it and on the real engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from uma_trio.engine.records import (
     ModelFacts,
     Remove,
     Save,
+    Score,
     Step,
     StepResult,
 )
@@ -59,6 +61,10 @@ class Story:
             self._tokens.append(int(token))
             self._digests.append(digest)
 
+    def before(self, length: int, n: int) -> list[int]:
+        """The last ``n`` of the first ``length`` tokens."""
+        return self._tokens[length - n : length]
+
     def beginning(self, length: int) -> Story:
         return Story(self._tokens[:length], self._digests[: length + 1])
 
@@ -72,17 +78,35 @@ class Story:
         return 1 + (said + draw.params.seed + draw.step) % (N_VOCAB - 1)
 
 
+def chosen(liked: Iterable[int], avoided: Collection[int]) -> int:
+    """The first that can be said."""
+    return next(token for token in (*liked, *range(1, N_VOCAB)) if token not in avoided)
+
+
+def said_before(params: SamplingParams, story: Sequence[int], n_prompt: int) -> set[int]:
+    """What penalties look at, of a prompt with its answer."""
+    window = story[-params.window :] if params.window else ()
+    return {*window, *(story[n_prompt:] if params.counts else ())}
+
+
+def expected_score(token: int, n: int) -> Score:
+    """What the model tells of ``token`` to who asks for ``n``."""
+    return Score(-(token % 97) / 8, tuple((token + i, -(token % 97 + i) / 8) for i in range(n)))
+
+
 def expected_continuation(
     prompt: Iterable[int], n: int, *, repeats: int = 0, params: SamplingParams | None = None
 ) -> list[int]:
     """The first ``n`` tokens that follow ``prompt``, where nothing is masked."""
-    story = Story()
-    story.read(prompt)
-    said = []
+    story, params = Story(), params or SamplingParams()
+    read = list(prompt)
+    n_prompt = len(read)
+    story.read(read)
     for step in range(n):
-        said.append(story.said_after(story.length, Draw(params or SamplingParams(), step), repeats))
-        story.read(said[-1:])
-    return said
+        said = story.said_after(story.length, Draw(params, step), repeats)
+        read.append(chosen([said], said_before(params, read, n_prompt)))
+        story.read(read[-1:])
+    return read[n_prompt:]
 
 
 class FakeEngine:
@@ -150,6 +174,7 @@ class FakeEngine:
             self.cost_of_last_ms = self.cost_ms(0, len(feeds))
             raise failure
         drawn = []
+        draws = [draw for feed in feeds for draw in feed.draws]
         for batch in step.batches:
             sizes = [len(feed.tokens) for feed in batch]
             if not sizes or not all(sizes) or sum(sizes) > self.facts.n_batch:
@@ -160,8 +185,17 @@ class FakeEngine:
                 raise EngineError("no room in the KV cache", fatal=False)
             decodes = sum(len(feed.draws) for feed in batch if len(feed.draws) == len(feed.tokens))
             self.cost_of_last_ms += self.cost_ms(sum(sizes) - decodes, decodes)
-        decode_ms = self.cost_of_last_ms - copied_ms
-        return StepResult(tuple(drawn), decode_ms=decode_ms, copied_ms=copied_ms, refused=refused)
+        scores = [
+            None if draw.logprobs is None else expected_score(token, draw.logprobs)
+            for token, draw in zip(drawn, draws, strict=True)
+        ]
+        return StepResult(
+            tuple(drawn),
+            decode_ms=self.cost_of_last_ms - copied_ms,
+            scores=scores if any(scores) else (),
+            copied_ms=copied_ms,
+            refused=refused,
+        )
 
     def _copy_state(self, edit: Save | Load, refused: list[tuple[int, str]]) -> float:
         """Simulated milliseconds of copying a state: its tokens as text, padded."""
@@ -224,11 +258,21 @@ class FakeEngine:
         drawn = []
         for length, draw in enumerate(feed.draws, held.length - len(feed.draws) + 1):
             ended = self.eog_after is not None and length >= self.eog_after
-            mask = () if draw.mask is None else np.asarray(draw.mask).tolist()
+            mask = set() if draw.mask is None else set(np.asarray(draw.mask).tolist())
             said = held.said_after(length, draw, self.repeats)
             liked = [EOG, said] if ended else [said]
-            drawn.append(next(token for token in (*liked, *range(1, N_VOCAB)) if token not in mask))
+            if draw.bias is not None and draw.bias.values.max() >= 50:
+                liked.insert(0, int(draw.bias.ids[draw.bias.values.argmax()]))
+            drawn.append(chosen(liked, mask | self._seen(held, length, draw)))
         return drawn
+
+    def _seen(self, held: Story, length: int, draw: Draw) -> set[int]:
+        if draw.past is None:
+            return set()
+        past = draw.past.tokens.tolist()
+        if past != held.before(length, len(past)):
+            raise EngineError(f"a past of {past} where {held.before(length, len(past))} is held", fatal=True)
+        return said_before(draw.params, past, draw.past.n_prompt)
 
     def _check_seq(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.facts.n_seq_max:

@@ -40,7 +40,7 @@ class FakeTokenizer:
     def piece(self, token: int) -> bytes:
         return piece(token)
 
-    def text(self, tokens: TokenIds) -> str:
+    def decode(self, tokens: TokenIds, *, special: bool = False) -> str:
         return b"".join(piece(token) for token in tokens.tolist()).decode()
 
 

@@ -54,6 +54,9 @@ class MemoryFiles:
         if self.states.pop(name, None) is None:
             raise SpillError(f"there is no {name}")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.states
+
     def scan(self) -> list[Saved]:
         return [saved for saved, _ in self.states.values()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from typing import Any
@@ -13,6 +14,13 @@ OK, SERVER_ERROR, PROTOCOL_ERROR = 0, 2, 3
 INTERRUPTED = 130
 """As shells number a program that SIGINT ended."""
 
+GIVEN_OR_NOT = (
+    "max_tokens", "n", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty",
+    "presence_penalty", "logprobs", "seed", "n_keep",
+)  # fmt: skip
+FULL_OR_EMPTY = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
+"""Options that are fields of a request by the same name."""
+
 
 @click.command("ask", short_help="Ask the daemon and stream the answer.")
 @click.argument("question", required=False)
@@ -20,16 +28,29 @@ INTERRUPTED = 130
 @click.option("--system", help="A system message before the question.")
 @click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Most tokens to generate.")
+@click.option("--n", type=click.IntRange(1, 16), help="So many answers, one after another.")
 @click.option("--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: 0]")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
 @click.option("--top-k", type=click.IntRange(0), help="Sample among the k likeliest; 0 is off.")
+@click.option("--min-p", type=click.FloatRange(0, 1), help="Sample among tokens so many times as likely as the likeliest.")
+@click.option("--repetition-penalty", type=click.FloatRange(0.1, 10), help="Above 1, recent tokens come less often.")
+@click.option("--repeat-last-n", type=click.IntRange(0, 4096), help="How many tokens count as recent.")
+@click.option("--frequency-penalty", type=click.FloatRange(-2, 2), help="The same for each time that the answer has a token.")
+@click.option("--presence-penalty", type=click.FloatRange(-2, 2), help="The same once for each token of the answer.")
+@click.option(
+    "--logit-bias", multiple=True, metavar="ID=BIAS", callback=lambda _, __, given: _biases(given),
+    help="Added to a token's logit, -100 (never) to 100; can be given several times.",
+)
+@click.option("--logprobs", type=click.IntRange(0, 20), help="Tell how likely each token was, and so many others (with --json).")
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same answer.")
 @click.option("--stop", multiple=True, help="Stop at this text; can be given several times.")
+@click.option("--stop-token", "stop_token_ids", type=click.IntRange(0), multiple=True, help="Stop at this token id; can be given several times.")
 @click.option(
     "--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class."
 )
 @click.option("--session", help="Go on with this session, or begin it; the daemon remembers what was said.")
 @click.option("--n-keep", type=click.IntRange(0), help="If all does not fit, drop the oldest tokens after so many.")
+@click.option("--full-text", "return_full_text", is_flag=True, help="Print the prompt first.")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
 @click.option("--cbor", is_flag=True, help="Speak CBOR with the daemon instead of JSON.")
@@ -58,7 +79,8 @@ def command(question: str | None, prompt: str | None, **options: Any) -> None:
 
 
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
-    request: dict[str, Any] = {"stream": not options["no_stream"]}
+    whole = options["no_stream"] or ((options["n"] or 1) > 1 and not options["as_json"])
+    request: dict[str, Any] = {"stream": not whole}
     if options["raw"]:
         if options["system"] is not None:
             raise click.UsageError("--raw sends the text as it is: there is no place for --system")
@@ -66,14 +88,29 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     else:
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
         request["messages"] = [*system, {"role": "user", "content": text}]
-    given = {"max_tokens": "max_tokens", "temperature": "temp", "top_p": "top_p", "top_k": "top_k", "seed": "seed"}
-    given |= {"session_id": "session", "n_keep": "n_keep"}
-    request |= {field: options[name] for field, name in given.items() if options[name] is not None}
-    if options["stop"]:
-        request["stop"] = list(options["stop"])
+    if options["temp"] is not None:
+        request["temperature"] = options["temp"]
+    request |= {name: options[name] for name in GIVEN_OR_NOT if options[name] is not None}
+    request |= {name: options[name] for name in FULL_OR_EMPTY if options[name]}
+    if options["session"] is not None:
+        request["session_id"] = options["session"]
     if options["priority"]:
         request["slo"] = {"priority": options["priority"]}
     return request
+
+
+def _biases(given: tuple[str, ...]) -> dict[str, float]:
+    """``ID=BIAS`` as the protocol has it; its bounds are the daemon's to check."""
+    found = {}
+    for each in given:
+        token, _, bias = each.partition("=")
+        try:
+            found[str(int(token))] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{each!r} is no ID=BIAS, such as 612=-100") from None
+        if not math.isfinite(found[str(int(token))]):
+            raise click.BadParameter(f"{each!r}: a bias is a number")
+    return found
 
 
 def _ask(request: dict[str, Any], options: dict[str, Any]) -> int:
@@ -115,6 +152,8 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
                 click.echo(json.dumps(event, ensure_ascii=False))
             else:
                 text = event.get("text") or ""
+                if "index" in event:  # whole answers, as they are done
+                    text = f"--- {event['index']}\n{text}\n"
                 ended = text[-1:] or ended
                 click.echo(text, nl=False)
         if not options["as_json"] and ended != "\n":

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 
-@click.group("sessions", invoke_without_command=True, short_help="List, describe, fork and close sessions.")
+@click.group("sessions", invoke_without_command=True, short_help="List, describe, fork and close what the daemon remembers.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")
 @click.option("--socket", type=click.Path(), help="The daemon's socket.")
 @click.pass_context

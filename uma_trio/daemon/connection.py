@@ -86,7 +86,8 @@ class Connection:
             on_room=house.runner.wake,
         )
         self._request: Generate | None = None
-        self._job: Job | None = None
+        self._jobs: list[Job] = []
+        """Its answers."""
         self._request_scope = trio.CancelScope()
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
@@ -209,7 +210,7 @@ class Connection:
         case: one read can hold thousands of messages.
         """
         await trio.lowlevel.checkpoint()
-        if self._job is not None and self._job.done.is_set():
+        if self._jobs and all(job.done.is_set() for job in self._jobs):
             await self._request_ended.wait()
 
     async def _outlive_half_close(self) -> None:
@@ -232,7 +233,7 @@ class Connection:
             with scope:
                 await self._generate(request)
         finally:
-            self._request = self._job = None
+            self._request, self._jobs = None, []
             self._request_ended.set()
             if not request.keep_alive or self._house.draining:
                 self._leaving = True
@@ -262,7 +263,8 @@ class Connection:
         try:
             return await self._house.prompts.make(request)
         except trio.Cancelled:
-            self._outbox.send(_nothing_done(request, began))
+            for index in range(request.n) if request.n > 1 else (None,):
+                self._outbox.send(_nothing_done(request, index, began))
             raise
 
     async def _take_turn(self, request: Generate, began: float, deadline: float) -> None:
@@ -271,7 +273,7 @@ class Connection:
         try:
             turn = await sessions.begin(request, self._tenant, self._outbox)
         except trio.Cancelled:
-            self._outbox.send(_nothing_done(request, began))
+            self._outbox.send(_nothing_done(request, None, began))
             raise
         try:
             await self._stream(request, turn.prompt, turn, deadline)
@@ -279,26 +281,30 @@ class Connection:
             await self._end_turn(turn)
 
     async def _end_turn(self, turn: Turn) -> None:
-        job, self._job = self._job, None  # it is done, but not yet answered
+        jobs, self._jobs = self._jobs, []  # it is done, but not yet answered
         with trio.CancelScope(shield=True):
-            last = await self._house.sessions.end(turn, job)
+            last = await self._house.sessions.end(turn, jobs[0] if jobs else None)
         if last is not None:
             self._outbox.send(last)
 
     async def _stream(self, request: Generate, prompt: Prompt, sink: Sink, deadline: float) -> None:
         durable = request.session_id is not None
-        self._job = job = self._house.runner.submit(request, prompt, sink, tenant=self._tenant, durable=durable)
+        self._jobs = jobs = self._house.runner.submit_all(
+            request, prompt, sink, tenant=self._tenant, durable=durable
+        )
         self._log.debug("request", request=request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | Literal["cancelled"] = "cancelled"
         try:
             with trio.move_on_at(deadline) as timer:
-                await job.done.wait()
+                for job in jobs:
+                    await job.done.wait()
             if timer.cancelled_caught:
                 ending = RequestTimeout(f"not done after {self._limits.request_timeout_s:g} s")
         finally:
             if self._house.draining and not self._request_scope.cancel_called:
                 ending = ShuttingDown("the server is shutting down")
-            self._house.runner.cancel(job, ending)  # nothing to one that has ended
+            for job in jobs:
+                self._house.runner.cancel(job, ending)  # nothing to one that has ended
 
     def _refuse(self, error: UmaError, request: Generate | SessionQuery | None = None) -> None:
         if request is not None:
@@ -308,10 +314,11 @@ class Connection:
         self._outbox.send(Failure.of(error, metadata=getattr(request, "metadata", None)))
 
 
-def _nothing_done(request: Generate, began: float) -> Eos:
+def _nothing_done(request: Generate, index: int | None, began: float) -> Eos:
     waited_ms = round(1e3 * (trio.current_time() - began), 3)
     return Eos(
         id=request.id,
+        index=index,
         reason="cancelled",
         usage=Usage(prompt_tokens=0, completion_tokens=0),
         timings=Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None),

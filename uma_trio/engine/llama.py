@@ -19,12 +19,14 @@ from uma_trio.engine.cores import default_threads
 from uma_trio.engine.layout import NoRoom, Shape, layout, machine_memory_bytes
 from uma_trio.engine.records import (
     Copy,
+    Draw,
     EngineError,
     Feed,
     Load,
     ModelFacts,
     Remove,
     Save,
+    Score,
     Step,
     StepResult,
 )
@@ -66,6 +68,7 @@ class LlamaEngine:
         self._batch = llama_abi.Batch(self._context.n_batch)
         self.tokenizer = Tokenizer(self._model.vocab)
         self.chat_template = self._model.chat_template
+        recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
         self._facts = ModelFacts(
             name=path.name,
             description=self._model.description,
@@ -79,7 +82,8 @@ class LlamaEngine:
             size_bytes=self._model.size_bytes,
             n_params=self._model.n_params,
             unified=self._options.kv_unified,
-            rewinds=not (self._model.is_recurrent or self._model.is_hybrid),
+            rewinds=not recurrent and not (windowed and self._options.kv_unified),
+            states_rewind=not recurrent and not windowed,
             kv_bytes_per_token=_shape(self._model).bytes_per_token(settings),
             n_layer=self._model.n_layer,
             n_embd=self._model.n_embd,
@@ -128,21 +132,26 @@ class LlamaEngine:
             else:
                 self._edit(edit)
         tokens: list[int] = []
+        scores: list[Score | None] = []
         copied = 0
         decode_ms = -copied_ms
         sample_ms = 0.0
         for feeds in step.batches:
             self._decode(feeds)
             decoded = time.perf_counter()
-            tokens += self._draw(feeds)
+            draws = [draw for feed in feeds for draw in feed.draws]
+            drawn, scored = self._draw(draws)
+            tokens += drawn
+            scores += scored or [None] * len(drawn)
             ended = time.perf_counter()
-            copied += sampling.copied_rows(
-                [draw.params for feed in feeds for draw in feed.draws], self._facts.n_vocab
-            )
+            copied += sampling.copied_rows([draw.params for draw in draws], self._facts.n_vocab)
+            copied += sum([draw.logprobs is not None for draw in draws])
             decode_ms += 1e3 * (decoded - began)
             sample_ms += 1e3 * (ended - decoded)
             began = ended
-        return StepResult(tuple(tokens), decode_ms, sample_ms, started, time.perf_counter(), copied, copied_ms, refused)
+        told = scores if any(score is not None for score in scores) else ()
+        ended = time.perf_counter()
+        return StepResult(tuple(tokens), decode_ms, sample_ms, started, ended, copied, told, copied_ms, refused)
 
     def _copy_state(self, edit: Save | Load, refused: list[tuple[int, str]]) -> None:
         try:
@@ -191,15 +200,29 @@ class LlamaEngine:
         if code:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"code {code}"), fatal=False)
 
-    def _draw(self, feeds: Sequence[Feed]) -> list[int]:
-        draws = [draw for feed in feeds for draw in feed.draws]
+    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[Score | None]]:
+        """A token for each of ``draws``, and its score where one is wanted; no scores where none is."""
         if not draws:
-            return []
+            return [], []
         logits = self._context.logits(len(draws)).array
-        masks = [draw.mask for draw in draws] if any(draw.mask is not None for draw in draws) else None
-        drawn = sampling.sample(logits, [draw.params for draw in draws], [draw.step for draw in draws], masks)
-        found: list[int] = drawn.tolist()
-        return found
+        told = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
+        raw = logits[told] if told else None  # sampling writes to them
+        drawn = sampling.sample(
+            logits,
+            [draw.params for draw in draws],
+            [draw.step for draw in draws],
+            [draw.mask for draw in draws],
+            [draw.bias for draw in draws],
+            [draw.past for draw in draws],
+        )
+        scores: list[Score | None] = []
+        if raw is not None:
+            scores = [None] * len(draws)
+            found = sampling.logprobs(raw, drawn[told], [draws[row].logprobs or 0 for row in told])
+            for row, score in zip(told, found, strict=True):
+                scores[row] = score
+        tokens: list[int] = drawn.tolist()
+        return tokens, scores
 
     def used_cells(self) -> dict[int, int]:
         ends = {seq_id: self._context.seq_pos_max(seq_id) for seq_id in range(self._facts.n_seq_max)}

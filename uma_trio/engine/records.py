@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.kv.edits import Copy, Edit, Load, Remove, Save
-from uma_trio.sampling import SamplingParams
+from uma_trio.sampling import Bias, Past, SamplingParams, Score
 
 __all__ = [
-    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Load", "ModelFacts", "Remove", "Save", "Step",
+    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Load", "ModelFacts", "Past", "Remove", "Save", "Score", "Step",
     "StepResult", "TokenIds",
 ]  # fmt: skip
 
@@ -57,7 +57,10 @@ class ModelFacts:
     unified: bool = True
     """All sequences share the cells: copying between them is bookkeeping."""
     rewinds: bool = True
-    """A sequence's last tokens can be removed; a recurrent or sliding-window memory cannot."""
+    """A sequence's last tokens can be removed.  Not of a recurrent memory; nor of one with a sliding window where all
+    share the cells: there others get those behind it."""
+    states_rewind: bool = True
+    """Of a loaded state as well; that of a sliding-window memory has the last window alone."""
     kv_bytes_per_token: float = 0.0
     """Of the KV cache, in all layers."""
     n_layer: int = 0
@@ -80,6 +83,12 @@ class Draw:
     """Tokens that were drawn for this request before."""
     mask: TokenIds | None = None
     """Ids that must not be chosen."""
+    bias: Bias | None = None
+    """What is added to the logits."""
+    past: Past | None = None
+    """What stands before, if there are penalties: the end of what the sequence then holds."""
+    logprobs: int | None = None
+    """Tell how likely the token was, and the so many most likely ones."""
 
 
 @attrs.define(eq=False)
@@ -120,6 +129,8 @@ class StepResult:
     """when it was done: the difference between one step's end and the next one's start is the host gap."""
     copied_rows: int = 0
     """Of the rows of logits, those that were copied before they were read."""
+    scores: Sequence[Score | None] = ()
+    """One for each draw, ``None`` where it was not asked for; empty where nobody asked."""
     copied_ms: float = 0.0
     """What saving and loading states took; not part of the decode."""
     refused: Sequence[tuple[int, str]] = ()

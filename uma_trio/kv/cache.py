@@ -55,6 +55,8 @@ class Entry:
     durable: bool = False
     """To be saved before its cells go to somebody else."""
     used: int = 0
+    floor: int = 0
+    """Tokens of which none can be removed without all, where the memory can be rewound at all."""
     idle: bool = False
     idle_since: float = 0.0
     saved: bool = False
@@ -113,7 +115,8 @@ class KvCache:
         n_cells: of the whole cache.
         cells_per_sequence: the most that one sequence can have; ``n_cells`` where the cache is unified.
         unified: copies are bookkeeping, and idle sequences take others' room and time.
-        rewinds: a sequence's last tokens can be removed; a recurrent or sliding-window memory cannot.
+        rewinds: a sequence's last tokens can be removed; a recurrent memory cannot.
+        states_rewind: those of a loaded state can, too; of a sliding-window memory it holds the last window alone.
         reuse: whether tokens are shared and kept at all.
         worth_loading: (tokens that need not be computed, bytes of the state) -> whether loading is faster.
     """
@@ -126,6 +129,7 @@ class KvCache:
         cells_per_sequence: int,
         unified: bool = True,
         rewinds: bool = True,
+        states_rewind: bool = True,
         reuse: bool = True,
         worth_loading: Callable[[int, int], bool] = lambda tokens, n_bytes: True,
     ) -> None:
@@ -135,7 +139,8 @@ class KvCache:
         self._rewinds = rewinds
         self._reuse = reuse
         self._worth_loading = worth_loading
-        self.shelf = Shelf(rewinds=rewinds)
+        self._states_rewind = rewinds and states_rewind
+        self.shelf = Shelf(rewinds=self._states_rewind)
         self._free_ids = set(range(n_sequences))
         self._entries: dict[int, Entry] = {}
         self._idle: dict[int, Entry] = {}
@@ -266,7 +271,7 @@ class KvCache:
         if tokens is None or entry.private or len(tokens) < WORTH_SHARING:
             self._remove(entry)
             return
-        if len(tokens) < entry.used and not self._rewinds:  # the rest would have to be removed
+        if not self._can_end(entry, len(tokens)):
             self._remove(entry)
             return
         self.rewind(seq_id, len(tokens))
@@ -337,7 +342,7 @@ class KvCache:
             self._remove(entry)
         self._edits.clear()
         for entry in self._entries.values():
-            entry.used = 0
+            entry.used = entry.floor = 0
         if not lost:
             self._edits += [Remove(seq_id) for seq_id in sorted([*self._entries, *self._free_ids])]
 
@@ -384,6 +389,7 @@ class KvCache:
         entry.restores = False
         if state is not None:
             entry.used = len(state.tokens)
+            entry.floor = 0 if self._states_rewind else entry.used
             self.rewind(entry.seq_id, common(entry.tokens[:-1], state.tokens))
         return entry.used
 
@@ -460,13 +466,17 @@ class KvCache:
             shared = common(prompt, other.tokens)
             if not other.idle and (other.rank > entry.rank or other.seq_id in stalled):
                 shared = min(shared, other.used)
-            if not self._rewinds and not (other.idle and shared == other.used):
+            if not self._can_end(other, shared) or not (other.idle or self._rewinds):
                 continue
             # of equals one that need not be waited for, is free for the taking, and has little behind what is shared
             quality = (shared, min(shared, other.used), other.idle, -other.used)
             if quality > best:
                 found, best = other, quality
         return found, best[0]
+
+    def _can_end(self, entry: Entry, length: int) -> bool:
+        """Whether what ``entry`` holds can be cut to ``length`` tokens, if it is more."""
+        return length >= entry.used or (self._rewinds and length >= entry.floor)
 
     def _waits_for(self, entry: Entry, other: Entry) -> bool:
         at: Entry | None = entry
@@ -489,7 +499,7 @@ class KvCache:
         del self._idle[source.seq_id]
         self._idle_cells -= source.reserved
         self._reserved += entry.reserved - source.reserved
-        entry.seq_id, entry.used = source.seq_id, source.used
+        entry.seq_id, entry.used, entry.floor = source.seq_id, source.used, source.floor
         self._entries[entry.seq_id] = entry
         self.rewind(entry.seq_id, shared)
         return Placement(entry.seq_id, shared)
@@ -511,7 +521,7 @@ class KvCache:
 
     def _copy(self, source: Entry, entry: Entry, length: int) -> None:
         self._edits.append(Copy(source.seq_id, entry.seq_id, length))
-        entry.used, entry.leader = length, None
+        entry.used, entry.floor, entry.leader = length, source.floor, None
 
     # -- room -----------------------------------------------------------------------------------
 

@@ -75,6 +75,10 @@ class Shelf:
         """Forget it; whether it was here."""
         return self._states.pop(name, None) is not None
 
+    def keep(self, there: Callable[[str], bool]) -> None:
+        """Forget those that are not ``there``: they went to make room for others."""
+        self._states = {name: state for name, state in self._states.items() if there(name)}
+
     def longest(self, prompt: Tokens, *, tenant: int, most: int) -> tuple[Saved | None, int]:
         """The state that holds most of ``prompt``'s beginning, and how many tokens of it.
 

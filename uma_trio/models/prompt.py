@@ -88,7 +88,7 @@ class PromptMaker:
         messages = [*(before.messages if before is not None else ()), *(request.messages or ())]
         text = self._render(messages)
         if len(said):
-            spoken = self.tokenizer.text(said).removeprefix("" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos)
+            spoken = self.tokenizer.decode(said, special=True).removeprefix("" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos)
             if text.startswith(spoken):  # the answer's own tokens stay, however it would be cut into tokens anew
                 return Prompt(self._after(said, text[len(spoken) :]), text)
         return Prompt(self.tokenizer.encode(text), text)

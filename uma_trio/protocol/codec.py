@@ -65,8 +65,9 @@ class ServerCodec:
         self._frames = framing.FrameReader(max_frame_bytes=max_frame_bytes)
         self._only = None if mode == "auto" else Encoding(mode)
         self._latest = self._only or Encoding.JSON
-        self._asked_in: dict[str | None, Encoding] = {}
-        """By id: of what is still to be answered, so that a cancel in JSON leaves a CBOR stream CBOR."""
+        self._asked_in: dict[str | None, tuple[Encoding, int]] = {}
+        """By id: of what is still to be answered, so that a cancel in JSON leaves a CBOR stream CBOR; and how many
+        answers are."""
 
     @property
     def mid_message(self) -> bool:
@@ -87,13 +88,16 @@ class ServerCodec:
             raise wrong(f"this server was started with --protocol {self._only.value}")
         message = messages.parse(payload.decode(found, encoding))
         if not isinstance(message, Cancel):
-            self._asked_in.setdefault(message.id, encoding)
+            answers = message.n if isinstance(message, Generate) else 1
+            self._asked_in.setdefault(message.id, (encoding, answers))
         return message
 
     def encode(self, event: ServerEvent) -> bytes:
-        encoding = self._asked_in.get(event.id, self._latest)
+        encoding, answers = self._asked_in.get(event.id, (self._latest, 0))
         if type(event) is not Token:
             self._asked_in.pop(event.id, None)
+            if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:
+                self._asked_in[event.id] = encoding, answers - 1
         return framing.frame(payload.encode(messages.to_fields(event), encoding))
 
 

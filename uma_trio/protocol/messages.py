@@ -31,8 +31,14 @@ MAX_METADATA_DEPTH: Final = 32
 MAX_COMPLAINT: Final = 300
 """Characters of an error message about a field: it may quote what the client sent."""
 
+BANNED: Final = -100.0
+"""A bias that means never."""
+
 Id = Annotated[str, Meta(min_length=1, max_length=256)]
 SessionId = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=300)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
 
@@ -66,19 +72,39 @@ class Generate:
     """Rendered through the model's chat template."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """``None``: the server's default, or what the context has room for if that is less."""
+    n: Annotated[int, Meta(ge=1, le=16)] = 1
+    """Answers to the one prompt, each with a seed of its own and told by its ``index``."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """0 is off."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """0 is off."""
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] = 1.0
+    """1 is off."""
+    repeat_last_n: Annotated[int, Meta(ge=0, le=4096)] = 64
+    """Tokens that ``repetition_penalty`` looks at, of prompt and answer together."""
+    frequency_penalty: Penalty = 0.0
+    """Of the answer's tokens, for each time; 0 is off."""
+    presence_penalty: Penalty = 0.0
+    """Of the answer's tokens; 0 is off."""
+    logit_bias: LogitBias = attrs.field(factory=dict)
+    """Added to the model's logits, by token id; ``BANNED`` keeps a token out."""
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    """Tell how likely each token was, and so many of the most likely ones."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     """``None``: the server chooses one and tells it in ``eos``."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = attrs.field(factory=list)
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = attrs.field(factory=list)
+    """End the answer as the model's own end-of-generation tokens do."""
     ignore_eos: bool = False
     """Never sample an end-of-generation token: generate exactly ``max_tokens``."""
     stream: bool = True
     echo: bool = False
     """Send the prompt's text first."""
+    return_full_text: bool = False
+    """The same, by another name."""
     keep_alive: bool = False
     """Keep the connection for further requests after this one's ``eos`` or ``error``."""
     cache_prompt: bool = True
@@ -185,6 +211,27 @@ class Timings:
 
 
 @attrs.frozen(kw_only=True)
+class Logprob:
+    """How likely the model found a token, whatever was asked of the sampler."""
+
+    token_id: int
+    text: str
+    """U+FFFD stands for what is no whole character by itself."""
+    bytes: list[int]
+    """The token's own; ``text`` of the event may be held back, and more or less than that."""
+    logprob: float
+    """Natural logarithm of the probability."""
+
+
+@attrs.frozen(kw_only=True)
+class Logprobs(Logprob):
+    """Of a token of the answer."""
+
+    top_logprobs: list[Logprob]
+    """The most likely tokens there, likeliest first."""
+
+
+@attrs.frozen(kw_only=True)
 class Token:
     """One sampled token and the text that can be shown since the last one.
 
@@ -197,18 +244,52 @@ class Token:
     token_id: int | None
     """``None`` for the echoed prompt."""
     echo: bool = False
+    index: int | None = None
+    """Of the answer, from 0; ``None`` where there is only one."""
+    logprob: float | None = None
+    """This and what follows where it was asked for: as in ``Logprobs``."""
+    bytes: list[int] | None = None
+    top_logprobs: list[Logprob] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        id: str,
+        text: str,
+        token_id: int | None,
+        told: Logprobs | None,
+        *,
+        echo: bool = False,
+        index: int | None = None,
+    ) -> Token:
+        if told is None:
+            return cls(id=id, text=text, token_id=token_id, echo=echo, index=index)
+        return cls(
+            id=id,
+            text=text,
+            token_id=token_id,
+            echo=echo,
+            index=index,
+            logprob=told.logprob,
+            bytes=told.bytes,
+            top_logprobs=told.top_logprobs,
+        )
 
 
 @attrs.frozen(kw_only=True)
 class Eos:
-    """The end of a request that was served; nothing with its ``id`` follows."""
+    """The end of a request that was served, or of one of its answers; nothing of it follows."""
 
     id: str
     reason: Reason
     usage: Usage
     timings: Timings
+    index: int | None = None
+    """Of the answer, where there are several."""
     text: str | None = None
     """The whole text, if ``stream`` was false."""
+    logprobs: list[Logprobs] | None = None
+    """Of each token that would have been an event, if they were asked for and ``stream`` was false."""
     stop: str | None = None
     """The stop string that was found, if one was."""
     seed: int | None = None
@@ -224,15 +305,20 @@ class Failure:
     code: str
     message: str
     id: str | None = None
+    index: int | None = None
+    """Of the answer, where there are several and only this one is meant."""
     retry_after_ms: int | None = None
     metadata: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, error: UmaError, *, metadata: dict[str, Any] | None = None) -> Failure:
+    def of(
+        cls, error: UmaError, *, metadata: dict[str, Any] | None = None, index: int | None = None
+    ) -> Failure:
         return cls(
             code=error.code,
             message=str(error),
             id=error.request_id,
+            index=index,
             retry_after_ms=error.retry_after_ms,
             metadata=metadata,
         )
@@ -284,9 +370,11 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return _parse_session_query(fields)
     if kind not in (None, "generate"):
         raise BadRequest("type must be 'generate', 'metrics' or 'sessions'")
-    request = msgspec.convert(fields, Generate)
+    request = msgspec.convert(fields, Generate, str_keys=True)
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")
+    if request.session_id is not None and request.n > 1:
+        raise BadRequest("n must be 1 with session_id: a session goes on from one answer; fork it for several")
     if request.metadata is not None:
         _check_metadata(request.metadata)
     return request
@@ -334,6 +422,12 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
             fields["token_id"] = event.token_id
         if event.echo:
             fields["echo"] = True
+        if event.index is not None:
+            fields["index"] = event.index
+        if event.logprob is not None:
+            fields["logprob"] = event.logprob
+            fields["bytes"] = event.bytes
+            fields["top_logprobs"] = [_logprob_fields(found) for found in event.top_logprobs or ()]
         return fields
     fields = {"id": event.id, "event": _EVENT_NAMES[type(event)]}
     if isinstance(event, Metrics):
@@ -343,15 +437,25 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
+def _logprob_fields(found: Logprob) -> dict[str, Any]:
+    """Up to twenty with a token, so not by ``_plain``."""
+    return {
+        "token_id": found.token_id,
+        "text": found.text,
+        "bytes": found.bytes,
+        "logprob": found.logprob,
+    }
+
+
 def _plain(record: attrs.AttrsInstance) -> dict[str, Any]:
     """Unlike ``attrs.asdict``, does not go into ``metadata``: it is plain already, and not ours to walk."""
     found = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
-    return {
-        name: _plain(value)
-        if attrs.has(type(value))
-        else [_plain(item) for item in value]
-        if name == "sessions"
-        else value
-        for name, value in found.items()
-        if value is not None
-    }
+    return {name: _plain_value(value) for name, value in found.items() if value is not None}
+
+
+def _plain_value(value: Any) -> Any:
+    if attrs.has(type(value)):
+        return _plain(value)
+    if isinstance(value, list) and value and attrs.has(type(value[0])):
+        return [_plain(one) for one in value]
+    return value

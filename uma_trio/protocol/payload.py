@@ -1,8 +1,8 @@
 """JSON and CBOR payloads: bytes to a plain object, and back.
 
 Both decoders take untrusted bytes.  What comes out is made of ``dict`` with text keys, ``list``,
-``str``, ``int``, ``float``, ``bool``, ``None`` (and ``bytes`` from CBOR) and nothing else: no dates, no
-shared references, no tags.  Text is valid UTF-8.
+``str``, ``int``, ``float``, ``bool``, ``None`` (and ``bytes`` and inner maps with keys of ``int`` from CBOR)
+and nothing else: no dates, no shared references, no tags.  Text is valid UTF-8.
 
 Sources: RFC 8259 (JSON), RFC 8949 (CBOR).
 """
@@ -102,6 +102,7 @@ def _decode_cbor(payload: bytes) -> dict[str, Any]:
 
 
 _TEXT: Final = frozenset({str})
+_KEYS: Final = frozenset({str, int})
 _CONTAINERS: Final = frozenset({dict, list})
 _PLAIN: Final = _CONTAINERS | {str, int, float, bool, bytes, type(None)}
 
@@ -113,8 +114,9 @@ def _check_plain(found: dict[Any, Any]) -> None:
         container = waiting.pop()
         items = container
         if type(container) is dict:
-            if not _TEXT.issuperset(map(type, container)):
-                raise InvalidCbor("the keys of a map must be text")
+            allowed = _TEXT if container is found else _KEYS
+            if not allowed.issuperset(map(type, container)):
+                raise InvalidCbor("the keys of a map must be text, or inside it text and whole numbers")
             items = container.values()
         kinds = set(map(type, items))
         if not kinds <= _PLAIN:

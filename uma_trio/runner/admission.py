@@ -32,6 +32,18 @@ def fitted(prompt: Prompt, request: Generate, facts: ModelFacts, limits: Limits)
     return attrs.evolve(prompt, tokens=kept, dropped=prompt.dropped + dropped)
 
 
+def check_token_ids(request: Generate, facts: ModelFacts) -> None:
+    """See that the model has the tokens that the request names.
+
+    Raises:
+        BadRequest: one that it has not.
+    """
+    for field, ids in (("logit_bias", request.logit_bias), ("stop_token_ids", request.stop_token_ids)):
+        for token in ids:
+            if not 0 <= token < facts.n_vocab:
+                raise BadRequest(f"{field} names the token {token}; this model has 0 to {facts.n_vocab - 1}")
+
+
 def tokens_to_generate(request: Generate, n_prompt: int, facts: ModelFacts, limits: Limits) -> int:
     """How many tokens the request may generate.
 

@@ -10,10 +10,10 @@ is planned as always.  Nothing is decided later than it would be otherwise.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
-from uma_trio.engine.records import Draw, Feed, Step, StepResult
+from uma_trio.engine.records import Feed, Step, StepResult
 from uma_trio.engine.thread import Pending
 from uma_trio.runner.flight import Flight
 from uma_trio.runner.job import Job
@@ -27,7 +27,6 @@ class Chained:
         chosen: of one token for each of ``jobs``, and no more.
         jobs: in the order of the step under way, which samples one token for each of them.
         before: that step.
-        ending: tokens that end a stream.
         step: of the engine.
         submit: has a call run in the engine's thread.
     """
@@ -37,20 +36,18 @@ class Chained:
         chosen: Plan,
         jobs: Sequence[Job],
         before: Pending[StepResult],
-        ending: Collection[int],
         step: Callable[[Step], StepResult],
         submit: Callable[[Callable[[], StepResult | None]], Pending[StepResult | None]],
     ) -> None:
         self._plan = chosen
         self._jobs = jobs
         self._before = before
-        self._ending = ending
         self._step = step
         self._decided = threading.Lock()
         """Whoever takes it decides: the thread that it begins, the loop that it does not."""
         self._begins = False
         self._feeds = [
-            Feed(job.seq_id, job.n_fed, [], (Draw(job.params, len(job.tokens) + 1, job.mask),)) for job in jobs
+            Feed(job.seq_id, job.n_fed, [], (job.draw(len(job.tokens) + 1),)) for job in jobs
         ]
         before.before_told = self._begin  # or the loop, which is woken then, would always be first
         self.pending = submit(self._run)
@@ -58,7 +55,9 @@ class Chained:
     def _begin(self) -> None:
         """Decide to begin, if that can still be decided and the tokens before let it.  In the engine's thread."""
         before = self._before.result
-        if before is None or min(before.tokens) < 0 or any(token in self._ending for token in before.tokens):
+        if before is None or min(before.tokens) < 0:
+            return
+        if any(token in job.ending for job, token in zip(self._jobs, before.tokens, strict=True)):
             return
         self._begins = self._begins or self._decided.acquire(blocking=False)
 
@@ -70,6 +69,9 @@ class Chained:
             return None
         for feed, token in zip(self._feeds, before.tokens, strict=True):
             feed.tokens = [token]
+            past = feed.draws[0].past
+            if past is not None:  # it ends with what has just been sampled
+                past.tokens[-1] = token
         feeds = iter(self._feeds)
         return self._step(Step((), [[next(feeds) for _ in range(width)] for width in self._plan.widths]))
 

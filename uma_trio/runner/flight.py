@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from uma_trio.engine.records import Edit, Feed, Step, StepResult
+from uma_trio.engine.records import Edit, Feed, Score, Step, StepResult
 from uma_trio.engine.thread import Pending
 from uma_trio.errors import UmaError
 from uma_trio.protocol.messages import Reason
@@ -35,11 +35,11 @@ class Flight:
     transfer: Transfer | None = None
     """The state that it saves or loads."""
 
-    def drawn(self, result: StepResult) -> Iterator[tuple[Job, Sequence[int]]]:
-        """Who has got which tokens, guesses and all."""
+    def drawn(self, result: StepResult) -> Iterator[tuple[Job, Sequence[int], Sequence[Score | None]]]:
+        """Who has got which tokens, guesses and all, and their scores, if any."""
         at = 0
         for job, n in self.drawing:
-            yield job, result.tokens[at : at + n]
+            yield job, result.tokens[at : at + n], result.scores[at : at + n]
             at += n
 
 
@@ -55,6 +55,8 @@ class Delivery:
     """Why the job ends after these, if it does."""
     paused: bool
     """Its client had not read: the time since its last token is not the server's."""
+    scores: Sequence[Score | None] = ()
+    """Of the tokens, and perhaps of guesses behind them; empty where nobody asked."""
 
 
 @attrs.frozen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import attrs
@@ -12,8 +12,8 @@ import trio
 
 from uma_trio.engine.records import Draw, Feed, TokenIds
 from uma_trio.models.prompt import Prompt
-from uma_trio.protocol.messages import Eos, Generate, Reason, ServerEvent, Timings, Usage
-from uma_trio.sampling import Lookup, SamplingParams, TextAssembler
+from uma_trio.protocol.messages import Eos, Generate, Logprobs, Reason, ServerEvent, Timings, Usage
+from uma_trio.sampling import Bias, Lookup, SamplingParams, TextAssembler, Transcript
 from uma_trio.scheduling.policy import Slot
 
 EWMA_WEIGHT = 0.2
@@ -58,12 +58,19 @@ class Job:
     max_tokens: int
     params: SamplingParams
     mask: TokenIds | None
-    """Ids that must not be sampled: ``ignore_eos``."""
+    """Ids that must not be sampled: ``ignore_eos``, and what ``logit_bias`` bans."""
+    bias: Bias | None = None
+    transcript: Transcript | None = None
+    """For its penalties, if there are any."""
+    ending: Collection[int]
+    """Tokens that end it."""
     sink: Sink
     arrived_at: float
     """On trio's clock, as all times here."""
     slot: Slot
     """What the policy sees of it."""
+    index: int | None = None
+    """Which of the request's answers it is, where there are several."""
     target_tbt_s: float
     """Its next token is due so long after the last one."""
     durable: bool = False
@@ -87,6 +94,8 @@ class Job:
     """Those that the step under way checks."""
     texts: list[str] = attrs.field(factory=list)
     """What was not streamed."""
+    logprobs: list[Logprobs] = attrs.field(factory=list)
+    """The same of these."""
     assembler: TextAssembler = attrs.field(
         default=attrs.Factory(lambda self: TextAssembler(self.request.stops), takes_self=True)
     )
@@ -118,6 +127,11 @@ class Job:
         """More could not all become part of the answer."""
         return self.max_tokens - len(self.tokens) - 1
 
+    def draw(self, step: int) -> Draw:
+        """How its token number ``step``, counted from 0, is chosen."""
+        past = None if self.transcript is None else self.transcript.past(step)
+        return Draw(self.params, step, self.mask, self.bias, past, self.request.logprobs)
+
     def prompt_feed(self, n: int) -> Feed:
         """The next ``n`` tokens before the first one that is sampled next, booked as being in the cache."""
         n_prompt, pos = len(self.prompt.tokens), self.n_fed
@@ -127,7 +141,7 @@ class Job:
         self.n_fed += n
         self.slot.context += n
         self.slot.pending -= n
-        draws = (Draw(self.params, len(self.tokens), self.mask),) if self.slot.pending == 0 else ()
+        draws = (self.draw(len(self.tokens)),) if self.slot.pending == 0 else ()
         return Feed(self.seq_id, pos, tokens, draws)
 
     def token_feed(self, n_guesses: int) -> Feed:
@@ -136,11 +150,13 @@ class Job:
         slot.pending = 0
         if not n_guesses:
             self.n_fed = slot.context = pos + 1
-            return Feed(self.seq_id, pos, self.tokens[-1:], (Draw(self.params, step, self.mask),))
+            return Feed(self.seq_id, pos, self.tokens[-1:], (self.draw(step),))
         assert self.lookup is not None
         self.guesses = self.lookup.guesses(n_guesses)
         self.n_fed = slot.context = pos + 1 + n_guesses
-        draws = [Draw(self.params, step + n, self.mask) for n in range(1 + n_guesses)]
+        if self.transcript is not None:
+            self.transcript.write(step, self.guesses)
+        draws = [self.draw(step + n) for n in range(1 + n_guesses)]
         return Feed(self.seq_id, pos, [self.tokens[-1], *self.guesses], draws)
 
     def checked(self, drawn: Sequence[int]) -> Sequence[int]:
@@ -188,6 +204,8 @@ class Job:
 
     def gained(self, token: int) -> None:
         """Its next token has been sampled."""
+        if self.transcript is not None:
+            self.transcript.write(len(self.tokens), (token,))
         self.tokens.append(token)
         if self.lookup is not None:
             self.lookup.follow(token)
@@ -210,6 +228,7 @@ class Job:
         generating_s = (self.last_token_at or 0.0) - (first or 0.0)
         return Eos(
             id=self.request.id,
+            index=self.index,
             reason=reason,
             usage=Usage(
                 prompt_tokens=len(self.prompt.tokens),
@@ -224,6 +243,7 @@ class Job:
                 tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
             ),
             text=None if self.request.stream else "".join(self.texts),
+            logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
             stop=self.assembler.matched,
             seed=None if self.params.greedy else self.params.seed,
             metadata=self.request.metadata,

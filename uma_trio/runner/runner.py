@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
-import numpy as np
 import structlog
 import trio
 
@@ -35,7 +34,8 @@ from uma_trio.runner.chain import Chained
 from uma_trio.runner.flight import Delivery, Flight, Landed, launch
 from uma_trio.runner.job import MOST_GUESSES, Job, Sink, State
 from uma_trio.runner.spiller import InThread, Spiller, StateFiles, Transfer
-from uma_trio.sampling import Lookup, SamplingParams
+from uma_trio.runner.wishes import answers, logit_edits, logprobs_of, sampling_params
+from uma_trio.sampling import Lookup, Score, Transcript, penalises
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.policy import Memory, Plan, Priority, Slot, plan
@@ -99,6 +99,7 @@ class Runner:
             cells_per_sequence=self.facts.n_ctx_seq,
             unified=self.facts.unified,
             rewinds=self.facts.rewinds,
+            states_rewind=self.facts.states_rewind,
             reuse=config.scheduling.prefix_reuse,
             worth_loading=self._worth_loading,
         )
@@ -106,7 +107,6 @@ class Runner:
             None if files is None else self._make_spiller(files, config.sessions.spill_after_s, in_thread)
         )
         self._eog = frozenset(self.facts.eog_ids)
-        self._eog_mask = np.asarray(self.facts.eog_ids, dtype=np.int32)
         self._queue: deque[Job] = deque()
         self._running: dict[int, Job] = {}
         self._freed: list[Job] = []
@@ -140,33 +140,73 @@ class Runner:
     def submit(
         self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0, durable: bool = False
     ) -> Job:
-        """Take a request on.  Its events go to ``sink``; ``job.done`` is set after the last of them.
+        """``submit_all`` of a request for one answer."""
+        [job] = self.submit_all(request, prompt, sink, tenant=tenant, durable=durable)
+        return job
+
+    def submit_all(
+        self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0, durable: bool = False
+    ) -> list[Job]:
+        """Take a request on, all of its answers or none.
+
+        Its events go to ``sink``; ``job.done`` is set after the last of each answer.
 
         Args:
             tenant: whose service it counts as.
             durable: what it leaves in the cache is to be saved before it has to go.
+
+        Returns:
+            ``request.n`` jobs of one prompt.  Those after the first go on from what it computes, as all do that begin
+            alike.
 
         Raises:
             UmaError: it cannot be served; see ``admission``.
             QueueFull: too many wait already.
             ShuttingDown: the runner takes no more.
         """
+        jobs: list[Job] = []
+        seed = request.seed if request.seed is not None else secrets.randbits(63)
+        try:
+            for wanted, index in answers(request, seed):
+                jobs.append(self._take_on(wanted, index, prompt, sink, tenant, durable=durable))
+        except UmaError:
+            for job in jobs:
+                self._retire(job, keep=False)
+                job.state = State.DONE
+            if jobs:
+                self.wake()
+            raise
+        if request.echo or request.return_full_text:
+            for job in jobs:
+                self._tell(job, prompt.text, None, echo=True)
+        self.wake()
+        return jobs
+
+    def _take_on(
+        self, request: Generate, index: int | None, prompt: Prompt, sink: Sink, tenant: int, *, durable: bool
+    ) -> Job:
+        """One answer: give it a sequence, or a place in the queue."""
         if self._closed is not None:
             raise self._closed
         prompt = admission.fitted(prompt, request, self.facts, self._limits)
         max_tokens = admission.tokens_to_generate(request, len(prompt.tokens), self.facts, self._limits)
-        seed = request.seed if request.seed is not None else secrets.randbits(63)
-        params = SamplingParams(request.temperature, request.top_k, request.top_p, seed)
+        admission.check_token_ids(request, self.facts)
+        params = sampling_params(request)
+        banned, bias = logit_edits(request, self.facts)
         job = Job(
             request=request,
             prompt=prompt,
             max_tokens=max_tokens,
             params=params,
-            mask=self._eog_mask if request.ignore_eos and len(self._eog_mask) else None,
+            mask=banned,
+            bias=bias,
+            transcript=Transcript(prompt.tokens, params, max_tokens) if penalises(params) else None,
+            ending=self._eog.union(request.stop_token_ids) if request.stop_token_ids else self._eog,
             sink=sink,
             arrived_at=trio.current_time(),
             slot=self._slot(request, prompt, tenant),
             durable=durable and self._spiller is not None,
+            index=index,
             target_tbt_s=self._target_tbt_ms(request) / 1e3,
         )
         self._note_arrival(tenant)
@@ -174,9 +214,6 @@ class Runner:
             if len(self._queue) >= self._limits.max_queue:
                 raise self._queue_full()
             self._queue.append(job)
-        if request.echo:
-            self._tell(job, prompt.text, None, echo=True)
-        self.wake()
         return job
 
     def _note_arrival(self, tenant: int) -> None:
@@ -337,11 +374,12 @@ class Runner:
             return None
         deliveries = []
         most_guesses = MOST_GUESSES if len(flight.drawing) <= GUESSES_UP_TO else 0
-        for job, drawn in flight.drawn(result):
+        for job, drawn, scores in flight.drawn(result):
             if job.state is State.DONE:
                 continue  # cancelled, or found its stop string, while this was computed
             tokens = self._checked(job, drawn) if len(drawn) > 1 else drawn
             delivery = self._gained(job, tokens)
+            delivery.scores = scores
             deliveries.append(delivery)
             if delivery.reason is None:
                 job.state, slot = State.DECODE, job.slot
@@ -366,7 +404,7 @@ class Runner:
                 reason, tokens = DecodeFailed("the model gave no usable logits"), tokens[:n]
                 break
             job.gained(token)
-            if token in self._eog:
+            if token in job.ending:
                 reason = "stop"
             elif len(job.tokens) >= job.max_tokens:
                 reason = "length"
@@ -459,7 +497,7 @@ class Runner:
             return
         after = self._plan([job.slot for job in jobs], [])
         if len(after.streams) == len(jobs) and not after.drafts:
-            self._chained = Chained(after, jobs, flight.pending, self._eog, self._engine.step, self._thread.submit)
+            self._chained = Chained(after, jobs, flight.pending, self._engine.step, self._thread.submit)
 
     def _begun(self) -> Flight | None:
         """The step that has begun by itself, if one has."""
@@ -564,7 +602,9 @@ class Runner:
                 if not delivery.n_before:
                     self._begin_guessing(job)
             for n, token in enumerate(delivery.tokens, 1):
-                self._tell_token(job, token, last=delivery.reason is not None and n == len(delivery.tokens))
+                score = delivery.scores[n - 1] if delivery.scores else None
+                last = delivery.reason is not None and n == len(delivery.tokens)
+                self._tell_token(job, token, score, last=last)
                 if job.assembler.matched is not None:
                     job.stopped(delivery.n_before + n, self._piece)
                     self._end(job, "stop")
@@ -573,13 +613,13 @@ class Runner:
                 if delivery.reason is not None:
                     self._end(job, delivery.reason)
 
-    def _tell_token(self, job: Job, token: int, *, last: bool) -> None:
-        ends = token in self._eog
+    def _tell_token(self, job: Job, token: int, score: Score | None, *, last: bool) -> None:
+        ends = token in job.ending
         text = "" if ends else job.assembler.feed(self._piece(token))
         if last and job.assembler.matched is None:
             text += job.assembler.finish()
         if text or not ends:
-            self._tell(job, text, token)
+            self._tell(job, text, token, score)
 
     def _begin_guessing(self, job: Job) -> None:
         wanted = job.request.speculate
@@ -587,11 +627,16 @@ class Runner:
             trust = TRUSTED if wanted else 0.5
             job.lookup = Lookup([*job.prompt.tokens.tolist(), *job.tokens], hits=trust)
 
-    def _tell(self, job: Job, text: str, token: int | None, *, echo: bool = False) -> None:
+    def _tell(
+        self, job: Job, text: str, token: int | None, score: Score | None = None, *, echo: bool = False
+    ) -> None:
+        told = None if score is None or token is None else logprobs_of(token, score, self._piece)
         if job.request.stream:
-            job.sink.send(Token(id=job.request.id, text=text, token_id=token, echo=echo))
+            job.sink.send(Token.of(job.request.id, text, token, told, echo=echo, index=job.index))
         else:
             job.texts.append(text)
+            if told is not None:
+                job.logprobs.append(told)
 
     # -- ends -----------------------------------------------------------------------------------
 
@@ -608,19 +653,20 @@ class Runner:
             self.cache.end(job.seq_id, job.known_tokens() if keep else None, at=trio.current_time())
             if self._spiller is not None:
                 self._spiller.look()
-            if job.cancelled_at is not None:
+            if job.cancelled_at is not None and not keep:
                 self._freed.append(job)
 
     def _end(self, job: Job, reason: Reason | UmaError) -> None:
         """Tell the client how it ended, and take it out."""
-        self._retire(job, keep=job.cancelled_at is None and not isinstance(reason, UmaError))
+        kept = job.cancelled_at is None or job.durable  # a session goes on from where it was cancelled
+        self._retire(job, keep=kept and not isinstance(reason, UmaError))
         if not any(other.slot.tenant == job.slot.tenant for other in self.jobs()):
             self._memory = self._memory.without(job.slot.tenant)
         now = trio.current_time()
         job.state, job.ended_at = State.DONE, now
         if isinstance(reason, UmaError):
             reason.request_id = job.request.id
-            job.sink.send(Failure.of(reason, metadata=job.request.metadata))
+            job.sink.send(Failure.of(reason, metadata=job.request.metadata, index=job.index))
         else:
             job.sink.send(job.eos(reason, now))
         self._book.ended(job, reason, now)

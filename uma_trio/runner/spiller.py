@@ -83,6 +83,9 @@ class StateFiles(Protocol):
     def open(self, name: str) -> Reading: ...
     def remove(self, name: str) -> None: ...
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the state is still there; does not block."""
+
 
 @attrs.define(eq=False)
 class Transfer:
@@ -264,6 +267,7 @@ class Spiller:
             return
         self.meters.saved(n_bytes)
         state = Saved(written.name, entry.tenant, entry.tokens, n_bytes)
+        self._cache.shelf.keep(lambda name: name in self._files)
         for name in self._cache.saved(entry, state):
             await self._remove(name)
         self._wake()

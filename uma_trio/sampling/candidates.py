@@ -32,12 +32,14 @@ def weights_of(logits: Floats, best: Floats, temperatures: Doubles) -> Floats:
         return np.exp(weights, out=weights)
 
 
-def most_likely(logits: Floats, best: Floats, temperatures: Doubles, wanted: Ints) -> tuple[Ints, Doubles]:
+def most_likely(
+    logits: Floats, best: Floats, temperatures: Doubles, wanted: Ints
+) -> tuple[Ints, Doubles, Doubles]:
     """The ``wanted`` (rows,) tokens with the largest logits of each row, and often some more.
 
     Returns:
-        ids and running sums of weights, both (rows, width), largest first and equal ones by id.  Rows
-        with fewer candidates end in ids of no meaning, which weigh nothing.
+        ids, logarithms of their weights, and running sums of these weights, each (rows, width), largest
+        first and equal ones by id.  Rows with fewer candidates end in ids of no meaning, which weigh nothing.
     """
     rows, n_vocab = logits.shape
     flat = np.flatnonzero(logits >= _reached_by(logits, wanted)[:, np.newaxis])
@@ -51,16 +53,19 @@ def most_likely(logits: Floats, best: Floats, temperatures: Doubles, wanted: Int
     ids, values = _from_sort_keys(keys)
     with np.errstate(over="ignore", under="ignore"):
         scaled = (values.astype(np.float64) - best[:, np.newaxis]) / temperatures[:, np.newaxis]
-        return ids, np.exp(scaled).cumsum(axis=1)
+        return ids, scaled, np.exp(scaled).cumsum(axis=1)
 
 
-def nucleus(logits: Floats, best: float, temperature: float, top_k: int, top_p: float) -> Doubles:
-    """All that top-k (0 is off) and top-p leave of one row, however much that is.
+def nucleus(
+    logits: Floats, best: float, temperature: float, top_k: int, top_p: float, least: float
+) -> Doubles:
+    """All that top-k (0 is off), top-p and min-p leave of one row, however much that is.
 
     Nothing is sorted but the tokens about the limit: a flat distribution keeps most of the vocabulary.
 
     Args:
         logits: (n_vocab,).
+        least: the logarithm of the least weight that min-p leaves; -inf is off.
 
     Returns:
         (n_vocab,) running sums of weights; those of the tokens that are filtered out are 0.
@@ -74,6 +79,8 @@ def nucleus(logits: Floats, best: float, temperature: float, top_k: int, top_p: 
         weights *= kept
     if top_p < 1:
         weights *= _reach(np.float32(best) - logits, weights, top_p)
+    if least > -np.inf:
+        weights *= logits - np.float32(best) >= least * temperature
     masses: Doubles = weights.cumsum(dtype=np.float64)
     return masses
 

@@ -1,22 +1,26 @@
 """The tokens of one tick, for all rows at once.
 
-    masks -> (penalties) -> temperature -> top-k -> top-p -> draw
+    masks, biases -> repetition, frequency and presence penalties -> temperature -> top-k -> top-p -> min-p -> draw
 
 Rows do not influence each other: a row gets the same token alone and in any batch.  What is costly
 is touching every logit, so that happens in a few passes over the whole matrix; all that follows
 works on the few candidates that are left.
 
-Source: starling.md, "Sampler Pipeline"; llama.cpp's samplers in the same order are the reference.
+Source: llama.cpp's samplers in the same order are the reference; docs/ARCHITECTURE.md says why this one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from uma_trio.sampling import edits
 from uma_trio.sampling.candidates import Doubles, Floats, Ints, most_likely, nucleus, weights_of
+from uma_trio.sampling.edits import Bias, Past
 from uma_trio.sampling.params import SamplingParams
 from uma_trio.sampling.rng import uniforms
 
@@ -31,26 +35,32 @@ SORTED_TOP_K = 512
 
 _GROUP = 64
 
+Mask: TypeAlias = npt.NDArray[np.integer] | None
+
 
 def sample(
     logits: Floats,
     params: Sequence[SamplingParams],
     steps: Sequence[int] | npt.NDArray[np.integer],
-    masks: Sequence[npt.NDArray[np.integer] | None] | None = None,
+    masks: Sequence[Mask] | None = None,
+    biases: Sequence[Bias | None] | None = None,
+    pasts: Sequence[Past | None] | None = None,
 ) -> npt.NDArray[np.int32]:
     """Choose one token for each row.
 
     Args:
-        logits: (rows, n_vocab).  Masked entries are overwritten with -inf if the array is writeable.
+        logits: (rows, n_vocab).  What masks, biases and penalties change is overwritten if the array is writeable.
         params: one a row.
         steps: how many tokens were drawn for this row's request before.
-        masks: for each row the ids that must not be chosen, each in [0, n_vocab), or None.
+        masks: for each row the ids that must not be chosen, each in [0, n_vocab), or None; None: nobody has any.
+        biases: for each row what is added to its logits, or None.
+        pasts: for each row what its penalties look at; None for a row without penalties.
 
     Returns:
         (rows,) token ids in [0, n_vocab); ``NO_TOKEN`` for a row without a distribution.  Among
         equal logits the lower id counts as the more likely one.
     """
-    logits = _masked(logits, masks)
+    logits = _edited(logits, params, masks, biases, pasts)
     tokens = logits.argmax(axis=1)
     best = logits[np.arange(len(logits)), tokens]
     usable = np.isfinite(best)  # argmax finds a NaN or +inf, if the row has one
@@ -73,19 +83,23 @@ def copied_rows(params: Sequence[SamplingParams], n_vocab: int) -> int:
 
 
 def distribution(
-    logits: Floats, params: SamplingParams, mask: npt.NDArray[np.integer] | None = None
+    logits: Floats,
+    params: SamplingParams,
+    mask: Mask = None,
+    bias: Bias | None = None,
+    past: Past | None = None,
 ) -> tuple[Ints, Doubles]:
     """What ``sample`` draws from in one row, by the code that it uses itself.
 
     Args:
-        logits: (n_vocab,); overwritten where masked.
+        logits: (n_vocab,); overwritten as by ``sample``.
         params: must not be greedy.
 
     Returns:
         token ids and their probabilities, most likely first; none is 0 and they sum up to 1.  Both
         are empty where ``sample`` returns ``NO_TOKEN``.
     """
-    rows = _masked(logits[np.newaxis], [mask])
+    rows = _edited(logits[np.newaxis], [params], [mask], [bias], [past])
     best = rows.max(axis=1)
     if not np.isfinite(best[0]):
         return np.empty(0, np.int64), np.empty(0)
@@ -100,19 +114,31 @@ def distribution(
     return ids[order], probabilities[order]
 
 
-def _masked(logits: Floats, masks: Sequence[npt.NDArray[np.integer] | None] | None) -> Floats:
-    if masks is None or all(mask is None for mask in masks):
+def _edited(
+    logits: Floats,
+    params: Sequence[SamplingParams],
+    masks: Sequence[Mask] | None,
+    biases: Sequence[Bias | None] | None,
+    pasts: Sequence[Past | None] | None,
+) -> Floats:
+    forbids, adds, penalises = (
+        given is not None and any(one is not None for one in given) for given in (masks, biases, pasts)
+    )
+    if not (forbids or adds or penalises):
         return logits
     if not logits.flags.writeable:
         logits = logits.copy()
-    for row, mask in enumerate(masks):
-        if mask is not None:
-            logits[row, mask] = -np.inf
+    if adds and biases is not None:
+        edits.add(logits, biases)
+    if penalises and pasts is not None:
+        edits.penalise(logits, params, pasts)
+    if forbids and masks is not None:  # last: whatever was added to it, and were it NaN, it is out
+        edits.forbid(logits, masks)
     return logits
 
 
 def _unfiltered(params: SamplingParams, n_vocab: int) -> bool:
-    return params.top_p == 1 and not 0 < params.top_k < n_vocab
+    return params.top_p == 1 and params.min_p == 0 and not 0 < params.top_k < n_vocab
 
 
 def _draw(logits: Floats, best: Floats, params: Sequence[SamplingParams], chances: Doubles) -> Ints:
@@ -137,33 +163,37 @@ def _draw(logits: Floats, best: Floats, params: Sequence[SamplingParams], chance
 def _filtered(
     logits: Floats, best: Floats, params: Sequence[SamplingParams]
 ) -> list[tuple[int, Ints, Doubles]]:
-    """What top-k and top-p leave of each row: its number, ids, and their weights summed from the left.
+    """What the filters leave of each row: its number, ids, and their weights summed from the left.
 
     Which of the two ways a row takes depends on nothing but the row.
     """
     n_vocab = logits.shape[1]
     temperatures = np.array([p.temperature for p in params])
     top_k = np.array([p.top_k if p.top_k < n_vocab else 0 for p in params])
+    least = [math.log(p.min_p) if p.min_p else -math.inf for p in params]
     found: list[tuple[int, Ints, Doubles]] = []
 
     by_itself = (top_k > SORTED_TOP_K).tolist()
-    totals = np.zeros(len(params))
-    unlimited = np.flatnonzero(top_k == 0)
-    if len(unlimited):
-        weights = weights_of(logits[unlimited], best[unlimited], temperatures[unlimited])
+    totals = np.full(len(params), np.inf)
+    of_all = [row for row, p in enumerate(params) if top_k[row] == 0 and p.top_p < 1]
+    if of_all:
+        weights = weights_of(logits[of_all], best[of_all], temperatures[of_all])
         # Row by row: a sum over a matrix may add a row's numbers in an order that depends on the others.
-        totals[unlimited] = [row.sum(dtype=np.float64) for row in weights]
+        totals[of_all] = [row.sum(dtype=np.float64) for row in weights]
 
     wanted = np.where(top_k == 0, min(FIRST_GUESS, n_vocab), np.minimum(top_k, SORTED_TOP_K))
-    ids, mass = most_likely(logits, best, temperatures, wanted)
+    ids, logs, mass = most_likely(logits, best, temperatures, wanted)
     for row, p in enumerate(params):
-        sums = mass[row, : wanted[row]]
+        sums, scaled = mass[row, : wanted[row]], logs[row, : wanted[row]]
         goal = p.top_p * (totals[row] if top_k[row] == 0 else sums[-1])
-        if by_itself[row] or (top_k[row] == 0 and sums[-1] < goal and wanted[row] < n_vocab):
-            masses = nucleus(logits[row], float(best[row]), p.temperature, int(top_k[row]), p.top_p)
+        is_cut = sums[-1] >= goal or scaled[-1] < least[row]
+        if by_itself[row] or (top_k[row] == 0 and not is_cut and wanted[row] < n_vocab):
+            masses = nucleus(logits[row], float(best[row]), p.temperature, int(top_k[row]), p.top_p, least[row])
             found.append((row, np.arange(n_vocab), masses))
             continue
         kept = len(sums) if p.top_p == 1 else min(int(sums.searchsorted(goal)) + 1, len(sums))
+        if p.min_p:
+            kept = min(kept, int((scaled >= least[row]).sum()))
         found.append((row, ids[row, :kept], sums[:kept]))
     return found
 

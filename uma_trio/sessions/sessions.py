@@ -56,9 +56,10 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """What the client has been told, or will be with the last event."""
+        """Of the answer what the client has been told, or will be with the last event."""
         if isinstance(self.last, Eos) and self.last.text is not None:
-            return self.last.text.removeprefix(self.prompt.text if self.request.echo else "")
+            shows_prompt = self.request.echo or self.request.return_full_text
+            return self.last.text.removeprefix(self.prompt.text if shows_prompt else "")
         return "".join(self._said)
 
     def send(self, event: ServerEvent) -> None:
@@ -178,7 +179,7 @@ class Sessions:
         tokens = job.tokens
         if job.assembler.matched is not None:
             return self._prompts.shown(tokens, turn.text)
-        if tokens and tokens[-1] in self._runner.facts.eog_ids:
+        if tokens and tokens[-1] in job.ending:
             tokens = tokens[:-1]
         return np.asarray(tokens, np.int32)
 

@@ -2,3 +2,24 @@
 
 Plain functions that block, to be called from worker threads; they know bytes, tokens and files, and no engine.
 """
+
+from uma_trio.store.folder import StoreError
+from uma_trio.store.journal import Journal, JournalError, SessionRecord
+from uma_trio.store.journal_format import SessionKey, Turn
+from uma_trio.store.spill import CorruptState, Draft, Loaded, SpillError, SpillFolder
+from uma_trio.store.spill_format import Spilled
+
+__all__ = [
+    "CorruptState",
+    "Draft",
+    "Journal",
+    "JournalError",
+    "Loaded",
+    "SessionKey",
+    "SessionRecord",
+    "SpillError",
+    "SpillFolder",
+    "Spilled",
+    "StoreError",
+    "Turn",
+]

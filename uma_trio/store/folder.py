@@ -68,7 +68,7 @@ class PrivateFolder:
         self.path = path
         self._error = error
         with self.telling("use"):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(path)
             self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._locked = -1
         try:
@@ -148,11 +148,13 @@ class PrivateFolder:
             return os.open(name, flags, 0o600, dir_fd=self.descriptor)
 
     def exists(self, name: str) -> bool:
-        try:
-            os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
+        """Whether something, be it a link, has that name."""
+        with self.telling("look at", name):
+            try:
+                os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            return True
 
     def rename(self, old: str, new: str) -> None:
         """From now on, and after a crash, ``old`` is called ``new``; it replaces what was called so."""
@@ -186,6 +188,18 @@ class PrivateFolder:
             raise
         finally:
             os.close(descriptor)
+
+
+def _make(path: Path) -> None:
+    """The folder, and those above it that are missing; they outlive a crash of the machine."""
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in missing:
+        above = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(above)
+        finally:
+            os.close(above)
 
 
 def _refused(status: os.stat_result) -> str | None:

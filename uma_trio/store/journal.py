@@ -258,6 +258,8 @@ class Journal:
                     raise JournalError(f"there is a session {header.key.id!r} already")
                 if len(self._entries) >= self.max_sessions:
                     raise JournalError(f"there are {self.max_sessions} sessions, which is the most: remove some")
+                if self._folder.exists(entry.name):
+                    raise JournalError(f"{self._folder.path / entry.name} was left alone by load: remove it first")
                 self._entries[header.key] = entry
             try:
                 self._write(entry, encode_session(session))

@@ -271,7 +271,7 @@ def decode(data: bytes | bytearray, model: str) -> tuple[Session, int]:
                 raise Damaged(f"there is a record of the unknown kind {kind}")
             session.apply(_turn(payload))
             good = end
-    except (ValueError, msgspec.MsgspecError, struct.error) as error:
+    except (ValueError, msgspec.MsgspecError, struct.error, RecursionError) as error:
         raise Damaged(f"a record does not make sense: {error}") from None
     return session, good
 

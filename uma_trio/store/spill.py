@@ -184,7 +184,8 @@ class SpillFolder:
             if file in self._files:
                 self._files.move_to_end(file)
         with self._folder.telling("touch", file):
-            os.utime(file, dir_fd=self._folder.descriptor, follow_symlinks=False)
+            now = time.time_ns()  # the system's own mtimes are too coarse for an order
+            os.utime(file, ns=(now, now), dir_fd=self._folder.descriptor, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
         """Forget a state and its file.  Whoever has it open keeps it; one that is not there is no error.
@@ -435,10 +436,11 @@ class Draft:
             raise SpillError(str(error)) from None
         pages = (view[at : min(at + PAGE_BYTES, n_bytes)] for at in range(0, n_bytes, PAGE_BYTES))
         tail = make_tail(token_bytes, more, [code_of(page, folder._key) for page in pages])
+        now = time.time_ns()
         head = Head(
             name=self.name,
             tenant=tenant,
-            saved_at=time.time(),
+            saved_at=now / 1e9,
             n_bytes=n_bytes,
             n_tokens=len(token_bytes) // TOKEN_BYTES,
             extra_bytes=len(more),
@@ -452,6 +454,7 @@ class Draft:
                 os.ftruncate(descriptor, head.tail_at)
                 write_all(descriptor, tail, head.tail_at)
                 write_all(descriptor, make_header(head, folder._fingerprint, folder._key), 0)
+                os.utime(descriptor, ns=(now, now))
                 sync(descriptor)
         finally:
             os.close(descriptor)
@@ -483,7 +486,11 @@ class Draft:
 
 
 class Loaded:
-    """A state from disk, checked; a context manager that closes it."""
+    """A state from disk, checked; a context manager that closes it.
+
+    It is a mapping of the file, in the page cache since it was checked: read it soon, for what a disk fails to give
+    later ends the process.
+    """
 
     def __init__(self, spilled: Spilled, mapping: mmap.mmap) -> None:
         self.spilled = spilled

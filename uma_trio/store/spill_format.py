@@ -8,7 +8,10 @@
 
 A code is BLAKE2b with a key that only this folder's owner has.  The header's covers the tail's, which covers those of
 the pages; so no byte can be altered, cut off or brought from another file without being noticed, by accident or
-by somebody who cannot read the key.  Numbers are little-endian.
+by somebody who cannot read the key.  An older file of the same name, put back, is believed.  Numbers are little-endian.
+
+For 50 MB it takes 60 ms on a core of a Xeon where CRC-32, which tells accidents only, takes 23; SHA-256 takes 44, but more
+than twice as long where the processor has no instructions for it.
 
 Pure: bytes in, bytes out.
 """
@@ -155,7 +158,7 @@ def read_header(data: bytes | bytearray, name: str, file_bytes: int, fingerprint
     if of != fingerprint:
         raise Foreign("it is of another model, library or layout")
     head = Head(name, tenant, saved_at, n_bytes, n_tokens, extra_bytes, tail_code)
-    if n_tokens > MAX_TOKENS or extra_bytes > MAX_EXTRA_BYTES or not math.isfinite(saved_at):
+    if not (n_bytes > 0 and n_tokens <= MAX_TOKENS and extra_bytes <= MAX_EXTRA_BYTES and math.isfinite(saved_at)):
         raise Unusable("its header is out of bounds")
     if file_bytes != head.file_bytes:
         raise Unusable(f"it has {file_bytes} bytes and should have {head.file_bytes}")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Remove, Step
+from uma_trio.engine.records import Draw, Feed, Remove, Score, Step
 from uma_trio.models.training.chat import END, START
 from uma_trio.models.training.corpus import Question
 from uma_trio.models.training.sample import Sample
@@ -30,12 +30,11 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _draw(self, feeds: Sequence[Feed]) -> list[int]:
-        rows = sum(len(feed.draws) for feed in feeds)
-        if rows:
-            second, best = np.partition(self._context.logits(rows).array, -2, axis=-1)[:, -2:].T
+    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[Score | None]]:
+        if draws:
+            second, best = np.partition(self._context.logits(len(draws)).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
-        return super()._draw(feeds)
+        return super()._draw(draws)
 
 
 @attrs.frozen

@@ -1,0 +1,295 @@
+"""What memories that cannot be rewound allow: sliding windows and recurrent states, bit for bit.
+
+Facts of the pinned llama.cpp that the KV cache's books and saved states rest on.  Without flash attention:
+on a CPU it adds up in another order where a chunk has another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import llama_abi
+from llama_abi import PARTIAL_ONLY, Batch, Context, ContextOptions, LlamaError, Model
+from tests.support.random_models import random_model
+
+Logits = npt.NDArray[np.float32]
+
+WINDOW = 64
+UBATCH = 64
+TEXT: list[int] = np.random.default_rng(5).integers(100, 30_000, 1000).tolist()
+OTHER: list[int] = np.random.default_rng(6).integers(100, 30_000, 200).tolist()
+NEXT = OTHER[:8]
+
+UNIFY = pytest.mark.parametrize("unified", [False, True], ids=["streams", "unified"])
+
+
+@pytest.fixture(scope="module")
+def windowed(library: None) -> Iterator[Model]:
+    with Model(llama_abi.load(), random_model("tiny-swa")) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def hybrid(library: None) -> Iterator[Model]:
+    with Model(llama_abi.load(), random_model("tiny-hybrid")) as model:
+        yield model
+
+
+def a_context(model: Model, **options: Any) -> Context:
+    common: dict[str, Any] = {"n_ctx": 4096, "n_batch": 256, "n_ubatch": UBATCH, "n_seq_max": 4, "flash_attn": "off"}
+    return Context(model, ContextOptions(**common | options))
+
+
+def feed(context: Context, tokens: Sequence[int], *, pos: int = 0, seq: int = 0) -> Logits:
+    """The logits after the last of ``tokens``, which are computed in calls of ``UBATCH``."""
+    batch = Batch(UBATCH)
+    for start in range(0, len(tokens), UBATCH):
+        batch.clear()
+        batch.add(tokens[start : start + UBATCH], pos=pos + start, seq=seq)
+        assert context.decode(batch) == llama_abi.OK
+    return context.logits(1).array[0].copy()
+
+
+def never_fed(context: Context, length: int) -> Logits:
+    """The logits after ``NEXT`` where the sequence has never had more than ``length`` tokens before it."""
+    feed(context, TEXT[:length])
+    logits = feed(context, NEXT, pos=length)
+    context.clear()
+    return logits
+
+
+def saved(context: Context, seq: int = 0, *, flags: int = 0) -> bytearray:
+    state = bytearray(context.state_size(seq, flags=flags))
+    assert context.save_state_into(seq, state, flags=flags) == len(state)
+    return state
+
+
+def same(one: Logits, other: Logits) -> bool:
+    return bool((one == other).all())
+
+
+def held(context: Context, seq: int = 0) -> tuple[int, int]:
+    return context.seq_pos_min(seq), context.seq_pos_max(seq)
+
+
+class TestWindow:
+    """Whether a tail can be removed is not what ``seq_remove`` says: it always says True.
+
+    Sound it is if the window before the new end is still there: ``seq_pos_min(seq) <= max(0, end - WINDOW + 1)``.
+    """
+
+    @UNIFY
+    def test_all_of_the_past_is_kept_and_can_be_gone_back_to(self, windowed: Model, unified: bool) -> None:
+        with a_context(windowed, kv_unified=unified) as context:
+            expected = never_fed(context, 192)
+            feed(context, TEXT[:900])
+            assert held(context) == (0, 899)
+            assert context.seq_remove(0, 192)
+            assert same(feed(context, NEXT, pos=192), expected)
+
+    @UNIFY
+    def test_a_saved_state_has_the_window_only(self, windowed: Model, unified: bool) -> None:
+        """It goes on bit for bit, also in another sequence; back it goes by one token."""
+        with a_context(windowed, kv_unified=unified) as context:
+            feed(context, TEXT[:320])
+            state = saved(context)
+            expected = feed(context, NEXT, pos=320)
+            assert context.load_state_from(2, state)
+            assert held(context, 2) == (320 - WINDOW, 319)
+            assert same(feed(context, NEXT, pos=320, seq=2), expected)
+            context.clear()
+            for end, sound in ((319, True), (318, False), (300, False), (200, False)):
+                expected = never_fed(context, end)
+                context.load_state_from(2, state)
+                assert context.seq_remove(2, end), "it never refuses"
+                # Beyond the window llama.cpp takes the sequence for an empty one, and its full layers keep theirs.
+                assert held(context, 2) == ((320 - WINDOW, end - 1) if end > 320 - WINDOW else (-1, -1))
+                assert same(feed(context, NEXT, pos=end, seq=2), expected) == sound
+                context.clear()
+
+    @UNIFY
+    def test_a_small_cache_forgets(self, windowed: Model, unified: bool) -> None:
+        """With ``swa_full=False``: how much is left depends on what else was computed."""
+        with a_context(windowed, kv_unified=unified, swa_full=False) as context:
+            expected = never_fed(context, 256)
+            feed(context, TEXT[:900])
+            first = context.seq_pos_min(0)
+            assert 0 < first <= 900 - WINDOW
+            assert context.seq_remove(0, first + WINDOW - 1)
+            within = feed(context, NEXT, pos=first + WINDOW - 1)
+            context.clear()
+            assert same(within, never_fed(context, first + WINDOW - 1))
+            feed(context, TEXT[:900])
+            assert context.seq_remove(0, 256), "it does not refuse"
+            assert not same(feed(context, NEXT, pos=256), expected)
+            context.clear()
+
+    @UNIFY
+    def test_a_small_cache_that_has_wrapped_goes_on_nearly_the_same(self, windowed: Model, unified: bool) -> None:
+        """What is loaded lies in the order of its positions, and no longer where it was: sums are rounded
+        otherwise.  Before the first wrap it goes on bit for bit."""
+        with a_context(windowed, kv_unified=unified, swa_full=False) as context:
+            for length, exact in ((200, True), (900, False)):
+                feed(context, TEXT[:length])
+                state = saved(context)
+                expected = feed(context, NEXT, pos=length)
+                context.load_state_from(1, state)
+                found = feed(context, NEXT, pos=length, seq=1)
+                assert same(found, expected) == exact
+                assert np.corrcoef(found, expected)[0, 1] > 0.9999
+                context.clear()
+
+    def test_another_sequence_takes_what_lies_behind_the_window(self, windowed: Model) -> None:
+        """In a unified cache ``swa_full`` promises nothing: a free cell is looked for from the last freed one
+        on, and one behind its sequence's window is as good as an empty one."""
+        with a_context(windowed, kv_unified=True, n_ctx=1024) as context:
+            expected = never_fed(context, 130)
+            feed(context, TEXT[:64])
+            feed(context, OTHER[:64], seq=1)
+            feed(context, TEXT[64:300], pos=64)
+            context.seq_remove(1)
+            assert held(context) == (0, 299)
+            feed(context, OTHER, seq=2)
+            first = context.seq_pos_min(0)
+            assert 130 < first <= 300 - WINDOW
+            assert context.seq_remove(0, 130)
+            assert not same(feed(context, NEXT, pos=130), expected)
+
+    def test_with_streams_nobody_takes_it(self, windowed: Model) -> None:
+        with a_context(windowed, n_ctx=2048) as context:
+            expected = never_fed(context, 130)
+            feed(context, TEXT[:300])
+            for seq in (1, 2, 3):
+                feed(context, TEXT[:500], seq=seq)
+                context.seq_remove(seq, 64)
+            assert held(context) == (0, 299)
+            assert context.seq_remove(0, 130)
+            assert same(feed(context, NEXT, pos=130), expected)
+
+    @UNIFY
+    @pytest.mark.parametrize("first", ["load", "remove"])
+    def test_back_to_a_checkpoint(self, windowed: Model, unified: bool, first: str) -> None:
+        """A partial state is the window's layers; the others have kept all.  Both orders do."""
+        with a_context(windowed, kv_unified=unified, swa_full=False) as context:
+            expected = never_fed(context, 192)
+            feed(context, TEXT[:192])
+            checkpoint, whole = saved(context, flags=PARTIAL_ONLY), saved(context)
+            assert 2 * len(checkpoint) < len(whole)
+            feed(context, TEXT[192:900], pos=192)
+            if first == "remove":
+                context.seq_remove(0, 192)
+            context.load_state_from(0, checkpoint, flags=PARTIAL_ONLY)
+            if first == "load":
+                context.seq_remove(0, 192)
+            assert held(context) == (192 - WINDOW, 191)
+            assert same(feed(context, NEXT, pos=192), expected)
+
+
+@UNIFY
+class TestHybrid:
+    def test_a_tail_cannot_be_removed(self, hybrid: Model, unified: bool) -> None:
+        """Not by one token; what was refused has changed nothing."""
+        with a_context(hybrid, kv_unified=unified) as context:
+            expected = never_fed(context, 300)
+            feed(context, TEXT[:300])
+            assert held(context) == (299, 299), "its state stands for the last position only"
+            for start in (299, 192, 1):
+                assert not context.seq_remove(0, start)
+            assert context.seq_remove(0, 300), "there is nothing behind the end"
+            assert held(context) == (299, 299)
+            assert same(feed(context, NEXT, pos=300), expected)
+            for start in (0, -1):
+                feed(context, TEXT[:300], seq=1)
+                assert context.seq_remove(1, start), "a whole sequence always goes"
+                assert held(context, 1) == (-1, -1)
+
+    def test_a_saved_state_goes_on_bit_for_bit(self, hybrid: Model, unified: bool) -> None:
+        with a_context(hybrid, kv_unified=unified) as context:
+            feed(context, TEXT[:300])
+            state = saved(context)
+            expected = feed(context, NEXT, pos=300)
+            for seq in (2, 0):
+                context.load_state_from(seq, state)
+                assert held(context, seq) == (299, 299)
+                assert same(feed(context, NEXT, pos=300, seq=seq), expected)
+
+    def test_back_to_a_checkpoint(self, hybrid: Model, unified: bool) -> None:
+        """First the state, then the tail; as often as wanted."""
+        with a_context(hybrid, kv_unified=unified) as context:
+            expected = never_fed(context, 192)
+            feed(context, TEXT[:192])
+            checkpoint, whole = saved(context, flags=PARTIAL_ONLY), saved(context)
+            for _ in range(2):
+                feed(context, TEXT[192:300], pos=192)
+                assert not context.seq_remove(0, 192), "refused while the state is that of the end"
+                context.load_state_from(0, checkpoint, flags=PARTIAL_ONLY)
+                assert held(context) == (191, 191)
+                assert context.seq_remove(0, 192)
+                assert same(feed(context, NEXT, pos=192), expected)
+                context.load_state_from(0, checkpoint, flags=PARTIAL_ONLY)
+                assert context.seq_remove(0, 192)
+            assert 40 * len(checkpoint) < len(whole)
+
+    def test_a_tail_that_is_kept_is_seen(self, hybrid: Model, unified: bool) -> None:
+        """The state alone is not enough: attention would see the old tail beside the new one."""
+        with a_context(hybrid, kv_unified=unified) as context:
+            expected = never_fed(context, 192)
+            feed(context, TEXT[:192])
+            checkpoint = saved(context, flags=PARTIAL_ONLY)
+            feed(context, TEXT[192:300], pos=192)
+            context.load_state_from(0, checkpoint, flags=PARTIAL_ONLY)
+            assert not same(feed(context, NEXT, pos=192), expected)
+
+    def test_a_partial_state_has_no_attention(self, hybrid: Model, unified: bool) -> None:
+        with a_context(hybrid, kv_unified=unified) as context:
+            feed(context, TEXT[:192])
+            checkpoint = saved(context, flags=PARTIAL_ONLY)
+            context.load_state_from(3, checkpoint, flags=PARTIAL_ONLY)
+            assert held(context, 3) == (191, -1)
+            with pytest.raises(LlamaError, match="a state was refused"):
+                context.load_state_from(0, checkpoint[:300], flags=PARTIAL_ONLY)
+            assert context.seq_pos_max(0) == -1
+            assert context.seq_remove(0)
+
+    def test_a_branch_at_a_checkpoint(self, hybrid: Model, unified: bool) -> None:
+        """Copied whole, put back to the checkpoint, cut off; the source goes on."""
+        with a_context(hybrid, kv_unified=unified) as context:
+            expected, goes_on = never_fed(context, 192), never_fed(context, 300)
+            feed(context, TEXT[:192])
+            checkpoint = saved(context, flags=PARTIAL_ONLY)
+            feed(context, TEXT[192:300], pos=192)
+            context.seq_copy(0, 1)
+            context.load_state_from(1, checkpoint, flags=PARTIAL_ONLY)
+            assert context.seq_remove(1, 192)
+            assert same(feed(context, NEXT, pos=192, seq=1), expected)
+            assert same(feed(context, NEXT, pos=300), goes_on)
+
+    def test_snapshots_go_back_within_one_decode(self, hybrid: Model, unified: bool) -> None:
+        """``n_rs_seq``: by k tokens where the last pass had more than k of the sequence.  With fewer
+        the answer is True all the same, and the state that of another time; and only once."""
+        with a_context(hybrid, kv_unified=unified, n_rs_seq=4) as context:
+            expected = never_fed(context, 192)
+            for back, fed in ((1, 1), (1, 2), (3, 3), (3, 4), (4, 4), (4, 5), (4, 8)):
+                start = 192 + back - fed
+                feed(context, TEXT[:start])
+                feed(context, TEXT[start : start + fed], pos=start)
+                assert context.seq_remove(0, 192)
+                assert not context.seq_remove(0, 191), "a second time before the next decode"
+                assert same(feed(context, NEXT, pos=192), expected) == (fed > back)
+                context.clear()
+            feed(context, TEXT[:192])
+            feed(context, TEXT[192:200], pos=192)
+            assert not context.seq_remove(0, 195)
+
+
+def test_a_copy_of_a_part_has_the_state_of_the_whole(hybrid: Model) -> None:
+    """In a unified cache; between streams a part is refused."""
+    with a_context(hybrid, kv_unified=True) as context:
+        feed(context, TEXT[:300])
+        context.seq_copy(0, 1, 0, 192)
+        assert held(context, 1) == (299, 191), "attention ends at 192, the state at 300"

@@ -1,0 +1,71 @@
+"""Offsets: which bytes of a text each token stands for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uma_trio.engine.alignment import Spelling, align
+
+
+def raw(*spellings: str | bytes) -> list[Spelling]:
+    return [Spelling(one.encode() if isinstance(one, str) else one) for one in spellings]
+
+
+def cut(text: str, *, left: bool = False, right: bool = False) -> Spelling:
+    return Spelling(text.encode(), cut_out=True, strips_left=left, strips_right=right)
+
+
+@given(st.lists(st.binary(max_size=4)))
+def test_pieces_one_after_another(pieces: list[bytes]) -> None:
+    ranges = align(b"".join(pieces), raw(*pieces), space_prefix=False)
+    ends = [sum(map(len, pieces[: count + 1])) for count in range(len(pieces))]
+    assert ranges == list(zip([0, *ends], ends, strict=False))
+
+
+@given(st.binary(min_size=1), st.integers(0), st.integers(0, 255))
+def test_a_text_that_differs_in_one_byte_has_no_offsets(text: bytes, index: int, byte: int) -> None:
+    index %= len(text)
+    other = text[:index] + bytes((byte,)) + text[index + 1 :]
+    pieces = [text[at : at + 2] for at in range(0, len(text), 2)]
+    assert (align(other, raw(*pieces), space_prefix=False) is None) == (other != text)
+
+
+def test_a_split_character() -> None:
+    assert align("é!".encode(), raw(b"\xc3", b"\xa9!"), space_prefix=False) == [(0, 1), (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "expected"),
+    [
+        ("ab c", raw(" ab", " c"), [(0, 2), (2, 4)]),
+        ("ab", raw(" ", "ab"), [(0, 0), (0, 2)]),
+        (" ab", raw("  ", "ab"), [(0, 1), (1, 3)]),
+        ("a<s>b", [*raw(" a"), cut("<s>"), *raw(" b")], [(0, 1), (1, 4), (4, 5)]),
+        ("<s><s>b", [cut("<s>"), cut("<s>"), *raw(" ", "b")], [(0, 3), (3, 6), (6, 6), (6, 7)]),
+        ("a▁b c", raw(" a", " b", " c"), [(0, 1), (1, 5), (5, 7)]),
+        ("", [], []),
+    ],
+)
+def test_a_space_in_front_of_each_piece_of_text(
+    text: str, tokens: list[Spelling], expected: list[tuple[int, int]]
+) -> None:
+    assert align(text.encode(), tokens, space_prefix=True) == expected
+
+
+def test_a_space_of_the_text_is_not_the_one_in_front() -> None:
+    assert align(b" ab", raw(" ab"), space_prefix=True) is None
+    assert align(b"ab", raw("ab"), space_prefix=True) is None
+
+
+def test_white_space_that_a_control_token_takes_away() -> None:
+    tokens = [*raw("a"), cut("<m>", left=True), cut("<e>", right=True), *raw("b")]
+    assert align(b"a \t<m><e>\n b", tokens, space_prefix=False) == [(0, 1), (3, 6), (6, 9), (11, 12)]
+    assert align(b"a<m><e>b\n", tokens, space_prefix=False) is None
+    assert align(b"<e> \n", [cut("<e>", right=True)], space_prefix=False) == [(0, 3)]
+
+
+@pytest.mark.parametrize("tokens", [raw("ab"), raw("abcd"), raw("ABC"), raw("abc", "d"), [cut("abd")], []])
+def test_tokens_that_do_not_spell_the_text(tokens: list[Spelling]) -> None:
+    assert align(b"abc", tokens, space_prefix=False) is None

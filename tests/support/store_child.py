@@ -1,0 +1,233 @@
+"""Processes that save states and turns, for tests that kill them, fill their disk, or take it away.
+
+``python -m tests.support.store_child MODE FOLDER``; what it has done it tells on its standard output, a line each.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from uma_trio.protocol.messages import ChatMessage
+from uma_trio.store import Journal, JournalError, SessionKey, SpillFolder, StoreError, Turn
+
+NOBODY = 65534
+
+TENANT = 1000
+MAX_BYTES = 2 << 20
+MOST_STATE_BYTES = 300_000
+SESSIONS = ("a", "☃", "../c")
+
+
+def spill_folder(folder: Path) -> SpillFolder:
+    return SpillFolder(folder / "states", max_bytes=MAX_BYTES, fingerprint="a model")
+
+
+def journal(folder: Path) -> Journal:
+    return Journal(folder / "sessions", model="a model", max_sessions=10)
+
+
+# -- what is written, as a function of its number ----------------------------------------------------
+
+
+def tokens_of(number: int) -> npt.NDArray[np.int32]:
+    return np.random.default_rng(number).integers(0, 50_000, 100 + number % 50, dtype=np.int32)
+
+
+def state_of(tokens: npt.NDArray[np.int32]) -> bytes:
+    """What a child writes as the state of a sequence with these tokens."""
+    rng = np.random.default_rng(tokens[:4].tolist())
+    return bytes(rng.bytes(int(rng.integers(1, MOST_STATE_BYTES))))
+
+
+def turn(session: str, number: int) -> Turn:
+    """Most of what was said before is replaced: files are written anew every few turns."""
+    rng = np.random.default_rng([len(session), number])
+    return Turn(
+        keep=min(number, 1) * int(rng.integers(0, 50)),
+        tokens=rng.integers(0, 50_000, 2000, dtype=np.int32),
+        keep_messages=number % 7,
+        messages=[ChatMessage(role="user", content=f"{session} {number}")],
+        when=float(number),
+    )
+
+
+State: TypeAlias = tuple[tuple[int, ...], tuple[str, ...]]
+_states: dict[str, list[State]] = {}
+
+
+def after(session: str, n_turns: int) -> State:
+    """Tokens and messages of ``session`` after its first turns."""
+    known = _states.setdefault(session, [((), ())])
+    while len(known) <= n_turns:
+        tokens, messages = known[-1]
+        last = turn(session, len(known) - 1)
+        known.append((
+            tokens[: last.keep] + tuple(np.asarray(last.tokens).tolist()),
+            messages[: last.keep_messages] + tuple(message.content for message in last.messages),
+        ))
+    return known[n_turns]
+
+
+# -- modes -------------------------------------------------------------------------------------------
+
+
+def tell(line: str) -> None:
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
+def save_states(folder: Path) -> None:
+    states = spill_folder(folder)
+    number = max((state.extra["number"] for state in states.scan()), default=0)
+    while True:
+        number += 1
+        tokens = tokens_of(number)
+        content = state_of(tokens)
+        draft = states.begin(len(content) + number % 3 * 1000)
+        draft.view[: len(content)] = content
+        state = draft.finish(tokens, tenant=TENANT, n_bytes=len(content), extra={"number": number})
+        tell(f"state {state.name}")
+
+
+def append_turns(folder: Path) -> None:
+    sessions = journal(folder)
+    done = {session.key.id: session.n_turns for session in sessions.load()}
+    while True:
+        for session in SESSIONS:
+            number = done.get(session, 0)
+            sessions.append(SessionKey(TENANT, session), turn(session, number))
+            done[session] = number + 1
+            tell(f"turn {SESSIONS.index(session)} {number + 1}")
+
+
+def fork_on_request(folder: Path) -> None:
+    """For each line of standard input a child that saves and appends until it is killed."""
+    for _ in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            tell(f"begun {os.getpid()}")
+            threading.Thread(target=save_states, args=(folder,)).start()
+            append_turns(folder)
+        os.waitpid(pid, 0)
+        tell("over")
+
+
+def refused(doing: str, function: Callable[..., object], *arguments: Any) -> None:
+    """Tell what ``function`` says against being called."""
+    try:
+        function(*arguments)
+    except StoreError as error:
+        tell(f"{doing}: {error}")
+    else:
+        raise AssertionError(f"{doing} went well")
+
+
+def limit_files(n_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, resource.RLIM_INFINITY))
+
+
+def with_limited_files(folder: Path) -> None:
+    """Files may not grow beyond a limit, then they may: each thing that fails is as before, and goes on later."""
+    key, states, sessions = SessionKey(TENANT, "a"), spill_folder(folder), journal(folder)
+    states.scan()
+    sessions.load()
+    sessions.append(key, Turn(keep=0, tokens=np.arange(4000), when=1.0))
+
+    limit_files(20_000)
+    refused("append", sessions.append, key, Turn(keep=4000, tokens=np.arange(4000), when=2.0))
+    refused("begin", states.begin, 100_000)
+    draft = states.begin(1000)
+    refused("finish", lambda: draft.finish(np.arange(4000), tenant=1))
+    limit_files(10_000)
+    refused("rewrite", sessions.rewrite, key)
+    assert states.used_bytes == 0
+
+    limit_files(resource.RLIM_INFINITY)
+    for n in range(2):
+        sessions.append(key, Turn(keep=4000 + n, tokens=[7], when=3.0))
+    forked = sessions.fork(key, "b")
+    assert forked.tokens.tolist() == [*range(4000), 7, 7]
+    assert forked.n_turns == 3
+    names = {path.name for room in ("states", "sessions") for path in (folder / room).iterdir()}
+    assert not [name for name in names if name.endswith((".tmp", ".state"))], names
+    tell("as before")
+
+
+def on_full_disk(folder: Path) -> None:
+    """On a disk of a megabyte that only this process sees."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
+    key, states, sessions = SessionKey(TENANT, "a"), spill_folder(folder), journal(folder)
+    states.scan()
+    sessions.load()
+    kept = states.begin(600_000).finish([1, 2, 3], tenant=1)
+    refused("begin", states.begin, 600_000)
+
+    done = 0
+    while True:
+        try:
+            sessions.append(key, Turn(keep=done, tokens=np.full(2000, done), when=1.0))
+        except JournalError as error:
+            tell(f"append: {error}")
+            break
+        done += 2000
+    states.open(kept.name).close()
+    states.remove(kept.name)
+    sessions.append(key, Turn(keep=done, tokens=np.full(2000, done), when=1.0))
+    sessions.close()
+    states.close()
+    [found] = journal(folder).load()
+    assert found.tokens.tolist() == np.repeat(np.arange(0, done + 1, 2000), 2000).tolist()
+    tell("goes on")
+
+
+def in_unwritable_folders(folder: Path) -> None:
+    """In folders that lose their write permission, which means nothing to root: then as nobody."""
+    if os.geteuid() == 0:
+        os.chown(folder, NOBODY, NOBODY)
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    key, states, sessions = SessionKey(TENANT, "a"), spill_folder(folder), journal(folder)
+    states.scan()
+    sessions.load()
+    kept = states.begin(1000).finish([1, 2, 3], tenant=1)
+    sessions.append(key, Turn(keep=0, tokens=[1], when=1.0))
+    for room in folder.iterdir():
+        room.chmod(0o500)
+    refused("begin", states.begin, 1000)
+    refused("create", sessions.create, SessionKey(TENANT, "b"), 1.0)
+    refused("fork", sessions.fork, key, "b")
+    refused("rewrite", sessions.rewrite, key)
+    refused("remove state", states.remove, kept.name)
+    refused("remove session", sessions.remove, key)
+    states.open(kept.name).close()
+    sessions.append(key, Turn(keep=1, tokens=[2], when=1.0))
+    for room in folder.iterdir():
+        room.chmod(0o700)
+    assert sessions.fork(key, "b").tokens.tolist() == [1, 2]
+    sessions.close()
+    folder.chmod(0o500)
+    (folder / "sessions" / "lock").chmod(0o400)
+    refused("open", journal, folder)
+    folder.chmod(0o700)
+    tell("goes on")
+
+
+MODES = {
+    "fork": fork_on_request,
+    "limited": with_limited_files,
+    "full": on_full_disk,
+    "unwritable": in_unwritable_folders,
+}
+
+if __name__ == "__main__":
+    mode, path = sys.argv[1:]
+    MODES[mode](Path(path))
