@@ -241,6 +241,7 @@ class Spiller:
         if not self._cache.may_save(entry):
             return
         if not self._worth_loading(len(entry.tokens), n_bytes):
+            self.meters.skipped_total += 1
             self._cache.give_up(entry)
             self._wake()
             return
