@@ -108,6 +108,8 @@ class Runner:
         )
         self._eog = frozenset(self.facts.eog_ids)
         self._queue: deque[Job] = deque()
+        self._blocked: tuple[Job, int] | None = None
+        """The first in the queue found no room, when the cache was as it is."""
         self._running: dict[int, Job] = {}
         self._freed: list[Job] = []
         """Ended from outside: their tokens leave the cache with the next step."""
@@ -541,7 +543,10 @@ class Runner:
         service, now = self._memory.service, trio.current_time()
         while self._queue:
             job = min(self._queue, key=lambda job: fairness.rank(job.slot, now - job.arrived_at, service))
+            if self._blocked == (job, self.cache.changes):
+                return
             if not self._place(job):
+                self._blocked = (job, self.cache.changes)
                 return
             self._queue.remove(job)
 
