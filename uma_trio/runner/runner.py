@@ -285,6 +285,14 @@ class Runner:
             self._spiller.remove(names)
         self.wake()
 
+    def keep_states(self, needed: Callable[[Saved], bool]) -> None:
+        """Saved states that are not needed go.  ``run`` must be running."""
+        names = self.cache.shelf.orphans(needed)
+        for name in names:
+            self.cache.shelf.discard(name)
+        if self._spiller is not None:
+            self._spiller.remove(names)
+
     async def wait_idle(self) -> None:
         """Until no request is left and all KV is freed, or nobody ticks any more."""
         while self._busy and not self._stopped:
