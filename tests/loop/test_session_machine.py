@@ -206,7 +206,7 @@ class World:
         request = self._request(name)
         if request is not None and request.client is not None:
             request.reads.set()
-            with contextlib.suppress(BrokenProtocol):
+            with contextlib.suppress(BrokenProtocol, trio.ClosedResourceError):  # it has just ended
                 await request.client.cancel("r")
 
     async def hang_up(self, name: str) -> None:
@@ -230,7 +230,7 @@ class World:
                 assert error.code == "E_SESSION_NOT_FOUND"
                 assert name not in self.stories or not self.stories[name].said
             return
-        assert new_name not in self.stories
+        assert new_name not in self.stories or not self.stories[new_name].said
         source = self.stories[name]
         story = self.stories[new_name] = Story(source.said, request=source.request)
         story.takes(found["tokens"])
