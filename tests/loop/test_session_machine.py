@@ -150,7 +150,7 @@ class World:
             else:
                 story.takes(found[name]["tokens"])
             story.durable, story.request = story.said, None
-        assert set(found) == set(self.stories)
+        assert set(found) == set(self.stories), (sorted(found), sorted(self.stories))
         self.failed = False
 
     # -- what clients do ------------------------------------------------------------------------
