@@ -244,7 +244,10 @@ def started(
     command: tuple[str, ...] = (sys.executable, "-m", "uma_trio", "serve"),
     **options: Any,
 ) -> Iterator[Daemon]:
-    """A daemon that may not be ready yet; killed at the end if it still runs."""
+    """A daemon that may not be ready yet; killed at the end if it still runs.
+
+    What it remembers is beside its socket, where no other daemon has a folder in use.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
     if DIRECTORY_VARIABLE in os.environ:
         clean[DIRECTORY_VARIABLE] = os.environ[DIRECTORY_VARIABLE]
@@ -255,7 +258,7 @@ def started(
             stdout=log,
             stderr=log,
             cwd=ROOT,
-            env=clean | dict(environment or {}),
+            env=clean | {"XDG_STATE_HOME": os.fspath(socket.parent / "state-home")} | dict(environment or {}),
             **options,
         )
     try:

@@ -44,7 +44,9 @@ class MemoryFiles:
         return MemoryDraft(self, bytearray(n_bytes))
 
     def open(self, name: str) -> MemoryReading:
-        if name not in self.states or self.broken:
+        if self.broken:
+            self.states.pop(name, None)  # set aside
+        if name not in self.states:
             raise SpillError(f"{name} cannot be read")
         self.open_files += 1
         data = self.states[name][1]

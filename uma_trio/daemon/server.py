@@ -89,7 +89,8 @@ class Server:
         """Serve on the listening ``sock``, which is closed here, until drained or cancelled."""
         runner_scope = trio.CancelScope(shield=True)  # it outlives the connections, whoever cancels them
         async with trio.open_nursery() as nursery:
-            await nursery.start(self._run_runner, runner_scope)
+            with trio.CancelScope(shield=True):  # else it would not be handed over, and be waited for for ever
+                await nursery.start(self._run_runner, runner_scope)
             try:
                 nursery.start_soon(self.sessions.sweep_forever)
                 with self._connection_scope:

@@ -388,13 +388,17 @@ class KvCache:
         self.changes += 1
         entry.saved = True
 
+    def may_restore(self, entry: Entry) -> bool:
+        """Whether ``entry`` is still there, and waits for its state."""
+        return self._there(entry) and entry.restores
+
     def restored(self, entry: Entry, state: Saved | None) -> int | None:
         """The state that ``entry`` waited for is in its sequence, or (``None``) is not to be had.
 
         Returns:
             Tokens of the prompt that the sequence holds; ``None`` if its request has gone.
         """
-        if not self._there(entry) or not entry.restores:
+        if not self.may_restore(entry):
             return None
         entry.restores = False
         if state is not None:

@@ -108,6 +108,10 @@ class Shelf:
                 found, best = state, (shared, -len(state.tokens))
         return found, best[0]
 
+    def orphans(self, needed: Callable[[Saved], bool]) -> list[str]:
+        """Names of states that nobody needs."""
+        return [state.name for state in self._states.values() if not needed(state)]
+
     def within(self, tokens: Tokens, *, tenant: int, needed: Callable[[Tokens], bool]) -> list[str]:
         """Names of states of which all tokens are the first of ``tokens``, and that nobody else needs."""
         return [

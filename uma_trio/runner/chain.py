@@ -84,6 +84,10 @@ class Chained:
         """See that it does not begin; False if it has."""
         return self._decided.acquire(blocking=False)
 
+    def feeds(self, job: Job) -> bool:
+        """Whether it has a token of ``job``."""
+        return job in self._jobs
+
     def begun(self) -> Flight:
         """The step under way that this has become, booked.  After the step before has been."""
         for job in self._jobs:

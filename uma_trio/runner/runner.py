@@ -227,8 +227,10 @@ class Runner:
         """
         if job.state is not State.DONE:
             job.cancelled_at = trio.current_time()
-            self._end(job, reason)
             self.wake()
+            if self._chained is not None and self._chained.feeds(job):
+                self.cache.use(job.seq_id, job.n_fed + 1)  # by a step that has begun and is not booked yet
+            self._end(job, reason)
 
     def wake(self) -> None:
         """Something has changed that the next plan should know."""
@@ -255,6 +257,14 @@ class Runner:
         if self._spiller is not None:
             self._spiller.remove(names)
         self.wake()
+
+    def keep_states(self, needed: Callable[[Saved], bool]) -> None:
+        """Saved states that are not needed go.  ``run`` must be running."""
+        names = self.cache.shelf.orphans(needed)
+        for name in names:
+            self.cache.shelf.discard(name)
+        if self._spiller is not None:
+            self._spiller.remove(names)
 
     async def wait_idle(self) -> None:
         """Until no request is left and all KV is freed, or nobody ticks any more."""
@@ -613,8 +623,8 @@ class Runner:
 
     def _end(self, job: Job, reason: Reason | UmaError) -> None:
         """Tell the client how it ended, and take it out."""
-        kept = job.cancelled_at is None or job.durable  # a session goes on from where it was cancelled
-        self._retire(job, keep=kept and not isinstance(reason, UmaError))
+        kept = job.cancelled_at is None or (job.durable and job.tokens)  # a session goes on from what was told
+        self._retire(job, keep=bool(kept) and not isinstance(reason, UmaError))
         if not any(other.slot.tenant == job.slot.tenant for other in self.jobs()):
             self._memory = self._memory.without(job.slot.tenant)
         now = trio.current_time()

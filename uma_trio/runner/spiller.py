@@ -164,8 +164,8 @@ class Spiller:
         """
         for transfer in (*self._loads, *([self._save] if self._save is not None else [])):
             loads = transfer.kind == "load"
-            there = transfer.entry.restores if loads else self._cache.may_save(transfer.entry)
-            if not there:
+            there = self._cache.may_restore if loads else self._cache.may_save
+            if not there(transfer.entry):
                 self._settle(transfer)
                 continue
             ms, waited = self.predicted_ms(transfer), now - transfer.asked_at
@@ -320,7 +320,7 @@ class Spiller:
             self.meters.loaded(state.n_bytes, len(state.tokens))
             then(entry, state)
             return
-        if entry.restores:
+        if self._cache.may_restore(entry):
             log.warning("a saved state was refused; its tokens are computed", reason=transfer.refused)
             self.meters.unusable_total += 1
         then(entry, None)

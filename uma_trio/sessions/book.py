@@ -131,6 +131,8 @@ class Book:
             SessionNotFound, SessionExists: as they say.
         """
         source = self.get(tenant, name)
+        if not source.turns:
+            raise SessionNotFound(f"nothing was said in session {name!r} yet")
         if SessionKey(tenant, new_name) in self._sessions:
             raise SessionExists(f"there is a session {new_name!r} already")
         forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, on_disk=None, n_messages_on_disk=0, busy=False)

@@ -96,6 +96,7 @@ class Sessions:
         self._journal = journal
         self._clock = clock
         self._in_thread = in_thread
+        self._recalled = False
         self.journal_failures = 0
 
     def recall(self) -> None:
@@ -127,6 +128,7 @@ class Sessions:
             )
         for problem in self._journal.problems:
             log.warning("a session's file is not as it was", reason=problem)
+        self._recalled = True
 
     # -- one request ----------------------------------------------------------------------------
 
@@ -253,7 +255,9 @@ class Sessions:
     # -- what goes by itself --------------------------------------------------------------------
 
     async def sweep_forever(self) -> None:
-        """Close sessions that are too old or too many, until cancelled."""
+        """Close sessions that are too old or too many, until cancelled; first what is left of those that are gone."""
+        if self._recalled:
+            self._runner.keep_states(lambda state: self._book.needs(state.tokens, tenant=state.tenant))
         while True:
             while outdated := self._book.outdated(self._clock()):  # asked anew: closing one takes time
                 session = outdated[0]

@@ -1,0 +1,442 @@
+"""Sessions in any order of events: what each of them has said is always what one long prompt would have been answered.
+
+Rules only note what is to happen; when an example is complete it is played over the real server, its connections and
+its journal, with a fake engine, in virtual time: the same each time.  After each event the books must add up.
+UMA_TEST_EXPLORE=1 looks further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import attrs
+import trio
+import trio.testing
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.serving import Serving, remembering, serving
+from tests.support.state_files import MemoryFiles
+from uma_trio.client import BrokenProtocol, Client, ServerError
+from uma_trio.engine.records import EngineError
+from uma_trio.store.journal import JournalError
+
+CELLS = 3 * 768
+WORDS = random.Random(3)
+PROMPTS = ["once upon a time there was a fox " * 8, "and then ", "", "".join(WORDS.choices("abcdef", k=500)), "?"]
+NAMES = st.integers(0, 3).map(lambda n: f"s{n}")
+
+
+def tokens_of(text: str) -> list[int]:
+    return [byte + 100 for byte in text.encode()]
+
+
+@attrs.define(eq=False)
+class Request:
+    """One turn that is under way, as its client sees it."""
+
+    prompt: list[int]
+    n_tokens: int
+    client: Client | None = None
+    got: list[int] = attrs.field(factory=list)
+    last: dict[str, Any] | None = None
+    """``eos`` or ``error``; ``None``: it has not come, or the connection ended before."""
+    reads: trio.Event = attrs.field(factory=trio.Event)
+    done: trio.Event = attrs.field(factory=trio.Event)
+    scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
+
+
+@attrs.define(eq=False)
+class Story:
+    """What a session must be."""
+
+    said: list[int] = attrs.field(factory=list)
+    durable: list[int] | None = None
+    """What a new server would find; ``None``: no such session."""
+    request: Request | None = None
+    """Of which it is not known yet what it has added."""
+
+    def takes(self, n_tokens: int) -> None:
+        """It turns out to have ``n_tokens``: as before, or with a part of the answer that is under way."""
+        if n_tokens != len(self.said):
+            assert self.request is not None, f"{n_tokens} tokens instead of {len(self.said)}"
+            before = [*self.said, *self.request.prompt]
+            n_new = n_tokens - len(before)
+            assert max(1, len(self.request.got)) <= n_new <= self.request.n_tokens
+            self.said = [*before, *expected_continuation(before, n_new)]
+
+
+class World:
+    """A server that can be ended and begun anew, and what its sessions must be."""
+
+    def __init__(self, folder: Path, clients: trio.Nursery, *, unified: bool) -> None:
+        self.clients = clients
+        self.stories: dict[str, Story] = {}
+        self.files = MemoryFiles()
+        self.failed = False
+        """The engine was made to fail since the last time that nothing was under way."""
+        self._folder = folder / "0"
+        self._n_folders = 0
+        self._unified = unified
+        self._stack = contextlib.AsyncExitStack()
+        self.house: Serving
+        self.journal_fails = False
+
+    # -- the server -----------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        engine = FakeEngine(n_ctx=CELLS, n_seq_max=3, unified=self._unified, n_batch=128)
+        self._stack = contextlib.AsyncExitStack()
+        memory = self._stack.enter_context(remembering(self._folder, self.files, states=self.files.scan()))
+        assert memory.journal is not None
+        append = memory.journal.append
+
+        def appends(key: Any, turn: Any) -> None:
+            if self.journal_fails:
+                raise JournalError("the disk failed")
+            append(key, turn)
+
+        memory.journal.append = appends  # type: ignore[method-assign]
+        self.house = await self._stack.enter_async_context(
+            serving(engine, memory, spill_after_s=20, drain_timeout_s=3, request_timeout_s=1e6, max_tx_bytes=4096)
+        )
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def restart(self, how: str) -> None:
+        if how == "drained":
+            self.house.server.drain()
+            for story in self.stories.values():
+                if story.request is not None:
+                    story.request.reads.set()
+            with trio.fail_after(1000):
+                while self.house.nursery.child_tasks:
+                    await trio.sleep(0.1)
+        states, n = copy.copy(self.files.states), self._n_folders + 1
+        folder = self._folder
+        if how == "killed":  # what is on disk now is all that there is
+            folder = self._folder.with_name(str(n))
+            shutil.copytree(self._folder / "sessions", folder / "sessions")
+        await self.stop()
+        if how != "killed":
+            states = self.files.states
+        for story in self.stories.values():
+            if story.request is not None:
+                story.request.reads.set()
+                await story.request.done.wait()
+        self._folder, self._n_folders = folder, n
+        self.files, self.journal_fails = MemoryFiles(states), False
+        await self.start()
+        found = {session["session_id"]: session for session in await self.query("list")}
+        for name, story in list(self.stories.items()):
+            if name not in found:
+                assert story.durable is None, f"{name} is gone"
+                del self.stories[name]
+                continue
+            assert found[name]["durable"]
+            if story.durable is not None and found[name]["tokens"] == len(story.durable):
+                story.said = story.durable
+            else:
+                story.takes(found[name]["tokens"])
+            story.durable, story.request = story.said, None
+        assert set(found) == set(self.stories), (sorted(found), sorted(self.stories))
+        self.failed = False
+
+    # -- what clients do ------------------------------------------------------------------------
+
+    async def query(self, action: str, **fields: Any) -> list[dict[str, Any]]:
+        async with self.house.client() as client:
+            return await client.sessions(action, **fields)
+
+    async def arrive(self, name: str, which: int, n_tokens: int) -> None:
+        await self.settle_ended()
+        if name in self.stories and self.stories[name].request is not None:
+            return  # one at a time: tests/loop/test_sessions.py
+        story = self.stories.setdefault(name, Story())
+        prompt = PROMPTS[which]
+        if not story.said and not prompt:
+            prompt = "x"
+        request = story.request = Request(tokens_of(prompt), n_tokens)
+        request.reads.set()
+        fields = {"prompt": prompt, "max_tokens": n_tokens, "session_id": name}
+        self.clients.start_soon(self._converse, request, fields)
+        await trio.testing.wait_all_tasks_blocked()
+
+    async def _converse(self, request: Request, fields: dict[str, Any]) -> None:
+        try:
+            with request.scope:
+                async with self.house.client() as client:
+                    request.client = client
+                    await client.send({"id": "r", **fields})
+                    while True:
+                        await request.reads.wait()
+                        event = await client.receive()
+                        if event is None:
+                            return
+                        if event["event"] != "token":
+                            request.last = event
+                            return
+                        request.got.append(event["token_id"])
+        except BrokenProtocol:
+            pass  # the server has gone
+        finally:
+            request.client = None
+            request.done.set()
+
+    async def stall(self, name: str, stops: bool) -> None:
+        request = self._request(name)
+        if request is not None:
+            if stops:
+                request.reads = trio.Event()
+            else:
+                request.reads.set()
+
+    async def cancel(self, name: str) -> None:
+        request = self._request(name)
+        if request is not None and request.client is not None:
+            request.reads.set()
+            with contextlib.suppress(BrokenProtocol, trio.ClosedResourceError):  # it has just ended
+                await request.client.cancel("r")
+
+    async def hang_up(self, name: str) -> None:
+        request = self._request(name)
+        if request is not None:
+            request.scope.cancel()
+            await request.done.wait()
+            await self.settle_ended()
+
+    def _request(self, name: str) -> Request | None:
+        return self.stories[name].request if name in self.stories else None
+
+    async def fork(self, name: str, new_name: str) -> None:
+        await self.settle_ended()
+        try:
+            (found,) = await self.query("fork", session_id=name, new_id=new_name)
+        except ServerError as error:
+            if error.code == "E_SESSION_EXISTS":
+                assert new_name in self.stories
+            else:
+                assert error.code == "E_SESSION_NOT_FOUND"
+                assert name not in self.stories or not self.stories[name].said
+            return
+        assert new_name not in self.stories or not self.stories[new_name].said
+        source = self.stories[name]
+        story = self.stories[new_name] = Story(source.said, request=source.request)
+        story.takes(found["tokens"])
+        story.request, story.durable = None, story.said if found["durable"] else None
+
+    async def close(self, name: str) -> None:
+        await self.settle_ended()
+        try:
+            await self.query("close", session_id=name)
+        except ServerError as error:
+            if error.code == "E_SESSION_BUSY":
+                assert self._request(name) is not None
+            else:
+                assert error.code == "E_SESSION_NOT_FOUND"
+                assert name not in self.stories or not self.stories[name].said
+            return
+        del self.stories[name]
+
+    async def crowd(self, n_tokens: int) -> None:
+        """Somebody else needs the room."""
+        async with self.house.client() as client:
+            prompt = "".join(random.Random(n_tokens).choices("ghijkl", k=n_tokens))
+            with contextlib.suppress(ServerError):  # the engine may fail
+                async for _ in client.generate(prompt=prompt, max_tokens=4):
+                    pass
+
+    async def fail(self, fatal: bool) -> None:
+        self.house.engine.fail_next, self.failed = EngineError("it failed", fatal=fatal), True
+
+    async def fault(self, what: str, there: bool) -> None:
+        if what == "journal":
+            self.journal_fails = there
+        else:
+            setattr(self.files, what, there)
+
+    # -- what must be so ------------------------------------------------------------------------
+
+    async def settle_ended(self) -> None:
+        """Learn what requests have added whose clients know their end, or have gone."""
+        for name, story in list(self.stories.items()):
+            request = story.request
+            if request is None or not request.done.is_set():
+                continue
+            before = [*story.said, *request.prompt]
+            assert request.got == expected_continuation(before, len(request.got))
+            found = await self._described(name)
+            if request.last is not None and request.last["event"] == "error":
+                self._check_error(request.last["code"], len(before) + request.n_tokens - 1)
+                assert found is None or found["tokens"] == len(story.said), "an error leaves it as it was"
+            elif request.last is not None and found is not None:
+                n_told = len(request.got)
+                assert found["tokens"] == (len(before) + n_told if n_told else len(story.said)), "what was told is kept"
+            if found is None:
+                assert not story.said
+                del self.stories[name]
+                continue
+            story.takes(found["tokens"])
+            story.request = None
+            if found["durable"]:
+                story.durable = story.said
+
+    def _check_error(self, code: str, cells: int) -> None:
+        facts = self.house.engine.facts
+        if code == "E_LIMIT_CONTEXT":
+            assert cells > facts.window
+        elif code == "E_RUNTIME_DECODE":
+            assert self.failed
+        else:
+            assert code == "E_RUNTIME_SHUTDOWN"
+
+    async def _described(self, name: str) -> dict[str, Any] | None:
+        """When it is not busy; ``None`` if it is not there."""
+        with trio.fail_after(500):
+            while True:
+                try:
+                    (found,) = await self.query("describe", session_id=name)
+                except ServerError as error:
+                    assert error.code == "E_SESSION_NOT_FOUND"
+                    return None
+                if not found["busy"]:
+                    return found
+                await trio.sleep(0.1)
+
+    def check(self) -> None:
+        runner = self.house.server.runner
+        runner.check_integrity()
+        kv = runner.cache.statistics()
+        assert kv.cells_reserved + kv.cached_cells <= kv.cells == CELLS
+        assert sum(self.house.engine.used_cells().values()) <= CELLS
+        assert self.files.open_files <= 1 + kv.sequences, "one is saved at a time, and each that waits reads one"
+
+    async def finish(self) -> None:
+        """All clients read on, all ends, and each session goes on as it must."""
+        self.journal_fails = self.files.full = self.files.fails_late = self.files.broken = False
+        for story in self.stories.values():
+            if story.request is not None:
+                story.request.reads.set()
+                with trio.fail_after(500):
+                    await story.request.done.wait()
+        await self.settle_ended()
+        await trio.sleep(100)
+        await self.house.settled()
+        self.check()
+        assert self.files.open_files == 0
+        shelf = self.house.server.runner.cache.shelf
+        assert all(name in shelf for name in self.files.states), "a file that nobody knows"
+        assert len(shelf) == len(self.files.states)
+        self.house.engine.fail_next = None
+        for name in list(self.stories):
+            await self.arrive(name, 1, 3)
+            story = self.stories[name]
+            assert story.request is not None
+            await story.request.done.wait()
+            await self.settle_ended()
+            assert story.durable == story.said
+        for name in list(self.stories):
+            await self.close(name)
+        await trio.sleep(100)
+        assert (len(shelf), self.files.states) == (0, {}), "what is closed is gone"
+
+
+Event = Callable[[World], Coroutine[Any, Any, None]]
+
+
+class Sessions(RuleBasedStateMachine):
+    """Notes what is to happen, and plays it at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, tuple[Any, ...]]] = []
+        self.unified = True
+
+    @initialize(unified=st.booleans())
+    def begin(self, unified: bool) -> None:
+        self.unified = unified
+
+    @rule(name=NAMES, which=st.integers(0, len(PROMPTS) - 1), n_tokens=st.sampled_from([1, 5, 40, 200]))
+    def arrive(self, name: str, which: int, n_tokens: int) -> None:
+        """Or go on, if there was something before."""
+        self.events.append(("arrive", (name, which, n_tokens)))
+
+    @rule(name=NAMES, stops=st.booleans())
+    def stall(self, name: str, stops: bool) -> None:
+        self.events.append(("stall", (name, stops)))
+
+    @rule(name=NAMES)
+    def cancel(self, name: str) -> None:
+        self.events.append(("cancel", (name,)))
+
+    @rule(name=NAMES)
+    def hang_up(self, name: str) -> None:
+        self.events.append(("hang_up", (name,)))
+
+    @rule(name=NAMES, new_name=NAMES)
+    def fork(self, name: str, new_name: str) -> None:
+        self.events.append(("fork", (name, new_name)))
+
+    @rule(name=NAMES)
+    def close(self, name: str) -> None:
+        self.events.append(("close", (name,)))
+
+    @rule(n_tokens=st.sampled_from([20, 600]))
+    def crowd(self, n_tokens: int) -> None:
+        self.events.append(("crowd", (n_tokens,)))
+
+    @rule(seconds=st.sampled_from([0.001, 0.02, 0.3, 40.0]))
+    def wait(self, seconds: float) -> None:
+        """The spiller does its work meanwhile."""
+        self.events.append(("wait", (seconds,)))
+
+    @rule(fatal=st.booleans())
+    def fail(self, fatal: bool) -> None:
+        self.events.append(("fail", (fatal,)))
+
+    @rule(what=st.sampled_from(["journal", "full", "fails_late", "broken"]), there=st.booleans())
+    def fault(self, what: str, there: bool) -> None:
+        self.events.append(("fault", (what, there)))
+
+    @rule(how=st.sampled_from(["drained", "at once", "killed"]))
+    def restart(self, how: str) -> None:
+        self.events.append(("restart", (how,)))
+
+    def teardown(self) -> None:
+        trio.run(self._play, clock=trio.testing.MockClock(autojump_threshold=0))
+
+    async def _play(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with trio.open_nursery() as clients:
+                world = World(Path(folder), clients, unified=self.unified)
+                await world.start()
+                try:
+                    for name, arguments in self.events:
+                        if name == "wait":
+                            await trio.sleep(*arguments)
+                        else:
+                            await getattr(world, name)(*arguments)
+                        world.check()
+                    await world.finish()
+                finally:
+                    await world.stop()
+                clients.cancel_scope.cancel()
+
+
+EXPLORES = bool(os.environ.get("UMA_TEST_EXPLORE"))
+
+TestSessions = Sessions.TestCase
+TestSessions.settings = settings(
+    max_examples=1000 if EXPLORES else 40, stateful_step_count=60 if EXPLORES else 30, deadline=None
+)

@@ -1,0 +1,421 @@
+"""Sessions with the real library: whatever becomes of a conversation's cells, its text is what it would have been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import llama_abi
+from llama_abi import Batch, Context, ContextOptions, Model
+from tests.support.real_daemon import ROOT, Answer, Daemon, Event, real_daemon
+from uma_trio.models.known_costs import circumstances
+from uma_trio.models.loaded import EMBEDDED
+from uma_trio.models.training.skills import documents
+from uma_trio.store.journal import Journal
+from uma_trio.store.spill import PAYLOAD_AT
+
+N = 5
+"""Conversations, where there is room for two."""
+
+DOCUMENTS = [documents.make_document(seed=n, facts=110) for n in range(N)]
+"""About 1,500 tokens each: computing them takes many times as long as reading their states."""
+
+CROWDED = ("--parallel", "2", "--ctx", "8192")
+
+
+def question(n: int, turn: int) -> str:
+    """What the ``n``-th conversation is asked; first about a document, then on."""
+    asked = DOCUMENTS[n].facts[20 * turn + 3].question
+    return documents.ask(DOCUMENTS[n], asked) if turn == 0 else asked
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def say(daemon: Daemon, session: str, text: str, **fields: Any) -> Answer:
+    return daemon.ask(messages=user(text), session_id=session, **{"max_tokens": 30, **fields})
+
+
+def replay(daemon: Daemon, texts: Sequence[str], n_tokens: int = 30, **last: Any) -> list[Answer]:
+    """The same conversation with all of it sent anew each time, and nothing cached."""
+    messages: list[dict[str, str]] = []
+    answers = []
+    for n, text in enumerate(texts, 1):
+        messages += user(text)
+        more = last if n == len(texts) else {}
+        answers.append(daemon.ask(messages=messages, max_tokens=n_tokens, cache_prompt=False, **more))
+        messages.append({"role": "assistant", "content": answers[-1].text})
+    return answers
+
+
+def sessions(daemon: Daemon, action: str = "list", **fields: Any) -> Event:
+    with daemon.wire() as wire:
+        wire.send(type="sessions", action=action, **fields)
+        event = wire.receive()
+        assert event is not None
+        return event
+
+
+def names(daemon: Daemon) -> list[str]:
+    return [session["session_id"] for session in sessions(daemon)["sessions"]]
+
+
+def uma(*arguments: object) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
+    return subprocess.run(
+        [sys.executable, "-m", "uma_trio", *map(str, arguments)],
+        cwd=ROOT, env=clean, text=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+
+
+def on_disk(state: Path, kind: str, pattern: str) -> list[Path]:
+    return sorted(state.glob(f"*/{kind}/{pattern}"))
+
+
+@pytest.fixture(scope="module")
+def replayed(daemon: Daemon) -> list[list[Answer]]:
+    """All conversations, three turns each, as they are without sessions."""
+    return [replay(daemon, [question(n, turn) for turn in range(3)]) for n in range(N)]
+
+
+# -- one conversation -------------------------------------------------------------------------------
+
+
+def test_prompts_go_on_as_one_long_prompt(daemon: Daemon) -> None:
+    parts = ["Once upon a time there was a fox.", "\n\nThe next day the fox", "\n\nIn the end all of them"]
+    text = ""
+    for part in parts:
+        text += part
+        plain = daemon.ask(prompt=text, max_tokens=25, cache_prompt=False)
+        said = daemon.ask(prompt=part, max_tokens=25, session_id="a long prompt")
+        assert said.last["usage"]["prompt_tokens"] == plain.last["usage"]["prompt_tokens"], "it is cut into the same tokens"
+        assert (said.ids, said.text, said.reason) == (plain.ids, plain.text, plain.reason)
+        text += said.text
+    assert sessions(daemon, "close", session_id="a long prompt")["sessions"][0]["turns"] == 3
+
+
+@pytest.mark.slow
+def test_forked_it_says_what_a_replay_says(daemon: Daemon, replayed: list[list[Answer]]) -> None:
+    for turn in range(2):
+        assert say(daemon, "forked", question(0, turn)).ids == replayed[0][turn].ids
+    sessions(daemon, "fork", session_id="forked", new_id="a fork")
+    other = "Count from 3 to 17."
+    assert say(daemon, "forked", other).ids == replay(daemon, [question(0, 0), question(0, 1), other])[-1].ids
+    assert say(daemon, "a fork", question(0, 2)).ids == replayed[0][2].ids
+    for name in ("forked", "a fork"):
+        sessions(daemon, "close", session_id=name)
+
+
+# -- more conversations than there is room for ------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["on", "off"], ids=["unified", "apart"])
+def crowded(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
+    with real_daemon(*CROWDED, "--kv-unified", request.param) as daemon:
+        yield daemon
+
+
+@pytest.mark.slow
+def test_evicted_and_restored_it_says_what_it_says_uninterrupted(crowded: Daemon, replayed: list[list[Answer]]) -> None:
+    before = crowded.settled()
+    for turn in range(3):
+        for n in range(N):
+            answer = say(crowded, f"doc {n}", question(n, turn))
+            assert (answer.ids, answer.text) == (replayed[n][turn].ids, replayed[n][turn].text)
+            if turn:
+                assert answer.last["usage"]["cached_tokens"] > 1000
+    after = crowded.settled()
+    assert after["spill"]["loaded_total"] - before["spill"]["loaded_total"] >= N
+    assert after["kv"]["evicted_total"] - before["kv"]["evicted_total"] >= N
+    assert (after["spill"]["failed_total"], after["spill"]["unusable_total"]) == (0, 0)
+    assert after["conversations"]["not_durable"] == 0
+
+
+@pytest.mark.slow
+def test_together_they_say_what_each_says_alone(crowded: Daemon, replayed: list[list[Answer]]) -> None:
+    found: dict[tuple[int, int], list[int]] = {}
+
+    def talk(n: int) -> None:
+        for turn in range(2):
+            found[n, turn] = say(crowded, f"together {n}", question(n, turn)).ids
+
+    talkers = [threading.Thread(target=talk, args=(n,)) for n in range(N)]
+    for talker in talkers:
+        talker.start()
+    for talker in talkers:
+        talker.join(120)
+    assert found == {(n, turn): replayed[n][turn].ids for n in range(N) for turn in range(2)}
+    crowded.settled()
+
+
+@pytest.fixture(params=["on", "off"], ids=["unified", "apart"])
+def exact(request: pytest.FixtureRequest, library: None) -> Iterator[Daemon]:
+    """Likewise, and the same to the last bit: on a CPU flash attention adds up in another order in chunks of another size."""
+    with real_daemon(*CROWDED, "--kv-unified", request.param, "--flash-attn", "off") as daemon:
+        yield daemon
+
+
+@pytest.mark.slow
+def test_sampled_with_one_seed_it_is_the_same_everywhere(exact: Daemon) -> None:
+    """In the cache, restored, in JSON, in CBOR, and on the command line."""
+    story = "\n\nOnce upon a time"
+    hot = {"prompt": story, "max_tokens": 60, "temperature": 2.0, "top_k": 30}
+
+    def begun(session: str) -> list[int]:
+        return exact.ask(prompt=question(1, 0), max_tokens=10, session_id=session).ids
+
+    loaded = exact.settled()["spill"]["loaded_total"]
+    alone = {}
+    for seed in (7, 8):
+        begin = begun(f"seed {seed}")
+        alone[seed] = exact.ask(session_id=f"seed {seed}", seed=seed, **hot).text
+    assert alone[7] != alone[8], "the seed makes no difference"
+    ways = ("restored", "cbor", "cli")
+    assert exact.settled()["spill"]["loaded_total"] == loaded, "they went on from the cache"
+    for way in ways:
+        assert begun(way) == begin
+    for n in (2, 3):  # they need all the room
+        say(exact, f"other {n}", question(n, 0))
+    found = {
+        way: exact.ask(session_id=way, seed=7, encoding="cbor" if way == "cbor" else "json", **hot).text
+        for way in ("restored", "cbor")
+    }
+    cli = uma("ask", "--socket", exact.socket, "--raw", "--session", "cli", "--max-tokens", 60, "--seed", 7,
+              "--temp", 2.0, "--top-k", 30, story)  # fmt: skip
+    assert cli.returncode == 0, cli.stderr
+    found["cli"] = cli.stdout.removesuffix("\n")
+    assert found == dict.fromkeys(ways, alone[7].removesuffix("\n"))
+    assert exact.settled()["spill"]["loaded_total"] > loaded
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
+def test_after_a_restore_logits_are_the_same_to_the_last_bit(library: None, unified: bool) -> None:
+    tokens: list[int] = np.random.default_rng(1).integers(10, 400, 700).tolist()
+
+    def feed(context: Context, more: list[int], pos: int, seq: int) -> npt.NDArray[np.float32]:
+        batch = Batch(256)
+        for start in range(0, len(more), 256):
+            batch.clear()
+            batch.add(more[start : start + 256], pos=pos + start, seq=seq)
+            assert context.decode(batch) == llama_abi.OK
+        return context.logits(1).array[0].copy()
+
+    with Model(llama_abi.load(), EMBEDDED) as model:
+        options = ContextOptions(n_ctx=4096, n_batch=256, n_seq_max=2, kv_unified=unified, flash_attn="off")
+        with Context(model, options) as context:
+            feed(context, tokens, 0, 0)
+            state = bytearray(context.state_size(0))
+            context.save_state_into(0, state)
+            kept = [feed(context, [token], len(tokens) + n, 0) for n, token in enumerate(tokens[:20])]
+            context.seq_remove(0)
+            feed(context, tokens[:300], 0, 1)  # somebody else takes the cells
+            context.seq_remove(1)
+            for seq in (0, 1):
+                context.load_state_from(seq, bytes(state))
+                again = [feed(context, [token], len(tokens) + n, seq) for n, token in enumerate(tokens[:20])]
+                assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True))
+                context.seq_remove(seq)
+
+
+# -- the daemon ends and begins ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_after_sigterm_a_new_daemon_goes_on(library: None, tmp_path: Path, replayed: list[list[Answer]]) -> None:
+    state = tmp_path / "state"
+    flags = (*CROWDED, "--state-dir", str(state), "--spill-after-s", "1000000")
+    with real_daemon(*flags) as daemon:
+        for n in range(2):
+            assert say(daemon, f"doc {n}", question(n, 0)).ids == replayed[n][0].ids
+        assert len(on_disk(state, "sessions", "*.session")) == 2
+    assert len(on_disk(state, "states", "*.state")) == 2, "what was idle is saved at the end"
+    with real_daemon(*flags) as daemon:
+        assert names(daemon) == ["doc 1", "doc 0"]
+        for n in range(2):
+            answer = say(daemon, f"doc {n}", question(n, 1))
+            assert answer.ids == replayed[n][1].ids
+            assert answer.last["usage"]["cached_tokens"] > 1000
+            assert answer.last["session"]["turns"] == 2
+        assert daemon.settled()["spill"]["loaded_total"] == 2
+
+
+@pytest.mark.slow
+def test_after_kill_9_all_turns_whose_end_was_told_are_there(library: None, tmp_path: Path, daemon: Daemon) -> None:
+    state = tmp_path / "state"
+    flags = (*CROWDED, "--state-dir", str(state), "--spill-after-s", "0")
+    texts = ["What is the capital of France?", "And of Italy?", "And of Japan?"]
+    expected = replay(daemon, texts)
+    for n in range(3):
+        with real_daemon(*flags) as victim:
+            if n:
+                assert sessions(victim, "describe", session_id="a")["sessions"][0]["turns"] == n
+                assert names(victim) == ["a"], "a session whose first turn was not told is none"
+            assert say(victim, "a", texts[n]).ids == expected[n].ids
+            with victim.wire() as one, victim.wire() as other:
+                for wire, session in ((one, "a"), (other, "new")):
+                    wire.send(id="r", messages=user("Count from 1 to 600."), max_tokens=3000, session_id=session, ignore_eos=True)
+                    assert (wire.receive() or {}).get("event") == "token"
+                victim.process.kill()
+                victim.process.wait()
+
+
+# -- what is on disk is not what it was -------------------------------------------------------------
+
+
+def spoilt(data: bytes, how: str, at: int) -> bytes:
+    if how == "truncated":
+        return data[: len(data) // 2]
+    if how == "foreign":
+        return b"not one of ours" * 1000
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["corrupt", "truncated", "foreign"])
+def test_a_state_that_is_spoilt_is_computed_again(
+    library: None, tmp_path: Path, replayed: list[list[Answer]], how: str
+) -> None:
+    state = tmp_path / "state"
+    flags = (*CROWDED, "--state-dir", str(state))
+    with real_daemon(*flags) as daemon:
+        assert say(daemon, "doc", question(0, 0)).ids == replayed[0][0].ids
+    (file,) = on_disk(state, "states", "*.state")
+    file.write_bytes(spoilt(file.read_bytes(), how, PAYLOAD_AT + 100_000))
+    with real_daemon(*flags) as daemon:
+        answer = say(daemon, "doc", question(0, 1))
+        assert answer.ids == replayed[0][1].ids
+        assert answer.last["usage"]["cached_tokens"] == 0
+        assert daemon.settled()["spill"]["loaded_total"] == 0
+        problems = {"a saved state is of no use", "a saved state cannot be used; its tokens are computed"}
+        assert problems & set(daemon.events_logged())
+        assert on_disk(state, "states", "*.bad")
+
+
+@pytest.mark.parametrize("how", ["corrupt", "truncated", "foreign"])
+def test_a_session_that_is_spoilt_is_set_aside_and_others_are_not(
+    library: None, tmp_path: Path, daemon: Daemon, how: str
+) -> None:
+    state = tmp_path / "state"
+    texts = ["What is the capital of France?", "And of Italy?"]
+    expected = replay(daemon, texts)
+    with real_daemon("--state-dir", str(state)) as victim:
+        assert say(victim, "spoilt", texts[0]).ids == expected[0].ids
+        (file,) = on_disk(state, "sessions", "*.session")
+        assert say(victim, "whole", texts[0]).ids == expected[0].ids
+    data = file.read_bytes()
+    file.write_bytes(spoilt(data, how, len(data) // 3))
+    with real_daemon("--state-dir", str(state)) as victim:
+        assert "whole" in names(victim)
+        assert "a session's file is not as it was" in victim.events_logged()
+        assert say(victim, "whole", texts[1]).ids == expected[1].ids
+        again = say(victim, "spoilt", texts[0])
+        assert again.ids == expected[0].ids, "it begins anew"
+        assert again.last["session"]["turns"] == 1
+        assert again.last["session"]["durable"]
+
+
+def test_half_a_turn_is_cut_off(library: None, tmp_path: Path, daemon: Daemon) -> None:
+    """As a crash in the middle of a write leaves it: the turns before are there."""
+    state = tmp_path / "state"
+    texts = ["What is the capital of France?", "And of Italy?"]
+    expected = replay(daemon, texts)
+    with real_daemon("--state-dir", str(state)) as victim:
+        for n in range(2):
+            assert say(victim, "a", texts[n]).ids == expected[n].ids
+        (file,) = on_disk(state, "sessions", "*.session")
+    file.write_bytes(file.read_bytes()[:-5])
+    with real_daemon("--state-dir", str(state)) as victim:
+        assert sessions(victim, "describe", session_id="a")["sessions"][0]["turns"] == 1
+        assert say(victim, "a", texts[1]).ids == expected[1].ids
+
+
+# -- where nothing can be kept ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file"])
+def test_without_a_folder_it_serves_and_says_so(library: None, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    state = tmp_path / "file" if place == "a file" else tmp_path / "file" / "state"
+    with real_daemon("--state-dir", str(state)) as daemon:
+        assert "sessions will not survive this server" in daemon.events_logged()
+        first = say(daemon, "a", "What is the capital of France?")
+        assert first.last["session"]["durable"] is False
+        second = say(daemon, "a", "And of Italy?")
+        assert second.last["usage"]["cached_tokens"] > 0
+        assert "in memory only" in uma("sessions", "--socket", daemon.socket).stdout
+
+
+def test_of_two_daemons_with_one_folder_the_second_remembers_nothing(library: None, tmp_path: Path) -> None:
+    flags = ("--state-dir", str(tmp_path / "state"))
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    with real_daemon(*flags, folder=tmp_path / "one") as first:
+        assert say(first, "a", "What is the capital of France?").last["session"]["durable"]
+        with real_daemon(*flags, folder=tmp_path / "two") as second:
+            assert "sessions will not survive this server" in second.events_logged()
+            assert names(second) == []
+            assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
+        assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2
+    journal = Journal(next((tmp_path / "state").glob("*")) / "sessions", model=circumstances(EMBEDDED), max_sessions=9)
+    try:
+        (found,) = journal.load()
+        assert [message.content for message in found.messages][::2] == ["What is the capital of France?", "And of Italy?"]
+    finally:
+        journal.close()
+
+
+# -- the command line -------------------------------------------------------------------------------
+
+
+def test_the_commands_of_sessions(library: None, tmp_path: Path) -> None:
+    with real_daemon("--state-dir", str(tmp_path / "state")) as daemon:
+
+        def run(*arguments: object) -> str:
+            found = uma("sessions", "--socket", daemon.socket, *arguments)
+            assert found.returncode == 0, found.stderr
+            return found.stdout
+
+        assert "no sessions yet" in run()
+        asked = uma("ask", "--socket", daemon.socket, "--session", "cooking", "What is the capital of France?")
+        assert asked.returncode == 0, asked.stderr
+        for arguments in ((), ("list",), ("describe", "cooking")):
+            head, row = run(*arguments).splitlines()
+            assert head.split() == ["SESSION", "TURNS", "TOKENS", "LAST", "USED", "STATE"]
+            assert row.split()[:2] == ["cooking", "1"]
+            assert row.endswith("on disk")
+        run("fork", "cooking", "baking")
+        listed = [json.loads(line) for line in run("--json", "list").splitlines()]
+        assert [session["session_id"] for session in listed] == ["baking", "cooking"]
+        assert listed[0]["tokens"] == listed[1]["tokens"] > 0
+        assert run("close", "cooking") == "closed cooking\n"
+        assert names(daemon) == ["baking"]
+        gone = uma("sessions", "--socket", daemon.socket, "describe", "cooking")
+        assert (gone.returncode, "E_SESSION_NOT_FOUND" in gone.stderr) == (2, True)
+    nobody = uma("sessions", "--socket", tmp_path / "none")
+    assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)
+
+
+def test_a_second_signal_does_not_wait_for_states(library: None, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with real_daemon("--state-dir", str(state), "--spill-after-s", "1000000") as daemon:
+        say(daemon, "a", question(0, 0))
+        with daemon.wire() as wire:
+            wire.send(id="r", prompt="Hello", max_tokens=4000, ignore_eos=True)
+            assert (wire.receive() or {}).get("event") == "token"
+            daemon.signal(signal.SIGTERM)
+            daemon.signal(signal.SIGINT)
+            assert daemon.wait() == 1
+    assert not on_disk(state, "states", "*.state")
+    assert len(on_disk(state, "sessions", "*.session")) == 1
