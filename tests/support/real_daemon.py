@@ -248,6 +248,7 @@ def started(
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
     if DIRECTORY_VARIABLE in os.environ:
         clean[DIRECTORY_VARIABLE] = os.environ[DIRECTORY_VARIABLE]
+    clean["UMA_LAYOUT_TRIAL_S"] = "0"  # the same layout on every machine, however busy
     with log_file.open("ab") as log:
         process = subprocess.Popen(
             [*command, "--socket", os.fspath(socket), *flags],
