@@ -1,6 +1,7 @@
 """How hypothesis searches: the same examples each time, however busy the machine; new ones on request.
 
-And what daemons learn of this machine stays in a folder of the run's own: no test depends on the one before.
+And what daemons learn of this machine stays in a folder of the run's own: no test depends on the one before.  How they lay
+their memory out they do not measure, so that it is the same whatever else the machine does.
 """
 
 import atexit
@@ -16,3 +17,4 @@ settings.load_profile("explore" if os.environ.get("UMA_TEST_EXPLORE") else "same
 
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="uma-trio-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+os.environ["UMA_LAYOUT_TRIAL_S"] = "0"

@@ -69,6 +69,7 @@ def _probe_model(settings: Config) -> None:
 
     from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine
     from uma_trio.models.gguf_check import GgufError, check_gguf
+    from uma_trio.models.known_layouts import KnownLayouts
     from uma_trio.models.loaded import EMBEDDED
 
     path = settings.model.model or EMBEDDED
@@ -78,7 +79,7 @@ def _probe_model(settings: Config) -> None:
         if available is not None and path.stat().st_size > available:
             _tell("model", problem=f"{path} has {size(path.stat().st_size)}, but {size(available)} of memory are available")
             return
-        engine = LlamaEngine(path, settings.model)
+        engine = LlamaEngine(path, settings.model, choices=KnownLayouts(path))
     except FileNotFoundError:
         _tell("model", problem=f"there is no model at {path}")
         return
@@ -86,7 +87,7 @@ def _probe_model(settings: Config) -> None:
         _tell("model", problem=f"{path}: {error}")
         return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    facts = engine.facts
+    facts, choice = engine.facts, engine.layout_choice
     _tell(
         "model",
         description=facts.description,
@@ -94,6 +95,9 @@ def _probe_model(settings: Config) -> None:
         n_ctx=facts.n_ctx,
         n_ctx_train=facts.n_ctx_train,
         peak_bytes=peak,
+        layout=choice.layout.name,
+        layout_why=choice.why,
+        layout_ms={each.layout.name: (each.decode_ms, each.mixed_ms) for each in choice.measured},
     )
     _probe_answer(engine)
 
