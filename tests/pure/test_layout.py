@@ -97,6 +97,13 @@ def test_what_a_mixed_tick_takes_can_decide() -> None:
     assert choose(measured((10, 12), (8, 40))).name == APART_OFF
 
 
+def test_what_was_not_measured_any_further_costs_at_least_what_was() -> None:
+    layouts = [each.layout for each in measured((10, 20), (15, 15))]
+    found = Measured(layout=layouts[1], decode_ms=15, mixed_ms=None)
+    assert found.cost_ms == 15
+    assert choose([Measured(layout=layouts[0], decode_ms=10, mixed_ms=20), found]).name == APART_OFF
+
+
 def test_a_little_is_noise() -> None:
     assert choose(measured((10, 20), (9.5, 19))).name == APART_OFF
     assert choose(measured((10, 20), (9.5, 19), (9.2, 18.5))).name == APART_OFF

@@ -284,19 +284,15 @@ LAYOUT_WHY: Final = {
     "by rule": "by rule, nothing was measured",
     "measured": "measured now, for the next starts too",
     "measured before": "measured by an earlier start",
-    "no time": "by rule, for measuring would take longer than layout_trial_s",
+    "no time": "by rule, for measuring takes too long; a longer layout_trial_s has the time",
     "no room": "by rule, for there is no room in the one that was measured to be quicker",
 }
 
 
 def _layout(found: dict[str, Any]) -> Finding:
     """How the KV cache is laid out; see ``uma_trio.engine.layout``."""
-    shown = [
-        f"{name} {alone:.1f} ms a tick, {mixed:.1f} with a part of a prompt"
-        for name, (alone, mixed) in found["layout_ms"].items()
-    ]
-    message = f"{found['layout']}: {LAYOUT_WHY[found['layout_why']]}"
-    return Finding("layout", "ok", "; ".join([message, *shown]))
+    shown = [f"{name}: {ticks}" for name, ticks in found["layouts"].items()]
+    return Finding("layout", "ok", "; ".join([f"{found['layout']}, {LAYOUT_WHY[found['layout_why']]}", *shown]))
 
 
 def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LIMIT_S: Final = 60.0
 """A large model on a slow disk takes its time, a broken driver takes for ever."""
+TRIAL_S: Final = 20.0
+"""For measuring layouts of the KV cache: what a start has no time for, a doctor has."""
 QUESTION: Final = "What is the capital of France?"
 MIB: Final = 1 << 20
 
@@ -79,7 +81,9 @@ def _probe_model(settings: Config) -> None:
         if available is not None and path.stat().st_size > available:
             _tell("model", problem=f"{path} has {size(path.stat().st_size)}, but {size(available)} of memory are available")
             return
-        engine = LlamaEngine(path, settings.model, choices=KnownLayouts(path))
+        trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
+        with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
+        engine = LlamaEngine(path, with_time, choices=KnownLayouts(path))
     except FileNotFoundError:
         _tell("model", problem=f"there is no model at {path}")
         return
@@ -97,7 +101,7 @@ def _probe_model(settings: Config) -> None:
         peak_bytes=peak,
         layout=choice.layout.name,
         layout_why=choice.why,
-        layout_ms={each.layout.name: (each.decode_ms, each.mixed_ms) for each in choice.measured},
+        layouts={each.layout.name: str(each) for each in choice.measured},
     )
     _probe_answer(engine)
 

@@ -90,13 +90,22 @@ class Measured:
     layout: Layout
     decode_ms: float
     """Of one token for each of some streams."""
-    mixed_ms: float
-    """Of the same with a chunk of a prompt, in as many calls as serving takes."""
+    mixed_ms: float | None
+    """Of the same with a chunk of a prompt, in as many calls as serving takes; ``None`` where streams alone already took so
+    long that it was not measured."""
 
     @property
     def cost_ms(self) -> float:
-        """Of the mean tick.  Mostly streams are alone; but a mixed tick is what all of them wait for at once."""
-        return (1 - MIXED_SHARE) * self.decode_ms + MIXED_SHARE * self.mixed_ms
+        """Of the mean tick.  Mostly streams are alone; but a mixed tick is what all of them wait for at once.
+
+        Where that was not measured: the least that it can be, since a mixed tick is never quicker.
+        """
+        mixed_ms = self.decode_ms if self.mixed_ms is None else self.mixed_ms
+        return (1 - MIXED_SHARE) * self.decode_ms + MIXED_SHARE * mixed_ms
+
+    def __str__(self) -> str:
+        mixed = "" if self.mixed_ms is None else f", {self.mixed_ms:.2f} ms with a part of a prompt"
+        return f"{self.decode_ms:.2f} ms a tick{mixed}"
 
 
 @attrs.frozen(kw_only=True)

@@ -35,7 +35,9 @@ CELLS: Final = 512
 ROUNDS: Final = 2
 """Of each tick, after one that only warms up; the quicker one counts, since nothing makes a tick quicker than it is."""
 HOPELESS: Final = 1.25
-"""Times the cheapest so far: what costs more after a first round is not measured again."""
+"""Times the cheapest so far: what costs more is not measured any further."""
+CALLS: Final = FILLED // AT_ONCE + 1 + 2 * ROUNDS
+"""Of each layout, at least."""
 
 Feeds = Sequence[tuple[int, int]]
 """(sequence, tokens) of one call."""
@@ -65,7 +67,7 @@ def try_layouts(
     if min(*shares, model.n_ctx_train) < CELLS:
         return Choice(layout=rule, why="by rule")
     measured: list[Measured] = []
-    with _Deadline() as deadline:
+    with _Deadline(len(layouts)) as deadline:
         try:
             for layout in layouts:
                 found = _measured(model, layout, options(layout), deadline, budget_s, measured)
@@ -73,8 +75,9 @@ def try_layouts(
                     measured.append(found)
                 elif layout is rule:
                     return Choice(layout=rule, why="by rule")
+                deadline.layouts -= 1
                 if layout is rule:
-                    deadline.need((len(layouts) - 1) * deadline.spent_s())
+                    deadline.need(deadline.layouts * deadline.spent_s() / 2)  # each, if it is soon seen to be dear
         except _NoTime:
             return Choice(layout=rule, why="no time", measured=measured)
     return Choice(layout=choose(measured), why="measured", measured=measured)
@@ -93,9 +96,11 @@ def _measured(
         trial = _Trial(model, options, deadline)
         try:
             if not deadline.running:
-                trial.touch()
+                least_ms = trial.touch()
                 deadline.start(budget_s)
-            return trial.measure(layout, HOPELESS * min((each.cost_ms for each in others), default=float("inf")))
+                deadline.need(1e-3 * least_ms * CALLS * deadline.layouts)
+            cheapest = min((each.cost_ms for each in others), default=float("inf"))
+            return trial.measure(layout, HOPELESS * cheapest)
         finally:
             trial.close()
     except llama_abi.LlamaError as error:
@@ -106,8 +111,10 @@ def _measured(
 class _Deadline:
     """How long it may still take.  Cuts the call short that is under way at the end, where the device can."""
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: int) -> None:
         self.flag = llama_abi.AbortFlag()
+        self.layouts = layouts
+        """Not yet measured, that under way among them."""
         self._began_s = 0.0
         self._budget_s = float("inf")
         self._timer: threading.Timer | None = None
@@ -158,9 +165,10 @@ class _Trial:
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._held = [0] * self._rows
 
-    def touch(self) -> None:
-        """Have all weights read once."""
+    def touch(self) -> float:
+        """Have all weights read once; then the milliseconds of one token, the least that any call takes."""
         self._ms([(0, 1)])
+        return self._ms([(0, 1)])
 
     def measure(self, layout: Layout, hopeless_ms: float) -> Measured:
         """
@@ -175,12 +183,12 @@ class _Trial:
         mixed = [rows[:reading] + chunk] if self._unified else [rows[:reading], chunk]
         self._ms(rows)
         decode_ms = min(self._ms(rows) for _ in range(ROUNDS))
-        mixed_ms = float("inf")
+        found = Measured(layout=layout, decode_ms=decode_ms, mixed_ms=None)
         for _ in range(ROUNDS):
-            mixed_ms = min(mixed_ms, sum(self._ms(feeds) for feeds in mixed if feeds))
-            found = Measured(layout=layout, decode_ms=decode_ms, mixed_ms=mixed_ms)
             if found.cost_ms > hopeless_ms:
                 break
+            ms = sum(self._ms(feeds) for feeds in mixed if feeds)
+            found = attrs.evolve(found, mixed_ms=min(ms, found.mixed_ms or ms))
         return found
 
     def close(self) -> None:
@@ -196,7 +204,8 @@ class _Trial:
         while (left := FILLED - self._held[0]) > 0:
             n = min(at_once, left)
             ms = self._ms([(0, n)])
-            self._deadline.need(1e-3 * ms * (left - n) / n / 2)  # the first one also warms up
+            if left < FILLED - at_once:  # the first one also warms up
+                self._deadline.need(1e-3 * ms * (left - n + FILLED * (self._deadline.layouts - 1)) / n)
         if self._unified:
             state = bytearray(self._context.state_size(0))
             self._context.save_state_into(0, state)

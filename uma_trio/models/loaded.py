@@ -133,10 +133,12 @@ def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
 
 
 def _tell(choice: Choice) -> None:
-    """Log how the KV cache is laid out, and what was measured: milliseconds of a tick of streams alone, and of one with
-    a part of a prompt."""
-    ms = {each.layout.name: f"{each.decode_ms:.2f} and {each.mixed_ms:.2f} ms" for each in choice.measured}
-    log.info("layout of the KV cache", layout=choice.layout.name, why=choice.why, **({"measured": ms} if ms else {}))
+    """Log how the KV cache is laid out, and what was measured."""
+    measured = {each.layout.name: str(each) for each in choice.measured}
+    more: dict[str, object] = {"measured": measured} if measured else {}
+    if choice.why == "no time":
+        more["hint"] = "uma-trio doctor takes the time to measure it, for the next start"
+    log.info("layout of the KV cache", layout=choice.layout.name, why=choice.why, **more)
 
 
 def _chat_template(engine: LlamaEngine) -> ChatTemplate | None:
