@@ -12,7 +12,8 @@ from tests.support.random_models import random_model
 from tests.support.real_daemon import real_daemon
 from uma_trio import config
 from uma_trio.engine import layout_trial
-from uma_trio.engine.layout import Layout, choose
+from uma_trio.engine import llama as llama_engine
+from uma_trio.engine.layout import Choice, Layout, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.records import Draw, Feed, Step
 from uma_trio.models.known_layouts import KnownLayouts
@@ -90,6 +91,21 @@ def test_nothing_is_measured_where_that_is_not_wanted_or_not_possible(choice_of,
     ):
         assert choice_of(attrs.evolve(SETTINGS, **changes)).why == why
     assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_room_for_it_the_rules_is_taken(choice_of, monkeypatch):
+    """The small contexts can be had, the large one cannot."""
+    monkeypatch.setattr(llama_engine, "try_layouts", lambda model, layouts, *_, **__: Choice(layout=layouts[-1], why="measured"))
+    real = llama_abi.Context
+
+    def refusing(model, options):
+        if options.kv_unified:
+            raise llama_abi.LlamaError("no memory")
+        return real(model, options)
+
+    monkeypatch.setattr(llama_abi, "Context", refusing)
+    found = choice_of()
+    assert (found.why, found.layout.name) == ("no room", "apart, flash attention off")
 
 
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-hybrid"])
