@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import attrs
 import pytest
 
 import llama_abi
 from tests.support.random_models import random_model
-from tests.support.real_daemon import real_daemon
+from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
 from uma_trio.engine import layout_trial
 from uma_trio.engine import llama as llama_engine
@@ -179,3 +181,20 @@ def test_the_daemon_says_what_it_has_chosen(library, tmp_path):
     assert [line["why"] for line in told] == ["measured", "measured before"]
     assert told[0]["layout"] == told[1]["layout"]
     assert told[0]["layout"] in told[0]["measured"]
+
+
+def test_the_bench_shows_each_start(library):
+    script = ROOT / "benches" / "layout_choice.py"
+    command = [sys.executable, script, "--repeat", "2", "--parallel", "2", "--ctx", "2048", "--budget", "600"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+    for start in ("1", "2"):
+        found = [[cell.strip() for cell in row] for row in rows if row[0].strip() == start]
+        assert [row[1] for row in found[:3]] == [
+            "apart, flash attention off",
+            "apart, flash attention auto",
+            "unified, flash attention auto",
+        ]
+        assert [row[6] for row in found[:3]].count("yes") == 1
+        assert len(found) == 4
