@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +158,13 @@ class World:
         async with self.house.client() as client:
             return await client.sessions(action, **fields)
 
+    async def attempt(self, action: str, **fields: Any) -> tuple[list[dict[str, Any]], str | None]:
+        """The answer, or the code of the error."""
+        try:
+            return await self.query(action, **fields), None
+        except ServerError as error:
+            return [], str(error.code)
+
     async def arrive(self, name: str, which: int, n_tokens: int) -> None:
         await self.settle_ended()
         if name in self.stories and self.stories[name].request is not None:
@@ -221,15 +227,15 @@ class World:
 
     async def fork(self, name: str, new_name: str) -> None:
         await self.settle_ended()
-        try:
-            (found,) = await self.query("fork", session_id=name, new_id=new_name)
-        except ServerError as error:
-            if error.code == "E_SESSION_EXISTS":
-                assert new_name in self.stories
-            else:
-                assert error.code == "E_SESSION_NOT_FOUND"
-                assert name not in self.stories or not self.stories[name].said
+        answer, code = await self.attempt("fork", session_id=name, new_id=new_name)
+        if code == "E_SESSION_EXISTS":
+            assert new_name in self.stories
+        elif code is not None:
+            assert code == "E_SESSION_NOT_FOUND"
+            assert name not in self.stories or not self.stories[name].said
+        if code is not None:
             return
+        (found,) = answer
         assert new_name not in self.stories or not self.stories[new_name].said
         source = self.stories[name]
         story = self.stories[new_name] = Story(source.said, request=source.request)
@@ -238,16 +244,14 @@ class World:
 
     async def close(self, name: str) -> None:
         await self.settle_ended()
-        try:
-            await self.query("close", session_id=name)
-        except ServerError as error:
-            if error.code == "E_SESSION_BUSY":
-                assert self._request(name) is not None
-            else:
-                assert error.code == "E_SESSION_NOT_FOUND"
-                assert name not in self.stories or not self.stories[name].said
-            return
-        del self.stories[name]
+        _, code = await self.attempt("close", session_id=name)
+        if code is None:
+            del self.stories[name]
+        elif code == "E_SESSION_BUSY":
+            assert self._request(name) is not None
+        else:
+            assert code == "E_SESSION_NOT_FOUND"
+            assert name not in self.stories or not self.stories[name].said
 
     async def crowd(self, n_tokens: int) -> None:
         """Somebody else needs the room."""
@@ -305,13 +309,12 @@ class World:
         """When it is not busy; ``None`` if it is not there."""
         with trio.fail_after(500):
             while True:
-                try:
-                    (found,) = await self.query("describe", session_id=name)
-                except ServerError as error:
-                    assert error.code == "E_SESSION_NOT_FOUND"
+                answer, code = await self.attempt("describe", session_id=name)
+                assert code in (None, "E_SESSION_NOT_FOUND")
+                if code is not None:
                     return None
-                if not found["busy"]:
-                    return found
+                if not answer[0]["busy"]:
+                    return answer[0]
                 await trio.sleep(0.1)
 
     def check(self) -> None:
@@ -350,9 +353,6 @@ class World:
             await self.close(name)
         await trio.sleep(100)
         assert (len(shelf), self.files.states) == (0, {}), "what is closed is gone"
-
-
-Event = Callable[[World], Coroutine[Any, Any, None]]
 
 
 class Sessions(RuleBasedStateMachine):
