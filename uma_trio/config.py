@@ -69,10 +69,19 @@ class Model:
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
         "on: all sequences share ctx, and one can use all of it; off: each has ctx / parallel tokens of its "
-        "own, which a CPU computes faster. auto: on with a GPU, off without.",
+        "own. auto: whichever is measured to be quicker here, with flash_attn; else on with a GPU, off without.",
     )
     flash_attn: Literal["auto", "on", "off"] = setting(
-        "auto", "Flash attention. auto: off on a CPU, where it is slow for small batches; else llama.cpp chooses."
+        "auto",
+        "Flash attention. auto: as is measured to be quicker, with kv_unified; else off on a CPU, where it is "
+        "slow for small batches, and llama.cpp's choice elsewhere.",
+    )
+    layout_trial_s: float = setting(
+        1.5,
+        "Most seconds that a first start takes to measure what auto is best, or a tenth of what loading took; later "
+        "ones remember it. 0: nothing is measured, for a start that is always the same.",
+        ge=0,
+        le=3600,
     )
     type_k: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Type of the K cache.")
     type_v: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Type of the V cache.")

@@ -169,6 +169,20 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
         assert "|".join(message.content for message in found.messages) == said
 
 
+async def test_a_forked_chat_is_on_disk_with_all_of_its_messages(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            async with house.client() as client:
+                await client.complete(
+                    messages=[{"role": "user", "content": "one"}], max_tokens=4, session_id="a", keep_alive=True
+                )
+            fork = await query(house, "fork", session_id="a", new_id="b")
+            assert fork["durable"]
+        kept = after_a_crash(tmp_path, tmp_path / "copy")
+        assert kept["b"].messages == kept["a"].messages
+        assert kept["b"].tokens.tolist() == kept["a"].tokens.tolist()
+
+
 async def test_forked_it_is_a_replay(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
         async with serving(memory=memory) as house:

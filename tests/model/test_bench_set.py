@@ -71,6 +71,26 @@ def test_fanout(library, tmp_path, folder, rival):
 
 
 @pytest.mark.slow
+def test_sessions(library, tmp_path, folder):
+    out = tmp_path / "sessions.csv"
+    said = bench("sessions.py", "--tokens", "2000", "--repeat", "2", "--csv", out, folder=folder)
+    rows = read(out)
+    assert len(rows) == 2
+    for row in rows:
+        assert float(row["warm_ms"]) < float(row["cold_ms"])
+        assert (float(row["state_mb"]) > 0) == ("were read" in said)
+
+
+@pytest.mark.slow
+def test_more_sessions_than_there_is_room_for(library, tmp_path, folder):
+    out = tmp_path / "churn.csv"
+    shape = ("--sessions", "12", "--room", "3", "--turns", "3", "--first", "200", "--hour", "0.001")
+    said = bench("sessions.py", "--churn", *shape, "--csv", out, folder=folder)
+    assert [int(row["turns"]) for row in read(out)] == [3] * 12
+    assert "lost          0" in said
+
+
+@pytest.mark.slow
 def test_long_ctx(library, tmp_path, folder, rival):
     out, everything = tmp_path / "ctx.csv", tmp_path / "all.csv"
     shape = ("--contexts", "64,256", "--tokens", "8", "--repeat", "1", "--kv-unified", "off,on")

@@ -55,7 +55,7 @@ def test_where_all_is_well(examine):
     found = examine()
     assert problems(found) == set()
     names = ("python", "packages", "folders", "stamp", "threads", "library", "devices", "backend", "embedded", "model")
-    assert [*found] == [*names, "memory", "answer", "socket"]
+    assert [*found] == [*names, "memory", "layout", "answer", "socket"]
     assert "Paris" in found["answer"]["message"]
     assert "no daemon serves" in found["socket"]["message"]
 

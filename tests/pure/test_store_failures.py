@@ -142,7 +142,7 @@ def test_a_full_disk_breaks_nothing(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_written_any_more_can_be_read() -> None:
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is below a folder that nobody else may enter
         *refused, last = run(*CHILD, "unwritable", folder=Path(folder))
-    assert len(refused) == 7
+    assert len(refused) == 8
     for line in refused:
         assert folder in line
         assert "name a folder that this user can write" in line

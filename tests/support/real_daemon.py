@@ -36,6 +36,9 @@ ROOT = Path(__file__).parents[2]
 START_S = 60.0
 """A start takes less than a second; on a machine that is busy with other things it takes longer."""
 
+TRIAL_VARIABLE = "UMA_LAYOUT_TRIAL_S"
+"""``tests/conftest.py`` says why it is set."""
+
 Event = dict[str, Any]
 
 
@@ -249,8 +252,7 @@ def started(
     What it remembers is beside its socket, where no other daemon has a folder in use.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
-    if DIRECTORY_VARIABLE in os.environ:
-        clean[DIRECTORY_VARIABLE] = os.environ[DIRECTORY_VARIABLE]
+    clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE, TRIAL_VARIABLE) if name in os.environ}
     with log_file.open("ab") as log:
         process = subprocess.Popen(
             [*command, "--socket", os.fspath(socket), *flags],

@@ -143,7 +143,10 @@ def with_limited_files(folder: Path) -> None:
     sessions.append(key, Turn(keep=0, tokens=np.arange(4000), when=1.0))
 
     limit_files(20_000)
+    [file] = (folder / "sessions").glob("*.session")
+    before = file.read_bytes()
     refused("append", sessions.append, key, Turn(keep=4000, tokens=np.arange(4000), when=2.0))
+    assert file.read_bytes() == before
     refused("begin", states.begin, 100_000)
     draft = states.begin(1000)
     refused("finish", lambda: draft.finish(np.arange(4000), tenant=1))
@@ -203,6 +206,10 @@ def in_unwritable_folders(folder: Path) -> None:
     for room in folder.iterdir():
         room.chmod(0o500)
     refused("begin", states.begin, 1000)
+    states.max_bytes = kept.file_bytes + 1000
+    refused("make room", states.begin, 1000)
+    assert kept.name in states
+    assert states.used_bytes == kept.file_bytes
     refused("create", sessions.create, SessionKey(TENANT, "b"), 1.0)
     refused("fork", sessions.fork, key, "b")
     refused("rewrite", sessions.rewrite, key)

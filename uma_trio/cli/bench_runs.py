@@ -100,6 +100,16 @@ BENCHES: Final = (
         quick="--requests 4 --prefix-tokens 400",
     ),
     Bench(
+        name="sessions", title="Conversations that come back", script="sessions.py",
+        about="The first token of a session's next turn: in the cache, and read from disk by a server that was started anew.",
+        quick="--tokens 1000 --repeat 2", rival=None,
+    ),
+    Bench(
+        name="churn", title="More conversations than there is room for", script="sessions.py",
+        about="Five hundred sessions in room for twenty, an hour compressed: is anything lost, does memory stay in its bounds, how long does a copy hold up the others?",
+        full="--churn", quick="--churn --sessions 30 --room 5 --turns 3 --hour 0.005", rival=None,
+    ),
+    Bench(
         name="lookup", title="Guessing tokens from what was said", script="lookup.py",
         about="Prompt lookup where answers copy, and where they do not. With the embedded model, which can do both.",
         quick="--questions 1 --tokens 300 --repeat 1",

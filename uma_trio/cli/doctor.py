@@ -45,7 +45,7 @@ class Finding:
 def command(model: str | None, socket: str | None, llama_dir: str | None, as_json: bool, probing: bool) -> None:
     """Check the installation, and say how to mend what is wrong.
 
-    Library, stamp, backend, devices, compute threads, memory, model, socket, packages and folders: a line
+    Library, stamp, backend, devices, compute threads, memory, KV cache, model, socket, packages and folders: a line
     each, with a verdict and a fix.  Exit codes: 0 no problem (warnings are none), 1 at least one.
 
     Everything that could hang or crash runs in a process of its own, with a time limit.
@@ -217,6 +217,7 @@ def _model_and_library(settings: Config, flags: dict[str, Any]) -> Iterator[Find
     yield from _model(path, stages.get("model"), ending)
     if "model" in stages and "problem" not in stages["model"]:
         yield _memory(stages["model"])
+        yield _layout(stages["model"])
         yield _answer(path == EMBEDDED, stages.get("answer"), ending)
 
 
@@ -276,6 +277,22 @@ def _memory(found: dict[str, Any]) -> Finding:
     if found["peak_bytes"] > 0.8 * available:
         return Finding("memory", "warning", message, "lower --ctx, or set --type-k and --type-v to q8_0")
     return Finding("memory", "ok", message)
+
+
+LAYOUT_WHY: Final = {
+    "only one": "as it is set",
+    "by rule": "by rule, nothing was measured",
+    "measured": "measured now, for the next starts too",
+    "measured before": "measured by an earlier start",
+    "no time": "by rule, for measuring takes too long; a longer layout_trial_s has the time",
+    "no room": "by rule, for there is no room in the one that was measured to be quicker",
+}
+
+
+def _layout(found: dict[str, Any]) -> Finding:
+    """How the KV cache is laid out; see ``uma_trio.engine.layout``."""
+    shown = [f"{name}: {ticks}" for name, ticks in found["layouts"].items()]
+    return Finding("layout", "ok", "; ".join([f"{found['layout']}, {LAYOUT_WHY[found['layout_why']]}", *shown]))
 
 
 def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LIMIT_S: Final = 60.0
 """A large model on a slow disk takes its time, a broken driver takes for ever."""
+TRIAL_S: Final = 20.0
+"""For measuring layouts of the KV cache: what a start has no time for, a doctor has."""
 QUESTION: Final = "What is the capital of France?"
 MIB: Final = 1 << 20
 
@@ -69,6 +71,7 @@ def _probe_model(settings: Config) -> None:
 
     from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine
     from uma_trio.models.gguf_check import GgufError, check_gguf
+    from uma_trio.models.known_layouts import KnownLayouts
     from uma_trio.models.loaded import EMBEDDED
 
     path = settings.model.model or EMBEDDED
@@ -78,7 +81,9 @@ def _probe_model(settings: Config) -> None:
         if available is not None and path.stat().st_size > available:
             _tell("model", problem=f"{path} has {size(path.stat().st_size)}, but {size(available)} of memory are available")
             return
-        engine = LlamaEngine(path, settings.model)
+        trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
+        with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
+        engine = LlamaEngine(path, with_time, choices=KnownLayouts(path))
     except FileNotFoundError:
         _tell("model", problem=f"there is no model at {path}")
         return
@@ -86,7 +91,7 @@ def _probe_model(settings: Config) -> None:
         _tell("model", problem=f"{path}: {error}")
         return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    facts = engine.facts
+    facts, choice = engine.facts, engine.layout_choice
     _tell(
         "model",
         description=facts.description,
@@ -94,6 +99,9 @@ def _probe_model(settings: Config) -> None:
         n_ctx=facts.n_ctx,
         n_ctx_train=facts.n_ctx_train,
         peak_bytes=peak,
+        layout=choice.layout.name,
+        layout_why=choice.why,
+        layouts={each.layout.name: str(each) for each in choice.measured},
     )
     _probe_answer(engine)
 

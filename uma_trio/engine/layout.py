@@ -1,17 +1,21 @@
 """How a context's memory is laid out, where the configuration leaves it open.
 
-On a CPU each sequence gets a share of its own and attention is computed without flash attention; on a GPU
-all sequences share one pool, with flash attention where llama.cpp has it.  Measured, not guessed: see
-docs/BENCHMARKS.md, "Laying out the KV cache".  In short: llama.cpp's CPU flash attention takes queries in
-tiles of 64 and computes smaller batches row by row, which made a decode at 1,600 tokens 2.4 times slower and
-a chunk of 16 seven times; and a shared pool makes every row scan all sequences' cells.  A GPU would read the
-weights once more for every sequence that a mixed batch cuts apart.
+There is a rule: on a CPU each sequence gets a share of its own and attention is computed without flash attention; on
+a GPU all sequences share one pool, with flash attention where llama.cpp has it.  docs/BENCHMARKS.md, "Laying out the KV
+cache", has the figures behind it.  In short: llama.cpp's CPU flash attention takes queries in tiles of 64 and computes
+smaller batches row by row, which made a decode at 1,600 tokens 2.4 times slower and a chunk of 16 seven times; and a
+shared pool makes every row scan all sequences' cells.  A GPU would read the weights once more for every sequence that
+a mixed batch cuts apart.
+
+But it was found on two devices, and there are others.  So ``candidates`` says what could be taken, ``layout_trial``
+measures it here, and ``choose`` decides: the rule's layout, unless another is clearly quicker.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Literal, Protocol
 
 import attrs
 
@@ -29,6 +33,14 @@ CELLS_AT_A_TIME: Final = 256
 CPU_UBATCH: Final = 256
 """A prompt of 512 tokens took 0.90 ms a token at once and 0.79 in two halves: what lies between the layers no longer
 fits into the second-level cache."""
+
+MIXED_SHARE: Final = 0.2
+"""Of the ticks: those with a part of a prompt in them.  Eight chats whose turns bring some 120 new tokens and are answered
+with 100: while each of the eight gets its 100 tokens, a tick each, their next prompts take 8 * 120 / 48 = 20 of the ticks."""
+
+CLEARLY: Final = 0.9
+"""Of the rule's cost: what another layout has to stay below.  Measured twice, the same thing differs by some percent,
+and what is chosen is to be the same at the next start."""
 
 BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 """Of ggml's blocks: 32 values with a 16-bit scale."""
@@ -65,19 +77,130 @@ class Layout:
     n_ubatch: int
     """Tokens that are computed at once: a longer batch is cut."""
 
+    @property
+    def name(self) -> str:
+        """Which of the candidates it is; for people too."""
+        return f"{'unified' if self.unified else 'apart'}, flash attention {self.flash_attn}"
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """What ticks take in a layout."""
+
+    layout: Layout
+    decode_ms: float
+    """Of one token for each of some streams."""
+    mixed_ms: float | None
+    """Of the same with a chunk of a prompt, in as many calls as serving takes; ``None`` where streams alone already took so
+    long that it was not measured."""
+
+    @property
+    def cost_ms(self) -> float:
+        """Of the mean tick.  Mostly streams are alone; but a mixed tick is what all of them wait for at once.
+
+        Where that was not measured: the least that it can be, since a mixed tick is never quicker.
+        """
+        mixed_ms = self.decode_ms if self.mixed_ms is None else self.mixed_ms
+        return (1 - MIXED_SHARE) * self.decode_ms + MIXED_SHARE * mixed_ms
+
+    def __str__(self) -> str:
+        mixed = "" if self.mixed_ms is None else f", {self.mixed_ms:.2f} ms with a part of a prompt"
+        return f"{self.decode_ms:.2f} ms a tick{mixed}"
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """A layout, and why it was taken."""
+
+    layout: Layout
+    why: Literal["only one", "by rule", "measured", "measured before", "no time", "no room"]
+    """``only one``: the settings leave nothing open.  ``by rule``: measuring was not wanted, or not possible with so little
+    context.  ``measured before``: by an earlier run.  ``no time``: it would have taken too long.  ``no room``: there was not
+    the memory for what had been chosen.  With the last two it is the rule's layout as well."""
+    measured: Sequence[Measured] = ()
+    """What could be measured, the rule's layout first."""
+
+
+class Choices(Protocol):
+    """What remembers choices from one run to the next."""
+
+    def recall(self, circumstances: tuple[object, ...]) -> str | None:
+        """The name of the layout that was chosen under ``circumstances``."""
+
+    def keep(self, circumstances: tuple[object, ...], choice: Choice) -> None:
+        """For the next run."""
+
 
 def layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: int) -> Layout:
-    """Lay the memory out for ``settings.parallel`` sequences.
+    """Lay the memory out for ``settings.parallel`` sequences, by rule.
 
     Args:
         on_gpu: layers of the model are on one.
         memory_bytes: of the machine.
+
+    Raises:
+        NoRoom: ``kv_mem_limit_mb`` is too little.
     """
     unified = on_gpu if settings.kv_unified == "auto" else settings.kv_unified == "on"
-    quantised = settings.type_v != "f16"  # llama.cpp has no other way to read a quantised V
     flash_attn = settings.flash_attn
-    if flash_attn == "auto" and not on_gpu and not unified and not quantised:
+    if flash_attn == "auto" and not on_gpu and not unified and not _quantised(settings):
         flash_attn = "off"
+    return _sized(shape, settings, unified, flash_attn, on_gpu=on_gpu, memory_bytes=memory_bytes)
+
+
+def candidates(
+    shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: int, windowed: bool
+) -> tuple[Layout, ...]:
+    """What ``settings`` leave open: the rule's layout first, and what might be quicker.
+
+    Not among them is a layout in which a client could do less.  So apart from each other, sequences must have the tokens
+    that a request has by default; and what can go on from a sliding window's past must not lose that, as it would where
+    sequences share cells.
+
+    Args:
+        windowed: the model has layers with a sliding window.
+
+    Raises:
+        NoRoom: as ``layout``, for the rule's.
+    """
+    rule = layout(shape, settings, on_gpu=on_gpu, memory_bytes=memory_bytes)
+    found = [rule]
+    for unified, flash_attn in ((False, "off"), (False, "auto"), (True, "auto")):
+        if settings.kv_unified != "auto" and unified != rule.unified:
+            continue
+        if settings.flash_attn != "auto":
+            flash_attn = settings.flash_attn
+        elif flash_attn == "off" and _quantised(settings):
+            continue
+        try:
+            other = _sized(shape, settings, unified, flash_attn, on_gpu=on_gpu, memory_bytes=memory_bytes)
+        except NoRoom:
+            continue
+        if unified != rule.unified:
+            share = min(shape.n_ctx_train, DEFAULT_WINDOW)
+            less = windowed if unified else other.n_ctx < share * settings.parallel
+            if less or settings.parallel == 1:  # the same thing, where there is one sequence
+                continue
+        if other not in found:
+            found.append(other)
+    return tuple(found)
+
+
+def choose(measured: Sequence[Measured]) -> Layout:
+    """The layout to take: that of ``measured[0]``, which is the rule's, unless another is clearly cheaper."""
+    rule = measured[0]
+    best = min(measured, key=lambda each: each.cost_ms)
+    return best.layout if best.cost_ms < CLEARLY * rule.cost_ms else rule.layout
+
+
+def _quantised(settings: config.Model) -> bool:
+    """llama.cpp reads a quantised V with flash attention only."""
+    return settings.type_v != "f16"
+
+
+def _sized(
+    shape: Shape, settings: config.Model, unified: bool, flash_attn: str, *, on_gpu: bool, memory_bytes: int
+) -> Layout:
     window = min(shape.n_ctx_train, DEFAULT_WINDOW)
     affordable = int(SHARE_OF_MEMORY * memory_bytes / max(1.0, shape.bytes_per_token(settings)))
     n_ctx = settings.ctx or max(min(window * settings.parallel, affordable), window)

@@ -16,7 +16,8 @@ import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads
-from uma_trio.engine.layout import NoRoom, Shape, layout, machine_memory_bytes
+from uma_trio.engine.layout import Choice, Choices, Layout, NoRoom, Shape, candidates, machine_memory_bytes
+from uma_trio.engine.layout_trial import try_layouts
 from uma_trio.engine.records import (
     Copy,
     Draw,
@@ -35,6 +36,9 @@ from uma_trio.engine.tokenizer import Tokenizer
 LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, NoRoom)
 """What opening an engine raises: about the model, or about the library."""
 
+SHARE_OF_LOADING = 0.1
+"""Of the time that loading the weights took: what measuring layouts may always take."""
+
 
 class LlamaEngine:
     """A loaded model with its context.  See ``records.Engine`` for the contract.
@@ -43,6 +47,7 @@ class LlamaEngine:
         path: a GGUF file.
         settings: memory and compute.
         on_progress: called with the loaded share in [0, 1]; answering False gives loading up.
+        choices: remembers how the memory was laid out; without it that is never measured, and decided by rule.
 
     Raises:
         llama_abi.LlamaError: the file cannot be loaded, or there is not the memory for it.
@@ -50,16 +55,21 @@ class LlamaEngine:
     """
 
     def __init__(
-        self, path: Path, settings: config.Model, on_progress: Callable[[float], bool] | None = None
+        self,
+        path: Path,
+        settings: config.Model,
+        on_progress: Callable[[float], bool] | None = None,
+        choices: Choices | None = None,
     ) -> None:
         library = llama_abi.load(settings.llama_dir)
+        began = time.perf_counter()
         self._model = llama_abi.Model(
             library, path, n_gpu_layers=settings.gpu_layers, use_mmap=settings.mmap, on_progress=on_progress
         )
         self._settings = settings
-        self._options = _context_options(library, self._model, settings)
         try:
-            self._context = llama_abi.Context(self._model, self._options)
+            self._choice = _choice(self._model, settings, choices, loaded_s=time.perf_counter() - began)
+            self._context = self._open()
         except BaseException:
             self._model.close()
             raise
@@ -93,6 +103,24 @@ class LlamaEngine:
     def facts(self) -> ModelFacts:
         return self._facts
 
+    @property
+    def layout_choice(self) -> Choice:
+        """How the memory is laid out, and why."""
+        return self._choice
+
+    def _open(self) -> llama_abi.Context:
+        """A context in the layout that was chosen, or in the rule's, if there is no room for that."""
+        self._options = _context_options(self._settings, self._choice.layout)
+        try:
+            return llama_abi.Context(self._model, self._options)
+        except llama_abi.LlamaError:
+            rule = _candidates(self._model, self._settings)[0]
+            if rule == self._choice.layout:
+                raise
+            self._choice = attrs.evolve(self._choice, layout=rule, why="no room")
+            self._options = _context_options(self._settings, rule)
+            return llama_abi.Context(self._model, self._options)
+
     def measure_memory(self) -> None:
         """Find out what the memory can move, where the weights are in the machine's own; some 50 ms."""
         if not _has_gpu(self._model.library, self._settings):
@@ -102,9 +130,7 @@ class LlamaEngine:
     @property
     def circumstances(self) -> tuple[object, ...]:
         """All but the model that decides what a step costs."""
-        library = self._model.library
-        devices = tuple((device.name, device.description) for device in library.devices())
-        return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), self._options
+        return (*_surroundings(self._model.library, self._settings), self._options)
 
     @property
     def state_layout(self) -> tuple[object, ...]:
@@ -282,21 +308,58 @@ def _has_gpu(library: llama_abi.Library, settings: config.Model) -> bool:
     return settings.gpu_layers != 0 and any(device.type in gpus for device in library.devices())
 
 
-def _context_options(
-    library: llama_abi.Library, model: llama_abi.Model, settings: config.Model
-) -> llama_abi.ContextOptions:
+def _surroundings(library: llama_abi.Library, settings: config.Model) -> tuple[object, ...]:
+    """What computes, and with what."""
+    devices = tuple((device.name, device.description) for device in library.devices())
+    return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), settings.gpu_layers
+
+
+def _candidates(model: llama_abi.Model, settings: config.Model) -> tuple[Layout, ...]:
+    return candidates(
+        _shape(model),
+        settings,
+        on_gpu=_has_gpu(model.library, settings),
+        memory_bytes=machine_memory_bytes(),
+        windowed=model.n_swa > 0,
+    )
+
+
+def _choice(
+    model: llama_abi.Model, settings: config.Model, choices: Choices | None, *, loaded_s: float
+) -> Choice:
+    """How to lay the memory out: as before under these circumstances, else as is measured now.
+
+    Args:
+        loaded_s: what loading the weights took; a tenth of it may always go to measuring.
+    """
+    layouts = _candidates(model, settings)
+    if len(layouts) == 1:
+        return Choice(layout=layouts[0], why="only one")
+    if choices is None or settings.layout_trial_s == 0:
+        return Choice(layout=layouts[0], why="by rule")
+    facts = (*_surroundings(model.library, settings), *(_context_options(settings, each) for each in layouts))
+    known = choices.recall(facts)
+    for each in layouts:
+        if each.name == known:
+            return Choice(layout=each, why="measured before")
+    budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
+    found = try_layouts(model, layouts, lambda each: _context_options(settings, each), budget_s=budget_s)
+    if found.why == "measured":
+        choices.keep(facts, found)
+    return found
+
+
+def _context_options(settings: config.Model, layout: Layout) -> llama_abi.ContextOptions:
     threads = settings.threads or default_threads()
-    on_gpu = _has_gpu(library, settings)
-    chosen = layout(_shape(model), settings, on_gpu=on_gpu, memory_bytes=machine_memory_bytes())
     return llama_abi.ContextOptions(
-        n_ctx=chosen.n_ctx,
+        n_ctx=layout.n_ctx,
         n_batch=settings.batch_tokens,
-        n_ubatch=chosen.n_ubatch,
+        n_ubatch=layout.n_ubatch,
         n_seq_max=settings.parallel,
         n_threads=threads,
         n_threads_batch=threads,
-        kv_unified=chosen.unified,
-        flash_attn=chosen.flash_attn,
+        kv_unified=layout.unified,
+        flash_attn=layout.flash_attn,
         type_k=settings.type_k,
         type_v=settings.type_v,
     )

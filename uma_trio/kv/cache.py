@@ -153,6 +153,8 @@ class KvCache:
         """By busy and idle ones."""
         self._edits: list[Edit] = []
         self.evicted_total = 0
+        self.changes = 0
+        """Rises when a request for which there was no room may find some."""
         # a copy between streams moves the whole of a sequence's share: some tokens are computed sooner
         self._worth_copying = WORTH_SHARING if unified else max(WORTH_SHARING, cells_per_sequence // 64)
 
@@ -266,6 +268,7 @@ class KvCache:
             tokens: the first of what the sequence holds, to be kept for others; ``None`` keeps nothing.
             at: the present.
         """
+        self.changes += 1
         entry = self._entries[seq_id]
         self._followers.pop(seq_id, None)
         if tokens is None or entry.private or len(tokens) < WORTH_SHARING:
@@ -361,6 +364,11 @@ class KvCache:
         return self._saving
 
     @property
+    def somebody_waits(self) -> bool:
+        """Cells are wanted that must be saved first."""
+        return any(entry.wanted and self._must_be_saved(entry) for entry in self._idle.values())
+
+    @property
     def has_unsaved(self) -> bool:
         """Some idle sequence is to be saved sooner or later."""
         return any(self._must_be_saved(entry) for entry in self._idle.values())
@@ -371,11 +379,13 @@ class KvCache:
 
     def saved(self, entry: Entry, state: Saved) -> list[str]:
         """What ``entry`` holds, or held, is on the shelf as ``state``; names that leave it: see ``Shelf.add``."""
+        self.changes += 1
         entry.saved = True
         return [state.name] if entry.forgotten else self.shelf.add(state)
 
     def give_up(self, entry: Entry) -> None:
         """``entry`` cannot be saved: its cells can go."""
+        self.changes += 1
         entry.saved = True
 
     def may_restore(self, entry: Entry) -> bool:
@@ -603,6 +613,7 @@ class KvCache:
             self._idle_cells -= entry.reserved
         self._reserved -= entry.reserved
         del self._entries[entry.seq_id]
+        self.changes += 1
         self._edits.append(Remove(entry.seq_id))
         self._free_ids.add(entry.seq_id)
 

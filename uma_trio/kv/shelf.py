@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
-from uma_trio.kv.prefix import Tokens, common
+from uma_trio.kv.prefix import WORTH_SHARING, Tokens, common
 
 
 @attrs.frozen(eq=False)
@@ -35,6 +35,8 @@ class Shelf:
     def __init__(self, *, rewinds: bool) -> None:
         self._rewinds = rewinds
         self._states: dict[str, Saved] = {}
+        self._beginnings: dict[tuple[int, bytes], dict[str, Saved]] = {}
+        """By tenant and first tokens: who shares fewer shares none."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -55,29 +57,38 @@ class Shelf:
         """
         needless = [
             other.name
-            for other in self._states.values()
-            if other.tenant == state.tenant
-            and other.name != state.name
+            for other in self._alike(state.tenant, state.tokens)
+            if other.name != state.name
             and len(other.tokens) <= len(state.tokens)
             and (self._rewinds or len(other.tokens) == len(state.tokens))
             and common(other.tokens, state.tokens) == len(other.tokens)
         ]
         for name in needless:
-            del self._states[name]
-        self._states[state.name] = state
+            self.discard(name)
+        self.add_all([state])
         return needless
 
     def add_all(self, states: Iterable[Saved]) -> None:
         """Keep what was kept before."""
-        self._states.update({state.name: state for state in states})
+        for state in states:
+            self._states[state.name] = state
+            self._beginnings.setdefault(_beginning(state.tenant, state.tokens), {})[state.name] = state
 
     def discard(self, name: str) -> bool:
         """Forget it; whether it was here."""
-        return self._states.pop(name, None) is not None
+        state = self._states.pop(name, None)
+        if state is None:
+            return False
+        key = _beginning(state.tenant, state.tokens)
+        del self._beginnings[key][name]
+        if not self._beginnings[key]:
+            del self._beginnings[key]
+        return True
 
     def keep(self, there: Callable[[str], bool]) -> None:
         """Forget those that are not ``there``: they went to make room for others."""
-        self._states = {name: state for name, state in self._states.items() if there(name)}
+        for name in [name for name in self._states if not there(name)]:
+            self.discard(name)
 
     def longest(self, prompt: Tokens, *, tenant: int, most: int) -> tuple[Saved | None, int]:
         """The state that holds most of ``prompt``'s beginning, and how many tokens of it.
@@ -87,13 +98,13 @@ class Shelf:
         """
         found: Saved | None = None
         best = (0, 0)
-        for state in self._states.values():
-            if state.tenant != tenant or len(state.tokens) > most or len(prompt) < best[0]:
+        for state in self._alike(tenant, prompt):
+            if len(state.tokens) > most or len(prompt) < best[0]:
                 continue
             shared = common(prompt, state.tokens)
             if not self._rewinds and shared < len(state.tokens):
                 continue
-            if (shared, -len(state.tokens)) > best and shared:  # of equals the smallest
+            if shared >= WORTH_SHARING and (shared, -len(state.tokens)) > best:  # of equals the smallest
                 found, best = state, (shared, -len(state.tokens))
         return found, best[0]
 
@@ -105,8 +116,13 @@ class Shelf:
         """Names of states of which all tokens are the first of ``tokens``, and that nobody else needs."""
         return [
             state.name
-            for state in self._states.values()
-            if state.tenant == tenant
-            and common(state.tokens, tokens) == len(state.tokens)
-            and not needed(state.tokens)
+            for state in self._alike(tenant, tokens)
+            if common(state.tokens, tokens) == len(state.tokens) and not needed(state.tokens)
         ]
+
+    def _alike(self, tenant: int, tokens: Tokens) -> Iterable[Saved]:
+        return self._beginnings.get(_beginning(tenant, tokens), {}).values()
+
+
+def _beginning(tenant: int, tokens: Tokens) -> tuple[int, bytes]:
+    return tenant, tokens[:WORTH_SHARING].tobytes()

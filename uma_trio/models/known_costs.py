@@ -49,34 +49,46 @@ def folder() -> Path:
 
 def recall(name: str, where: Path | None = None) -> CostModel | None:
     """What was kept as ``name``, less sure than it was; ``None`` if there is nothing of use."""
-    path = (where or folder()) / f"{name}.json"
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_BYTES)
-        fields = msgspec.json.decode(data)
+        fields = read(name, where)
         return CostModel(_line(fields["alone"]), _line(fields["mixed"]), Widths(_numbers(fields["widths"])))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.debug("learned costs cannot be used", path=str(path), reason=str(error))
+        log.debug("learned costs cannot be used", name=name, reason=str(error))
         return None
 
 
 def keep(name: str, cost: CostModel, where: Path | None = None) -> bool:
     """Keep ``cost`` as ``name``; whether that went well."""
-    path = (where or folder()) / f"{name}.json"
     fields = {
         "alone": attrs.asdict(cost.alone),
         "mixed": attrs.asdict(cost.mixed),
         "widths": cost.widths.ms,
     }
+    return write(name, fields, where)
+
+
+def read(name: str, where: Path | None = None) -> Any:
+    """What was written as ``name``; to be checked.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no JSON.
+    """
+    with ((where or folder()) / f"{name}.json").open("rb") as file:
+        return msgspec.json.decode(file.read(LARGEST_BYTES))
+
+
+def write(name: str, fields: dict[str, Any], where: Path | None = None) -> bool:
+    """Keep ``fields``, whole or not at all; whether that went well."""
+    path = (where or folder()) / f"{name}.json"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_bytes(msgspec.json.encode(fields))
         os.replace(temporary, path)
     except OSError as error:
-        log.debug("learned costs cannot be kept", path=str(path), reason=str(error))
+        log.debug("what was learned cannot be kept", path=str(path), reason=str(error))
         return False
     return True
 

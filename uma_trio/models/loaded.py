@@ -12,6 +12,7 @@ import structlog
 
 from uma_trio.config import Config
 from uma_trio.engine.calibrate import calibrate
+from uma_trio.engine.layout import Choice
 from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, open_tokenizer
 from uma_trio.engine.records import EngineError
 from uma_trio.engine.thread import EngineThread
@@ -19,6 +20,7 @@ from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models import known_costs
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.gguf_check import GgufError, check_gguf
+from uma_trio.models.known_layouts import KnownLayouts
 from uma_trio.models.prompt import PromptMaker
 from uma_trio.scheduling.cost import CostModel
 
@@ -114,7 +116,8 @@ def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
     path = config.model.model or EMBEDDED
     with _told(path):
         check_gguf(path)
-        engine = LlamaEngine(path, config.model, progress)
+        engine = LlamaEngine(path, config.model, progress, KnownLayouts(path))
+        _tell(engine.layout_choice)
         engine.measure_memory()
         name = known_costs.circumstances(path, *engine.circumstances)
         cost = calibrate(engine, known=known_costs.recall(name))
@@ -127,6 +130,15 @@ def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
         name=known_costs.circumstances(path),
         state_name=known_costs.circumstances(path, *engine.state_layout),
     )
+
+
+def _tell(choice: Choice) -> None:
+    """Log how the KV cache is laid out, and what was measured."""
+    measured = {each.layout.name: str(each) for each in choice.measured}
+    more: dict[str, object] = {"measured": measured} if measured else {}
+    if choice.why == "no time":
+        more["hint"] = "uma-trio doctor takes the time to measure it, for the next start"
+    log.info("layout of the KV cache", layout=choice.layout.name, why=choice.why, **more)
 
 
 def _chat_template(engine: LlamaEngine) -> ChatTemplate | None:

@@ -27,18 +27,19 @@ from uma_trio.errors import DecodeFailed, KvFull, QueueFull, ShuttingDown, UmaEr
 from uma_trio.kv.cache import Entry, KvCache
 from uma_trio.kv.shelf import Saved
 from uma_trio.models.prompt import Prompt
-from uma_trio.protocol.messages import Failure, Generate, Reason, Token
-from uma_trio.runner import admission
+from uma_trio.protocol.messages import Failure, Generate, Reason
 from uma_trio.runner.book import Book
 from uma_trio.runner.chain import Chained
 from uma_trio.runner.flight import Delivery, Flight, Landed, launch
+from uma_trio.runner.intake import Intake
 from uma_trio.runner.job import MOST_GUESSES, Job, Sink, State
 from uma_trio.runner.spiller import InThread, Spiller, StateFiles, Transfer
-from uma_trio.runner.wishes import answers, logit_edits, logprobs_of, sampling_params
-from uma_trio.sampling import Lookup, Score, Transcript, penalises
+from uma_trio.runner.telling import tell_prompt, tell_token
+from uma_trio.runner.wishes import answers
+from uma_trio.sampling import Lookup
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.policy import Memory, Plan, Priority, Slot, plan
+from uma_trio.scheduling.policy import Memory, Plan, Slot, plan
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.runner")
@@ -89,6 +90,7 @@ class Runner:
         self._thread = thread
         self._piece = piece
         self._limits = config.limits
+        self._intake = Intake(engine.facts, config)
         self._scheduling = config.scheduling
         self.facts: ModelFacts = engine.facts
         self._book = Book(self.facts, perf, debug=config.operations.debug)
@@ -106,8 +108,9 @@ class Runner:
         self._spiller = (
             None if files is None else self._make_spiller(files, config.sessions.spill_after_s, in_thread)
         )
-        self._eog = frozenset(self.facts.eog_ids)
         self._queue: deque[Job] = deque()
+        self._blocked: tuple[Job, int] | None = None
+        """The first in the queue found no room, when the cache was as it is."""
         self._running: dict[int, Job] = {}
         self._freed: list[Job] = []
         """Ended from outside: their tokens leave the cache with the next step."""
@@ -178,7 +181,7 @@ class Runner:
             raise
         if request.echo or request.return_full_text:
             for job in jobs:
-                self._tell(job, prompt.text, None, echo=True)
+                tell_prompt(job)
         self.wake()
         return jobs
 
@@ -188,27 +191,8 @@ class Runner:
         """One answer: give it a sequence, or a place in the queue."""
         if self._closed is not None:
             raise self._closed
-        prompt = admission.fitted(prompt, request, self.facts, self._limits)
-        max_tokens = admission.tokens_to_generate(request, len(prompt.tokens), self.facts, self._limits)
-        admission.check_token_ids(request, self.facts)
-        params = sampling_params(request)
-        banned, bias = logit_edits(request, self.facts)
-        job = Job(
-            request=request,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            params=params,
-            mask=banned,
-            bias=bias,
-            transcript=Transcript(prompt.tokens, params, max_tokens) if penalises(params) else None,
-            ending=self._eog.union(request.stop_token_ids) if request.stop_token_ids else self._eog,
-            sink=sink,
-            arrived_at=trio.current_time(),
-            slot=self._slot(request, prompt, tenant),
-            durable=durable and self._spiller is not None,
-            index=index,
-            target_tbt_s=self._target_tbt_ms(request) / 1e3,
-        )
+        durable = durable and self._spiller is not None
+        job = self._intake.job(request, prompt, sink, tenant=tenant, durable=durable, index=index)
         self._note_arrival(tenant)
         if self._queue or not self._place(job):
             if len(self._queue) >= self._limits.max_queue:
@@ -222,19 +206,6 @@ class Runner:
         if tenant not in waiting:
             service = self._memory.service.arrived(tenant, waiting)
             self._memory = attrs.evolve(self._memory, service=service)
-
-    def _slot(self, request: Generate, prompt: Prompt, tenant: int) -> Slot:
-        wanted = request.slo.target_ttft_ms
-        ttft_ms = self._scheduling.target_ttft_ms if wanted is None else wanted
-        priority = Priority[request.slo.priority.upper()]
-        due_s = trio.current_time() + ttft_ms / 1e3
-        return Slot(-1, len(prompt.tokens), due_s=due_s, priority=priority, tenant=tenant)
-
-    def _target_tbt_ms(self, request: Generate) -> float:
-        if request.slo.target_tbt_ms is not None:
-            return request.slo.target_tbt_ms
-        background = request.slo.priority == "background"
-        return self._scheduling.background_tbt_ms if background else self._scheduling.target_tbt_ms
 
     def _queue_full(self) -> QueueFull | KvFull:
         """With an estimate of the wait: what requests take on average, for each turn that must come first."""
@@ -551,7 +522,10 @@ class Runner:
         service, now = self._memory.service, trio.current_time()
         while self._queue:
             job = min(self._queue, key=lambda job: fairness.rank(job.slot, now - job.arrived_at, service))
+            if self._blocked == (job, self.cache.changes):
+                return
             if not self._place(job):
+                self._blocked = (job, self.cache.changes)
                 return
             self._queue.remove(job)
 
@@ -614,7 +588,7 @@ class Runner:
             for n, token in enumerate(delivery.tokens, 1):
                 score = delivery.scores[n - 1] if delivery.scores else None
                 last = delivery.reason is not None and n == len(delivery.tokens)
-                self._tell_token(job, token, score, last=last)
+                tell_token(job, token, score, self._piece, last=last)
                 if job.assembler.matched is not None:
                     job.stopped(delivery.n_before + n, self._piece)
                     self._end(job, "stop")
@@ -623,30 +597,11 @@ class Runner:
                 if delivery.reason is not None:
                     self._end(job, delivery.reason)
 
-    def _tell_token(self, job: Job, token: int, score: Score | None, *, last: bool) -> None:
-        ends = token in job.ending
-        text = "" if ends else job.assembler.feed(self._piece(token))
-        if last and job.assembler.matched is None:
-            text += job.assembler.finish()
-        if text or not ends:
-            self._tell(job, text, token, score)
-
     def _begin_guessing(self, job: Job) -> None:
         wanted = job.request.speculate
         if self.facts.rewinds and (self._scheduling.speculation if wanted is None else wanted):
             trust = TRUSTED if wanted else 0.5
             job.lookup = Lookup([*job.prompt.tokens.tolist(), *job.tokens], hits=trust)
-
-    def _tell(
-        self, job: Job, text: str, token: int | None, score: Score | None = None, *, echo: bool = False
-    ) -> None:
-        told = None if score is None or token is None else logprobs_of(token, score, self._piece)
-        if job.request.stream:
-            job.sink.send(Token.of(job.request.id, text, token, told, echo=echo, index=job.index))
-        else:
-            job.texts.append(text)
-            if told is not None:
-                job.logprobs.append(told)
 
     # -- ends -----------------------------------------------------------------------------------
 

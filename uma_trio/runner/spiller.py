@@ -35,7 +35,10 @@ PATIENCE_S: Final = 0.25
 """After so long a copy no longer waits for a step that has time for it: it may make one take twice as long."""
 
 GIVE_UP_S: Final = 3.0
-"""After so long what was to be saved is not."""
+"""After so long what somebody waits for is not saved, or not loaded."""
+
+LEARN_FROM_BYTES: Final = 4_000_000
+"""Of a smaller state most of the time is not that of its bytes."""
 
 LOOK_S: Final = 1.0
 """How often it is looked for sequences that have been idle for long enough."""
@@ -169,7 +172,7 @@ class Spiller:
             if ms <= spare_ms or (waited > PATIENCE_S and ms <= tick_ms):
                 self._take(transfer)
                 return transfer
-            if waited > GIVE_UP_S:
+            if waited > GIVE_UP_S and (loads or self._cache.somebody_waits):
                 transfer.refused = "no step had time for it"
                 self._settle(transfer)
         return None
@@ -209,8 +212,9 @@ class Spiller:
         transfer.done.set()
 
     def _learn(self, kind: str, n_bytes: int, ms: float) -> None:
-        rate = n_bytes / max(ms, 1e-3)
-        self._bytes_a_ms[kind] += WEIGHT * (rate - self._bytes_a_ms[kind])
+        if n_bytes >= LEARN_FROM_BYTES:
+            rate = n_bytes / max(ms, 1e-3)
+            self._bytes_a_ms[kind] += WEIGHT * (rate - self._bytes_a_ms[kind])
 
     # -- beside the ticks -----------------------------------------------------------------------
 
@@ -241,6 +245,7 @@ class Spiller:
         if not self._cache.may_save(entry):
             return
         if not self._worth_loading(len(entry.tokens), n_bytes):
+            self.meters.skipped_total += 1
             self._cache.give_up(entry)
             self._wake()
             return

@@ -135,7 +135,7 @@ class Book:
             raise SessionNotFound(f"nothing was said in session {name!r} yet")
         if SessionKey(tenant, new_name) in self._sessions:
             raise SessionExists(f"there is a session {new_name!r} already")
-        forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, on_disk=None, busy=False)
+        forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, on_disk=None, n_messages_on_disk=0, busy=False)
         self._sessions[forked.key] = forked
         return forked
 

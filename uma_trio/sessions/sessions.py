@@ -108,7 +108,11 @@ class Sessions:
         except JournalError as error:
             log.error("sessions cannot be read; this server begins without any", reason=str(error))
             return
+        n_vocab = self._runner.facts.n_vocab
         for record in records:
+            if len(record.tokens) and not 0 <= record.tokens.min() <= record.tokens.max() < n_vocab:
+                log.warning("a session is passed over: it has tokens that the model has not", session=record.key.id)
+                continue
             self._book.add(
                 Session(
                     tenant=record.key.tenant,

@@ -109,7 +109,7 @@ class SpillFolder:
         """By file name, the longest unused first."""
         self._drafts: weakref.WeakSet[Draft] = weakref.WeakSet()
         self._lock = threading.Lock()
-        """Of the two above.  Held for some removals at most, never while a state is read or written."""
+        """Of the two above.  Only ``scan`` waits for the disk while it holds it."""
         self._folder = PrivateFolder(folder, SpillError)
         try:
             self._key = self._secret()
@@ -127,7 +127,7 @@ class SpillFolder:
         """All usable states, the longest unused first, by what their headers say; the states are not read.
 
         What a crash has left is removed, what is damaged is set aside, what is foreign or no plain file of this
-        user is left alone: ``problems`` says which and why.
+        user is left alone: ``problems`` says which and why.  Other calls wait until it is done.
 
         Raises:
             SpillError: the folder cannot be read.
@@ -157,7 +157,9 @@ class SpillFolder:
                         self.problems.append(f"{each.name}: left alone, {error}")
                     except Unusable as error:
                         self.problems.append(f"{each.name}: set aside, {error}")
-                        self._set_aside(each.name)
+                        del self._files[each.name]
+                        if self._rename_aside(each.name):
+                            self._add_aside(each.name + ASIDE, each.n_bytes)
                     except SpillError as error:
                         self.problems.append(f"{each.name}: left alone, {error}")
             return found
@@ -194,8 +196,8 @@ class SpillFolder:
             SpillError: its file cannot be removed.
         """
         file = self._file_name(name)
+        self._folder.remove(file)
         with self._lock:
-            self._folder.remove(file)
             self._files.pop(file, None)
 
     # -- to disk --------------------------------------------------------------------------------
@@ -223,6 +225,7 @@ class SpillFolder:
 
     def _reserve(self, draft: Draft, n_bytes: int) -> None:
         """Let ``draft`` count as ``n_bytes``, and make room for them."""
+        leaving: list[tuple[str, _File]] = []
         with self._lock:
             others = sum(each.reserved for each in self._drafts if each is not draft)
             if n_bytes + others > self.max_bytes:
@@ -233,20 +236,29 @@ class SpillFolder:
             draft.reserved = n_bytes
             self._drafts.add(draft)
             while self._files and self._used() > self.max_bytes:
-                oldest = next(iter(self._files))
-                self._folder.remove(oldest)
-                del self._files[oldest]
+                leaving.append(self._files.popitem(last=False))
+        while leaving:
+            name, file = leaving[0]
+            try:
+                self._folder.remove(name)
+            except SpillError:
+                with self._lock:
+                    for name, file in reversed(leaving):
+                        self._files[name] = file
+                        self._files.move_to_end(name, last=False)
+                raise
+            del leaving[0]
 
     def _keep(self, draft: Draft, head: Head) -> None:
         """``draft`` is complete under its temporary name."""
         name = draft.name + SUFFIX
+        try:
+            self._folder.rename(draft.file_name, name)
+        except SpillError:
+            with contextlib.suppress(SpillError):  # renamed, and perhaps not for good: then rather not at all
+                self._folder.remove(name)
+            raise
         with self._lock:
-            try:
-                self._folder.rename(draft.file_name, name)
-            except SpillError:
-                with contextlib.suppress(SpillError):  # renamed, and perhaps not for good: then rather not at all
-                    self._folder.remove(name)
-                raise
             self._drafts.discard(draft)
             draft.reserved = 0
             self._files[name] = _File(head.file_bytes, usable=True)
@@ -255,7 +267,7 @@ class SpillFolder:
         with self._lock:
             self._drafts.discard(draft)
             draft.reserved = 0
-            self._folder.remove(draft.file_name)
+        self._folder.remove(draft.file_name)
 
     # -- back from disk -------------------------------------------------------------------------
 
@@ -285,8 +297,7 @@ class SpillFolder:
         except Foreign as error:
             raise SpillError(f"{self._folder.path / file} is not used: {error}") from None
         except Unusable as error:
-            with self._lock:
-                self._set_aside(file)
+            self._set_aside(file)
             raise CorruptState(f"{self._folder.path / file} was set aside: {error}") from None
         finally:
             os.close(descriptor)
@@ -318,20 +329,25 @@ class SpillFolder:
             if not is_page(page, code, self._key):
                 raise Unusable(f"it was altered between byte {i * PAGE_BYTES} and {i * PAGE_BYTES + len(page)}")
 
+    def _set_aside(self, file: str) -> None:
+        with self._lock:
+            known = self._files.pop(file, None)
+        if self._rename_aside(file) and known is not None:
+            with self._lock:
+                self._add_aside(file + ASIDE, known.n_bytes)
+
+    def _rename_aside(self, file: str) -> bool:
+        self.set_aside += 1
+        try:
+            self._folder.rename(file, file + ASIDE)
+        except SpillError:  # removed meanwhile, or a folder that cannot be written: it is not used in any case
+            return False
+        return True
+
     # -- bookkeeping, with the lock -------------------------------------------------------------
 
     def _used(self) -> int:
         return sum(file.n_bytes for file in self._files.values()) + sum(each.reserved for each in self._drafts)
-
-    def _set_aside(self, file: str) -> None:
-        self.set_aside += 1
-        known = self._files.pop(file, None)
-        try:
-            self._folder.rename(file, file + ASIDE)
-        except SpillError:  # removed meanwhile, or a folder that cannot be written: it is not used in any case
-            return
-        if known is not None:
-            self._add_aside(file + ASIDE, known.n_bytes)
 
     def _add_aside(self, file: str, n_bytes: int) -> None:
         self._files[file] = _File(n_bytes, usable=False)

@@ -179,6 +179,8 @@ class SpillMeters:
     loaded_bytes_total: int = 0
     loaded_tokens_total: int = 0
     """Tokens that did not have to be computed."""
+    skipped_total: int = 0
+    """Sequences that were not saved, since computing them again is quicker than loading them."""
     failed_total: int = 0
     """Sequences that could not be saved."""
     unusable_total: int = 0
@@ -209,6 +211,7 @@ class SpillMeters:
             "loaded_total": self.loaded_total,
             "loaded_bytes_total": self.loaded_bytes_total,
             "loaded_tokens_total": self.loaded_tokens_total,
+            "skipped_total": self.skipped_total,
             "failed_total": self.failed_total,
             "unusable_total": self.unusable_total,
             "stall_p50_ms": p50,

@@ -1,0 +1,82 @@
+"""What a first start would choose as the layout of the KV cache, again and again: whether it is always the same, and right.
+
+For devices on which nobody has looked yet.  Needs the library that is to serve (UMA_LLAMA_DIR names another one), and
+for a figure that means something a model of the size that is to be served.  ``kv_layout.py`` measures the same
+behind longer contexts, ``mixed_load.py -- --kv-unified off`` what comes of it.
+
+    python benches/layout_choice.py --model /tmp/7b.gguf --repeat 5
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from machine import machine
+
+from uma_trio import config
+from uma_trio.engine.layout import Choice, Measured
+from uma_trio.engine.llama import LlamaEngine
+from uma_trio.models.loaded import EMBEDDED
+
+
+class Forgetful:
+    """Remembers nothing, so that each start measures; but what was asked for, and how long it took."""
+
+    def __init__(self) -> None:
+        self.began_s = self.took_s = 0.0
+
+    def recall(self, circumstances: tuple[object, ...]) -> str | None:
+        self.began_s = time.perf_counter()
+        return None
+
+    def keep(self, circumstances: tuple[object, ...], choice: Choice) -> None:
+        self.took_s = time.perf_counter() - self.began_s
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=EMBEDDED, show_default=False, help="GGUF file; the embedded one if not given.")
+@click.option("--repeat", type=click.IntRange(1), default=5, help="Starts.")
+@click.option("--parallel", type=click.IntRange(1, 256), default=8, help="Sequences.")
+@click.option("--ctx", type=click.IntRange(0), default=0, help="KV cache in tokens; 0 as in serve.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="Compute threads; 0 as in serve.")
+@click.option("--type-v", type=click.Choice(["f16", "q8_0", "q4_0"]), default="f16", help="Type of the V cache.")
+@click.option("--gpu-layers", type=click.IntRange(-1), default=-1, help="Layers on the GPU, where there is one; -1 for all.")
+@click.option("--budget", type=click.FloatRange(0.001), default=60.0, help="layout_trial_s: serve has 1.5.")
+def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None:
+    """What is measured and chosen in each of some starts, in ms.
+
+    Cost is that of the mean tick; the first line of each start is the rule's layout.  Where streams alone already take too
+    long, mixed ticks are not measured, and the cost is the least that it can be.
+    """
+    for line in machine():
+        click.echo(line)
+    click.echo(f"model     {model.name}, {', '.join(f'{name} {value}' for name, value in settings.items())}\n")
+    click.echo(f"| start | {'layout':<30} | decode | mixed | cost | of the rule's | chosen |")
+    click.echo(f"|---:|{'-' * 32}|---:|---:|---:|---:|---|")
+    for start in range(1, repeat + 1):
+        choices = Forgetful()
+        engine = LlamaEngine(model, config.Model(layout_trial_s=budget, **settings), choices=choices)  # type: ignore[arg-type]
+        choice = engine.layout_choice
+        engine.close()
+        for each in choice.measured:
+            click.echo(_row(start, each, choice))
+        if choice.why != "measured":
+            click.echo(f"| {start} | {choice.layout.name:<30} | | | | | {choice.why} |")
+        elif choice.measured:
+            click.echo(f"| {start} | {f'in all {choices.took_s:.2f} s':<30} | | | | | |")
+
+
+def _row(start: int, found: Measured, choice: Choice) -> str:
+    share = found.cost_ms / choice.measured[0].cost_ms
+    chosen = "yes" if choice.why == "measured" and found.layout == choice.layout else ""
+    mixed = "" if found.mixed_ms is None else f"{found.mixed_ms:.2f}"
+    return (
+        f"| {start} | {found.layout.name:<30} | {found.decode_ms:.2f} | {mixed} | {found.cost_ms:.2f} "
+        f"| {share:.2f} | {chosen} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
