@@ -158,15 +158,17 @@ class FakeEngine:
         self.cost_of_last_ms = 0.0
         refused: list[tuple[int, str]] = []
         copied_ms = 0.0
+        saved_bytes = 0
         for edit in step.edits:
             if isinstance(edit, Save | Load):
+                saved_bytes += self.state_bytes(edit.seq_id) if isinstance(edit, Save) else 0
                 copied_ms += self._copy_state(edit, refused)
             else:
                 self._edit(edit)
         self.cost_of_last_ms += copied_ms
         feeds = [feed for batch in step.batches for feed in batch]
         if not feeds:
-            return StepResult((), copied_ms=copied_ms, refused=refused)
+            return StepResult((), copied_ms=copied_ms, saved_bytes=saved_bytes, refused=refused)
         failure, self.fail_next = self.fail_next, None
         if self._aborted:
             failure = EngineError("aborted", fatal=False)
@@ -194,6 +196,7 @@ class FakeEngine:
             decode_ms=self.cost_of_last_ms - copied_ms,
             scores=scores if any(scores) else (),
             copied_ms=copied_ms,
+            saved_bytes=saved_bytes,
             refused=refused,
         )
 

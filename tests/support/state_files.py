@@ -68,12 +68,12 @@ class MemoryDraft:
     files: MemoryFiles
     view: bytearray
 
-    def finish(self, tokens: Tokens, *, tenant: int) -> Saved:
+    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int) -> Saved:
         self.files.open_files -= 1
         if self.files.fails_late:
             raise SpillError("the disk failed")
-        saved = Saved(f"state {next(self.files._names)}", tenant, np.array(tokens), len(self.view))
-        self.files.states[saved.name] = (saved, bytes(self.view))
+        saved = Saved(f"state {next(self.files._names)}", tenant, np.array(tokens), n_bytes)
+        self.files.states[saved.name] = (saved, bytes(self.view[:n_bytes]))
         return saved
 
     def abandon(self) -> None:

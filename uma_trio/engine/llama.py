@@ -148,12 +148,12 @@ class LlamaEngine:
 
     def _step(self, step: Step) -> StepResult:
         started = began = time.perf_counter()
-        copied_ms = 0.0
+        copied_ms, saved_bytes = 0.0, 0
         refused: list[tuple[int, str]] = []
         for edit in step.edits:
             if isinstance(edit, Save | Load):
                 at = time.perf_counter()
-                self._copy_state(edit, refused)
+                saved_bytes += self._copy_state(edit, refused)
                 copied_ms += 1e3 * (time.perf_counter() - at)
             else:
                 self._edit(edit)
@@ -177,13 +177,15 @@ class LlamaEngine:
             began = ended
         told = scores if any(score is not None for score in scores) else ()
         ended = time.perf_counter()
-        return StepResult(tuple(tokens), decode_ms, sample_ms, started, ended, copied, told, copied_ms, refused)
+        return StepResult(
+            tuple(tokens), decode_ms, sample_ms, started, ended, copied, told, copied_ms, saved_bytes, refused
+        )
 
-    def _copy_state(self, edit: Save | Load, refused: list[tuple[int, str]]) -> None:
+    def _copy_state(self, edit: Save | Load, refused: list[tuple[int, str]]) -> int:
+        """Bytes that were saved."""
         try:
             if isinstance(edit, Save):
-                self._context.save_state_into(edit.seq_id, edit.into)
-                return
+                return self._context.save_state_into(edit.seq_id, edit.into)
             self._context.load_state_from(edit.seq_id, edit.state)
             held = self._context.seq_pos_max(edit.seq_id) + 1
             if held != edit.length:
@@ -191,6 +193,7 @@ class LlamaEngine:
                 refused.append((edit.seq_id, f"the state has {held} tokens instead of {edit.length}"))
         except llama_abi.LlamaError as error:
             refused.append((edit.seq_id, str(error)))
+        return 0
 
     def state_bytes(self, seq_id: int) -> int:
         return self._context.state_size(seq_id)

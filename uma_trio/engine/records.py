@@ -133,6 +133,8 @@ class StepResult:
     """One for each draw, ``None`` where it was not asked for; empty where nobody asked."""
     copied_ms: float = 0.0
     """What saving and loading states took; not part of the decode."""
+    saved_bytes: int = 0
+    """Of the states that were saved: what of their buffers counts."""
     refused: Sequence[tuple[int, str]] = ()
     """States that were not saved or not loaded: sequence and reason.  One that was to be loaded left it empty."""
 

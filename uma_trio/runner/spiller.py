@@ -67,7 +67,7 @@ class Draft(Protocol):
     def view(self) -> Any:
         """A writable buffer of as many bytes as were asked for."""
 
-    def finish(self, tokens: Tokens, *, tenant: int) -> Written: ...
+    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int) -> Written: ...
     def abandon(self) -> None: ...
 
 
@@ -188,6 +188,8 @@ class Spiller:
             transfer.refused = "the step failed"
         else:
             transfer.refused = refused.get(transfer.entry.seq_id)
+            if transfer.kind == "save":  # less than was asked for, if some of it was removed just before
+                transfer.n_bytes = result.saved_bytes
             self._learn(transfer.kind, transfer.n_bytes, result.copied_ms)
             self.meters.stalled(result.copied_ms)
         transfer.done.set()
@@ -266,7 +268,10 @@ class Spiller:
                 self._failed(entry, transfer.refused)
             return
         try:
-            written = await self._in_thread(lambda: draft.finish(entry.tokens, tenant=entry.tenant))
+            n_bytes = transfer.n_bytes
+            written = await self._in_thread(
+                lambda: draft.finish(entry.tokens, tenant=entry.tenant, n_bytes=n_bytes)
+            )
         except SpillError as error:
             self._failed(entry, error)
             return
