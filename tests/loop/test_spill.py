@@ -226,21 +226,6 @@ async def test_a_failing_step_with_a_copy_in_it(autojump_clock, unified):
         assert files.open_files == 0
 
 
-async def test_what_leaves_a_sequence_just_before_is_not_saved(autojump_clock):
-    """Its size was asked for while the last, wrong guesses were still in it."""
-    files = MemoryFiles()
-    engine = FakeEngine(n_ctx=3072, n_seq_max=3, repeats=40)
-    async with asking(engine, files, spill_after_s=0) as house:
-        ended = [await house.answer(story(n), 60, durable=True, speculate=True) for n in range(20)]
-        assert house.runner.telemetry.drafted_total > house.runner.telemetry.accepted_total > 0
-        for client in ended:
-            assert await house.answer([*client.prompt, *client.tokens, 900], 8)
-        found = house.runner.snapshot()["spill"]
-        assert found["loaded_total"] > 10
-        assert found["unusable_total"] == 0
-        await house.clean()
-
-
 async def test_at_most_one_copy_a_step(autojump_clock):
     files = MemoryFiles()
     async with asking(small(n_seq_max=6), files, spill_after_s=0) as house:
