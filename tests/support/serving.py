@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,51 @@ import numpy as np
 import trio
 
 from tests.support.fake_engine import FakeEngine, VirtualThread
+from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
+from uma_trio.daemon.memory import NO_MEMORY, Memory
 from uma_trio.daemon.server import Server
-from uma_trio.models.prompt import Prompt, checked_size
+from uma_trio.engine.records import TokenIds
+from uma_trio.kv.shelf import Saved
+from uma_trio.models.prompt import Before, Prompt, PromptMaker, checked_size
+from uma_trio.protocol.messages import Generate
+from uma_trio.runner.spiller import InThread, StateFiles
 from uma_trio.scheduling.cost import CostModel
+from uma_trio.store.journal import Journal
+from uma_trio.store.spill import SpillFolder
 
 
-@attrs.define
-class FakePrompts:
-    """A token for each byte, with 100 added so that none is EOG."""
+class FakeTokenizer:
+    """A token for each byte, with 100 added so that none is EOG; what the model says is read as numbers."""
 
-    limits: config.Limits
+    bos = eos = ""
 
-    async def make(self, request: Any) -> Prompt:
+    def encode(self, text: str, *, continues: bool = False) -> TokenIds:
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + 100
+
+    def piece(self, token: int) -> bytes:
+        return piece(token)
+
+    def decode(self, tokens: TokenIds, *, special: bool = False) -> str:
+        return b"".join(piece(token) for token in tokens.tolist()).decode()
+
+
+class FakeChat:
+    """Messages with bars between them: never what the tokens of the chat so far say, so all is cut anew."""
+
+    def render(self, messages: list[dict[str, str]]) -> str:
+        return "|".join(message["content"] for message in messages)
+
+
+class FakePrompts(PromptMaker):
+    """The real one without threads, of which virtual time knows nothing."""
+
+    async def make(self, request: Generate, before: Before | None = None) -> Prompt:
         await trio.lowlevel.checkpoint()
         checked_size(request, self.limits)
-        text = request.prompt if request.messages is None else "|".join(m.content for m in request.messages)
-        return Prompt(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + 100, text)
+        return self._make(request, before)
 
 
 def piece(token: int) -> bytes:
@@ -79,15 +105,46 @@ def settings(**values: Any) -> config.Config:
     return config.load(flags=values)
 
 
+@contextlib.contextmanager
+def remembering(
+    folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[Saved] = ()
+) -> Iterator[Memory]:
+    """What a server remembers with, in ``folder``, as ``daemon.memory.open_memory`` makes it.
+
+    Args:
+        files: instead of a folder of states, with ``states`` in it.
+    """
+    with contextlib.ExitStack() as stack:
+        journal = Journal(folder / "sessions", model="fake", max_sessions=max_sessions)
+        stack.callback(journal.close)
+        if files is None:
+            files = found = SpillFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
+            stack.callback(found.close)
+            states = [Saved(s.name, s.tenant, s.tokens, s.n_bytes) for s in found.scan()]
+        yield Memory(journal, files, states)
+
+
 @contextlib.asynccontextmanager
-async def serving(engine: FakeEngine | None = None, **values: Any) -> AsyncIterator[Serving]:
-    """A server on a socket of its own, cancelled at the end."""
+async def serving(
+    engine: FakeEngine | None = None,
+    memory: Memory = NO_MEMORY,
+    *,
+    in_thread: InThread = at_once,
+    **values: Any,
+) -> AsyncIterator[Serving]:
+    """A server on a socket of its own, cancelled at the end.
+
+    Args:
+        memory: what survives it; see ``remembering``.
+        in_thread: where what blocks is done.
+        values: of the configuration, by flat names.
+    """
     engine = engine or FakeEngine()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "uma.sock")
         chosen = settings(**values)
-        model = FakeModel(engine, FakePrompts(chosen.limits))
-        server = Server(chosen, model, VirtualThread(engine))
+        model = FakeModel(engine, FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits))
+        server = Server(chosen, model, VirtualThread(engine), memory=memory, in_thread=in_thread)
         with listener.claimed(path):
             sock = listener.bind(path, backlog=16)
             async with trio.open_nursery() as nursery:

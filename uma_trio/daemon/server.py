@@ -11,6 +11,7 @@ Source: docs/ARCHITECTURE.md, "Lifetimes".
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import signal
 import socket
@@ -36,6 +37,7 @@ from uma_trio.models.prompt import PromptMaker
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Failure
 from uma_trio.runner import Runner
+from uma_trio.runner.spiller import InThread
 from uma_trio.sessions import Sessions
 
 log = structlog.get_logger("uma_trio.daemon")
@@ -53,13 +55,14 @@ class Server:
         thread: EngineThread,
         perf: PerfLog | None = None,
         memory: Memory = NO_MEMORY,
+        in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.runner = Runner(model.engine, thread, model.piece, config, model.cost, perf, memory.files)
+        self.runner = Runner(model.engine, thread, model.piece, config, model.cost, perf, memory.files, in_thread)
         self.runner.cache.shelf.add_all(memory.states)
         self.prompts: PromptMaker = model.prompts
-        self.sessions = Sessions(config, self.runner, model.prompts, memory.journal)
+        self.sessions = Sessions(config, self.runner, model.prompts, memory.journal, in_thread=in_thread)
         self.sessions.recall()
         self.draining = False
         self._model = model
@@ -96,8 +99,9 @@ class Server:
             finally:
                 with trio.CancelScope(shield=True):  # what was cancelled is freed within one step
                     await self.runner.wait_idle()
-                with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
-                    await self.runner.save_sessions()
+                if trio.current_effective_deadline() > -math.inf:  # nobody insists, and the runner still runs
+                    with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
+                        await self.runner.save_sessions()
                 runner_scope.cancel()
                 nursery.cancel_scope.cancel()
 

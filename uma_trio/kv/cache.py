@@ -63,6 +63,8 @@ class Entry:
     """All that it holds is on the shelf, or was given up."""
     wanted: bool = False
     """Somebody waits for its cells."""
+    forgotten: bool = False
+    """Nothing of it is to be kept, also if it is being saved just now."""
     restores: bool = False
     """Waits for a saved state to be loaded."""
     leader: Entry | None = None
@@ -144,6 +146,8 @@ class KvCache:
         self._idle: dict[int, Entry] = {}
         """Longest idle first."""
         self._idle_cells = 0
+        self._saving: Entry | None = None
+        """The last one that was to be saved; its state may be on its way although its cells have gone."""
         self._followers: dict[int, Entry] = {}
         self._reserved = 0
         """By busy and idle ones."""
@@ -351,12 +355,10 @@ class KvCache:
             idle_before: one that became idle before this; any one while room is running short.
         """
         unsaved = [entry for entry in self._idle.values() if self._must_be_saved(entry)]
-        for entry in unsaved:
-            if entry.wanted:
-                return entry
-        if unsaved and (self._is_short or unsaved[0].idle_since <= idle_before):
-            return unsaved[0]
-        return None
+        self._saving = next((entry for entry in unsaved if entry.wanted), None)
+        if self._saving is None and unsaved and (self._is_short or unsaved[0].idle_since <= idle_before):
+            self._saving = unsaved[0]
+        return self._saving
 
     @property
     def has_unsaved(self) -> bool:
@@ -370,7 +372,7 @@ class KvCache:
     def saved(self, entry: Entry, state: Saved) -> list[str]:
         """What ``entry`` holds, or held, is on the shelf as ``state``; names that leave it: see ``Shelf.add``."""
         entry.saved = True
-        return self.shelf.add(state)
+        return [state.name] if entry.forgotten else self.shelf.add(state)
 
     def give_up(self, entry: Entry) -> None:
         """``entry`` cannot be saved: its cells can go."""
@@ -400,10 +402,13 @@ class KvCache:
         Returns:
             Names of states that are on the shelf no longer.
         """
-        for entry in list(self._idle.values()):
+        saving = () if self._saving is None else (self._saving,)
+        for entry in {*self._idle.values(), *saving}:
             mine = entry.tenant == tenant and common(entry.tokens, tokens) == len(entry.tokens)
             if mine and not needed(entry.tokens):
-                self._remove(entry)
+                entry.forgotten = True
+                if self.may_save(entry):
+                    self._remove(entry)
         names = self.shelf.within(tokens, tenant=tenant, needed=needed)
         for name in names:
             self.shelf.discard(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import attrs
@@ -86,6 +86,8 @@ class Job:
     """For another sequence to compute what both begin with."""
     tokens: list[int] = attrs.field(factory=list)
     """Sampled so far."""
+    n_shown: int | None = None
+    """Of a session's, those before the first that is part of the stop string which was found; else ``None``."""
     lookup: Lookup | None = None
     """Guesses at its next tokens, if it makes any."""
     guesses: Sequence[int] = ()
@@ -176,12 +178,29 @@ class Job:
         self.slot.hits = self.lookup.hits
 
     def known_tokens(self) -> TokenIds:
-        """What its sequence holds, less guesses that nobody has checked."""
+        """What its sequence holds, less guesses that nobody has checked; of a session's, less a stop string."""
         n_prompt = len(self.prompt.tokens)
         if self.n_fed <= n_prompt:
             return self.prompt.tokens[: self.n_fed]
-        told = np.asarray(self.tokens[: self.n_fed - n_prompt], dtype=np.int32)
+        told = np.asarray(self.tokens[: self.n_fed - n_prompt][: self.n_shown], dtype=np.int32)
         return np.concatenate([self.prompt.tokens, told])
+
+    def stopped(self, n: int, piece: Callable[[int], bytes]) -> None:
+        """Its first ``n`` tokens end with or behind a stop string: those after them do not count.
+
+        Args:
+            piece: token id -> its bytes.
+        """
+        del self.tokens[n:]
+        if self.request.session_id is None:  # else it goes on with what was shown
+            return
+        assert self.assembler.matched is not None
+        stop, tail, shown = self.assembler.matched.encode(), piece(self.tokens[-1]), n - 1
+        most = len(tail) + 4 * len(stop)  # it is in there, though bytes that are no text may hide it
+        while shown and stop not in tail and len(tail) < most:
+            shown -= 1
+            tail = piece(self.tokens[shown]) + tail
+        self.n_shown = shown
 
     def gained(self, token: int) -> None:
         """Its next token has been sampled."""

@@ -606,7 +606,7 @@ class Runner:
                 last = delivery.reason is not None and n == len(delivery.tokens)
                 self._tell_token(job, token, score, last=last)
                 if job.assembler.matched is not None:
-                    del job.tokens[delivery.n_before + n :]
+                    job.stopped(delivery.n_before + n, self._piece)
                     self._end(job, "stop")
                     break
             else:

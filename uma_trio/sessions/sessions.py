@@ -13,7 +13,7 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.errors import BadRequest
-from uma_trio.kv.prefix import common
+from uma_trio.kv.prefix import Tokens, common
 from uma_trio.models.prompt import Before, Prompt, PromptMaker
 from uma_trio.protocol.messages import (
     ChatMessage,
@@ -102,7 +102,16 @@ class Sessions:
         """Find the sessions that were there before.  Blocks: to be called before serving."""
         if self._journal is None:
             return
-        for record in self._journal.load():
+        try:
+            records = self._journal.load()
+        except JournalError as error:
+            log.error("sessions cannot be read; this server begins without any", reason=str(error))
+            return
+        n_vocab = self._runner.facts.n_vocab
+        for record in records:
+            if len(record.tokens) and not 0 <= record.tokens.min() <= record.tokens.max() < n_vocab:
+                log.warning("a session is passed over: it has tokens that the model has not", session=record.key.id)
+                continue
             self._book.add(
                 Session(
                     tenant=record.key.tenant,
@@ -159,9 +168,11 @@ class Sessions:
 
     async def _remember(self, turn: Turn, job: Job) -> None:
         session = turn.session
-        said = self._said(turn, job)
+        before, said = session.tokens, self._said(turn, job)
         session.tokens = np.concatenate([job.prompt.tokens, said])
         session.turns += 1
+        if common(before, session.tokens) < len(before):  # a chat was rendered differently, or something was dropped
+            self._forget(before, session.tenant)
         if turn.request.messages is not None:
             answer = ChatMessage(role="assistant", content=turn.text)
             session.messages = (*session.messages, *turn.request.messages, answer)
@@ -228,23 +239,24 @@ class Sessions:
 
     async def _close(self, session: Session) -> None:
         self._book.remove(session)
-        self._runner.forget(
-            session.tokens,
-            tenant=session.tenant,
-            needed=lambda tokens: self._book.needs(tokens, tenant=session.tenant),
-        )
+        self._forget(session.tokens, session.tenant)
         if self._journal is not None and session.on_disk is not None:
             try:
                 await self._in_thread(self._journal.remove, session.key)
             except JournalError as error:
                 log.warning("a closed session is still on disk", session=session.name, reason=str(error))
 
+    def _forget(self, tokens: Tokens, tenant: int) -> None:
+        """Nobody goes on from ``tokens``: what was computed of them goes, but for what other sessions begin with."""
+        self._runner.forget(tokens, tenant=tenant, needed=lambda found: self._book.needs(found, tenant=tenant))
+
     # -- what goes by itself --------------------------------------------------------------------
 
     async def sweep_forever(self) -> None:
         """Close sessions that are too old or too many, until cancelled."""
         while True:
-            for session in self._book.outdated(self._clock()):
+            while outdated := self._book.outdated(self._clock()):  # asked anew: closing one takes time
+                session = outdated[0]
                 log.info("a session is closed", session=session.name, unused_since=session.used_at)
                 await self._close(session)
             await trio.sleep(SWEEP_S)

@@ -1,0 +1,564 @@
+"""Sessions over the real server, its connections and its journal, with a fake engine in virtual time."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.serving import Serving, remembering, serving
+from tests.support.state_files import at_once
+from uma_trio.client import ServerError
+from uma_trio.daemon import connection
+from uma_trio.store.journal import Journal, JournalError, SessionRecord
+
+NEVER = 1e8
+
+
+def tokens_of(text: str) -> list[int]:
+    return [byte + 100 for byte in text.encode()]
+
+
+async def ask(house: Serving, session: str | None, prompt: str, n: int = 5, **fields):
+    """All events of one request on a connection of its own."""
+    name = {} if session is None else {"session_id": session}
+    async with house.client() as client:
+        return [event async for event in client.generate(prompt=prompt, max_tokens=n, **name, **fields)]
+
+
+def ids(events) -> list[int]:
+    return [event["token_id"] for event in events if "token_id" in event]
+
+
+async def told(house: Serving, session: str, *prompts: str, n: int = 5) -> list[int]:
+    """Some turns, of which each must be what one long prompt would be answered; all that was said."""
+    said: list[int] = []
+    for prompt in prompts:
+        events = await ask(house, session, prompt, n)
+        said += tokens_of(prompt)
+        assert ids(events) == expected_continuation(said, n)
+        said += ids(events)
+        assert events[-1]["session"]["tokens"] == len(said)
+    return said
+
+
+async def goes_on(house: Serving, session: str, said: list[int], prompt: str = "on", n: int = 5) -> list[int]:
+    """One more turn is right behind ``said``; all that was said."""
+    events = await ask(house, session, prompt, n)
+    before = [*said, *tokens_of(prompt)]
+    assert ids(events) == expected_continuation(before, n)
+    return [*before, *ids(events)]
+
+
+async def names(house: Serving) -> list[str]:
+    async with house.client() as client:
+        return [session["session_id"] for session in await client.sessions()]
+
+
+async def query(house: Serving, action: str, **fields):
+    async with house.client() as client:
+        return (await client.sessions(action, **fields))[0]
+
+
+def after_a_crash(folder: Path, copy: Path) -> dict[str, SessionRecord]:
+    """What a new server would find, if this one were killed now."""
+    shutil.copytree(folder / "sessions", copy, ignore=shutil.ignore_patterns("lock*"))
+    journal = Journal(copy, model="fake", max_sessions=1000)
+    try:
+        found = journal.load()
+        assert not journal.problems
+        return {session.key.id: session for session in found}
+    finally:
+        journal.close()
+        shutil.rmtree(copy)
+
+
+async def drained(house: Serving) -> None:
+    """As after the first signal: the server ends by itself."""
+    house.server.drain()
+    with trio.fail_after(1000):
+        while house.nursery.child_tasks:
+            await trio.sleep(0.1)
+
+
+def held(house: Serving) -> list[list[int]]:
+    """The stories in the engine's cache."""
+    return [house.engine._cache[seq_id].tokens for seq_id in house.engine.used_cells()]
+
+
+# -- what a session is ------------------------------------------------------------------------------
+
+
+async def test_continued_it_is_one_long_prompt(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            said = await told(house, "a", "once upon a time", " there was", " and then", "")
+            found = await query(house, "describe", session_id="a")
+            assert (found["turns"], found["tokens"], found["durable"]) == (4, len(said), True)
+            await house.settled()
+
+
+async def test_each_turn_computes_only_what_is_new(autojump_clock):
+    async with serving() as house:
+        said = await told(house, "a", "a long beginning of a story " * 10)
+        events = await ask(house, "a", "more")
+        assert events[-1]["usage"]["cached_tokens"] == len(said) - 1
+        assert events[-1]["usage"]["prompt_tokens"] == len(said) + 4
+
+
+async def test_not_streamed_with_echo_only_what_was_said_is_kept(autojump_clock):
+    async with serving() as house:
+        events = await ask(house, "a", "hello", stream=False, echo=True)
+        expected = expected_continuation(tokens_of("hello"), 5)
+        assert events[-1]["text"] == "hello" + "".join(f"{token} " for token in expected)
+        assert events[-1]["session"]["tokens"] == 10
+        await goes_on(house, "a", [*tokens_of("hello"), *expected])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("echo", [True, False])
+async def test_of_a_stop_string_nothing_is_kept(autojump_clock, stream, echo):
+    expected = expected_continuation(tokens_of("hello"), 5)
+    stop = f"{expected[2]} {expected[3]}"  # ends inside a token
+    async with serving() as house:
+        events = await ask(house, "a", "hello", stop=stop, stream=stream, echo=echo)
+        assert (events[-1]["reason"], events[-1]["stop"]) == ("stop", stop)
+        await goes_on(house, "a", [*tokens_of("hello"), *expected[:2]])
+
+
+async def test_of_a_token_that_a_stop_string_cuts_the_rest_is_kept(autojump_clock):
+    expected = expected_continuation(tokens_of("hello"), 3)
+    assert len(str(expected[2])) > 1
+    stop = str(expected[2])[1:] + " "
+    async with serving() as house:
+        events = await ask(house, "a", "hello", stop=stop)
+        shown = "".join(event.get("text", "") for event in events)
+        assert shown.endswith(f" {str(expected[2])[0]}")
+        await goes_on(house, "a", [*tokens_of("hello"), *expected[:2], *tokens_of(str(expected[2])[0])])
+
+
+async def test_a_token_that_ends_the_answer_is_no_part_of_it(autojump_clock):
+    async with serving(FakeEngine(eog_after=8)) as house:
+        events = await ask(house, "a", "hello", 20)
+        assert events[-1]["reason"] == "stop"
+        assert events[-1]["session"]["tokens"] == 8
+        assert events[-1]["usage"]["completion_tokens"] == 4
+        house.engine.eog_after = None
+        await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 3)])
+
+
+async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
+    def user(text: str):
+        return [{"role": "user", "content": text}]
+
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house, house.client() as client:
+            said = ""
+            for text in ("one", "two", "three"):
+                said = f"{said}|{text}" if said else text
+                eos = await client.complete(messages=user(text), max_tokens=4, session_id="a", keep_alive=True)
+                expected = expected_continuation(tokens_of(said), 4)
+                assert eos["text"] == "".join(f"{token} " for token in expected)
+                said += "|" + eos["text"]
+            with pytest.raises(ServerError, match="begun with messages"):
+                await client.complete(prompt="plain", session_id="a", keep_alive=True)
+        found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
+        assert "|".join(message.content for message in found.messages) == said
+
+
+async def test_forked_it_is_a_replay(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            said = await told(house, "a", "once upon a time", " there was")
+            found = await query(house, "fork", session_id="a", new_id="b")
+            assert (found["session_id"], found["turns"], found["tokens"]) == ("b", 2, len(said))
+            assert found["durable"]
+            one = await goes_on(house, "a", said, " a fox")
+            other = await goes_on(house, "b", said, " an owl")
+            assert one != other
+            with pytest.raises(ServerError, match="E_SESSION_EXISTS"):
+                await query(house, "fork", session_id="a", new_id="b")
+            with pytest.raises(ServerError, match="E_SESSION_NOT_FOUND"):
+                await query(house, "fork", session_id="c", new_id="d")
+            found = after_a_crash(tmp_path, tmp_path / "copy")
+            assert {name: session.tokens.tolist() for name, session in found.items()} == {"a": one, "b": other}
+
+
+async def test_a_fork_of_one_that_answers_begins_where_it_was_before(autojump_clock):
+    async with serving() as house:
+        said = await told(house, "a", "hello")
+        async with house.client() as client:
+            await client.send({"id": "r", "prompt": "go on", "max_tokens": 500, "session_id": "a"})
+            assert (await client.receive())["event"] == "token"
+            await query(house, "fork", session_id="a", new_id="b")
+            await goes_on(house, "b", said)
+
+
+# -- one at a time, each his own --------------------------------------------------------------------
+
+
+async def test_it_answers_one_request_at_a_time(autojump_clock):
+    async with serving() as house:
+        async with house.client() as client:
+            await client.send({"id": "r", "prompt": "hello", "max_tokens": 100, "session_id": "a"})
+            assert (await client.receive())["event"] == "token"
+            with pytest.raises(ServerError, match="E_SESSION_BUSY"):
+                await ask(house, "a", "me too")
+            with pytest.raises(ServerError, match="E_SESSION_BUSY"):
+                await query(house, "close", session_id="a")
+            assert ids(await ask(house, "b", "me too", 1)), "others are answered"
+            while (event := await client.receive())["event"] != "eos":
+                pass
+            assert event["session"] | {"tokens": 105, "busy": False} == event["session"] | {"busy": False}
+        await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 100)])
+
+
+async def test_another_user_sees_nothing_of_it(autojump_clock, monkeypatch):
+    async with serving() as house:
+        monkeypatch.setattr(connection, "user_of", lambda sock: 1)
+        mine = await told(house, "a", "a secret that nobody else must know")
+        monkeypatch.setattr(connection, "user_of", lambda sock: 2)
+        assert await names(house) == []
+        for action in ("describe", "close", "fork"):
+            with pytest.raises(ServerError, match="E_SESSION_NOT_FOUND"):
+                await query(house, action, session_id="a", **({"new_id": "b"} if action == "fork" else {}))
+        theirs = await told(house, "a", "hello")
+        events = await ask(house, None, "a secret that nobody else must know")
+        assert events[-1]["usage"]["cached_tokens"] == 0
+        await query(house, "close", session_id="a")
+        monkeypatch.setattr(connection, "user_of", lambda sock: 1)
+        assert await names(house) == ["a"]
+        assert mine != theirs
+        await goes_on(house, "a", mine)
+
+
+# -- how a turn can end -----------------------------------------------------------------------------
+
+
+async def test_cancelled_what_was_told_is_kept(autojump_clock):
+    async with serving() as house:
+        said = await told(house, "a", "hello")
+        async with house.client() as client:
+            await client.send({"id": "r", "prompt": "go on", "max_tokens": 500, "session_id": "a"})
+            events = [await client.receive() for _ in range(7)]
+            await client.cancel("r")
+            while events[-1]["event"] != "eos":
+                events.append(await client.receive())
+        assert events[-1]["reason"] == "cancelled"
+        said += [*tokens_of("go on"), *ids(events)]
+        assert events[-1]["session"]["tokens"] == len(said)
+        await goes_on(house, "a", said)
+
+
+async def test_cancelled_before_the_first_token_it_is_as_before(autojump_clock):
+    async with serving() as house:
+        said = await told(house, "a", "hello")
+        for wait_s in (0.0, 0.01):
+            for session, prompt in (("a", "x" * 3000), ("new", "y" * 3000)):
+                async with house.client() as client:
+                    await client.send({"id": "r", "prompt": prompt, "max_tokens": 5, "session_id": session})
+                    await trio.sleep(wait_s)
+                    await client.cancel("r")
+                    while (event := await client.receive())["event"] != "eos":
+                        pass
+                    assert event["reason"] == "cancelled"
+        assert await names(house) == ["a"], "one in which nothing was said is none"
+        await goes_on(house, "a", said)
+        await house.settled()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 1.0])
+async def test_who_hangs_up_cancels(autojump_clock, after_s):
+    async with serving() as house:
+        said = await told(house, "a", "hello")
+        async with house.client() as client:
+            await client.send({"id": "r", "prompt": "go on", "max_tokens": 2000, "session_id": "a"})
+            await trio.sleep(after_s)
+        await house.settled()
+        found = await query(house, "describe", session_id="a")
+        assert not found["busy"]
+        answered = found["tokens"] - len(said) - len("go on")
+        assert answered > 0 or found["tokens"] == len(said)
+        if answered > 0:
+            said += tokens_of("go on")
+            said += expected_continuation(said, answered)
+        await goes_on(house, "a", said)
+
+
+async def test_an_error_leaves_it_as_it_was(autojump_clock):
+    async with serving(request_timeout_s=2.0, max_tokens=100_000) as house:
+        said = await told(house, "a", "hello")
+        for fields, code in (
+            ({"max_tokens": 3000}, "E_LIMIT_REQUEST_TIMEOUT"),
+            ({"max_tokens": 100_000}, "E_LIMIT_CONTEXT"),
+            ({"prompt": "x" * 5000}, "E_LIMIT_CONTEXT"),
+        ):
+            async with house.client() as client:
+                with pytest.raises(ServerError, match=code):
+                    async for _ in client.generate(**{"prompt": "go on", "session_id": "a", **fields}):
+                        pass
+        await goes_on(house, "a", said)
+        await house.settled()
+
+
+async def test_draining_lets_it_end_and_it_is_durable(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house, house.client() as client:
+            await client.send({"id": "r", "prompt": "hello", "max_tokens": 50, "session_id": "a"})
+            assert (await client.receive())["event"] == "token"
+            house.server.drain()
+            while (event := await client.receive())["event"] != "eos":
+                pass
+            assert (event["reason"], event["session"]["durable"]) == ("length", True)
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 50)])
+
+
+async def test_cut_off_by_the_end_of_the_server_it_is_as_before(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, drain_timeout_s=0.5) as house:
+            said = await told(house, "a", "hello")
+            async with house.client() as client:
+                await client.send({"id": "r", "prompt": "go on", "max_tokens": 2000, "session_id": "a"})
+                house.server.drain()
+                while (event := await client.receive())["event"] == "token":
+                    pass
+                assert event["code"] == "E_RUNTIME_SHUTDOWN"
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            await goes_on(house, "a", said)
+
+
+# -- what is on disk --------------------------------------------------------------------------------
+
+
+async def test_when_eos_comes_it_is_on_disk(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            said: list[int] = []
+            for prompt in ("once", " upon", " a", " time"):
+                said = await goes_on(house, "a", said, prompt)
+                assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
+
+
+async def test_eos_waits_for_the_disk_and_nobody_else_does(autojump_clock, tmp_path):
+    written = trio.Event()
+
+    async def slow_disk(call, *arguments):
+        if getattr(call, "__name__", "") == "append":
+            await written.wait()
+        return await at_once(call, *arguments)
+
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, in_thread=slow_disk) as house, house.client() as client:
+            await client.send({"id": "r", "prompt": "hello", "max_tokens": 5, "session_id": "a"})
+            events = [await client.receive() for _ in range(5)]
+            assert ids(events) == expected_continuation(tokens_of("hello"), 5), "tokens do not wait"
+            with trio.move_on_after(60):
+                raise AssertionError(f"{await client.receive()} came before it was on disk")
+            assert ids(await ask(house, None, "others go on", 3))
+            with pytest.raises(ServerError, match="E_SESSION_BUSY"):
+                await ask(house, "a", "not yet")
+            await client.cancel("r")  # too late
+            written.set()
+            last = await client.receive()
+            assert (last["event"], last["reason"], last["session"]["durable"]) == ("eos", "length", True)
+
+
+async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_for_it(
+    autojump_clock, tmp_path, monkeypatch
+):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            for session in ("old", "new"):
+                said = await told(house, session, "hello") if session == "old" else []
+                with monkeypatch.context() as broken:
+                    def fails(self, key, turn):
+                        raise JournalError("the disk failed")
+
+                    broken.setattr(Journal, "append", fails)
+                    events = await ask(house, session, " there")
+                    said += tokens_of(" there")
+                    assert ids(events) == expected_continuation(said, 5)
+                    said += ids(events)
+                    assert events[-1]["session"]["durable"] is False
+                    assert house.server.snapshot()["conversations"]["not_durable"] == 1
+                said = await goes_on(house, session, said)
+                assert (await query(house, "describe", session_id=session))["durable"]
+                assert after_a_crash(tmp_path, tmp_path / "copy")[session].tokens.tolist() == said
+            found = house.server.snapshot()["conversations"]
+            assert (found["not_durable"], found["journal_failures_total"]) == (0, 2)
+
+
+async def test_a_folder_that_is_gone_costs_durability_only(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, spill_after_s=0) as house:
+            said = await told(house, "a", "hello")
+            await trio.sleep(5)
+            shutil.rmtree(tmp_path / "sessions")
+            shutil.rmtree(tmp_path / "states")
+            said = await goes_on(house, "a", said)
+            events = await ask(house, "b", "hello")
+            assert events[-1]["session"]["durable"] is False
+            await trio.sleep(5)
+            await query(house, "close", session_id="a")
+            assert await names(house) == ["b"]
+            await house.settled()
+
+
+async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):
+    async with serving() as house:
+        said = await told(house, "a", "hello", " there")
+        assert (await query(house, "describe", session_id="a"))["durable"] is False
+        await goes_on(house, "a", said)
+    async with serving() as house:
+        assert await names(house) == []
+
+
+@pytest.mark.parametrize("at_end", ["drained", "at once"])
+async def test_a_new_server_goes_on(autojump_clock, tmp_path, at_end):
+    said = {}
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, spill_after_s=NEVER) as house:
+            for n in range(4):
+                said[f"s{n}"] = await told(house, f"s{n}", f"{n} is the beginning " * 20, " and then")
+            if at_end == "drained":
+                await drained(house)
+    with remembering(tmp_path) as memory:
+        assert (len(memory.states) == 4) == (at_end == "drained")
+        async with serving(memory=memory, spill_after_s=NEVER) as house:
+            assert await names(house) == ["s3", "s2", "s1", "s0"]
+            for name, tokens in said.items():
+                found = await query(house, "describe", session_id=name)
+                assert (found["turns"], found["tokens"], found["durable"]) == (2, len(tokens), True)
+                await goes_on(house, name, tokens)
+            assert house.server.snapshot()["spill"]["loaded_total"] == len(memory.states)
+            await house.settled()
+
+
+async def test_what_two_servers_have_said_is_one_long_prompt(autojump_clock, tmp_path):
+    said: list[int] = []
+    for n in range(5):
+        with remembering(tmp_path) as memory:
+            async with serving(memory=memory) as house:
+                said = await goes_on(house, "a", said, f"part {n}")
+
+
+# -- closed -----------------------------------------------------------------------------------------
+
+
+async def test_closed_all_of_it_is_gone(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, spill_after_s=0) as house:
+            for name in ("a", "b"):
+                await told(house, name, f"the story of {name}, which is long enough " * 5, " and then")
+            await trio.sleep(10)
+            assert len(list((tmp_path / "states").glob("*.state"))) == 2
+            found = await query(house, "close", session_id="a")
+            assert found["session_id"] == "a"
+            await trio.sleep(10)
+            assert len(list((tmp_path / "states").glob("*.state"))) == 1
+            assert [session.key.id for session in memory.journal.load()] == ["b"]
+            assert len(held(house)) == 1
+            assert await names(house) == ["b"]
+            events = await ask(house, "a", "the story of a, which is long enough " * 5)
+            assert events[-1]["usage"]["cached_tokens"] < 20, "what b begins with as well"
+            assert events[-1]["session"]["turns"] == 1
+            await house.settled()
+
+
+async def test_closed_also_what_a_stop_string_ended_is_gone(autojump_clock, tmp_path):
+    prompt = "the story of a fox, which is long enough " * 5
+    stop = str(expected_continuation(tokens_of(prompt), 5)[3])
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, spill_after_s=0) as house:
+            events = await ask(house, "a", prompt, 20, stop=stop)
+            assert events[-1]["reason"] == "stop"
+            await query(house, "close", session_id="a")
+            await trio.sleep(10)
+            assert held(house) == []
+            assert list((tmp_path / "states").glob("*.state")) == []
+
+
+async def test_closed_what_a_fork_needs_stays(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, spill_after_s=0) as house:
+            said = await told(house, "a", "the story of a fox, which is long enough " * 5)
+            await query(house, "fork", session_id="a", new_id="b")
+            await query(house, "close", session_id="a")
+            await trio.sleep(10)
+            events = await ask(house, "b", "on")
+            assert events[-1]["usage"]["cached_tokens"] == len(said) - 1
+            await query(house, "close", session_id="b")
+            await trio.sleep(10)
+            assert held(house) == []
+            assert list((tmp_path / "states").glob("*.state")) == []
+
+
+async def test_closed_its_name_is_free(autojump_clock, tmp_path):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            for text in ("hello", "again", "once more"):
+                said = await told(house, "a", text)
+                if text != "once more":
+                    await query(house, "close", session_id="a")
+            assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
+
+
+async def test_the_oldest_go_when_there_are_too_many(autojump_clock, tmp_path):
+    with remembering(tmp_path, max_sessions=3) as memory:
+        async with serving(memory=memory, max_stored_sessions=3) as house:
+            for n in range(3):
+                await told(house, f"s{n}", f"hello {n}")
+            await goes_on(house, "s0", [*tokens_of("hello 0"), *expected_continuation(tokens_of("hello 0"), 5)])
+            said = await told(house, "s3", "hello 3")
+            await trio.sleep(61)
+            assert await names(house) == ["s3", "s0", "s2"]
+            await goes_on(house, "s3", said)
+            assert set(after_a_crash(tmp_path, tmp_path / "copy")) == {"s0", "s2", "s3"}
+
+
+async def test_those_unused_for_too_long_go_and_those_that_answer_stay(autojump_clock, monkeypatch):
+    monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 1.0)
+    slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000.0)
+    async with serving(slow, session_ttl_s=5, request_timeout_s=1000) as house:
+        house.server.sessions._clock = trio.current_time
+        await told(house, "a", "hello", n=2)
+        events = await ask(house, "b", "hello", 20)
+        assert events[-1]["reason"] == "length"
+        assert await names(house) == ["b"]
+        await trio.sleep(10)
+        assert await names(house) == []
+
+
+async def test_one_that_is_used_while_others_are_closed_stays(autojump_clock, tmp_path, monkeypatch):
+    """Closing takes its time on a slow disk; what was outdated when it began is not for ever."""
+    closing, go_on = trio.Event(), trio.Event()
+
+    async def slow_disk(call, *arguments):
+        if getattr(call, "__name__", "") == "remove" and not closing.is_set():
+            closing.set()
+            await go_on.wait()
+        return await at_once(call, *arguments)
+
+    monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 10.0)
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, in_thread=slow_disk, session_ttl_s=5, spill=False) as house:
+            house.server.sessions._clock = trio.current_time
+            await told(house, "a", "hello")
+            said = await told(house, "b", "hello")
+            await closing.wait()
+            async with house.client() as client:
+                await client.send({"id": "r", "prompt": "go on", "max_tokens": 300, "session_id": "b"})
+                assert (await client.receive())["event"] == "token"
+                go_on.set()
+                while (event := await client.receive())["event"] != "eos":
+                    pass
+                assert event["session"]["turns"] == 2
+            assert await names(house) == ["b"]
+            said += tokens_of("go on")
+            await goes_on(house, "b", [*said, *expected_continuation(said, 300)])
