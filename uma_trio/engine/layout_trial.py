@@ -56,8 +56,8 @@ def try_layouts(
 ) -> Choice:
     """Measure ``layouts``, the rule's first, and choose.
 
-    Blocks for ``budget_s`` at most, and until the call ends that is under way then (on a CPU: is cut short); before that for
-    one decode, with which weights that are mapped come into memory.
+    Blocks for ``budget_s`` at most, and until the call ends that is under way then (on a CPU it is cut short); before that
+    for two of one token, with which mapped weights come into memory.
 
     Args:
         options: a layout's context as it would serve.
