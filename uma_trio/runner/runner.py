@@ -99,6 +99,7 @@ class Runner:
             cells_per_sequence=self.facts.n_ctx_seq,
             unified=self.facts.unified,
             rewinds=self.facts.rewinds,
+            checkpoints=self.facts.checkpoints,
             states_rewind=self.facts.states_rewind,
             reuse=config.scheduling.prefix_reuse,
             worth_loading=self._worth_loading,
@@ -529,6 +530,7 @@ class Runner:
     def _reuse(self, job: Job, n: int) -> None:
         """``job`` need not compute the first ``n`` tokens of its prompt."""
         job.n_fed = job.n_cached = job.slot.context = n
+        job.pause = self.cache.pause(job.seq_id)
         job.slot.pending = job.pending
         self._book.reused(n)
 
