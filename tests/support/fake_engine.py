@@ -40,6 +40,8 @@ EOG = 0
 STATE_BYTES = 12_288
 """Of each token in a saved state."""
 STATE_BYTES_A_MS = 2.4e6
+MARK_BYTES = 64
+"""Of a checkpoint."""
 
 
 class Story:
@@ -223,6 +225,11 @@ class FakeEngine:
             if len(view) < len(state):
                 refused.append((edit.seq_id, "the buffer is too small"))
                 return 0.0
+            for mark, into in edit.marks:
+                if self.mark_bytes(mark) != len(into):
+                    refused.append((edit.seq_id, f"no checkpoint {mark}, or one of another size"))
+                    return 0.0
+                into[:] = b"%d %d" % self.marks[mark] + b" " * (MARK_BYTES - len(b"%d %d" % self.marks[mark]))
             view[: len(state)] = state
             return len(state) / STATE_BYTES_A_MS
         self._cache.pop(edit.seq_id, None)
@@ -240,6 +247,9 @@ class FakeEngine:
         story = Story()
         story.read(tokens)
         self._cache[edit.seq_id] = story
+        for mark, kept in edit.marks:
+            length, digest = map(int, bytes(kept).split())
+            self.marks[mark] = (length, digest)
         return STATE_BYTES * len(tokens) / STATE_BYTES_A_MS
 
     def _state(self, seq_id: int) -> bytes:
@@ -248,6 +258,9 @@ class FakeEngine:
 
     def state_bytes(self, seq_id: int) -> int:
         return len(self._state(seq_id))
+
+    def mark_bytes(self, mark: int) -> int:
+        return MARK_BYTES if mark in self.marks else 0
 
     def _edit(self, edit: Remove | Copy | Mark) -> None:
         if isinstance(edit, Mark):

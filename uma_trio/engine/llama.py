@@ -176,17 +176,31 @@ class LlamaEngine:
         try:
             if isinstance(edit, Save):
                 self._context.save_state_into(edit.seq_id, edit.into)
+                self._write_marks(edit, refused)
                 return
             self._context.load_state_from(edit.seq_id, edit.state)
             held = self._context.seq_pos_max(edit.seq_id) + 1
             if held != edit.length:
                 self._context.seq_remove(edit.seq_id)
                 refused.append((edit.seq_id, f"the state has {held} tokens instead of {edit.length}"))
+                return
+            self._marks.update({mark: bytearray(state) for mark, state in edit.marks})
         except llama_abi.LlamaError as error:
             refused.append((edit.seq_id, str(error)))
 
+    def _write_marks(self, edit: Save, refused: list[tuple[int, str]]) -> None:
+        for mark, into in edit.marks:
+            view, state = memoryview(into).cast("B"), self._marks.get(mark, b"")
+            if not state or len(view) != len(state):
+                refused.append((edit.seq_id, f"checkpoint {mark} has {len(state)} bytes, the buffer {len(view)}"))
+                return
+            view[:] = state
+
     def state_bytes(self, seq_id: int) -> int:
         return self._context.state_size(seq_id)
+
+    def mark_bytes(self, mark: int) -> int:
+        return len(self._marks.get(mark, b""))
 
     def _mark(self, edit: Mark) -> None:
         state = bytearray(self._context.state_size(edit.seq_id, flags=llama_abi.PARTIAL_ONLY))

@@ -155,6 +155,9 @@ class Engine(Protocol):
     def state_bytes(self, seq_id: int) -> int:
         """What a ``Save`` of the sequence needs, as it is now."""
 
+    def mark_bytes(self, mark: int) -> int:
+        """The same for a checkpoint; 0 where there is none of this number."""
+
     def used_cells(self) -> dict[int, int]:
         """Tokens that the KV cache holds, by sequence; sequences without any are left out."""
 

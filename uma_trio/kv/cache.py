@@ -361,7 +361,8 @@ class KvCache:
             self._remove(entry)
         for entry in self._entries.values():
             entry.used = entry.floor = 0
-            self._drop(entry, entry.points)
+            if not entry.restores:  # its own are to be loaded yet
+                self._drop(entry, entry.points)
         self._edits = [] if lost else [edit for edit in self._edits if isinstance(edit, Forget)]
         if not lost:
             self._edits += [Remove(seq_id) for seq_id in sorted([*self._entries, *self._free_ids])]
@@ -409,12 +410,26 @@ class KvCache:
         if not self._there(entry) or not entry.restores:
             return None
         entry.restores = False
-        if state is not None:
+        if state is None:
+            self._drop(entry, entry.points)
+        else:
             entry.used = len(state.tokens)
             entry.floor = 0 if self._states_rewind else entry.used
             self.rewind(entry.seq_id, self._within(entry, common(entry.tokens[:-1], state.tokens)))
             self._mark(entry)
         return entry.used
+
+    def restoring(self, entry: Entry, state: Saved) -> Checkpoints:
+        """Those of ``state``'s checkpoints that are to be loaded with it into ``entry``, which waits for it."""
+        if not self._there(entry):
+            return ()
+        shared = common(entry.tokens[:-1], state.tokens)
+        points: list[Checkpoint] = []
+        for length, _ in reversed(state.checkpoints):
+            if length <= shared and len(points) < EACH and self._has_mark_for(entry):
+                points.insert(0, self._marks.new(length))
+        entry.points = tuple(points)
+        return entry.points
 
     def forget(self, tokens: Tokens, *, tenant: int, needed: Callable[[Tokens], bool]) -> list[str]:
         """Idle sequences and saved states of the first of ``tokens`` go, if nobody needs them.
@@ -484,9 +499,9 @@ class KvCache:
             if len(prompt) < best[0] or len(other.tokens) < best[0] or self._waits_for(other, entry):
                 continue
             shared = common(prompt, other.tokens)
-            if not other.idle and (other.rank > entry.rank or other.seq_id in stalled or not self._rewinds):
+            if not other.idle and (other.rank > entry.rank or other.seq_id in stalled):
                 shared = min(shared, other.used)
-            shared = self._within(other, shared)
+            shared = self._within(other, shared) if other.idle or self._rewinds else self._back(other, shared)
             # of equals one that need not be waited for, is free for the taking, and has little behind what is shared
             quality = (shared, min(shared, other.used), other.idle, -other.used)
             if quality > best:
@@ -497,6 +512,10 @@ class KvCache:
         """To how many tokens what ``entry`` holds can be cut: ``length``, or fewer.  All of it, if that is no more."""
         if length >= entry.used or (self._rewinds and length >= entry.floor):
             return length
+        return self._back(entry, length)
+
+    def _back(self, entry: Entry, length: int) -> int:
+        """How many tokens, ``length`` at most, the last fitting checkpoint of ``entry`` has."""
         point = latest(entry.points, length)
         return 0 if point is None else point.length
 
@@ -660,6 +679,7 @@ class KvCache:
         del self._entries[entry.seq_id]
         self._edits.append(Remove(entry.seq_id))
         self._drop(entry, entry.points)
+        entry.restores = False
         self._free_ids.add(entry.seq_id)
 
     # -- what is told ---------------------------------------------------------------------------

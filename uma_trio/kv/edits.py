@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -53,6 +54,8 @@ class Save:
     seq_id: int
     into: Any
     """A writable buffer of as many bytes as the state has; the whole of it is written before the step ends."""
+    marks: Sequence[tuple[int, Any]] = ()
+    """Checkpoints to be written as well, each with such a buffer."""
 
 
 @attrs.frozen(eq=False)
@@ -64,6 +67,8 @@ class Load:
     """Tokens in the state."""
     state: Any
     """A buffer with the state, read before the step ends."""
+    marks: Sequence[tuple[int, Any]] = ()
+    """Numbers of checkpoints of the sequence, each with such a buffer; kept unless the state is refused."""
 
 
 Edit: TypeAlias = Remove | Copy | Mark | Forget | Save | Load
