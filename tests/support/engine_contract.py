@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Load, Remove, Save, Step
+from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Forget, Load, Mark, Remove, Save, Step
 from uma_trio.sampling import Bias, Past, SamplingParams
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
@@ -48,6 +48,20 @@ def alone(engine, tokens, n, *, chunk=10_000, seq_id=0):
 @pytest.fixture
 def engine(make):
     return make(n_ctx=1024, n_seq_max=4, n_batch=64)
+
+
+@pytest.fixture
+def cuttable(engine):
+    if not engine.facts.rewinds:
+        pytest.skip("this model's memory cannot be cut")
+    return engine
+
+
+@pytest.fixture
+def marking(engine):
+    if not engine.facts.checkpoints:
+        pytest.skip("this model's memory is cut without checkpoints")
+    return engine
 
 
 def test_facts(engine):
@@ -171,7 +185,8 @@ def test_removing_gives_the_room_back(engine, prompts):
     assert list(engine.used_cells().values()) == [64]
 
 
-def test_the_end_of_a_sequence_can_be_removed_and_grown_again(engine, prompts):
+def test_the_end_of_a_sequence_can_be_removed_and_grown_again(cuttable, prompts):
+    engine = cuttable
     both = [*prompts[0], *prompts[2]]
     expected = alone(engine, both, 3)
     engine.step(step(prompt_feed(0, [*prompts[0], *prompts[1]])))
@@ -182,8 +197,9 @@ def test_the_end_of_a_sequence_can_be_removed_and_grown_again(engine, prompts):
 
 
 @pytest.mark.parametrize("behind", [0, 3])
-def test_a_copy_of_a_beginning_goes_on_like_one_that_was_fed(engine, prompts, behind):
+def test_a_copy_of_a_beginning_goes_on_like_one_that_was_fed(cuttable, prompts, behind):
     """Also of a sequence that is still growing, and both go on."""
+    engine = cuttable
     prompt, more = prompts[0], prompts[1]
     expected = [alone(engine, prompt, 3), alone(engine, [*prompt, *more], 3)]
     tail = prompts[2][:behind]
@@ -212,8 +228,9 @@ def test_copies_of_copies_in_one_step(engine, prompts):
     assert engine.used_cells() == {1: len(prompt) + 1, 2: len(prompt) + 1}
 
 
-def test_guesses_are_checked_in_one_batch(engine, prompts):
+def test_guesses_are_checked_in_one_batch(cuttable, prompts):
     """A draw after each token: what follows a right guess is what would have come; a wrong one is taken back."""
+    engine = cuttable
     expected = alone(engine, prompts[0], 6)
     others = alone(engine, prompts[1], 2)
     wrong = next(token for token in range(5, 50) if token not in expected)
@@ -376,6 +393,70 @@ def test_a_state_that_is_none_is_refused_and_leaves_the_sequence_empty(engine, p
     small = bytearray(8)
     assert [seq_id for seq_id, _ in engine.step(Step([Save(0, small)])).refused] == [0]
     assert engine.used_cells() == {0: len(prompts[0])}
+
+
+# -- checkpoints ------------------------------------------------------------------------------------
+
+
+def marked(engine, prompts):
+    """A sequence with a checkpoint after the first prompt, 7, and the second one behind it."""
+    engine.step(step(Feed(0, 0, prompts[0], ())))
+    engine.step(Step([Mark(0, 7)], [[Feed(0, len(prompts[0]), prompts[1], ())]]))
+    return len(prompts[0])
+
+
+def test_without_a_checkpoint_it_cannot_be_cut(marking, prompts):
+    at = marked(marking, prompts)
+    for wrong in (Remove(0, at + 1), Remove(0, at), Remove(0, at, 8)):
+        with pytest.raises(EngineError) as caught:
+            marking.step(Step([wrong]))
+        assert caught.value.fatal
+        marking.reset()
+        assert marking.mark_bytes(7) == 0
+        marked(marking, prompts)
+
+
+def test_back_to_a_checkpoint_as_often_as_wanted(marking, prompts):
+    expected = [alone(marking, [*prompts[0], *more], 1) for more in prompts[1:]]
+    at = marked(marking, prompts)
+    for more, said in zip(prompts[1:], expected, strict=True):
+        assert marking.step(Step([Remove(0, at, 7)], [[prompt_feed(0, more, pos=at)]])).tokens == tuple(said)
+        assert marking.used_cells() == {0: at + len(more)}
+
+
+def test_a_copy_of_what_is_before_a_checkpoint_goes_on_and_so_does_the_source(marking, prompts):
+    one = alone(marking, [*prompts[0], *prompts[2]], 1)
+    other = alone(marking, [*prompts[0], *prompts[1], 5], 1)
+    at = marked(marking, prompts)
+    feeds = [prompt_feed(1, prompts[2], pos=at), prompt_feed(0, [5], pos=at + len(prompts[1]))]
+    assert marking.step(Step([Copy(0, 1, at, 7)], [feeds])).tokens == (*one, *other)
+
+
+def test_a_copy_of_the_whole_needs_none(marking, prompts):
+    expected = alone(marking, [*prompts[0], *prompts[2]], 1)
+    marking.step(step(Feed(0, 0, prompts[0], ())))
+    at = len(prompts[0])
+    assert marking.step(Step([Copy(0, 1, at)], [[prompt_feed(1, prompts[2], pos=at)]])).tokens == tuple(expected)
+
+
+def test_what_is_forgotten_takes_no_room(marking, prompts):
+    marked(marking, prompts)
+    assert marking.mark_bytes(7) > 0
+    marking.step(Step([Forget(7), Forget(99)]))
+    assert marking.mark_bytes(7) == 0
+
+
+def test_checkpoints_are_saved_and_loaded_with_a_state(marking, prompts):
+    expected = alone(marking, [*prompts[0], *prompts[2]], 1)
+    at = marked(marking, prompts)
+    state, kept = bytearray(marking.state_bytes(0)), bytearray(marking.mark_bytes(7))
+    assert not marking.step(Step([Save(0, state, [(7, kept)])])).refused
+    marking.step(Step([Remove(0), Forget(7)]))
+    load = Load(2, at + len(prompts[1]), bytes(state), [(9, bytes(kept))])
+    assert not marking.step(Step([load])).refused
+    assert marking.step(Step([Remove(2, at, 9)], [[prompt_feed(2, prompts[2], pos=at)]])).tokens == tuple(expected)
+    for wrong in ((8, kept), (9, bytearray(len(kept) - 1))):
+        assert [seq_id for seq_id, _ in marking.step(Step([Save(2, bytearray(marking.state_bytes(2)), [wrong])])).refused] == [2]
 
 
 def test_a_bias_of_100_decides(engine, prompts):

@@ -19,7 +19,8 @@ from uma_trio.kv.shelf import Saved
 from uma_trio.models.loaded import LoadedModel
 from uma_trio.runner.spiller import StateFiles, saved_state
 from uma_trio.store.journal import Journal, JournalError
-from uma_trio.store.spill import SpillError, SpillFolder, Spilled
+from uma_trio.store.spill import SpillError, SpillFolder
+from uma_trio.store.spill_format import Spilled
 
 log = structlog.get_logger("uma_trio.daemon")
 

@@ -9,6 +9,7 @@ Pure bookkeeping: the engine keeps the copies themselves, by number.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Final, TypeAlias
 
 import attrs
@@ -92,7 +93,7 @@ class Marks:
         holders: dict[int, int] = {}
         for points in held:
             assert len(points) <= EACH
-            assert all(one.length < other.length for one, other in zip(points, points[1:], strict=False))
+            assert all(one.length < other.length for one, other in pairwise(points))
             for point in points:
                 holders[point.mark] = holders.get(point.mark, 0) + 1
         assert holders == self._holders
