@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import trio
 
 from tests.support.asking import Client
+from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
 from tests.support.random_models import random_model
 from tests.support.serving import settings
 from uma_trio import config
@@ -33,6 +34,25 @@ LAYOUTS = pytest.mark.parametrize("unified", ["off", "on"])
 
 def words(seed: int, n: int) -> list[int]:
     return random.Random(seed).choices(range(100, 30_000), k=n)
+
+
+@pytest.fixture
+def make(library: None) -> Iterator[Callable[..., LlamaEngine]]:
+    """As the contract of engines wants it."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*, n_ctx: int, n_seq_max: int, n_batch: int) -> LlamaEngine:
+            options = config.Model(ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1)
+            engine = LlamaEngine(random_model("tiny-hybrid"), options)
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    return [words(seed, 5 + seed) for seed in range(4)]
 
 
 class Asking:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
-from tests.support.random_models import random_model
 from uma_trio import config
 from uma_trio.models.loaded import EMBEDDED
 
 
-@pytest.fixture(params=["embedded", "tiny-hybrid"])
-def make(library, request):
+@pytest.fixture
+def make(library):
     from uma_trio.engine.llama import LlamaEngine
 
     made = []
-    path = EMBEDDED if request.param == "embedded" else random_model(request.param)
 
     def make(*, n_ctx, n_seq_max, n_batch):
         settings = config.Model(ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1)
-        made.append(LlamaEngine(path, settings))
+        made.append(LlamaEngine(EMBEDDED, settings))
         return made[-1]
 
     yield make

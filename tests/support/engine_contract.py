@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Forget, Load, Mark, Remove, Save, Step
+from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Load, Remove, Save, Step
 from uma_trio.sampling import Bias, Past, SamplingParams
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
@@ -54,13 +54,6 @@ def engine(make):
 def cuttable(engine):
     if not engine.facts.rewinds:
         pytest.skip("this model's memory cannot be cut")
-    return engine
-
-
-@pytest.fixture
-def marking(engine):
-    if not engine.facts.checkpoints:
-        pytest.skip("this model's memory is cut without checkpoints")
     return engine
 
 
@@ -393,70 +386,6 @@ def test_a_state_that_is_none_is_refused_and_leaves_the_sequence_empty(engine, p
     small = bytearray(8)
     assert [seq_id for seq_id, _ in engine.step(Step([Save(0, small)])).refused] == [0]
     assert engine.used_cells() == {0: len(prompts[0])}
-
-
-# -- checkpoints ------------------------------------------------------------------------------------
-
-
-def marked(engine, prompts):
-    """A sequence with a checkpoint after the first prompt, 7, and the second one behind it."""
-    engine.step(step(Feed(0, 0, prompts[0], ())))
-    engine.step(Step([Mark(0, 7)], [[Feed(0, len(prompts[0]), prompts[1], ())]]))
-    return len(prompts[0])
-
-
-def test_without_a_checkpoint_it_cannot_be_cut(marking, prompts):
-    at = marked(marking, prompts)
-    for wrong in (Remove(0, at + 1), Remove(0, at), Remove(0, at, 8)):
-        with pytest.raises(EngineError) as caught:
-            marking.step(Step([wrong]))
-        assert caught.value.fatal
-        marking.reset()
-        assert marking.mark_bytes(7) == 0
-        marked(marking, prompts)
-
-
-def test_back_to_a_checkpoint_as_often_as_wanted(marking, prompts):
-    expected = [alone(marking, [*prompts[0], *more], 1) for more in prompts[1:]]
-    at = marked(marking, prompts)
-    for more, said in zip(prompts[1:], expected, strict=True):
-        assert marking.step(Step([Remove(0, at, 7)], [[prompt_feed(0, more, pos=at)]])).tokens == tuple(said)
-        assert marking.used_cells() == {0: at + len(more)}
-
-
-def test_a_copy_of_what_is_before_a_checkpoint_goes_on_and_so_does_the_source(marking, prompts):
-    one = alone(marking, [*prompts[0], *prompts[2]], 1)
-    other = alone(marking, [*prompts[0], *prompts[1], 5], 1)
-    at = marked(marking, prompts)
-    feeds = [prompt_feed(1, prompts[2], pos=at), prompt_feed(0, [5], pos=at + len(prompts[1]))]
-    assert marking.step(Step([Copy(0, 1, at, 7)], [feeds])).tokens == (*one, *other)
-
-
-def test_a_copy_of_the_whole_needs_none(marking, prompts):
-    expected = alone(marking, [*prompts[0], *prompts[2]], 1)
-    marking.step(step(Feed(0, 0, prompts[0], ())))
-    at = len(prompts[0])
-    assert marking.step(Step([Copy(0, 1, at)], [[prompt_feed(1, prompts[2], pos=at)]])).tokens == tuple(expected)
-
-
-def test_what_is_forgotten_takes_no_room(marking, prompts):
-    marked(marking, prompts)
-    assert marking.mark_bytes(7) > 0
-    marking.step(Step([Forget(7), Forget(99)]))
-    assert marking.mark_bytes(7) == 0
-
-
-def test_checkpoints_are_saved_and_loaded_with_a_state(marking, prompts):
-    expected = alone(marking, [*prompts[0], *prompts[2]], 1)
-    at = marked(marking, prompts)
-    state, kept = bytearray(marking.state_bytes(0)), bytearray(marking.mark_bytes(7))
-    assert not marking.step(Step([Save(0, state, [(7, kept)])])).refused
-    marking.step(Step([Remove(0), Forget(7)]))
-    load = Load(2, at + len(prompts[1]), bytes(state), [(9, bytes(kept))])
-    assert not marking.step(Step([load])).refused
-    assert marking.step(Step([Remove(2, at, 9)], [[prompt_feed(2, prompts[2], pos=at)]])).tokens == tuple(expected)
-    for wrong in ((8, kept), (9, bytearray(len(kept) - 1))):
-        assert [seq_id for seq_id, _ in marking.step(Step([Save(2, bytearray(marking.state_bytes(2)), [wrong])])).refused] == [2]
 
 
 def test_a_bias_of_100_decides(engine, prompts):
