@@ -9,6 +9,7 @@ import functools
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import trio
 
@@ -18,6 +19,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
 from uma_trio.engine.records import EngineError, Mark
 from uma_trio.kv.checkpoints import BEFORE_END
+from uma_trio.runner.spiller import saved_state
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
 TELLS = 150
@@ -140,3 +142,13 @@ async def test_cancelled_while_it_is_loaded_nothing_is_left(autojump_clock):
         client = await house.answer(prompt, 8)
         assert is_right(client)
         await house.clean()
+
+
+@pytest.mark.parametrize(
+    "told", [7, [7], [[1, 2, 3]], [["1", 2]], [[20, 5], [10, 5]], [[0, 5]], [[31, 5]], [[5, 0]], [[5, 100]], {"5": 6}]
+)
+def test_what_a_file_says_of_its_checkpoints_is_looked_at(told):
+    tokens = np.arange(30, dtype=np.int32)
+    assert saved_state("a", 0, tokens, 100, {"checkpoints": [[10, 5], [30, 5]]}).checkpoints == ((10, 5), (30, 5))
+    with pytest.raises(ValueError, match="checkpoints"):
+        saved_state("a", 0, tokens, 100, {"checkpoints": told})

@@ -47,6 +47,16 @@ def test_a_copy_of_what_is_before_a_checkpoint_goes_on_and_so_does_the_source(en
     assert engine.step(Step([Copy(0, 1, at, 7)], [feeds])).tokens == (*one, *other)
 
 
+def test_copied_from_and_put_back_in_one_step(engine, prompts):
+    """And a checkpoint of the copy, before anything is computed."""
+    expected = [alone(engine, [*prompts[0], *prompts[n]], 1) for n in (2, 3)]
+    at = marked(engine, prompts)
+    edits = [Copy(0, 1, at, 7), Remove(0, at, 7), Mark(1, 8)]
+    assert engine.step(Step(edits, [[prompt_feed(1, prompts[2], pos=at)]])).tokens == tuple(expected[0])
+    assert engine.step(step(prompt_feed(0, prompts[3], pos=at))).tokens == tuple(expected[1])
+    assert engine.step(Step([Remove(1, at, 8)], [[prompt_feed(1, prompts[3], pos=at)]])).tokens == tuple(expected[1])
+
+
 def test_a_copy_of_the_whole_needs_none(engine, prompts):
     expected = alone(engine, [*prompts[0], *prompts[2]], 1)
     engine.step(step(Feed(0, 0, prompts[0], ())))

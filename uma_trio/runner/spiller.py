@@ -96,7 +96,7 @@ def saved_state(name: str, tenant: int, tokens: Tokens, n_bytes: int, extra: Map
     """
     told = extra.get("checkpoints", [])
     match told:
-        case [*pairs] if all(isinstance(n, int) for pair in pairs for n in pair) and all(len(pair) == 2 for pair in pairs):
+        case [*pairs] if all(_is_pair(pair) for pair in pairs):
             found = tuple([(length, size) for length, size in pairs])
         case _:
             raise ValueError(f"its checkpoints are {str(told)[:100]}")
@@ -104,6 +104,10 @@ def saved_state(name: str, tenant: int, tokens: Tokens, n_bytes: int, extra: Map
     if sorted(set(lengths)) != lengths or min([1, *(n for _, n in found)]) < 1 or sum(n for _, n in found) >= n_bytes:
         raise ValueError(f"its checkpoints are {str(told)[:100]}, of {len(tokens)} tokens in {n_bytes} bytes")
     return Saved(name, tenant, tokens, n_bytes, found)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(number, int) for number in value)
 
 
 def _parts(view: Any, sizes: Sequence[int]) -> Iterator[Any]:
@@ -123,7 +127,7 @@ class Transfer:
     n_bytes: int
     asked_at: float
     points: Checkpoints = ()
-    """What is saved with it."""
+    """Of the sequence that is saved."""
     done: trio.Event = attrs.field(factory=trio.Event)
     refused: str | None = "the sequence was needed before"
     """Why it did not take place; ``None`` if it did."""
@@ -284,8 +288,9 @@ class Spiller:
         except SpillError as error:
             self._failed(entry, error)
             return
-        into, *marked = _parts(draft.view, sizes)
-        marks = [(point.mark, part) for point, part in zip(points, marked, strict=True)]
+        there = [(point, size) for point, size in zip(points, sizes[1:], strict=True) if size]  # or not made yet
+        into, *marked = _parts(draft.view, [sizes[0], *(size for _, size in there)])
+        marks = [(point.mark, part) for (point, _), part in zip(there, marked, strict=True)]
         edit = Save(entry.seq_id, into, marks)
         transfer = self._save = Transfer(entry, edit, n_bytes, trio.current_time(), points)
         try:
@@ -299,7 +304,7 @@ class Spiller:
                 self._failed(entry, transfer.refused)
             return
         try:
-            kept = [[point.length, size] for point, size in zip(points, sizes[1:], strict=True)]
+            kept = [[point.length, size] for point, size in there]
             extra: dict[str, Any] = {"checkpoints": kept} if kept else {}
             written = await self._in_thread(lambda: draft.finish(entry.tokens, tenant=entry.tenant, extra=extra))
         except SpillError as error:
