@@ -281,7 +281,7 @@ class Context(Owned):
                 stream and not decoded since: its data are not there yet.
         """
         pointer = self._pointer
-        if self._seq(seq) in self._copied_into:
+        if self._seq(seq) in self._copied_into and not self._without_kv(flags):
             raise LlamaError(f"sequence {seq} is a copy that the next decode completes; save it after that")
         try:
             view = memoryview(buffer).cast("B")
@@ -311,12 +311,12 @@ class Context(Owned):
             LlamaError: not a state, of another shape, or no room.  ``seq`` is empty then; with
                 ``PARTIAL_ONLY`` it is of no use, and has to be removed.  Or ``seq`` takes part in a copy
                 between streams that the next decode completes, and would overwrite what was loaded:
-                nothing has changed then.
+                nothing has changed then.  A part without KV is no part of such a copy.
         """
         pointer = self._pointer
-        if self._seq(seq) in self._copied_from:
+        if self._seq(seq) in self._copied_from and not self._without_kv(flags):
             raise LlamaError(f"sequence {seq} is being copied; load into it after the next decode")
-        if seq in self._copied_into and not (flags & PARTIAL_ONLY and self._parts_are_recurrent):
+        if seq in self._copied_into and not self._without_kv(flags):
             raise LlamaError(f"sequence {seq} is a copy that the next decode completes; load into it after that")
         try:
             view = np.frombuffer(buffer, np.uint8)
@@ -327,10 +327,9 @@ class Context(Owned):
             self._c.llama_memory_seq_rm(self._mem(), seq, -1, -1)
         return self._state(self._c.llama_state_seq_set_data_ext, pointer, source, view.nbytes, seq, _flags(flags))
 
-    @property
-    def _parts_are_recurrent(self) -> bool:
-        """What ``PARTIAL_ONLY`` means is no KV, which copies between streams are made of."""
-        return (self.model.is_recurrent or self.model.is_hybrid) and self.model.n_swa == 0
+    def _without_kv(self, flags: int) -> bool:
+        """The state that is meant has no KV, which copies between streams are made of."""
+        return bool(flags & PARTIAL_ONLY) and (self.model.is_recurrent or self.model.is_hybrid) and self.model.n_swa == 0
 
     def _state(self, function: Any, *arguments: Any) -> int:
         self._held.busy = True

@@ -13,9 +13,11 @@ from uma_trio.engine.calibrate import calibrate
 from uma_trio.engine.records import EngineError, Feed
 
 
-@pytest.fixture(params=[0, 3], ids=["fake", "one that repeats"])
+@pytest.fixture(
+    params=[{}, {"repeats": 3}, {"rewinds": False}], ids=["fake", "one that repeats", "one that cannot be cut"]
+)
 def make(request):
-    return functools.partial(FakeEngine, repeats=request.param)
+    return functools.partial(FakeEngine, **request.param)
 
 
 @pytest.fixture

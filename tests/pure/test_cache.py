@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from uma_trio.kv.cache import IDLE_SHARE, WORTH_SHARING, KvCache, Placement
-from uma_trio.kv.edits import Copy, Edit, Remove
+from uma_trio.kv.checkpoints import APART, BEFORE_END, EACH
+from uma_trio.kv.edits import Copy, Edit, Forget, Mark, Remove
 
 BACKGROUND, NORMAL = 2, 1
 
@@ -188,6 +189,67 @@ def test_a_memory_that_cannot_forget_goes_on_with_whole_sequences_or_not_at_all(
     assert books.place(held, 200) == Placement(2, held=0), "its last token would have to be removed"
     assert books.place(tokens(held, MORE), 300) == Placement(0, held=len(held))
     assert books.take_edits() == ()
+
+
+def asked(books: KvCache, prompt: np.ndarray, answer: int | Iterable[int] = ()) -> tuple[int, tuple[Edit, ...]]:
+    """A request that ran to its end, pausing where it is to: what was held of its prompt, and all edits."""
+    held = tokens(prompt, answer)
+    placement = books.place(prompt, len(held) + 1)
+    assert placement is not None
+    edits: list[Edit] = []
+    for length in (books.pause(placement.seq_id), len(held)):
+        edits += books.take_edits()
+        if length:
+            books.use(placement.seq_id, length)
+    edits += books.take_edits()
+    books.end(placement.seq_id, held)
+    return placement.held, (*edits, *books.take_edits())
+
+
+def test_a_memory_that_cannot_forget_goes_back_to_a_checkpoint() -> None:
+    """Those before the end of a prompt, and where a turn began."""
+    books = cache(rewinds=False, checkpoints=20)
+    first = tokens(SYSTEM, HELLO)
+    held = tokens(first, ANSWER)
+    assert asked(books, first, ANSWER) == (0, (Mark(0, 1),))
+    assert asked(books, first, ANSWER) == (100 - BEFORE_END, (Remove(0, 92, 1),)), "the answer is asked for again"
+    second = tokens(held, LONG[:100])
+    answer = tokens(ANSWER, range(20))
+    assert asked(books, second, answer) == (150, (Mark(0, 2),)), "the turn before ended shortly behind the last one"
+    assert asked(books, tokens(second, answer, OTHER), 9) == (320, (Mark(0, 3),)), "where a turn begins"
+    assert asked(books, tokens(second, answer, MORE), 9) == (320, (Remove(0, 320, 3),)), "the last turn was rewritten"
+    assert asked(books, tokens(second, MORE), 9) == (242, (Remove(0, 242, 2), Forget(3))), "what was thought was left out"
+    books.check_integrity()
+
+
+def test_a_branch_has_its_sources_checkpoints() -> None:
+    books = cache(rewinds=False, checkpoints=20)
+    first = tokens(SYSTEM, HELLO)
+    asked(books, first, LONG)
+    assert asked(books, tokens(first, OTHER), 9) == (92, (Copy(0, 1, 92, 1),))
+    books.forget(tokens(first, LONG), tenant=0, needed=lambda _: False)
+    assert books.take_edits() == (Remove(0),), "the branch needs it still"
+    books.forget(tokens(first, OTHER, 9), tenant=0, needed=lambda _: False)
+    assert books.take_edits() == (Remove(1), Forget(1))
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_there_are_never_more_checkpoints_than_they_may_be(most: int) -> None:
+    """Of a sequence the first and the latest stay, and the longest idle one gives."""
+    books = cache(rewinds=False, checkpoints=most)
+    story = tokens(SYSTEM, HELLO)
+    for turn in range(2 * EACH):
+        asked(books, story, range(APART))
+        story = tokens(story, range(APART), [turn])
+        books.check_integrity()
+    points = [point.length for point in books._entries[0].points]
+    assert len(points) == min(most, EACH)
+    if most > 1:
+        assert points[0] == 92
+    assert points[-1] == len(story) - (APART + 1) - 1, "where the last turn began"
+    asked(books, LONG, [1, 2, 3])
+    books.check_integrity()
+    assert [len(entry.points) for entry in books._entries.values()] == [min(most, EACH) - (most <= EACH), 1]
 
 
 def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
@@ -423,6 +485,7 @@ class Request:
     cells: int
     waits: bool
     held: int
+    pause: int = 0
 
 
 @attrs.frozen
@@ -438,17 +501,47 @@ class Cell:
 Sequences = dict[int, list[Cell]]
 
 
-def after(sequences: Sequences, edits: Iterable[Edit]) -> Sequences:
-    """What the engine holds when ``edits`` are done, each of which must be possible."""
-    sequences = {seq_id: list(cells) for seq_id, cells in sequences.items()}
-    for edit in edits:
+@attrs.define
+class Plain:
+    """The plainest engine."""
+
+    most: int | None
+    """Checkpoints; ``None``: it can be cut without."""
+    sequences: Sequences = attrs.field(factory=dict)
+    marks: Sequences = attrs.field(factory=dict)
+    """What a sequence held, by number of the checkpoint."""
+
+    def after(self, edits: Iterable[Edit]) -> Plain:
+        """It as it is when ``edits`` are done, each of which must be possible."""
+        there = Plain(self.most, {seq_id: list(cells) for seq_id, cells in self.sequences.items()}, dict(self.marks))
+        for edit in edits:
+            there.do(edit)
+        return there
+
+    def do(self, edit: Edit) -> None:
         if isinstance(edit, Copy):
-            assert not sequences.get(edit.target)
-            assert 0 < edit.length <= len(sequences[edit.source])
-            sequences[edit.target] = sequences[edit.source][: edit.length]
+            assert not self.sequences.get(edit.target)
+            assert 0 < edit.length <= len(self.sequences[edit.source])
+            self.sequences[edit.target] = list(self.sequences[edit.source])
+            self.cut(edit.target, edit.length, edit.mark)
+        elif isinstance(edit, Remove):
+            self.cut(edit.seq_id, edit.start, edit.mark)
+        elif isinstance(edit, Mark):
+            assert edit.mark not in self.marks
+            assert self.most is not None
+            assert len(self.marks) < self.most
+            self.marks[edit.mark] = list(self.sequences[edit.seq_id])
+        elif isinstance(edit, Forget):
+            self.marks.pop(edit.mark, None)
+
+    def cut(self, seq_id: int, length: int, mark: int | None) -> None:
+        cells = self.sequences.setdefault(seq_id, [])
+        if self.most is not None and 0 < length < len(cells):
+            assert mark is not None
+            assert [cell.token for cell in self.marks[mark]] == [cell.token for cell in cells[:length]]
         else:
-            del sequences.setdefault(edit.seq_id, [])[edit.start :]
-    return sequences
+            assert mark is None
+        del cells[length:]
 
 
 seqs = st.sets(st.integers(0, 7), max_size=2)
@@ -463,15 +556,23 @@ class Bookkeeping(RuleBasedStateMachine):
         unified=st.booleans(),
         rewinds=st.sampled_from([True, True, False]),
         reuse=st.sampled_from([True] * 5 + [False]),
+        checkpoints=st.sampled_from([64, 3, 0]),
     )
-    def start(self, n: int, cells: int, unified: bool, rewinds: bool, reuse: bool) -> None:
+    def start(self, n: int, cells: int, unified: bool, rewinds: bool, reuse: bool, checkpoints: int) -> None:
+        self.whole_only = not rewinds and not checkpoints
         self.n, self.unified, self.rewinds, self.reuse = n, unified, rewinds, reuse
         self.most = cells
         self.n_cells = cells if unified else n * cells
         self.books = KvCache(
-            n_sequences=n, n_cells=self.n_cells, cells_per_sequence=cells, unified=unified, rewinds=rewinds, reuse=reuse
+            n_sequences=n,
+            n_cells=self.n_cells,
+            cells_per_sequence=cells,
+            unified=unified,
+            rewinds=rewinds,
+            checkpoints=checkpoints,
+            reuse=reuse,
         )
-        self.engine: Sequences = {}
+        self.engine = Plain(None if rewinds else checkpoints)
         self.requests: dict[int, Request] = {}
         self.told: list[list[int]] = []
         """Stories of requests so far: others begin like them."""
@@ -508,7 +609,7 @@ class Bookkeeping(RuleBasedStateMachine):
                 self.books.place(array, cells)
             return
         idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
-        best = self.longest_idle(prompt, tenant)
+        best = self.longest_idle(prompt, tenant) if self.rewinds else self.furthest_idle(prompt, tenant)
         before, edits = self.books.held(), list(self.books._edits)
         placement = self.books.place(array, cells, tenant=tenant, rank=rank, private=private)
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
@@ -519,10 +620,10 @@ class Bookkeeping(RuleBasedStateMachine):
         self.check_evicted(idle, self.books._edits[len(edits) :], placement.seq_id, cells, free_cells)
         assert placement.held < len(prompt)
         assert not (placement.waits and placement.held)
-        if not self.rewinds:
+        if self.whole_only:
             assert not placement.waits
             assert placement.held in (0, idle.get(placement.seq_id))
-        if best >= WORTH_SHARING and self.rewinds and not private:
+        if best >= WORTH_SHARING and not private:
             assert placement.held >= best or placement.waits
         if private or not self.reuse:
             assert (placement.held, placement.waits) == (0, False)
@@ -530,6 +631,8 @@ class Bookkeeping(RuleBasedStateMachine):
         self.requests[placement.seq_id] = Request(
             next(self.names), story, len(prompt), tenant, rank, private, cells, placement.waits, placement.held
         )
+        if not placement.waits:
+            self.requests[placement.seq_id].pause = self.books.pause(placement.seq_id)
 
     def longest_idle(self, prompt: list[int], tenant: int) -> int:
         """What an idle sequence of the same tenant could spare a request, at most."""
@@ -538,6 +641,16 @@ class Bookkeeping(RuleBasedStateMachine):
             if self.books._entries[seq_id].tenant == tenant:
                 same = [a == b for a, b in zip(prompt[:-1], held, strict=False)]
                 found.append(([*same, False]).index(False))
+        return max(found)
+
+    def furthest_idle(self, prompt: list[int], tenant: int) -> int:
+        """The same where a sequence goes on whole or from a checkpoint."""
+        found = [0]
+        for seq_id, held in self.idle().items():
+            entry = self.books._entries[seq_id]
+            if entry.tenant == tenant:
+                lengths = [len(held), *(point.length for point in entry.points)]
+                found += [n for n in lengths if n < len(prompt) and prompt[:n] == held[:n]]
         return max(found)
 
     def check_evicted(self, idle: dict[int, int], new: Iterable[Edit], seq_id: int, cells: int, free_cells: int) -> None:
@@ -571,6 +684,7 @@ class Bookkeeping(RuleBasedStateMachine):
             request = self.requests[seq_id]
             assert request.waits
             request.waits, request.held = False, held
+            request.pause = self.books.pause(seq_id)
             assert held < request.n_prompt
         self.settle(names)
         edits = self.books.take_edits()
@@ -578,10 +692,9 @@ class Bookkeeping(RuleBasedStateMachine):
             assert sum(isinstance(edit, Copy) for edit in edits) <= 1
         elif self.requests:
             assert self.books.statistics().cached_cells <= IDLE_SHARE * self.n_cells
-        if not self.rewinds:
-            assert all(edit == Remove(edit.seq_id) for edit in edits if isinstance(edit, Remove))
-            assert not any(isinstance(edit, Copy) for edit in edits)
-        self.engine = after(self.engine, edits)
+        if self.whole_only:
+            assert all(edit == Remove(edit.seq_id) for edit in edits)
+        self.engine = self.engine.after(edits)
         self.check_waiting(stalled, ready, edits)
 
     def settle(self, names: Collection[int]) -> None:
@@ -616,10 +729,10 @@ class Bookkeeping(RuleBasedStateMachine):
 
     def feed(self, seq_id: int, most: int) -> None:
         request = self.requests[seq_id]
-        n = min(most, request.cells - request.held)
+        n = min(most, (request.pause if request.held < request.pause else request.cells) - request.held)
         fed = request.story[request.held : request.held + n]
         cells = [Cell(token, request.name, request.tenant, request.private) for token in fed]
-        held = self.engine.setdefault(seq_id, [])
+        held = self.engine.sequences.setdefault(seq_id, [])
         assert len(held) == request.held
         held += cells
         request.held += n
@@ -658,8 +771,10 @@ class Bookkeeping(RuleBasedStateMachine):
     def fail(self, lost: bool) -> None:
         """Everybody begins again.  Where the cache is not lost it may hold anything."""
         self.books.clear(lost=lost)
-        for cells in self.engine.values():
+        for cells in self.engine.sequences.values():
             del cells[0 if lost else len(cells) // 2 :]
+        if lost:
+            self.engine.marks.clear()
         for request in self.requests.values():
             request.held = 0
 
@@ -685,7 +800,13 @@ class Bookkeeping(RuleBasedStateMachine):
     def holds_what_it_says(self) -> None:
         if not hasattr(self, "books"):
             return
-        engine = {seq_id: cells for seq_id, cells in after(self.engine, self.books._edits).items() if cells}
+        there = self.engine.after(self.books._edits)
+        engine = {seq_id: cells for seq_id, cells in there.sequences.items() if cells}
+        assert set(there.marks) == {point.mark for entry in self.books._entries.values() for point in entry.points}
+        for seq_id, entry in self.books._entries.items():
+            for point in entry.points:
+                told = [cell.token for cell in there.marks[point.mark]]
+                assert told == [cell.token for cell in engine[seq_id][: point.length]]
         assert {seq_id: len(cells) for seq_id, cells in engine.items()} == self.books.held()
         assert sum(map(len, engine.values())) <= self.n_cells
         for seq_id, request in self.requests.items():
@@ -694,15 +815,15 @@ class Bookkeeping(RuleBasedStateMachine):
             assert {cell.tenant for cell in cells} <= {request.tenant}, "tenants share"
             for cell in cells:
                 assert cell.name == request.name or not (cell.private or request.private), "private ones share"
-        for seq_id, told in self.idle().items():
-            assert [cell.token for cell in engine[seq_id]] == told
+        for seq_id, idle in self.idle().items():
+            assert [cell.token for cell in engine[seq_id]] == idle
             assert not any(cell.private for cell in engine[seq_id])
 
     def teardown(self) -> None:
         """Nobody waits for ever: if no client stalls, all are done after a few steps, and everything can be placed."""
         if not hasattr(self, "books"):
             return
-        for _ in range(2 * self.n + 2):
+        for _ in range(2 * self.n + 2 if self.rewinds else 4 * self.n + 4):  # one pauses on its way
             self.begin_step((), {request.name for request in self.requests.values()})
             for seq_id, request in self.requests.items():
                 if not request.waits:
@@ -718,18 +839,19 @@ TestBookkeeping = Bookkeeping.TestCase
 TestBookkeeping.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("rewinds", [True, False])
+@pytest.mark.parametrize("checkpoints", [None, 0, 5, 100])
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_a_long_life(n: int, unified: bool, rewinds: bool) -> None:
-    """The same rules, as often as they come in a daemon's day."""
-    live(n, unified, rewinds, random.Random(n))
+def test_a_long_life(n: int, unified: bool, checkpoints: int | None) -> None:
+    """The same rules, as often as they come in a daemon's day; ``None``: of a memory that can be cut."""
+    live(n, unified, checkpoints, random.Random(n))
 
 
-def live(n: int, unified: bool, rewinds: bool, chance: random.Random) -> None:
+def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) -> None:
     for cells in (100, 300, 600):
         house = Bookkeeping()
-        house.start(n, cells * (n if unified else 1), unified, rewinds, reuse=True)
+        rewinds = checkpoints is None
+        house.start(n, cells * (n if unified else 1), unified, rewinds, reuse=True, checkpoints=checkpoints or 0)
         for _ in range(500):
             some = {chance.randrange(8) for _ in range(chance.choice([0, 0, 0, 1, 2]))}
             match chance.choices(["arrive", "step", "finish", "cancel", "guess", "fail"], [25, 50, 20, 4, 10, 0.3])[0]:

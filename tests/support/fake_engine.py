@@ -22,7 +22,9 @@ from uma_trio.engine.records import (
     Draw,
     EngineError,
     Feed,
+    Forget,
     Load,
+    Mark,
     ModelFacts,
     Remove,
     Save,
@@ -30,6 +32,7 @@ from uma_trio.engine.records import (
     Step,
     StepResult,
 )
+from uma_trio.kv.checkpoints import EACH
 from uma_trio.sampling import SamplingParams
 
 N_VOCAB = 1000
@@ -37,6 +40,8 @@ EOG = 0
 STATE_BYTES = 12_288
 """Of each token in a saved state."""
 STATE_BYTES_A_MS = 2.4e6
+MARK_BYTES = 64
+"""Of a checkpoint."""
 
 
 class Story:
@@ -60,6 +65,10 @@ class Story:
             digest = (digest * 31 + int(token) + 7) % 99991
             self._tokens.append(int(token))
             self._digests.append(digest)
+
+    def digest(self, length: int) -> int:
+        """Of the first ``length`` tokens."""
+        return self._digests[length]
 
     def before(self, length: int, n: int) -> list[int]:
         """The last ``n`` of the first ``length`` tokens."""
@@ -115,6 +124,7 @@ class FakeEngine:
     Args:
         cost_ms: (prompt tokens, rows of decodes) -> simulated milliseconds of a call.
         eog_after: the model ends a sequence that has grown to so many tokens.
+        rewinds: else only the whole of a sequence can be removed or copied, or what is behind a checkpoint.
         repeats: the model mostly says what stood so many tokens before; 0: never.
     """
 
@@ -128,6 +138,8 @@ class FakeEngine:
         cost_ms: Callable[[int, int], float] = lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes,
         eog_after: int | None = None,
         repeats: int = 0,
+        rewinds: bool = True,
+        checkpoints: int | None = None,
     ) -> None:
         self.facts = ModelFacts(
             name="fake",
@@ -142,6 +154,9 @@ class FakeEngine:
             size_bytes=1,
             n_params=1,
             unified=unified,
+            rewinds=rewinds,
+            states_rewind=rewinds,
+            checkpoints=0 if rewinds else EACH * n_seq_max if checkpoints is None else checkpoints,
         )
         self.cost_ms = cost_ms
         self.eog_after = eog_after
@@ -152,6 +167,8 @@ class FakeEngine:
         self.resets = 0
         self._aborted = False
         self._cache: dict[int, Story] = {}
+        self.marks: dict[int, tuple[int, int]] = {}
+        """Length and digest of what held, by number of the checkpoint."""
 
     def step(self, step: Step) -> StepResult:
         self.steps.append(step)
@@ -163,6 +180,8 @@ class FakeEngine:
             if isinstance(edit, Save | Load):
                 saved_bytes += self.state_bytes(edit.seq_id) if isinstance(edit, Save) else 0
                 copied_ms += self._copy_state(edit, refused)
+            elif isinstance(edit, Forget):
+                self.marks.pop(edit.mark, None)
             else:
                 self._edit(edit)
         self.cost_of_last_ms += copied_ms
@@ -209,6 +228,11 @@ class FakeEngine:
             if len(view) < len(state):
                 refused.append((edit.seq_id, "the buffer is too small"))
                 return 0.0
+            for mark, into in edit.marks:
+                if self.mark_bytes(mark) != len(into):
+                    refused.append((edit.seq_id, f"no checkpoint {mark}, or one of another size"))
+                    return 0.0
+                into[:] = b"%d %d" % self.marks[mark] + b" " * (MARK_BYTES - len(b"%d %d" % self.marks[mark]))
             view[: len(state)] = state
             return len(state) / STATE_BYTES_A_MS
         self._cache.pop(edit.seq_id, None)
@@ -226,6 +250,9 @@ class FakeEngine:
         story = Story()
         story.read(tokens)
         self._cache[edit.seq_id] = story
+        for mark, kept in edit.marks:
+            length, digest = map(int, bytes(kept).split())
+            self.marks[mark] = (length, digest)
         return STATE_BYTES * len(tokens) / STATE_BYTES_A_MS
 
     def _state(self, seq_id: int) -> bytes:
@@ -235,18 +262,35 @@ class FakeEngine:
     def state_bytes(self, seq_id: int) -> int:
         return len(self._state(seq_id))
 
-    def _edit(self, edit: Remove | Copy) -> None:
-        if isinstance(edit, Copy):
+    def mark_bytes(self, mark: int) -> int:
+        return MARK_BYTES if mark in self.marks else 0
+
+    def _edit(self, edit: Remove | Copy | Mark) -> None:
+        if isinstance(edit, Mark):
+            held = self._cache.get(edit.seq_id, Story())
+            if edit.mark in self.marks or not held.length or len(self.marks) >= self.facts.checkpoints:
+                raise EngineError(f"{edit} of {held.length} tokens beside {len(self.marks)}", fatal=True)
+            self.marks[edit.mark] = (held.length, held.digest(held.length))
+        elif isinstance(edit, Copy):
             self._check_seq(edit.source)
             self._check_seq(edit.target)
             source = self._cache.get(edit.source, Story())
             if self._cache.get(edit.target, Story()).length or edit.length > source.length:
                 raise EngineError(f"{edit} of {source.length} tokens", fatal=True)
+            self._check_cut(source, edit.length, edit.mark)
             self._cache[edit.target] = source.beginning(edit.length)
         else:
             self._check_seq(edit.seq_id)
             held = self._cache.get(edit.seq_id, Story())
+            self._check_cut(held, edit.start, edit.mark)
             self._cache[edit.seq_id] = held.beginning(edit.start)
+
+    def _check_cut(self, held: Story, length: int, mark: int | None) -> None:
+        """A memory that cannot be cut goes back to a state that it had, and to no other."""
+        if self.facts.rewinds or not 0 < length < held.length:
+            return
+        if mark is None or self.marks.get(mark) != (length, held.digest(length)):
+            raise EngineError(f"{held.length} tokens cannot be cut to {length} by {mark} of {self.marks}", fatal=True)
 
     def _feed(self, feed: Feed) -> list[int]:
         self._check_seq(feed.seq_id)
@@ -286,6 +330,7 @@ class FakeEngine:
 
     def reset(self) -> None:
         self._cache.clear()
+        self.marks.clear()
         self.resets += 1
 
     def abort(self) -> None:

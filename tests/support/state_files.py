@@ -12,6 +12,7 @@ import trio
 
 from uma_trio.kv.prefix import Tokens
 from uma_trio.kv.shelf import Saved
+from uma_trio.runner.spiller import saved_state
 from uma_trio.store.spill import SpillError
 
 
@@ -68,11 +69,12 @@ class MemoryDraft:
     files: MemoryFiles
     view: bytearray
 
-    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int) -> Saved:
+    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int, extra: dict[str, Any]) -> Saved:
         self.files.open_files -= 1
         if self.files.fails_late:
             raise SpillError("the disk failed")
-        saved = Saved(f"state {next(self.files._names)}", tenant, np.array(tokens), n_bytes)
+        name = f"state {next(self.files._names)}"
+        saved = saved_state(name, tenant, np.array(tokens), n_bytes, extra)
         self.files.states[saved.name] = (saved, bytes(self.view[:n_bytes]))
         return saved
 

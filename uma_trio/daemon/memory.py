@@ -6,7 +6,7 @@ Whatever is wrong with the folder costs sessions their memory on disk, and nothi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,9 +17,10 @@ import structlog
 from uma_trio.config import Config
 from uma_trio.kv.shelf import Saved
 from uma_trio.models.loaded import LoadedModel
-from uma_trio.runner.spiller import StateFiles
+from uma_trio.runner.spiller import StateFiles, saved_state
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.spill import SpillError, SpillFolder
+from uma_trio.store.spill_format import Spilled
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -67,9 +68,17 @@ def open_memory(config: Config, model: LoadedModel) -> Iterator[Memory]:
                     fingerprint=model.state_name,
                 )
                 stack.callback(files.close)
-                states = [Saved(s.name, s.tenant, s.tokens, s.n_bytes) for s in files.scan()]
+                states = [*_usable(files.scan())]
                 for problem in files.problems:
                     log.warning("a saved state is of no use", reason=problem)
             except SpillError as error:
                 log.error("sessions' KV caches will not be written to disk", reason=str(error))
         yield Memory(journal, files, states)
+
+
+def _usable(found: Iterable[Spilled]) -> Iterator[Saved]:
+    for s in found:
+        try:
+            yield saved_state(s.name, s.tenant, s.tokens, s.n_bytes, s.extra)
+        except ValueError as error:
+            log.warning("a saved state is of no use", reason=f"{s.name}: {error}")

@@ -20,12 +20,16 @@ from typing import Final, Literal, Protocol
 import attrs
 
 from uma_trio import config
+from uma_trio.kv.checkpoints import EACH
 
 MIB: Final = 1 << 20
 DEFAULT_WINDOW: Final = 8192
 """Tokens a request can have, where nobody says otherwise and the model was trained for as many."""
 SHARE_OF_MEMORY: Final = 0.25
 """Most of the machine's memory that the KV cache takes, where nobody says how large it is to be."""
+
+CHECKPOINTS_SHARE_OF_MEMORY: Final = 1 / 16
+"""Most of the machine's memory that checkpoints of recurrent states take."""
 
 CELLS_AT_A_TIME: Final = 256
 """The KV cache, or each sequence's share of it, is a multiple of so many (GGML_PAD in llama-context.cpp)."""
@@ -220,6 +224,11 @@ def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int
             f"{block} at least: raise it to {1 + int(block * shape.bytes_per_token(settings) / 1e6)}, or lower parallel"
         )
     return most - most % block
+
+
+def checkpoints(n_bytes: int, *, n_sequences: int, memory_bytes: int) -> int:
+    """How many checkpoints of ``n_bytes`` are kept at most: what all sequences can use, if there is the memory."""
+    return min(EACH * n_sequences, int(CHECKPOINTS_SHARE_OF_MEMORY * memory_bytes / max(1, n_bytes)))
 
 
 def machine_memory_bytes() -> int:

@@ -16,14 +16,25 @@ import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads
-from uma_trio.engine.layout import Choice, Choices, Layout, NoRoom, Shape, candidates, machine_memory_bytes
+from uma_trio.engine.layout import (
+    Choice,
+    Choices,
+    Layout,
+    NoRoom,
+    Shape,
+    candidates,
+    checkpoints,
+    machine_memory_bytes,
+)
 from uma_trio.engine.layout_trial import try_layouts
 from uma_trio.engine.records import (
     Copy,
     Draw,
     EngineError,
     Feed,
+    Forget,
     Load,
+    Mark,
     ModelFacts,
     Remove,
     Save,
@@ -76,6 +87,7 @@ class LlamaEngine:
         self._abort = llama_abi.AbortFlag()
         self._context.set_abort(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
+        self._marks: dict[int, bytearray] = {}
         self.tokenizer = Tokenizer(self._model.vocab)
         self.chat_template = self._model.chat_template
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
@@ -94,10 +106,20 @@ class LlamaEngine:
             unified=self._options.kv_unified,
             rewinds=not recurrent and not (windowed and self._options.kv_unified),
             states_rewind=not recurrent and not windowed,
+            checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
             kv_bytes_per_token=_shape(self._model).bytes_per_token(settings),
             n_layer=self._model.n_layer,
             n_embd=self._model.n_embd,
         )
+
+    def _most_checkpoints(self) -> int:
+        """By the size of one, which every sequence that holds something has."""
+        self._batch.clear()
+        self._batch.add([0], pos=0, seq=0)
+        self._context.decode(self._batch)
+        n_bytes = self._context.state_size(0, flags=llama_abi.PARTIAL_ONLY)
+        self._context.clear()
+        return checkpoints(n_bytes, n_sequences=self._context.n_seq_max, memory_bytes=machine_memory_bytes())
 
     @property
     def facts(self) -> ModelFacts:
@@ -148,19 +170,25 @@ class LlamaEngine:
 
     def _step(self, step: Step) -> StepResult:
         started = began = time.perf_counter()
-        copied_ms, saved_bytes = 0.0, 0
+        copied_ms, marked_ms, saved_bytes = 0.0, 0.0, 0
         refused: list[tuple[int, str]] = []
         for edit in step.edits:
             if isinstance(edit, Save | Load):
                 at = time.perf_counter()
                 saved_bytes += self._copy_state(edit, refused)
                 copied_ms += 1e3 * (time.perf_counter() - at)
+            elif isinstance(edit, Mark):
+                at = time.perf_counter()
+                self._mark(edit)
+                marked_ms += 1e3 * (time.perf_counter() - at)
+            elif isinstance(edit, Forget):
+                self._marks.pop(edit.mark, None)
             else:
                 self._edit(edit)
         tokens: list[int] = []
         scores: list[Score | None] = []
         copied = 0
-        decode_ms = -copied_ms
+        decode_ms = -copied_ms - marked_ms
         sample_ms = 0.0
         for feeds in step.batches:
             self._decode(feeds)
@@ -185,29 +213,59 @@ class LlamaEngine:
         """Bytes that were saved."""
         try:
             if isinstance(edit, Save):
-                return self._context.save_state_into(edit.seq_id, edit.into)
+                n_bytes = self._context.save_state_into(edit.seq_id, edit.into)
+                return n_bytes + self._write_marks(edit, n_bytes, refused)
             self._context.load_state_from(edit.seq_id, edit.state)
             held = self._context.seq_pos_max(edit.seq_id) + 1
             if held != edit.length:
                 self._context.seq_remove(edit.seq_id)
                 refused.append((edit.seq_id, f"the state has {held} tokens instead of {edit.length}"))
+                return 0
+            self._marks.update({mark: bytearray(state) for mark, state in edit.marks})
         except llama_abi.LlamaError as error:
             refused.append((edit.seq_id, str(error)))
         return 0
 
+    def _write_marks(self, edit: Save, n_bytes: int, refused: list[tuple[int, str]]) -> int:
+        """Checkpoints behind a state of ``n_bytes``; what they have."""
+        if edit.marks and n_bytes != memoryview(edit.into).nbytes:
+            refused.append((edit.seq_id, f"the state has {n_bytes} bytes, and its checkpoints would not follow it"))
+            return 0
+        for mark, into in edit.marks:
+            view, state = memoryview(into).cast("B"), self._marks.get(mark, b"")
+            if not state or len(view) != len(state):
+                refused.append((edit.seq_id, f"checkpoint {mark} has {len(state)} bytes, the buffer {len(view)}"))
+                return 0
+            view[:] = state
+        return sum([memoryview(into).nbytes for _, into in edit.marks])
+
     def state_bytes(self, seq_id: int) -> int:
         return self._context.state_size(seq_id)
 
+    def mark_bytes(self, mark: int) -> int:
+        return len(self._marks.get(mark, b""))
+
+    def _mark(self, edit: Mark) -> None:
+        state = bytearray(self._context.state_size(edit.seq_id, flags=llama_abi.PARTIAL_ONLY))
+        self._context.save_state_into(edit.seq_id, state, flags=llama_abi.PARTIAL_ONLY)
+        self._marks[edit.mark] = state
+
     def _edit(self, edit: Remove | Copy) -> None:
         context = self._context
-        if isinstance(edit, Copy):
-            if self._facts.unified:
-                context.seq_copy(edit.source, edit.target, 0, edit.length)
-            else:  # llama.cpp copies between streams as a whole
-                context.seq_copy(edit.source, edit.target)
-                context.seq_remove(edit.target, edit.length)
-        elif not context.seq_remove(edit.seq_id, edit.start or -1):
-            raise EngineError(f"the model's memory cannot forget the end of sequence {edit.seq_id}", fatal=True)
+        if isinstance(edit, Remove):
+            self._cut(edit.seq_id, edit.start, edit.mark)
+        elif self._facts.unified and edit.mark is None:
+            context.seq_copy(edit.source, edit.target, 0, edit.length)
+        else:  # between streams llama.cpp copies as a whole, and a recurrent state is that of the whole
+            context.seq_copy(edit.source, edit.target)
+            self._cut(edit.target, edit.length, edit.mark)
+
+    def _cut(self, seq_id: int, start: int, mark: int | None) -> None:
+        """First the state and then the tail: before that a recurrent memory refuses."""
+        if mark is not None:
+            self._context.load_state_from(seq_id, self._marks[mark], flags=llama_abi.PARTIAL_ONLY)
+        if not self._context.seq_remove(seq_id, start or -1):
+            raise EngineError(f"the model's memory cannot forget the end of sequence {seq_id}", fatal=True)
 
     def _decode(self, feeds: Sequence[Feed]) -> None:
         batch = self._batch
@@ -259,6 +317,7 @@ class LlamaEngine:
 
     def reset(self) -> None:
         self._context.close()
+        self._marks.clear()
         try:
             self._context = llama_abi.Context(self._model, self._options)
         except llama_abi.LlamaError as error:

@@ -9,12 +9,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.kv.edits import Copy, Edit, Load, Remove, Save
+from uma_trio.kv.edits import Copy, Edit, Forget, Load, Mark, Remove, Save
 from uma_trio.sampling import Bias, Past, SamplingParams, Score
 
 __all__ = [
-    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Load", "ModelFacts", "Past", "Remove", "Save", "Score", "Step",
-    "StepResult", "TokenIds",
+    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Forget", "Load", "Mark", "ModelFacts", "Past", "Remove", "Save",
+    "Score", "Step", "StepResult", "TokenIds",
 ]  # fmt: skip
 
 TokenIds = npt.NDArray[np.int32]
@@ -61,6 +61,8 @@ class ModelFacts:
     share the cells: there others get those behind it."""
     states_rewind: bool = True
     """Of a loaded state as well; that of a sliding-window memory has the last window alone."""
+    checkpoints: int = 0
+    """Where they cannot be: the most checkpoints that there is memory for."""
     kv_bytes_per_token: float = 0.0
     """Of the KV cache, in all layers."""
     n_layer: int = 0
@@ -132,9 +134,9 @@ class StepResult:
     scores: Sequence[Score | None] = ()
     """One for each draw, ``None`` where it was not asked for; empty where nobody asked."""
     copied_ms: float = 0.0
-    """What saving and loading states took; not part of the decode."""
+    """What saving and loading states took; not part of the decode, as what checkpoints take is not."""
     saved_bytes: int = 0
-    """Of the states that were saved: what of their buffers counts."""
+    """Of the states that were saved, their checkpoints included: what of their buffers counts."""
     refused: Sequence[tuple[int, str]] = ()
     """States that were not saved or not loaded: sequence and reason.  One that was to be loaded left it empty."""
 
@@ -155,11 +157,14 @@ class Engine(Protocol):
     def state_bytes(self, seq_id: int) -> int:
         """What a ``Save`` of the sequence needs, as it is now."""
 
+    def mark_bytes(self, mark: int) -> int:
+        """The same for a checkpoint; 0 where there is none of this number."""
+
     def used_cells(self) -> dict[int, int]:
         """Tokens that the KV cache holds, by sequence; sequences without any are left out."""
 
     def reset(self) -> None:
-        """Start again with an empty KV cache, on a new context.
+        """Start again with an empty KV cache and no checkpoints, on a new context.
 
         Raises:
             EngineError: that failed as well.

@@ -16,6 +16,9 @@ An idle sequence whose tokens are to outlive it (``durable``) is saved before it
 marked, and the request that needs them waits until it is saved or has been given up.  Where a saved state has more
 of a prompt than any sequence, and loading is predicted to be faster than computing, the request waits for that.
 
+A memory that cannot be cut is put back to a checkpoint.  One is made where a request goes on with a sequence, that is at
+the end of a turn, before its first token is fed; and shortly before the end of a prompt, where reading pauses for it.
+
 Pure bookkeeping: what is to be done to the engine's cache is returned as edits; saving and loading is done by whoever
 asks for ``to_save`` and is told ``Placement.saved``.
 """
@@ -27,7 +30,8 @@ from typing import Final
 
 import attrs
 
-from uma_trio.kv.edits import Copy, Edit, Remove
+from uma_trio.kv.checkpoints import APART, BEFORE_END, EACH, Checkpoint, Checkpoints, Marks, latest, least
+from uma_trio.kv.edits import Copy, Edit, Forget, Mark, Remove
 from uma_trio.kv.prefix import WORTH_SHARING, Tokens, common
 from uma_trio.kv.shelf import Saved, Shelf
 
@@ -71,6 +75,10 @@ class Entry:
     """Holds less than is shared with it so far, and is waited for."""
     until: int = 0
     """Tokens shared with the leader."""
+    points: Checkpoints = ()
+    """Where it can go back to, of a memory that cannot be cut."""
+    pause: int = 0
+    """When it holds so many tokens a checkpoint is made; 0: never."""
     seq_id: int = -1
 
 
@@ -116,6 +124,7 @@ class KvCache:
         cells_per_sequence: the most that one sequence can have; ``n_cells`` where the cache is unified.
         unified: copies are bookkeeping, and idle sequences take others' room and time.
         rewinds: a sequence's last tokens can be removed; a recurrent memory cannot.
+        checkpoints: that the engine keeps at most, of a memory that cannot; 0: its sequences go on whole or not at all.
         states_rewind: those of a loaded state can, too; of a sliding-window memory it holds the last window alone.
         reuse: whether tokens are shared and kept at all.
         worth_loading: (tokens that need not be computed, bytes of the state) -> whether loading is faster.
@@ -129,6 +138,7 @@ class KvCache:
         cells_per_sequence: int,
         unified: bool = True,
         rewinds: bool = True,
+        checkpoints: int = 0,
         states_rewind: bool = True,
         reuse: bool = True,
         worth_loading: Callable[[int, int], bool] = lambda tokens, n_bytes: True,
@@ -137,6 +147,7 @@ class KvCache:
         self._cells_per_sequence = cells_per_sequence
         self._unified = unified
         self._rewinds = rewinds
+        self._marks = Marks(0 if rewinds else checkpoints)
         self._reuse = reuse
         self._worth_loading = worth_loading
         self._states_rewind = rewinds and states_rewind
@@ -146,8 +157,8 @@ class KvCache:
         self._idle: dict[int, Entry] = {}
         """Longest idle first."""
         self._idle_cells = 0
-        self._saving: Entry | None = None
-        """The last one that was to be saved; its state may be on its way although its cells have gone."""
+        self._saving: set[Entry] = set()
+        """Those that are on their way to the shelf, although their cells may have gone."""
         self._followers: dict[int, Entry] = {}
         self._reserved = 0
         """By busy and idle ones."""
@@ -253,13 +264,23 @@ class KvCache:
         if cells > entry.reserved:
             raise AssertionError(f"sequence {seq_id} uses {cells} of {entry.reserved} reserved cells")
         entry.used = cells
+        if cells == entry.pause:
+            self._mark(entry)
+
+    def pause(self, seq_id: int) -> int:
+        """Where reading the prompt of ``seq_id`` is to pause: a step ends there.  0: nowhere."""
+        entry = self._entries[seq_id]
+        at = len(entry.tokens) - BEFORE_END
+        entry.pause = at if self._marks.most and not entry.private and at - entry.used >= APART else 0
+        return entry.pause
 
     def rewind(self, seq_id: int, length: int) -> None:
         """What ``seq_id`` holds beyond ``length`` tokens leaves the cache."""
         entry = self._entries[seq_id]
         if length < entry.used:
-            self._edits.append(Remove(seq_id, length))
+            self._edits.append(Remove(seq_id, length, self._mark_at(entry, length)))
             entry.used = length
+            self._drop(entry, [point for point in entry.points if point.length > length])
 
     def end(self, seq_id: int, tokens: Tokens | None = None, *, at: float = 0.0) -> None:
         """The request has ended.
@@ -271,13 +292,12 @@ class KvCache:
         self.changes += 1
         entry = self._entries[seq_id]
         self._followers.pop(seq_id, None)
-        if tokens is None or entry.private or len(tokens) < WORTH_SHARING:
+        kept = 0 if tokens is None or entry.private else self._within(entry, len(tokens))
+        if tokens is None or kept < WORTH_SHARING:
             self._remove(entry)
             return
-        if not self._can_end(entry, len(tokens)):
-            self._remove(entry)
-            return
-        self.rewind(seq_id, len(tokens))
+        tokens = tokens[:kept]
+        self.rewind(seq_id, kept)
         self._reserved += len(tokens) - entry.reserved
         entry.tokens, entry.reserved, entry.idle, entry.leader = tokens, len(tokens), True, None
         entry.idle_since, entry.saved = at, False
@@ -299,7 +319,7 @@ class KvCache:
             leader = entry.leader
             assert leader is not None
             there = self._there(leader)
-            if not there or (leader.used < entry.until and not self._advances(leader, entry, stalled)):
+            if not there or not self._comes_to(leader, entry, stalled):
                 left[seq_id] = entry
             elif leader.used >= entry.until and not self._is_crowded:
                 self._copy(leader, entry, entry.until)
@@ -316,7 +336,10 @@ class KvCache:
                 ready.append((seq_id, entry.used))
         return ready
 
-    def _advances(self, leader: Entry, entry: Entry, stalled: Collection[int]) -> bool:
+    def _comes_to(self, leader: Entry, entry: Entry, stalled: Collection[int]) -> bool:
+        """Whether ``leader`` has what ``entry`` waits for, or will have it."""
+        if leader.used >= entry.until:
+            return self._within(leader, entry.until) == entry.until
         return not leader.idle and leader.rank <= entry.rank and leader.seq_id not in stalled
 
     def take_edits(self) -> tuple[Edit, ...]:
@@ -343,9 +366,11 @@ class KvCache:
         """
         for entry in list(self._idle.values()):
             self._remove(entry)
-        self._edits.clear()
         for entry in self._entries.values():
             entry.used = entry.floor = 0
+            if not entry.restores:  # its own are to be loaded yet
+                self._drop(entry, entry.points)
+        self._edits = [] if lost else [edit for edit in self._edits if isinstance(edit, Forget)]
         if not lost:
             self._edits += [Remove(seq_id) for seq_id in sorted([*self._entries, *self._free_ids])]
 
@@ -357,11 +382,17 @@ class KvCache:
         Args:
             idle_before: one that became idle before this; any one while room is running short.
         """
-        unsaved = [entry for entry in self._idle.values() if self._must_be_saved(entry)]
-        self._saving = next((entry for entry in unsaved if entry.wanted), None)
-        if self._saving is None and unsaved and (self._is_short or unsaved[0].idle_since <= idle_before):
-            self._saving = unsaved[0]
-        return self._saving
+        unsaved = [
+            entry
+            for entry in self._idle.values()
+            if self._must_be_saved(entry) and entry not in self._saving
+        ]
+        chosen = next((entry for entry in unsaved if entry.wanted), None)
+        if chosen is None and unsaved and (self._is_short or unsaved[0].idle_since <= idle_before):
+            chosen = unsaved[0]
+        if chosen is not None:
+            self._saving.add(chosen)
+        return chosen
 
     @property
     def somebody_waits(self) -> bool:
@@ -380,12 +411,23 @@ class KvCache:
     def saved(self, entry: Entry, state: Saved) -> list[str]:
         """What ``entry`` holds, or held, is on the shelf as ``state``; names that leave it: see ``Shelf.add``."""
         self.changes += 1
+        self._saving.discard(entry)
         entry.saved = True
         return [state.name] if entry.forgotten else self.shelf.add(state)
+
+    def not_saved(self, entry: Entry) -> None:
+        """``entry`` was needed before it could be saved."""
+        self._saving.discard(entry)
+
+    @property
+    def is_saving(self) -> bool:
+        """Something is on its way to the shelf."""
+        return bool(self._saving)
 
     def give_up(self, entry: Entry) -> None:
         """``entry`` cannot be saved: its cells can go."""
         self.changes += 1
+        self._saving.discard(entry)
         entry.saved = True
 
     def may_restore(self, entry: Entry) -> bool:
@@ -401,11 +443,26 @@ class KvCache:
         if not self.may_restore(entry):
             return None
         entry.restores = False
-        if state is not None:
+        if state is None:
+            self._drop(entry, entry.points)
+        else:
             entry.used = len(state.tokens)
             entry.floor = 0 if self._states_rewind else entry.used
-            self.rewind(entry.seq_id, common(entry.tokens[:-1], state.tokens))
+            self.rewind(entry.seq_id, self._within(entry, common(entry.tokens[:-1], state.tokens)))
+            self._mark(entry)
         return entry.used
+
+    def restoring(self, entry: Entry, state: Saved) -> Checkpoints:
+        """Those of ``state``'s checkpoints that are to be loaded with it into ``entry``, which waits for it."""
+        if not self._there(entry):
+            return ()
+        shared = common(entry.tokens[:-1], state.tokens)
+        points: list[Checkpoint] = []
+        for length, _ in reversed(state.checkpoints):
+            if length <= shared and len(points) < EACH and self._has_mark_for(entry):
+                points.insert(0, self._marks.new(length))
+        entry.points = tuple(points)
+        return entry.points
 
     def forget(self, tokens: Tokens, *, tenant: int, needed: Callable[[Tokens], bool]) -> list[str]:
         """Idle sequences and saved states of the first of ``tokens`` go, if nobody needs them.
@@ -416,8 +473,7 @@ class KvCache:
         Returns:
             Names of states that are on the shelf no longer.
         """
-        saving = () if self._saving is None else (self._saving,)
-        for entry in {*self._idle.values(), *saving}:
+        for entry in {*self._idle.values(), *self._saving}:
             mine = entry.tenant == tenant and common(entry.tokens, tokens) == len(entry.tokens)
             if mine and not needed(entry.tokens):
                 entry.forgotten = True
@@ -480,17 +536,23 @@ class KvCache:
             shared = common(prompt, other.tokens)
             if not other.idle and (other.rank > entry.rank or other.seq_id in stalled):
                 shared = min(shared, other.used)
-            if not self._can_end(other, shared) or not (other.idle or self._rewinds):
-                continue
+            shared = self._within(other, shared) if other.idle or self._rewinds else self._back(other, shared)
             # of equals one that need not be waited for, is free for the taking, and has little behind what is shared
             quality = (shared, min(shared, other.used), other.idle, -other.used)
             if quality > best:
                 found, best = other, quality
         return found, best[0]
 
-    def _can_end(self, entry: Entry, length: int) -> bool:
-        """Whether what ``entry`` holds can be cut to ``length`` tokens, if it is more."""
-        return length >= entry.used or (self._rewinds and length >= entry.floor)
+    def _within(self, entry: Entry, length: int) -> int:
+        """To how many tokens what ``entry`` holds can be cut: ``length``, or fewer.  All of it, if that is no more."""
+        if length >= entry.used or (self._rewinds and length >= entry.floor):
+            return length
+        return self._back(entry, length)
+
+    def _back(self, entry: Entry, length: int) -> int:
+        """How many tokens, ``length`` at most, the last fitting checkpoint of ``entry`` has."""
+        point = latest(entry.points, length)
+        return 0 if point is None else point.length
 
     def _waits_for(self, entry: Entry, other: Entry) -> bool:
         at: Entry | None = entry
@@ -514,13 +576,15 @@ class KvCache:
         self._idle_cells -= source.reserved
         self._reserved += entry.reserved - source.reserved
         entry.seq_id, entry.used, entry.floor = source.seq_id, source.used, source.floor
+        entry.points, source.points = source.points, ()
         self._entries[entry.seq_id] = entry
         self.rewind(entry.seq_id, shared)
+        self._mark(entry)
         return Placement(entry.seq_id, shared)
 
     def _branch(self, entry: Entry, source: Entry, shared: int) -> None:
         """``entry``, which holds nothing, gets what it shares with ``source``, now or later."""
-        if shared < self._worth_copying or not self._rewinds:
+        if shared < self._worth_copying:
             return
         if source.used < shared or self._is_crowded:
             entry.leader, entry.until = source, shared
@@ -534,8 +598,43 @@ class KvCache:
         return not self._unified and any(isinstance(edit, Copy) for edit in self._edits)
 
     def _copy(self, source: Entry, entry: Entry, length: int) -> None:
-        self._edits.append(Copy(source.seq_id, entry.seq_id, length))
+        self._edits.append(Copy(source.seq_id, entry.seq_id, length, self._mark_at(source, length)))
         entry.used, entry.floor, entry.leader = length, source.floor, None
+        entry.points = tuple([point for point in source.points if point.length <= length])
+        self._marks.share(entry.points)
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def _mark(self, entry: Entry) -> None:
+        """What ``entry`` holds when all edits and steps are done can be gone back to, if that is worth it."""
+        last = entry.points[-1].length if entry.points else 0
+        if entry.used - last < APART:
+            return
+        if len(entry.points) >= EACH:
+            self._drop(entry, [least(entry.points)])
+        if self._has_mark_for(entry):
+            point = self._marks.new(entry.used)
+            entry.points = (*entry.points, point)
+            self._edits.append(Mark(entry.seq_id, point.mark))
+
+    def _has_mark_for(self, entry: Entry) -> bool:
+        """See that one more checkpoint can be kept: the longest idle sequence has one less, or ``entry`` itself."""
+        while len(self._marks) >= self._marks.most:
+            holder = next((other for other in [*self._idle.values(), entry] if other.points), None)
+            if holder is None:
+                return False
+            self._drop(holder, [least(holder.points)])
+        return True
+
+    def _mark_at(self, entry: Entry, length: int) -> int | None:
+        point = latest(entry.points, length)
+        return point.mark if point is not None and point.length == length < entry.used else None
+
+    def _drop(self, entry: Entry, points: Collection[Checkpoint]) -> None:
+        """``entry`` goes back there no longer."""
+        if points:
+            entry.points = tuple([point for point in entry.points if point not in points])
+            self._edits += [Forget(mark) for mark in self._marks.drop(points)]
 
     # -- room -----------------------------------------------------------------------------------
 
@@ -615,6 +714,8 @@ class KvCache:
         del self._entries[entry.seq_id]
         self.changes += 1
         self._edits.append(Remove(entry.seq_id))
+        self._drop(entry, entry.points)
+        entry.restores = False
         self._free_ids.add(entry.seq_id)
 
     # -- what is told ---------------------------------------------------------------------------
@@ -650,3 +751,4 @@ class KvCache:
         assert not any(entry.idle and entry.restores for entry in entries.values())
         assert not any(entry.used for entry in entries.values() if entry.restores)
         assert not self._free_ids & set(entries)
+        self._marks.check_integrity([entry.points for entry in entries.values()])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 import attrs
 
+from uma_trio.kv.checkpoints import APART
 from uma_trio.kv.prefix import WORTH_SHARING, Tokens, common
 
 
@@ -21,7 +22,15 @@ class Saved:
     """Whose; nobody else gets it."""
     tokens: Tokens
     n_bytes: int
-    """Of the state."""
+    """Of the state, with its checkpoints."""
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    """Tokens and bytes of each, by length; they follow the state, in this order."""
+
+    def within(self, length: int) -> int:
+        """To how many tokens, ``length`` at most, it can be cut where that takes a checkpoint; or all of it."""
+        if length >= len(self.tokens):
+            return len(self.tokens)
+        return max([n for n, _ in self.checkpoints if n <= length], default=0)
 
 
 class Shelf:
@@ -53,14 +62,15 @@ class Shelf:
         """Keep ``state``.
 
         Returns:
-            Names of those that it makes needless, which are here no longer: what they hold, it holds as well.
+            Names of those that it makes needless, which are here no longer: what they hold, it holds as well, or all
+            but a few tokens of it.
         """
         needless = [
             other.name
             for other in self._alike(state.tenant, state.tokens)
             if other.name != state.name
             and len(other.tokens) <= len(state.tokens)
-            and (self._rewinds or len(other.tokens) == len(state.tokens))
+            and (self._rewinds or len(other.tokens) - state.within(len(other.tokens)) < APART)
             and common(other.tokens, state.tokens) == len(other.tokens)
         ]
         for name in needless:
@@ -102,8 +112,8 @@ class Shelf:
             if len(state.tokens) > most or len(prompt) < best[0]:
                 continue
             shared = common(prompt, state.tokens)
-            if not self._rewinds and shared < len(state.tokens):
-                continue
+            if not self._rewinds:
+                shared = state.within(shared)
             if shared >= WORTH_SHARING and (shared, -len(state.tokens)) > best:  # of equals the smallest
                 found, best = state, (shared, -len(state.tokens))
         return found, best[0]

@@ -82,6 +82,8 @@ class Job:
     """Tokens that are in the KV cache, or will be when the step under way is done."""
     n_cached: int = 0
     """Of its prompt; others had computed them."""
+    pause: int = 0
+    """A step ends where so many tokens of its prompt are read, and a checkpoint is made."""
     waits: bool = False
     """For another sequence to compute what both begin with."""
     tokens: list[int] = attrs.field(factory=list)
@@ -119,7 +121,9 @@ class Job:
 
     @property
     def pending(self) -> int:
-        """Tokens to be fed before the next one can be sampled."""
+        """Tokens to be fed before the next one can be sampled, or before reading pauses."""
+        if self.n_fed < self.pause:
+            return self.pause - self.n_fed
         return len(self.prompt.tokens) + len(self.tokens) - self.n_fed
 
     @property
@@ -140,7 +144,7 @@ class Job:
             tokens = [*tokens, *self.tokens[max(0, pos - n_prompt) : pos + n - n_prompt]]
         self.n_fed += n
         self.slot.context += n
-        self.slot.pending -= n
+        self.slot.pending = self.pending
         draws = (self.draw(len(self.tokens)),) if self.slot.pending == 0 else ()
         return Feed(self.seq_id, pos, tokens, draws)
 

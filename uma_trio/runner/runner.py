@@ -25,6 +25,7 @@ from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepR
 from uma_trio.engine.thread import EngineThread, Pending
 from uma_trio.errors import DecodeFailed, KvFull, QueueFull, ShuttingDown, UmaError
 from uma_trio.kv.cache import Entry, KvCache
+from uma_trio.kv.checkpoints import Checkpoints
 from uma_trio.kv.shelf import Saved
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Failure, Generate, Reason
@@ -101,6 +102,7 @@ class Runner:
             cells_per_sequence=self.facts.n_ctx_seq,
             unified=self.facts.unified,
             rewinds=self.facts.rewinds,
+            checkpoints=self.facts.checkpoints,
             states_rewind=self.facts.states_rewind,
             reuse=config.scheduling.prefix_reuse,
             worth_loading=self._worth_loading,
@@ -125,13 +127,16 @@ class Runner:
         self._stopped = False
 
     def _make_spiller(self, files: StateFiles, after_s: float, in_thread: InThread) -> Spiller:
-        async def state_bytes(seq_id: int) -> int:
-            return await self._thread.run(lambda: self._engine.state_bytes(seq_id))
+        def state_bytes(seq_id: int, points: Checkpoints) -> list[int]:
+            return [self._engine.state_bytes(seq_id), *(self._engine.mark_bytes(point.mark) for point in points)]
+
+        async def ask(seq_id: int, points: Checkpoints) -> list[int]:
+            return await self._thread.run(lambda: state_bytes(seq_id, points))
 
         return Spiller(
             self.cache,
             files,
-            state_bytes,
+            ask,
             self.wake,
             self._worth_loading,
             after_s=after_s,
@@ -510,6 +515,7 @@ class Runner:
     def _reuse(self, job: Job, n: int) -> None:
         """``job`` need not compute the first ``n`` tokens of its prompt."""
         job.n_fed = job.n_cached = job.slot.context = n
+        job.pause = self.cache.pause(job.seq_id)
         job.slot.pending = job.pending
         self._book.reused(n)
 

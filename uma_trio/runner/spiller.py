@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import attrs
@@ -21,6 +21,7 @@ import trio
 
 from uma_trio.engine.records import Load, Save, StepResult
 from uma_trio.kv.cache import Entry, KvCache
+from uma_trio.kv.checkpoints import Checkpoint, Checkpoints
 from uma_trio.kv.prefix import Tokens
 from uma_trio.kv.shelf import Saved
 from uma_trio.store.spill import SpillError
@@ -36,6 +37,9 @@ PATIENCE_S: Final = 0.25
 
 GIVE_UP_S: Final = 3.0
 """After so long what somebody waits for is not saved, or not loaded."""
+
+FILES_AT_A_TIME: Final = 4
+"""That are being written: one is synced while the next one is copied into."""
 
 LEARN_FROM_BYTES: Final = 4_000_000
 """Of a smaller state most of the time is not that of its bytes."""
@@ -67,7 +71,9 @@ class Draft(Protocol):
     def view(self) -> Any:
         """A writable buffer of as many bytes as were asked for."""
 
-    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int) -> Written: ...
+    def finish(
+        self, tokens: Tokens, *, tenant: int, n_bytes: int, extra: dict[str, Any]
+    ) -> Written: ...
     def abandon(self) -> None: ...
 
 
@@ -90,6 +96,36 @@ class StateFiles(Protocol):
         """Whether the state is still there; does not block."""
 
 
+def saved_state(name: str, tenant: int, tokens: Tokens, n_bytes: int, extra: Mapping[str, Any]) -> Saved:
+    """What a file holds, of which ``extra`` says which checkpoints follow the state.
+
+    Raises:
+        ValueError: it says what cannot be.
+    """
+    told = extra.get("checkpoints", [])
+    match told:
+        case [*pairs] if all(_is_pair(pair) for pair in pairs):
+            found = tuple([(length, size) for length, size in pairs])
+        case _:
+            raise ValueError(f"its checkpoints are {str(told)[:100]}")
+    lengths = [0, *(length for length, _ in found), len(tokens) + 1]
+    if sorted(set(lengths)) != lengths or min([1, *(n for _, n in found)]) < 1 or sum(n for _, n in found) >= n_bytes:
+        raise ValueError(f"its checkpoints are {str(told)[:100]}, of {len(tokens)} tokens in {n_bytes} bytes")
+    return Saved(name, tenant, tokens, n_bytes, found)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(number, int) for number in value)
+
+
+def _parts(view: Any, sizes: Sequence[int]) -> Iterator[Any]:
+    """``view`` cut into parts of ``sizes``, one behind the other; they let go of it when they go."""
+    at = 0
+    for size in sizes:
+        yield memoryview(view)[at : at + size]
+        at += size
+
+
 @attrs.define(eq=False)
 class Transfer:
     """One state on its way between the engine and a file."""
@@ -98,6 +134,8 @@ class Transfer:
     edit: Save | Load
     n_bytes: int
     asked_at: float
+    points: Checkpoints = ()
+    """Of the sequence that is saved."""
     done: trio.Event = attrs.field(factory=trio.Event)
     refused: str | None = "the sequence was needed before"
     """Why it did not take place; ``None`` if it did."""
@@ -112,7 +150,7 @@ class Spiller:
 
     Args:
         files: where to.
-        state_bytes: asks the engine how large a sequence's state is.
+        state_bytes: asks the engine how large a sequence's state is, and each of its checkpoints.
         wake: there is something for the next step.
         after_s: a sequence that has been idle for so long is saved, also if its room is not needed.
         in_thread: runs a blocking call.
@@ -122,7 +160,7 @@ class Spiller:
         self,
         cache: KvCache,
         files: StateFiles,
-        state_bytes: Callable[[int], Awaitable[int]],
+        state_bytes: Callable[[int, Checkpoints], Awaitable[list[int]]],
         wake: Callable[[], None],
         worth_loading: Callable[[int, int], bool],
         *,
@@ -138,6 +176,7 @@ class Spiller:
         self._in_thread = in_thread
         self._loads: list[Transfer] = []
         self._save: Transfer | None = None
+        self._writing = trio.Semaphore(FILES_AT_A_TIME)
         self._look = trio.Event()
         self._everything_saved = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -164,8 +203,11 @@ class Spiller:
         """
         for transfer in (*self._loads, *([self._save] if self._save is not None else [])):
             loads = transfer.kind == "load"
-            there = self._cache.may_restore if loads else self._cache.may_save
-            if not there(transfer.entry):
+            if loads:
+                there = self._cache.may_restore(transfer.entry)
+            else:
+                there = self._may_save(transfer.entry, transfer.points)
+            if not there:
                 self._settle(transfer)
                 continue
             ms, waited = self.predicted_ms(transfer), now - transfer.asked_at
@@ -231,7 +273,7 @@ class Spiller:
                 if entry is not None:
                     await self._save_one(entry)
                     continue
-                if self._after_s < 0:
+                if self._after_s < 0 and not self._cache.is_saving:
                     self._everything_saved.set()
                 with trio.move_on_after(LOOK_S if self._cache.has_unsaved else math.inf):
                     await self._look.wait()
@@ -242,21 +284,43 @@ class Spiller:
         self._look.set()
         await self._everything_saved.wait()
 
+    def _may_save(self, entry: Entry, points: Checkpoints) -> bool:
+        """Nothing has changed, not even which checkpoints there are."""
+        return self._cache.may_save(entry) and entry.points == points
+
     async def _save_one(self, entry: Entry) -> None:
-        n_bytes = await self._state_bytes(entry.seq_id)
-        if not self._cache.may_save(entry):
-            return
+        """Have ``entry`` copied; what follows is done beside, while the next one is."""
+        await self._writing.acquire()
+        draft = None
+        try:
+            draft = await self._copy(entry)
+        finally:
+            if draft is None:
+                self._writing.release()
+
+    async def _copy(self, entry: Entry) -> Draft | None:
+        """A file with its state, which is being finished; ``None`` if it will not be saved."""
+        points = entry.points
+        sizes = await self._state_bytes(entry.seq_id, points)
+        if not self._may_save(entry, points):
+            self._cache.not_saved(entry)
+            return None
+        n_bytes = sum(sizes)
         if not self._worth_loading(len(entry.tokens), n_bytes):
             self.meters.skipped_total += 1
             self._cache.give_up(entry)
             self._wake()
-            return
+            return None
         try:
             draft: Draft = await self._in_thread(self._files.begin, n_bytes)
         except SpillError as error:
             self._failed(entry, error)
-            return
-        transfer = self._save = Transfer(entry, Save(entry.seq_id, draft.view), n_bytes, trio.current_time())
+            return None
+        there = [(point, size) for point, size in zip(points, sizes[1:], strict=True) if size]  # or not made yet
+        into, *marked = _parts(draft.view, [sizes[0], *(size for _, size in there)])
+        marks = [(point.mark, part) for (point, _), part in zip(there, marked, strict=True)]
+        edit = Save(entry.seq_id, into, marks)
+        transfer = self._save = Transfer(entry, edit, n_bytes, trio.current_time(), points)
         try:
             self._wake()
             await transfer.done.wait()
@@ -264,19 +328,37 @@ class Spiller:
             self._save = None
         if transfer.refused is not None:
             await self._in_thread(draft.abandon)
-            if self._cache.may_save(entry):
+            if self._may_save(entry, points):
                 self._failed(entry, transfer.refused)
-            return
+            else:
+                self._cache.not_saved(entry)
+            return None
+        assert self._nursery is not None
+        self._nursery.start_soon(self._finish, transfer, draft, there)
+        return draft
+
+    async def _finish(self, transfer: Transfer, draft: Draft, there: Sequence[tuple[Checkpoint, int]]) -> None:
+        """What was copied becomes a file that lasts."""
         try:
-            n_bytes = transfer.n_bytes
+            await self._make_durable(transfer.entry, draft, transfer.n_bytes, there)
+        finally:
+            self._writing.release()
+            self.look()
+
+    async def _make_durable(
+        self, entry: Entry, draft: Draft, n_bytes: int, there: Sequence[tuple[Checkpoint, int]]
+    ) -> None:
+        try:
+            kept = [[point.length, size] for point, size in there]
+            extra: dict[str, Any] = {"checkpoints": kept} if kept else {}
             written = await self._in_thread(
-                lambda: draft.finish(entry.tokens, tenant=entry.tenant, n_bytes=n_bytes)
+                lambda: draft.finish(entry.tokens, tenant=entry.tenant, n_bytes=n_bytes, extra=extra)
             )
         except SpillError as error:
             self._failed(entry, error)
             return
         self.meters.saved(n_bytes)
-        state = Saved(written.name, entry.tenant, entry.tokens, n_bytes)
+        state = saved_state(written.name, entry.tenant, entry.tokens, n_bytes, extra)
         self._cache.shelf.keep(lambda name: name in self._files)
         for name in self._cache.saved(entry, state):
             await self._remove(name)
@@ -313,9 +395,13 @@ class Spiller:
             return
         self._learn("read", state.n_bytes, 1e3 * (time.perf_counter() - began))
         try:
-            transfer = Transfer(
-                entry, Load(entry.seq_id, len(state.tokens), reading.view), state.n_bytes, trio.current_time()
-            )
+            points = {point.length: point.mark for point in self._cache.restoring(entry, state)}
+            sizes = [size for _, size in state.checkpoints]
+            whole, *marked = _parts(reading.view, [state.n_bytes - sum(sizes), *sizes])
+            told = zip([length for length, _ in state.checkpoints], marked, strict=True)
+            marks = [(points[length], part) for length, part in told if length in points]
+            edit = Load(entry.seq_id, len(state.tokens), whole, marks)
+            transfer = Transfer(entry, edit, state.n_bytes, trio.current_time())
             self._loads.append(transfer)
             self._wake()
             await transfer.done.wait()
