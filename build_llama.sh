@@ -444,11 +444,19 @@ fi
 # The AMX kernels hand their tile configuration to the CPU through an intrinsic whose memory operand GCC 12
 # declares 8 bytes long, so the compiler drops the stores to the other 56 as dead, and the first quantized
 # matrix product crashes on a CPU with AMX.  (Without AMX it would be two to three times slower.)
+#
+# And where one matrix of weights is multiplied with several of activations, as recurrent and hybrid models do with
+# the sequences of a batch, they take what lies behind the weights in memory for those of the second one: all
+# sequences but the first get garbage.
 repair_source() {
   local file=$tree/ggml/src/ggml-cpu/amx/mmq.cpp load='    _tile_loadconfig(&tc);'
-  if [ -f "$file" ] && grep -qF "$load" "$file" && ! grep -q 'uma-trio' "$file"; then
-    awk -v load="$load" '$0 == load { print "    __asm__ volatile(\"\" : : \"r\"(&tc) : \"memory\");  // uma-trio: keeps the stores above" } { print }' \
-      "$file" >"$file.new" || no_room "$work"
+  local first='    const int64_t i2 = batch_idx % ne2;' second='    const int64_t i3 = batch_idx / ne2;'
+  if [ -f "$file" ] && ! grep -q 'uma-trio: one matrix' "$file"; then
+    awk -v load="$load" -v first="$first" -v second="$second" '
+      $0 == load && before !~ /uma-trio/ { print "    __asm__ volatile(\"\" : : \"r\"(&tc) : \"memory\");  // uma-trio: keeps the stores above" }
+      $0 == first { $0 = "    const int64_t i2 = (batch_idx % ne2) / (ne2 / t->ne[2]);  // uma-trio: one matrix may serve several" }
+      $0 == second { $0 = "    const int64_t i3 = (batch_idx / ne2) % t->ne[3];" }
+      { print; before = $0 }' "$file" >"$file.new" || no_room "$work"
     mv "$file.new" "$file"
   fi
 }

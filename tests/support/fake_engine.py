@@ -178,7 +178,8 @@ class FakeEngine:
         saved_bytes = 0
         for edit in step.edits:
             if isinstance(edit, Save | Load):
-                saved_bytes += self.state_bytes(edit.seq_id) if isinstance(edit, Save) else 0
+                if isinstance(edit, Save):
+                    saved_bytes += self.state_bytes(edit.seq_id) + sum(len(into) for _, into in edit.marks)
                 copied_ms += self._copy_state(edit, refused)
             elif isinstance(edit, Forget):
                 self.marks.pop(edit.mark, None)

@@ -390,9 +390,11 @@ class KvCache:
         chosen = next((entry for entry in unsaved if entry.wanted), None)
         if chosen is None and unsaved and (self._is_short or unsaved[0].idle_since <= idle_before):
             chosen = unsaved[0]
-        if chosen is not None:
-            self._saving.add(chosen)
         return chosen
+
+    def save(self, entry: Entry) -> None:
+        """``entry`` is on its way to the shelf: ``saved``, ``give_up`` or ``not_saved`` follows."""
+        self._saving.add(entry)
 
     @property
     def somebody_waits(self) -> bool:

@@ -290,6 +290,7 @@ class Spiller:
 
     async def _save_one(self, entry: Entry) -> None:
         """Have ``entry`` copied; what follows is done beside, while the next one is."""
+        self._cache.save(entry)
         await self._writing.acquire()
         draft = None
         try:
