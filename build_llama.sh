@@ -446,8 +446,9 @@ fi
 # matrix product crashes on a CPU with AMX.  (Without AMX it would be two to three times slower.)
 #
 # And where one matrix of weights is multiplied with several of activations, as recurrent and hybrid models do with
-# the sequences of a batch, they take what lies behind the weights in memory for those of the second one: all
-# sequences but the first get garbage.
+# the sequences of a batch, they take what lies behind the weights in memory for those of the second one, and add
+# offsets in bytes to pointers to floats: all sequences but the first get garbage, and what lies behind the result
+# is overwritten.
 repair_source() {
   local file=$tree/ggml/src/ggml-cpu/amx/mmq.cpp load='    _tile_loadconfig(&tc);'
   local first='    const int64_t i2 = batch_idx % ne2;' second='    const int64_t i3 = batch_idx / ne2;'
@@ -456,6 +457,8 @@ repair_source() {
       $0 == load && before !~ /uma-trio/ { print "    __asm__ volatile(\"\" : : \"r\"(&tc) : \"memory\");  // uma-trio: keeps the stores above" }
       $0 == first { $0 = "    const int64_t i2 = (batch_idx % ne2) / (ne2 / t->ne[2]);  // uma-trio: one matrix may serve several" }
       $0 == second { $0 = "    const int64_t i3 = (batch_idx / ne2) % t->ne[3];" }
+      /dst_offset +=/ { sub(/ggml_batch_offset\(dst, +batch_idx, ne2\)/, "& / (int64_t) sizeof(float)") }
+      /src1_offset +=/ && before ~ /src0_offset/ { sub(/ggml_batch_offset\(src1, batch_idx, ne2\)/, "& / (int64_t) sizeof(float)") }
       { print; before = $0 }' "$file" >"$file.new" || no_room "$work"
     mv "$file.new" "$file"
   fi
