@@ -131,6 +131,39 @@ async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
     daemon.settled()
 
 
+@pytest.mark.slow
+async def test_a_seed_gives_the_same_text_beside_31_others(daemon):
+    """At temperatures that people use."""
+    requests = [
+        {"messages": chat(question), "max_tokens": 40, "temperature": 0.9, "top_p": 0.95, "seed": seed, "ignore_eos": True}
+        for seed, question in enumerate(QUESTIONS[::8])
+    ]
+    alone = [daemon.ask(**request) for request in requests]
+    begun = 0
+    async with trio.open_nursery() as nursery:
+
+        async def share(seed):
+            nonlocal begun
+            async with daemon.client() as client:
+                fields = {"prompt": f"Hello {seed}", "max_tokens": 3000, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+                async for event in client.generate(**fields):
+                    begun += event["event"] == "token"
+
+        before = daemon.metrics()
+        for seed in range(31):
+            nursery.start_soon(share, seed)
+        while begun < 31 * 3:
+            await trio.sleep(0.001)
+        shared = [await streamed(daemon, [], 0, **request) for request in requests]
+        batch = average_batch(before, daemon.metrics())
+        nursery.cancel_scope.cancel()
+    same = sum(one.ids == many.ids for one, many in zip(alone, shared, strict=True))
+    print(f"{same} of {len(alone)} sampled texts are the same in a batch of {batch:.1f}")
+    assert batch > 16
+    assert same >= len(alone) - 1  # as above
+    daemon.settled()
+
+
 async def test_without_a_seed_the_one_that_was_chosen_is_told(daemon):
     request = {"messages": chat(LONG), "max_tokens": 30, "temperature": 2.0}
     chosen = daemon.ask(**request)
