@@ -236,3 +236,46 @@ async def test_at_most_one_copy_a_step(autojump_clock):
         for step in house.engine.steps:
             assert sum(isinstance(edit, Save | Load) for edit in step.edits) <= 1
         await house.clean()
+
+
+@pytest.mark.slow
+async def test_an_hour_of_500_conversations_in_room_for_20(autojump_clock):
+    files, rng = MemoryFiles(), random.Random(5)
+    engine = FakeEngine(n_ctx=20 * 256, n_seq_max=20, unified=False)
+    async with asking(engine, files, spill_after_s=30, max_queue=1000) as house:
+        seen = 0
+
+        async def watch() -> None:
+            nonlocal seen
+            while True:
+                house.runner.check_integrity()
+                kv = house.runner.cache.statistics()
+                assert kv.cells_reserved + kv.cached_cells <= kv.cells
+                assert kv.saved_states <= 500
+                seen += 1
+                await trio.sleep(5)
+
+        async def talk(n: int) -> None:
+            said: list[int] = []
+            for at in sorted(rng.uniform(0, 3600) for _ in range(3)):
+                await trio.sleep_until(began + at)
+                prompt = [*said, *story(1000 + n, rng.randint(16, 30))]
+                client = await house.answer(prompt, 6, durable=True)
+                assert is_right(client)
+                assert client.reason == "length"
+                said = [*prompt, *client.tokens]
+
+        began = trio.current_time()
+        async with trio.open_nursery() as watching:
+            watching.start_soon(watch)
+            async with trio.open_nursery() as nursery:
+                for n in range(500):
+                    nursery.start_soon(talk, n)
+            watching.cancel_scope.cancel()
+        assert seen > 600
+        found = house.runner.snapshot()["spill"]
+        assert (found["failed_total"], found["unusable_total"]) == (0, 0)
+        assert found["loaded_total"] > 500  # short ones are quicker to compute
+        await settled(house)
+        await house.clean()
+        assert files.open_files == 0
