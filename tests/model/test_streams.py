@@ -92,6 +92,31 @@ async def test_json_is_cbor_and_streamed_is_not_streamed(daemon):
         assert len(answer.events) == (len(reference.events) if stream else 1)
 
 
+async def the_same_beside(daemon, others, requests, alone):
+    """How many of ``requests``, one after another beside so many endless streams, say what they said ``alone``; the batch."""
+    begun = 0
+    async with trio.open_nursery() as nursery:
+
+        async def share(seed):
+            nonlocal begun
+            async with daemon.client() as client:
+                fields = {"prompt": "Hello", "max_tokens": 3000, "temperature": 1.0, "seed": seed, "ignore_eos": True}
+                async for event in client.generate(**fields):
+                    begun += event["event"] == "token"
+
+        before = daemon.metrics()
+        for seed in range(others):
+            nursery.start_soon(share, seed)
+        while begun < 3 * others:
+            await trio.sleep(0.001)
+        shared = [await streamed(daemon, [], 0, **request) for request in requests]
+        batch = average_batch(before, daemon.metrics())
+        nursery.cancel_scope.cancel()
+    same = sum(one.ids == many.ids for one, many in zip(alone, shared, strict=True))
+    print(f"{same} of {len(alone)} sampled texts are the same in a batch of {batch:.1f}")
+    return same, batch
+
+
 async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
     """Hot enough for every seed to say something else.
 
@@ -106,26 +131,7 @@ async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
     alone = [daemon.ask(**request) for request in requests]
     assert [answer.last["seed"] for answer in alone] == list(range(8))
     assert len({answer.text for answer in alone}) == 8, "the seeds make no difference"
-    begun = 0
-    async with trio.open_nursery() as nursery:
-
-        async def share(seed):
-            nonlocal begun
-            async with daemon.client() as client:
-                fields = {"prompt": "Hello", "max_tokens": 3000, "temperature": 1.0, "seed": seed, "ignore_eos": True}
-                async for event in client.generate(**fields):
-                    begun += event["event"] == "token"
-
-        before = daemon.metrics()
-        for seed in range(3):
-            nursery.start_soon(share, seed)
-        while begun < 9:
-            await trio.sleep(0.001)
-        shared = [await streamed(daemon, [], 0, **request) for request in requests]
-        batch = average_batch(before, daemon.metrics())
-        nursery.cancel_scope.cancel()
-    same = sum(one.ids == many.ids for one, many in zip(alone, shared, strict=True))
-    print(f"{same} of {len(alone)} sampled texts are the same in a batch of {batch:.1f}")
+    same, batch = await the_same_beside(daemon, 3, requests, alone)
     assert batch > 2
     assert same >= len(alone) - 1  # the last bits of a logit may decide for one of two hundred tokens
     daemon.settled()
@@ -139,26 +145,7 @@ async def test_a_seed_gives_the_same_text_beside_31_others(daemon):
         for seed, question in enumerate(QUESTIONS[::8])
     ]
     alone = [daemon.ask(**request) for request in requests]
-    begun = 0
-    async with trio.open_nursery() as nursery:
-
-        async def share(seed):
-            nonlocal begun
-            async with daemon.client() as client:
-                fields = {"prompt": f"Hello {seed}", "max_tokens": 3000, "temperature": 1.0, "seed": seed, "ignore_eos": True}
-                async for event in client.generate(**fields):
-                    begun += event["event"] == "token"
-
-        before = daemon.metrics()
-        for seed in range(31):
-            nursery.start_soon(share, seed)
-        while begun < 31 * 3:
-            await trio.sleep(0.001)
-        shared = [await streamed(daemon, [], 0, **request) for request in requests]
-        batch = average_batch(before, daemon.metrics())
-        nursery.cancel_scope.cancel()
-    same = sum(one.ids == many.ids for one, many in zip(alone, shared, strict=True))
-    print(f"{same} of {len(alone)} sampled texts are the same in a batch of {batch:.1f}")
+    same, batch = await the_same_beside(daemon, 31, requests, alone)
     assert batch > 16
     assert same >= len(alone) - 1  # as above
     daemon.settled()
