@@ -80,9 +80,8 @@ class Book:
         return iter(list(self._sessions.values()))
 
     def add(self, session: Session) -> None:
-        """A session that was there before."""
+        """A session that was there before, used no earlier than those that were added."""
         self._sessions[session.key] = session
-        self._sessions = OrderedDict(sorted(self._sessions.items(), key=lambda item: item[1].used_at))
 
     def of(self, tenant: int) -> list[Session]:
         """A user's, the last used first."""
