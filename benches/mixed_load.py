@@ -144,13 +144,13 @@ def _line(name: str, tracks: Sequence[Track] | None, itl_ms: list[float]) -> lis
 
 
 def _show_batches(counted: Counters | None) -> None:
-    if counted is None or not counted.batch_calls:
+    if counted is None or not counted.ticks:
         click.echo("batches       the server does not tell")
         return
-    fed = (counted.tokens + counted.prompt_tokens) / counted.batch_calls
+    fed = (counted.tokens + counted.prompt_tokens) / counted.ticks
     click.echo(
-        f"batches       {counted.batch_calls} llama_decode calls; on average {cell(counted.average_batch, 2)} sequences "
-        f"(the server's avg_batch), {cell(counted.tokens_per_call, 2)} tokens generated, {fed:.1f} tokens in and out"
+        f"batches       {counted.ticks} ticks; on average {cell(counted.average_batch, 2)} sequences "
+        f"(the server's avg_batch), {cell(counted.tokens_per_tick, 2)} tokens generated, {fed:.1f} tokens in and out"
     )
 
 

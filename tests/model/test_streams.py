@@ -55,9 +55,9 @@ async def together(daemon, requests):
 
 def average_batch(before, after):
     def rows(snapshot):
-        return (snapshot["avg_batch"] or 0) * snapshot["batch_calls_total"]
+        return (snapshot["avg_batch"] or 0) * snapshot["ticks_total"]
 
-    return (rows(after) - rows(before)) / (after["batch_calls_total"] - before["batch_calls_total"])
+    return (rows(after) - rows(before)) / (after["ticks_total"] - before["ticks_total"])
 
 
 def n_switches(arrivals):

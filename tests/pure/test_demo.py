@@ -45,7 +45,7 @@ def track(name, times, *, sent=0.0, interactive=True, reason="stop", texts=None,
 
 
 def counted(calls=10, rows=25.0, tokens=30, prompt_tokens=100):
-    return Counters(batch_calls=calls, batch_rows=rows, tokens=tokens, prompt_tokens=prompt_tokens)
+    return Counters(ticks=calls, batch_rows=rows, tokens=tokens, prompt_tokens=prompt_tokens)
 
 
 def mixed():
@@ -134,7 +134,7 @@ def test_everything_well_is_a_go():
     assert all(check.passed for check in checks.values())
     assert card.tokens_per_s == pytest.approx(7)
     assert card.average_batch == pytest.approx(2.5)
-    assert card.tokens_per_call == pytest.approx(3.0)
+    assert card.tokens_per_tick == pytest.approx(3.0)
 
 
 def test_a_stream_cut_short_is_no_go():
@@ -195,11 +195,11 @@ def test_texts_may_come_in_other_pieces():
 
 
 def test_counters_are_differences_of_snapshots():
-    before = Counters.of({"batch_calls_total": 0, "tokens_total": 0, "prompt_tokens_total": 0})
-    after = {"batch_calls_total": 4, "avg_batch": 2.5, "tokens_total": 9, "prompt_tokens_total": 7}
+    before = Counters.of({"ticks_total": 0, "tokens_total": 0, "prompt_tokens_total": 0})
+    after = {"ticks_total": 4, "avg_batch": 2.5, "tokens_total": 9, "prompt_tokens_total": 7}
     assert Counters.of(after).since(before) == counted(calls=4, rows=10.0, tokens=9, prompt_tokens=7)
     assert before.average_batch is None
-    assert before.tokens_per_call is None
+    assert before.tokens_per_tick is None
 
 
 # -- what is asked, what is seen -----------------------------------------------------------------

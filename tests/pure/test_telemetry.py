@@ -56,12 +56,12 @@ def test_a_new_one_has_measured_nothing() -> None:
 def test_ticks_add_up() -> None:
     telemetry = Telemetry()
     telemetry.tick(n_rows=3, n_prompt_tokens=0, n_tokens=3, decode_ms=10, sample_ms=1)
-    telemetry.tick(n_rows=2, n_prompt_tokens=30, n_tokens=2, decode_ms=20, sample_ms=2)
+    telemetry.tick(n_rows=2, n_prompt_tokens=30, n_tokens=2, n_calls=4, decode_ms=20, sample_ms=2)
     telemetry.rejected["E_PROTO_BUSY"] += 1
     for gap in (10.0, 20.0, 30.0):
         telemetry.inter_token_ms.add(gap)
     snapshot = telemetry.snapshot()
-    assert snapshot["batch_calls_total"] == 2
+    assert (snapshot["ticks_total"], snapshot["batch_calls_total"]) == (2, 5)
     assert snapshot["avg_batch"] == 2.5
     assert snapshot["prompt_tokens_total"] == 30
     assert (snapshot["decode_ms_avg"], snapshot["sample_ms_avg"]) == (15.0, 1.5)

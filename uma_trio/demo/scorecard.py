@@ -30,26 +30,26 @@ MIN_SHARE_OF_SWITCHES: Final = 0.5
 class Counters:
     """What the server has counted since its start."""
 
-    batch_calls: int
+    ticks: int
     batch_rows: float
-    """Sequences served, summed over the calls."""
+    """Sequences served, summed over the ticks."""
     tokens: int
     prompt_tokens: int
 
     @classmethod
     def of(cls, snapshot: dict[str, Any]) -> Counters:
         """From a metrics event; its average is rounded, so ``batch_rows`` is good to a tenth of a percent."""
-        calls = snapshot["batch_calls_total"]
+        ticks = snapshot["ticks_total"]
         return cls(
-            batch_calls=calls,
-            batch_rows=calls * (snapshot.get("avg_batch") or 0.0),
+            ticks=ticks,
+            batch_rows=ticks * (snapshot.get("avg_batch") or 0.0),
             tokens=snapshot["tokens_total"],
             prompt_tokens=snapshot["prompt_tokens_total"],
         )
 
     def since(self, before: Counters) -> Counters:
         return Counters(
-            batch_calls=self.batch_calls - before.batch_calls,
+            ticks=self.ticks - before.ticks,
             batch_rows=self.batch_rows - before.batch_rows,
             tokens=self.tokens - before.tokens,
             prompt_tokens=self.prompt_tokens - before.prompt_tokens,
@@ -57,13 +57,13 @@ class Counters:
 
     @property
     def average_batch(self) -> float | None:
-        """Sequences in a llama_decode call."""
-        return self.batch_rows / self.batch_calls if self.batch_calls else None
+        """Sequences in a tick."""
+        return self.batch_rows / self.ticks if self.ticks else None
 
     @property
-    def tokens_per_call(self) -> float | None:
-        """Generated tokens that a llama_decode call yields."""
-        return self.tokens / self.batch_calls if self.batch_calls else None
+    def tokens_per_tick(self) -> float | None:
+        """Generated tokens that a tick yields."""
+        return self.tokens / self.ticks if self.ticks else None
 
 
 @attrs.frozen(kw_only=True)
@@ -97,8 +97,8 @@ class Scorecard:
 
     streams: tuple[StreamScore, ...]
     average_batch: float | None
-    tokens_per_call: float | None
-    batch_calls: int
+    tokens_per_tick: float | None
+    ticks: int
     wall_s: float
     tokens_per_s: float
     checks: tuple[Check, ...]
@@ -144,8 +144,8 @@ def score(
     return Scorecard(
         streams=tuple(score_stream(track) for track in together),
         average_batch=counted.average_batch,
-        tokens_per_call=counted.tokens_per_call,
-        batch_calls=counted.batch_calls,
+        tokens_per_tick=counted.tokens_per_tick,
+        ticks=counted.ticks,
         wall_s=wall_s,
         tokens_per_s=sum(track.n_tokens for track in together) / wall_s if wall_s > 0 else 0.0,
         checks=(
@@ -181,7 +181,7 @@ def _batched(counted: Counters) -> Check:
     return Check(
         name="average batch",
         passed=average >= MIN_AVERAGE_BATCH,
-        detail=f"{average:.2f} sequences in each of {counted.batch_calls:,} llama_decode calls; "
+        detail=f"{average:.2f} sequences in each of {counted.ticks:,} ticks; "
         f"at least {MIN_AVERAGE_BATCH} are asked for",
     )
 

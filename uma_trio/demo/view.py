@@ -125,7 +125,7 @@ class Scene(Unwatched):
             return Text("starting", style="dim")
         tick = f", {self._tick_ms:.1f} ms each" if self._tick_ms is not None else ""
         return Text(
-            f"{counted.batch_calls:,} ticks{tick} · {counted.average_batch:.2f} sequences a tick · "
+            f"{counted.ticks:,} ticks{tick} · {counted.average_batch:.2f} sequences a tick · "
             f"{counted.tokens:,} tokens generated · {counted.prompt_tokens:,} prompt tokens read",
             style="dim",
         )
@@ -176,11 +176,11 @@ def scorecard(card: Scorecard) -> RenderableType:
                 for value in (stream.ttft_ms, stream.itl_p50_ms, stream.itl_p95_ms, stream.itl_max_ms)
             ),
         )
-    tokens_per_call = f", {card.tokens_per_call:.2f} new tokens" if card.tokens_per_call is not None else ""
+    tokens_per_tick = f", {card.tokens_per_tick:.2f} new tokens" if card.tokens_per_tick is not None else ""
     batch = "-" if card.average_batch is None else f"{card.average_batch:.2f}"
     summary = Text(
         f"{card.wall_s:.1f} s side by side, {card.tokens_per_s:.0f} tokens/s; "
-        f"a llama_decode call serves {batch} sequences on average{tokens_per_call}"
+        f"a tick serves {batch} sequences on average{tokens_per_tick}"
     )
     checks = Table.grid(padding=(0, 2))
     for check in card.checks:

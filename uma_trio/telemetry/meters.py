@@ -65,6 +65,7 @@ class Telemetry:
 
     tokens_total: int = 0
     prompt_tokens_total: int = 0
+    ticks_total: int = 0
     batch_calls_total: int = 0
     batch_rows_total: int = 0
     chained_total: int = 0
@@ -116,6 +117,7 @@ class Telemetry:
         bytes_moved: float = 0.0,
     ) -> None:
         """One tick has ended that served ``n_rows`` sequences and gave ``n_tokens``."""
+        self.ticks_total += 1
         self.batch_calls_total += n_calls
         self.batch_rows_total += n_rows
         self.prompt_tokens_total += n_prompt_tokens
@@ -140,13 +142,14 @@ class Telemetry:
         return {
             "tokens_total": self.tokens_total,
             "prompt_tokens_total": self.prompt_tokens_total,
+            "ticks_total": self.ticks_total,
             "batch_calls_total": calls,
             "chained_total": self.chained_total,
             "prompts_reused_total": self.prompts_reused_total,
             "cached_tokens_total": self.cached_tokens_total,
             "drafted_total": self.drafted_total,
             "accepted_total": self.accepted_total,
-            "avg_batch": round(self.batch_rows_total / calls, 3) if calls else None,
+            "avg_batch": round(self.batch_rows_total / self.ticks_total, 3) if self.ticks_total else None,
             "p50_ms": p50,
             "p95_ms": p95,
             "p99_ms": p99,
