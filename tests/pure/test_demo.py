@@ -44,8 +44,8 @@ def track(name, times, *, sent=0.0, interactive=True, reason="stop", texts=None,
     return Track(stream=Stream(name=name, questions=(asked,), interactive=interactive), answers=[answer])
 
 
-def counted(calls=10, rows=25.0, tokens=30, prompt_tokens=100):
-    return Counters(ticks=calls, batch_rows=rows, tokens=tokens, prompt_tokens=prompt_tokens)
+def counted(ticks=10, rows=25.0, tokens=30, prompt_tokens=100):
+    return Counters(ticks=ticks, batch_rows=rows, tokens=tokens, prompt_tokens=prompt_tokens)
 
 
 def mixed():
@@ -157,9 +157,9 @@ def test_one_after_another_is_not_interleaved():
     assert not judged(streams)[1]["tokens interleaved"].passed
 
 
-@pytest.mark.parametrize(("calls", "rows", "passed"), [(10, 14.9, False), (10, 15.0, True), (0, 0.0, False)])
-def test_the_average_batch_that_is_asked_for(calls, rows, passed):
-    assert judged(mixed(), counters=counted(calls=calls, rows=rows))[1]["average batch"].passed is passed
+@pytest.mark.parametrize(("ticks", "rows", "passed"), [(10, 14.9, False), (10, 15.0, True), (0, 0.0, False)])
+def test_the_average_batch_that_is_asked_for(ticks, rows, passed):
+    assert judged(mixed(), counters=counted(ticks=ticks, rows=rows))[1]["average batch"].passed is passed
 
 
 @pytest.mark.parametrize(("allowed", "passed"), [(299.0, False), (301.0, True)])
@@ -197,7 +197,7 @@ def test_texts_may_come_in_other_pieces():
 def test_counters_are_differences_of_snapshots():
     before = Counters.of({"ticks_total": 0, "tokens_total": 0, "prompt_tokens_total": 0})
     after = {"ticks_total": 4, "avg_batch": 2.5, "tokens_total": 9, "prompt_tokens_total": 7}
-    assert Counters.of(after).since(before) == counted(calls=4, rows=10.0, tokens=9, prompt_tokens=7)
+    assert Counters.of(after).since(before) == counted(ticks=4, rows=10.0, tokens=9, prompt_tokens=7)
     assert before.average_batch is None
     assert before.tokens_per_tick is None
 
