@@ -424,6 +424,22 @@ def test_links_pipes_and_strangers_are_left_alone(path: Path, folder: SpillFolde
 # -- what was altered ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("readers", [2, 8, 99])
+@pytest.mark.parametrize("page", range(4))
+def test_each_page_is_checked_however_many_check_them(path: Path, readers: int, page: int) -> None:
+    folder = opened(path, readers=readers)
+    whole = os.urandom(3 * PAGE_BYTES + 17)
+    state = save(folder, whole)
+    assert content(folder, state.name) == whole
+    file = file_of(path, state)
+    data = bytearray(file.read_bytes())
+    data[PAYLOAD_AT + page * PAGE_BYTES + 16] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptState, match=f"altered between byte {page * PAGE_BYTES} and"):
+        folder.open(state.name)
+    folder.close()
+
+
 SAMPLE = np.random.default_rng(3).bytes(700)
 
 

@@ -35,6 +35,7 @@ class MemoryFiles:
     """What is read is not what was written, and its checksums say so."""
     garbled: bool = False
     """What is read is no state, and nothing says so."""
+    readers: int = 1
     open_files: int = 0
     _names: Any = attrs.field(factory=lambda: itertools.count(1))
 

@@ -26,6 +26,9 @@ log = structlog.get_logger("uma_trio.daemon")
 
 MB: Final = 1_000_000
 
+MOST_READERS: Final = 8
+"""Threads that check one state; they read it from memory, mostly, which more would not do any faster."""
+
 
 @attrs.frozen
 class Memory:
@@ -66,6 +69,7 @@ def open_memory(config: Config, model: LoadedModel) -> Iterator[Memory]:
                     folder / "states",
                     max_bytes=config.sessions.spill_max_mb * MB,
                     fingerprint=model.state_name,
+                    readers=min(MOST_READERS, model.engine.facts.spare_cores),
                 )
                 stack.callback(files.close)
                 states = [*_usable(files.scan())]

@@ -16,6 +16,11 @@ def default_threads() -> int:
     return max(1, physical_cores() - 1)
 
 
+def spare_cores(threads: int, *, on_gpu: bool) -> int:
+    """Cores, at least one, that a step on so many compute threads leaves to others: where a GPU computes, all but one."""
+    return max(1, physical_cores() - (1 if on_gpu else threads))
+
+
 def physical_cores() -> int:
     """Cores that this process may use, two hardware threads of one core counted once.
 

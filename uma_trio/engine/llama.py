@@ -15,7 +15,7 @@ import attrs
 import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.bandwidth import memory_bytes_per_s
-from uma_trio.engine.cores import default_threads
+from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.layout import (
     Choice,
     Choices,
@@ -110,6 +110,7 @@ class LlamaEngine:
             kv_bytes_per_token=_shape(self._model).bytes_per_token(settings),
             n_layer=self._model.n_layer,
             n_embd=self._model.n_embd,
+            spare_cores=spare_cores(self._options.n_threads, on_gpu=_has_gpu(library, settings)),
         )
 
     def _most_checkpoints(self) -> int:

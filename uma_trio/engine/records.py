@@ -69,6 +69,8 @@ class ModelFacts:
     n_embd: int = 0
     memory_bytes_per_s: float | None = None
     """What the memory that holds the weights can move; ``None`` where that was not measured."""
+    spare_cores: int = 1
+    """That steps leave to others."""
 
     @property
     def window(self) -> int:

@@ -48,7 +48,7 @@ LOOK_S: Final = 1.0
 """How often it is looked for sequences that have been idle for long enough."""
 
 FIRST_BYTES_A_MS: Final = {"save": 2e6, "load": 1e7, "read": 1e6}
-"""What copying is believed to do before any was seen."""
+"""What copying is believed to do before any was seen, and what each reader."""
 
 WEIGHT: Final = 0.3
 """Of the latest copy in the average."""
@@ -87,6 +87,10 @@ class Reading(Protocol):
 
 class StateFiles(Protocol):
     """Where states are kept; all calls block, and raise ``SpillError`` with the reason."""
+
+    @property
+    def readers(self) -> int:
+        """Threads that read one state together."""
 
     def begin(self, n_bytes: int) -> Draft: ...
     def open(self, name: str) -> Reading: ...
@@ -180,7 +184,7 @@ class Spiller:
         self._look = trio.Event()
         self._everything_saved = trio.Event()
         self._nursery: trio.Nursery | None = None
-        self._bytes_a_ms = dict(FIRST_BYTES_A_MS)
+        self._bytes_a_ms = {**FIRST_BYTES_A_MS, "read": files.readers * FIRST_BYTES_A_MS["read"]}
         self.meters = SpillMeters()
 
     # -- asked by the runner, between ticks -----------------------------------------------------

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -93,13 +94,15 @@ class SpillFolder:
         max_bytes: of all files that are kept; more only while one that was removed is still open.
         fingerprint: says which library, model and layout of contexts states belong to.  Those of another are
             foreign: they are not listed, and stay until they are the longest unused.
+        readers: threads that check one state together, of which each does about 1 GB/s.
 
     Raises:
         SpillError: the folder, or the key in it, cannot be used.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, fingerprint: bytes | str) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int, fingerprint: bytes | str, readers: int = 1) -> None:
         self.max_bytes = max_bytes
+        self.readers = readers
         self.set_aside = 0
         """Files found damaged since this object was made."""
         self.problems: list[str] = []
@@ -320,13 +323,23 @@ class SpillFolder:
             os.close(descriptor)
 
     def _check_pages(self, descriptor: int, n_bytes: int, codes: list[bytes]) -> None:
+        n = min(self.readers, len(codes))
+        if n == 1:
+            self._check_each(descriptor, n_bytes, codes, range(len(codes)))
+            return
+        shares = [range(first, len(codes), n) for first in range(n)]
+        with ThreadPoolExecutor(n, "uma-state") as threads:
+            for _ in threads.map(lambda share: self._check_each(descriptor, n_bytes, codes, share), shares):
+                pass  # what one raises is raised here
+
+    def _check_each(self, descriptor: int, n_bytes: int, codes: list[bytes], share: range) -> None:
         """Read, not through the mapping: there a bad sector would be the end of the process."""
         buffer = memoryview(bytearray(min(PAGE_BYTES, n_bytes)))
-        for i, code in enumerate(codes):
+        for i in share:
             page = buffer[: min(PAGE_BYTES, n_bytes - i * PAGE_BYTES)]
             if read_into(descriptor, page, PAYLOAD_AT + i * PAGE_BYTES) < len(page):
                 raise Unusable("it was cut off")
-            if not is_page(page, code, self._key):
+            if not is_page(page, codes[i], self._key):
                 raise Unusable(f"it was altered between byte {i * PAGE_BYTES} and {i * PAGE_BYTES + len(page)}")
 
     def _set_aside(self, file: str) -> None:
