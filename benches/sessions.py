@@ -75,9 +75,9 @@ class Times:
     state_mb: float = math.nan
 
 
-async def three_ways(serving: Serving, texts: Sequence[str], state: Path) -> list[Times]:
-    """Each text a session: begun, gone on with, and gone on with in a server that was started anew."""
-    flags = [*uma_trio_flags(serving), "--state-dir", str(state), *SPILL_NOW]
+async def three_ways(serving: Serving, texts: Sequence[str], state: Path, spill_mb: int) -> tuple[list[Times], dict[str, Any]]:
+    """Each text a session: begun, gone on with, and gone on with in a server that was started anew; what the first saved."""
+    flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--spill-max-mb", str(spill_mb), *SPILL_NOW]
     found = []
     async with uma_trio_rig(flags) as rig, open_client(path_of(rig)) as client:
         await ttft(client, "warm up", "Hello")
@@ -87,7 +87,7 @@ async def three_ways(serving: Serving, texts: Sequence[str], state: Path) -> lis
             if last["usage"]["cached_tokens"] < len(text.split()):
                 raise click.ClickException(f"the session was not in the cache: {last['usage']}")
             found.append(Times(cold, warm))
-        await spilled(client, len(texts))
+        saved = await spilled(client, len(texts))
     async with uma_trio_rig(flags) as rig, open_client(path_of(rig)) as client:
         await ttft(client, "warm up", "Hello")
         before = 0
@@ -97,14 +97,14 @@ async def three_ways(serving: Serving, texts: Sequence[str], state: Path) -> lis
             counted = await spilled(client, 0)
             times.state_mb = (counted["loaded_bytes_total"] - before) / MB
             before = counted["loaded_bytes_total"]
-    return found
+    return found, saved
 
 
 def path_of(rig: Rig) -> Path:
     return Path(rig.transport.path)  # type: ignore[attr-defined]
 
 
-def show(times: Sequence[Times]) -> str:
+def show(times: Sequence[Times], saved: dict[str, Any]) -> str:
     def of(name: str) -> list[float]:
         return [getattr(one, name) for one in times]
 
@@ -113,9 +113,13 @@ def show(times: Sequence[Times]) -> str:
         [name, cell(statistics.median(of(key))), cell(max(of(key))), f"{statistics.median(of(key)) / cold:.2%}"]
         for name, key in (("cold", "cold_ms"), ("in the cache", "warm_ms"), ("after a restart", "restored_ms"))
     ]
-    mb = statistics.median(of("state_mb"))
-    what = f"{mb:,.1f} MB of {times[0].restored_tokens} tokens were read" if mb else "computed: quicker than reading"
-    return f"{table(('session', 'TTFT p50 ms', 'max', 'of cold'), lines)}\n\nafter a restart: {what}"
+    read = [one.state_mb for one in times if one.state_mb]
+    what = f", {statistics.median(read):,.1f} MB of {times[0].restored_tokens} tokens each" if read else ""
+    return (
+        f"{table(('session', 'TTFT p50 ms', 'max', 'of cold'), lines)}\n\n"
+        f"saved {saved['saved_total']}, not worth it {saved['skipped_total']}, failed {saved['failed_total']}; "
+        f"after a restart {len(read)} of {len(times)} were read{what}"
+    )
 
 
 # -- more than there is room for --------------------------------------------------------------------
@@ -235,7 +239,7 @@ def texts_of(tokenizer: Tokenizer, rng: random.Random, turns: int, first: int, l
 @click.option("--later", type=click.IntRange(4), default=60, help="With --churn: of each later one.")
 @click.option("--answer", type=click.IntRange(1), default=24, help="With --churn: tokens generated in a turn.")
 @click.option("--hour", type=click.FloatRange(0.001), default=0.1, help="With --churn: how long the hour lasts, in hours.")
-@click.option("--spill-mb", type=click.IntRange(1), default=8192, help="With --churn: most megabytes of states on disk.")
+@click.option("--spill-mb", type=click.IntRange(1), default=8192, help="Most megabytes of states on disk.")
 @click.option("--state-dir", type=click.Path(file_okay=False, path_type=Path), help="Where to; a temporary folder if not given.")
 @click.option("--seed", type=int, default=0, help="Of words and moments.")
 @places()
@@ -262,14 +266,14 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         serving = Serving(model=place.model, threads=place.threads, parallel=repeat + 1, ctx=(repeat + 1) * window)
         click.echo(f"server    {serving}\nload      {repeat} sessions of {options['tokens']} tokens, seed {options['seed']}\n")
 
-        async def work() -> list[Times]:
-            return await three_ways(serving, texts, Path(folder))
+        async def work() -> tuple[list[Times], dict[str, Any]]:
+            return await three_ways(serving, texts, Path(folder), options["spill_mb"])
 
-        times = carry_out(work)
+        times, saved = carry_out(work)
         file = RunsFile(csv_file, ["session", *[field.name for field in attrs.fields(Times)]])
         for n, one in enumerate(times, 1):
             file.add(n, *attrs.astuple(one))
-        click.echo(show(times))
+        click.echo(show(times, saved))
 
 
 def _churn(place: Place, options: dict[str, Any], tokenizer: Tokenizer, rng: random.Random, folder: Path, csv_file: Path | None) -> None:
