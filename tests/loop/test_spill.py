@@ -118,7 +118,7 @@ async def test_a_new_server_finds_what_the_old_one_saved(autojump_clock):
     async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as house:
         said = [await told(house, n) for n in range(5)]
         with trio.fail_after(100):
-            await house.runner.save_sessions()
+            await house.runner.states.save_everything()
         assert len(files.states) == 5
     async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as house:
         for n, tokens in enumerate(said):
@@ -192,7 +192,7 @@ async def test_streams_are_not_made_late_by_copies(autojump_clock):
     engine = FakeEngine(n_ctx=65_536, n_seq_max=3)
     async with asking(engine, files, spill_after_s=NEVER) as house:
         first = await house.answer(story(1, 20_000), 8, durable=True)
-        house.runner._spiller._bytes_a_ms["save"] = 20_000 * 12_288 / 200
+        house.runner.pace.bytes_a_ms["save"] = 20_000 * 12_288 / 200
         talker = house.ask(story(2), 400, slo={"target_tbt_ms": 50} and talks())
         other = house.ask(story(3, 60_000), 8)  # needs the room
         await house.ended(talker)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
+import attrs
 import structlog
 
 from uma_trio.engine.records import ModelFacts
 from uma_trio.errors import UmaError
+from uma_trio.kv.cache import KvCache
 from uma_trio.protocol.messages import Reason
 from uma_trio.runner.flight import Delivery, Landed
 from uma_trio.runner.job import Job
+from uma_trio.runner.pace import Pace
+from uma_trio.runner.spiller import Spiller
 from uma_trio.telemetry import Telemetry
 from uma_trio.telemetry.perf_records import PerfSink, RequestRecord, TickRecord
 from uma_trio.telemetry.traffic import Weight, bytes_moved
@@ -28,6 +33,7 @@ class Book:
 
     def __init__(self, facts: ModelFacts, perf: PerfSink | None, *, debug: bool) -> None:
         self.telemetry = Telemetry()
+        self._facts = facts
         self._perf = perf
         self._debug = debug
         self._weight = Weight(
@@ -141,11 +147,6 @@ class Book:
         elif not delivery.n_before:
             self.telemetry.ttft_ms.add(1e3 * (at - job.arrived_at))
 
-    def reused(self, n: int) -> None:
-        """The first ``n`` tokens of a prompt need not be computed."""
-        self.telemetry.prompts_reused_total += n > 0
-        self.telemetry.cached_tokens_total += n
-
     def freed(self, jobs: Iterable[Job], at: float) -> None:
         """``jobs`` have left the KV cache: a step edits before it computes, so ``at`` is its beginning."""
         for job in jobs:
@@ -176,3 +177,32 @@ class Book:
                     itl_ms=job.gaps_ms,
                 )
             )
+
+    def snapshot(
+        self, running: Collection[Job], waiting: int, cache: KvCache, pace: Pace, spiller: Spiller
+    ) -> dict[str, Any]:
+        """What ``metrics`` answers, less what the daemon adds.
+
+        Args:
+            waiting: requests in the queue.
+        """
+        kv = cache.statistics()
+        return {
+            "model": self._facts.name,
+            **self.telemetry.snapshot(),
+            "queue_depth": waiting,
+            "running": len(running),
+            "tick_error": round(pace.cost.mixed.error, 3),
+            "kv": {
+                **attrs.asdict(kv),
+                "evicted_total": cache.evicted_total,
+                "bytes": round(kv.cells * self._facts.kv_bytes_per_token),
+                "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * self._facts.kv_bytes_per_token),
+            },
+            "spill": spiller.snapshot(),
+            "sessions_inter_token_ms": {
+                job.request.id: round(job.inter_token_ewma_ms, 3)
+                for job in running
+                if job.inter_token_ewma_ms is not None
+            },
+        }

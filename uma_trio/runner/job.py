@@ -18,9 +18,6 @@ from uma_trio.scheduling.policy import Slot
 
 EWMA_WEIGHT = 0.2
 
-MOST_GUESSES = 16
-"""Of one stream in one step."""
-
 
 class Sink(Protocol):
     """Where a job's events go.  Never blocks: a client that does not read fills it and slows itself."""
