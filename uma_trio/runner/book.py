@@ -54,8 +54,7 @@ class Book:
             waiting: requests in the queue.
         """
         flight, result = landed.flight, landed.result
-        began = landed.at - (result.ended_s - result.started_s)
-        self.freed(flight.freed, began)
+        self.freed(flight.freed, flight.pending.began_s)
         if not flight.jobs:
             return
         gap_ms = None if self._last_ended_s is None else 1e3 * (result.started_s - self._last_ended_s)
@@ -86,14 +85,13 @@ class Book:
         telemetry.drafted_total += drafted
         telemetry.accepted_total += accepted
         if self._perf is not None:
-            self._perf.tick(self._record(landed, began, gap_ms, waiting, moved, new, drafted, accepted))
+            self._perf.tick(self._record(landed, gap_ms, waiting, moved, new, drafted, accepted))
         if self._debug:
             self._log(landed)
 
     def _record(
         self,
         landed: Landed,
-        began: float,
         gap_ms: float | None,
         waiting: int,
         moved: float,
@@ -104,7 +102,7 @@ class Book:
         chosen, result = landed.flight.plan, landed.result
         could = (self.telemetry.bytes_per_s or 0.0) * landed.took_ms / 1e3
         return TickRecord(
-            t_s=began,
+            t_s=landed.flight.pending.began_s,
             seq_ids=[slot.seq_id for slot in chosen.streams],
             prompts=[(share.seq_id, share.n_tokens) for share in chosen.shares],
             tokens=new,
