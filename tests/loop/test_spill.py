@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
@@ -224,6 +226,35 @@ async def test_a_failing_step_with_a_copy_in_it(autojump_clock, unified):
         assert is_right(again)
         await house.clean()
         assert files.open_files == 0
+
+
+async def test_a_context_made_anew_holds_no_state_that_was_loaded_before(autojump_clock):
+    """The request that it was loaded for is in no step yet, and its file not even closed."""
+
+    async def slowly(call: Callable[..., Any], *arguments: Any) -> Any:
+        await trio.sleep(1)
+        return call(*arguments)
+
+    files = MemoryFiles()
+    async with asking(small(), files, spill_after_s=NEVER) as house:
+        said = await told(house, 1)
+        await house.runner.states.save_everything()
+    async with asking(small(), files, in_thread=slowly, spill_after_s=NEVER) as house:
+        talker = house.ask(story(2), 600)
+        client = house.ask([*said, 900], 8)
+        client.has_room = False
+        while not copies(house, Load):
+            await trio.sleep(0.001)
+        house.engine.fail_next = EngineError("it failed", fatal=True)
+        await house.ended(talker)
+        await trio.sleep(5)
+        assert house.engine.resets == 1
+        house.read_on(client)
+        await house.ended(client)
+        assert is_right(client)
+        assert len(client.tokens) == 8
+        assert house.engine.resets == 1
+        await house.clean()
 
 
 async def test_at_most_one_copy_a_step(autojump_clock):

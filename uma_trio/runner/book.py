@@ -14,8 +14,6 @@ from uma_trio.kv.cache import KvCache
 from uma_trio.protocol.messages import Reason
 from uma_trio.runner.flight import Delivery, Landed
 from uma_trio.runner.job import Job
-from uma_trio.runner.pace import Pace
-from uma_trio.runner.spiller import Spiller
 from uma_trio.telemetry import Telemetry
 from uma_trio.telemetry.perf_records import PerfSink, RequestRecord, TickRecord
 from uma_trio.telemetry.traffic import Weight, bytes_moved
@@ -177,12 +175,20 @@ class Book:
             )
 
     def snapshot(
-        self, running: Collection[Job], waiting: int, cache: KvCache, pace: Pace, spiller: Spiller
+        self,
+        running: Collection[Job],
+        cache: KvCache,
+        *,
+        waiting: int,
+        tick_error: float,
+        spill: dict[str, Any] | None,
     ) -> dict[str, Any]:
         """What ``metrics`` answers, less what the daemon adds.
 
         Args:
             waiting: requests in the queue.
+            tick_error: how far predictions of ticks were off lately, as a share.
+            spill: what was saved and loaded, if anything ever is.
         """
         kv = cache.statistics()
         return {
@@ -190,14 +196,14 @@ class Book:
             **self.telemetry.snapshot(),
             "queue_depth": waiting,
             "running": len(running),
-            "tick_error": round(pace.cost.mixed.error, 3),
+            "tick_error": round(tick_error, 3),
             "kv": {
                 **attrs.asdict(kv),
                 "evicted_total": cache.evicted_total,
                 "bytes": round(kv.cells * self._facts.kv_bytes_per_token),
                 "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * self._facts.kv_bytes_per_token),
             },
-            "spill": spiller.snapshot(),
+            "spill": spill,
             "sessions_inter_token_ms": {
                 job.request.id: round(job.inter_token_ewma_ms, 3)
                 for job in running

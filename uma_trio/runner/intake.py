@@ -12,7 +12,7 @@ from uma_trio.config import Config
 from uma_trio.engine.records import ModelFacts
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate, Slo
-from uma_trio.runner import admission
+from uma_trio.runner.admission import check_token_ids, fitted, tokens_to_generate
 from uma_trio.runner.job import Job, Sink
 from uma_trio.runner.wishes import answers, logit_edits, sampling_params
 from uma_trio.sampling import Transcript, penalises
@@ -46,9 +46,9 @@ class Intake:
             index: of the answer, where there are several.
         """
         facts, limits = self.facts, self.config.limits
-        prompt = admission.fitted(prompt, request, facts, limits)
-        max_tokens = admission.tokens_to_generate(request, len(prompt.tokens), facts, limits)
-        admission.check_token_ids(request, facts)
+        prompt = fitted(prompt, request, facts, limits)
+        max_tokens = tokens_to_generate(request, len(prompt.tokens), facts, limits)
+        check_token_ids(request, facts)
         params = sampling_params(request)
         banned, bias = logit_edits(request, facts)
         return Job(

@@ -48,7 +48,7 @@ class State(enum.Enum):
 
 @attrs.define(eq=False, kw_only=True)
 class Job:
-    """A request and everything that changes while it is served.  Only the runner writes to it."""
+    """A request and everything that changes while it is served.  Only this room writes to it."""
 
     request: Generate
     prompt: Prompt

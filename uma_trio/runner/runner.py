@@ -19,7 +19,6 @@ from uma_trio.config import Config
 from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult
 from uma_trio.engine.thread import EngineThread, Pending
 from uma_trio.errors import DecodeFailed, KvFull, QueueFull, ShuttingDown, UmaError
-from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate, Reason
 from uma_trio.runner.book import Book
@@ -31,7 +30,7 @@ from uma_trio.runner.intake import Intake
 from uma_trio.runner.job import Job, Sink, State
 from uma_trio.runner.pace import Pace
 from uma_trio.runner.planning import Planner
-from uma_trio.runner.sequences import Sequences
+from uma_trio.runner.sequences import Sequences, cache_for
 from uma_trio.runner.spiller import InThread, Spiller
 from uma_trio.runner.state_files import StateFiles
 from uma_trio.runner.telling import Piece, tell_prompt, tell_tokens
@@ -82,17 +81,7 @@ class Runner:
         self._book = Book(facts, perf, debug=config.operations.debug)
         self.telemetry = self._book.telemetry
         self.pace = Pace(cost or CostModel(), facts.n_batch)
-        self.cache = KvCache(
-            n_sequences=facts.n_seq_max,
-            n_cells=facts.n_ctx,
-            cells_per_sequence=facts.n_ctx_seq,
-            unified=facts.unified,
-            rewinds=facts.rewinds,
-            checkpoints=facts.checkpoints,
-            states_rewind=facts.states_rewind,
-            reuse=scheduling.prefix_reuse,
-            worth_loading=self.pace.worth_loading,
-        )
+        self.cache = cache_for(facts, self.pace, reuse=scheduling.prefix_reuse)
         self.states = Spiller(
             self.cache,
             files,
@@ -202,8 +191,13 @@ class Runner:
 
     def snapshot(self) -> dict[str, Any]:
         """See ``Book.snapshot``.  Never waits for a tick."""
-        running = self._sequences.jobs.values()
-        return self._book.snapshot(running, len(self._queue), self.cache, self.pace, self.states)
+        return self._book.snapshot(
+            self._sequences.jobs.values(),
+            self.cache,
+            waiting=len(self._queue),
+            tick_error=self.pace.cost.mixed.error,
+            spill=self.states.snapshot(),
+        )
 
     # -- the tick -------------------------------------------------------------------------------
 
@@ -282,7 +276,7 @@ class Runner:
         self._queue.admit(self._planner.service)
         streams, prompts = self._sequences.ready()
         transfers = self.states.transfers
-        transfer = transfers.next(streams, trio.current_time())
+        transfer = transfers.next(streams)
         copy_ms = 0.0 if transfer is None else transfers.predicted_ms(transfer)
         chosen = self._planner.plan(streams, prompts, copy_ms)
         self._planner.accepted(chosen)

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import trio
 
+from uma_trio.engine.records import ModelFacts
 from uma_trio.kv.cache import KvCache
 from uma_trio.runner.job import Job, State
+from uma_trio.runner.pace import Pace
 from uma_trio.runner.spiller import Spiller
 from uma_trio.scheduling.policy import Slot
 from uma_trio.telemetry import Telemetry
+
+
+def cache_for(facts: ModelFacts, pace: Pace, *, reuse: bool) -> KvCache:
+    """The books of the KV cache that an engine has.
+
+    Args:
+        reuse: whether tokens are shared and kept at all.
+    """
+    return KvCache(
+        n_sequences=facts.n_seq_max,
+        n_cells=facts.n_ctx,
+        cells_per_sequence=facts.n_ctx_seq,
+        unified=facts.unified,
+        rewinds=facts.rewinds,
+        checkpoints=facts.checkpoints,
+        states_rewind=facts.states_rewind,
+        reuse=reuse,
+        worth_loading=pace.worth_loading,
+    )
 
 
 class Sequences:

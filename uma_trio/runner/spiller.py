@@ -67,7 +67,7 @@ class Spiller:
         self._cache = cache
         self.saves = files is not None
         """Whether a sequence can outlive its cells."""
-        self._files = files or Nowhere()
+        self._files = Nowhere() if files is None else files
         self._engine = engine
         self._thread = thread
         self._pace = pace

@@ -64,9 +64,8 @@ class Transfers:
         self._waiting: list[Transfer] = []
         self._ended_loads: list[Transfer] = []
 
-    def __bool__(self) -> bool:
-        """One waits."""
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, transfer: Transfer) -> None:
         """Have a step make it; ``done`` is set when it is made, or never will be."""
@@ -77,13 +76,14 @@ class Transfers:
         if transfer in self._waiting:
             self._waiting.remove(transfer)
 
-    def next(self, streams: Sequence[Slot], now: float) -> Transfer | None:
+    def next(self, streams: Sequence[Slot]) -> Transfer | None:
         """The copy that the next step is to make, beside ``streams``.
 
         It takes what time there is until the first of them is due; after a while as long as they take themselves.
         """
         if not self._waiting:
             return None
+        now = trio.current_time()
         tick_ms = self._pace.decode_ms(streams)
         spare_ms = 1e3 * (min([slot.due_s for slot in streams]) - now) - tick_ms if streams else math.inf
         for transfer in sorted(self._waiting, key=lambda transfer: transfer.kind):  # loads first: they are waited for

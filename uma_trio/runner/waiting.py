@@ -71,8 +71,8 @@ class Queue:
         The first in that order is waited for, however large it is, and who waits rises with time: none is
         overtaken for ever.
         """
-        now = trio.current_time()
         while self._jobs:
+            now = trio.current_time()
             job = min(self._jobs, key=lambda job: fairness.rank(job.slot, now - job.arrived_at, service))
             if self._blocked == (job, self._cache.changes):
                 return

@@ -1,7 +1,4 @@
-"""From the fields of a request to what the sampler takes.
-
-Pure.  Token ids were compared with the vocabulary before: see ``admission``.
-"""
+"""From the fields of a request to what the sampler takes.  Pure; ``admission`` compares token ids with the vocabulary."""
 
 from __future__ import annotations
 
