@@ -281,7 +281,7 @@ def keys_of_snapshot(path: str, cls: str) -> set[str]:
 def test_every_metric_is_documented_and_the_other_way_round() -> None:
     measured = (
         set(Telemetry().snapshot())
-        | keys_of_snapshot("uma_trio/runner/runner.py", "Runner")
+        | keys_of_snapshot("uma_trio/runner/book.py", "Book")
         | keys_of_snapshot("uma_trio/daemon/server.py", "Server")
         | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
         | {"kv.evicted_total", "kv.bytes", "kv.bytes_reserved"}
