@@ -97,7 +97,7 @@ async def test_many_at_once(autojump_clock, unified, checkpoints):
         await house.clean()
         assert house.engine.resets == 1
         assert house.runner.telemetry.prompts_reused_total > 12
-        assert len(house.engine.marks) == len(house.runner.cache._marks) <= checkpoints
+        assert len(house.engine.marks) == len(house.runner.cache._pool.marks) <= checkpoints
 
 
 @LAYOUTS
@@ -120,7 +120,7 @@ async def test_saved_and_loaded_again(autojump_clock, unified):
             assert is_right(client)
             assert client.cached == cached
             await house.clean()
-            assert len(house.engine.marks) == len(house.runner.cache._marks)
+            assert len(house.engine.marks) == len(house.runner.cache._pool.marks)
             assert files.open_files == 0
 
 
@@ -138,7 +138,7 @@ async def test_cancelled_while_it_is_loaded_nothing_is_left(autojump_clock):
                 await trio.lowlevel.checkpoint()
             house.runner.cancel(client.job)
             await house.clean()
-            assert len(house.engine.marks) == len(house.runner.cache._marks)
+            assert len(house.engine.marks) == len(house.runner.cache._pool.marks)
         client = await house.answer(prompt, 8)
         assert is_right(client)
         await house.clean()

@@ -98,7 +98,7 @@ async def asking(unified: str, states: Path | None = None) -> AsyncIterator[Aski
         stack.callback(thread.close)
         runner = Runner(engine, thread, engine.tokenizer.piece, settings(spill_after_s=1e8), files=files)
         # loading a state of so small a model is slower than computing it
-        runner.cache._worth_loading = lambda tokens, n_bytes: True
+        runner.cache.saving._worth_loading = lambda tokens, n_bytes: True
         if files is not None:
             assert runner._spiller is not None
             runner._spiller._worth_loading = lambda tokens, n_bytes: True

@@ -16,9 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from uma_trio.kv.cache import IDLE_SHARE, WORTH_SHARING, KvCache, Placement
+from uma_trio.kv.cache import KvCache, Placement
 from uma_trio.kv.checkpoints import APART, BEFORE_END, EACH
 from uma_trio.kv.edits import Copy, Edit, Forget, Mark, Remove
+from uma_trio.kv.pool import IDLE_SHARE
+from uma_trio.kv.prefix import WORTH_SHARING
 
 BACKGROUND, NORMAL = 2, 1
 
@@ -87,7 +89,7 @@ def test_a_sequence_that_nobody_holds() -> None:
 def test_check_integrity_sees_a_leak() -> None:
     books = cache()
     books.place(tokens([1]), 10)
-    books._reserved += 1
+    books._pool.reserved += 1
     with pytest.raises(AssertionError):
         books.check_integrity()
 
@@ -242,14 +244,14 @@ def test_there_are_never_more_checkpoints_than_they_may_be(most: int) -> None:
         asked(books, story, range(APART))
         story = tokens(story, range(APART), [turn])
         books.check_integrity()
-    points = [point.length for point in books._entries[0].points]
+    points = [point.length for point in books._pool.entries[0].points]
     assert len(points) == min(most, EACH)
     if most > 1:
         assert points[0] == 92
     assert points[-1] == len(story) - (APART + 1) - 1, "where the last turn began"
     asked(books, LONG, [1, 2, 3])
     books.check_integrity()
-    assert [len(entry.points) for entry in books._entries.values()] == [min(most, EACH) - (most <= EACH), 1]
+    assert [len(entry.points) for entry in books._pool.entries.values()] == [min(most, EACH) - (most <= EACH), 1]
 
 
 def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
@@ -610,14 +612,14 @@ class Bookkeeping(RuleBasedStateMachine):
             return
         idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
         best = self.longest_idle(prompt, tenant) if self.rewinds else self.furthest_idle(prompt, tenant)
-        before, edits = self.books.held(), list(self.books._edits)
+        before, edits = self.books.held(), list(self.books._pool.edits)
         placement = self.books.place(array, cells, tenant=tenant, rank=rank, private=private)
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
         assert (placement is not None) == (cells <= free_cells and len(self.requests) < self.n)
         if placement is None:
-            assert (self.books.held(), self.books._edits) == (before, edits), "somebody was evicted in vain"
+            assert (self.books.held(), self.books._pool.edits) == (before, edits), "somebody was evicted in vain"
             return
-        self.check_evicted(idle, self.books._edits[len(edits) :], placement.seq_id, cells, free_cells)
+        self.check_evicted(idle, self.books._pool.edits[len(edits) :], placement.seq_id, cells, free_cells)
         assert placement.held < len(prompt)
         assert not (placement.waits and placement.held)
         if self.whole_only:
@@ -638,7 +640,7 @@ class Bookkeeping(RuleBasedStateMachine):
         """What an idle sequence of the same tenant could spare a request, at most."""
         found = [0]
         for seq_id, held in self.idle().items():
-            if self.books._entries[seq_id].tenant == tenant:
+            if self.books._pool.entries[seq_id].tenant == tenant:
                 same = [a == b for a, b in zip(prompt[:-1], held, strict=False)]
                 found.append(([*same, False]).index(False))
         return max(found)
@@ -647,7 +649,7 @@ class Bookkeeping(RuleBasedStateMachine):
         """The same where a sequence goes on whole or from a checkpoint."""
         found = [0]
         for seq_id, held in self.idle().items():
-            entry = self.books._entries[seq_id]
+            entry = self.books._pool.entries[seq_id]
             if entry.tenant == tenant:
                 lengths = [len(held), *(point.length for point in entry.points)]
                 found += [n for n in lengths if n < len(prompt) and prompt[:n] == held[:n]]
@@ -663,7 +665,7 @@ class Bookkeeping(RuleBasedStateMachine):
         for n in (len(evicted) - 1, len(evicted)):
             room = free_cells - sum(idle.values()) + taken + sum(idle[other] for other in evicted[:n]) >= cells
             assert (room and (bool(taken) or free_ids + n > 0)) == (n == len(evicted))
-        if self.books._unified or len(self.requests) <= 2:  # else those beside busy ones
+        if self.books._pool.unified or len(self.requests) <= 2:  # else those beside busy ones
             longer = list(idle)[: list(idle).index(evicted[-1])]
             assert len(set(longer) - set(evicted)) <= 1
 
@@ -712,15 +714,15 @@ class Bookkeeping(RuleBasedStateMachine):
         for seq_id, request in self.requests.items():
             if not request.waits:
                 continue
-            leader = self.books._entries[seq_id].leader
+            leader = self.books._pool.entries[seq_id].leader
             assert leader is not None
             if not self.unified and (leader.idle or any(isinstance(edit, Copy) for edit in edits)):
                 continue  # for its turn; or it has just made room, and the next step finds that out
-            assert self.books._entries[leader.seq_id] is leader, "waits for one that is gone"
+            assert self.books._pool.entries[leader.seq_id] is leader, "waits for one that is gone"
             other = self.requests[leader.seq_id]
             assert other.rank <= request.rank
             assert leader.seq_id not in stalled
-            assert other.held < self.books._entries[seq_id].until or leader.seq_id in ready
+            assert other.held < self.books._pool.entries[seq_id].until or leader.seq_id in ready
             met = set()
             while leader is not None:
                 assert leader.seq_id not in met, "they wait for each other"
@@ -781,7 +783,7 @@ class Bookkeeping(RuleBasedStateMachine):
     # -- what holds
 
     def idle(self) -> dict[int, list[int]]:
-        return {seq_id: entry.tokens.tolist() for seq_id, entry in self.books._idle.items()}
+        return {seq_id: entry.tokens.tolist() for seq_id, entry in self.books._pool.idle.items()}
 
     @invariant()
     def adds_up(self) -> None:
@@ -800,10 +802,10 @@ class Bookkeeping(RuleBasedStateMachine):
     def holds_what_it_says(self) -> None:
         if not hasattr(self, "books"):
             return
-        there = self.engine.after(self.books._edits)
+        there = self.engine.after(self.books._pool.edits)
         engine = {seq_id: cells for seq_id, cells in there.sequences.items() if cells}
-        assert set(there.marks) == {point.mark for entry in self.books._entries.values() for point in entry.points}
-        for seq_id, entry in self.books._entries.items():
+        assert set(there.marks) == {point.mark for entry in self.books._pool.entries.values() for point in entry.points}
+        for seq_id, entry in self.books._pool.entries.items():
             for point in entry.points:
                 told = [cell.token for cell in there.marks[point.mark]]
                 assert told == [cell.token for cell in engine[seq_id][: point.length]]

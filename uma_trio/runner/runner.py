@@ -24,8 +24,9 @@ from uma_trio.config import Config
 from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult, TokenIds
 from uma_trio.engine.thread import EngineThread, Pending
 from uma_trio.errors import DecodeFailed, KvFull, QueueFull, ShuttingDown, UmaError
-from uma_trio.kv.cache import Entry, KvCache
+from uma_trio.kv.cache import KvCache
 from uma_trio.kv.checkpoints import Checkpoints
+from uma_trio.kv.entry import Entry
 from uma_trio.kv.shelf import Saved
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Failure, Generate, Reason
@@ -134,7 +135,7 @@ class Runner:
             return await self._thread.run(lambda: state_bytes(seq_id, points))
 
         return Spiller(
-            self.cache,
+            self.cache.saving,
             files,
             ask,
             self.wake,

@@ -20,9 +20,10 @@ import structlog
 import trio
 
 from uma_trio.engine.records import Load, Save, StepResult
-from uma_trio.kv.cache import Entry, KvCache
 from uma_trio.kv.checkpoints import Checkpoint, Checkpoints
+from uma_trio.kv.entry import Entry
 from uma_trio.kv.prefix import Tokens
+from uma_trio.kv.saving import Saving
 from uma_trio.kv.shelf import Saved
 from uma_trio.store.spill import SpillError
 from uma_trio.telemetry.meters import SpillMeters
@@ -149,6 +150,7 @@ class Spiller:
     """Does for one runner what its cache says is to be saved or loaded.
 
     Args:
+        kv: says it.
         files: where to.
         state_bytes: asks the engine how large a sequence's state is, and each of its checkpoints.
         wake: there is something for the next step.
@@ -158,7 +160,7 @@ class Spiller:
 
     def __init__(
         self,
-        cache: KvCache,
+        kv: Saving,
         files: StateFiles,
         state_bytes: Callable[[int, Checkpoints], Awaitable[list[int]]],
         wake: Callable[[], None],
@@ -167,7 +169,7 @@ class Spiller:
         after_s: float,
         in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
-        self._cache = cache
+        self._kv = kv
         self._files = files
         self._state_bytes = state_bytes
         self._wake = wake
@@ -204,7 +206,7 @@ class Spiller:
         for transfer in (*self._loads, *([self._save] if self._save is not None else [])):
             loads = transfer.kind == "load"
             if loads:
-                there = self._cache.may_restore(transfer.entry)
+                there = self._kv.may_restore(transfer.entry)
             else:
                 there = self._may_save(transfer.entry, transfer.points)
             if not there:
@@ -214,7 +216,7 @@ class Spiller:
             if ms <= spare_ms or (waited > PATIENCE_S and ms <= tick_ms):
                 self._take(transfer)
                 return transfer
-            if waited > GIVE_UP_S and (loads or self._cache.somebody_waits):
+            if waited > GIVE_UP_S and (loads or self._kv.somebody_waits):
                 transfer.refused = "no step had time for it"
                 self._settle(transfer)
         return None
@@ -269,13 +271,13 @@ class Spiller:
             while True:
                 self._look = trio.Event()
                 before = trio.current_time() - self._after_s
-                entry = self._cache.to_save(before)
+                entry = self._kv.to_save(before)
                 if entry is not None:
                     await self._save_one(entry)
                     continue
-                if self._after_s < 0 and not self._cache.is_saving:
+                if self._after_s < 0 and not self._kv.is_saving:
                     self._everything_saved.set()
-                with trio.move_on_after(LOOK_S if self._cache.has_unsaved else math.inf):
+                with trio.move_on_after(LOOK_S if self._kv.has_unsaved else math.inf):
                     await self._look.wait()
 
     async def save_everything(self) -> None:
@@ -286,11 +288,11 @@ class Spiller:
 
     def _may_save(self, entry: Entry, points: Checkpoints) -> bool:
         """Nothing has changed, not even which checkpoints there are."""
-        return self._cache.may_save(entry) and entry.points == points
+        return self._kv.may_save(entry) and entry.points == points
 
     async def _save_one(self, entry: Entry) -> None:
         """Have ``entry`` copied; what follows is done beside, while the next one is."""
-        self._cache.save(entry)
+        self._kv.save(entry)
         await self._writing.acquire()
         draft = None
         try:
@@ -304,12 +306,12 @@ class Spiller:
         points = entry.points
         sizes = await self._state_bytes(entry.seq_id, points)
         if not self._may_save(entry, points):
-            self._cache.not_saved(entry)
+            self._kv.not_saved(entry)
             return None
         n_bytes = sum(sizes)
         if not self._worth_loading(len(entry.tokens), n_bytes):
             self.meters.skipped_total += 1
-            self._cache.give_up(entry)
+            self._kv.give_up(entry)
             self._wake()
             return None
         try:
@@ -332,7 +334,7 @@ class Spiller:
             if self._may_save(entry, points):
                 self._failed(entry, transfer.refused)
             else:
-                self._cache.not_saved(entry)
+                self._kv.not_saved(entry)
             return None
         assert self._nursery is not None
         self._nursery.start_soon(self._finish, transfer, draft, there)
@@ -360,8 +362,8 @@ class Spiller:
             return
         self.meters.saved(n_bytes)
         state = saved_state(written.name, entry.tenant, entry.tokens, n_bytes, extra)
-        self._cache.shelf.keep(lambda name: name in self._files)
-        for name in self._cache.saved(entry, state):
+        self._kv.shelf.keep(lambda name: name in self._files)
+        for name in self._kv.saved(entry, state):
             await self._remove(name)
         self._wake()
 
@@ -369,7 +371,7 @@ class Spiller:
         """It goes unsaved: its tokens are to be computed again."""
         log.warning("a sequence could not be saved", reason=str(reason), tokens=len(entry.tokens))
         self.meters.failed_total += 1
-        self._cache.give_up(entry)
+        self._kv.give_up(entry)
         self._wake()
 
     async def _remove(self, name: str) -> None:
@@ -391,12 +393,12 @@ class Spiller:
         except SpillError as error:
             log.warning("a saved state cannot be used; its tokens are computed", reason=str(error))
             self.meters.unusable_total += 1
-            self._cache.shelf.discard(state.name)
+            self._kv.shelf.discard(state.name)
             then(entry, None)
             return
         self._learn("read", state.n_bytes, 1e3 * (time.perf_counter() - began))
         try:
-            points = {point.length: point.mark for point in self._cache.restoring(entry, state)}
+            points = {point.length: point.mark for point in self._kv.restoring(entry, state)}
             sizes = [size for _, size in state.checkpoints]
             whole, *marked = _parts(reading.view, [state.n_bytes - sum(sizes), *sizes])
             told = zip([length for length, _ in state.checkpoints], marked, strict=True)
@@ -412,7 +414,7 @@ class Spiller:
             self.meters.loaded(state.n_bytes, len(state.tokens))
             then(entry, state)
             return
-        if self._cache.may_restore(entry):
+        if self._kv.may_restore(entry):
             log.warning("a saved state was refused; its tokens are computed", reason=transfer.refused)
             self.meters.unusable_total += 1
         then(entry, None)
