@@ -199,10 +199,11 @@ def asked(books: KvCache, prompt: np.ndarray, answer: int | Iterable[int] = ()) 
     placement = books.place(prompt, len(held) + 1)
     assert placement is not None
     edits: list[Edit] = []
-    for length in (books.pause(placement.seq_id), len(held)):
+    while length := books.pause(placement.seq_id):
         edits += books.take_edits()
-        if length:
-            books.use(placement.seq_id, length)
+        books.use(placement.seq_id, length)
+    edits += books.take_edits()
+    books.use(placement.seq_id, len(held))
     edits += books.take_edits()
     books.end(placement.seq_id, held)
     return placement.held, (*edits, *books.take_edits())
@@ -249,9 +250,123 @@ def test_there_are_never_more_checkpoints_than_they_may_be(most: int) -> None:
     if most > 1:
         assert points[0] == 92
     assert points[-1] == len(story) - (APART + 1) - 1, "where the last turn began"
-    asked(books, LONG, [1, 2, 3])
+    asked(books, LONG[:400], [1, 2, 3])
     books.check_integrity()
     assert [len(entry.points) for entry in books._pool.entries.values()] == [min(most, EACH) - (most <= EACH), 1]
+
+
+def placed(books: KvCache, prompt: np.ndarray, **who: object) -> Placement:
+    """A request that has just come."""
+    placement = books.place(prompt, len(prompt), **who)  # type: ignore[arg-type]
+    assert placement is not None
+    return placement
+
+
+def pauses(books: KvCache, seq_id: int) -> list[int]:
+    """Where reading pauses, of a request that is read from now to its end."""
+    found = []
+    while length := books.pause(seq_id):
+        found.append(length)
+        books.use(seq_id, length)
+    return found
+
+
+def uncuttable(**options: object) -> KvCache:
+    return cache(**{"rewinds": False, "checkpoints": 64} | options)
+
+
+def test_inside_a_long_prompt_there_are_some_checkpoints_more_and_more_towards_its_end() -> None:
+    for length, inside in ((519, []), (520, [256]), (1200, [576, 832]), (6000, [2944, 4416, 5184])):
+        books = uncuttable()
+        placed(books, np.arange(length, dtype=np.int32))
+        assert pauses(books, 0) == [*inside, length - BEFORE_END]
+        books.check_integrity()
+
+
+def test_inside_is_what_is_read_and_not_what_was_there_before() -> None:
+    books = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
+    story = np.arange(3000, dtype=np.int32)
+    done(books, story)
+    assert placed(books, tokens(story, range(1000))).held == 3000
+    assert pauses(books, 0) == [3456, 3712, 3992]
+
+
+def test_a_conversation_that_is_saved_goes_on_at_its_end() -> None:
+    books = uncuttable()
+    placed(books, np.arange(6000, dtype=np.int32), durable=True)
+    assert pauses(books, 0) == [6000 - BEFORE_END]
+
+
+def test_nobody_loses_a_checkpoint_to_one_that_may_be_of_no_use() -> None:
+    books = uncuttable(checkpoints=3)
+    asked(books, LONG[:400])
+    placed(books, np.arange(6000, dtype=np.int32))
+    assert pauses(books, 1) == [6000 - BEFORE_END]
+    assert len(books._pool.entries[0].points) == 1
+
+
+def test_where_a_second_prompt_goes_another_way_the_third_one_begins() -> None:
+    """Found out by the second, as the first could not know it."""
+    books = uncuttable()
+    system = LONG[:600]
+    held = [asked(books, tokens(system, tail), 9)[0] for tail in (HELLO, ANSWER, MORE, OTHER)]
+    assert held == [0, 320, 600, 600]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_who_is_waited_for_pauses_where_the_others_go_another_way(unified: bool) -> None:
+    books = uncuttable(unified=unified, cells_per_sequence=8000 if unified else 1000)
+    prompts = [tokens(LONG, part) for part in range(50, 58)]
+    computed, _ = together(books, prompts)
+    assert computed == len(LONG) + 8 * 50
+
+
+def test_who_asks_the_same_waits_for_the_last_checkpoint() -> None:
+    computed, _ = together(uncuttable(), [LONG] * 8)
+    assert computed == len(LONG) + 7 * BEFORE_END
+
+
+def test_what_is_shared_with_several_that_are_read_is_waited_for_in_turn() -> None:
+    """They go different ways, one after the other: each part is computed once."""
+    books = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
+    ways = [tokens(LONG[:length], range(length, length + 70)) for length in (800, 640, 480, 200)]
+    computed, _ = together(books, ways)
+    assert computed == len(LONG) + 4 * 70
+
+
+def test_who_comes_when_that_place_is_passed_goes_back_and_pauses_there_for_others() -> None:
+    books = uncuttable()
+    prompts = [tokens(LONG, part) for part in (50, 51, 52)]
+    placed(books, prompts[0])
+    assert books.pause(0) == 384
+    books.use(0, 384)
+    books.use(0, len(LONG) + 10)
+    assert placed(books, prompts[1]) == Placement(1, held=384)
+    assert books.pause(1) == len(LONG)
+    assert placed(books, prompts[2]).waits
+    books.use(1, len(LONG))
+    assert books.followed() == [(2, len(LONG))]
+
+
+def test_nobody_has_to_pause_at_every_turn() -> None:
+    """Who comes then gets what there is a pause for anyway."""
+    books = cache(rewinds=False, checkpoints=1000, n_sequences=64, n_cells=200_000, cells_per_sequence=200_000)
+    story = np.arange(5000, dtype=np.int32)
+    placed(books, story)
+    for n in range(40):
+        placed(books, tokens(story[: 5000 - 100 * n], [7, 7, 7]))
+    assert len(books._pool.entries[0].pauses) == EACH
+    assert len(pauses(books, 0)) <= EACH
+    while books.followed():
+        books.take_edits()
+    books.check_integrity()
+
+
+def test_a_lower_class_is_not_waited_for_at_a_pause() -> None:
+    books = uncuttable()
+    placed(books, tokens(LONG, 50), rank=BACKGROUND)
+    assert not placed(books, tokens(LONG, 51), rank=NORMAL).waits
+    assert placed(books, tokens(LONG, 52), rank=BACKGROUND).waits
 
 
 def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
@@ -361,7 +476,7 @@ def together(books: KvCache, prompts: Iterable[np.ndarray], chunk: int = 100) ->
             held[seq_id] = n
         books.take_edits()
         for seq_id in held:
-            n = min(chunk, sizes[seq_id] - held[seq_id])
+            n = min(chunk, (books.pause(seq_id) or sizes[seq_id]) - held[seq_id])
             held[seq_id] += n
             books.use(seq_id, held[seq_id])
             computed += n
@@ -487,7 +602,6 @@ class Request:
     cells: int
     waits: bool
     held: int
-    pause: int = 0
 
 
 @attrs.frozen
@@ -633,8 +747,6 @@ class Bookkeeping(RuleBasedStateMachine):
         self.requests[placement.seq_id] = Request(
             next(self.names), story, len(prompt), tenant, rank, private, cells, placement.waits, placement.held
         )
-        if not placement.waits:
-            self.requests[placement.seq_id].pause = self.books.pause(placement.seq_id)
 
     def longest_idle(self, prompt: list[int], tenant: int) -> int:
         """What an idle sequence of the same tenant could spare a request, at most."""
@@ -686,7 +798,6 @@ class Bookkeeping(RuleBasedStateMachine):
             request = self.requests[seq_id]
             assert request.waits
             request.waits, request.held = False, held
-            request.pause = self.books.pause(seq_id)
             assert held < request.n_prompt
         self.settle(names)
         edits = self.books.take_edits()
@@ -731,7 +842,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     def feed(self, seq_id: int, most: int) -> None:
         request = self.requests[seq_id]
-        n = min(most, (request.pause if request.held < request.pause else request.cells) - request.held)
+        n = min(most, (self.books.pause(seq_id) or request.cells) - request.held)
         fed = request.story[request.held : request.held + n]
         cells = [Cell(token, request.name, request.tenant, request.private) for token in fed]
         held = self.engine.sequences.setdefault(seq_id, [])

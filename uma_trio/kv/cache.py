@@ -146,7 +146,8 @@ class KvCache:
             raise ValueError(f"{cells} cells asked for; a sequence has 1 to {self.largest}")
         pool, sharing = self._pool, self._sharing
         entry = Entry(tenant, rank, prompt, cells, private or not self._reuse, durable)
-        source, shared = sharing.longest(entry)
+        source, shared, meets = sharing.longest(entry)
+        self._rewinding.plan(entry, shared, meets)
         state = self.saving.better(entry, shared)
         if state is not None:
             return self._place_to_restore(entry, state)
@@ -191,12 +192,15 @@ class KvCache:
         if cells > entry.reserved:
             raise AssertionError(f"sequence {seq_id} uses {cells} of {entry.reserved} reserved cells")
         entry.used = cells
-        if cells == entry.pause:
+        if cells in entry.pauses:
             self._rewinding.mark(entry)
 
     def pause(self, seq_id: int) -> int:
-        """Where reading the prompt of ``seq_id`` is to pause: a step ends there.  0: nowhere."""
-        return self._rewinding.pause(self._entries[seq_id])
+        """Tokens of its prompt at which reading ``seq_id`` is to pause next: a step ends there.  0: nowhere.
+
+        Others that come may change that, until they are read.
+        """
+        return self._rewinding.next_pause(self._entries[seq_id])
 
     def rewind(self, seq_id: int, length: int) -> None:
         """What ``seq_id`` holds beyond ``length`` tokens leaves the cache."""

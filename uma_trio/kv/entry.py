@@ -41,8 +41,8 @@ class Entry:
     """Tokens shared with the leader."""
     points: Checkpoints = ()
     """Where it can go back to, of a memory that cannot be cut."""
-    pause: int = 0
-    """When it holds so many tokens a checkpoint is made; 0: never."""
+    pauses: tuple[int, ...] = ()
+    """When it holds so many tokens reading its prompt pauses, and a checkpoint is made; ascending."""
     seq_id: int = -1
 
     @property

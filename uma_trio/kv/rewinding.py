@@ -1,12 +1,14 @@
 """How far back a sequence can go, and the checkpoints that it takes where its memory cannot be cut.
 
 A memory that cannot be cut is put back to a checkpoint.  One is made where a request goes on with a sequence, that is at
-the end of a turn, before its first token is fed; and shortly before the end of a prompt, where reading pauses for it.
+the end of a turn, before its first token is fed.  The others are made while a prompt is read, which pauses for them:
+where another request that waits for it will leave it, where it leaves what others began with, at some places inside a
+long one, and shortly before its end.
 """
 
 from __future__ import annotations
 
-from uma_trio.kv.checkpoints import APART, BEFORE_END, EACH, latest, least
+from uma_trio.kv.checkpoints import APART, BEFORE_END, EACH, halves, latest, least
 from uma_trio.kv.edits import Copy, Mark, Remove
 from uma_trio.kv.entry import Entry
 from uma_trio.kv.pool import Pool
@@ -55,11 +57,49 @@ class Rewinding:
         entry.used = length
         entry.floor = 0 if self.states_rewind else length
 
-    def pause(self, entry: Entry) -> int:
-        """Where reading the prompt of ``entry`` is to pause for a checkpoint; 0: nowhere."""
-        at = len(entry.tokens) - BEFORE_END
-        entry.pause = at if self._pool.marks.most and not entry.private and at - entry.used >= APART else 0
-        return entry.pause
+    def plan(self, entry: Entry, begins: int, meets: int) -> None:
+        """Decide where reading the prompt of ``entry`` is to pause.
+
+        Args:
+            begins: tokens of it that need not be read.
+            meets: that it has in common with what some sequence was asked: a third one may have the same.
+        """
+        most, end = self._pool.marks.most, len(entry.tokens) - BEFORE_END
+        if not most or entry.private:
+            return
+        meets = min(meets, end)
+        inside = [] if entry.durable else halves(max(begins, meets), end)  # a conversation goes on at its end
+        if len(self._pool.marks) + len(inside) >= most:
+            inside = []  # nobody loses a checkpoint to one that may be of no use
+        entry.pauses, last = (), begins
+        for place in (meets, *inside, end):
+            if place - last >= APART:
+                entry.pauses, last = (*entry.pauses, place), place
+
+    def next_pause(self, entry: Entry) -> int:
+        """How many tokens of its prompt ``entry`` holds when reading is to pause; 0: it is read to its end."""
+        return next((place for place in entry.pauses if place > entry.used), 0)
+
+    def reach(self, entry: Entry, length: int, *, waits: bool) -> int:
+        """How many of the first ``length`` tokens of ``entry``, which is busy, others can get.
+
+        Args:
+            waits: they wait until it has read them, and it pauses where that is needed; else what it holds counts.
+        """
+        if self.rewinds:
+            return self.within(entry, length if waits else min(length, entry.used))
+        there = self.back(entry, length)
+        if not waits or entry.used > length or not self._pool.marks.most:
+            return there
+        will_be = (entry.until if entry.leader is not None else 0, *entry.pauses)
+        there = max([there, *(place for place in will_be if entry.used < place <= length)])
+        return length if length - there >= APART and len(entry.pauses) < EACH else there
+
+    def promise(self, entry: Entry, length: int) -> None:
+        """Somebody waits for ``entry`` to hold ``length`` tokens, as many as ``reach`` says: it pauses there."""
+        if not self.rewinds and length > entry.used and length not in entry.pauses:
+            others = [place for place in entry.pauses if not 0 < place - length < APART]
+            entry.pauses = tuple(sorted([*others, length]))
 
     def mark(self, entry: Entry) -> None:
         """What ``entry`` holds when all edits and steps are done can be gone back to, if that is worth it."""

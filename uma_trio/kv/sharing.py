@@ -11,12 +11,23 @@ of 2,000 tokens, and no tree to be kept up with each token and each eviction.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from uma_trio.kv.edits import Copy
 from uma_trio.kv.entry import Entry
 from uma_trio.kv.pool import Pool
 from uma_trio.kv.prefix import WORTH_SHARING, common
 from uma_trio.kv.rewinding import Rewinding
+
+
+class Match(NamedTuple):
+    """What there is of a prompt."""
+
+    source: Entry | None
+    shared: int
+    """Tokens that can be had from ``source``, now or later; a few are not worth it, then ``source`` is ``None``."""
+    meets: int
+    """Tokens that it has in common with some sequence, be they of use or not."""
 
 
 class Sharing:
@@ -32,18 +43,19 @@ class Sharing:
 
     def longest(
         self, entry: Entry, *, stalled: Collection[int] = (), besides: Collection[Entry] = ()
-    ) -> tuple[Entry | None, int]:
-        """The sequence that shares the longest beginning with ``entry``'s prompt, and how much is of use.
+    ) -> Match:
+        """The sequence of which most tokens are of use for ``entry``'s prompt.
 
         Args:
             stalled: ids of sequences; nobody waits for these, and what they hold is of use.
             besides: these are of none.
         """
         if entry.private:
-            return None, 0
+            return Match(None, 0, 0)
         rewinding = self._rewinding
         prompt = entry.tokens[:-1]
         found: Entry | None = None
+        meets = 0
         best = (WORTH_SHARING, -1, False, 0)
         for other in self._pool.entries.values():
             if other.tenant != entry.tenant or other.private or other is entry or other in besides:
@@ -51,15 +63,17 @@ class Sharing:
             if len(prompt) < best[0] or len(other.tokens) < best[0] or other.waits_for(entry):
                 continue
             shared = common(prompt, other.tokens)
-            if not other.idle and (other.rank > entry.rank or other.seq_id in stalled):
-                shared = min(shared, other.used)
-            whole = other.idle or rewinding.rewinds
-            shared = rewinding.within(other, shared) if whole else rewinding.back(other, shared)
+            meets = max(meets, shared)
+            if other.idle:
+                shared = rewinding.within(other, shared)
+            else:
+                waits = other.rank <= entry.rank and other.seq_id not in stalled
+                shared = rewinding.reach(other, shared, waits=waits)
             # of equals one that need not be waited for, is free for the taking, and has little behind what is shared
             quality = (shared, min(shared, other.used), other.idle, -other.used)
             if quality > best:
                 found, best = other, quality
-        return found, best[0]
+        return Match(found, 0 if found is None else best[0], meets)
 
     def may_take_over(self, source: Entry, shared: int) -> bool:
         """Whether what ``source`` holds behind the shared beginning may be lost."""
@@ -82,6 +96,7 @@ class Sharing:
         if source.used < shared or self._is_crowded:
             entry.leader, entry.until = source, shared
             self.followers[entry] = None
+            self._rewinding.promise(source, shared)
         else:
             self._rewinding.copy(source, entry, shared)
 
@@ -110,7 +125,7 @@ class Sharing:
                 ready.append((entry.seq_id, entry.used))
         while left:  # the first goes on with what its leader had, and the others follow it
             entry = next(iter(left))
-            source, shared = self.longest(entry, stalled=stalled, besides=left)
+            source, shared, _ = self.longest(entry, stalled=stalled, besides=left)
             del left[entry]
             self.leave(entry)
             if source is not None:

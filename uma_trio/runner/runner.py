@@ -414,6 +414,7 @@ class Runner:
             elif job.state is State.DECODE:
                 streams.append(job.slot)
             elif not job.waits:
+                self._pause(job)  # others that came since may be waiting for a part of it
                 prompts.append(job.slot)
         if self.cache.has_followers:
             prompts += self._followed(stalled)
@@ -516,9 +517,13 @@ class Runner:
     def _reuse(self, job: Job, n: int) -> None:
         """``job`` need not compute the first ``n`` tokens of its prompt."""
         job.n_fed = job.n_cached = job.slot.context = n
+        self._pause(job)
+        self._book.reused(n)
+
+    def _pause(self, job: Job) -> None:
+        """Tell ``job`` where the step that reads it next is to end at the latest."""
         job.pause = self.cache.pause(job.seq_id)
         job.slot.pending = job.pending
-        self._book.reused(n)
 
     def _admit(self) -> None:
         """Give sequences to those that wait: by class, by least-served tenant, in the order of arrival.
