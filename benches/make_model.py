@@ -3,7 +3,7 @@
     python benches/make_model.py --shape 125m --quant q8_0 --out /tmp/125m.gguf
 
 It computes what a trained model of its shape computes, at the same speed, and says nothing sensible.
-Two small shapes have memories that cannot be rewound: tiny-swa and tiny-hybrid.
+Some shapes have memories that cannot be rewound: tiny-swa, tiny-hybrid and 125m-hybrid.
 Weights are scaled so that activations keep their size from layer to layer and logits have a standard
 deviation of 3: greedy text wanders through the vocabulary.  The same arguments give the same file.
 """
@@ -88,6 +88,7 @@ SHAPES = {
     "125m": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048),
     "1b": Shape(layers=16, width=2048, heads=32, kv_heads=8, ffn=8192),
     "7b": Shape(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336),
+    "125m-hybrid": Shape(layers=12, width=768, heads=12, kv_heads=4, ffn=2048, architecture="lfm2"),
     "tiny-swa": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="gemma3"),
     "tiny-hybrid": Shape(layers=4, width=64, heads=2, kv_heads=1, ffn=192, architecture="lfm2"),
 }

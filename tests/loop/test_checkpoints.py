@@ -65,6 +65,55 @@ async def test_a_chat_with_everything_that_happens_to_one(autojump_clock, unifie
         await house.clean()
 
 
+def computed(engine: FakeEngine) -> int:
+    """Tokens that were fed."""
+    return sum(len(feed.tokens) for step in engine.steps for batch in step.batches for feed in batch)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("early", [False, True])
+async def test_what_many_begin_with_is_computed_once(autojump_clock, unified, early):
+    """Whether they come together or while the first is being read."""
+    async with asking(engine_of(unified)) as house:
+        shared = story(1, 700)
+        prompts = [[*shared, *story(n, 90)] for n in range(2, 10)]
+        clients = [house.ask(prompts[0], TELLS)]
+        if early:
+            while len(house.engine.steps) < 1:
+                await trio.sleep(0.001)
+        clients += [house.ask(prompt, TELLS) for prompt in prompts[1:]]
+        await house.ended(*clients)
+        assert all(is_right(client) for client in clients)
+        assert [client.cached for client in clients] == [0, *([700] * 7)]
+        assert computed(house.engine) == 700 + 8 * (90 + TELLS - 1)
+        await house.clean()
+
+
+@LAYOUTS
+async def test_if_the_one_that_is_waited_for_goes_the_others_compute_it_once(autojump_clock, unified):
+    async with asking(engine_of(unified)) as house:
+        shared = story(1, 1500)
+        clients = [house.ask([*shared, *story(n, 90)], TELLS) for n in range(2, 6)]
+        while len(house.engine.steps) < 2:
+            await trio.sleep(0.001)
+        house.runner.cancel(clients[0].job)
+        await house.ended(*clients)
+        assert all(is_right(client) for client in clients)
+        assert [client.cached for client in clients[1:]] == [0, 1500, 1500]
+        await house.clean()
+
+
+@LAYOUTS
+async def test_one_after_another_with_one_beginning(autojump_clock, unified):
+    """The second goes back to a place inside; where it leaves the first one the others begin."""
+    async with asking(engine_of(unified)) as house:
+        shared = story(1, 700)
+        clients = [await house.answer([*shared, *story(n, 90)], TELLS) for n in range(2, 6)]
+        assert all(is_right(client) for client in clients)
+        assert [client.cached for client in clients] == [0, 384, 700, 700]
+        await house.clean()
+
+
 async def test_a_memory_that_can_be_cut_has_no_checkpoints(autojump_clock):
     async with asking(FakeEngine()) as house:
         for n in (1, 2, 1):
@@ -97,7 +146,7 @@ async def test_many_at_once(autojump_clock, unified, checkpoints):
         await house.clean()
         assert house.engine.resets == 1
         assert house.runner.telemetry.prompts_reused_total > 12
-        assert len(house.engine.marks) == len(house.runner.cache._marks) <= checkpoints
+        assert len(house.engine.marks) == len(house.runner.cache._pool.marks) <= checkpoints
 
 
 @LAYOUTS
@@ -120,7 +169,7 @@ async def test_saved_and_loaded_again(autojump_clock, unified):
             assert is_right(client)
             assert client.cached == cached
             await house.clean()
-            assert len(house.engine.marks) == len(house.runner.cache._marks)
+            assert len(house.engine.marks) == len(house.runner.cache._pool.marks)
             assert files.open_files == 0
 
 
@@ -138,7 +187,7 @@ async def test_cancelled_while_it_is_loaded_nothing_is_left(autojump_clock):
                 await trio.lowlevel.checkpoint()
             house.runner.cancel(client.job)
             await house.clean()
-            assert len(house.engine.marks) == len(house.runner.cache._marks)
+            assert len(house.engine.marks) == len(house.runner.cache._pool.marks)
         client = await house.answer(prompt, 8)
         assert is_right(client)
         await house.clean()

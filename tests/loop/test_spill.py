@@ -44,8 +44,9 @@ async def told(house: House, n: int, n_tokens: int = 8, **fields: object) -> lis
 
 async def settled(house: House) -> None:
     """What is being saved is."""
+    kv = house.runner.cache.saving
     with trio.fail_after(100):
-        while house.runner.cache.to_save(float("inf")) is not None or house.runner.cache.is_saving:
+        while kv.to_save(float("inf")) is not None or kv.is_saving:
             await trio.sleep(0.1)
     await trio.testing.wait_all_tasks_blocked()
 

@@ -165,6 +165,35 @@ async def test_a_branch_and_its_source_go_on(library: None, unified: str) -> Non
 
 
 @LAYOUTS
+async def test_what_several_begin_with_is_computed_once(library: None, unified: str) -> None:
+    async with asking(unified) as ask:
+        shared = words(1, 700)
+        prompts = [[*shared, *words(seed, 40)] for seed in range(2, 6)]
+        expected = [await ask.anew(prompt, 40) for prompt in prompts]
+        clients: dict[int, Client] = {}
+
+        async def one(n: int) -> None:
+            clients[n] = await ask(prompts[n], 40)
+
+        async with trio.open_nursery() as nursery:
+            for n in range(4):
+                nursery.start_soon(one, n)
+        assert [clients[n].tokens for n in range(4)] == expected
+        assert sorted(client.cached for client in clients.values()) == [0, 700, 700, 700]
+
+
+@LAYOUTS
+async def test_one_after_another_with_one_beginning(library: None, unified: str) -> None:
+    async with asking(unified) as ask:
+        shared = words(1, 700)
+        for seed, cached in ((2, 0), (3, 320), (4, 700), (5, 700)):
+            prompt = [*shared, *words(seed, 40)]
+            expected = await ask.anew(prompt, 40)
+            client = await ask(prompt, 40)
+            assert (client.tokens, client.cached) == (expected, cached)
+
+
+@LAYOUTS
 async def test_after_a_restart_it_goes_on_and_goes_back(library: None, unified: str, tmp_path: Path) -> None:
     async with asking(unified, tmp_path) as ask:
         story = words(1, 200)

@@ -16,9 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from uma_trio.kv.cache import IDLE_SHARE, WORTH_SHARING, KvCache, Placement
+from uma_trio.kv.cache import KvCache, Placement
 from uma_trio.kv.checkpoints import APART, BEFORE_END, EACH
 from uma_trio.kv.edits import Copy, Edit, Forget, Mark, Remove
+from uma_trio.kv.pool import IDLE_SHARE
+from uma_trio.kv.prefix import WORTH_SHARING
 
 BACKGROUND, NORMAL = 2, 1
 
@@ -87,7 +89,7 @@ def test_a_sequence_that_nobody_holds() -> None:
 def test_check_integrity_sees_a_leak() -> None:
     books = cache()
     books.place(tokens([1]), 10)
-    books._reserved += 1
+    books._pool.reserved += 1
     with pytest.raises(AssertionError):
         books.check_integrity()
 
@@ -197,10 +199,11 @@ def asked(books: KvCache, prompt: np.ndarray, answer: int | Iterable[int] = ()) 
     placement = books.place(prompt, len(held) + 1)
     assert placement is not None
     edits: list[Edit] = []
-    for length in (books.pause(placement.seq_id), len(held)):
+    while length := books.pause(placement.seq_id):
         edits += books.take_edits()
-        if length:
-            books.use(placement.seq_id, length)
+        books.use(placement.seq_id, length)
+    edits += books.take_edits()
+    books.use(placement.seq_id, len(held))
     edits += books.take_edits()
     books.end(placement.seq_id, held)
     return placement.held, (*edits, *books.take_edits())
@@ -227,9 +230,9 @@ def test_a_branch_has_its_sources_checkpoints() -> None:
     first = tokens(SYSTEM, HELLO)
     asked(books, first, LONG)
     assert asked(books, tokens(first, OTHER), 9) == (92, (Copy(0, 1, 92, 1),))
-    books.forget(tokens(first, LONG), tenant=0, needed=lambda _: False)
+    books.saving.forget(tokens(first, LONG), tenant=0, needed=lambda _: False)
     assert books.take_edits() == (Remove(0),), "the branch needs it still"
-    books.forget(tokens(first, OTHER, 9), tenant=0, needed=lambda _: False)
+    books.saving.forget(tokens(first, OTHER, 9), tenant=0, needed=lambda _: False)
     assert books.take_edits() == (Remove(1), Forget(1))
 
 
@@ -242,14 +245,128 @@ def test_there_are_never_more_checkpoints_than_they_may_be(most: int) -> None:
         asked(books, story, range(APART))
         story = tokens(story, range(APART), [turn])
         books.check_integrity()
-    points = [point.length for point in books._entries[0].points]
+    points = [point.length for point in books._pool.entries[0].points]
     assert len(points) == min(most, EACH)
     if most > 1:
         assert points[0] == 92
     assert points[-1] == len(story) - (APART + 1) - 1, "where the last turn began"
-    asked(books, LONG, [1, 2, 3])
+    asked(books, LONG[:400], [1, 2, 3])
     books.check_integrity()
-    assert [len(entry.points) for entry in books._entries.values()] == [min(most, EACH) - (most <= EACH), 1]
+    assert [len(entry.points) for entry in books._pool.entries.values()] == [min(most, EACH) - (most <= EACH), 1]
+
+
+def placed(books: KvCache, prompt: np.ndarray, **who: object) -> Placement:
+    """A request that has just come."""
+    placement = books.place(prompt, len(prompt), **who)  # type: ignore[arg-type]
+    assert placement is not None
+    return placement
+
+
+def pauses(books: KvCache, seq_id: int) -> list[int]:
+    """Where reading pauses, of a request that is read from now to its end."""
+    found = []
+    while length := books.pause(seq_id):
+        found.append(length)
+        books.use(seq_id, length)
+    return found
+
+
+def uncuttable(**options: object) -> KvCache:
+    return cache(**{"rewinds": False, "checkpoints": 64} | options)
+
+
+def test_inside_a_long_prompt_there_are_some_checkpoints_more_and_more_towards_its_end() -> None:
+    for length, inside in ((519, []), (520, [256]), (1200, [576, 832]), (6000, [2944, 4416, 5184])):
+        books = uncuttable()
+        placed(books, np.arange(length, dtype=np.int32))
+        assert pauses(books, 0) == [*inside, length - BEFORE_END]
+        books.check_integrity()
+
+
+def test_inside_is_what_is_read_and_not_what_was_there_before() -> None:
+    books = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
+    story = np.arange(3000, dtype=np.int32)
+    done(books, story)
+    assert placed(books, tokens(story, range(1000))).held == 3000
+    assert pauses(books, 0) == [3456, 3712, 3992]
+
+
+def test_a_conversation_that_is_saved_goes_on_at_its_end() -> None:
+    books = uncuttable()
+    placed(books, np.arange(6000, dtype=np.int32), durable=True)
+    assert pauses(books, 0) == [6000 - BEFORE_END]
+
+
+def test_nobody_loses_a_checkpoint_to_one_that_may_be_of_no_use() -> None:
+    books = uncuttable(checkpoints=3)
+    asked(books, LONG[:400])
+    placed(books, np.arange(6000, dtype=np.int32))
+    assert pauses(books, 1) == [6000 - BEFORE_END]
+    assert len(books._pool.entries[0].points) == 1
+
+
+def test_where_a_second_prompt_goes_another_way_the_third_one_begins() -> None:
+    """Found out by the second, as the first could not know it."""
+    books = uncuttable()
+    system = LONG[:600]
+    held = [asked(books, tokens(system, tail), 9)[0] for tail in (HELLO, ANSWER, MORE, OTHER)]
+    assert held == [0, 320, 600, 600]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_who_is_waited_for_pauses_where_the_others_go_another_way(unified: bool) -> None:
+    books = uncuttable(unified=unified, cells_per_sequence=8000 if unified else 1000)
+    prompts = [tokens(LONG, part) for part in range(50, 58)]
+    computed, _ = together(books, prompts)
+    assert computed == len(LONG) + 8 * 50
+
+
+def test_who_asks_the_same_waits_for_the_last_checkpoint() -> None:
+    computed, _ = together(uncuttable(), [LONG] * 8)
+    assert computed == len(LONG) + 7 * BEFORE_END
+
+
+def test_what_is_shared_with_several_that_are_read_is_waited_for_in_turn() -> None:
+    """They go different ways, one after the other: each part is computed once."""
+    books = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
+    ways = [tokens(LONG[:length], range(length, length + 70)) for length in (800, 640, 480, 200)]
+    computed, _ = together(books, ways)
+    assert computed == len(LONG) + 4 * 70
+
+
+def test_who_comes_when_that_place_is_passed_goes_back_and_pauses_there_for_others() -> None:
+    books = uncuttable()
+    prompts = [tokens(LONG, part) for part in (50, 51, 52)]
+    placed(books, prompts[0])
+    assert books.pause(0) == 384
+    books.use(0, 384)
+    books.use(0, len(LONG) + 10)
+    assert placed(books, prompts[1]) == Placement(1, held=384)
+    assert books.pause(1) == len(LONG)
+    assert placed(books, prompts[2]).waits
+    books.use(1, len(LONG))
+    assert books.followed() == [(2, len(LONG))]
+
+
+def test_nobody_has_to_pause_at_every_turn() -> None:
+    """Who comes then gets what there is a pause for anyway."""
+    books = cache(rewinds=False, checkpoints=1000, n_sequences=64, n_cells=200_000, cells_per_sequence=200_000)
+    story = np.arange(5000, dtype=np.int32)
+    placed(books, story)
+    for n in range(40):
+        placed(books, tokens(story[: 5000 - 100 * n], [7, 7, 7]))
+    assert len(books._pool.entries[0].pauses) == EACH
+    assert len(pauses(books, 0)) <= EACH
+    while books.followed():
+        books.take_edits()
+    books.check_integrity()
+
+
+def test_a_lower_class_is_not_waited_for_at_a_pause() -> None:
+    books = uncuttable()
+    placed(books, tokens(LONG, 50), rank=BACKGROUND)
+    assert not placed(books, tokens(LONG, 51), rank=NORMAL).waits
+    assert placed(books, tokens(LONG, 52), rank=BACKGROUND).waits
 
 
 def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
@@ -359,7 +476,7 @@ def together(books: KvCache, prompts: Iterable[np.ndarray], chunk: int = 100) ->
             held[seq_id] = n
         books.take_edits()
         for seq_id in held:
-            n = min(chunk, sizes[seq_id] - held[seq_id])
+            n = min(chunk, (books.pause(seq_id) or sizes[seq_id]) - held[seq_id])
             held[seq_id] += n
             books.use(seq_id, held[seq_id])
             computed += n
@@ -485,7 +602,6 @@ class Request:
     cells: int
     waits: bool
     held: int
-    pause: int = 0
 
 
 @attrs.frozen
@@ -610,14 +726,14 @@ class Bookkeeping(RuleBasedStateMachine):
             return
         idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
         best = self.longest_idle(prompt, tenant) if self.rewinds else self.furthest_idle(prompt, tenant)
-        before, edits = self.books.held(), list(self.books._edits)
+        before, edits = self.books.held(), list(self.books._pool.edits)
         placement = self.books.place(array, cells, tenant=tenant, rank=rank, private=private)
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
         assert (placement is not None) == (cells <= free_cells and len(self.requests) < self.n)
         if placement is None:
-            assert (self.books.held(), self.books._edits) == (before, edits), "somebody was evicted in vain"
+            assert (self.books.held(), self.books._pool.edits) == (before, edits), "somebody was evicted in vain"
             return
-        self.check_evicted(idle, self.books._edits[len(edits) :], placement.seq_id, cells, free_cells)
+        self.check_evicted(idle, self.books._pool.edits[len(edits) :], placement.seq_id, cells, free_cells)
         assert placement.held < len(prompt)
         assert not (placement.waits and placement.held)
         if self.whole_only:
@@ -631,14 +747,12 @@ class Bookkeeping(RuleBasedStateMachine):
         self.requests[placement.seq_id] = Request(
             next(self.names), story, len(prompt), tenant, rank, private, cells, placement.waits, placement.held
         )
-        if not placement.waits:
-            self.requests[placement.seq_id].pause = self.books.pause(placement.seq_id)
 
     def longest_idle(self, prompt: list[int], tenant: int) -> int:
         """What an idle sequence of the same tenant could spare a request, at most."""
         found = [0]
         for seq_id, held in self.idle().items():
-            if self.books._entries[seq_id].tenant == tenant:
+            if self.books._pool.entries[seq_id].tenant == tenant:
                 same = [a == b for a, b in zip(prompt[:-1], held, strict=False)]
                 found.append(([*same, False]).index(False))
         return max(found)
@@ -647,7 +761,7 @@ class Bookkeeping(RuleBasedStateMachine):
         """The same where a sequence goes on whole or from a checkpoint."""
         found = [0]
         for seq_id, held in self.idle().items():
-            entry = self.books._entries[seq_id]
+            entry = self.books._pool.entries[seq_id]
             if entry.tenant == tenant:
                 lengths = [len(held), *(point.length for point in entry.points)]
                 found += [n for n in lengths if n < len(prompt) and prompt[:n] == held[:n]]
@@ -663,7 +777,7 @@ class Bookkeeping(RuleBasedStateMachine):
         for n in (len(evicted) - 1, len(evicted)):
             room = free_cells - sum(idle.values()) + taken + sum(idle[other] for other in evicted[:n]) >= cells
             assert (room and (bool(taken) or free_ids + n > 0)) == (n == len(evicted))
-        if self.books._unified or len(self.requests) <= 2:  # else those beside busy ones
+        if self.books._pool.unified or len(self.requests) <= 2:  # else those beside busy ones
             longer = list(idle)[: list(idle).index(evicted[-1])]
             assert len(set(longer) - set(evicted)) <= 1
 
@@ -684,7 +798,6 @@ class Bookkeeping(RuleBasedStateMachine):
             request = self.requests[seq_id]
             assert request.waits
             request.waits, request.held = False, held
-            request.pause = self.books.pause(seq_id)
             assert held < request.n_prompt
         self.settle(names)
         edits = self.books.take_edits()
@@ -712,15 +825,15 @@ class Bookkeeping(RuleBasedStateMachine):
         for seq_id, request in self.requests.items():
             if not request.waits:
                 continue
-            leader = self.books._entries[seq_id].leader
+            leader = self.books._pool.entries[seq_id].leader
             assert leader is not None
             if not self.unified and (leader.idle or any(isinstance(edit, Copy) for edit in edits)):
                 continue  # for its turn; or it has just made room, and the next step finds that out
-            assert self.books._entries[leader.seq_id] is leader, "waits for one that is gone"
+            assert self.books._pool.entries[leader.seq_id] is leader, "waits for one that is gone"
             other = self.requests[leader.seq_id]
             assert other.rank <= request.rank
             assert leader.seq_id not in stalled
-            assert other.held < self.books._entries[seq_id].until or leader.seq_id in ready
+            assert other.held < self.books._pool.entries[seq_id].until or leader.seq_id in ready
             met = set()
             while leader is not None:
                 assert leader.seq_id not in met, "they wait for each other"
@@ -729,7 +842,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     def feed(self, seq_id: int, most: int) -> None:
         request = self.requests[seq_id]
-        n = min(most, (request.pause if request.held < request.pause else request.cells) - request.held)
+        n = min(most, (self.books.pause(seq_id) or request.cells) - request.held)
         fed = request.story[request.held : request.held + n]
         cells = [Cell(token, request.name, request.tenant, request.private) for token in fed]
         held = self.engine.sequences.setdefault(seq_id, [])
@@ -781,7 +894,7 @@ class Bookkeeping(RuleBasedStateMachine):
     # -- what holds
 
     def idle(self) -> dict[int, list[int]]:
-        return {seq_id: entry.tokens.tolist() for seq_id, entry in self.books._idle.items()}
+        return {seq_id: entry.tokens.tolist() for seq_id, entry in self.books._pool.idle.items()}
 
     @invariant()
     def adds_up(self) -> None:
@@ -800,10 +913,10 @@ class Bookkeeping(RuleBasedStateMachine):
     def holds_what_it_says(self) -> None:
         if not hasattr(self, "books"):
             return
-        there = self.engine.after(self.books._edits)
+        there = self.engine.after(self.books._pool.edits)
         engine = {seq_id: cells for seq_id, cells in there.sequences.items() if cells}
-        assert set(there.marks) == {point.mark for entry in self.books._entries.values() for point in entry.points}
-        for seq_id, entry in self.books._entries.items():
+        assert set(there.marks) == {point.mark for entry in self.books._pool.entries.values() for point in entry.points}
+        for seq_id, entry in self.books._pool.entries.items():
             for point in entry.points:
                 told = [cell.token for cell in there.marks[point.mark]]
                 assert told == [cell.token for cell in engine[seq_id][: point.length]]

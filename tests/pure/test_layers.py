@@ -1,6 +1,7 @@
 """Who may import whom: one way only, down the list of rooms in docs/ARCHITECTURE.md."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -115,6 +116,21 @@ def test_a_room_imports_only_rooms_before_it(room: str) -> None:
         if room_of(found.file) == room and found.room is not None and found.room not in allowed
     ]
     complain(wrong, f"{room} stands before these in ROOMS, so it may not import them:")
+
+
+def test_the_modules_of_kv_import_each_other_one_way_in_the_documented_order() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    listed = text.split("## What is computed once")[1].split("```")[1]
+    named = re.findall(r"^([a-z]+)  ", listed, re.MULTILINE)
+    uses: dict[str, set[str]] = {
+        file.stem: {found.module.removeprefix("uma_trio.kv.") for found in imports_of(file) if found.room == "kv"}
+        for file in FILES
+        if room_of(file) == "kv"
+    }
+    assert uses["cache"] >= {"entry", "pool", "rewinding", "saving", "sharing"}
+    graphlib.TopologicalSorter(uses).prepare()  # raises CycleError, which names them
+    for n, name in enumerate(named):
+        assert not uses[name] & set(named[n + 1 :]), name
 
 
 def test_the_order_is_the_one_that_is_documented() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from uma_trio import config
 from uma_trio.engine.layout import CLEARLY, Layout, Measured, NoRoom, Shape, candidates, choose, layout
 
-SHAPE = Shape(n_ctx_train=8192, n_layer=4, n_embd_kv=128)
+SHAPE = Shape(n_ctx_train=8192, kv_bytes_per_token=2048)
 APART_OFF, APART, POOL = ("apart, flash attention off", "apart, flash attention auto", "unified, flash attention auto")
 
 

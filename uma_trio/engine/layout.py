@@ -46,9 +46,6 @@ CLEARLY: Final = 0.9
 """Of the rule's cost: what another layout has to stay below.  Measured twice, the same thing differs by some percent,
 and what is chosen is to be the same at the next start."""
 
-BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Of ggml's blocks: 32 values with a 16-bit scale."""
-
 
 class NoRoom(ValueError):
     """The KV cache cannot be as small as it is to be."""
@@ -59,14 +56,8 @@ class Shape:
     """What of a model decides how large its KV cache is."""
 
     n_ctx_train: int
-    n_layer: int
-    n_embd_kv: int
-    """Values of K, and as many of V, for each token in each layer."""
-
-    def bytes_per_token(self, settings: config.Model) -> float:
-        """Of the KV cache."""
-        values = BYTES_PER_VALUE[settings.type_k] + BYTES_PER_VALUE[settings.type_v]
-        return values * self.n_layer * self.n_embd_kv
+    kv_bytes_per_token: float
+    """In all layers; 0 of one that has none."""
 
 
 @attrs.frozen(kw_only=True)
@@ -206,7 +197,7 @@ def _sized(
     shape: Shape, settings: config.Model, unified: bool, flash_attn: str, *, on_gpu: bool, memory_bytes: int
 ) -> Layout:
     window = min(shape.n_ctx_train, DEFAULT_WINDOW)
-    affordable = int(SHARE_OF_MEMORY * memory_bytes / max(1.0, shape.bytes_per_token(settings)))
+    affordable = int(SHARE_OF_MEMORY * memory_bytes / max(1.0, shape.kv_bytes_per_token))
     n_ctx = settings.ctx or max(min(window * settings.parallel, affordable), window)
     if settings.kv_mem_limit_mb:
         n_ctx = min(n_ctx, _cells_within(settings, shape, unified=unified))
@@ -216,12 +207,12 @@ def _sized(
 
 def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int:
     """As many as ``kv_mem_limit_mb`` has room for; llama.cpp would round any other number up."""
-    most = int(settings.kv_mem_limit_mb * 1_000_000 / max(1.0, shape.bytes_per_token(settings)))
+    most = int(settings.kv_mem_limit_mb * 1_000_000 / max(1.0, shape.kv_bytes_per_token))
     block = CELLS_AT_A_TIME if unified else CELLS_AT_A_TIME * settings.parallel
     if most < block:
         raise NoRoom(
             f"kv_mem_limit_mb {settings.kv_mem_limit_mb} has room for {most} tokens; {settings.parallel} sequences need "
-            f"{block} at least: raise it to {1 + int(block * shape.bytes_per_token(settings) / 1e6)}, or lower parallel"
+            f"{block} at least: raise it to {1 + int(block * shape.kv_bytes_per_token / 1e6)}, or lower parallel"
         )
     return most - most % block
 

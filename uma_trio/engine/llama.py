@@ -16,7 +16,9 @@ import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
+from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
+    CELLS_AT_A_TIME,
     Choice,
     Choices,
     Layout,
@@ -50,6 +52,9 @@ LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, NoRoom)
 SHARE_OF_LOADING = 0.1
 """Of the time that loading the weights took: what measuring layouts may always take."""
 
+PROBE_TOKENS = 32
+"""In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
+
 
 class LlamaEngine:
     """A loaded model with its context.  See ``records.Engine`` for the contract.
@@ -79,7 +84,9 @@ class LlamaEngine:
         )
         self._settings = settings
         try:
-            self._choice = _choice(self._model, settings, choices, loaded_s=time.perf_counter() - began)
+            loaded_s = time.perf_counter() - began
+            self._shape = _shape(self._model, settings)
+            self._choice = _choice(self._model, self._shape, settings, choices, loaded_s=loaded_s)
             self._context = self._open()
         except BaseException:
             self._model.close()
@@ -107,7 +114,7 @@ class LlamaEngine:
             rewinds=not recurrent and not (windowed and self._options.kv_unified),
             states_rewind=not recurrent and not windowed,
             checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
-            kv_bytes_per_token=_shape(self._model).bytes_per_token(settings),
+            kv_bytes_per_token=self._shape.kv_bytes_per_token,
             n_layer=self._model.n_layer,
             n_embd=self._model.n_embd,
             spare_cores=spare_cores(self._options.n_threads, on_gpu=_has_gpu(library, settings)),
@@ -137,7 +144,7 @@ class LlamaEngine:
         try:
             return llama_abi.Context(self._model, self._options)
         except llama_abi.LlamaError:
-            rule = _candidates(self._model, self._settings)[0]
+            rule = _candidates(self._model, self._shape, self._settings)[0]
             if rule == self._choice.layout:
                 raise
             self._choice = attrs.evolve(self._choice, layout=rule, why="no room")
@@ -357,12 +364,11 @@ def open_tokenizer(path: Path, llama_dir: Path | None = None) -> Iterator[Tokeni
         yield Tokenizer(model.vocab)
 
 
-def _shape(model: llama_abi.Model) -> Shape:
-    return Shape(
-        n_ctx_train=model.n_ctx_train,
-        n_layer=model.n_layer,
-        n_embd_kv=model.n_embd // max(1, model.n_head) * model.n_head_kv,
-    )
+def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:
+    alone = attrs.evolve(settings, parallel=1, batch_tokens=PROBE_TOKENS)
+    layout = Layout(n_ctx=CELLS_AT_A_TIME, unified=True, flash_attn=settings.flash_attn, n_ubatch=PROBE_TOKENS)
+    n_bytes = kv_bytes_per_token(model, settings, _context_options(alone, layout))
+    return Shape(n_ctx_train=model.n_ctx_train, kv_bytes_per_token=n_bytes)
 
 
 def _has_gpu(library: llama_abi.Library, settings: config.Model) -> bool:
@@ -377,9 +383,9 @@ def _surroundings(library: llama_abi.Library, settings: config.Model) -> tuple[o
     return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), settings.gpu_layers
 
 
-def _candidates(model: llama_abi.Model, settings: config.Model) -> tuple[Layout, ...]:
+def _candidates(model: llama_abi.Model, shape: Shape, settings: config.Model) -> tuple[Layout, ...]:
     return candidates(
-        _shape(model),
+        shape,
         settings,
         on_gpu=_has_gpu(model.library, settings),
         memory_bytes=machine_memory_bytes(),
@@ -388,14 +394,14 @@ def _candidates(model: llama_abi.Model, settings: config.Model) -> tuple[Layout,
 
 
 def _choice(
-    model: llama_abi.Model, settings: config.Model, choices: Choices | None, *, loaded_s: float
+    model: llama_abi.Model, shape: Shape, settings: config.Model, choices: Choices | None, *, loaded_s: float
 ) -> Choice:
     """How to lay the memory out: as before under these circumstances, else as is measured now.
 
     Args:
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.
     """
-    layouts = _candidates(model, settings)
+    layouts = _candidates(model, shape, settings)
     if len(layouts) == 1:
         return Choice(layout=layouts[0], why="only one")
     if choices is None or settings.layout_trial_s == 0:

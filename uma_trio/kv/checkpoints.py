@@ -21,8 +21,14 @@ EACH: Final = 8
 """Most checkpoints of a sequence."""
 
 BEFORE_END: Final = 8
-"""Tokens of a prompt behind its checkpoint: the last one is computed again where an answer is asked for again, and
+"""Tokens of a prompt behind its last checkpoint: the last one is computed again where an answer is asked for again, and
 what a chat template puts before an answer may be another thing in the next turn."""
+
+INSIDE: Final = 3
+"""Most checkpoints that are made inside a prompt in case that others leave it there."""
+
+FAR_APART: Final = 256
+"""Tokens between these at least: to copy a state takes time, and nobody may ever want it."""
 
 
 @attrs.frozen
@@ -50,6 +56,20 @@ def latest(points: Checkpoints, length: int) -> Checkpoint | None:
 def least(points: Checkpoints) -> Checkpoint:
     """The one to go first, of at least one: the oldest, but rather not the first, where most begin alike."""
     return points[1] if len(points) > 2 else points[0]
+
+
+def halves(start: int, end: int) -> list[int]:
+    """Places in a stretch of a prompt of which nobody knows how far others will begin like it.
+
+    Each halves what is left.  So who goes another way ``n`` tokens before the end has some ``n`` of those before that to
+    compute again at most, if that is no less than an eighth of the stretch: what has much in common is had cheaply.
+    """
+    found: list[int] = []
+    while len(found) < INSIDE and end - start >= 2 * FAR_APART:
+        start += (end - start) // 2
+        start -= start % APART  # kernels like round numbers of rows
+        found.append(start)
+    return found
 
 
 class Marks:

@@ -80,7 +80,7 @@ class Job:
     n_cached: int = 0
     """Of its prompt; others had computed them."""
     pause: int = 0
-    """A step ends where so many tokens of its prompt are read, and a checkpoint is made."""
+    """A step ends where so many tokens of its prompt are read, and a checkpoint is made; 0: nowhere before the end."""
     waits: bool = False
     """For another sequence to compute what both begin with."""
     tokens: list[int] = attrs.field(factory=list)

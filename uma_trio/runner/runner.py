@@ -83,7 +83,7 @@ class Runner:
         self.pace = Pace(cost or CostModel(), facts.n_batch, 1 if files is None else files.readers)
         self.cache = cache_for(facts, self.pace, reuse=scheduling.prefix_reuse)
         self.states = Spiller(
-            self.cache,
+            self.cache.saving,
             files,
             engine,
             thread,

@@ -96,6 +96,7 @@ class Sequences:
             elif job.state is State.DECODE:
                 streams.append(job.slot)
             elif not job.waits:
+                self._pause(job)  # others that came since may be waiting for a part of it
                 prompts.append(job.slot)
         if self._cache.has_followers:
             ready = [self._goes_on(seq_id, held) for seq_id, held in self._cache.followed(stalled)]
@@ -112,9 +113,13 @@ class Sequences:
     def _reuse(self, job: Job, n: int) -> None:
         """``job`` need not compute the first ``n`` tokens of its prompt."""
         job.n_fed = job.n_cached = job.slot.context = n
+        self._pause(job)
+        self._telemetry.reused(n)
+
+    def _pause(self, job: Job) -> None:
+        """Tell ``job`` where the step that reads it next is to end at the latest."""
         job.pause = self._cache.pause(job.seq_id)
         job.slot.pending = job.pending
-        self._telemetry.reused(n)
 
     def leave(self, job: Job, *, keep: bool) -> bool:
         """``job`` has ended; False if it had left before.

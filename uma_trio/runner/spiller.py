@@ -20,8 +20,9 @@ import trio
 
 from uma_trio.engine.records import Engine, Load, Save, TokenIds
 from uma_trio.engine.thread import EngineThread
-from uma_trio.kv.cache import Entry, KvCache
 from uma_trio.kv.checkpoints import Checkpoint, Checkpoints
+from uma_trio.kv.entry import Entry
+from uma_trio.kv.saving import Saving
 from uma_trio.kv.shelf import Saved
 from uma_trio.runner.pace import Pace
 from uma_trio.runner.state_files import Draft, Nowhere, Reading, StateFiles, parts, saved_state
@@ -45,6 +46,7 @@ class Spiller:
     """Does for one runner what its cache says is to be saved or loaded.
 
     Args:
+        kv: says it.
         files: where to; ``None``: nowhere, and then no sequence may be durable.
         engine: says how large states are, in ``thread``.
         wake: there is something for the next step.
@@ -54,7 +56,7 @@ class Spiller:
 
     def __init__(
         self,
-        cache: KvCache,
+        kv: Saving,
         files: StateFiles | None,
         engine: Engine,
         thread: EngineThread,
@@ -64,7 +66,7 @@ class Spiller:
         after_s: float,
         in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
-        self._cache = cache
+        self._kv = kv
         self.saves = files is not None
         """Whether a sequence can outlive its cells."""
         self._files = Nowhere() if files is None else files
@@ -75,7 +77,7 @@ class Spiller:
         self._after_s = after_s
         self._in_thread = in_thread
         self.meters = SpillMeters()
-        self.transfers = Transfers(cache, pace, self.meters)
+        self.transfers = Transfers(kv, pace, self.meters)
         """For the steps to make."""
         self._unreadable: list[Entry] = []
         self._writing = trio.Semaphore(FILES_AT_A_TIME)
@@ -109,7 +111,7 @@ class Spiller:
                 self.meters.loaded(state.n_bytes, len(state.tokens))
                 yield entry, state
                 continue
-            if self._cache.may_restore(entry):
+            if self._kv.may_restore(entry):
                 log.warning("a saved state was refused; its tokens are computed", reason=transfer.refused)
                 self.meters.unusable_total += 1
             yield entry, None
@@ -128,14 +130,14 @@ class Spiller:
         Args:
             needed: whether a list of tokens is the beginning of something that goes on.
         """
-        self._remove_soon(self._cache.forget(tokens, tenant=tenant, needed=needed))
+        self._remove_soon(self._kv.forget(tokens, tenant=tenant, needed=needed))
         self._wake()
 
     def keep(self, needed: Callable[[Saved], bool]) -> None:
         """Saved states that are not needed go.  ``run`` must be running."""
-        names = self._cache.shelf.orphans(needed)
+        names = self._kv.shelf.orphans(needed)
         for name in names:
-            self._cache.shelf.discard(name)
+            self._kv.shelf.discard(name)
         self._remove_soon(names)
 
     def snapshot(self) -> dict[str, Any] | None:
@@ -151,18 +153,18 @@ class Spiller:
             while True:
                 self._look = trio.Event()
                 before = trio.current_time() - self._after_s
-                entry = self._cache.to_save(before)
+                entry = self._kv.to_save(before)
                 if entry is not None:
                     await self._save_one(entry)
                     continue
-                if self._after_s < 0 and not self._cache.is_saving:
+                if self._after_s < 0 and not self._kv.is_saving:
                     self._everything_saved.set()
-                with trio.move_on_after(LOOK_S if self._cache.has_unsaved else math.inf):
+                with trio.move_on_after(LOOK_S if self._kv.has_unsaved else math.inf):
                     await self._look.wait()
 
     async def _save_one(self, entry: Entry) -> None:
         """Have ``entry`` copied; what follows is done beside, while the next one is."""
-        self._cache.save(entry)
+        self._kv.save(entry)
         await self._writing.acquire()
         draft = None
         try:
@@ -175,13 +177,13 @@ class Spiller:
         """A file with its state, which is being finished; ``None`` if it will not be saved."""
         points = entry.points
         sizes = await self._thread.run(lambda: self._state_bytes(entry.seq_id, points))
-        if not is_unchanged(self._cache, entry, points):
-            self._cache.not_saved(entry)
+        if not is_unchanged(self._kv, entry, points):
+            self._kv.not_saved(entry)
             return None
         n_bytes = sum(sizes)
         if not self._pace.worth_loading(len(entry.tokens), n_bytes):
             self.meters.skipped_total += 1
-            self._cache.give_up(entry)
+            self._kv.give_up(entry)
             self._wake()
             return None
         try:
@@ -197,10 +199,10 @@ class Spiller:
         await self._made(transfer)
         if transfer.refused is not None:
             await self._in_thread(draft.abandon)
-            if is_unchanged(self._cache, entry, points):
+            if is_unchanged(self._kv, entry, points):
                 self._failed(entry, transfer.refused)
             else:
-                self._cache.not_saved(entry)
+                self._kv.not_saved(entry)
             return None
         assert self._nursery is not None
         self._nursery.start_soon(self._finish, transfer, draft, there)
@@ -241,8 +243,8 @@ class Spiller:
             return
         self.meters.saved(n_bytes)
         state = saved_state(written.name, entry.tenant, entry.tokens, n_bytes, extra)
-        self._cache.shelf.keep(lambda name: name in self._files)
-        for name in self._cache.saved(entry, state):
+        self._kv.shelf.keep(lambda name: name in self._files)
+        for name in self._kv.saved(entry, state):
             await self._remove(name)
         self._wake()
 
@@ -250,7 +252,7 @@ class Spiller:
         """It goes unsaved: its tokens are to be computed again."""
         log.warning("a sequence could not be saved", reason=str(reason), tokens=len(entry.tokens))
         self.meters.failed_total += 1
-        self._cache.give_up(entry)
+        self._kv.give_up(entry)
         self._wake()
 
     async def _remove(self, name: str) -> None:
@@ -271,13 +273,13 @@ class Spiller:
         except SpillError as error:
             log.warning("a saved state cannot be used; its tokens are computed", reason=str(error))
             self.meters.unusable_total += 1
-            self._cache.shelf.discard(state.name)
+            self._kv.shelf.discard(state.name)
             self._unreadable.append(entry)
             self._wake()
             return
         self._pace.copied("read", state.n_bytes, 1e3 * (time.perf_counter() - began))
         try:
-            points = {point.length: point.mark for point in self._cache.restoring(entry, state)}
+            points = {point.length: point.mark for point in self._kv.restoring(entry, state)}
             sizes = [size for _, size in state.checkpoints]
             whole, *marked = parts(reading.view, [state.n_bytes - sum(sizes), *sizes])
             told = zip([length for length, _ in state.checkpoints], marked, strict=True)

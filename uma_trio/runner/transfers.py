@@ -10,8 +10,9 @@ import attrs
 import trio
 
 from uma_trio.engine.records import Load, Save, StepResult
-from uma_trio.kv.cache import Entry, KvCache
 from uma_trio.kv.checkpoints import Checkpoints
+from uma_trio.kv.entry import Entry
+from uma_trio.kv.saving import Saving
 from uma_trio.kv.shelf import Saved
 from uma_trio.runner.pace import Pace
 from uma_trio.scheduling.policy import Slot
@@ -44,21 +45,21 @@ class Transfer:
     def kind(self) -> Literal["save", "load"]:
         return "save" if isinstance(self.edit, Save) else "load"
 
-    def makes_sense(self, cache: KvCache) -> bool:
+    def makes_sense(self, kv: Saving) -> bool:
         """Its sequence still waits for its state; or has the one that is to be saved."""
-        return cache.may_restore(self.entry) if self.kind == "load" else is_unchanged(cache, self.entry, self.points)
+        return kv.may_restore(self.entry) if self.kind == "load" else is_unchanged(kv, self.entry, self.points)
 
 
-def is_unchanged(cache: KvCache, entry: Entry, points: Checkpoints) -> bool:
+def is_unchanged(kv: Saving, entry: Entry, points: Checkpoints) -> bool:
     """Whether ``entry`` is idle yet and as it was, down to its checkpoints."""
-    return cache.may_save(entry) and entry.points == points
+    return kv.may_save(entry) and entry.points == points
 
 
 class Transfers:
     """The copies that wait, of which a step makes one at most."""
 
-    def __init__(self, cache: KvCache, pace: Pace, meters: SpillMeters) -> None:
-        self._cache = cache
+    def __init__(self, kv: Saving, pace: Pace, meters: SpillMeters) -> None:
+        self._kv = kv
         self._pace = pace
         self._meters = meters
         self._waiting: list[Transfer] = []
@@ -87,14 +88,14 @@ class Transfers:
         tick_ms = self._pace.decode_ms(streams)
         spare_ms = 1e3 * (min([slot.due_s for slot in streams]) - now) - tick_ms if streams else math.inf
         for transfer in sorted(self._waiting, key=lambda transfer: transfer.kind):  # loads first: they are waited for
-            if not transfer.makes_sense(self._cache):
+            if not transfer.makes_sense(self._kv):
                 self._end(transfer)
                 continue
             ms, waited = self.predicted_ms(transfer), now - transfer.asked_at
             if ms <= spare_ms or (waited > PATIENCE_S and ms <= tick_ms):
                 self._waiting.remove(transfer)
                 return transfer
-            if waited > GIVE_UP_S and (transfer.kind == "load" or self._cache.somebody_waits):
+            if waited > GIVE_UP_S and (transfer.kind == "load" or self._kv.somebody_waits):
                 transfer.refused = "no step had time for it"
                 self._end(transfer)
         return None

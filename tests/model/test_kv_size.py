@@ -1,0 +1,48 @@
+"""How large the KV cache is, is what llama.cpp takes for it, also where not all layers attend."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.random_models import random_model
+from uma_trio import config
+
+F16, Q8, Q4 = 2.0, 34 / 32, 18 / 32
+
+LAYERS_HEADS_WIDTH = {"2x64": (2, 1, 64), "tiny-swa": (4, 1, 32), "tiny-hybrid": (2, 1, 32)}
+"""Those that attend, their KV heads, and the width of one.  The first layer of tiny-hybrid does not attend."""
+
+
+def measured(shape, **options):
+    """What the states of sequences say, of any model."""
+    import llama_abi
+    from uma_trio.engine.kv_size import _measured
+
+    with llama_abi.Model(llama_abi.load(), random_model(shape)) as model:
+        return _measured(model, llama_abi.ContextOptions(n_ctx=256, n_batch=32, n_seq_max=1, **options))
+
+
+@pytest.mark.parametrize(("type_k", "type_v", "of_values"), [("f16", "f16", 2 * F16), ("q8_0", "q4_0", Q8 + Q4)])
+@pytest.mark.parametrize("shape", LAYERS_HEADS_WIDTH)
+def test_it_is_the_sum_of_the_layers_that_attend(library, shape, type_k, type_v, of_values):
+    from uma_trio.engine.llama import LlamaEngine
+
+    layers, heads, width = LAYERS_HEADS_WIDTH[shape]
+    settings = config.Model(ctx=512, parallel=2, threads=1, type_k=type_k, type_v=type_v)
+    engine = LlamaEngine(random_model(shape), settings)
+    assert engine.facts.kv_bytes_per_token == layers * heads * width * of_values
+    assert measured(shape, type_k=type_k, type_v=type_v) == engine.facts.kv_bytes_per_token
+    engine.close()
+
+
+@pytest.mark.parametrize("shape", ["2x64", "tiny-hybrid"])
+@pytest.mark.parametrize("unified", ["on", "off"])
+def test_a_limit_in_bytes_is_kept(library, shape, unified):
+    from uma_trio.engine.llama import LlamaEngine
+
+    settings = config.Model(parallel=2, threads=1, kv_unified=unified, kv_mem_limit_mb=1)
+    engine = LlamaEngine(random_model(shape, ctx=8192), settings)
+    n_bytes = engine.facts.n_ctx * engine.facts.kv_bytes_per_token
+    block = 256 * (1 if unified == "on" else 2)
+    assert 1e6 - block * engine.facts.kv_bytes_per_token < n_bytes <= 1e6
+    engine.close()
