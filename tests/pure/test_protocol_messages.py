@@ -59,6 +59,7 @@ def test_a_request_with_everything() -> None:
                 {"role": "user", "content": "hello"},
                 {"role": "assistant", "content": ""},
             ],
+            "parse_special": False,
             "max_tokens": 5,
             "n": 1,
             "temperature": 1,
@@ -90,6 +91,7 @@ def test_a_request_with_everything() -> None:
     assert found == Generate(
         id="r1",
         messages=[ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", content="")],
+        parse_special=False,
         max_tokens=5,
         n=1,
         temperature=1.0,
@@ -161,7 +163,7 @@ def test_stop_is_a_text_or_a_list(stop: object, stops: tuple[str, ...]) -> None:
     assert found.stops == stops
 
 
-FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt"}
+FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special"}
 
 AT_THE_BOUNDS = [
     ("speculate", None),
@@ -237,6 +239,7 @@ NOT_TAKEN = [
     ("logprobs", [-1, 21, 2**64, 1.0, "1", True, [1]]),
     ("stop_token_ids", [None, 1, "x", {}, [-1], [2**31], [1.0], ["1"], [None], [True], [[1]], [1] * 65]),
     ("return_full_text", [0, "true", None]),
+    ("parse_special", [0, 1, "false", None, []]),
     ("seed", [-1, 2**63, 2**64 - 1, 1.0, "1", True]),
     ("stop", ["", [""], "x" * 257, ["x" * 257], ["x"] * 17, [1], 1, None, {}, [["x"]], ["x"] * 100_000]),
     ("ignore_eos", [0, 1, "true", None]),
