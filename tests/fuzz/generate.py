@@ -71,7 +71,7 @@ def request(rng: Random) -> dict[str, Any]:
         ("repeat_last_n", (0, 1, 4096)),
         ("frequency_penalty", (-2, 0.5)),
         ("presence_penalty", (0.5, 2)),
-        ("logit_bias", ({}, {"0": -100, "5": 100}, {"999999": 1}, {"x": 1})),
+        ("logit_bias", ({}, {"0": -100, "5": 100}, {"999999": 1}, {"x": 1}, {5: 1})),
         ("logprobs", (0, 3, 20)),
         ("stop_token_ids", ([], [0, 5], [2**31 - 1])),
         ("seed", (0, 7, 2**63 - 1)),

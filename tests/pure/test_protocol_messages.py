@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 
 import attrs
 import cbor2
@@ -535,6 +536,34 @@ def test_an_event_survives_both_encodings(event: ServerEvent) -> None:
     if isinstance(event, Token):
         fields.setdefault("echo", False)
     assert fields == without_none(event)
+
+
+BIASES = [{}, {0: 1}, {7: -100.0, 8: 2.0, 2**31 - 1: 100}, dict.fromkeys(range(300), -1)]
+WRONG_BIASES = [{-1: 1}, {2**31: 1}, {2**63: 1}, {-(2**64): 1}, {1: 101}, {1: True}, {1: [1]}, dict.fromkeys(range(301), 1)]
+
+
+def _as_text(bias: Mapping[int, object]) -> dict[str, object]:
+    return {str(token): value for token, value in bias.items()}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_token_ids_as_keys_mean_the_same_in_both_encodings(bias: Mapping[int, float]) -> None:
+    json = decode(encode(LEAST | {"logit_bias": _as_text(bias)}, Encoding.JSON), Encoding.JSON)
+    for keys in (bias, _as_text(bias), dict(zip(bias, _as_text(bias).values(), strict=True))):
+        found = parse(decode(encode(LEAST | {"logit_bias": keys}, Encoding.CBOR), Encoding.CBOR))
+        assert found == parse(json)
+        assert isinstance(found, Generate)
+        assert found.logit_bias == bias
+
+
+@pytest.mark.parametrize("bias", WRONG_BIASES)
+def test_wrong_biases_are_told_alike_in_both_encodings(bias: Mapping[int, object]) -> None:
+    said = {
+        str(refused(decode(encode(LEAST | {"logit_bias": keys}, encoding), encoding)))
+        for keys, encoding in ((_as_text(bias), Encoding.JSON), (_as_text(bias), Encoding.CBOR), (bias, Encoding.CBOR))
+    }
+    assert len(said) == 1
+    assert "`logit_bias" in said.pop()
 
 
 def test_the_fields_of_a_token() -> None:
