@@ -23,7 +23,7 @@ import trio
 from uma_trio.config import Config
 from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult, TokenIds
 from uma_trio.engine.thread import EngineThread, Pending
-from uma_trio.errors import DecodeFailed, KvFull, QueueFull, ShuttingDown, UmaError
+from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, ShuttingDown, UmaError
 from uma_trio.kv.cache import Entry, KvCache
 from uma_trio.kv.checkpoints import Checkpoints
 from uma_trio.kv.shelf import Saved
@@ -652,11 +652,26 @@ class Runner:
         self._book.freed(flight.freed, trio.current_time())
         self._book.idle()
         if error.fatal:
-            await self._thread.run(self._engine.reset)
+            await self._reset()
         self.cache.clear(lost=error.fatal)
         for job in self._running.values():  # they were not in the batch, but may hold copies of what was
             job.n_fed = job.n_cached = job.slot.context = 0
             job.slot.pending, job.state = job.pending, State.PREFILL
+
+    async def _reset(self) -> None:
+        """Make the engine's memory anew; where that fails nothing more can be computed, and everybody is told so.
+
+        Raises:
+            EngineError: it failed.
+        """
+        try:
+            await self._thread.run(self._engine.reset)
+        except EngineError as error:
+            log.error("the model's memory cannot be made anew; the server ends", reason=str(error))
+            self.close(ModelUnavailable("the model has failed and cannot go on; the server ends"))
+            for job in self.jobs():
+                self._end(job, ModelUnavailable("the model has failed and cannot go on; the server ends"))
+            raise
 
     @property
     def _busy(self) -> bool:
