@@ -44,12 +44,13 @@ class Controls:
         firsts = sorted({text[0] for text in self._texts})
         if len(firsts) > len(STAND_INS):
             raise ValueError(f"control tokens begin with {len(firsts)} characters; {len(STAND_INS)} can be told apart")
-        self._lengths = {
-            first: sorted({len(text) for text in self._texts if text[0] == first}, reverse=True) for first in firsts
-        }
+        heads: dict[str, set[int]] = {}
+        for text in self._texts:
+            heads.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {head: sorted(lengths, reverse=True) for head, lengths in heads.items()}
+        """Of the texts that begin with these two characters, the longest first."""
         self._first = re.compile("[" + "".join(map(re.escape, firsts)) + "]" if firsts else "(?!)")
         self._hidden = {first: chr(stand_in) for first, stand_in in zip(firsts, STAND_INS, strict=False)}
-        self._shown = {stand_in: first for first, stand_in in self._hidden.items()}
 
     def parts(self, messages: Messages, render: Callable[[Messages], str]) -> tuple[Part, ...]:
         """A rendered chat, cut where a message spells a control token: that is text, and the rest is parsed.
@@ -106,16 +107,21 @@ class Controls:
         Args:
             texts: some of the control tokens'.  ``None``: for each character with which one begins, whatever follows.
         """
+        if texts is None:
+            for first, stand_in in self._hidden.items():
+                text = text.replace(first, stand_in)
+            return text
 
-        def stand_in(found: re.Match[str]) -> str:
-            hide = texts is None or self._end(text, found.start(), texts) is not None
-            return self._hidden[found[0]] if hide else found[0]
+        def where_spelled(found: re.Match[str]) -> str:
+            return self._hidden[found[0]] if self._end(text, found.start(), texts) else found[0]
 
-        return self._first.sub(stand_in, text)
+        return self._first.sub(where_spelled, text)
 
     def shown(self, text: str) -> str:
         """``text`` without stand-ins: undoes ``hidden``."""
-        return _STAND_IN.sub(lambda found: self._shown.get(found[0], found[0]), text)
+        for first, stand_in in self._hidden.items():
+            text = text.replace(stand_in, first)
+        return text
 
     def cut(self, rendered: str) -> tuple[Part, ...]:
         """What was rendered in disguise, as text and in parts: control tokens that begin with a stand-in apart."""
@@ -159,10 +165,10 @@ class Controls:
 
     def _end(self, text: str, start: int, texts: Set[str]) -> int | None:
         """Where the longest of ``texts`` ends that begins at ``start``; ``None`` where none does."""
-        for length in self._lengths.get(text[start], ()):
+        for length in self._lengths.get(text[start : start + 2], ()):
             if text[start : start + length] in texts:
                 return start + length
-        return None
+        return start + 1 if text[start] in texts else None
 
 
 def _said(message: Mapping[str, str]) -> Iterable[tuple[str, str]]:
