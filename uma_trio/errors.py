@@ -167,7 +167,7 @@ class DecodeFailed(RuntimeFault):
 
 
 class ModelUnavailable(RuntimeFault):
-    """No model is loaded, or it is being loaded anew."""
+    """The model has failed for good: the server ends, and has nobody left who could compute."""
 
     code = "E_MODEL_UNAVAILABLE"
     http_status = 503

@@ -20,7 +20,7 @@ FIELDS = (
     *("id", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"),
     *("stream", "echo", "keep_alive", "cache_prompt", "speculate", "slo", "metadata", "event", "type", "unknown", ""),
     *("n", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty", "logit_bias"),
-    *("logprobs", "stop_token_ids", "return_full_text"),
+    *("logprobs", "stop_token_ids", "return_full_text", "parse_special"),
 )  # fmt: skip
 INTERESTING = (
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
@@ -71,12 +71,12 @@ def request(rng: Random) -> dict[str, Any]:
         ("repeat_last_n", (0, 1, 4096)),
         ("frequency_penalty", (-2, 0.5)),
         ("presence_penalty", (0.5, 2)),
-        ("logit_bias", ({}, {"0": -100, "5": 100}, {"999999": 1}, {"x": 1})),
+        ("logit_bias", ({}, {"0": -100, "5": 100}, {"999999": 1}, {"x": 1}, {5: 1})),
         ("logprobs", (0, 3, 20)),
         ("stop_token_ids", ([], [0, 5], [2**31 - 1])),
         ("seed", (0, 7, 2**63 - 1)),
         ("stop", ("e", ["a", "b"], [])),
-        *((flag, (True, False)) for flag in ("ignore_eos", "stream", "echo", "keep_alive", "cache_prompt", "speculate")),
+        *((flag, (True, False)) for flag in ("ignore_eos", "stream", "echo", "keep_alive", "cache_prompt", "speculate", "parse_special")),
         ("slo", ({}, {"priority": "background"}, {"target_ttft_ms": 5, "target_tbt_ms": 1.5})),
         ("metadata", ({}, {"k": [1, "é", None]}, {"deep": [[[[]]]]})),
     ):

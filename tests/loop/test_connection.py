@@ -13,6 +13,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import BrokenProtocol, ServerError, open_client
 from uma_trio.daemon import listener
+from uma_trio.engine.records import EngineError
 from uma_trio.protocol import framing
 from uma_trio.protocol.codec import ClientCodec
 
@@ -304,6 +305,31 @@ async def test_reset_by_the_client_nothing_is_left(autojump_clock):
             raw.sendall(ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 2000}))
             await trio.sleep(1)  # unread answers make the kernel reset instead of close
         await house.settled()
+
+
+@pytest.mark.parametrize("session", [{}, {"session_id": "s"}], ids=["plain", "session"])
+async def test_where_the_model_cannot_go_on_its_clients_hear_of_it(autojump_clock, session):
+    """The server ends; nobody takes that for the end of an answer."""
+    engine = FakeEngine(n_seq_max=1)
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with serving(engine) as house:
+                for n, raw in enumerate((first, second)):
+                    raw.connect(str(house.path))
+                    raw.sendall(ClientCodec().encode({"id": f"r{n}", "prompt": "hello", "max_tokens": 50, **session}))
+                    session = {name: value + "2" for name, value in session.items()}
+                    await trio.sleep(0.05)
+                engine.fail_next = engine.fail_reset = EngineError("gone", fatal=True)
+                await trio.sleep_forever()
+        assert caught.value.subgroup(lambda error: error is engine.fail_reset)
+        ends = []
+        for raw in (first, second):
+            codec = ClientCodec()
+            while data := raw.recv(1 << 16):
+                codec.receive_data(data)
+            *_, last = iter(codec.next_event, None)
+            ends.append((last["id"], last.get("code")))
+    assert ends == [("r0", "E_RUNTIME_DECODE"), ("r1", "E_MODEL_UNAVAILABLE")]
 
 
 async def test_draining_lets_requests_end_and_takes_no_more(autojump_clock):

@@ -258,6 +258,28 @@ async def test_a_failed_step_ends_its_requests_and_no_others(autojump_clock):
         await house.clean()
 
 
+async def test_where_the_model_cannot_go_on_everybody_is_told(autojump_clock):
+    """Those in the step that it failed in; one whose client does not read; one that waits; and one that comes now."""
+    engine = FakeEngine(n_seq_max=2)
+    stuck, failed, waited = sinks = Collector(), Collector(), Collector()
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(engine) as house:
+            house.ask([3], stuck, n=30)
+            await trio.sleep(0.05)
+            stuck.open = False
+            await trio.sleep(0.05)
+            engine.fail_next, engine.fail_reset = EngineError("gone", fatal=True), EngineError("no memory", fatal=True)
+            house.ask([1], failed, n=30)
+            house.ask([2], waited, n=10)
+            await trio.sleep_forever()
+    assert caught.value.subgroup(lambda error: error is engine.fail_reset)
+    assert [type(sink.last) for sink in sinks] == [Failure] * 3
+    assert [sink.last.code for sink in sinks] == ["E_MODEL_UNAVAILABLE", "E_RUNTIME_DECODE", "E_MODEL_UNAVAILABLE"]
+    assert not house.runner.jobs()
+    with pytest.raises(errors.ModelUnavailable):
+        house.ask([4], Collector())
+
+
 async def test_a_failure_that_is_not_fatal_keeps_the_context(autojump_clock):
     async with running() as house:
         job = house.ask([1], failed := Collector(), n=30)

@@ -107,6 +107,7 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], said: 
     [
         (["a", "--prompt", "b"], "give the question once"),
         (["a", "--raw", "--system", "b"], "no place for --system"),
+        (["a", "--no-special"], "--no-special goes with --raw"),
         (["a", "--top-p", "0"], "--top-p"),
         (["a", "--top-p", "1.1"], "--top-p"),
         (["a", "--temp", "-1"], "--temp"),
@@ -165,6 +166,9 @@ def test_ask_says_nothing_of_what_it_was_not_told() -> None:
     with ask.make_context("ask", ["a"]) as context:
         options = {name: value for name, value in context.params.items() if name not in ("question", "prompt")}
     assert _request("a", options) == {"stream": True, "messages": [{"role": "user", "content": "a"}]}
+    raw = options | {"raw": True}
+    assert _request("a", raw) == {"stream": True, "prompt": "a"}
+    assert _request("a", raw | {"no_special": True}) == {"stream": True, "prompt": "a", "parse_special": False}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 
 import attrs
 import cbor2
@@ -59,6 +60,7 @@ def test_a_request_with_everything() -> None:
                 {"role": "user", "content": "hello"},
                 {"role": "assistant", "content": ""},
             ],
+            "parse_special": False,
             "max_tokens": 5,
             "n": 1,
             "temperature": 1,
@@ -90,6 +92,7 @@ def test_a_request_with_everything() -> None:
     assert found == Generate(
         id="r1",
         messages=[ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", content="")],
+        parse_special=False,
         max_tokens=5,
         n=1,
         temperature=1.0,
@@ -161,7 +164,7 @@ def test_stop_is_a_text_or_a_list(stop: object, stops: tuple[str, ...]) -> None:
     assert found.stops == stops
 
 
-FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt"}
+FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special"}
 
 AT_THE_BOUNDS = [
     ("speculate", None),
@@ -237,6 +240,7 @@ NOT_TAKEN = [
     ("logprobs", [-1, 21, 2**64, 1.0, "1", True, [1]]),
     ("stop_token_ids", [None, 1, "x", {}, [-1], [2**31], [1.0], ["1"], [None], [True], [[1]], [1] * 65]),
     ("return_full_text", [0, "true", None]),
+    ("parse_special", [0, 1, "false", None, []]),
     ("seed", [-1, 2**63, 2**64 - 1, 1.0, "1", True]),
     ("stop", ["", [""], "x" * 257, ["x" * 257], ["x"] * 17, [1], 1, None, {}, [["x"]], ["x"] * 100_000]),
     ("ignore_eos", [0, 1, "true", None]),
@@ -532,6 +536,34 @@ def test_an_event_survives_both_encodings(event: ServerEvent) -> None:
     if isinstance(event, Token):
         fields.setdefault("echo", False)
     assert fields == without_none(event)
+
+
+BIASES = [{}, {0: 1}, {7: -100.0, 8: 2.0, 2**31 - 1: 100}, dict.fromkeys(range(300), -1)]
+WRONG_BIASES = [{-1: 1}, {2**31: 1}, {2**63: 1}, {-(2**64): 1}, {1: 101}, {1: True}, {1: [1]}, dict.fromkeys(range(301), 1)]
+
+
+def _as_text(bias: Mapping[int, object]) -> dict[str, object]:
+    return {str(token): value for token, value in bias.items()}
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_token_ids_as_keys_mean_the_same_in_both_encodings(bias: Mapping[int, float]) -> None:
+    json = decode(encode(LEAST | {"logit_bias": _as_text(bias)}, Encoding.JSON), Encoding.JSON)
+    for keys in (bias, _as_text(bias), dict(zip(bias, _as_text(bias).values(), strict=True))):
+        found = parse(decode(encode(LEAST | {"logit_bias": keys}, Encoding.CBOR), Encoding.CBOR))
+        assert found == parse(json)
+        assert isinstance(found, Generate)
+        assert found.logit_bias == bias
+
+
+@pytest.mark.parametrize("bias", WRONG_BIASES)
+def test_wrong_biases_are_told_alike_in_both_encodings(bias: Mapping[int, object]) -> None:
+    said = {
+        str(refused(decode(encode(LEAST | {"logit_bias": keys}, encoding), encoding)))
+        for keys, encoding in ((_as_text(bias), Encoding.JSON), (_as_text(bias), Encoding.CBOR), (bias, Encoding.CBOR))
+    }
+    assert len(said) == 1
+    assert "`logit_bias" in said.pop()
 
 
 def test_the_fields_of_a_token() -> None:

@@ -164,6 +164,7 @@ class FakeEngine:
         self.steps: list[Step] = []
         self.cost_of_last_ms = 0.0
         self.fail_next: EngineError | None = None
+        self.fail_reset: EngineError | None = None
         self.resets = 0
         self._aborted = False
         self._cache: dict[int, Story] = {}
@@ -330,6 +331,8 @@ class FakeEngine:
         return {seq_id: held.length for seq_id, held in self._cache.items() if held.length}
 
     def reset(self) -> None:
+        if self.fail_reset is not None:
+            raise self.fail_reset
         self._cache.clear()
         self.marks.clear()
         self.resets += 1

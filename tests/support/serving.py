@@ -19,7 +19,7 @@ from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
 from uma_trio.daemon.memory import NO_MEMORY, Memory
 from uma_trio.daemon.server import Server
-from uma_trio.engine.records import TokenIds
+from uma_trio.engine.records import Part, TokenIds
 from uma_trio.kv.shelf import Saved
 from uma_trio.models.prompt import Before, Prompt, PromptMaker, checked_size
 from uma_trio.protocol.messages import Generate
@@ -35,8 +35,11 @@ class FakeTokenizer:
 
     bos = eos = ""
 
-    def encode(self, text: str, *, continues: bool = False) -> TokenIds:
+    def encode(self, text: str, *, parse_special: bool = True, continues: bool = False) -> TokenIds:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + 100
+
+    def encode_parts(self, parts: Sequence[Part], *, continues: bool = False) -> TokenIds:
+        return self.encode("".join(part.text for part in parts), continues=continues)
 
     def piece(self, token: int) -> bytes:
         return piece(token)
@@ -48,8 +51,8 @@ class FakeTokenizer:
 class FakeChat:
     """Messages with bars between them: never what the tokens of the chat so far say, so all is cut anew."""
 
-    def render(self, messages: list[dict[str, str]]) -> str:
-        return "|".join(message["content"] for message in messages)
+    def parts(self, messages: list[dict[str, str]]) -> tuple[Part, ...]:
+        return (Part("|".join(message["content"] for message in messages)),)
 
 
 class FakePrompts(PromptMaker):

@@ -27,6 +27,7 @@ FULL_OR_EMPTY = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option("--prompt", help="The question, if not given as an argument; - or neither reads stdin.")
 @click.option("--system", help="A system message before the question.")
 @click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
+@click.option("--no-special", is_flag=True, help="Read no control tokens in the text (with --raw).")
 @click.option("--max-tokens", type=click.IntRange(1), help="Most tokens to generate.")
 @click.option("--n", type=click.IntRange(1, 16), help="So many answers, one after another.")
 @click.option("--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: 0]")
@@ -85,6 +86,10 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         if options["system"] is not None:
             raise click.UsageError("--raw sends the text as it is: there is no place for --system")
         request["prompt"] = text
+        if options["no_special"]:
+            request["parse_special"] = False
+    elif options["no_special"]:
+        raise click.UsageError("--no-special goes with --raw: of messages no control tokens are read")
     else:
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
         request["messages"] = [*system, {"role": "user", "content": text}]

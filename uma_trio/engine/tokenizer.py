@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -13,10 +14,13 @@ import numpy.typing as npt
 import llama_abi
 from llama_abi import TokenAttr
 from uma_trio.engine.alignment import Spelling, align
-from uma_trio.engine.records import TokenIds
+from uma_trio.engine.records import Part, TokenIds
 
 NAMED = TokenAttr.CONTROL | TokenAttr.UNKNOWN
 """Tokens with a meaning instead of a text; found in a text only where ``parse_special`` says so."""
+
+_OPENING: Final = (b"<|", "<｜".encode())
+_CLOSING: Final = (b"|>", "｜>".encode())
 
 ALOOF: Final = "\ue000"
 """A character for private use, with which no vocabulary merges anything."""
@@ -79,6 +83,33 @@ class Tokenizer:
         ids: TokenIds = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
         return ids
 
+    def encode_parts(self, parts: Sequence[Part], *, continues: bool = False) -> TokenIds:
+        """Token ids of a prompt that is not all read alike; of a single part as ``encode`` has them.
+
+        What the model wants around a text stands around the whole, and a part behind another one has a space
+        put in front only where that would be so in one text: behind a control token.
+
+        Args:
+            parts: one after another they are the prompt; none but a single one is empty.
+            continues: as in ``encode``.
+
+        Raises:
+            llama_abi.LlamaError: as ``encode``.
+        """
+        if len(parts) == 1:
+            [part] = parts
+            return self.encode(part.text, parse_special=part.parse_special, continues=continues)
+        found: list[TokenIds] = []
+        behind = continues
+        for part in parts:
+            ids = self.encode(part.text, add_special=False, parse_special=part.parse_special, continues=behind)
+            found.append(ids)
+            behind = not (len(ids) and self._spelling(int(ids[-1]), part.parse_special).cut_out)
+        if not continues and not (parts and parts[0].parse_special and self._starts_itself(parts[0].text)):
+            before, after = self._put_around
+            found = [before, *found, after]
+        return np.concatenate([np.empty(0, np.int32), *found])
+
     def encode_with_offsets(
         self, text: str, *, add_special: bool = True, parse_special: bool = True
     ) -> Encoding:
@@ -88,7 +119,7 @@ class Tokenizer:
         """
         ids = self.encode(text, add_special=add_special, parse_special=parse_special)
         adds = add_special and not (parse_special and self._starts_itself(text))
-        before, after = self._around if adds else (0, 0)
+        before, after = map(len, self._put_around) if adds else (0, 0)
         body = ids[before : len(ids) - after]
         if not parse_special and self._has_unknown(body):
             return Encoding(ids, None)
@@ -142,11 +173,38 @@ class Tokenizer:
         return [self._spelled(token) for token in self._checked(tokens)]
 
     @cached_property
-    def _around(self) -> tuple[int, int]:
-        """How many tokens ``add_special`` puts before a text and after it, asked of an empty one."""
-        added = len(self._vocab.tokenize("", add_special=True, parse_special=False))
-        before = min(added, 1) if added == 2 or self._vocab.add_bos else 0
-        return before, added - before
+    def controls(self) -> frozenset[str]:
+        """Texts of the tokens that are found in a text only where ``parse_special`` says so.
+
+        Without those that are no UTF-8, for no text spells them.
+        """
+        return self._texts((token for token, piece in enumerate(self._pieces) if not piece), NAMED)
+
+    @cached_property
+    def markers(self) -> frozenset[str]:
+        """Texts of user-defined tokens that are made like control tokens, as ``<|USER_TOKEN|>``.
+
+        They are found in every text.  The models' authors forgot to mark them, and older files (of Command R,
+        say) have turns begin with them; llama.cpp's converter goes by their look too.  Other user-defined tokens
+        are text that is always one token: runs of spaces, ``</think>``.
+        """
+        looks = (token for token, piece in enumerate(self._pieces) if piece.startswith(_OPENING) and piece.endswith(_CLOSING))
+        return self._texts(looks, TokenAttr.USER_DEFINED) - self.controls
+
+    def _texts(self, tokens: Iterable[int], kind: TokenAttr) -> frozenset[str]:
+        found = set()
+        for token in tokens:
+            if self._vocab.attributes(token) & kind and (text := self._spelled(token)):
+                with contextlib.suppress(UnicodeDecodeError):
+                    found.add(text.decode())
+        return frozenset(found)
+
+    @cached_property
+    def _put_around(self) -> tuple[TokenIds, TokenIds]:
+        """The tokens that ``add_special`` puts before a text and after it, asked of an empty one."""
+        added: TokenIds = self._vocab.tokenize("", add_special=True, parse_special=False)
+        before = min(len(added), 1) if len(added) == 2 or self._vocab.add_bos else 0
+        return added[:before], added[before:]
 
     @cached_property
     def _space_prefix(self) -> bool:

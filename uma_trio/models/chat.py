@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jinja2
 
+from uma_trio.engine.records import Part
 from uma_trio.errors import BadRequest, InternalError
+from uma_trio.models.controls import Controls
 from uma_trio.models.meter import LimitExceeded, Limits
 from uma_trio.models.sandbox import MeteredEnvironment
 
@@ -39,6 +41,7 @@ class ChatTemplate:
     Args:
         source: the template, as in the file's ``tokenizer.chat_template``.
         bos, eos: texts of these special tokens, ``""`` if the model has none.
+        controls: the vocabulary's control tokens, for ``parts``.
         limits: what one rendering may cost.
         now: the clock behind ``strftime_now``.
 
@@ -55,10 +58,12 @@ class ChatTemplate:
         *,
         bos: str,
         eos: str,
+        controls: Controls | None = None,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
         self._limits = limits
+        self._controls = controls or Controls()
         if len(source) > limits.source_chars:
             raise BrokenTemplate(
                 f"the model's chat template has {len(source)} characters, more than {limits.source_chars}"
@@ -71,6 +76,16 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except _FAULTS as error:
             raise BrokenTemplate(f"the model's chat template does not compile: {_said(error)}") from error
+
+    def parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[Part, ...]:
+        """The prompt text of a conversation, as ``render`` has it, cut where a message spells a control token.
+
+        Renders up to three times; each time has ``limits`` of its own.  See ``models.controls``.
+
+        Raises:
+            BadRequest, BrokenTemplate: as ``render``.
+        """
+        return self._controls.parts(messages, self.render)
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt text of a conversation.

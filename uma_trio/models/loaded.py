@@ -19,6 +19,7 @@ from uma_trio.engine.thread import EngineThread
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models import known_costs
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
+from uma_trio.models.controls import Controls
 from uma_trio.models.gguf_check import GgufError, check_gguf
 from uma_trio.models.known_layouts import KnownLayouts
 from uma_trio.models.prompt import PromptMaker
@@ -145,8 +146,10 @@ def _chat_template(engine: LlamaEngine) -> ChatTemplate | None:
     """The model's own template; a broken one costs the model its chats, and nothing else."""
     if engine.chat_template is None:
         return None
+    tokenizer = engine.tokenizer
     try:
-        return ChatTemplate(engine.chat_template, bos=engine.tokenizer.bos, eos=engine.tokenizer.eos)
-    except BrokenTemplate as error:
+        controls = Controls(tokenizer.controls, tokenizer.markers)
+        return ChatTemplate(engine.chat_template, bos=tokenizer.bos, eos=tokenizer.eos, controls=controls)
+    except (BrokenTemplate, ValueError) as error:
         log.warning("the model's chat template cannot be used; it serves plain prompts", reason=str(error))
         return None

@@ -10,7 +10,7 @@ import numpy as np
 import trio
 
 from uma_trio.config import Limits
-from uma_trio.engine.records import TokenIds
+from uma_trio.engine.records import Part, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
@@ -84,24 +84,26 @@ class PromptMaker:
     def _make(self, request: Generate, before: Before | None) -> Prompt:
         said = np.empty(0, np.int32) if before is None else before.tokens
         if request.prompt is not None:
-            return Prompt(self._after(said, request.prompt), request.prompt)
+            part = Part(request.prompt, request.parse_special)
+            return Prompt(self._after(said, [part]), request.prompt)
         messages = [*(before.messages if before is not None else ()), *(request.messages or ())]
-        text = self._render(messages)
+        parts = self._parts(messages)
+        text = "".join(part.text for part in parts)
         if len(said):
             spoken = self.tokenizer.decode(said, special=True).removeprefix("" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos)
             if text.startswith(spoken):  # the answer's own tokens stay, however it would be cut into tokens anew
-                return Prompt(self._after(said, text[len(spoken) :]), text)
-        return Prompt(self.tokenizer.encode(text), text)
+                return Prompt(self._after(said, _without(len(spoken), parts)), text)
+        return Prompt(self.tokenizer.encode_parts(parts), text)
 
-    def _after(self, said: TokenIds, text: str) -> TokenIds:
+    def _after(self, said: TokenIds, parts: Sequence[Part]) -> TokenIds:
         if not len(said):
-            return self.tokenizer.encode(text)
-        return np.concatenate([said, self.tokenizer.encode(text, continues=True)])
+            return self.tokenizer.encode_parts(parts)
+        return np.concatenate([said, self.tokenizer.encode_parts(parts, continues=True)])
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
+    def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[Part]:
         if self.chat is None:
             raise BadRequest("this model has no chat template: send prompt instead of messages")
-        return self.chat.render([attrs.asdict(message) for message in messages])
+        return self.chat.parts([attrs.asdict(message) for message in messages])
 
     def shown(self, tokens: Sequence[int], text: str) -> TokenIds:
         """The first of ``tokens`` that say ``text``, which a stop string has cut off somewhere; ``[n]``."""
@@ -114,4 +116,14 @@ class PromptMaker:
             n += 1
         kept = np.asarray(tokens[:n], np.int32)
         rest = text.encode()[len(text.encode()) - left :].decode("utf-8", "replace")
-        return np.concatenate([kept, self.tokenizer.encode(rest, continues=True)]) if rest else kept
+        return np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)]) if rest else kept
+
+
+def _without(n: int, parts: Sequence[Part]) -> list[Part]:
+    """``parts`` but for their first ``n`` characters."""
+    left = []
+    for part in parts:
+        if n < len(part.text):
+            left.append(attrs.evolve(part, text=part.text[n:]))
+        n = max(0, n - len(part.text))
+    return left

@@ -70,6 +70,8 @@ class Generate:
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
     """Rendered through the model's chat template."""
+    parse_special: bool = True
+    """Read control tokens that ``prompt`` spells out; else they are text.  In ``messages`` they always are."""
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """``None``: the server's default, or what the context has room for if that is less."""
     n: Annotated[int, Meta(ge=1, le=16)] = 1

@@ -18,7 +18,7 @@ import trio
 from uma_trio.config import Config
 from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult
 from uma_trio.engine.thread import EngineThread, Pending
-from uma_trio.errors import DecodeFailed, KvFull, QueueFull, ShuttingDown, UmaError
+from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, ShuttingDown, UmaError
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate, Reason
 from uma_trio.runner.book import Book
@@ -349,8 +349,23 @@ class Runner:
         self._book.freed(flight.freed, trio.current_time())
         self._book.idle()
         if error.fatal:
-            await self._thread.run(self._engine.reset)
+            await self._reset()
         self._sequences.clear(lost=error.fatal)
+
+    async def _reset(self) -> None:
+        """Make the engine's memory anew; where that fails nothing more can be computed, and everybody is told so.
+
+        Raises:
+            EngineError: it failed.
+        """
+        try:
+            await self._thread.run(self._engine.reset)
+        except EngineError as error:
+            log.error("the model's memory cannot be made anew; the server ends", reason=str(error))
+            self.close(ModelUnavailable("the model has failed and cannot go on; the server ends"))
+            for job in self.jobs():
+                self._endings.end(job, ModelUnavailable("the model has failed and cannot go on; the server ends"))
+            raise
 
     @property
     def _busy(self) -> bool:
