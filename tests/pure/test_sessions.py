@@ -20,9 +20,9 @@ from uma_trio.sessions import Book, Session
 
 def told(book: Book, name: str, at: float, *, tenant: int = 1) -> Session:
     session = book.begin(tenant, name, at)
-    session.turns += 1
     session.tokens = np.append(session.tokens, np.int32(len(name)))
-    book.end(session, at)
+    book.told(session, at)
+    book.end(session)
     return session
 
 
@@ -33,7 +33,7 @@ def test_the_longest_unused_go_and_never_one_that_answers() -> None:
     told(book, "a", 10)
     book.begin(1, "b", 11)
     assert [session.name for session in book.outdated(12)] == ["c", "d"]
-    assert [session.name for session in book.of(1)] == ["b", "a", "d", "c"]
+    assert [session.name for session in book.of(1)] == ["a", "d", "c", "b"]
     assert book.of(2) == []
 
 
@@ -53,7 +53,7 @@ def test_one_at_a_time_and_each_users_own() -> None:
     other = book.begin(2, "a", 0)
     with pytest.raises(SessionBusy):
         book.remove(other)
-    book.end(other, 0)
+    book.end(other)
     with pytest.raises(SessionNotFound):
         book.get(2, "a")
 
@@ -63,7 +63,7 @@ def test_a_fork_needs_something_said_and_a_free_name() -> None:
     begun = book.begin(1, "begun", 0)
     with pytest.raises(SessionNotFound):
         book.fork(1, "begun", "b", 0)
-    book.end(begun, 0)
+    book.end(begun)
     source = told(book, "a", 0)
     forked = book.fork(1, "a", "b", 1)
     assert forked.tokens is source.tokens

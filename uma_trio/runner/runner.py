@@ -296,7 +296,7 @@ class Runner:
                 "bytes": round(kv.cells * self.facts.kv_bytes_per_token),
                 "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * self.facts.kv_bytes_per_token),
             },
-            "spill": None if self._spiller is None else self._spiller.meters.snapshot(),
+            "spill": None if self._spiller is None else self._spiller.snapshot(),
             "sessions_inter_token_ms": {
                 job.request.id: round(job.inter_token_ewma_ms, 3)
                 for job in self._running.values()

@@ -92,6 +92,10 @@ class StateFiles(Protocol):
     def readers(self) -> int:
         """Threads that read one state together."""
 
+    @property
+    def used_bytes(self) -> int:
+        """Of all files that count to the most that there may be; does not block for long."""
+
     def begin(self, n_bytes: int) -> Draft: ...
     def open(self, name: str) -> Reading: ...
     def remove(self, name: str) -> None: ...
@@ -186,6 +190,9 @@ class Spiller:
         self._nursery: trio.Nursery | None = None
         self._bytes_a_ms = {**FIRST_BYTES_A_MS, "read": files.readers * FIRST_BYTES_A_MS["read"]}
         self.meters = SpillMeters()
+
+    def snapshot(self) -> dict[str, Any]:
+        return {**self.meters.snapshot(), "disk_bytes": self._files.used_bytes}
 
     # -- asked by the runner, between ticks -----------------------------------------------------
 
