@@ -517,6 +517,17 @@ async def test_what_is_told_of_sessions_is_the_same_after_a_restart(autojump_clo
                 assert await listed(house) == before
 
 
+async def test_messages_beyond_what_a_file_may_hold_are_refused(autojump_clock, monkeypatch):
+    monkeypatch.setattr("uma_trio.sessions.sessions.MAX_MESSAGES", 4)
+    user = [{"role": "user", "content": "hello"}]
+    async with serving() as house, house.client() as client:
+        await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
+        eos = await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
+        assert eos["session"]["turns"] == 2
+        with pytest.raises(ServerError, match="the most are 4"):
+            await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
+
+
 async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
     """Neither what is remembered nor what is on disk, nor with it what a turn takes."""
     with remembering(tmp_path) as memory:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import stat
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -304,6 +306,36 @@ def test_turns_of_many_sessions_are_written_side_by_side(path: Path, journal: Jo
     for number in range(4):
         own = found[SessionKey(number, "own")]
         assert (own.tokens.tolist(), own.n_turns) == ([number] * 29, 30)
+    journal.close()
+
+
+def test_a_folder_that_is_taken_away_again_and_again_loses_nothing(path: Path, journal: Journal) -> None:
+    """Its descriptor is exchanged while others use it."""
+    done = threading.Event()
+
+    def work(number: int) -> None:
+        n = 0
+        while not done.is_set():
+            n += 1
+            with contextlib.suppress(JournalError):  # the folder went in the middle of it
+                journal.write(said([number] * n, key=SessionKey(number, "own"), n=n))
+        turns[number] = n
+
+    turns = [0] * 3
+    with ThreadPoolExecutor(3) as threads:
+        for number in range(3):
+            threads.submit(work, number)
+        for i in range(20):
+            while not any(path.glob("*.session")):
+                pass
+            path.rename(path.with_name(f"away {i}"))
+        done.set()
+    for key in journal.behind():
+        journal.repair(key)
+    assert journal.behind() == []
+    journal, found = reloaded(path, journal)
+    assert journal.problems == []
+    assert [found[SessionKey(number, "own")].n_turns for number in range(3)] == turns
     journal.close()
 
 

@@ -164,7 +164,7 @@ class Book:
         if not source.turns:
             raise SessionNotFound(f"nothing was said in session {name!r} yet")
         if SessionKey(tenant, new_name) in self._sessions:
-            raise SessionExists(f"there is a session {new_name!r} already")
+            raise SessionExists(f"there is a session {new_name!r} already: choose another name, or close it")
         forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, turns_on_disk=0, busy=False)
         self._sessions[forked.key] = forked
         return forked

@@ -28,12 +28,12 @@ def without_oldest(
         first += 1
     end, dropped = first, 0
     for n in range(first, len(before)):
-        if dropped >= n_drop * per_token and end > first:
-            break
         dropped += _size(before[n])
         following = before[n + 1] if n + 1 < len(before) else new[0]
         if following.role == before[first].role:
             end = n + 1
+            if dropped >= n_drop * per_token:
+                break
     return (*before[:first], *before[end:])
 
 

@@ -316,7 +316,9 @@ def _check(session: Session, request: Generate) -> None:
         BadRequest: it does not, or has too many.
     """
     if session.turns and (request.messages is not None) != bool(session.messages):
-        had, wants = ("messages", "a prompt") if session.messages else ("prompts", "messages")
-        raise BadRequest(f"session {session.name!r} was begun with {had}; it cannot go on with {wants}")
+        had, wants = ("messages", "a prompt") if session.messages else ("a prompt", "messages")
+        raise BadRequest(
+            f"session {session.name!r} was begun with {had} and cannot go on with {wants}: send {had}, or name another session"
+        )
     if len(session.messages) + len(request.messages or ()) >= MAX_MESSAGES:
         raise BadRequest(f"session {session.name!r} has {len(session.messages)} messages, the most are {MAX_MESSAGES}")
