@@ -443,6 +443,20 @@ async def test_what_the_disk_did_not_take_is_on_it_a_minute_later(autojump_clock
             await goes_on(house, "a", said)
 
 
+async def test_what_the_disk_did_not_take_is_on_it_when_the_server_has_drained(autojump_clock, tmp_path, monkeypatch):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            with monkeypatch.context() as broken:
+                broken.setattr(os, "fdatasync", fails)
+                await ask(house, "a", "hello")
+            before = await listed(house)
+            assert not before[0]["durable"]
+            await drained(house)
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            assert await listed(house) == [before[0] | {"durable": True}]
+
+
 @pytest.mark.parametrize("what", ["file", "folder"])
 @pytest.mark.parametrize("then", ["another turn", "nothing"])
 async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_clock, tmp_path, what, then):

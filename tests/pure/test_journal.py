@@ -396,6 +396,21 @@ def test_files_of_sessions_that_nobody_uses_are_repaired(path: Path, how: str, t
     journal.close()
 
 
+def test_a_lock_that_was_removed_is_taken_again(path: Path, journal: Journal) -> None:
+    journal.write(said([1]))
+    (path / "lock").unlink()
+    journal.write(said([1, 2], n=2))
+    assert (journal.restored, journal.behind()) == (0, [])
+    with pytest.raises(JournalError, match="in use by another process"):
+        opened(path)
+    (path / "lock").unlink()
+    other = opened(path)
+    with pytest.raises(JournalError, match="in use by another process"):
+        journal.write(said([1, 2, 3], n=3))
+    assert plain(other.load()[0]) == ([1, 2], [])
+    other.close()
+
+
 def test_a_folder_that_is_not_this_users_alone_is_not_gone_on_in(path: Path, journal: Journal) -> None:
     journal.write(said([1]))
     shutil.rmtree(path)

@@ -102,6 +102,7 @@ class Server:
                     await self.runner.wait_idle()
                 if trio.current_effective_deadline() > -math.inf:  # nobody insists, and the runner still runs
                     with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
+                        await self.sessions.mend()
                         await self.runner.save_sessions()
                 runner_scope.cancel()
                 nursery.cancel_scope.cancel()

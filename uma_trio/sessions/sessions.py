@@ -278,11 +278,13 @@ class Sessions:
                 log.info("a session is closed", session=session.name, unused_since=session.used_at)
                 await self._close(session)
             await trio.sleep(SWEEP_S)
-            if self._journal is not None:
-                await self._mend(self._journal)
+            await self.mend()
 
-    async def _mend(self, journal: Journal) -> None:
+    async def mend(self) -> None:
         """Write what could not be written when it was said, and what somebody has removed since."""
+        journal = self._journal
+        if journal is None:
+            return
         try:
             behind = await self._in_thread(journal.behind)
             for key in behind:
@@ -292,7 +294,7 @@ class Sessions:
                     session.turns_on_disk = max(session.turns_on_disk, record.n_turns)
         except JournalError as error:
             self.journal_failures += 1
-            log.warning("sessions are not on disk as they should be; tried again", in_s=SWEEP_S, reason=str(error))
+            log.warning("sessions are not on disk as they should be", reason=str(error))
         else:
             if behind:
                 log.warning("sessions that were missing on disk were written again", sessions=len(behind))

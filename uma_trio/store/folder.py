@@ -99,24 +99,24 @@ class PrivateFolder:
 
     def renew(self) -> bool:
         """Go on in the folder that the path names now, where that is not the one that is open: somebody has removed
-        it, or moved it away, and a restart would not find what is written there.
+        it, or moved it away, and a restart would not find what is written there.  Likewise where the lock is gone:
+        another process could take a new one.
 
         Returns:
-            Whether it was so.  Nothing that was in the folder can be counted on then.
+            Whether it is another folder.  Nothing that was in the one before can be counted on then.
 
         Raises:
             StoreError: it cannot be made or used; the one that is open stays so.
         """
         with self._renewing, self.telling("use"):
-            opened = os.fstat(self.descriptor)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(self.path), opened):
-                    return False
+            is_same = _is_at(self.path, self.descriptor)
+            if is_same and _is_at(self.path / LOCK, self._locked):
+                return False
             found, locked = self._opened()
             for new, old in ((found, self.descriptor), (locked, self._locked)):
                 os.dup2(new, old, inheritable=False)  # the numbers stay: other threads are using them
                 os.close(new)
-            return True
+            return not is_same
 
     def close(self) -> None:
         """Let go of the folder and its lock; does nothing the second time."""
@@ -229,6 +229,14 @@ def _make(path: Path) -> None:
             os.fsync(above)
         finally:
             os.close(above)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    opened = os.fstat(descriptor)
+    try:
+        return os.path.samestat(os.stat(path), opened)
+    except FileNotFoundError:
+        return False
 
 
 def _refused(status: os.stat_result) -> str | None:
