@@ -403,6 +403,8 @@ def test_without_a_folder_it_serves_and_says_so(library: None, tmp_path: Path, p
         second = say(daemon, "a", "And of Italy?")
         assert second.last["usage"]["cached_tokens"] > 0
         assert "in memory only" in uma("sessions", "--socket", daemon.socket).stdout
+        asked = uma("ask", "--socket", daemon.socket, "--session", "a", "And of Japan?")
+        assert (asked.returncode, "in memory only" in asked.stderr) == (0, True)
 
 
 def test_of_two_daemons_with_one_folder_the_second_remembers_nothing(library: None, tmp_path: Path) -> None:
@@ -437,7 +439,7 @@ def test_the_commands_of_sessions(library: None, tmp_path: Path) -> None:
 
         assert "no sessions yet" in run()
         asked = uma("ask", "--socket", daemon.socket, "--session", "cooking", "What is the capital of France?")
-        assert asked.returncode == 0, asked.stderr
+        assert (asked.returncode, asked.stderr) == (0, "")
         for arguments in ((), ("list",), ("list", "--socket", daemon.socket)):
             head, row = run(*arguments).splitlines()
             assert head.split() == ["SESSION", "TURNS", "TOKENS", "LAST", "USED", "STATE"]

@@ -160,6 +160,8 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
             click.echo()
         if options["stats"]:
             _show_stats(last)
+        if "session" in last and not last["session"]["durable"]:
+            click.echo("this session is in memory only and ends with the daemon; its log says why", err=True)
         nursery.cancel_scope.cancel()
     if last.get("reason") != "cancelled":
         return OK
