@@ -19,7 +19,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
 from uma_trio.engine.records import EngineError, Mark
 from uma_trio.kv.checkpoints import BEFORE_END
-from uma_trio.runner.spiller import saved_state
+from uma_trio.runner.state_files import saved_state
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
 TELLS = 150
@@ -108,7 +108,7 @@ async def test_saved_and_loaded_again(autojump_clock, unified):
         turn = [*story(1), *first.tokens, *story(2, 100)]
         await house.answer(turn, TELLS, durable=True)
         with trio.fail_after(100):
-            await house.runner.save_sessions()
+            await house.runner.states.save_everything()
         assert len(files.states) == 1
     for prompt, cached in (
         (story(1) + story(3, 5), 300 - BEFORE_END),
@@ -129,7 +129,7 @@ async def test_cancelled_while_it_is_loaded_nothing_is_left(autojump_clock):
     async with asking(engine_of(True), files, spill_after_s=1e8) as house:
         first = await house.answer(story(1), TELLS, durable=True)
         with trio.fail_after(100):
-            await house.runner.save_sessions()
+            await house.runner.states.save_everything()
     prompt = [*story(1), *first.tokens, 5]
     async with asking(engine_of(True), files, spill_after_s=1e8) as house:
         for patience in range(8):

@@ -16,8 +16,7 @@ import trio
 from tests.support.asking import Client, House, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
 from uma_trio.engine.records import EngineError
-from uma_trio.runner.job import MOST_GUESSES
-from uma_trio.runner.runner import GUESSES_UP_TO
+from uma_trio.runner.guessing import GUESSES_UP_TO, MOST_GUESSES
 from uma_trio.sampling import SamplingParams
 
 REPEATS = 20

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import attrs
 import numpy as np
+import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine, VirtualThread
@@ -77,6 +79,18 @@ async def test_ticks_and_requests_add_up(autojump_clock):
         assert found.first_token_s is not None
         assert found.arrived_s <= found.admitted_s < found.first_token_s <= found.ended_s
         assert abs(found.first_token_s + sum(found.itl_ms) / 1e3 - found.ended_s) < 0.01
+
+
+async def test_a_tick_is_said_to_begin_when_its_step_did(autojump_clock):
+    async with recorded(speculation=False) as (runner, records):
+        await trio.sleep(1)
+        asked = trio.current_time()
+        await ask(runner, "a", 700, 20).done.wait()
+        await runner.wait_idle()
+    assert [tick.prompt_tokens > 0 for tick in records.ticks] == [True, True] + [False] * 19
+    assert records.ticks[0].t_s == pytest.approx(asked)
+    for before, after in pairwise(records.ticks):
+        assert after.t_s == pytest.approx(before.t_s + before.ms / 1e3), "the engine is never idle"
 
 
 async def test_a_request_ends_in_one_record_however_it_ends(autojump_clock):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
@@ -118,7 +120,7 @@ async def test_a_new_server_finds_what_the_old_one_saved(autojump_clock):
     async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as house:
         said = [await told(house, n) for n in range(5)]
         with trio.fail_after(100):
-            await house.runner.save_sessions()
+            await house.runner.states.save_everything()
         assert len(files.states) == 5
     async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as house:
         for n, tokens in enumerate(said):
@@ -192,7 +194,7 @@ async def test_streams_are_not_made_late_by_copies(autojump_clock):
     engine = FakeEngine(n_ctx=65_536, n_seq_max=3)
     async with asking(engine, files, spill_after_s=NEVER) as house:
         first = await house.answer(story(1, 20_000), 8, durable=True)
-        house.runner._spiller._bytes_a_ms["save"] = 20_000 * 12_288 / 200
+        house.runner.pace.bytes_a_ms["save"] = 20_000 * 12_288 / 200
         talker = house.ask(story(2), 400, slo={"target_tbt_ms": 50} and talks())
         other = house.ask(story(3, 60_000), 8)  # needs the room
         await house.ended(talker)
@@ -224,6 +226,35 @@ async def test_a_failing_step_with_a_copy_in_it(autojump_clock, unified):
         assert is_right(again)
         await house.clean()
         assert files.open_files == 0
+
+
+async def test_a_context_made_anew_holds_no_state_that_was_loaded_before(autojump_clock):
+    """The request that it was loaded for is in no step yet, and its file not even closed."""
+
+    async def slowly(call: Callable[..., Any], *arguments: Any) -> Any:
+        await trio.sleep(1)
+        return call(*arguments)
+
+    files = MemoryFiles()
+    async with asking(small(), files, spill_after_s=NEVER) as house:
+        said = await told(house, 1)
+        await house.runner.states.save_everything()
+    async with asking(small(), files, in_thread=slowly, spill_after_s=NEVER) as house:
+        talker = house.ask(story(2), 600)
+        client = house.ask([*said, 900], 8)
+        client.has_room = False
+        while not copies(house, Load):
+            await trio.sleep(0.001)
+        house.engine.fail_next = EngineError("it failed", fatal=True)
+        await house.ended(talker)
+        await trio.sleep(5)
+        assert house.engine.resets == 1
+        house.read_on(client)
+        await house.ended(client)
+        assert is_right(client)
+        assert len(client.tokens) == 8
+        assert house.engine.resets == 1
+        await house.clean()
 
 
 async def test_at_most_one_copy_a_step(autojump_clock):

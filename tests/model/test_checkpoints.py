@@ -10,6 +10,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from uma_trio.kv.checkpoints import BEFORE_END, EACH
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate
 from uma_trio.runner import Runner
-from uma_trio.runner.spiller import saved_state
+from uma_trio.runner.pace import Pace
+from uma_trio.runner.state_files import saved_state
 from uma_trio.store.spill import SpillFolder
 
 LAYOUTS = pytest.mark.parametrize("unified", ["off", "on"])
@@ -96,12 +98,10 @@ async def asking(unified: str, states: Path | None = None) -> AsyncIterator[Aski
             stack.callback(files.close)
         thread = EngineThread("tiny")
         stack.callback(thread.close)
-        runner = Runner(engine, thread, engine.tokenizer.piece, settings(spill_after_s=1e8), files=files)
         # loading a state of so small a model is slower than computing it
-        runner.cache._worth_loading = lambda tokens, n_bytes: True
+        stack.enter_context(patch.object(Pace, "worth_loading", lambda self, tokens, n_bytes: True))
+        runner = Runner(engine, thread, engine.tokenizer.piece, settings(spill_after_s=1e8), files=files)
         if files is not None:
-            assert runner._spiller is not None
-            runner._spiller._worth_loading = lambda tokens, n_bytes: True
             found = [saved_state(s.name, s.tenant, s.tokens, s.n_bytes, s.extra) for s in files.scan()]
             runner.cache.shelf.add_all(found)
         async with trio.open_nursery() as nursery:
@@ -180,7 +180,7 @@ async def test_after_a_restart_it_goes_on_and_goes_back(library: None, unified: 
         }
         expected = {cached: await ask.anew(question, 150) for cached, question in questions.items()}
         with trio.fail_after(60):
-            await ask.runner.save_sessions()
+            await ask.runner.states.save_everything()
     for cached, question in questions.items():
         async with asking(unified, tmp_path) as ask:
             client = await ask(question, 150)  # with room for all that was saved

@@ -132,7 +132,7 @@ class TestWindow:
     @UNIFY
     def test_a_small_cache_that_has_wrapped_goes_on_nearly_the_same(self, windowed: Model, unified: bool) -> None:
         """What is loaded lies in the order of its positions, and no longer where it was: sums are rounded
-        otherwise.  Before the first wrap it goes on bit for bit."""
+        otherwise, by some processors' kernels.  Before the first wrap it goes on bit for bit."""
         with a_context(windowed, kv_unified=unified, swa_full=False) as context:
             for length, exact in ((200, True), (900, False)):
                 feed(context, TEXT[:length])
@@ -140,7 +140,7 @@ class TestWindow:
                 expected = feed(context, NEXT, pos=length)
                 context.load_state_from(1, state)
                 found = feed(context, NEXT, pos=length, seq=1)
-                assert same(found, expected) == exact
+                assert same(found, expected) or not exact
                 assert np.corrcoef(found, expected)[0, 1] > 0.9999
                 context.clear()
 

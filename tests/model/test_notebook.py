@@ -46,4 +46,4 @@ def test_it_runs_and_draws(library, written, tmp_path, monkeypatch):
         assert coloured.mean() > 0.001
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "the long prompt was read in" in printed
-    assert "llama_decode calls" in printed, "the bench ran, since there was no recording"
+    assert " ticks; " in printed, "the bench ran, since there was no recording"

@@ -124,6 +124,18 @@ def test_the_order_is_the_one_that_is_documented() -> None:
     assert (*named, "__main__") == ROOMS
 
 
+def test_the_modules_of_the_runner_import_one_way() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    listed = text.split("The room with most in it")[1].split("```")[1]
+    order = re.findall(r"^(\w+)\.py  ", listed, re.MULTILINE)
+    files = {file.stem: file for file in FILES if room_of(file) == "runner" and file.stem != "__init__"}
+    assert sorted(order) == sorted(files)
+    for n, name in enumerate(order):
+        own = [found for found in imports_of(files[name]) if found.module.startswith("uma_trio.runner")]
+        wrong = [found for found in own if found.module.removeprefix("uma_trio.runner.") not in order[:n]]
+        complain(wrong, f"{name} stands before these in docs/ARCHITECTURE.md, so it may not import them:")
+
+
 def test_the_package_itself_imports_nothing() -> None:
     assert imports_of(ROOT / "uma_trio" / "__init__.py") == []
 

@@ -16,6 +16,7 @@ from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Eos, Failure, Generate, Token
 from uma_trio.runner import Job, Runner
+from uma_trio.runner.spiller import InThread
 
 
 @attrs.define(eq=False)
@@ -106,15 +107,16 @@ class House:
 
 @contextlib.asynccontextmanager
 async def asking(
-    engine: FakeEngine | None = None, files: MemoryFiles | None = None, **values: Any
+    engine: FakeEngine | None = None, files: MemoryFiles | None = None, in_thread: InThread = at_once, **values: Any
 ) -> AsyncIterator[House]:
     """A runner with settings by flat names; cancelled at the end.
 
     Args:
         files: where idle sequences are saved to; the states there are found again.
+        in_thread: runs what blocks.
     """
     engine = engine or FakeEngine()
-    runner = Runner(engine, VirtualThread(engine), piece, settings(**values), files=files, in_thread=at_once)
+    runner = Runner(engine, VirtualThread(engine), piece, settings(**values), files=files, in_thread=in_thread)
     if files is not None:
         runner.cache.shelf.add_all(files.scan())
     async with trio.open_nursery() as nursery:

@@ -365,6 +365,7 @@ class VirtualThread:
             self._engine.cost_of_last_ms = 0.0
             pending = self._waiting.popleft()
             pending.begin()
+            pending.began_s = began
             self._free_at = pending.ends_at = began + self._engine.cost_of_last_ms / 1e3
         return self._free_at
 
@@ -378,6 +379,7 @@ class VirtualPending:
         self._outcome: outcome.Outcome[Any] | None = None
         self.before_told: Callable[[], None] | None = None
         self.submitted_at = trio.current_time()
+        self.began_s = math.nan
         self.ends_at = math.inf
 
     def begin(self) -> None:

@@ -23,7 +23,8 @@ from uma_trio.engine.records import TokenIds
 from uma_trio.kv.shelf import Saved
 from uma_trio.models.prompt import Before, Prompt, PromptMaker, checked_size
 from uma_trio.protocol.messages import Generate
-from uma_trio.runner.spiller import InThread, StateFiles
+from uma_trio.runner.spiller import InThread
+from uma_trio.runner.state_files import StateFiles
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.store.journal import Journal
 from uma_trio.store.spill import SpillFolder

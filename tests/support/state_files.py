@@ -12,7 +12,7 @@ import trio
 
 from uma_trio.kv.prefix import Tokens
 from uma_trio.kv.shelf import Saved
-from uma_trio.runner.spiller import saved_state
+from uma_trio.runner.state_files import saved_state
 from uma_trio.store.spill import SpillError
 
 
@@ -24,7 +24,7 @@ async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
 
 @attrs.define
 class MemoryFiles:
-    """See ``spiller.StateFiles``.  ``full``, ``lost`` and ``broken`` are faults to be switched on."""
+    """See ``runner.state_files.StateFiles``.  ``full``, ``lost`` and ``broken`` are faults to be switched on."""
 
     states: dict[str, tuple[Saved, bytes]] = attrs.field(factory=dict)
     full: bool = False

@@ -17,7 +17,7 @@ import structlog
 from uma_trio.config import Config
 from uma_trio.kv.shelf import Saved
 from uma_trio.models.loaded import LoadedModel
-from uma_trio.runner.spiller import StateFiles, saved_state
+from uma_trio.runner.state_files import StateFiles, saved_state
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.spill import SpillError, SpillFolder
 from uma_trio.store.spill_format import Spilled

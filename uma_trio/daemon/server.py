@@ -103,7 +103,7 @@ class Server:
                 if trio.current_effective_deadline() > -math.inf:  # nobody insists, and the runner still runs
                     with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
                         await self.sessions.mend()
-                        await self.runner.save_sessions()
+                        await self.runner.states.save_everything()
                 runner_scope.cancel()
                 nursery.cancel_scope.cancel()
 
@@ -215,7 +215,7 @@ async def _serve_loaded(
         try:
             await server.run(sock)
         finally:
-            known_costs.keep(model.cost_name, server.runner.cost)
+            known_costs.keep(model.cost_name, server.runner.pace.cost)
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
 
 

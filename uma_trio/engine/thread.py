@@ -7,6 +7,7 @@ back with one ``run_sync_soon``.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -24,6 +25,8 @@ class Pending(Generic[T]):
     def __init__(self) -> None:
         self.before_told: Callable[[], None] | None = None
         """Called in the thread when the call has ended, before the loop hears of it; must be quick, and not raise."""
+        self.began_s = math.nan
+        """When the thread took it up, on trio's clock."""
         self._outcome: outcome.Outcome[T] | None = None
         self._told = False
         self._waiting: trio.lowlevel.Task | None = None
@@ -64,6 +67,7 @@ class EngineThread:
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Pending[Any]] | None] = queue.SimpleQueue()
         self._trio = trio.lowlevel.current_trio_token()
+        self._clock = trio.lowlevel.current_clock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -84,6 +88,7 @@ class EngineThread:
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             call, pending = item
+            pending.began_s = self._clock.current_time()
             pending._outcome = outcome.capture(call)
             if pending.before_told is not None:
                 pending.before_told()

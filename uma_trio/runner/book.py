@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
+import attrs
 import structlog
 
 from uma_trio.engine.records import ModelFacts
 from uma_trio.errors import UmaError
+from uma_trio.kv.cache import KvCache
 from uma_trio.protocol.messages import Reason
 from uma_trio.runner.flight import Delivery, Landed
 from uma_trio.runner.job import Job
@@ -28,6 +31,7 @@ class Book:
 
     def __init__(self, facts: ModelFacts, perf: PerfSink | None, *, debug: bool) -> None:
         self.telemetry = Telemetry()
+        self._facts = facts
         self._perf = perf
         self._debug = debug
         self._weight = Weight(
@@ -48,8 +52,7 @@ class Book:
             waiting: requests in the queue.
         """
         flight, result = landed.flight, landed.result
-        began = landed.at - (result.ended_s - result.started_s)
-        self.freed(flight.freed, began)
+        self.freed(flight.freed, flight.pending.began_s)
         if not flight.jobs:
             return
         gap_ms = None if self._last_ended_s is None else 1e3 * (result.started_s - self._last_ended_s)
@@ -80,14 +83,13 @@ class Book:
         telemetry.drafted_total += drafted
         telemetry.accepted_total += accepted
         if self._perf is not None:
-            self._perf.tick(self._record(landed, began, gap_ms, waiting, moved, new, drafted, accepted))
+            self._perf.tick(self._record(landed, gap_ms, waiting, moved, new, drafted, accepted))
         if self._debug:
             self._log(landed)
 
     def _record(
         self,
         landed: Landed,
-        began: float,
         gap_ms: float | None,
         waiting: int,
         moved: float,
@@ -98,7 +100,7 @@ class Book:
         chosen, result = landed.flight.plan, landed.result
         could = (self.telemetry.bytes_per_s or 0.0) * landed.took_ms / 1e3
         return TickRecord(
-            t_s=began,
+            t_s=landed.flight.pending.began_s,
             seq_ids=[slot.seq_id for slot in chosen.streams],
             prompts=[(share.seq_id, share.n_tokens) for share in chosen.shares],
             tokens=new,
@@ -141,11 +143,6 @@ class Book:
         elif not delivery.n_before:
             self.telemetry.ttft_ms.add(1e3 * (at - job.arrived_at))
 
-    def reused(self, n: int) -> None:
-        """The first ``n`` tokens of a prompt need not be computed."""
-        self.telemetry.prompts_reused_total += n > 0
-        self.telemetry.cached_tokens_total += n
-
     def freed(self, jobs: Iterable[Job], at: float) -> None:
         """``jobs`` have left the KV cache: a step edits before it computes, so ``at`` is its beginning."""
         for job in jobs:
@@ -176,3 +173,40 @@ class Book:
                     itl_ms=job.gaps_ms,
                 )
             )
+
+    def snapshot(
+        self,
+        running: Collection[Job],
+        cache: KvCache,
+        *,
+        waiting: int,
+        tick_error: float,
+        spill: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        """What ``metrics`` answers, less what the daemon adds.
+
+        Args:
+            waiting: requests in the queue.
+            tick_error: how far predictions of ticks were off lately, as a share.
+            spill: what was saved and loaded, if anything ever is.
+        """
+        kv = cache.statistics()
+        return {
+            "model": self._facts.name,
+            **self.telemetry.snapshot(),
+            "queue_depth": waiting,
+            "running": len(running),
+            "tick_error": round(tick_error, 3),
+            "kv": {
+                **attrs.asdict(kv),
+                "evicted_total": cache.evicted_total,
+                "bytes": round(kv.cells * self._facts.kv_bytes_per_token),
+                "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * self._facts.kv_bytes_per_token),
+            },
+            "spill": spill,
+            "sessions_inter_token_ms": {
+                job.request.id: round(job.inter_token_ewma_ms, 3)
+                for job in running
+                if job.inter_token_ewma_ms is not None
+            },
+        }

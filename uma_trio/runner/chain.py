@@ -16,8 +16,18 @@ from typing import cast
 from uma_trio.engine.records import Feed, Step, StepResult
 from uma_trio.engine.thread import Pending
 from uma_trio.runner.flight import Flight
-from uma_trio.runner.job import Job
+from uma_trio.runner.job import Job, State
 from uma_trio.scheduling.policy import Plan
+
+
+def goes_on(flight: Flight) -> bool:
+    """Whether the next step can be of the same streams, with one token each, as far as can be said now."""
+    jobs, chosen = flight.jobs, flight.plan
+    if chosen.shares or chosen.drafts or not jobs:
+        return False
+    if any(job.state is State.DONE or len(job.tokens) + 1 >= job.max_tokens for job in jobs):
+        return False  # the last of these tokens is under way
+    return all(job.sink.has_room for job in jobs)
 
 
 class Chained:

@@ -10,11 +10,14 @@ import attrs
 
 from uma_trio.engine.records import Edit, Feed, Score, Step, StepResult
 from uma_trio.engine.thread import Pending
-from uma_trio.errors import UmaError
+from uma_trio.errors import DecodeFailed, UmaError
 from uma_trio.protocol.messages import Reason
 from uma_trio.runner.job import Job
-from uma_trio.runner.spiller import Transfer
+from uma_trio.runner.transfers import Transfer
 from uma_trio.scheduling.policy import Plan
+
+NO_DISTRIBUTION: Final = -1
+"""In place of a token, where the logits gave none."""
 
 SURPRISING: Final = 0.5
 """Share by which a step took more or less than was predicted."""
@@ -55,8 +58,28 @@ class Delivery:
     """Why the job ends after these, if it does."""
     paused: bool
     """Its client had not read: the time since its last token is not the server's."""
-    scores: Sequence[Score | None] = ()
+    scores: Sequence[Score | None]
     """Of the tokens, and perhaps of guesses behind them; empty where nobody asked."""
+
+
+def gained(job: Job, tokens: Sequence[int], scores: Sequence[Score | None]) -> Delivery:
+    """``job`` has got new tokens, up to one that ends it."""
+    before, paused = len(job.tokens), job.paused
+    job.paused = False
+    reason: Reason | UmaError | None = None
+    for n, token in enumerate(tokens):
+        if token == NO_DISTRIBUTION:
+            reason, tokens = DecodeFailed("the model gave no usable logits"), tokens[:n]
+            break
+        job.gained(token)
+        if token in job.ending:
+            reason = "stop"
+        elif len(job.tokens) >= job.max_tokens:
+            reason = "length"
+        if reason is not None:
+            tokens = tokens[: n + 1]
+            break
+    return Delivery(job, tokens, before, reason, paused, scores)
 
 
 @attrs.frozen

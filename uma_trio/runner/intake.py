@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Collection
 
 import attrs
@@ -11,9 +12,9 @@ from uma_trio.config import Config
 from uma_trio.engine.records import ModelFacts
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate, Slo
-from uma_trio.runner import admission
+from uma_trio.runner.admission import check_token_ids, fitted, tokens_to_generate
 from uma_trio.runner.job import Job, Sink
-from uma_trio.runner.wishes import logit_edits, sampling_params
+from uma_trio.runner.wishes import answers, logit_edits, sampling_params
 from uma_trio.sampling import Transcript, penalises
 from uma_trio.scheduling.policy import Priority, Slot
 
@@ -25,21 +26,29 @@ class Intake:
     facts: ModelFacts
     config: Config
 
-    def job(
-        self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int, durable: bool, index: int | None
-    ) -> Job:
-        """One answer's, that has just arrived.
-
-        Args:
-            index: of the answer, where there are several.
+    def jobs(self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int, durable: bool) -> list[Job]:
+        """Of a request that has just arrived: one for each answer.
 
         Raises:
             UmaError: it cannot be served; see ``admission``.
         """
+        seed = request.seed if request.seed is not None else secrets.randbits(63)
+        return [
+            self._job(wanted, index, prompt, sink, tenant, durable=durable) for wanted, index in answers(request, seed)
+        ]
+
+    def _job(
+        self, request: Generate, index: int | None, prompt: Prompt, sink: Sink, tenant: int, *, durable: bool
+    ) -> Job:
+        """One answer's.
+
+        Args:
+            index: of the answer, where there are several.
+        """
         facts, limits = self.facts, self.config.limits
-        prompt = admission.fitted(prompt, request, facts, limits)
-        max_tokens = admission.tokens_to_generate(request, len(prompt.tokens), facts, limits)
-        admission.check_token_ids(request, facts)
+        prompt = fitted(prompt, request, facts, limits)
+        max_tokens = tokens_to_generate(request, len(prompt.tokens), facts, limits)
+        check_token_ids(request, facts)
         params = sampling_params(request)
         banned, bias = logit_edits(request, facts)
         return Job(

@@ -18,9 +18,6 @@ from uma_trio.scheduling.policy import Slot
 
 EWMA_WEIGHT = 0.2
 
-MOST_GUESSES = 16
-"""Of one stream in one step."""
-
 
 class Sink(Protocol):
     """Where a job's events go.  Never blocks: a client that does not read fills it and slows itself."""
@@ -51,7 +48,7 @@ class State(enum.Enum):
 
 @attrs.define(eq=False, kw_only=True)
 class Job:
-    """A request and everything that changes while it is served.  Only the runner writes to it."""
+    """A request and everything that changes while it is served.  Only this room writes to it."""
 
     request: Generate
     prompt: Prompt

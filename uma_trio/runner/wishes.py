@@ -1,18 +1,12 @@
-"""From the fields of a request to what the sampler takes, and from its scores to what a client is told.
-
-Pure.  Token ids were compared with the vocabulary before: see ``admission``.
-"""
+"""From the fields of a request to what the sampler takes.  Pure; ``admission`` compares token ids with the vocabulary."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
 
 import attrs
 import numpy as np
 
-from uma_trio.engine.records import ModelFacts, Score, TokenIds
-from uma_trio.protocol.messages import BANNED, Generate, Logprob, Logprobs
+from uma_trio.engine.records import ModelFacts, TokenIds
+from uma_trio.protocol.messages import BANNED, Generate
 from uma_trio.sampling import Bias, SamplingParams
 
 
@@ -52,24 +46,3 @@ def logit_edits(request: Generate, facts: ModelFacts) -> tuple[TokenIds | None, 
     mask = np.array(banned, np.int32) if banned else None
     bias = Bias(np.array([*added], np.int32), np.array([*added.values()], np.float32)) if added else None
     return mask, bias
-
-
-def logprobs_of(token: int, score: Score, piece: Callable[[int], bytes]) -> Logprobs:
-    """What a client is told of a token and of those that were as likely.
-
-    Args:
-        piece: token id -> its bytes.
-    """
-    best = [_logprob(other, logprob, *_shown(piece(other))) for other, logprob in score.best]
-    text, octets = _shown(piece(token))
-    return Logprobs(token_id=token, text=text, bytes=octets, logprob=score.logprob, top_logprobs=best)
-
-
-def _logprob(token: int, logprob: float, text: str, octets: list[int]) -> Logprob:
-    return Logprob(token_id=token, text=text, bytes=octets, logprob=logprob)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _shown(said: bytes) -> tuple[str, list[int]]:
-    """Text and bytes of a token, made once: an answer that is not streamed keeps twenty times as many as it has tokens."""
-    return said.decode("utf-8", "replace"), list(said)  # a token may be a part of a character

@@ -263,7 +263,7 @@ class Sessions:
 
     def _forget(self, tokens: Tokens, tenant: int) -> None:
         """Nobody goes on from ``tokens``: what was computed of them goes, but for what other sessions begin with."""
-        self._runner.forget(tokens, tenant=tenant, needed=lambda found: self._book.needs(found, tenant=tenant))
+        self._runner.states.forget(tokens, tenant=tenant, needed=lambda found: self._book.needs(found, tenant=tenant))
 
     # -- what goes by itself --------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Sessions:
         """Close sessions that are too old or too many and mend the journal, until cancelled; first what is left of
         sessions that are gone."""
         if self._recalled:
-            self._runner.keep_states(lambda state: self._book.needs(state.tokens, tenant=state.tenant))
+            self._runner.states.keep(lambda state: self._book.needs(state.tokens, tenant=state.tenant))
         while True:
             while outdated := self._book.outdated(self._clock()):  # asked anew: closing one takes time
                 session = outdated[0]

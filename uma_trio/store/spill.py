@@ -1,4 +1,4 @@
-"""States of KV sequences in files: written by C through a mapping, read into memory and checked byte by byte.
+"""States of KV sequences in files: written by C through a mapping, checked byte by byte when they come back.
 
 A state is written under a temporary name, made durable, and then renamed: what has a state's name is whole.  What
 is read is checked against codes (``spill_format``) all the same, for disks err and people edit.  The folder never
@@ -282,9 +282,7 @@ class SpillFolder:
     # -- back from disk -------------------------------------------------------------------------
 
     def open(self, name: str) -> Loaded:
-        """A state, every byte of it checked, in memory of its own: what was checked is what is loaded.
-
-        Not a mapping of the file: there a bad sector, or somebody who cuts the file off, would be the end of the process.
+        """A state, every byte of it checked, in a mapping that can only be read.
 
         Raises:
             CorruptState: it is not what was written; its file was set aside.
@@ -301,8 +299,11 @@ class SpillFolder:
         try:
             with self._folder.telling("read", file):
                 spilled, codes = self._described(descriptor, name)
-                memory = _room(spilled.n_bytes)
-                self._read_pages(descriptor, memory, codes)
+                self._check_pages(descriptor, spilled.n_bytes, codes)
+                try:
+                    mapping = mmap.mmap(descriptor, spilled.file_bytes, access=mmap.ACCESS_READ)
+                except ValueError as error:  # it is shorter than it was just now
+                    raise Unusable(str(error)) from None
         except Foreign as error:
             raise SpillError(f"{self._folder.path / file} is not used: {error}") from None
         except Unusable as error:
@@ -312,7 +313,7 @@ class SpillFolder:
             os.close(descriptor)
         with contextlib.suppress(SpillError):  # removed meanwhile: then its place in the order is no matter
             self.touch(name)
-        return Loaded(spilled, memory)
+        return Loaded(spilled, mapping)
 
     def _described(self, descriptor: int, name: str) -> tuple[Spilled, list[bytes]]:
         size = os.fstat(descriptor).st_size
@@ -328,21 +329,25 @@ class SpillFolder:
         finally:
             os.close(descriptor)
 
-    def _read_pages(self, descriptor: int, memory: mmap.mmap, codes: list[bytes]) -> None:
+    def _check_pages(self, descriptor: int, n_bytes: int, codes: list[bytes]) -> None:
         n = min(self.readers, len(codes))
-        with memoryview(memory) as view, ThreadPoolExecutor(n, "uma-state") as threads:
-            shares = [range(first, len(codes), n) for first in range(n)]
-            for _ in threads.map(lambda share: self._read_share(descriptor, view, codes, share), shares):
+        if n == 1:
+            self._check_each(descriptor, n_bytes, codes, range(len(codes)))
+            return
+        shares = [range(first, len(codes), n) for first in range(n)]
+        with ThreadPoolExecutor(n, "uma-state") as threads:
+            for _ in threads.map(lambda share: self._check_each(descriptor, n_bytes, codes, share), shares):
                 pass  # what one raises is raised here
 
-    def _read_share(self, descriptor: int, view: memoryview, codes: list[bytes], share: range) -> None:
+    def _check_each(self, descriptor: int, n_bytes: int, codes: list[bytes], share: range) -> None:
+        """Read, not through the mapping: there a bad sector would be the end of the process."""
+        buffer = memoryview(bytearray(min(PAGE_BYTES, n_bytes)))
         for i in share:
-            at = i * PAGE_BYTES
-            page = view[at : at + PAGE_BYTES]
-            if read_into(descriptor, page, PAYLOAD_AT + at) < len(page):
+            page = buffer[: min(PAGE_BYTES, n_bytes - i * PAGE_BYTES)]
+            if read_into(descriptor, page, PAYLOAD_AT + i * PAGE_BYTES) < len(page):
                 raise Unusable("it was cut off")
             if not is_page(page, codes[i], self._key):
-                raise Unusable(f"it was altered between byte {at} and {at + len(page)}")
+                raise Unusable(f"it was altered between byte {i * PAGE_BYTES} and {i * PAGE_BYTES + len(page)}")
 
     def _set_aside(self, file: str) -> None:
         with self._lock:
@@ -516,12 +521,16 @@ class Draft:
 
 
 class Loaded:
-    """A state from disk, checked; a context manager that closes it."""
+    """A state from disk, checked; a context manager that closes it.
 
-    def __init__(self, spilled: Spilled, memory: mmap.mmap) -> None:
+    It is a mapping of the file, in the page cache since it was checked: read it soon, for what a disk fails to give
+    later ends the process.
+    """
+
+    def __init__(self, spilled: Spilled, mapping: mmap.mmap) -> None:
         self.spilled = spilled
-        self._memory = memory
-        self._view = memoryview(memory).toreadonly()
+        self._mapping = mapping
+        self._view = memoryview(mapping)[PAYLOAD_AT : PAYLOAD_AT + spilled.n_bytes]
 
     @property
     def view(self) -> memoryview:
@@ -534,8 +543,8 @@ class Loaded:
         return self.spilled.tokens
 
     def close(self) -> None:
-        """Give the memory back; does nothing the second time."""
-        _unmap(self._view, self._memory)
+        """Let go of the mapping; does nothing the second time."""
+        _unmap(self._view, self._mapping)
 
     def __enter__(self) -> Loaded:
         return self
@@ -554,15 +563,6 @@ def _allocate(descriptor: int, n_bytes: int) -> None:
         zeros = bytes(PAGE_BYTES)
         for at in range(0, n_bytes, PAGE_BYTES):
             write_all(descriptor, memoryview(zeros)[: n_bytes - at], at)
-
-
-def _room(n_bytes: int) -> mmap.mmap:
-    """Memory that goes back to the system when it is closed, in few large pages where there are any."""
-    memory = mmap.mmap(-1, n_bytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system built without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _fault_in(view: memoryview) -> None:

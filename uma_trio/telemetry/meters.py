@@ -130,6 +130,11 @@ class Telemetry:
             self.host_gap_ms.add(gap_ms)
             self.gaps_ms += gap_ms
 
+    def reused(self, n: int) -> None:
+        """The first ``n`` tokens of a prompt need not be computed."""
+        self.prompts_reused_total += n > 0
+        self.cached_tokens_total += n
+
     def snapshot(self) -> dict[str, Any]:
         """Plain numbers; ``None`` for what was not measured yet."""
         p50, p95, p99 = self.inter_token_ms.percentiles(50, 95, 99)
