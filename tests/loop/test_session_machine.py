@@ -98,14 +98,14 @@ class World:
         self._stack = contextlib.AsyncExitStack()
         memory = self._stack.enter_context(remembering(self._folder, self.files, states=self.files.scan()))
         assert memory.journal is not None
-        append = memory.journal.append
+        settle = memory.journal._settle
 
-        def appends(key: Any, turn: Any) -> None:
-            if self.journal_fails:
+        def settles(entry: Any) -> bool:
+            if self.journal_fails and entry.wanted is not None:
                 raise JournalError("the disk failed")
-            append(key, turn)
+            return settle(entry)
 
-        memory.journal.append = appends  # type: ignore[method-assign]
+        memory.journal._settle = settles  # type: ignore[method-assign]
         self.house = await self._stack.enter_async_context(
             serving(engine, memory, spill_after_s=20, drain_timeout_s=3, request_timeout_s=1e6, max_tx_bytes=4096)
         )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,9 @@ from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import at_once
 from uma_trio.client import ServerError
 from uma_trio.daemon import connection
-from uma_trio.store.journal import Journal, JournalError, SessionRecord
+from uma_trio.sessions.sessions import SWEEP_S
+from uma_trio.store.journal import Journal, JournalError
+from uma_trio.store.journal_format import SPARE_BYTES, SessionRecord
 
 NEVER = 1e8
 
@@ -53,9 +59,13 @@ async def goes_on(house: Serving, session: str, said: list[int], prompt: str = "
     return [*before, *ids(events)]
 
 
-async def names(house: Serving) -> list[str]:
+async def listed(house: Serving):
     async with house.client() as client:
-        return [session["session_id"] for session in await client.sessions()]
+        return await client.sessions()
+
+
+async def names(house: Serving) -> list[str]:
+    return [session["session_id"] for session in await listed(house)]
 
 
 async def query(house: Serving, action: str, **fields):
@@ -82,6 +92,10 @@ async def drained(house: Serving) -> None:
     with trio.fail_after(1000):
         while house.nursery.child_tasks:
             await trio.sleep(0.1)
+
+
+def fails(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def held(house: Serving) -> list[list[int]]:
@@ -363,7 +377,7 @@ async def test_eos_waits_for_the_disk_and_nobody_else_does(autojump_clock, tmp_p
     written = trio.Event()
 
     async def slow_disk(call, *arguments):
-        if getattr(call, "__name__", "") == "append":
+        if getattr(call, "__name__", "") == "write":
             await written.wait()
         return await at_once(call, *arguments)
 
@@ -391,10 +405,10 @@ async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_
             for session in ("old", "new"):
                 said = await told(house, session, "hello") if session == "old" else []
                 with monkeypatch.context() as broken:
-                    def fails(self, key, turn):
+                    def fails(self, session):
                         raise JournalError("the disk failed")
 
-                    broken.setattr(Journal, "append", fails)
+                    broken.setattr(Journal, "write", fails)
                     events = await ask(house, session, " there")
                     said += tokens_of(" there")
                     assert ids(events) == expected_continuation(said, 5)
@@ -408,20 +422,160 @@ async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_
             assert (found["not_durable"], found["journal_failures_total"]) == (0, 2)
 
 
-async def test_a_folder_that_is_gone_costs_durability_only(autojump_clock, tmp_path):
+async def test_what_the_disk_did_not_take_is_on_it_a_minute_later(autojump_clock, tmp_path, monkeypatch):
+    """Nobody says anything more in the session meanwhile."""
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            said = await told(house, "a", "hello")
+            with monkeypatch.context() as broken:
+                broken.setattr(os, "fdatasync", fails)
+                said = await goes_on(house, "a", said)
+                await ask(house, "new", "hello")
+                await trio.sleep(SWEEP_S + 1)
+                assert house.server.snapshot()["conversations"]["not_durable"] == 2
+            await trio.sleep(SWEEP_S)
+            assert house.server.snapshot()["conversations"]["not_durable"] == 0
+            before = await listed(house)
+    assert {session["session_id"]: session["turns"] for session in before} == {"new": 1, "a": 2}
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            assert await listed(house) == before
+            await goes_on(house, "a", said)
+
+
+async def test_what_the_disk_did_not_take_is_on_it_when_the_server_has_drained(autojump_clock, tmp_path, monkeypatch):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            with monkeypatch.context() as broken:
+                broken.setattr(os, "fdatasync", fails)
+                await ask(house, "a", "hello")
+            before = await listed(house)
+            assert not before[0]["durable"]
+            await drained(house)
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            assert await listed(house) == [before[0] | {"durable": True}]
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("then", ["another turn", "nothing"])
+async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_clock, tmp_path, what, then):
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, spill_after_s=0) as house:
+            said = await told(house, "a", "once upon a time", " there was")
+            other = await told(house, "b", "hello")
+            await trio.sleep(5)
+            if what == "file":
+                for file in (tmp_path / "sessions").glob("*.session"):
+                    file.unlink()
+            else:
+                shutil.rmtree(tmp_path / "sessions")
+                shutil.rmtree(tmp_path / "states")
+            if then == "another turn":
+                said = await goes_on(house, "a", said)
+                found = await query(house, "describe", session_id="a")
+                assert (found["durable"], found["turns"]) == (True, 3)
+                assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
+            await trio.sleep(SWEEP_S)
+            assert house.server.snapshot()["conversations"]["journal_restored_total"] == 2
+            before = await listed(house)
+            await house.settled()
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory) as house:
+            assert await listed(house) == before
+            await goes_on(house, "a", said)
+            await goes_on(house, "b", other)
+
+
+async def test_a_folder_that_cannot_be_made_again_costs_durability_only(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
         async with serving(memory=memory, spill_after_s=0) as house:
             said = await told(house, "a", "hello")
             await trio.sleep(5)
-            shutil.rmtree(tmp_path / "sessions")
-            shutil.rmtree(tmp_path / "states")
+            for room in ("sessions", "states"):
+                shutil.rmtree(tmp_path / room)
+                (tmp_path / room).write_text("a file in its place")
             said = await goes_on(house, "a", said)
             events = await ask(house, "b", "hello")
             assert events[-1]["session"]["durable"] is False
-            await trio.sleep(5)
+            await trio.sleep(SWEEP_S + 5)
             await query(house, "close", session_id="a")
             assert await names(house) == ["b"]
             await house.settled()
+
+
+async def test_what_is_told_of_sessions_is_the_same_after_a_restart(autojump_clock, tmp_path, monkeypatch):
+    times = itertools.count(time.time(), 0.125)
+    with remembering(tmp_path) as memory:
+        async with serving(memory=memory, spill=False) as house:
+            house.server.sessions._clock = lambda: next(times)
+            await told(house, "a", "once", " upon", " a time")
+            await query(house, "fork", session_id="a", new_id="b")
+            await ask(house, "b", " there was")
+            await query(house, "fork", session_id="b", new_id="c")
+            with monkeypatch.context() as broken:
+                broken.setattr(Journal, "write", lambda self, session: (_ for _ in ()).throw(JournalError("no disk")))
+                await ask(house, "a", " in vain")
+            await ask(house, "a", " and then")
+            async with house.client() as client:  # what fails is no turn
+                with pytest.raises(ServerError, match="E_LIMIT_CONTEXT"):
+                    async for _ in client.generate(prompt="x" * 5000, session_id="c"):
+                        pass
+            before = await listed(house)
+            turns = {session["session_id"]: session["turns"] for session in before}
+            assert turns == {"a": 5, "b": 4, "c": 4}, "a fork has those that it was forked with"
+            assert list(turns) == ["a", "c", "b"]
+    for _ in range(2):
+        with remembering(tmp_path) as memory:
+            async with serving(memory=memory, spill=False) as house:
+                assert await listed(house) == before
+
+
+async def test_messages_beyond_what_a_file_may_hold_are_refused(autojump_clock, monkeypatch):
+    monkeypatch.setattr("uma_trio.sessions.sessions.MAX_MESSAGES", 4)
+    user = [{"role": "user", "content": "hello"}]
+    async with serving() as house, house.client() as client:
+        await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
+        eos = await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
+        assert eos["session"]["turns"] == 2
+        with pytest.raises(ServerError, match="the most are 4"):
+            await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
+
+
+async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
+    """Neither what is remembered nor what is on disk, nor with it what a turn takes."""
+    with remembering(tmp_path) as memory:
+        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as house, house.client() as client:
+            system = {"role": "system", "content": "be brief"}
+            shown, sizes, n_messages, dropped = [], [], [], 0
+            for n in range(300):
+                new = [{"role": "user", "content": f"what is {n}?"}]
+                eos = await client.complete(
+                    messages=[system, *new] if n == 0 else new,
+                    max_tokens=8, session_id="a", n_keep=9, keep_alive=True, echo=True,
+                )  # fmt: skip
+                prompt, _, _ = eos["text"].rpartition("?")
+                shown.append(prompt + "?")
+                assert prompt.startswith("be brief|what is"), "whole messages go, and the system's never"
+                assert [f"what is {n}?"] == shown[-1].split("|")[-1:]
+                assert eos["usage"]["prompt_tokens"] == len(shown[-1]) <= 400 - 8 + 1
+                dropped += bool(eos["usage"]["dropped_tokens"])
+                [found] = house.server.sessions._book
+                n_messages.append(len(found.messages))
+                roles = [message.role for message in found.messages[1:]]
+                assert roles == ["user", "assistant"] * (len(roles) // 2), "they still take turns"
+                [file] = (tmp_path / "sessions").glob("*.session")
+                sizes.append(file.stat().st_size)
+            assert 5 < max(n_messages) < 40
+            assert 10 < dropped < 100, "in steps, so that most turns compute only what is new"
+            assert max(sizes) <= SPARE_BYTES
+            assert eos["session"]["turns"] == 300
+        found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
+        assert len(found.messages) == n_messages[-1]
+    with remembering(tmp_path) as memory:
+        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as house, house.client() as client:
+            [session] = house.server.sessions._book
+            assert list(session.messages) == list(found.messages)
 
 
 async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):

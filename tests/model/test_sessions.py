@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -271,6 +272,53 @@ def test_after_kill_9_all_turns_whose_end_was_told_are_there(library: None, tmp_
                 victim.process.wait()
 
 
+def test_a_chat_that_forgets_goes_on_the_same_after_a_restart(library: None, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    flags = ("--ctx", "400", "--parallel", "1", "--state-dir", str(state))
+    system = [{"role": "system", "content": "Answer briefly."}]
+
+    def turn(daemon: Daemon, session: str, n: int) -> Answer:
+        asked = user(f"What is {n} plus {n}?")
+        return daemon.ask(
+            messages=[*system, *asked] if n == 0 else asked, session_id=session, max_tokens=20, n_keep=0, echo=True
+        )
+
+    with real_daemon(*flags) as daemon:
+        dropped = [turn(daemon, "a", n).last["usage"]["dropped_tokens"] for n in range(40)]
+        assert 1 < sum(map(bool, dropped)) < 10, "in steps of half of what can go"
+        assert sessions(daemon, "fork", session_id="a", new_id="b")["sessions"][0]["turns"] == 40
+        before = sessions(daemon)
+        expected = [turn(daemon, "b", n).text for n in range(40, 60)]
+        assert all("Answer briefly." in text for text in expected)
+        sessions(daemon, "close", session_id="b")
+        daemon.process.kill()
+        daemon.process.wait()
+    with real_daemon(*flags) as daemon:
+        assert sessions(daemon)["sessions"] == [each for each in before["sessions"] if each["session_id"] == "a"]
+        assert [turn(daemon, "a", n).text for n in range(40, 60)] == expected
+        (file,) = on_disk(state, "sessions", "*.session")
+        assert file.stat().st_size < 100_000
+
+
+@pytest.mark.slow
+def test_a_state_folder_that_is_removed_while_it_runs_is_made_again(library: None, tmp_path: Path, daemon: Daemon) -> None:
+    state = tmp_path / "state"
+    texts = ["What is the capital of France?", "And of Italy?", "And of Japan?"]
+    expected = replay(daemon, texts)
+    with real_daemon("--state-dir", str(state)) as victim:
+        assert say(victim, "a", texts[0]).ids == expected[0].ids
+        shutil.rmtree(state)
+        assert say(victim, "a", texts[1]).last["session"]["durable"]
+        assert victim.settled()["conversations"]["journal_restored_total"] == 1
+        assert "a session's file was gone or cut; it was written anew" in victim.events_logged()
+        before = sessions(victim)
+        victim.process.kill()
+        victim.process.wait()
+    with real_daemon("--state-dir", str(state)) as victim:
+        assert sessions(victim) == before
+        assert say(victim, "a", texts[2]).ids == expected[2].ids
+
+
 # -- what is on disk is not what it was -------------------------------------------------------------
 
 
@@ -355,6 +403,8 @@ def test_without_a_folder_it_serves_and_says_so(library: None, tmp_path: Path, p
         second = say(daemon, "a", "And of Italy?")
         assert second.last["usage"]["cached_tokens"] > 0
         assert "in memory only" in uma("sessions", "--socket", daemon.socket).stdout
+        asked = uma("ask", "--socket", daemon.socket, "--session", "a", "And of Japan?")
+        assert (asked.returncode, "in memory only" in asked.stderr) == (0, True)
 
 
 def test_of_two_daemons_with_one_folder_the_second_remembers_nothing(library: None, tmp_path: Path) -> None:
@@ -389,20 +439,30 @@ def test_the_commands_of_sessions(library: None, tmp_path: Path) -> None:
 
         assert "no sessions yet" in run()
         asked = uma("ask", "--socket", daemon.socket, "--session", "cooking", "What is the capital of France?")
-        assert asked.returncode == 0, asked.stderr
-        for arguments in ((), ("list",), ("describe", "cooking")):
+        assert (asked.returncode, asked.stderr) == (0, "")
+        for arguments in ((), ("list",), ("list", "--socket", daemon.socket)):
             head, row = run(*arguments).splitlines()
             assert head.split() == ["SESSION", "TURNS", "TOKENS", "LAST", "USED", "STATE"]
             assert row.split()[:2] == ["cooking", "1"]
             assert row.endswith("on disk")
+        described = dict(line.split(maxsplit=1) for line in run("describe", "cooking").splitlines())
+        assert (described["session"], described["turns"][:2], described["state"]) == ("cooking", "1 ", "on disk")
+        (described,) = [json.loads(line) for line in run("describe", "cooking", "--json").splitlines()]
         run("fork", "cooking", "baking")
         listed = [json.loads(line) for line in run("--json", "list").splitlines()]
         assert [session["session_id"] for session in listed] == ["baking", "cooking"]
         assert listed[0]["tokens"] == listed[1]["tokens"] > 0
+        assert described["turns"] == listed[0]["turns"] == listed[1]["turns"] == 1
+        taken = uma("sessions", "--socket", daemon.socket, "fork", "cooking", "baking")
+        assert (taken.returncode, "choose another name" in taken.stderr) == (2, True)
         assert run("close", "cooking") == "closed cooking\n"
         assert names(daemon) == ["baking"]
         gone = uma("sessions", "--socket", daemon.socket, "describe", "cooking")
         assert (gone.returncode, "E_SESSION_NOT_FOUND" in gone.stderr) == (2, True)
+        assert "uma-trio sessions lists yours" in gone.stderr
+        shown = uma("metrics", "--socket", daemon.socket).stdout.splitlines()
+        assert [line.split() for line in shown if line.startswith("sessions ")] == [["sessions", "1", "(open", "connections)"]]
+        assert shown[[line.split()[0] for line in shown].index("conversations") + 1].split() == ["stored", "1"]
     nobody = uma("sessions", "--socket", tmp_path / "none")
     assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)
 

@@ -286,6 +286,7 @@ def test_every_metric_is_documented_and_the_other_way_round() -> None:
         | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
         | {"kv.evicted_total", "kv.bytes", "kv.bytes_reserved"}
         | {f"spill.{name}" for name in SpillMeters().snapshot()}
+        | {"spill.disk_bytes"}
         | {f"conversations.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
     )
     rows = [row for table in tables(text_of("METRICS.md")) for row in table]

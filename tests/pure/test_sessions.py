@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,18 +14,19 @@ from uma_trio.config import Limits
 from uma_trio.engine.records import ModelFacts
 from uma_trio.errors import BadRequest, SessionBusy, SessionExists, SessionNotFound
 from uma_trio.models.prompt import Prompt
-from uma_trio.protocol.messages import Generate, SessionQuery, parse
+from uma_trio.protocol.messages import ChatMessage, Generate, SessionQuery, parse
 from uma_trio.runner.admission import fitted
 from uma_trio.sessions import Book, Session
+from uma_trio.sessions.forgetting import without_oldest
 
 # -- the book ---------------------------------------------------------------------------------------
 
 
 def told(book: Book, name: str, at: float, *, tenant: int = 1) -> Session:
     session = book.begin(tenant, name, at)
-    session.turns += 1
     session.tokens = np.append(session.tokens, np.int32(len(name)))
-    book.end(session, at)
+    book.told(session, at)
+    book.end(session)
     return session
 
 
@@ -33,7 +37,7 @@ def test_the_longest_unused_go_and_never_one_that_answers() -> None:
     told(book, "a", 10)
     book.begin(1, "b", 11)
     assert [session.name for session in book.outdated(12)] == ["c", "d"]
-    assert [session.name for session in book.of(1)] == ["b", "a", "d", "c"]
+    assert [session.name for session in book.of(1)] == ["a", "d", "c", "b"]
     assert book.of(2) == []
 
 
@@ -53,7 +57,7 @@ def test_one_at_a_time_and_each_users_own() -> None:
     other = book.begin(2, "a", 0)
     with pytest.raises(SessionBusy):
         book.remove(other)
-    book.end(other, 0)
+    book.end(other)
     with pytest.raises(SessionNotFound):
         book.get(2, "a")
 
@@ -63,7 +67,7 @@ def test_a_fork_needs_something_said_and_a_free_name() -> None:
     begun = book.begin(1, "begun", 0)
     with pytest.raises(SessionNotFound):
         book.fork(1, "begun", "b", 0)
-    book.end(begun, 0)
+    book.end(begun)
     source = told(book, "a", 0)
     forked = book.fork(1, "a", "b", 1)
     assert forked.tokens is source.tokens
@@ -115,6 +119,61 @@ def test_while_a_chat_grows_what_is_dropped_stays_the_same_for_many_turns(n_keep
 
 def test_without_n_keep_nothing_is_dropped() -> None:
     assert fit(1000, None, 10).dropped == 0
+
+
+# -- which messages go ------------------------------------------------------------------------------
+
+TEXTS = st.text(max_size=30)
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> list[ChatMessage]:
+    """Turns of user and assistant, perhaps behind a system message; roles in any order now and then."""
+    roles = draw(
+        st.integers(0, 12).map(lambda n: ["user", "assistant"] * n)
+        | st.lists(st.sampled_from(["system", "user", "assistant"]), max_size=12)
+    )
+    first = ["system"] if draw(st.booleans()) else []
+    given: Any = [*first, *roles]
+    return [ChatMessage(role=role, content=draw(TEXTS)) for role in given]
+
+
+def size(messages: Sequence[ChatMessage]) -> int:
+    """Tokens, in a model that has one for each byte and one for each message."""
+    return sum(1 + len(message.content.encode()) for message in messages)
+
+
+@given(chats(), TEXTS, st.integers(0, 100), st.integers(1, 500))
+def test_the_oldest_messages_go_and_roles_still_take_turns(
+    before: list[ChatMessage], asked: str, n_keep: int, n_drop: int
+) -> None:
+    new = [ChatMessage(role="user", content=asked)]
+    left = without_oldest(before, new, n_tokens=size([*before, *new]), n_keep=n_keep, n_drop=n_drop)
+    gone, after = len(before) - len(left), [*left, *new]
+    gaps = [n for n in range(len(left) + 1) if [*left] == [*before[:n], *before[n + gone :]]]
+    assert gaps, "only one piece goes"
+    if gone:
+        assert any(after[gap].role == before[gap].role for gap in gaps)
+        assert before[0].role != "system" or left[0] == before[0]
+    for n, message in enumerate(before):
+        if size(before[:n]) >= n_keep:
+            break
+        assert left[n] == message, "what begins in the first tokens stays"
+    if size(before) - size(left) < n_drop:
+        again = without_oldest(left, new, n_tokens=size(after), n_keep=n_keep, n_drop=n_drop)
+        assert again == left, "no more can go"
+
+
+def test_no_more_messages_go_than_must() -> None:
+    roles: Any = ("user", "assistant") * 5
+    before = [ChatMessage(role=role, content=f"message {n}") for n, role in enumerate(roles)]
+    new = [ChatMessage(role="user", content="message x")]
+    for n_keep, n_drop, first, end in (
+        *((0, 1, 0, 2), (0, 20, 0, 2), (0, 21, 0, 4), (0, 999, 0, 10)),
+        *((1, 1, 1, 3), (10, 40, 1, 5), (11, 1, 2, 4), (11, 999, 2, 10)),
+    ):
+        left = without_oldest(before, new, n_tokens=110, n_keep=n_keep, n_drop=n_drop)
+        assert list(left) == before[:first] + before[end:], (n_keep, n_drop)
 
 
 # -- what can be asked ------------------------------------------------------------------------------

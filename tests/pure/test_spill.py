@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import stat
 import struct
 import tempfile
@@ -85,6 +86,11 @@ def content(folder: SpillFolder, name: str) -> bytes:
 
 def file_of(path: Path, state: Spilled) -> Path:
     return path / (state.name + SUFFIX)
+
+
+def aside(path: Path) -> list[str]:
+    """Files that were found damaged."""
+    return sorted(file.name for file in path.glob(f"*{ASIDE}"))
 
 
 # -- there and back -----------------------------------------------------------------------------------
@@ -314,7 +320,7 @@ def test_many_threads_save_and_read(path: Path, folder: SpillFolder) -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
-    assert folder.set_aside == 0
+    assert aside(path) == []
     on_disk = {file.name.removesuffix(SUFFIX): file.stat().st_size for file in path.glob(f"*{SUFFIX}")}
     assert {name for name in names if name in folder} == set(on_disk)
     assert folder.used_bytes == sum(on_disk.values()) <= ROOM
@@ -363,19 +369,34 @@ def test_a_path_that_cannot_be_a_folder_says_so(tmp_path: Path) -> None:
             opened(path)
 
 
-def test_a_folder_that_has_vanished_is_an_error_each_time(path: Path, folder: SpillFolder) -> None:
+def test_a_folder_that_has_vanished_is_made_again(path: Path, folder: SpillFolder) -> None:
     state, draft = save(folder), folder.begin(1000)
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
+    shutil.rmtree(path)
     with pytest.raises(SpillError, match="somebody has removed it"):
         draft.finish([1], tenant=1)
     with pytest.raises(SpillError, match="somebody has removed it"):
-        folder.begin(1000)
-    with pytest.raises(SpillError, match="somebody has removed it"):
         folder.open(state.name)
-    assert folder.scan() == []
-    assert folder.used_bytes == 0
+    later = save(folder, b"later")
+    assert folder.used_bytes == later.file_bytes
+    assert state.name not in folder
+    with pytest.raises(SpillError, match="in use by another process"):
+        opened(path)
+    folder.close()
+    again = opened(path)
+    assert [found.name for found in again.scan()] == [later.name]
+    assert content(again, later.name) == b"later", "the key is the same"
+    again.close()
+
+
+def test_a_folder_that_cannot_be_made_again_is_an_error_each_time(path: Path, folder: SpillFolder) -> None:
+    save(folder)
+    shutil.rmtree(path)
+    path.write_bytes(b"a file in its place")
+    for _ in range(2):
+        with pytest.raises(SpillError, match=str(path)):
+            folder.begin(1000)
+    path.unlink()
+    save(folder)
 
 
 def test_a_closed_folder_answers_with_its_error(folder: SpillFolder) -> None:
@@ -418,7 +439,7 @@ def test_links_pipes_and_strangers_are_left_alone(path: Path, folder: SpillFolde
         with pytest.raises(SpillError):
             folder.open(kind * 32)
     assert outside.exists()
-    assert folder.set_aside == 0
+    assert aside(path) == []
 
 
 # -- what was altered ---------------------------------------------------------------------------------
@@ -463,12 +484,10 @@ def refuses(sample: tuple[SpillFolder, Path, bytes], data: bytes) -> None:
     name = file.name.removesuffix(SUFFIX)
     for scan_first in (True, False):
         file.write_bytes(data)
-        before = folder.set_aside
         found = folder.scan() if scan_first else []
         if found or not scan_first:
             with pytest.raises(CorruptState, match="set aside"):
                 folder.open(name)
-        assert folder.set_aside == before + 1
         assert name not in folder
         assert not file.exists()
         assert file.with_name(file.name + ASIDE).read_bytes() == data
@@ -525,7 +544,7 @@ def test_a_file_under_another_name_is_recognised(path: Path, folder: SpillFolder
     file_of(path, one).write_bytes(file_of(path, other).read_bytes())
     file_of(path, other).write_bytes(content_of_one)
     assert folder.scan() == []
-    assert len(folder.problems) == folder.set_aside == 2
+    assert len(folder.problems) == len(aside(path)) == 2
     assert all("another state's file" in line for line in folder.problems)
 
 
@@ -564,7 +583,7 @@ def test_states_of_another_model_stay_until_room_is_needed(path: Path, folder: S
     other = opened(path, fingerprint=b"another")
     assert other.scan() == []
     assert other.problems == [f"{theirs.name}{SUFFIX}: left alone, it is of another model, library or layout"]
-    assert other.set_aside == 0
+    assert aside(path) == []
     assert other.used_bytes == theirs.file_bytes
     with pytest.raises(SpillError, match="of another model"):
         other.open(theirs.name)

@@ -58,6 +58,10 @@ class MemoryFiles:
         if self.states.pop(name, None) is None:
             raise SpillError(f"there is no {name}")
 
+    @property
+    def used_bytes(self) -> int:
+        return sum(len(data) for _, data in self.states.values())
+
     def __contains__(self, name: str) -> bool:
         return name in self.states
 

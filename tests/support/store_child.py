@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.protocol.messages import ChatMessage
-from uma_trio.store import Journal, JournalError, SessionKey, SpillFolder, StoreError, Turn
+from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, SpillFolder, StoreError
 
 NOBODY = 65534
 
@@ -49,33 +49,39 @@ def state_of(tokens: npt.NDArray[np.int32]) -> bytes:
     return bytes(rng.bytes(int(rng.integers(1, MOST_STATE_BYTES))))
 
 
-def turn(session: str, number: int) -> Turn:
-    """Most of what was said before is replaced: files are written anew every few turns."""
-    rng = np.random.default_rng([len(session), number])
-    return Turn(
-        keep=min(number, 1) * int(rng.integers(0, 50)),
-        tokens=rng.integers(0, 50_000, 2000, dtype=np.int32),
-        keep_messages=number % 7,
-        messages=[ChatMessage(role="user", content=f"{session} {number}")],
-        when=float(number),
-    )
-
-
 State: TypeAlias = tuple[tuple[int, ...], tuple[str, ...]]
 _states: dict[str, list[State]] = {}
 
 
 def after(session: str, n_turns: int) -> State:
-    """Tokens and messages of ``session`` after its first turns."""
+    """Tokens and messages of ``session`` after its first turns.
+
+    Most of what was said before is replaced: files are written anew every few turns.
+    """
     known = _states.setdefault(session, [((), ())])
-    while len(known) <= n_turns:
+    while (number := len(known) - 1) < n_turns:
         tokens, messages = known[-1]
-        last = turn(session, len(known) - 1)
-        known.append((
-            tokens[: last.keep] + tuple(np.asarray(last.tokens).tolist()),
-            messages[: last.keep_messages] + tuple(message.content for message in last.messages),
-        ))
+        rng = np.random.default_rng([len(session), number])
+        keep = int(rng.integers(0, 50))
+        added = rng.integers(0, 50_000, 2000, dtype=np.int32)
+        known.append(((*tokens[:keep], *added.tolist()), (*messages[: number % 7], f"{session} {number}")))
     return known[n_turns]
+
+
+def record(session: str, n_turns: int) -> SessionRecord:
+    tokens, texts = after(session, n_turns)
+    return said(tokens, *texts, session=session, n_turns=n_turns)
+
+
+def said(tokens: npt.ArrayLike, *texts: str, session: str = "a", n_turns: int = 1) -> SessionRecord:
+    return SessionRecord(
+        key=SessionKey(TENANT, session),
+        created_at=0.0,
+        used_at=float(n_turns),
+        n_turns=n_turns,
+        tokens=np.asarray(tokens, np.int32),
+        messages=tuple(ChatMessage(role="user", content=text) for text in texts),
+    )
 
 
 # -- modes -------------------------------------------------------------------------------------------
@@ -103,10 +109,9 @@ def append_turns(folder: Path) -> None:
     done = {session.key.id: session.n_turns for session in sessions.load()}
     while True:
         for session in SESSIONS:
-            number = done.get(session, 0)
-            sessions.append(SessionKey(TENANT, session), turn(session, number))
-            done[session] = number + 1
-            tell(f"turn {SESSIONS.index(session)} {number + 1}")
+            done[session] = done.get(session, 0) + 1
+            sessions.write(record(session, done[session]))
+            tell(f"turn {SESSIONS.index(session)} {done[session]}")
 
 
 def fork_on_request(folder: Path) -> None:
@@ -137,29 +142,32 @@ def limit_files(n_bytes: int) -> None:
 
 def with_limited_files(folder: Path) -> None:
     """Files may not grow beyond a limit, then they may: each thing that fails is as before, and goes on later."""
-    key, states, sessions = SessionKey(TENANT, "a"), spill_folder(folder), journal(folder)
+    states, sessions = spill_folder(folder), journal(folder)
     states.scan()
     sessions.load()
-    sessions.append(key, Turn(keep=0, tokens=np.arange(4000), when=1.0))
+    sessions.write(said(np.arange(4000)))
 
     limit_files(20_000)
     [file] = (folder / "sessions").glob("*.session")
     before = file.read_bytes()
-    refused("append", sessions.append, key, Turn(keep=4000, tokens=np.arange(4000), when=2.0))
+    refused("write", sessions.write, said(np.arange(8000), n_turns=2))
     assert file.read_bytes() == before
     refused("begin", states.begin, 100_000)
     draft = states.begin(1000)
     refused("finish", lambda: draft.finish(np.arange(4000), tenant=1))
     limit_files(10_000)
-    refused("rewrite", sessions.rewrite, key)
+    refused("write anew", sessions.write, said(np.arange(1, 4000), n_turns=2))
     assert states.used_bytes == 0
 
     limit_files(resource.RLIM_INFINITY)
+    assert sessions.behind() == [SessionKey(TENANT, "a")]
+    sessions.repair(SessionKey(TENANT, "a"))
     for n in range(2):
-        sessions.append(key, Turn(keep=4000 + n, tokens=[7], when=3.0))
-    forked = sessions.fork(key, "b")
-    assert forked.tokens.tolist() == [*range(4000), 7, 7]
-    assert forked.n_turns == 3
+        sessions.write(said([*range(4000), *[7] * n], n_turns=3 + n))
+    sessions.close()
+    [found] = journal(folder).load()
+    assert found.tokens.tolist() == [*range(4000), 7]
+    assert found.n_turns == 4
     names = {path.name for room in ("states", "sessions") for path in (folder / room).iterdir()}
     assert not [name for name in names if name.endswith((".tmp", ".state"))], names
     tell("as before")
@@ -168,27 +176,29 @@ def with_limited_files(folder: Path) -> None:
 def on_full_disk(folder: Path) -> None:
     """On a disk of a megabyte that only this process sees."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    key, states, sessions = SessionKey(TENANT, "a"), spill_folder(folder), journal(folder)
+    states, sessions = spill_folder(folder), journal(folder)
     states.scan()
     sessions.load()
     kept = states.begin(600_000).finish([1, 2, 3], tenant=1)
     refused("begin", states.begin, 600_000)
 
-    done = 0
+    turns = 1
     while True:
         try:
-            sessions.append(key, Turn(keep=done, tokens=np.full(2000, done), when=1.0))
+            sessions.write(said(np.repeat(np.arange(turns), 2000), n_turns=turns))
         except JournalError as error:
-            tell(f"append: {error}")
+            tell(f"write: {error}")
             break
-        done += 2000
+        turns += 1
     states.open(kept.name).close()
     states.remove(kept.name)
-    sessions.append(key, Turn(keep=done, tokens=np.full(2000, done), when=1.0))
+    for key in sessions.behind():
+        sessions.repair(key)
     sessions.close()
     states.close()
     [found] = journal(folder).load()
-    assert found.tokens.tolist() == np.repeat(np.arange(0, done + 1, 2000), 2000).tolist()
+    assert found.tokens.tolist() == np.repeat(np.arange(turns), 2000).tolist()
+    assert found.n_turns == turns
     tell("goes on")
 
 
@@ -202,7 +212,7 @@ def in_unwritable_folders(folder: Path) -> None:
     states.scan()
     sessions.load()
     kept = states.begin(1000).finish([1, 2, 3], tenant=1)
-    sessions.append(key, Turn(keep=0, tokens=[1], when=1.0))
+    sessions.write(said([1]))
     for room in folder.iterdir():
         room.chmod(0o500)
     refused("begin", states.begin, 1000)
@@ -210,17 +220,23 @@ def in_unwritable_folders(folder: Path) -> None:
     refused("make room", states.begin, 1000)
     assert kept.name in states
     assert states.used_bytes == kept.file_bytes
-    refused("create", sessions.create, SessionKey(TENANT, "b"), 1.0)
-    refused("fork", sessions.fork, key, "b")
-    refused("rewrite", sessions.rewrite, key)
+    sessions.write(said([1, 2], n_turns=2))
+    refused("begin a session", sessions.write, said([1], session="b"))
+    sessions.write(said(np.arange(20_000), n_turns=3))
+    refused("write anew", sessions.write, said([7], n_turns=4))
+    refused("repair", sessions.repair, key)
     refused("remove state", states.remove, kept.name)
     refused("remove session", sessions.remove, key)
     states.open(kept.name).close()
-    sessions.append(key, Turn(keep=1, tokens=[2], when=1.0))
     for room in folder.iterdir():
         room.chmod(0o700)
-    assert sessions.fork(key, "b").tokens.tolist() == [1, 2]
+    sessions.write(said([1, 2, 3], n_turns=5))
+    assert sorted(each.id for each in sessions.behind()) == ["b"]
+    sessions.repair(SessionKey(TENANT, "b"))
     sessions.close()
+    again = journal(folder)
+    assert {each.key.id: each.tokens.tolist() for each in again.load()} == {"a": [1, 2, 3], "b": [1]}
+    again.close()
     folder.chmod(0o500)
     (folder / "sessions" / "lock").chmod(0o400)
     refused("open", journal, folder)

@@ -49,8 +49,8 @@ FULL_OR_EMPTY = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option(
     "--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class."
 )
-@click.option("--session", help="Go on with this session, or begin it; the daemon remembers what was said.")
-@click.option("--n-keep", type=click.IntRange(0), help="If all does not fit, drop the oldest tokens after so many.")
+@click.option("--session", help="Go on with this session, or begin it; with --raw each time, or never. See uma-trio sessions.")
+@click.option("--n-keep", type=click.IntRange(0), help="If all does not fit, forget the oldest tokens after so many.")
 @click.option("--full-text", "return_full_text", is_flag=True, help="Print the prompt first.")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is whole.")
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
@@ -165,6 +165,8 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
             click.echo()
         if options["stats"]:
             _show_stats(last)
+        if "session" in last and not last["session"]["durable"]:
+            click.echo("this session is in memory only and ends with the daemon; its log says why", err=True)
         nursery.cancel_scope.cancel()
     if last.get("reason") != "cancelled":
         return OK

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Any, Final
 
 import click
+
+NOTES: Final = {
+    "sessions": "open connections",
+    "conversations": "what uma-trio sessions lists, of all users",
+}
+"""Where a name alone would be taken for something else."""
 
 
 @click.command("metrics", short_help="Show what the daemon measures.")
@@ -55,9 +61,15 @@ def _lines(snapshot: dict[str, Any], indent: str = "") -> list[str]:
     lines = []
     for name, value in snapshot.items():
         if isinstance(value, dict):
-            lines.append(f"{indent}{name}")
+            lines.append(f"{indent}{name:<{26 - len(indent)}} {f'({NOTES[name]})' if name in NOTES else ''}".rstrip())
             lines += _lines(value, indent + "  ") or [f"{indent}  none yet"]
         else:
-            shown = "-" if value is None else f"{value:,}" if isinstance(value, int) else value
-            lines.append(f"{indent}{name:<{26 - len(indent)}} {shown}")
+            note = NOTES.get(name, "")
+            lines.append(f"{indent}{name:<{26 - len(indent)}} {_shown(value)}{note and f'  ({note})'}")
     return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

@@ -77,7 +77,7 @@ class Connection:
         self._house = house
         self._limits = house.limits
         self._tenant = user_of(sock)
-        self._log = log.bind(session=name)
+        self._log = log.bind(connection=name)
         self._outbox = Outbox(
             sock,
             codec.encode,

@@ -102,6 +102,7 @@ class Server:
                     await self.runner.wait_idle()
                 if trio.current_effective_deadline() > -math.inf:  # nobody insists, and the runner still runs
                     with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
+                        await self.sessions.mend()
                         await self.runner.states.save_everything()
                 runner_scope.cancel()
                 nursery.cancel_scope.cancel()
@@ -129,12 +130,12 @@ class Server:
         codec = server_codec(self.config.listen.protocol, max_frame_bytes=self.limits.max_frame_bytes)
         try:
             if len(self._connections) >= self.limits.max_sessions:
-                error = TooManySessions(f"{len(self._connections)} sessions are open")
+                error = TooManySessions(f"{len(self._connections)} connections are open")
                 self.runner.telemetry.rejected[error.code] += 1
                 sock.send(codec.encode(Failure.of(error)))
                 return
             self._accepted += 1
-            connection = Connection(sock, codec, self, name=f"s{self._accepted}")
+            connection = Connection(sock, codec, self, name=f"c{self._accepted}")
             self._connections.add(connection)
             try:
                 await connection.serve()

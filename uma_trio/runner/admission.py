@@ -15,21 +15,36 @@ from uma_trio.protocol.messages import Generate
 def fitted(prompt: Prompt, request: Generate, facts: ModelFacts, limits: Limits) -> Prompt:
     """``prompt``, or if it does not fit and ``n_keep`` allows it, without the oldest tokens after the first ``n_keep``.
 
-    As many go as are needed, in steps of half of what can go: then a chat that has filled the context goes on for
-    many turns on what is left of it, and nothing of that is computed twice.  What stays is computed anew: shifting what
-    was computed, as llama.cpp can, would keep in it what is said to be gone, and not be the same after a restart.
+    What stays is computed anew: shifting what was computed, as llama.cpp can, would keep in it what is said to be gone,
+    and not be the same after a restart.
     """
-    if request.n_keep is None:
+    dropped = surplus(len(prompt.tokens), request, facts, limits)
+    if not dropped:
         return prompt
-    wanted = request.max_tokens or min(limits.default_max_tokens, limits.max_tokens)
-    room = facts.window - wanted + 1
-    n = len(prompt.tokens)
-    step = (room - request.n_keep) // 2
-    if n <= room or step < 1:
-        return prompt
-    dropped = -(-(n - room) // step) * step
+    assert request.n_keep is not None
     kept = np.concatenate([prompt.tokens[: request.n_keep], prompt.tokens[request.n_keep + dropped :]])
     return attrs.evolve(prompt, tokens=kept, dropped=prompt.dropped + dropped)
+
+
+def surplus(n_prompt: int, request: Generate, facts: ModelFacts, limits: Limits) -> int:
+    """How many of ``n_prompt`` tokens have to go, for prompt and answer to fit; 0 without ``n_keep``, or if it is too much.
+
+    As many as are needed, in steps of half of what can go: then a session that has filled the context goes on for many
+    turns on what is left of it, and nothing of that is computed twice.
+    """
+    if request.n_keep is None:
+        return 0
+    room = prompt_room(request, facts, limits)
+    step = (room - request.n_keep) // 2
+    if n_prompt <= room or step < 1:
+        return 0
+    return -(-(n_prompt - room) // step) * step
+
+
+def prompt_room(request: Generate, facts: ModelFacts, limits: Limits) -> int:
+    """Tokens of a prompt that fit into the context beside the answer."""
+    wanted = request.max_tokens or min(limits.default_max_tokens, limits.max_tokens)
+    return facts.window - wanted + 1
 
 
 def check_token_ids(request: Generate, facts: ModelFacts) -> None:

@@ -142,7 +142,7 @@ class Spiller:
 
     def snapshot(self) -> dict[str, Any] | None:
         """What was saved and loaded; ``None`` where nothing ever is."""
-        return self.meters.snapshot() if self.saves else None
+        return {**self.meters.snapshot(), "disk_bytes": self._files.used_bytes} if self.saves else None
 
     # -- beside the ticks -----------------------------------------------------------------------
 

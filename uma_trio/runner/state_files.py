@@ -45,6 +45,10 @@ class StateFiles(Protocol):
     def readers(self) -> int:
         """Threads that read one state together."""
 
+    @property
+    def used_bytes(self) -> int:
+        """Of all files that count to the most that there may be; does not block for long."""
+
     def begin(self, n_bytes: int) -> Draft: ...
     def open(self, name: str) -> Reading: ...
     def remove(self, name: str) -> None: ...
@@ -57,6 +61,7 @@ class Nowhere:
     """The ``StateFiles`` of a server that saves nothing."""
 
     readers: Final = 1
+    used_bytes: Final = 0
 
     def begin(self, n_bytes: int) -> Draft:
         raise SpillError("states are not saved")

@@ -11,7 +11,7 @@ import numpy as np
 from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
 from uma_trio.kv.prefix import Tokens, common
 from uma_trio.protocol.messages import ChatMessage, SessionInfo
-from uma_trio.store.journal_format import SessionKey
+from uma_trio.store.journal_format import SessionKey, SessionRecord
 
 
 def no_tokens() -> Tokens:
@@ -27,14 +27,13 @@ class Session:
     created_at: float
     """Seconds since 1970, as all times here."""
     used_at: float
+    """When its last answer ended, or it was forked."""
     tokens: Tokens = attrs.field(factory=no_tokens)
     """All that was said: what its next request begins with."""
     messages: Sequence[ChatMessage] = ()
     """Likewise, of a chat; nothing of a session of prompts."""
     turns: int = 0
-    on_disk: Tokens | None = None
-    """What the journal has of its tokens; ``None`` if it does not know the session."""
-    n_messages_on_disk: int = 0
+    turns_on_disk: int = 0
     busy: bool = False
 
     @property
@@ -44,7 +43,33 @@ class Session:
     @property
     def durable(self) -> bool:
         """All of it is on disk."""
-        return self.on_disk is self.tokens
+        return self.turns_on_disk == self.turns > 0
+
+    @property
+    def record(self) -> SessionRecord:
+        """What a journal keeps of it."""
+        return SessionRecord(
+            key=self.key,
+            created_at=self.created_at,
+            used_at=self.used_at,
+            n_turns=self.turns,
+            tokens=self.tokens,
+            messages=tuple(self.messages),
+        )
+
+    @classmethod
+    def recalled(cls, record: SessionRecord) -> Session:
+        """As it was when ``record`` was made of it; that is on disk."""
+        return cls(
+            tenant=record.key.tenant,
+            name=record.key.id,
+            created_at=record.created_at,
+            used_at=record.used_at,
+            tokens=record.tokens,
+            messages=record.messages,
+            turns=record.n_turns,
+            turns_on_disk=record.n_turns,
+        )
 
     @property
     def info(self) -> SessionInfo:
@@ -87,6 +112,9 @@ class Book:
         """A user's, the last used first."""
         return [session for session in reversed(self._sessions.values()) if session.tenant == tenant]
 
+    def find(self, key: SessionKey) -> Session | None:
+        return self._sessions.get(key)
+
     def get(self, tenant: int, name: str) -> Session:
         """
         Raises:
@@ -112,16 +140,19 @@ class Book:
                 f"session {name!r} is answering; wait for its eos, or fork it to ask several things at once"
             )
         session.busy = True
-        self._used(session, now)
         return session
 
-    def end(self, session: Session, now: float) -> None:
-        """Its request has been answered.  One in which nothing was ever said is forgotten."""
+    def told(self, session: Session, now: float) -> None:
+        """One turn more was said in it."""
+        session.turns += 1
+        session.used_at = now
+        self._sessions.move_to_end(session.key)
+
+    def end(self, session: Session) -> None:
+        """Its request has ended.  One in which nothing was ever said is forgotten."""
         session.busy = False
         if not session.turns:
             self._sessions.pop(session.key, None)
-        else:
-            self._used(session, now)
 
     def fork(self, tenant: int, name: str, new_name: str, now: float) -> Session:
         """A session of another name that goes on from where ``name`` is.
@@ -133,8 +164,8 @@ class Book:
         if not source.turns:
             raise SessionNotFound(f"nothing was said in session {name!r} yet")
         if SessionKey(tenant, new_name) in self._sessions:
-            raise SessionExists(f"there is a session {new_name!r} already")
-        forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, on_disk=None, n_messages_on_disk=0, busy=False)
+            raise SessionExists(f"there is a session {new_name!r} already: choose another name, or close it")
+        forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, turns_on_disk=0, busy=False)
         self._sessions[forked.key] = forked
         return forked
 
@@ -161,7 +192,3 @@ class Book:
             session.tenant == tenant and common(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )
-
-    def _used(self, session: Session, now: float) -> None:
-        session.used_at = now
-        self._sessions.move_to_end(session.key)

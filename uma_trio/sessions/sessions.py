@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -24,15 +24,16 @@ from uma_trio.protocol.messages import (
     SessionQuery,
     Token,
 )
-from uma_trio.runner import Job, Runner, Sink
+from uma_trio.runner import Job, Runner, Sink, admission
 from uma_trio.sessions.book import Book, Session
+from uma_trio.sessions.forgetting import without_oldest
 from uma_trio.store.journal import Journal, JournalError
-from uma_trio.store.journal_format import Turn as TurnRecord
+from uma_trio.store.journal_format import MAX_MESSAGES
 
 log = structlog.get_logger("uma_trio.sessions")
 
 SWEEP_S: Final = 60.0
-"""How often it is looked for sessions that have to go."""
+"""How often it is looked for sessions that have to go, and for files that have gone."""
 
 
 class Turn:
@@ -41,8 +42,12 @@ class Turn:
     That is sent when what was said is on disk.
     """
 
-    def __init__(self, session: Session, request: Generate, prompt: Prompt, sink: Sink) -> None:
+    def __init__(
+        self, session: Session, before: Sequence[ChatMessage], request: Generate, prompt: Prompt, sink: Sink
+    ) -> None:
         self.session = session
+        self.before = before
+        """Messages that ``prompt`` was rendered from, without the request's."""
         self.prompt = prompt
         self.request = request
         self.last: ServerEvent | None = None
@@ -90,6 +95,7 @@ class Sessions:
         clock: Callable[[], float] = time.time,
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
+        self._limits = config.limits
         self._book = Book(most=config.sessions.max_stored_sessions, ttl_s=config.sessions.session_ttl_s)
         self._runner = runner
         self._prompts = prompts
@@ -113,19 +119,7 @@ class Sessions:
             if len(record.tokens) and not 0 <= record.tokens.min() <= record.tokens.max() < n_vocab:
                 log.warning("a session is passed over: it has tokens that the model has not", session=record.key.id)
                 continue
-            self._book.add(
-                Session(
-                    tenant=record.key.tenant,
-                    name=record.key.id,
-                    created_at=record.created_at,
-                    used_at=record.last_used_at,
-                    tokens=record.tokens,
-                    messages=record.messages,
-                    turns=record.n_turns,
-                    on_disk=record.tokens,
-                    n_messages_on_disk=len(record.messages),
-                )
-            )
+            self._book.add(Session.recalled(record))
         for problem in self._journal.problems:
             log.warning("a session's file is not as it was", reason=problem)
         self._recalled = True
@@ -142,12 +136,39 @@ class Sessions:
         assert request.session_id is not None
         session = self._book.begin(tenant, request.session_id, self._clock())
         try:
-            _check_kind(session, request)
-            prompt = await self._prompts.make(request, Before(session.tokens, session.messages))
+            _check(session, request)
+            prompt, before = await self._prompt(session, request)
         except BaseException:
-            self._book.end(session, self._clock())
+            self._book.end(session)
             raise
-        return Turn(session, request, prompt, sink)
+        return Turn(session, before, request, prompt, sink)
+
+    async def _prompt(self, session: Session, request: Generate) -> tuple[Prompt, Sequence[ChatMessage]]:
+        """The prompt, and the messages before the request's that are in it: with ``n_keep`` not more than fit.
+
+        What the model is not shown any more is not remembered either, or a chat would take longer with each turn, and
+        more memory and disk, for as long as it goes on.  Whole messages go, and what is left is a chat like any other.
+        Where none can go any more, ``admission.fitted`` drops tokens, as of a session of prompts.
+        """
+        before = session.messages
+        prompt = await self._prompts.make(request, Before(session.tokens, before))
+        facts, limits, n_whole = self._runner.facts, self._limits, len(prompt.tokens)
+        n_drop = admission.surplus(n_whole, request, facts, limits)
+        if request.messages is None or not n_drop:
+            return prompt, before
+        while (n_tokens := len(prompt.tokens)) > admission.prompt_room(request, facts, limits):
+            shorter = without_oldest(
+                before,
+                request.messages,
+                n_tokens=n_tokens,
+                n_keep=request.n_keep or 0,
+                n_drop=n_drop - (n_whole - n_tokens),
+            )
+            if len(shorter) == len(before):
+                break
+            before = shorter
+            prompt = await self._prompts.make(request, Before(session.tokens, before))
+        return attrs.evolve(prompt, dropped=n_whole - len(prompt.tokens)), before
 
     async def end(self, turn: Turn, job: Job | None) -> ServerEvent | None:
         """The request has ended: what was said is made durable.
@@ -166,18 +187,18 @@ class Sessions:
                 await self._remember(turn, job)
             return attrs.evolve(turn.last, session=attrs.evolve(session.info, busy=False))
         finally:
-            self._book.end(session, self._clock())
+            self._book.end(session)
 
     async def _remember(self, turn: Turn, job: Job) -> None:
         session = turn.session
         before, said = session.tokens, self._said(turn, job)
         session.tokens = np.concatenate([job.prompt.tokens, said])
-        session.turns += 1
         if common(before, session.tokens) < len(before):  # a chat was rendered differently, or something was dropped
             self._forget(before, session.tenant)
         if turn.request.messages is not None:
             answer = ChatMessage(role="assistant", content=turn.text)
-            session.messages = (*session.messages, *turn.request.messages, answer)
+            session.messages = (*turn.before, *turn.request.messages, answer)
+        self._book.told(session, self._clock())
         await self._write(session)
 
     def _said(self, turn: Turn, job: Job) -> Any:
@@ -190,21 +211,12 @@ class Sessions:
         return np.asarray(tokens, np.int32)
 
     async def _write(self, session: Session) -> None:
-        """Append what is not on disk yet; that of a turn that could not be written before is made up for."""
         if self._journal is None:
             return
-        keep = 0 if session.on_disk is None else common(session.on_disk, session.tokens)
-        written = session.n_messages_on_disk
-        record = TurnRecord(
-            keep=keep,
-            tokens=session.tokens[keep:],
-            keep_messages=written,
-            messages=list(session.messages[written:]),
-            when=self._clock(),
-        )
         try:
-            await self._in_thread(self._journal.append, session.key, record)
-            session.on_disk, session.n_messages_on_disk = session.tokens, len(session.messages)
+            if await self._in_thread(self._journal.write, session.record):
+                log.warning("a session's file was gone or cut; it was written anew", session=session.name)
+            session.turns_on_disk = session.turns
         except JournalError as error:
             self.journal_failures += 1
             log.warning(
@@ -242,10 +254,11 @@ class Sessions:
     async def _close(self, session: Session) -> None:
         self._book.remove(session)
         self._forget(session.tokens, session.tenant)
-        if self._journal is not None and session.on_disk is not None:
+        if self._journal is not None:
             try:
                 await self._in_thread(self._journal.remove, session.key)
             except JournalError as error:
+                self.journal_failures += 1
                 log.warning("a closed session is still on disk", session=session.name, reason=str(error))
 
     def _forget(self, tokens: Tokens, tenant: int) -> None:
@@ -255,7 +268,8 @@ class Sessions:
     # -- what goes by itself --------------------------------------------------------------------
 
     async def sweep_forever(self) -> None:
-        """Close sessions that are too old or too many, until cancelled; first what is left of those that are gone."""
+        """Close sessions that are too old or too many and mend the journal, until cancelled; first what is left of
+        sessions that are gone."""
         if self._recalled:
             self._runner.states.keep(lambda state: self._book.needs(state.tokens, tenant=state.tenant))
         while True:
@@ -264,6 +278,26 @@ class Sessions:
                 log.info("a session is closed", session=session.name, unused_since=session.used_at)
                 await self._close(session)
             await trio.sleep(SWEEP_S)
+            await self.mend()
+
+    async def mend(self) -> None:
+        """Write what could not be written when it was said, and what somebody has removed since."""
+        journal = self._journal
+        if journal is None:
+            return
+        try:
+            behind = await self._in_thread(journal.behind)
+            for key in behind:
+                record = await self._in_thread(journal.repair, key)
+                session = self._book.find(key)
+                if record is not None and session is not None and session.created_at == record.created_at:
+                    session.turns_on_disk = max(session.turns_on_disk, record.n_turns)
+        except JournalError as error:
+            self.journal_failures += 1
+            log.warning("sessions are not on disk as they should be", reason=str(error))
+        else:
+            if behind:
+                log.warning("sessions that were missing on disk were written again", sessions=len(behind))
 
     def snapshot(self) -> dict[str, Any]:
         sessions = list(self._book)
@@ -273,11 +307,20 @@ class Sessions:
             "tokens": sum(len(session.tokens) for session in sessions),
             "not_durable": sum(not session.durable and session.turns > 0 for session in sessions),
             "journal_failures_total": self.journal_failures,
+            "journal_restored_total": self._journal.restored if self._journal is not None else 0,
         }
 
 
-def _check_kind(session: Session, request: Generate) -> None:
-    """A chat goes on with messages and anything else with prompts: the other cannot be put behind it."""
+def _check(session: Session, request: Generate) -> None:
+    """A chat goes on with messages and anything else with prompts: the other cannot be put behind it.
+
+    Raises:
+        BadRequest: it does not, or has too many.
+    """
     if session.turns and (request.messages is not None) != bool(session.messages):
-        had, wants = ("messages", "a prompt") if session.messages else ("prompts", "messages")
-        raise BadRequest(f"session {session.name!r} was begun with {had}; it cannot go on with {wants}")
+        had, wants = ("messages", "a prompt") if session.messages else ("a prompt", "messages")
+        raise BadRequest(
+            f"session {session.name!r} was begun with {had} and cannot go on with {wants}: send {had}, or name another session"
+        )
+    if len(session.messages) + len(request.messages or ()) >= MAX_MESSAGES:
+        raise BadRequest(f"session {session.name!r} has {len(session.messages)} messages, the most are {MAX_MESSAGES}")

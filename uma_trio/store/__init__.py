@@ -4,8 +4,8 @@ Plain functions that block, to be called from worker threads; they know bytes, t
 """
 
 from uma_trio.store.folder import StoreError
-from uma_trio.store.journal import Journal, JournalError, SessionRecord
-from uma_trio.store.journal_format import SessionKey, Turn
+from uma_trio.store.journal import Journal, JournalError
+from uma_trio.store.journal_format import SessionKey, SessionRecord
 from uma_trio.store.spill import CorruptState, Draft, Loaded, SpillError, SpillFolder
 from uma_trio.store.spill_format import Spilled
 
@@ -21,5 +21,4 @@ __all__ = [
     "SpillFolder",
     "Spilled",
     "StoreError",
-    "Turn",
 ]

@@ -1,7 +1,8 @@
 """A folder that is this process's alone, and files in it that are whole or not there.
 
 All is done relative to the opened folder, so one that is moved or replaced in the meantime is not followed to
-somewhere else.  What is opened must be a plain file of this user: no link, pipe or device.
+somewhere else, but by ``renew``, which checks it like a new one.  What is opened must be a plain file of this user: no
+link, pipe or device.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import os
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -67,36 +69,62 @@ class PrivateFolder:
     def __init__(self, path: Path, error: type[StoreError]) -> None:
         self.path = path
         self._error = error
-        with self.telling("use"):
-            _make(path)
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._locked = -1
-        try:
-            self._check()
-            with self.telling("use"):
-                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                self._locked = os.open(LOCK, flags, 0o600, dir_fd=self.descriptor)
-                try:
-                    fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise error(f"{path} is in use by another process: stop it, or name another folder") from None
-        except BaseException:
-            self.close()
-            raise
+        self._renewing = threading.Lock()
+        self.descriptor, self._locked = self._opened()
 
-    def _check(self) -> None:
-        found = os.fstat(self.descriptor)
+    def _opened(self) -> tuple[int, int]:
+        """Descriptors of the folder that the path names, made if need be, and of its lock, which is held."""
+        with self.telling("use"), contextlib.ExitStack() as on_error:
+            _make(self.path)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            on_error.callback(os.close, descriptor)
+            self._check(os.fstat(descriptor))
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            locked = os.open(LOCK, flags, 0o600, dir_fd=descriptor)
+            on_error.callback(os.close, locked)
+            try:
+                fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._error(
+                    f"{self.path} is in use by another process: stop it, or name another folder"
+                ) from None
+            on_error.pop_all()
+            return descriptor, locked
+
+    def _check(self, found: os.stat_result) -> None:
         if found.st_uid != os.geteuid():
             raise self._error(f"{self.path} belongs to another user: name a folder of this one")
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise self._error(f"others can write to {self.path}: chmod go-w it, or name another folder")
 
+    def renew(self) -> bool:
+        """Go on in the folder that the path names now, where that is not the one that is open: somebody has removed
+        it, or moved it away, and a restart would not find what is written there.  Likewise where the lock is gone:
+        another process could take a new one.
+
+        Returns:
+            Whether it is another folder.  Nothing that was in the one before can be counted on then.
+
+        Raises:
+            StoreError: it cannot be made or used; the one that is open stays so.
+        """
+        with self._renewing, self.telling("use"):
+            is_same = _is_at(self.path, self.descriptor)
+            if is_same and _is_at(self.path / LOCK, self._locked):
+                return False
+            found, locked = self._opened()
+            for new, old in ((found, self.descriptor), (locked, self._locked)):
+                os.dup2(new, old, inheritable=False)  # the numbers stay: other threads are using them
+                os.close(new)
+            return not is_same
+
     def close(self) -> None:
         """Let go of the folder and its lock; does nothing the second time."""
-        for descriptor in (self._locked, self.descriptor):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._locked = self.descriptor = -1
+        with self._renewing:
+            for descriptor in (self._locked, self.descriptor):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            self._locked = self.descriptor = -1
 
     @contextlib.contextmanager
     def telling(self, doing: str, name: str = "") -> Iterator[None]:
@@ -110,14 +138,15 @@ class PrivateFolder:
                 f"cannot {doing} {self.path / name}: {reason}{f'; {what}' if what else ''}"
             ) from error
 
-    def found(self) -> list[Found]:
-        """All names, those least recently used first, without the lock's."""
-        found = []
+    def names(self) -> set[str]:
+        """All of them, without the lock's."""
         with self.telling("list"):
-            names = os.listdir(self.descriptor)
-        for name in names:
-            if name == LOCK:
-                continue
+            return set(os.listdir(self.descriptor)) - {LOCK}
+
+    def found(self) -> list[Found]:
+        """What has a name, the least recently used first."""
+        found = []
+        for name in self.names():
             with self.telling("look at", name):
                 try:
                     status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -200,6 +229,14 @@ def _make(path: Path) -> None:
             os.fsync(above)
         finally:
             os.close(above)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    opened = os.fstat(descriptor)
+    try:
+        return os.path.samestat(os.stat(path), opened)
+    except FileNotFoundError:
+        return False
 
 
 def _refused(status: os.stat_result) -> str | None:

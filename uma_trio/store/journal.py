@@ -1,11 +1,12 @@
-"""The tokens of sessions, on disk before anybody is told that a turn is done.
+"""What was said in sessions, on disk before anybody is told that a turn is done.
 
-A session is a file to which each turn adds a record (``journal_format``).  A turn that ``append`` has returned from is
-there after any crash, also of the machine; of one under way all or nothing is.  Files in which little is still true
-are written anew.
+A session is a file to which each turn adds a record (``journal_format``).  A turn that ``write`` has returned from is
+there after any crash, also of the machine; of one under way all or nothing is.  A file in which little is still true
+is written anew, as is one that somebody has removed or cut: what it must hold is known here, by references to what its
+owner holds anyway.
 
-All functions block on the disk.  Everything may be called from several threads at once; of one session's turns one is
-written at a time.
+All functions block on the disk.  Everything may be called from several threads at once; one file is written by one at
+a time.
 """
 
 from __future__ import annotations
@@ -14,16 +15,12 @@ import contextlib
 import os
 import secrets
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import attrs
 
-from uma_trio.protocol.messages import ChatMessage
-from uma_trio.store import tokens as token_list
-from uma_trio.store.folder import TEMPORARY, PrivateFolder, StoreError, read_up_to, sync, write_all
+from uma_trio.store.folder import TEMPORARY, Found, PrivateFolder, StoreError, read_up_to, sync, write_all
 from uma_trio.store.journal_format import (
     MAX_FILE_BYTES,
     MAX_MODEL_CHARACTERS,
@@ -33,53 +30,43 @@ from uma_trio.store.journal_format import (
     Extent,
     Foreign,
     Header,
-    Record,
-    Session,
     SessionKey,
-    Turn,
-    as_record,
+    SessionRecord,
     decode,
     encode_header,
-    encode_session,
     encode_turn,
     file_stem,
+    record_of,
 )
-from uma_trio.store.tokens import Tokens
 
 SUFFIX: Final = ".session"
 ASIDE: Final = ".bad"
+"""Of files that cannot be used: kept for a look, until their session is closed or there are too many."""
 
-UNSURE: Final = -1
+MAX_ASIDE: Final = 100
+MAX_ASIDE_BYTES: Final = 1 << 28
+"""Of all files that were set aside; beyond either the oldest go."""
 
 
 class JournalError(StoreError):
     """A session cannot be kept, or not be read again."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class SessionRecord:
-    """A session as it is on disk."""
-
-    key: SessionKey
-    created_at: float
-    """Seconds since 1970, as ``last_used_at``."""
-    last_used_at: float
-    n_turns: int
-    tokens: Tokens
-    """What is left of all turns, int32 ``[n]``, read-only."""
-    messages: tuple[ChatMessage, ...]
-
-
 @attrs.define(eq=False)
 class _Entry:
     """What is known of a session's file."""
 
-    header: Header
+    key: SessionKey
     name: str
-    extent: Extent
+    wanted: SessionRecord | None = None
+    """What it is to hold; ``None``: it is to go."""
+    written: SessionRecord | None = None
+    """What it holds as far as is known; ``None``: open."""
+    extent: Extent = attrs.field(factory=Extent)
     size: int = 0
-    """Bytes of whole records; 0: there is no file yet, ``UNSURE``: a failure left it open which file is there."""
+    """Bytes of whole records."""
     gone: bool = False
+    """A new file of that name would be another entry's."""
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     """Held while the file is read or written."""
 
@@ -103,16 +90,16 @@ class Journal:
         if not 1 <= len(model) <= MAX_MODEL_CHARACTERS:
             raise ValueError(f"a model is named by 1 to {MAX_MODEL_CHARACTERS} characters")
         self.max_sessions = max_sessions
-        self.set_aside = 0
-        """Files found damaged since this object was made."""
-        self.cut = 0
-        """Files of which a last, incomplete record was cut off."""
+        self.restored = 0
+        """Files that were gone, or shorter than they had been left, and were written anew."""
         self.problems: list[str] = []
         """What the last ``load`` did not take as it was, and why: one line each."""
         self._model = model
         self._entries: dict[SessionKey, _Entry] = {}
+        self._aside: dict[str, int] = {}
+        """Bytes of each file that was set aside, the oldest first."""
         self._lock = threading.Lock()
-        """Of the entries; taken with an entry's lock held, never the other way round."""
+        """Of the three above; taken with an entry's lock held, never the other way round."""
         self._folder = PrivateFolder(folder, JournalError)
 
     def close(self) -> None:
@@ -124,8 +111,9 @@ class Journal:
     def load(self) -> list[SessionRecord]:
         """All sessions, the longest unused first; to be called before anything is written.
 
-        A last record that is not whole is cut off; files that are damaged otherwise are set aside; those of another
-        model, and what is no plain file of this user, are left alone.  ``problems`` says which and why.
+        A last record that is not whole is cut off; files that are damaged otherwise, or of an earlier version, are set
+        aside; those of another model or a later version, and what is no plain file of this user, are left alone.
+        ``problems`` says which and why.
 
         Raises:
             JournalError: the folder cannot be read.
@@ -133,14 +121,15 @@ class Journal:
         with self._lock:
             self._entries.clear()
             self.problems = []
-            sessions = []
+            sessions: list[SessionRecord] = []
+            aside: list[Found] = []
             for each in reversed(self._folder.found()):
                 if each.refused:
                     self._report(each.name, f"left alone, it is {each.refused}")
                 elif each.name.endswith(TEMPORARY):
                     self._folder.remove(each.name)
                 elif each.name.endswith(ASIDE):
-                    continue
+                    aside.append(each)
                 elif not each.name.endswith(SUFFIX):
                     self._report(each.name, "left alone, it is no session")
                 elif len(self._entries) >= self.max_sessions:
@@ -148,157 +137,200 @@ class Journal:
                 else:
                     try:
                         entry, session = self._taken(each.name)
-                    except Foreign as error:
+                    except (Foreign, JournalError) as error:
                         self._report(each.name, f"left alone, {error}")
                     except Damaged as error:
-                        self._report(each.name, f"set aside, {error}")
-                        self._set_aside(each.name)
-                    except JournalError as error:
-                        self._report(each.name, f"left alone, {error}")
+                        new_name = f"{each.name.removesuffix(SUFFIX)}.{secrets.token_hex(4)}{ASIDE}"
+                        self._report(each.name, f"set aside as {new_name}: {error}")
+                        with contextlib.suppress(JournalError):  # it is not used in any case
+                            self._folder.rename(each.name, new_name)
+                            aside.append(attrs.evolve(each, name=new_name))
                     else:
-                        self._entries[entry.header.key] = entry
-                        sessions.append(_told(session))
-            return sorted(sessions, key=lambda session: session.last_used_at)
+                        self._entries[entry.key] = entry
+                        sessions.append(session)
+            self._aside = {each.name: each.n_bytes for each in reversed(aside)}
+            while len(self._aside) > MAX_ASIDE or sum(self._aside.values()) > MAX_ASIDE_BYTES:
+                name = next(iter(self._aside))
+                del self._aside[name]
+                with contextlib.suppress(JournalError):  # the next start tries again
+                    self._folder.remove(name)
+            return sorted(sessions, key=lambda session: session.used_at)
 
-    def __contains__(self, key: SessionKey) -> bool:
-        return key in self._entries
+    def behind(self) -> list[SessionKey]:
+        """Sessions whose files are not what they should be: gone, or a change of them has failed.  For ``repair``.
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def used_bytes(self) -> int:
-        """Of the files of all sessions."""
+        Raises:
+            JournalError: the folder is gone and cannot be made again, or it cannot be read.
+        """
+        self._folder.renew()
+        there = self._folder.names()
         with self._lock:
-            return sum(max(0, entry.size) for entry in self._entries.values())
+            return [
+                entry.key
+                for entry in self._entries.values()
+                if entry.name not in there or entry.wanted is not entry.written
+            ]
 
     # -- changes --------------------------------------------------------------------------------
 
-    def create(self, key: SessionKey, when: float) -> None:
-        """A new session without tokens, durable when this returns.
+    def write(self, session: SessionRecord) -> bool:
+        """Make ``session`` what is there under its key, durable when this returns; its arrays must not change.
+
+        Where the disk fails, what was there before stays, and ``repair`` tries again.
+
+        Returns:
+            Whether the file was gone, or shorter than it had been left: it was written anew.
 
         Raises:
-            JournalError: it is there already, there are too many, or it cannot be written.
+            JournalError: the session is out of bounds, there are too many, or it cannot be written.
         """
-        self._begin(Session.begun(self._new_header(key, when)))
+        while True:
+            with self._lock:
+                entry = self._entries.get(session.key) or self._new_entry(session)
+            with entry.lock:
+                if not entry.gone:
+                    return self._written(entry, session)
 
-    def append(self, key: SessionKey, turn: Turn) -> None:
-        """One turn more, durable when this returns; a session that is not there begins with it.
-
-        Where it fails the session is as before; the same turn may be tried again.
+    def repair(self, key: SessionKey) -> SessionRecord | None:
+        """Write what is known of a session where its file is gone or behind; what the file holds now.
 
         Raises:
-            JournalError: the turn does not fit the session or is out of bounds, there are too many sessions, or it
-                cannot be written.
+            JournalError: it cannot be written.
         """
-        while (entry := self._entries.get(key)) is None:
-            session = Session.begun(self._new_header(key, turn.when))
-            record = _record_of(turn, session.extent)
-            _apply(session, record)
-            if self._begin(session, exist_ok=True):
-                return
-        with self._held(entry):
-            record = _record_of(turn, entry.extent)
-            extent = entry.extent.copy()
-            _apply(extent, record)
-            data = encode_turn(record)
-            if entry.size + len(data) > max(SPARE_BYTES, WASTE * extent.live_bytes):
-                session = self._read(entry)
-                _apply(session, record)
-                self._write(entry, encode_session(session))
-            else:
-                self._extend(entry, data)
-            entry.extent = extent
-
-    def rewrite(self, key: SessionKey) -> None:
-        """Write the session's file anew, without what later turns have replaced.  ``append`` does it in time.
-
-        Raises:
-            JournalError: there is no such session, or it cannot be read or written.
-        """
-        with self._held(self._known(key)) as entry:
-            self._write(entry, encode_session(self._read(entry)))
-
-    def fork(self, key: SessionKey, new_id: str) -> SessionRecord:
-        """A second session of the same tenant with the same tokens and messages, durable when this returns.
-
-        Raises:
-            JournalError: there is no session ``key``, there is one ``new_id``, there are too many, or it cannot be
-                read or written.
-        """
-        with self._held(self._known(key)) as entry:
-            session = self._read(entry)
-        session.used_at = time.time()
-        session.header = self._new_header(SessionKey(key.tenant, new_id), session.used_at)
-        self._begin(session)
-        return _told(session)
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        with entry.lock:
+            if entry.gone:
+                return None
+            if entry.wanted is not entry.written or not self._folder.exists(entry.name):
+                self._settle(entry)
+            return entry.wanted
 
     def remove(self, key: SessionKey) -> None:
-        """Forget a session and its file, for good when this returns.
+        """Forget a session, its file, and what was set aside of it before; for good when this returns.
 
         Raises:
-            JournalError: there is no such session, or its file cannot be removed.
+            JournalError: something cannot be removed; ``repair`` tries again.
         """
-        with self._held(self._known(key)) as entry:
-            self._folder.remove(entry.name)
-            self._forget(entry)
-            self._folder.sync()
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        with entry.lock:
+            if not entry.gone:
+                entry.wanted = None
+                self._settle(entry)
 
     # -- one file -------------------------------------------------------------------------------
 
-    def _begin(self, session: Session, *, exist_ok: bool = False) -> bool:
-        """Write a new session's file; whether it was new."""
-        header = session.header
-        entry = _Entry(header, file_stem(self._model, header.key) + SUFFIX, session.extent)
-        with entry.lock:
-            with self._lock:
-                if header.key in self._entries:
-                    if exist_ok:
-                        return False
-                    raise JournalError(f"there is a session {header.key.id!r} already")
-                if len(self._entries) >= self.max_sessions:
-                    raise JournalError(f"there are {self.max_sessions} sessions, which is the most: remove some")
-                if self._folder.exists(entry.name):
-                    raise JournalError(f"{self._folder.path / entry.name} was left alone by load: remove it first")
-                self._entries[header.key] = entry
-            try:
-                self._write(entry, encode_session(session))
-            except BaseException:
-                self._forget(entry)
-                with contextlib.suppress(JournalError):  # what is there was not promised to anybody
-                    self._folder.remove(entry.name)
-                raise
+    def _header(self, session: SessionRecord) -> Header:
+        return Header(model=self._model, key=session.key, created_at=session.created_at)
+
+    def _new_entry(self, session: SessionRecord) -> _Entry:
+        key = session.key
+        try:
+            encode_header(self._header(session))
+            name = file_stem(self._model, key) + SUFFIX
+        except ValueError as error:
+            raise JournalError(str(error)) from None
+        if len(self._entries) >= self.max_sessions:
+            raise JournalError(f"there are {self.max_sessions} sessions, which is the most: close some")
+        if self._folder.exists(name):
+            raise JournalError(f"{self._folder.path / name} was left alone at the start: remove it first")
+        self._entries[key] = entry = _Entry(key, name)
+        return entry
+
+    def _written(self, entry: _Entry, session: SessionRecord) -> bool:
+        before, entry.wanted = entry.wanted, session
+        try:
+            self._folder.renew()
+            return self._settle(entry)
+        except ValueError as error:  # it will not be better the next time
+            entry.wanted = before
+            if before is None:
+                self._remove(entry)
+            raise JournalError(str(error)) from None
+
+    def _settle(self, entry: _Entry) -> bool:
+        """Make the file what is wanted; whether it was not as it had been left."""
+        if entry.wanted is None:
+            self._remove(entry)
+            return False
+        before, was_whole = entry.written, True
+        if before is not None and before.created_at == entry.wanted.created_at:
+            turn = record_of(entry.wanted, before)
+            extent = entry.extent.copy()
+            extent.apply(turn)
+            data = encode_turn(turn)
+            if entry.size + len(data) <= max(SPARE_BYTES, WASTE * extent.live_bytes):
+                was_whole = self._extend(entry, data)
+                if was_whole:
+                    entry.size += len(data)
+                    entry.extent, entry.written = extent, entry.wanted
+                    return False
+        turn = record_of(entry.wanted)
+        extent = Extent()
+        extent.apply(turn)
+        data = encode_header(self._header(entry.wanted)) + encode_turn(turn)
+        entry.written = None  # a failure leaves it open which file is there
+        self._folder.put(entry.name, data)
+        entry.size, entry.extent, entry.written = len(data), extent, entry.wanted
+        with self._lock:
+            self.restored += not was_whole
+        return not was_whole
+
+    def _extend(self, entry: _Entry, data: bytes) -> bool:
+        """Add a record, if the file is there as it was left; whether it is."""
+        try:
+            descriptor = self._folder.open(entry.name, write=True)
+        except JournalError:  # gone, or something else is there in its place
+            return False
+        try:
+            with self._folder.telling("write", entry.name):
+                size = os.fstat(descriptor).st_size
+                if size < entry.size:
+                    return False
+                if size > entry.size:  # an append that failed could not be taken back then
+                    os.ftruncate(descriptor, entry.size)
+                try:
+                    write_all(descriptor, data, entry.size)
+                    sync(descriptor)
+                except OSError:
+                    with contextlib.suppress(OSError):  # the next append tries again
+                        os.ftruncate(descriptor, entry.size)
+                    raise
+        finally:
+            os.close(descriptor)
         return True
 
-    @contextlib.contextmanager
-    def _held(self, entry: _Entry) -> Iterator[_Entry]:
-        """The entry, locked, and what is known of its file is so."""
-        with entry.lock:
-            if entry.gone:
-                raise JournalError(f"session {entry.header.key.id!r} was removed meanwhile")
-            if entry.size == UNSURE:
-                try:
-                    found, _ = self._taken(entry.name)
-                except (Damaged, Foreign) as error:
-                    raise JournalError(f"{self._folder.path / entry.name} cannot be used: {error}") from None
-                entry.size, entry.extent = found.size, found.extent
-            yield entry
+    def _remove(self, entry: _Entry) -> None:
+        self._folder.remove(entry.name)
+        with self._lock:
+            bad = [name for name in self._aside if name.startswith(entry.name.removesuffix(SUFFIX))]
+        for name in bad:
+            self._folder.remove(name)
+        self._folder.sync()
+        with self._lock:
+            for name in bad:
+                self._aside.pop(name, None)
+            entry.gone = True
+            if self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
 
-    def _taken(self, name: str) -> tuple[_Entry, Session]:
+    def _taken(self, name: str) -> tuple[_Entry, SessionRecord]:
         """Read a file and cut off what is not whole.
 
         Raises:
             JournalError, Damaged, Foreign: it cannot be used.
         """
         data = self._content(name)
-        session, good = decode(data, self._model)
-        if name != file_stem(self._model, session.header.key) + SUFFIX:
+        session, extent, good = decode(data, self._model)
+        if name != file_stem(self._model, session.key) + SUFFIX:
             raise Damaged("it is another session's file under this name")
         if good < len(data):
             self._cut(name, good)
-            self.cut += 1
             self._report(name, f"{len(data) - good} bytes cut off behind the last whole record")
-        return _Entry(session.header, name, session.extent.copy(), good), session
+        return _Entry(session.key, name, session, session, extent, good), session
 
     def _content(self, name: str) -> bytearray:
         descriptor = self._folder.open(name)
@@ -311,47 +343,6 @@ class Journal:
         finally:
             os.close(descriptor)
 
-    def _read(self, entry: _Entry) -> Session:
-        name = entry.name
-        try:
-            session, good = decode(self._content(name)[: entry.size], self._model)
-        except (Damaged, Foreign) as error:
-            raise JournalError(f"{self._folder.path / name} is not what was written: {error}") from None
-        if good != entry.size:
-            raise JournalError(f"{self._folder.path / name} was cut off: restart to use what is left")
-        return session
-
-    def _write(self, entry: _Entry, data: bytes) -> None:
-        """Make ``data`` the whole file."""
-        try:
-            self._folder.put(entry.name, data)
-        except BaseException:
-            if entry.size:
-                entry.size = UNSURE
-            raise
-        entry.size = len(data)
-
-    def _extend(self, entry: _Entry, data: bytes) -> None:
-        name = entry.name
-        descriptor = self._folder.open(name, write=True)
-        try:
-            with self._folder.telling("write", name):
-                size = os.fstat(descriptor).st_size
-                if size < entry.size:
-                    raise JournalError(f"{self._folder.path / name} was cut off: restart to use what is left")
-                if size > entry.size:  # an append that failed could not be taken back then
-                    os.ftruncate(descriptor, entry.size)
-                try:
-                    write_all(descriptor, data, entry.size)
-                    sync(descriptor)
-                except OSError:
-                    with contextlib.suppress(OSError):  # the next append tries again
-                        os.ftruncate(descriptor, entry.size)
-                    raise
-        finally:
-            os.close(descriptor)
-        entry.size += len(data)
-
     def _cut(self, name: str, size: int) -> None:
         descriptor = self._folder.open(name, write=True)
         try:
@@ -361,57 +352,5 @@ class Journal:
         finally:
             os.close(descriptor)
 
-    # -- bookkeeping ----------------------------------------------------------------------------
-
-    def _new_header(self, key: SessionKey, when: float) -> Header:
-        header = Header(model=self._model, key=key, created_at=when)
-        try:
-            encode_header(header)
-        except ValueError as error:
-            raise JournalError(str(error)) from None
-        return header
-
-    def _known(self, key: SessionKey) -> _Entry:
-        entry = self._entries.get(key)
-        if entry is None:
-            raise JournalError(f"there is no session {key.id!r}")
-        return entry
-
-    def _forget(self, entry: _Entry) -> None:
-        entry.gone = True
-        with self._lock:
-            if self._entries.get(entry.header.key) is entry:
-                del self._entries[entry.header.key]
-
-    def _set_aside(self, name: str) -> None:
-        self.set_aside += 1
-        with contextlib.suppress(JournalError):  # it is not used in any case
-            self._folder.rename(name, f"{name.removesuffix(SUFFIX)}.{secrets.token_hex(4)}{ASIDE}")
-
     def _report(self, name: str, problem: str) -> None:
         self.problems.append(f"{name}: {problem}")
-
-
-def _record_of(turn: Turn, extent: Extent) -> Record:
-    try:
-        return as_record(turn, len(extent.sizes))
-    except ValueError as error:
-        raise JournalError(str(error)) from None
-
-
-def _apply(to: Session | Extent, record: Record) -> None:
-    try:
-        to.apply(record)
-    except ValueError as error:
-        raise JournalError(str(error)) from None
-
-
-def _told(session: Session) -> SessionRecord:
-    return SessionRecord(
-        key=session.header.key,
-        created_at=session.header.created_at,
-        last_used_at=session.used_at,
-        n_turns=session.extent.n_turns,
-        tokens=token_list.from_bytes(session.token_bytes),
-        messages=tuple(session.messages),
-    )

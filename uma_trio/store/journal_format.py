@@ -11,35 +11,37 @@ Pure: bytes in, bytes out.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Final
 
 import attrs
 import msgspec
-import numpy.typing as npt
 from msgspec import Meta
 
+from uma_trio.kv.prefix import common
 from uma_trio.protocol.messages import ChatMessage
 from uma_trio.store import tokens as token_list
-from uma_trio.store.tokens import MAX_TOKENS, TOKEN_BYTES
+from uma_trio.store.tokens import MAX_TOKENS, TOKEN_BYTES, Tokens
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""Files of version 1 had no count of turns in each record."""
 MARK: Final = b"\xffUMJ"
 
 HEAD: Final = struct.Struct("<4sIIII")
 """Mark, kind, bytes of the payload, CRC-32 of the payload, CRC-32 of the 16 bytes before."""
 
-TURN: Final = struct.Struct("<IIId")
-"""Tokens kept, tokens added, messages kept, when; the tokens follow, then the messages added, as JSON."""
+TURN: Final = struct.Struct("<IIIId")
+"""Tokens kept, tokens added, messages kept, turns so far, when; the tokens follow, then the messages added, as JSON."""
 
 HEADER_KIND: Final = 0
 TURN_KIND: Final = 1
 
-MAX_MESSAGES: Final = 1 << 14
-"""Of a session."""
+MAX_MESSAGES: Final = 1 << 18
+"""Of a session: more than the longest context has room for."""
 MAX_TEXT_BYTES: Final = 1 << 24
 """Of all messages of a session, as they stand in the file."""
 MAX_TURNS: Final = 1 << 31
@@ -52,12 +54,13 @@ WASTE: Final = 4
 
 MAX_FILE_BYTES: Final = WASTE * (TOKEN_BYTES * MAX_TOKENS + MAX_TEXT_BYTES) + (1 << 20)
 
+
 class Damaged(Exception):
-    """The file is not to be believed; says why."""
+    """The file is not to be believed, or nothing reads it any more; says why."""
 
 
 class Foreign(Exception):
-    """The file is whole, and of another model or version; says so."""
+    """The file is whole, and of another model or a later version; says so."""
 
 
 @attrs.frozen
@@ -77,38 +80,40 @@ class Header:
     model: Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARACTERS)]
     key: SessionKey
     created_at: float
-    n_turns: Annotated[int, Meta(ge=0, le=MAX_TURNS)] = 0
-    """Of earlier ones that were put together when the file was written anew."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Turn:
-    """What one turn makes of a session: the first ``keep`` tokens stay, ``tokens`` follow; so with messages.
+class SessionRecord:
+    """A session as it is after its last turn: what is told of it, the same before and after a restart."""
 
-    A chat that is rendered anew and ends differently is one turn, too.
-    """
-
-    keep: int
-    """Tokens that stay, in [0, tokens before]."""
-    tokens: npt.ArrayLike
-    """int32 ``[n]``, may be empty."""
-    keep_messages: int | None = None
-    """Messages that stay; all of them if ``None``."""
-    messages: Sequence[ChatMessage] = ()
-    when: float
-    """Seconds since 1970."""
+    key: SessionKey
+    created_at: float
+    """Seconds since 1970, as ``used_at``."""
+    used_at: float
+    n_turns: int
+    """Those that it was forked with among them."""
+    tokens: Tokens
+    """What is left of all turns, int32 ``[n]``."""
+    messages: tuple[ChatMessage, ...] = ()
 
 
 @attrs.frozen(eq=False)
 class Record:
-    """A turn as it stands in a file."""
+    """A turn as it stands in a file: the first ``keep`` tokens stay, ``tokens`` follow; so with messages.
+
+    A chat that is rendered anew and ends differently is one turn, too; so are several, of which the disk did not take
+    the first.
+    """
 
     keep: int
+    """Tokens that stay, in [0, tokens before]."""
     tokens: bytes
     keep_messages: int
     messages: list[ChatMessage]
     sizes: list[int]
     """Of each message as JSON."""
+    n_turns: int
+    """Of the session, with this one."""
     when: float
 
 
@@ -149,26 +154,22 @@ class Extent:
             raise ValueError(
                 f"{n_tokens} tokens, and {n_messages} messages of {text_bytes} bytes, are more than a session may hold"
             )
-        if self.n_turns >= MAX_TURNS:
-            raise ValueError(f"a session has {MAX_TURNS} turns at most")
+        if not max(1, self.n_turns) <= turn.n_turns <= MAX_TURNS:
+            raise ValueError(f"turn {turn.n_turns} comes after {self.n_turns}, and {MAX_TURNS} is the last")
         self.n_tokens, self.text_bytes = n_tokens, text_bytes
         self.sizes[turn.keep_messages :] = turn.sizes
-        self.n_turns += 1
+        self.n_turns = turn.n_turns
 
 
 @attrs.define(eq=False)
-class Session:
-    """A session as its turns have made it."""
+class _Session:
+    """A session while its records are read."""
 
     header: Header
-    extent: Extent
-    used_at: float
+    extent: Extent = attrs.field(factory=Extent)
+    used_at: float = 0.0
     token_bytes: bytearray = attrs.field(factory=bytearray)
     messages: list[ChatMessage] = attrs.field(factory=list)
-
-    @classmethod
-    def begun(cls, header: Header) -> Session:
-        return cls(header, Extent(n_turns=header.n_turns), header.created_at)
 
     def apply(self, turn: Record) -> None:
         """Go on by one turn.  Raises like ``Extent.apply``."""
@@ -177,6 +178,17 @@ class Session:
         self.token_bytes += turn.tokens
         self.messages[turn.keep_messages :] = turn.messages
         self.used_at = turn.when
+
+    @property
+    def record(self) -> SessionRecord:
+        return SessionRecord(
+            key=self.header.key,
+            created_at=self.header.created_at,
+            used_at=self.used_at,
+            n_turns=self.extent.n_turns,
+            tokens=token_list.from_bytes(self.token_bytes),
+            messages=tuple(self.messages),
+        )
 
 
 def file_stem(model: str, key: SessionKey) -> str:
@@ -206,40 +218,39 @@ def encode_header(header: Header) -> bytes:
     return _record(HEADER_KIND, data)
 
 
-def as_record(turn: Turn, n_messages: int) -> Record:
-    """``turn`` of a session that has ``n_messages``, with its own fields checked.
+def record_of(session: SessionRecord, before: SessionRecord | None = None) -> Record:
+    """What makes ``session`` of ``before``, or of nothing.
 
     Raises:
-        ValueError: one of them is out of bounds, or of another type.
+        ValueError: something in it is out of bounds, or of another type.
     """
-    keep_messages = n_messages if turn.keep_messages is None else turn.keep_messages
-    for count in (turn.keep, keep_messages):
-        if type(count) is not int or not 0 <= count <= MAX_TOKENS:
-            raise ValueError(f"{count!r} is no count of what stays")
-    if not math.isfinite(turn.when):
-        raise ValueError(f"{turn.when} is no time")
+    keep = keep_messages = 0
+    if before is not None:
+        keep = common(before.tokens, session.tokens)
+        pairs = zip(before.messages, session.messages, strict=False)
+        keep_messages = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    if not math.isfinite(session.used_at):
+        raise ValueError(f"{session.used_at} is no time")
     try:
-        encoded = [msgspec.json.encode(message) for message in turn.messages]
+        encoded = [msgspec.json.encode(message) for message in session.messages[keep_messages:]]
         messages = [msgspec.json.decode(data, type=ChatMessage) for data in encoded]
     except msgspec.MsgspecError as error:
         raise ValueError(f"a message cannot be kept: {error}") from None
-    tokens = token_list.to_bytes(turn.tokens)
-    return Record(turn.keep, tokens, keep_messages, messages, [len(data) for data in encoded], turn.when)
+    return Record(
+        keep=keep,
+        tokens=token_list.to_bytes(session.tokens[keep:]),
+        keep_messages=keep_messages,
+        messages=messages,
+        sizes=[len(data) for data in encoded],
+        n_turns=session.n_turns,
+        when=session.used_at,
+    )
 
 
 def encode_turn(turn: Record) -> bytes:
-    fixed = TURN.pack(turn.keep, len(turn.tokens) // TOKEN_BYTES, turn.keep_messages, turn.when)
+    n_tokens = len(turn.tokens) // TOKEN_BYTES
+    fixed = TURN.pack(turn.keep, n_tokens, turn.keep_messages, turn.n_turns, turn.when)
     return _record(TURN_KIND, b"".join([fixed, turn.tokens, msgspec.json.encode(turn.messages)]))
-
-
-def encode_session(session: Session) -> bytes:
-    """A whole file: all turns as one."""
-    extent = session.extent
-    header = attrs.evolve(session.header, n_turns=max(0, extent.n_turns - 1))
-    if not extent.n_turns:
-        return encode_header(header)
-    turn = Record(0, bytes(session.token_bytes), 0, session.messages, extent.sizes, session.used_at)
-    return encode_header(header) + encode_turn(turn)
 
 
 def _record(kind: int, payload: bytes) -> bytes:
@@ -250,13 +261,13 @@ def _record(kind: int, payload: bytes) -> bytes:
 # -- from bytes --------------------------------------------------------------------------------------
 
 
-def decode(data: bytes | bytearray, model: str) -> tuple[Session, int]:
-    """The session in a file, and how many of its bytes are whole records.
+def decode(data: bytes | bytearray, model: str) -> tuple[SessionRecord, Extent, int]:
+    """The session in a file, its extent, and how many of the file's bytes are whole records.
 
     What follows those is the half of a record that a crash has left; to be cut off.
 
     Raises:
-        Foreign: of another model or version.
+        Foreign: of another model or a later version.
         Damaged: anything else.
     """
     view = memoryview(data)
@@ -265,15 +276,17 @@ def decode(data: bytes | bytearray, model: str) -> tuple[Session, int]:
     if kind != HEADER_KIND:
         raise Damaged("it does not begin like a session")
     try:
-        session = Session.begun(_header(payload, model))
+        session = _Session(_header(payload, model))
         for kind, payload, end in records:
             if kind != TURN_KIND:
                 raise Damaged(f"there is a record of the unknown kind {kind}")
             session.apply(_turn(payload))
             good = end
+        if not session.extent.n_turns:  # a file is made with its first turn, so no crash has left it so
+            raise Damaged("there is no whole turn in it")
+        return session.record, session.extent, good
     except (ValueError, msgspec.MsgspecError, struct.error, RecursionError) as error:
         raise Damaged(f"a record does not make sense: {error}") from None
-    return session, good
 
 
 def _records(data: bytes | bytearray) -> Iterator[tuple[int, memoryview, int]]:
@@ -315,8 +328,10 @@ class _Version:
 
 def _header(payload: memoryview, model: str) -> Header:
     version = msgspec.json.decode(payload, type=_Version).version
-    if version != VERSION:
-        raise Foreign(f"it has version {version} of the format")
+    if version > VERSION:
+        raise Foreign(f"it has version {version} of the format, and this server reads {VERSION}")
+    if version < VERSION:
+        raise Damaged(f"it has version {version} of the format, which is not read any more; this is version {VERSION}")
     header = msgspec.json.decode(payload, type=Header)
     if header.model != model:
         raise Foreign("it is of another model")
@@ -324,11 +339,11 @@ def _header(payload: memoryview, model: str) -> Header:
 
 
 def _turn(payload: memoryview) -> Record:
-    keep, n_tokens, keep_messages, when = TURN.unpack_from(payload)
+    keep, n_tokens, keep_messages, n_turns, when = TURN.unpack_from(payload)
     end = TURN.size + TOKEN_BYTES * n_tokens
     if end > len(payload) or not math.isfinite(when):
         raise Damaged("a turn is out of bounds")
     tokens = token_list.from_bytes(payload[TURN.size : end])
     messages = msgspec.json.decode(payload[end:], type=list[ChatMessage])
     sizes = [len(msgspec.json.encode(message)) for message in messages]
-    return Record(keep, tokens.astype("<i4").tobytes(), keep_messages, messages, sizes, when)
+    return Record(keep, tokens.astype("<i4").tobytes(), keep_messages, messages, sizes, n_turns, when)

@@ -103,8 +103,6 @@ class SpillFolder:
     def __init__(self, folder: Path, *, max_bytes: int, fingerprint: bytes | str, readers: int = 1) -> None:
         self.max_bytes = max_bytes
         self.readers = readers
-        self.set_aside = 0
-        """Files found damaged since this object was made."""
         self.problems: list[str] = []
         """What the last ``scan`` did not list, and why: one line each."""
         self._fingerprint = fingerprint_of(fingerprint)
@@ -218,6 +216,7 @@ class SpillFolder:
         if n_bytes < 1:
             raise SpillError(f"a state of {n_bytes} bytes is none")
         draft = Draft(self, secrets.token_hex(NAME_BYTES), n_bytes)
+        self._renew()
         try:
             self._reserve(draft, PAYLOAD_AT + n_bytes + CODE_BYTES * n_pages(n_bytes))
             draft._open(self._folder)
@@ -225,6 +224,14 @@ class SpillFolder:
             draft.abandon()
             raise
         return draft
+
+    def _renew(self) -> None:
+        """Where somebody has removed the folder, go on in a new one, which has no states."""
+        if not self._folder.renew():
+            return
+        with self._lock:
+            self._files.clear()
+        self._folder.put(KEY, self._key)
 
     def _reserve(self, draft: Draft, n_bytes: int) -> None:
         """Let ``draft`` count as ``n_bytes``, and make room for them."""
@@ -350,7 +357,6 @@ class SpillFolder:
                 self._add_aside(file + ASIDE, known.n_bytes)
 
     def _rename_aside(self, file: str) -> bool:
-        self.set_aside += 1
         try:
             self._folder.rename(file, file + ASIDE)
         except SpillError:  # removed meanwhile, or a folder that cannot be written: it is not used in any case
