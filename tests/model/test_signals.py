@@ -148,4 +148,4 @@ def test_logs_are_json_lines_where_nobody_watches(library, tmp_path):
     assert {line["level"] for line in lines} <= {"info", "warning"}
     assert all({"event", "level", "timestamp", "logger"} <= set(line) for line in lines)
     refusal = next(line for line in lines if line["event"] == "refused")
-    assert (refusal["code"], refusal["session"][0]) == ("E_PROTO_FRAME_TOO_LARGE", "s")
+    assert (refusal["code"], refusal["connection"][0]) == ("E_PROTO_FRAME_TOO_LARGE", "c")
