@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, Device, House, calibrated
-from uma_trio.scheduling.cost import SCALES, WORTH_CUTTING, CostModel, Line, Widths, Work
+from uma_trio.scheduling.cost import CONTEXT_STEP, SCALES, WORTH_CUTTING, CostModel, Line, Widths, Work
 
 DEVICES = [CPU, GPU, QUICK, FLAT, SLOW]
 
@@ -274,3 +275,60 @@ def test_widths_stay_as_they_were_measured() -> None:
     for _ in range(100):
         cost = cost.observed(Work(0, 2, 100), 50.0).observed(Work(16, 2, 100), 80.0)
     assert cost.widths == Widths((0.0, 3.0, 9.0))
+
+
+# -- calls of streams with contexts of unlike length --------------------------------------------------
+
+
+def cost_of(widths: tuple[int, ...], contexts: list[int], cost: CostModel) -> float:
+    """What calls of ``widths`` take where each row takes as long as the longest of its call."""
+    ms, at = 0.0, 0
+    for width in widths:
+        steps = -(-max(contexts[at : at + width]) // CONTEXT_STEP)
+        ms += cost.of_rows(width, 0) + cost.of_rows(0, steps * CONTEXT_STEP * width)
+        at += width
+    return ms
+
+
+def all_cuts(n: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.product((False, True), repeat=n - 1):
+        ends = [at + 1 for at, cut in enumerate(cuts) if cut] + [n]
+        yield tuple(end - start for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def line_of(call: float, row: float, context: float) -> CostModel:
+    """Milliseconds of a call, of a row, and of 256 tokens of context, in tenths and two digits: not rounded by the cache."""
+    measured = (0.0, *(round(call + row * n, 1) for n in range(1, 9)))
+    return CostModel(alone=Line((call, 0.0, 10 * row, context * 10_000 / CONTEXT_STEP, 0.0)), widths=Widths(measured))
+
+
+@given(
+    st.lists(st.integers(1, 9000), min_size=2, max_size=8),
+    st.sampled_from([0.2, 0.5, 5.0]),
+    st.sampled_from([0.1, 1.0, 2.0]),
+    st.sampled_from([0.0, 0.01, 0.1, 0.7]),
+)
+def test_streams_are_cut_by_their_context_where_that_takes_least(
+    contexts: list[int], call: float, row: float, context: float
+) -> None:
+    cost = line_of(call, row, context)
+    cut = cost.cut(len(contexts), contexts)
+    assert sum(cut) == len(contexts)
+    least = min(cost_of(each, contexts, cost) for each in all_cuts(len(contexts)))
+    whole = cost_of((len(contexts),), contexts, cost)
+    assert cost_of(cut, contexts, cost) <= max(least, min(whole, least / WORTH_CUTTING)) + 1e-6
+
+
+def test_a_long_one_is_not_computed_with_short_ones() -> None:
+    cost = line_of(0.5, 0.2, 0.14)
+    assert cost.cut(4, [100, 100, 100, 4000]) == (3, 1)
+    assert cost.cut(5, [100, 100, 4000, 100, 100]) == (2, 1, 2)
+    assert cost.cut(4, [4000, 4000, 4000, 4000]) == (4,)
+    assert cost.cut(4) == (4,), "where the length of others does not matter"
+    assert line_of(50.0, 0.2, 0.14).cut(4, [100, 100, 100, 4000]) == (4,), "a call is too dear"
+
+
+def test_a_crowd_of_all_lengths_is_left_whole() -> None:
+    cost = line_of(0.5, 0.2, 0.14)
+    assert cost.cut(40, [300 * n for n in range(40)]) == (40,)
+    assert cost.cut(40, [100] * 20 + [9000] * 20) == (20, 20)

@@ -456,11 +456,16 @@ def decodes(draw: st.DrawFn) -> tuple[list[Slot], CostModel, int]:
     return streams, cost, len(streams) + draw(st.sampled_from([64, 70, 100, 512]))
 
 
-@given(decodes(), st.booleans(), st.integers(0, 300))
-def test_calls_together_hold_every_stream_once(case: tuple[list[Slot], CostModel, int], mixes: bool, pending: int) -> None:
+@given(decodes(), st.sampled_from([(True, False), (False, False), (False, True)]), st.integers(0, 300))
+def test_calls_together_hold_every_stream_once(
+    case: tuple[list[Slot], CostModel, int], kind: tuple[bool, bool], pending: int
+) -> None:
     streams, cost, capacity = case
+    mixes, pads = kind
     prompts = [Slot(20, pending)] if pending else []
-    chosen = plan(streams, prompts, Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes)
+    chosen = plan(
+        streams, prompts, Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes, pads=pads
+    )
     assert sum(chosen.widths) == len(chosen.streams) == len(streams)
     assert all(chosen.widths)
     assert chosen.prompts_apart == (bool(chosen.shares) and not mixes)
@@ -501,6 +506,24 @@ def test_calls_are_cut_as_takes_least() -> None:
     assert widths(0, 1, 5, 6, 7, mixes=False) == (1, 1, 3)
     assert widths(0, 1, 5, 6, 7, mixes=False, prompts=10) == (1, 1, 3)
     assert widths(0, 1, prompts=10) == (2,)
+
+
+@pytest.mark.parametrize("prompts", [0, 10])
+def test_a_long_stream_has_a_call_of_its_own_where_others_would_take_as_long(prompts: int) -> None:
+    streams = [Slot(0, context=100), Slot(1, context=120), Slot(2, context=5000), Slot(3, context=80)]
+    waiting = [Slot(9, prompts)] if prompts else []
+    cost = attrs.evolve(known(CPU), widths=Widths((0.0, 3.0, 3.5, 4.0, 4.5)))
+
+    def chosen(**how: bool) -> Plan:
+        return plan(streams, waiting, Memory(), now_s=0.0, cost=cost, capacity=512, limits=LIMITS, **how)
+
+    padded = chosen(mixes=False, pads=True)
+    assert padded.widths == (2, 1, 1)
+    assert padded.work.context_tokens == 2 * 120 + 5000 + 80
+    whole = chosen(mixes=False)
+    assert whole.widths == (4,)
+    assert whole.work.context_tokens == 100 + 120 + 5000 + 80
+    assert chosen().widths == (4,)
 
 
 @given(decodes(), st.booleans())

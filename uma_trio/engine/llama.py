@@ -111,6 +111,7 @@ class LlamaEngine:
             size_bytes=self._model.size_bytes,
             n_params=self._model.n_params,
             unified=self._options.kv_unified,
+            pads=not self._options.kv_unified and self._options.flash_attn == "off",  # that skips what is masked
             rewinds=not recurrent and not (windowed and self._options.kv_unified),
             states_rewind=not recurrent and not windowed,
             checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,

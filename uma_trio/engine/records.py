@@ -65,6 +65,8 @@ class ModelFacts:
     n_params: int
     unified: bool = True
     """All sequences share the cells: copying between them is bookkeeping."""
+    pads: bool = False
+    """In one call attention takes as long for each sequence as for the longest of them."""
     rewinds: bool = True
     """A sequence's last tokens can be removed.  Not of a recurrent memory; nor of one with a sliding window where all
     share the cells: there others get those behind it."""

@@ -44,6 +44,7 @@ class Planner:
             capacity=self._facts.n_batch,
             limits=self._scheduling,
             mixes=self._facts.unified,
+            pads=self._facts.pads,
         )
 
     def accepted(self, chosen: Plan) -> None:

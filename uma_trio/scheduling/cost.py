@@ -20,6 +20,7 @@ Source: docs/ARCHITECTURE.md, "The scheduler"; the recursion is the standard one
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
@@ -200,6 +201,41 @@ def _cut(ms: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(sorted(widths, reverse=True)) if least < WORTH_CUTTING * ms[rows] else (rows,)
 
 
+CONTEXT_STEP: Final = 256
+"""Tokens by which the context of a call is rounded up, as llama.cpp does (``llama_kv_cache::get_n_kv``)."""
+
+MOST_BLOCKS: Final = 24
+"""Neighbours of like length are cut as one; where there are more of these, nothing is cut."""
+
+
+@functools.lru_cache(maxsize=256)
+def _cut_by_length(lengths: tuple[int, ...], calls: tuple[float, ...], a_step: float) -> tuple[int, ...]:
+    """Rows cut, in order, where that takes least: each costs as much as the longest of its call.
+
+    Args:
+        lengths: of the rows, in steps.
+        calls: what a call of so many rows takes, without context.
+        a_step: what a row takes for a step.
+    """
+    ends = [n for n in range(1, len(lengths)) if lengths[n] != lengths[n - 1]] + [len(lengths)]
+    if len(ends) > MOST_BLOCKS:
+        return (len(lengths),)
+    starts = [0, *ends[:-1]]
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for n, end in enumerate(ends):
+        longest = 0
+        least: tuple[float, tuple[int, ...]] = (math.inf, ())
+        for m in reversed(range(n + 1)):  # the last call begins with block m
+            longest = max(longest, lengths[starts[m]])
+            width = end - starts[m]
+            ms = best[m][0] + calls[width] + a_step * longest * width
+            if ms < least[0]:
+                least = (ms, (*best[m][1], width))
+        best.append(least)
+    whole = calls[-1] + a_step * max(lengths) * len(lengths)
+    return best[-1][1] if best[-1][0] < WORTH_CUTTING * whole else (len(lengths),)
+
+
 @attrs.frozen
 class CostModel:
     """Both lines.  Starts from a guess that a few ticks correct."""
@@ -219,6 +255,23 @@ class CostModel:
         if rows > self.widths.most:
             return self.alone.predict(Work(0, rows, context_tokens))
         return self.widths.ms[rows] + self.alone.coefficients[3] * context_tokens / SCALES[3]
+
+    def cut(self, rows: int, contexts: Sequence[int] = ()) -> tuple[int, ...]:
+        """``rows`` of decodes cut into the calls that take least together, in order.
+
+        Args:
+            contexts: of the rows, where each takes as long as the longest of its call; else empty.
+        """
+        plain = self.widths.cut(rows)
+        if not contexts or len(plain) > 1 or rows < 2:
+            return plain
+        most = rows * max(contexts) - sum(contexts)
+        a_token = self.alone.coefficients[3] / SCALES[3]
+        if most * a_token < (1 - WORTH_CUTTING) * self.of_rows(rows, rows * max(contexts)):
+            return plain  # were it all saved, it would be too little
+        lengths = tuple([-(-context // CONTEXT_STEP) for context in contexts])
+        calls = tuple([round(self.of_rows(width, 0), 1) for width in range(rows + 1)])
+        return _cut_by_length(lengths, calls, float(f"{a_token * CONTEXT_STEP:.2g}"))  # rounded, to be the same next time
 
     def observed(self, work: Work, ms: float) -> CostModel:
         """The model after a tick of ``work`` that took ``ms``."""

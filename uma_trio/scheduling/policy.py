@@ -126,6 +126,7 @@ def plan(
     capacity: int,
     limits: Scheduling,
     mixes: bool = True,
+    pads: bool = False,
 ) -> Plan:
     """Choose what goes into the next tick.
 
@@ -147,6 +148,8 @@ def plan(
         mixes: what is in one call is computed together.  Where each sequence has cells of its own, llama.cpp
             computes decodes together only of sequences whose ids follow each other, and prompts apart; so such
             a batch is better cut here, at the sizes that suit the device.
+        pads: attention takes as long for each stream of a call as for the one with the most context, so that
+            short ones are better not computed together with a long one.
 
     Returns:
         A plan of at most ``capacity`` tokens; of none only if nothing is ready.
@@ -162,12 +165,11 @@ def plan(
     ([0, 1], [(2, 10), (3, 16)])
     """
     served, sat_out = _served(streams, memory.sat_out, now_s, cost)
-    work = Work(0, len(served), sum([slot.context for slot in served]))
     if not prompts:
-        return _decodes(served, work, attrs.evolve(memory, sat_out=sat_out), now_s, cost, capacity, mixes=mixes)
+        return _decodes(served, attrs.evolve(memory, sat_out=sat_out), now_s, cost, capacity, mixes=mixes, pads=pads)
     apart = bool(served) and not mixes
-    widths = _cut(served, cost, mixes=False) if apart else (len(served),)
-    work = attrs.evolve(work, calls=len(widths) + apart)
+    widths = _cut(served, cost, mixes=False, pads=pads) if apart else (len(served),)
+    work = Work(0, len(served), _read(served, widths, pads=pads), calls=len(widths) + apart)
     # what stands before a chunk is read again for each of its tokens, and takes its time; before they are
     # chosen, as much as before all prompts on average
     before = sum([slot.context for slot in prompts]) / len(prompts)
@@ -181,9 +183,8 @@ def plan(
         if room >= work.prompt_tokens:
             break
     if not given:
-        alone = Work(0, work.decodes, work.context_tokens)
         memory = attrs.evolve(memory, service=service, sat_out=sat_out)
-        return _decodes(served, alone, memory, now_s, cost, capacity, mixes=mixes)
+        return _decodes(served, memory, now_s, cost, capacity, mixes=mixes, pads=pads)
     shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
     after = Memory(service.decoded(served), True, sat_out)
     return Plan(served, shares, after, work, cost.predict(work), widths, apart)
@@ -191,29 +192,46 @@ def plan(
 
 def _decodes(
     served: Sequence[Slot],
-    work: Work,
     memory: Memory,
     now_s: float,
     cost: CostModel,
     capacity: int,
     *,
     mixes: bool,
+    pads: bool,
 ) -> Plan:
     """A tick of streams alone."""
     after = memory.decoding(served)
-    widths = _cut(served, cost, mixes=mixes)
+    widths = _cut(served, cost, mixes=mixes, pads=pads)
+    work = Work(0, len(served), _read(served, widths, pads=pads), calls=len(widths))
     if any(slot.drafts for slot in served):
-        drafts, drafted = _drafts(served, work, widths, now_s, cost, capacity)
+        drafts, drafted = _drafts(served, work, widths, now_s, cost, capacity, pads=pads)
         if drafts:
             return Plan(served, (), after, drafted, cost.predict(drafted), (len(served),), drafts=drafts)
-    if len(widths) > 1:
-        work = attrs.evolve(work, calls=len(widths))
     return Plan(served, (), after, work, cost.predict(work), widths)
 
 
-def _cut(served: Sequence[Slot], cost: CostModel, *, mixes: bool) -> tuple[int, ...]:
+def _cut(served: Sequence[Slot], cost: CostModel, *, mixes: bool, pads: bool) -> tuple[int, ...]:
     """``served`` cut into calls, in order, as takes least."""
-    return tuple([width for run in _runs(served, mixes=mixes) for width in cost.widths.cut(run)])
+    widths: list[int] = []
+    at = 0
+    for run in _runs(served, mixes=mixes):
+        contexts = [slot.context for slot in served[at : at + run]] if pads else ()
+        widths += cost.cut(run, contexts)
+        at += run
+    return tuple(widths)
+
+
+def _read(served: Sequence[Slot], widths: Sequence[int], *, pads: bool) -> int:
+    """What the attention of ``served`` reads, cut into calls of ``widths``."""
+    contexts = [slot.context for slot in served]
+    if not pads:
+        return sum(contexts)
+    read = at = 0
+    for width in widths:
+        read += width * max(contexts[at : at + width], default=0)
+        at += width
+    return read
 
 
 def _runs(served: Sequence[Slot], *, mixes: bool) -> tuple[int, ...]:
@@ -225,7 +243,14 @@ def _runs(served: Sequence[Slot], *, mixes: bool) -> tuple[int, ...]:
 
 
 def _drafts(
-    served: Sequence[Slot], work: Work, widths: Sequence[int], now_s: float, cost: CostModel, capacity: int
+    served: Sequence[Slot],
+    work: Work,
+    widths: Sequence[int],
+    now_s: float,
+    cost: CostModel,
+    capacity: int,
+    *,
+    pads: bool,
 ) -> tuple[Sequence[int], Work]:
     """How many guesses each stream checks, where that gives more tokens in the same time than calls of ``widths``."""
     plain_ms = cost.of_rows(0, work.context_tokens) + sum([cost.of_rows(width, 0) for width in widths])
@@ -236,7 +261,10 @@ def _drafts(
     for most in DRAFTS:
         drafts = [min(slot.drafts, most) for slot in served]
         rows = len(served) + sum(drafts)
-        context = work.context_tokens + sum([n * slot.context for n, slot in zip(drafts, served, strict=True)])
+        if pads:
+            context = rows * max([slot.context for slot in served])
+        else:
+            context = work.context_tokens + sum([n * slot.context for n, slot in zip(drafts, served, strict=True)])
         tried = Work(0, rows, context)
         ms = cost.of_rows(rows, context)
         if rows > capacity or ms > left_ms:
