@@ -20,7 +20,6 @@ Source: docs/ARCHITECTURE.md, "The scheduler"; the recursion is the standard one
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
@@ -208,32 +207,17 @@ MOST_BLOCKS: Final = 24
 """Neighbours of like length are cut as one; where there are more of these, nothing is cut."""
 
 
-@functools.lru_cache(maxsize=256)
-def _cut_by_length(lengths: tuple[int, ...], calls: tuple[float, ...], a_step: float) -> tuple[int, ...]:
-    """Rows cut, in order, where that takes least: each costs as much as the longest of its call.
-
-    Args:
-        lengths: of the rows, in steps.
-        calls: what a call of so many rows takes, without context.
-        a_step: what a row takes for a step.
-    """
-    ends = [n for n in range(1, len(lengths)) if lengths[n] != lengths[n - 1]] + [len(lengths)]
-    if len(ends) > MOST_BLOCKS:
-        return (len(lengths),)
-    starts = [0, *ends[:-1]]
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for n, end in enumerate(ends):
-        longest = 0
-        least: tuple[float, tuple[int, ...]] = (math.inf, ())
-        for m in reversed(range(n + 1)):  # the last call begins with block m
-            longest = max(longest, lengths[starts[m]])
-            width = end - starts[m]
-            ms = best[m][0] + calls[width] + a_step * longest * width
-            if ms < least[0]:
-                least = (ms, (*best[m][1], width))
-        best.append(least)
-    whole = calls[-1] + a_step * max(lengths) * len(lengths)
-    return best[-1][1] if best[-1][0] < WORTH_CUTTING * whole else (len(lengths),)
+def _blocks(contexts: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours whose contexts are of one length: (how many, their context rounded up)."""
+    found: list[tuple[int, int]] = []
+    count = last = 0
+    for context in contexts:
+        length = -(-context // CONTEXT_STEP) * CONTEXT_STEP
+        if length != last and count:
+            found.append((count, last))
+            count = 0
+        count, last = count + 1, length
+    return [*found, (count, last)]
 
 
 @attrs.frozen
@@ -265,13 +249,32 @@ class CostModel:
         plain = self.widths.cut(rows)
         if not contexts or len(plain) > 1 or rows < 2:
             return plain
-        most = rows * max(contexts) - sum(contexts)
-        a_token = self.alone.coefficients[3] / SCALES[3]
-        if most * a_token < (1 - WORTH_CUTTING) * self.of_rows(rows, rows * max(contexts)):
+        a_token, read = self.alone.coefficients[3] / SCALES[3], rows * max(contexts)
+        if (read - sum(contexts)) * a_token < (1 - WORTH_CUTTING) * self.of_rows(rows, read):
             return plain  # were it all saved, it would be too little
-        lengths = tuple([-(-context // CONTEXT_STEP) for context in contexts])
-        calls = tuple([round(self.of_rows(width, 0), 1) for width in range(rows + 1)])
-        return _cut_by_length(lengths, calls, float(f"{a_token * CONTEXT_STEP:.2g}"))  # rounded, to be the same next time
+        blocks = _blocks(contexts)
+        return self._cut_by_length(blocks, a_token) if len(blocks) <= MOST_BLOCKS else plain
+
+    def _cut_by_length(self, blocks: Sequence[tuple[int, int]], a_token: float) -> tuple[int, ...]:
+        """Rows cut between ``blocks`` where that takes least; whole if that saves too little."""
+        base, a_row = self.alone.coefficients[0], self.alone.coefficients[2] / SCALES[2]
+        measured, most = self.widths.ms, self.widths.most
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        """By number of blocks: what the best calls of these take, and their widths."""
+        whole = 0.0
+        for n in range(len(blocks)):
+            width = longest = 0
+            least: tuple[float, tuple[int, ...]] = (math.inf, ())
+            for m in range(n, -1, -1):  # the last call begins with block m
+                count, length = blocks[m]
+                width, longest = width + count, max(longest, length)
+                call = (measured[width] if width <= most else base + a_row * width) + a_token * longest * width
+                if best[m][0] + call < least[0]:
+                    least = (best[m][0] + call, (*best[m][1], width))
+            best.append(least)
+            whole = call  # of all blocks so far
+        ms, widths = best[-1]
+        return widths if ms < WORTH_CUTTING * whole else (sum(widths),)
 
     def observed(self, work: Work, ms: float) -> CostModel:
         """The model after a tick of ``work`` that took ``ms``."""
