@@ -62,7 +62,7 @@ async def test_mixed_wishes_in_one_batch_are_what_they_are_alone(daemon):
             nursery.start_soon(one, index)
     same = sum(answers[i].ids == alone[i % len(WISHES)].ids for i in range(32))
     print(f"{same} of 32 mixed streams are what they are alone")
-    assert same >= 28  # the last bits of a logit may decide for one of a thousand tokens
+    assert same >= 31  # the last bits of a logit may decide for one of a thousand tokens
     assert daemon.metrics()["chained_total"] > chained
     daemon.settled()
 

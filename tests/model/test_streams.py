@@ -133,7 +133,7 @@ async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
     assert len({answer.text for answer in alone}) == 8, "the seeds make no difference"
     same, batch = await the_same_beside(daemon, 3, requests, alone)
     assert batch > 2
-    assert same >= 3 / 4 * len(alone)  # the last bits of a logit may decide for one of two hundred tokens
+    assert same >= len(alone) - 1  # the last bits of a logit may decide for one of two hundred tokens
     daemon.settled()
 
 
@@ -147,7 +147,7 @@ async def test_a_seed_gives_the_same_text_beside_31_others(daemon):
     alone = [daemon.ask(**request) for request in requests]
     same, batch = await the_same_beside(daemon, 31, requests, alone)
     assert batch > 16
-    assert same >= 3 / 4 * len(alone)  # as above; without AMX 8 of 9 were seen
+    assert same >= len(alone) - 1  # as above
     daemon.settled()
 
 

@@ -362,9 +362,10 @@ class Runner:
             await self._thread.run(self._engine.reset)
         except EngineError as error:
             log.error("the model's memory cannot be made anew; the server ends", reason=str(error))
-            self.close(ModelUnavailable("the model has failed and cannot go on; the server ends"))
+            told = "the model has failed and cannot go on; the server ends"
+            self.close(ModelUnavailable(told))
             for job in self.jobs():
-                self._endings.end(job, ModelUnavailable("the model has failed and cannot go on; the server ends"))
+                self._endings.end(job, ModelUnavailable(told))
             raise
 
     @property

@@ -65,7 +65,8 @@ class Work:
     decodes: int
     """Rows of decoding sequences: one each, and one more for each guess that is checked."""
     context_tokens: int
-    """Tokens that stand before these rows, all together: what their attention reads."""
+    """What the attention of these rows reads: the tokens before each, all together; where a call takes each row as long
+    as its longest, so many for each."""
     prompt_context: float = 0.0
     """Tokens in front of the chunks of prompts, on average over their tokens."""
     calls: int = 1
@@ -243,8 +244,10 @@ class CostModel:
     def cut(self, rows: int, contexts: Sequence[int] = ()) -> tuple[int, ...]:
         """``rows`` of decodes cut into the calls that take least together, in order.
 
+        Where their number alone is a reason to cut them, that decides.
+
         Args:
-            contexts: of the rows, where each takes as long as the longest of its call; else empty.
+            contexts: tokens before each of the rows, where each takes as long as the longest of its call; else empty.
         """
         plain = self.widths.cut(rows)
         if not contexts or len(plain) > 1 or rows < 2:

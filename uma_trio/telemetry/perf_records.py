@@ -90,7 +90,7 @@ class TickRecord:
     tokens: int = recorded("out", Kind.COUNT, 0)
     """Tokens that came of it: of streams, of prompts that ended, of drafts that were accepted."""
     context_tokens: int = recorded("ctx", Kind.COUNT, 0)
-    """Tokens in the cache of all streams together."""
+    """Tokens that the attention of all streams reads: those before each of them; see ``Work``."""
     prompt_context: float = recorded("pctx", Kind.ROUNDED, 0.0)
     """Tokens in front of the prompts' chunks, on average over their tokens."""
     n_decodes: int = recorded("calls", Kind.COUNT, 1)
