@@ -1,7 +1,7 @@
 """Cancel means now: how soon is the KV cache free, and how soon does the next in line get its first token?
 
-    python benches/cancel.py --model /tmp/125m.gguf --threads 1 --repeat 20 --csv cancel.csv
-    python benches/cancel.py --no-rival --long-tokens 4000
+python benches/cancel.py --model /tmp/125m.gguf --threads 1 --repeat 20 --csv cancel.csv
+python benches/cancel.py --no-rival --long-tokens 4000
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class Load:
                 if len(next_s) == self.repeat:
                     break
             else:
-                raise click.ClickException(f"{case}: the long prompt is read too soon to be cancelled; make --long-tokens larger")
+                raise click.ClickException(
+                    f"{case}: the long prompt is read too soon to be cancelled; make --long-tokens larger"
+                )
         snapshot = await rig.transport.snapshot() if isinstance(rig.transport, Daemon) else {}
         return Found(
             alone_ms=1e3 * statistics.median(alone_s),

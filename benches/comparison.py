@@ -143,7 +143,16 @@ class Comparison:
     def _ratios(self) -> str:
         """Of each to the rival's default."""
         base = self.figures[self.rivals[0]]
-        names = ["wall_s", "tokens_per_s", "itl_p50_ms", "itl_p95_ms", "itl_p99_ms", "itl_max_ms", "ttft_p50_ms", "ttft_max_ms"]
+        names = [
+            "wall_s",
+            "tokens_per_s",
+            "itl_p50_ms",
+            "itl_p95_ms",
+            "itl_p99_ms",
+            "itl_max_ms",
+            "ttft_p50_ms",
+            "ttft_max_ms",
+        ]
         lines = [
             [str(contender), *(_ratio(getattr(figures, name), getattr(base, name)) for name in names)]
             for contender, figures in self.figures.items()
@@ -177,8 +186,17 @@ class Comparison:
 
         figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
         for group, marker, colour in ((self.ours, "o", "C0"), (self.rivals, "s", "C1")):
-            points = sorted((self.figures[contender].itl_p99_ms, self.figures[contender].wall_s, contender.setting) for contender in group)
-            axes.scatter([p99 for p99, _, _ in points], [wall for _, wall, _ in points], marker=marker, color=colour, label=group[0].server)
+            points = sorted(
+                (self.figures[contender].itl_p99_ms, self.figures[contender].wall_s, contender.setting)
+                for contender in group
+            )
+            axes.scatter(
+                [p99 for p99, _, _ in points],
+                [wall for _, wall, _ in points],
+                marker=marker,
+                color=colour,
+                label=group[0].server,
+            )
             best = [point for at, point in enumerate(points) if all(point[1] < other[1] for other in points[:at])]
             axes.plot([p99 for p99, _, _ in best], [wall for _, wall, _ in best], color=colour)
             for index, (p99, wall, setting) in enumerate(points):

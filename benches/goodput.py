@@ -1,8 +1,8 @@
 """How many requests a second are served well, and what happens to the others when there are too many?
 
-    python benches/goodput.py --model /tmp/125m.gguf --threads 1 --csv goodput.csv --plot goodput.png
-    python benches/goodput.py --model /tmp/125m.gguf --threads 1 --overload 2
-    sudo python benches/goodput.py --model /tmp/125m.gguf --threads 1 --tenants
+python benches/goodput.py --model /tmp/125m.gguf --threads 1 --csv goodput.csv --plot goodput.png
+python benches/goodput.py --model /tmp/125m.gguf --threads 1 --overload 2
+sudo python benches/goodput.py --model /tmp/125m.gguf --threads 1 --tenants
 """
 
 from __future__ import annotations
@@ -72,8 +72,17 @@ class Test:
 # -- the sweep -------------------------------------------------------------------------------------
 
 
-async def sweep(test: Test, ours: Sequence[Contender], rivals: Sequence[Contender], rates: Sequence[float], repeat: int, file: RunsFile) -> Sweep:
-    runs: dict[Contender, dict[float, list[Figures]]] = {each: {rate: [] for rate in rates} for each in [*ours, *rivals]}
+async def sweep(
+    test: Test,
+    ours: Sequence[Contender],
+    rivals: Sequence[Contender],
+    rates: Sequence[float],
+    repeat: int,
+    file: RunsFile,
+) -> Sweep:
+    runs: dict[Contender, dict[float, list[Figures]]] = {
+        each: {rate: [] for rate in rates} for each in [*ours, *rivals]
+    }
     for rate in rates:
         for contender in interleaved(ours, rivals, repeat):
             figures = await test.at(contender, rate, test.seconds)
@@ -125,7 +134,9 @@ def plot(found: Sweep, path: Path, title: str) -> None:
         above.plot(rates, [f.ttft_p50_ms for f in by_rate.values()], "o-", color=colour, label=f"{contender}, p50")
         above.plot(rates, [f.ttft_p99_ms for f in by_rate.values()], "o:", color=colour, label=f"{contender}, p99")
         below.plot(rates, [f.goodput for f in by_rate.values()], "o-", color=colour, label=str(contender))
-    below.plot(rates, [f.arrived_per_s for f in by_rate.values()], "--", color="#7a7a7a", linewidth=1, label="all that came")
+    below.plot(
+        rates, [f.arrived_per_s for f in by_rate.values()], "--", color="#7a7a7a", linewidth=1, label="all that came"
+    )
     above.set(yscale="log", ylabel="TTFT, ms (log)")
     above.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     above.set_title(title, fontsize=9)
@@ -140,7 +151,15 @@ def plot(found: Sweep, path: Path, title: str) -> None:
 # -- more than it can do ---------------------------------------------------------------------------
 
 
-async def overload(test: Test, ours: Sequence[str], rivals: Sequence[Contender], factor: float, seconds: float, max_queue: int | None, file: RunsFile) -> str:
+async def overload(
+    test: Test,
+    ours: Sequence[str],
+    rivals: Sequence[Contender],
+    factor: float,
+    seconds: float,
+    max_queue: int | None,
+    file: RunsFile,
+) -> str:
     """Each at ``factor`` times of what it can do; ours with a queue no longer than can be served in time."""
     lines = []
     for setting in ours:
@@ -157,7 +176,9 @@ async def overload(test: Test, ours: Sequence[str], rivals: Sequence[Contender],
     return table(header, lines)
 
 
-async def _overloaded(test: Test, contender: Contender, done: float, factor: float, seconds: float, file: RunsFile) -> list[str]:
+async def _overloaded(
+    test: Test, contender: Contender, done: float, factor: float, seconds: float, file: RunsFile
+) -> list[str]:
     if not done:
         raise click.ClickException(f"{contender} ended no request in {test.seconds:g} s; give it more --seconds")
     click.echo(f"{contender!s:<40} can do {done:.2f} requests a second; {factor * done:.2f} a second for {seconds:g} s")
@@ -190,17 +211,27 @@ async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: s
 
 
 @bench()
-@click.option("--rates", default="auto", help="Arrivals a second, with commas between; auto: six, up to one and a half times of what ours can do.")
+@click.option(
+    "--rates",
+    default="auto",
+    help="Arrivals a second, with commas between; auto: six, up to one and a half times of what ours can do.",
+)
 @click.option("--seconds", type=click.FloatRange(1), default=20.0, help="For how long requests come at each; also how long a capacity is looked for.")  # fmt: skip
-@click.option("--drain", type=click.FloatRange(0), default=5.0, help="Seconds after that for those which have not ended.")
+@click.option(
+    "--drain", type=click.FloatRange(0), default=5.0, help="Seconds after that for those which have not ended."
+)
 @click.option("--short-words", type=click.IntRange(2), default=24, help="Of a chat's prompt, in the mean; from half of it to one and a half, as all these.")  # fmt: skip
 @click.option("--short-tokens", type=click.IntRange(2), default=48, help="Generated for a chat.")
 @click.option("--long-share", type=click.FloatRange(0, 1), default=0.1, help="Of requests with a long prompt.")
 @click.option("--long-words", type=click.IntRange(2), default=500, help="Of a long prompt.")
 @click.option("--long-tokens", type=click.IntRange(2), default=24, help="Generated after it.")
 @click.option("--ttft-ms", type=click.FloatRange(1), default=1000.0, help="A good request has its first token by then.")
-@click.option("--itl-ms", type=click.FloatRange(1), default=100.0, help="And its times between tokens are at most this.")
-@click.option("--itl-of", type=click.Choice(["p99", "mean"]), default="p99", help="Which of its own times between tokens.")
+@click.option(
+    "--itl-ms", type=click.FloatRange(1), default=100.0, help="And its times between tokens are at most this."
+)
+@click.option(
+    "--itl-of", type=click.Choice(["p99", "mean"]), default="p99", help="Which of its own times between tokens."
+)
 @click.option("--seed", type=int, default=0, help="Of arrivals and words.")
 @click.option("--parallel", type=click.IntRange(1), default=4, help="Sequences of each server.")
 @places()
@@ -211,9 +242,16 @@ async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: s
 @repeat_option(1)
 @csv_option("a row for each run")
 @click.option("--plot", "plot_file", type=FILE, help="Draw TTFT and goodput against the rate.")
-@click.option("--overload", "factor", type=click.FloatRange(1), help="Instead: so many times of what the server can do, for --overload-s.")
+@click.option(
+    "--overload",
+    "factor",
+    type=click.FloatRange(1),
+    help="Instead: so many times of what the server can do, for --overload-s.",
+)
 @click.option("--overload-s", type=click.FloatRange(1), default=60.0, help="Seconds of it.")
-@click.option("--max-queue", type=click.IntRange(0), help="Of ours at --overload.  [default: what can begin in half of --ttft-ms]")
+@click.option(
+    "--max-queue", type=click.IntRange(0), help="Of ours at --overload.  [default: what can begin in half of --ttft-ms]"
+)
 @click.option("--tenants", "as_tenants", is_flag=True, help="Instead: two users of unequal size; needs root.")
 @click.option("--tenant-clients", default="18,6", help="How many clients each of them has.")
 def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: Any) -> None:
@@ -238,9 +276,13 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
             click.echo(f"skipped   --tenants: {reason}")
             return
         if min(sizes) < options["parallel"] + 2:  # one may just have got its answer, and not asked again
-            raise click.UsageError("each of --tenant-clients must be at least --parallel and 2, or a user may have nothing waiting")
+            raise click.UsageError(
+                "each of --tenant-clients must be at least --parallel and 2, or a user may have nothing waiting"
+            )
     mix = Mix(**{field.name: options[field.name] for field in attrs.fields(Mix)})
-    serving = Serving(model=place.model, threads=place.threads, parallel=options["parallel"], ctx=options["parallel"] * mix.room)
+    serving = Serving(
+        model=place.model, threads=place.threads, parallel=options["parallel"], ctx=options["parallel"] * mix.room
+    )
     test = Test(
         place=place,
         serving=serving,
@@ -263,7 +305,9 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
         if options["as_tenants"]:
             return await two_users(test, sizes, test.seconds, options["ours"][0])
         if options["factor"] is not None:
-            return await overload(test, options["ours"], rivals, options["factor"], options["overload_s"], options["max_queue"], file)
+            return await overload(
+                test, options["ours"], rivals, options["factor"], options["overload_s"], options["max_queue"], file
+            )
         found = await sweep(test, ours, rivals, rates or await some_rates(test, ours[0]), repeat, file)
         if plot_file is not None:
             plot(found, plot_file, f"{place.model.name}: {mix}")

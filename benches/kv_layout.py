@@ -72,7 +72,9 @@ class Bench:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="GGUF file.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Compute threads.")
-@click.option("--repeat", type=click.IntRange(1), default=5, show_default=True, help="Runs of each; the median is shown.")
+@click.option(
+    "--repeat", type=click.IntRange(1), default=5, show_default=True, help="Runs of each; the median is shown."
+)
 def main(model: Path, threads: int, repeat: int) -> None:
     """What one llama_decode takes by layout of the KV cache, in ms.
 

@@ -36,13 +36,21 @@ class Forgetful:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=EMBEDDED, show_default=False, help="GGUF file; the embedded one if not given.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=EMBEDDED,
+    show_default=False,
+    help="GGUF file; the embedded one if not given.",
+)
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Starts.")
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, help="Sequences.")
 @click.option("--ctx", type=click.IntRange(0), default=0, help="KV cache in tokens; 0 as in serve.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Compute threads; 0 as in serve.")
 @click.option("--type-v", type=click.Choice(["f16", "q8_0", "q4_0"]), default="f16", help="Type of the V cache.")
-@click.option("--gpu-layers", type=click.IntRange(-1), default=-1, help="Layers on the GPU, where there is one; -1 for all.")
+@click.option(
+    "--gpu-layers", type=click.IntRange(-1), default=-1, help="Layers on the GPU, where there is one; -1 for all."
+)
 @click.option("--budget", type=click.FloatRange(0.001), default=60.0, help="layout_trial_s: serve has 1.5.")
 def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None:
     """What is measured and chosen in each of some starts, in ms.

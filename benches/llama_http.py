@@ -169,7 +169,9 @@ class LlamaServer:
         """Whether it takes requests."""
         try:
             async with await self.open() as stream:
-                await stream.send_all(f"GET /health HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\n\r\n".encode())
+                await stream.send_all(
+                    f"GET /health HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\n\r\n".encode()
+                )
                 return bytes(await stream.receive_some(READ_BYTES)).startswith(b"HTTP/1.1 200 ")
         except OSError:
             return False

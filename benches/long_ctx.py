@@ -1,8 +1,8 @@
 """How much slower does a stream become as its context grows?
 
-    python benches/long_ctx.py --model /tmp/125m.gguf --threads 1 --csv ctx.csv
-    python benches/long_ctx.py --kv-unified off,on --flash-attn off,on --csv-all all.csv
-    python benches/long_ctx.py --no-rival --contexts 512,8192 --tokens 64 --repeat 5
+python benches/long_ctx.py --model /tmp/125m.gguf --threads 1 --csv ctx.csv
+python benches/long_ctx.py --kv-unified off,on --flash-attn off,on --csv-all all.csv
+python benches/long_ctx.py --no-rival --contexts 512,8192 --tokens 64 --repeat 5
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Ladder:
         words = random.Random(self.seed).choices(WORDS, k=max(self.contexts))
         with vocabulary(model) as tokenizer:
             texts = {ctx: cut(tokenizer, words, ctx - self.tokens) for ctx in sorted(self.contexts)}
-        return {ctx: Question(text=text, raw=True, max_tokens=self.tokens, ignore_eos=True) for ctx, text in texts.items()}
+        return {
+            ctx: Question(text=text, raw=True, max_tokens=self.tokens, ignore_eos=True) for ctx, text in texts.items()
+        }
 
 
 async def climb(rig: Rig, questions: dict[int, Question], place: Place) -> dict[int, Answer]:
@@ -107,7 +109,9 @@ def plot(speeds: dict[Contender, Speeds], path: Path, title: str) -> None:
 
 
 @bench()
-@click.option("--contexts", default="512,1024,2048,4096,8192", help="Tokens, prompt and answer together; with commas between.")
+@click.option(
+    "--contexts", default="512,1024,2048,4096,8192", help="Tokens, prompt and answer together; with commas between."
+)
 @click.option("--tokens", type=click.IntRange(3), default=64, help="Generated at each.")
 @click.option("--seed", type=int, default=0, help="Of the words.")
 @places()
@@ -121,7 +125,13 @@ def plot(speeds: dict[Contender, Speeds], path: Path, title: str) -> None:
 @click.option("--csv-all", type=FILE, help="Write a row for each run of each setting and server.")
 @click.option("--plot", "plot_file", type=FILE, help="Draw tokens a second against the context.")
 def main(
-    layouts: str, flash: str, repeat: int, csv_file: Path | None, csv_all: Path | None, plot_file: Path | None, **options: Any
+    layouts: str,
+    flash: str,
+    repeat: int,
+    csv_file: Path | None,
+    csv_all: Path | None,
+    plot_file: Path | None,
+    **options: Any,
 ) -> None:
     """Decode speed of one stream against its context, ours and llama-server's.
 
@@ -149,7 +159,9 @@ def main(
         serving = Serving(model=place.model, threads=place.threads, parallel=1, ctx=max(contexts))
         if options["rival"]:
             tell_rival(options["peers"])
-        click.echo(f"servers   {serving}\nload      1 stream, {ladder.tokens} tokens at each context, seed {ladder.seed}\n")
+        click.echo(
+            f"servers   {serving}\nload      1 stream, {ladder.tokens} tokens at each context, seed {ladder.seed}\n"
+        )
         ours = contenders.ours(serving, settings)
         rivals = contenders.rivals(options["peers"], serving, options["rival_flags"] if options["rival"] else ())
         speeds: dict[Contender, Speeds] = {contender: {ctx: [] for ctx in contexts} for contender in [*ours, *rivals]}
@@ -161,7 +173,14 @@ def main(
                 answers = await climb(asked, questions, place)
             for ctx, answer in answers.items():
                 speeds[contender][ctx].append(decode_rate([answer]))
-                file.add(len(speeds[contender][ctx]), contender.server, contender.setting, ctx, answer.prompt_tokens, decode_rate([answer]))
+                file.add(
+                    len(speeds[contender][ctx]),
+                    contender.server,
+                    contender.setting,
+                    ctx,
+                    answer.prompt_tokens,
+                    decode_rate([answer]),
+                )
             shown = ", ".join(f"{ctx}: {found[-1]:.1f}" for ctx, found in speeds[contender].items())
             click.echo(f"run {len(speeds[contender][contexts[0]])}  {contender!s:<48} {shown} tok/s")
         return speeds

@@ -1,8 +1,8 @@
 """Guessing from what was said before: what does prompt lookup gain where answers copy, and lose where they do not?
 
-    python benches/lookup.py
-    python benches/lookup.py --model /tmp/125m.gguf --threads 1 --repeat 5 --csv lookup.csv
-    python benches/lookup.py --rival-flags "" --rival-flags "--spec-type ngram-simple"
+python benches/lookup.py
+python benches/lookup.py --model /tmp/125m.gguf --threads 1 --repeat 5 --csv lookup.csv
+python benches/lookup.py --rival-flags "" --rival-flags "--spec-type ngram-simple"
 """
 
 from __future__ import annotations
@@ -73,8 +73,14 @@ NAMES = [field.name for field in attrs.fields(Figures)]
 def known_tasks(n: int, tokens: int, seed: int) -> list[Task]:
     """Of the embedded model: lists to be written again with one field changed, and stories."""
     return [
-        Task(name="copying (JSON)", questions=[_asked(text, tokens) for _, text in zip(range(n), _lists(seed), strict=False)]),
-        Task(name="ordinary (stories)", questions=[_asked(text, tokens) for _, text in zip(range(n), _stories(seed), strict=False)]),
+        Task(
+            name="copying (JSON)",
+            questions=[_asked(text, tokens) for _, text in zip(range(n), _lists(seed), strict=False)],
+        ),
+        Task(
+            name="ordinary (stories)",
+            questions=[_asked(text, tokens) for _, text in zip(range(n), _stories(seed), strict=False)],
+        ),
     ]
 
 
@@ -193,7 +199,9 @@ def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Conten
 
 @bench()
 @click.option("--questions", type=click.IntRange(1), default=3, help="Of each kind.")
-@click.option("--tokens", type=click.IntRange(16), default=1000, help="Most that an answer has; a random model's has as many.")
+@click.option(
+    "--tokens", type=click.IntRange(16), default=1000, help="Most that an answer has; a random model's has as many."
+)
 @click.option("--seed", type=int, default=0, help="Of the questions.")
 @places()
 @click.option("--rival-flags", multiple=True, default=[], help="Flags of llama-server, which has such guesses too; given twice, the first is what the second is held against, as in the example.  [default: no rival]", show_default=False)  # fmt: skip
@@ -233,7 +241,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         asked = await tasks(serving)
         ours = contenders.ours(serving, [" ".join([setting, *options["serve_flags"]]) for setting in (OFF, ON)])
         rivals = contenders.rivals(options["peers"], serving, options["rival_flags"])
-        runs: dict[Contender, dict[str, list[Figures]]] = {each: {task.name: [] for task in asked} for each in [*ours, *rivals]}
+        runs: dict[Contender, dict[str, list[Figures]]] = {
+            each: {task.name: [] for task in asked} for each in [*ours, *rivals]
+        }
         texts: dict[tuple[str, str], Texts] = {}
         differ: dict[tuple[Contender, str], int] = {}
         file = RunsFile(csv_file, ["run", "server", "setting", "task", *NAMES])
@@ -246,9 +256,19 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
                     at = first_difference(said, texts.setdefault((contender.server, task.name), said))
                     if at is not None:
                         differ[contender, task.name] = min(at, differ.get((contender, task.name), at))
-                    file.add(len(runs[contender][task.name]), contender.server, contender.setting, task.name, *attrs.astuple(figures))
-                    click.echo(f"run {len(runs[contender][task.name])}  {contender!s:<36} {task.name:<20} {figures.tokens_per_s:.1f} tok/s")
-        found = {contender: {name: medians(each) for name, each in by_task.items()} for contender, by_task in runs.items()}
+                    file.add(
+                        len(runs[contender][task.name]),
+                        contender.server,
+                        contender.setting,
+                        task.name,
+                        *attrs.astuple(figures),
+                    )
+                    click.echo(
+                        f"run {len(runs[contender][task.name])}  {contender!s:<36} {task.name:<20} {figures.tokens_per_s:.1f} tok/s"
+                    )
+        found = {
+            contender: {name: medians(each) for name, each in by_task.items()} for contender, by_task in runs.items()
+        }
         return show(found, differ), any(contender.ours for contender, _ in differ)
 
     shown, differs = carry_out(work)

@@ -109,9 +109,7 @@ def parse_shape(text: str) -> Shape:
     except ValueError:
         numbers = []
     if not 2 <= len(numbers) <= 5:
-        raise ValueError(
-            f"{text!r} is neither one of {', '.join(SHAPES)} nor like 12x768 or 12x768x12x4x2048"
-        )
+        raise ValueError(f"{text!r} is neither one of {', '.join(SHAPES)} nor like 12x768 or 12x768x12x4x2048")
     layers, width, *rest = numbers
     heads = rest[0] if rest else max(1, width // 64)
     kv_heads = rest[1] if len(rest) > 1 else heads
@@ -185,9 +183,7 @@ def convolution(layer: int, width: int) -> Iterator[Tensor]:
     yield Tensor(f"blk.{layer}.shortconv.out_proj.weight", width, width, deviation)
 
 
-def random_rows(
-    noise: np.random.SFC64, rows: int, columns: int, deviation: float, quant: str
-) -> npt.NDArray[np.uint8]:
+def random_rows(noise: np.random.SFC64, rows: int, columns: int, deviation: float, quant: str) -> npt.NDArray[np.uint8]:
     """(rows, bytes a row) of a matrix in its file format, straight from random bytes."""
     if quant == "f16" or columns % BLOCK:
         values = np.linspace(-1, 1, 256) * deviation * math.sqrt(3)
@@ -298,9 +294,7 @@ def _never_wanted(reader: gguf.GGUFReader, n_vocab: int) -> npt.NDArray[np.intp]
     """Tokens that end or confuse the text: control, unknown and unused ones."""
     types = reader.fields.get("tokenizer.ggml.token_type")
     kinds = np.array(types.contents() if types else [gguf.TokenType.NORMAL] * n_vocab)
-    return np.flatnonzero(
-        np.isin(kinds, (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED))
-    )
+    return np.flatnonzero(np.isin(kinds, (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED)))
 
 
 def _describe(writer: gguf.GGUFWriter, shape: Shape, quant: str, n_vocab: int, ctx: int, name: str) -> None:
@@ -350,9 +344,7 @@ def _copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
     default=DEFAULT_VOCABULARY,
     help="GGUF to take the vocabulary from.",
 )
-@click.option(
-    "--ctx", type=click.IntRange(min=16), default=8192, show_default=True, help="Context length to claim."
-)
+@click.option("--ctx", type=click.IntRange(min=16), default=8192, show_default=True, help="Context length to claim.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 def main(shape_text: str, quant: str, out: Path, vocab: Path, ctx: int, seed: int) -> None:
     try:

@@ -1,9 +1,9 @@
 """Short streams that somebody watches, beside long prompts: does anybody freeze, and what does it cost?
 
-    python benches/mixed_load.py
-    python benches/mixed_load.py --model /tmp/125m.gguf --threads 1 --tokens 400 --long 5 --long-words 1500
-    python benches/mixed_load.py --csv tokens.csv -- --no-kv-unified --parallel 8
-    python benches/mixed_load.py --model /tmp/125m.gguf --threads 1 --long 5 --rival llama-server --plot pareto.png
+python benches/mixed_load.py
+python benches/mixed_load.py --model /tmp/125m.gguf --threads 1 --tokens 400 --long 5 --long-words 1500
+python benches/mixed_load.py --csv tokens.csv -- --no-kv-unified --parallel 8
+python benches/mixed_load.py --model /tmp/125m.gguf --threads 1 --long 5 --rival llama-server --plot pareto.png
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def show(result: Result) -> None:
     header = ("class", "streams", "prompt tok", "TTFT p50 ms", "max", "gaps", "ITL p50 ms", "p95", "p99", "max")
     click.echo(table(header, lines))
     click.echo()
-    click.echo(f"wall          {result.wall_s:.2f} s, {result.tokens_per_s:.1f} tok/s generated ({result.n_tokens} tokens)")
+    click.echo(
+        f"wall          {result.wall_s:.2f} s, {result.tokens_per_s:.1f} tok/s generated ({result.n_tokens} tokens)"
+    )
     if windows:
         read_s = max(end for _, end in windows) - min(start for start, _ in windows)
         n_prompt = sum(answer.prompt_tokens for track in long for answer in track.answers)
@@ -194,7 +196,9 @@ def contenders(options: dict[str, Any], serving: Serving) -> tuple[list[Contende
     """
     peer(options["peers"], RIVAL)
     ours = options["ours"] or [f"--target-tbt-ms {ms}" for ms in OUR_TARGETS_MS]
-    theirs = [f"-b {batch} {flags}".strip() for flags in options["rival_flags"] for batch in options["rival_batch"].split(",")]
+    theirs = [
+        f"-b {batch} {flags}".strip() for flags in options["rival_flags"] for batch in options["rival_batch"].split(",")
+    ]
     return [
         Contender(
             server=US,
@@ -225,7 +229,9 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
         ctx=options["ctx"] or (options["parallel"] or asked.parallel) * asked.room,
     )
     ours, rivals = contenders(options, serving)
-    alike = "the same library files as ours" if same_library(options["peers"]) else "ANOTHER BUILD of the library than ours"
+    alike = (
+        "the same library files as ours" if same_library(options["peers"]) else "ANOTHER BUILD of the library than ours"
+    )
     click.echo(f"servers   {serving}\nrival     {RIVAL} in {options['peers']}, {alike}\nload      {asked}\n")
     runs: dict[Contender, list[Figures]] = {contender: [] for contender in [*rivals, *ours]}
     file = RunsFile(options["csv_file"], ["run", "server", "setting", *NAMES])
@@ -260,14 +266,18 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
 @click.option("--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Of uma-trio.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the time of every token; with --rival a row for each run.")  # fmt: skip
 @click.option("--rival", type=click.Choice([RIVAL]), help="Compare: ours and this one, at several settings, in turns.")
-@click.option("--rival-batch", default=RIVAL_BATCHES, help="Settings of its -b; the first is what all are held against.")
+@click.option(
+    "--rival-batch", default=RIVAL_BATCHES, help="Settings of its -b; the first is what all are held against."
+)
 @click.option("--rival-flags", multiple=True, default=[""], help="Further flags of its settings; given again, all settings with each.")  # fmt: skip
 @peers_option()
 @click.option("--ours", multiple=True, help="Flags of `uma-trio serve` that make one of our settings; can be given again.  [default: --target-tbt-ms 40, 60, 100, 150, 250, 500]")  # fmt: skip
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each setting, interleaved.")
 @click.option("--parallel", type=click.IntRange(1), help="Sequences of each server compared.  [default: one for each stream and long prompt]")  # fmt: skip
 @click.option("--ctx", type=click.IntRange(1), help="Tokens of context of each server compared.  [default: what the load needs]")  # fmt: skip
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw wall time against p99 of all settings.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw wall time against p99 of all settings."
+)
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
 def main(**options: Any) -> None:
     """Interactive streams beside long prompts, through the server's socket.

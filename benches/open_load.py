@@ -39,16 +39,17 @@ class Mix:
         rng = random.Random(seed)
         for n in itertools.count(1):
             short = rng.random() >= self.long_share
-            words, tokens = (
-                (self.short_words, self.short_tokens) if short else (self.long_words, self.long_tokens)
-            )
+            words, tokens = (self.short_words, self.short_tokens) if short else (self.long_words, self.long_tokens)
             asked = stream(rng, f"r{n}", _around(rng, words), _around(rng, tokens))
             yield Request(question=asked.questions[0], interactive=short)
 
     @property
     def room(self) -> int:
         """Tokens of context that a sequence needs."""
-        return max(room(_most(self.short_words), _most(self.short_tokens)), room(_most(self.long_words), _most(self.long_tokens)))
+        return max(
+            room(_most(self.short_words), _most(self.short_tokens)),
+            room(_most(self.long_words), _most(self.long_tokens)),
+        )
 
     def __str__(self) -> str:
         return (
@@ -130,7 +131,9 @@ class Offered:
     rss_end: int | None
 
 
-async def offer(rig: Rig, mix: Mix, *, rate: float, seconds: float, drain_s: float, seed: int, pins: Pins | None) -> Offered:
+async def offer(
+    rig: Rig, mix: Mix, *, rate: float, seconds: float, drain_s: float, seed: int, pins: Pins | None
+) -> Offered:
     """Poisson arrivals, ``rate`` a second for ``seconds``; then ``drain_s`` for those that have not ended.
 
     Who has no answer by then hangs up.  The same seed gives the same requests at any rate, only denser.

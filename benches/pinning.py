@@ -1,8 +1,8 @@
 """Which cores the server may use and which the load generator, so that neither takes from the other.
 
-    --pin auto      the load generator on the last core, the server on all before it
-    --pin 0-2:3     server : load generator
-    --pin none      wherever the system puts them
+--pin auto      the load generator on the last core, the server on all before it
+--pin 0-2:3     server : load generator
+--pin none      wherever the system puts them
 """
 
 from __future__ import annotations

@@ -136,7 +136,14 @@ class Ours:
         self._queues: dict[tuple[Priority, int], deque[Request]] = {}
         self._here: Counter[int] = Counter()
         self.cost = CostModel()
-        for work in (Work(64, 0, 0), Work(32, 3, 200, 16), Work(0, 1, 20), Work(0, 4, 200), Work(128, 0, 0), Work(0, 2, 80)):
+        for work in (
+            Work(64, 0, 0),
+            Work(32, 3, 200, 16),
+            Work(0, 1, 20),
+            Work(0, 4, 200),
+            Work(128, 0, 0),
+            Work(0, 2, 80),
+        ):
             self.cost = self.cost.observed(work, device.ms(work))
 
     def queue(self, request: Request) -> None:
@@ -153,7 +160,13 @@ class Ours:
 
     def plan(self, streams: list[Slot], prompts: list[Slot], now_s: float) -> Plan:
         chosen = plan(
-            streams, prompts, self._memory, now_s=now_s, cost=self.cost, capacity=self._device.n_batch, limits=self._limits
+            streams,
+            prompts,
+            self._memory,
+            now_s=now_s,
+            cost=self.cost,
+            capacity=self._device.n_batch,
+            limits=self._limits,
         )
         self._memory = chosen.memory
         return chosen
@@ -251,7 +264,13 @@ class Outcome:
 
 
 def simulate(
-    device: Device, policy: Ours | Filling, requests: list[Request], *, noise: float, seed: int, watch: Callable[[int], None]
+    device: Device,
+    policy: Ours | Filling,
+    requests: list[Request],
+    *,
+    noise: float,
+    seed: int,
+    watch: Callable[[int], None],
 ) -> Outcome:
     """Serve ``requests`` to their ends."""
     chance = random.Random(seed)
@@ -398,9 +417,7 @@ def plan_time_ms(n_streams: int, n_prompts: int, *, calls: int = 500) -> list[fl
     """Of plan(), with so many ready, on a device that is known."""
     limits, cost, memory = Scheduling(), CostModel(), Memory()
     streams = [Slot(i, context=500, due_s=0.1, tenant=i % 4, priority=Priority(i % 2)) for i in range(n_streams)]
-    prompts = [
-        Slot(n_streams + i, 2000, context=100, tenant=i % 4, priority=Priority(i % 2)) for i in range(n_prompts)
-    ]
+    prompts = [Slot(n_streams + i, 2000, context=100, tenant=i % 4, priority=Priority(i % 2)) for i in range(n_prompts)]
     took = []
     for _ in range(calls):
         began = time.thread_time()
@@ -411,16 +428,44 @@ def plan_time_ms(n_streams: int, n_prompts: int, *, calls: int = 500) -> list[fl
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
-@click.option("--device", "names", multiple=True, type=click.Choice(list(DEVICES)), default=list(DEVICES), help="Simulated device; can be given again.")
+@click.option(
+    "--device",
+    "names",
+    multiple=True,
+    type=click.Choice(list(DEVICES)),
+    default=list(DEVICES),
+    help="Simulated device; can be given again.",
+)
 @click.option("--requests", type=click.IntRange(1), help="Of each device.  [default: 400 on cpu, else 10000]")
-@click.option("--load", type=click.FloatRange(0, min_open=True), default=1.2, help="Arrivals, as a share of what the device can serve.")
-@click.option("--noise", type=click.FloatRange(0, 1), default=0.03, help="Standard deviation of a tick's time, as a share of it.")
-@click.option("--target-tbt-ms", type=click.FloatRange(0, min_open=True), default=Scheduling().target_tbt_ms, help="Between tokens of a stream.")
+@click.option(
+    "--load",
+    type=click.FloatRange(0, min_open=True),
+    default=1.2,
+    help="Arrivals, as a share of what the device can serve.",
+)
+@click.option(
+    "--noise", type=click.FloatRange(0, 1), default=0.03, help="Standard deviation of a tick's time, as a share of it."
+)
+@click.option(
+    "--target-tbt-ms",
+    type=click.FloatRange(0, min_open=True),
+    default=Scheduling().target_tbt_ms,
+    help="Between tokens of a stream.",
+)
 @click.option("--rival/--no-rival", default=True, help="Also the policy that fills the batch.")
 @click.option("--seed", type=int, default=1, help="Of arrivals, sizes and noise.")
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write a row for each device, policy and class.")
+@click.option(
+    "--csv", "csv_file", type=click.Path(path_type=Path), help="Write a row for each device, policy and class."
+)
 def main(
-    names: Sequence[str], requests: int | None, load: float, noise: float, target_tbt_ms: float, rival: bool, seed: int, csv_file: Path | None
+    names: Sequence[str],
+    requests: int | None,
+    load: float,
+    noise: float,
+    target_tbt_ms: float,
+    rival: bool,
+    seed: int,
+    csv_file: Path | None,
 ) -> None:
     """Simulate the scheduler with thousands of streams, beside the policy that fills each batch."""
     click.echo("\n".join(machine()))

@@ -1,8 +1,8 @@
 """Conversations that come back: from the cache, from disk, or computed again; and many more of them than there is room for.
 
-    python benches/sessions.py --model /tmp/125m.gguf --threads 1
-    python benches/sessions.py --model /tmp/125m.gguf --threads 1 --churn
-    python benches/sessions.py --churn --sessions 40 --turns 3 --hour 0.01
+python benches/sessions.py --model /tmp/125m.gguf --threads 1
+python benches/sessions.py --model /tmp/125m.gguf --threads 1 --churn
+python benches/sessions.py --churn --sessions 40 --turns 3 --hour 0.01
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class Times:
     state_mb: float = math.nan
 
 
-async def three_ways(serving: Serving, texts: Sequence[str], state: Path, spill_mb: int) -> tuple[list[Times], dict[str, Any]]:
+async def three_ways(
+    serving: Serving, texts: Sequence[str], state: Path, spill_mb: int
+) -> tuple[list[Times], dict[str, Any]]:
     """Each text a session: begun, gone on with, and gone on with in a server that was started anew; what the first saved."""
     flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--spill-max-mb", str(spill_mb), *SPILL_NOW]
     found = []
@@ -183,10 +185,22 @@ class Watch:
             await trio.sleep(SAMPLE_S)
 
 
-async def churn(serving: Serving, talkers: list[Talker], hour_s: float, answer: int, state: Path, spill_mb: int, seed: int) -> Watch:
+async def churn(
+    serving: Serving, talkers: list[Talker], hour_s: float, answer: int, state: Path, spill_mb: int, seed: int
+) -> Watch:
     """All of them talk, each turn at a random moment of the hour."""
     rng = random.Random(seed)
-    flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--spill-max-mb", str(spill_mb), "--max-queue", "1000", "--max-sessions", "1000"]
+    flags = [
+        *uma_trio_flags(serving),
+        "--state-dir",
+        str(state),
+        "--spill-max-mb",
+        str(spill_mb),
+        "--max-queue",
+        "1000",
+        "--max-sessions",
+        "1000",
+    ]
     watch = Watch()
     async with uma_trio_rig(flags) as rig:
         path, began = path_of(rig), trio.current_time()
@@ -206,18 +220,30 @@ def tell(talkers: Sequence[Talker], watch: Watch, wall_s: float) -> None:
     ttft_ms = sorted(ms for talker in talkers for ms in talker.ttft_ms)
     cached = [share for talker in talkers for share in talker.cached]
     spill, tick_ms = watch.last["spill"], watch.last["decode_ms_avg"]
-    click.echo(f"sessions      {len(talkers)}, {sum(t.turns for t in talkers)} turns in {wall_s:.0f} s, {sum(t.tokens for t in talkers):,} tokens at the end")
+    click.echo(
+        f"sessions      {len(talkers)}, {sum(t.turns for t in talkers)} turns in {wall_s:.0f} s, {sum(t.tokens for t in talkers):,} tokens at the end"
+    )
     click.echo(f"lost          {len(lost)}")
     click.echo(f"cells         {watch.most_cells:,} of {watch.cells:,} at most")
     click.echo(f"on disk       {watch.most_saved_mb:,.0f} MB at most")
     if watch.rss_mb:
         later = watch.rss_mb[len(watch.rss_mb) // 4 :]
-        click.echo(f"RSS           {later[0]:,.0f} MB after a quarter, {max(later):,.0f} at most, {later[-1]:,.0f} at the end")
-    click.echo(f"TTFT          p50 {statistics.median(ttft_ms):,.0f}, p95 {ttft_ms[int(0.95 * len(ttft_ms))]:,.0f}, max {ttft_ms[-1]:,.0f} ms")
+        click.echo(
+            f"RSS           {later[0]:,.0f} MB after a quarter, {max(later):,.0f} at most, {later[-1]:,.0f} at the end"
+        )
+    click.echo(
+        f"TTFT          p50 {statistics.median(ttft_ms):,.0f}, p95 {ttft_ms[int(0.95 * len(ttft_ms))]:,.0f}, max {ttft_ms[-1]:,.0f} ms"
+    )
     click.echo(f"not computed  {statistics.fmean(cached):.0%} of what was said before, on average")
-    click.echo(f"saved         {spill['saved_total']} states, {spill['saved_bytes_total'] / MB:,.0f} MB; {spill['failed_total']} failed, {spill['skipped_total']} are quicker to compute")
-    click.echo(f"loaded        {spill['loaded_total']} states, {spill['loaded_bytes_total'] / MB:,.0f} MB; {spill['unusable_total']} not")
-    click.echo(f"longest stall {spill['stall_max_ms']} ms (p50 {spill['stall_p50_ms']}, p99 {spill['stall_p99_ms']}); a tick takes {tick_ms:.1f} ms on average")
+    click.echo(
+        f"saved         {spill['saved_total']} states, {spill['saved_bytes_total'] / MB:,.0f} MB; {spill['failed_total']} failed, {spill['skipped_total']} are quicker to compute"
+    )
+    click.echo(
+        f"loaded        {spill['loaded_total']} states, {spill['loaded_bytes_total'] / MB:,.0f} MB; {spill['unusable_total']} not"
+    )
+    click.echo(
+        f"longest stall {spill['stall_max_ms']} ms (p50 {spill['stall_p50_ms']}, p99 {spill['stall_p99_ms']}); a tick takes {tick_ms:.1f} ms on average"
+    )
     for line in lost[:20]:
         click.echo(f"LOST: {line}", err=True)
     if lost:
@@ -235,12 +261,18 @@ def texts_of(tokenizer: Tokenizer, rng: random.Random, turns: int, first: int, l
 @click.option("--sessions", type=click.IntRange(1), default=500, help="With --churn: how many.")
 @click.option("--room", type=click.IntRange(1), default=20, help="With --churn: sequences that there are.")
 @click.option("--turns", type=click.IntRange(1), default=4, help="With --churn: of each session.")
-@click.option("--first", type=click.IntRange(4), default=400, help="With --churn: tokens of the first prompt, on average.")
+@click.option(
+    "--first", type=click.IntRange(4), default=400, help="With --churn: tokens of the first prompt, on average."
+)
 @click.option("--later", type=click.IntRange(4), default=60, help="With --churn: of each later one.")
 @click.option("--answer", type=click.IntRange(1), default=24, help="With --churn: tokens generated in a turn.")
-@click.option("--hour", type=click.FloatRange(0.001), default=0.1, help="With --churn: how long the hour lasts, in hours.")
+@click.option(
+    "--hour", type=click.FloatRange(0.001), default=0.1, help="With --churn: how long the hour lasts, in hours."
+)
 @click.option("--spill-mb", type=click.IntRange(1), default=8192, help="Most megabytes of states on disk.")
-@click.option("--state-dir", type=click.Path(file_okay=False, path_type=Path), help="Where to; a temporary folder if not given.")
+@click.option(
+    "--state-dir", type=click.Path(file_okay=False, path_type=Path), help="Where to; a temporary folder if not given."
+)
 @click.option("--seed", type=int, default=0, help="Of words and moments.")
 @places()
 @repeat_option(5, "Sessions, without --churn.")
@@ -264,7 +296,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         texts = [of_tokens(tokenizer, rng, options["tokens"]) for _ in range(repeat)]
         window = -(-(options["tokens"] + 64) // 256) * 256
         serving = Serving(model=place.model, threads=place.threads, parallel=repeat + 1, ctx=(repeat + 1) * window)
-        click.echo(f"server    {serving}\nload      {repeat} sessions of {options['tokens']} tokens, seed {options['seed']}\n")
+        click.echo(
+            f"server    {serving}\nload      {repeat} sessions of {options['tokens']} tokens, seed {options['seed']}\n"
+        )
 
         async def work() -> tuple[list[Times], dict[str, Any]]:
             return await three_ways(serving, texts, Path(folder), options["spill_mb"])
@@ -276,7 +310,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         click.echo(show(times, saved))
 
 
-def _churn(place: Place, options: dict[str, Any], tokenizer: Tokenizer, rng: random.Random, folder: Path, csv_file: Path | None) -> None:
+def _churn(
+    place: Place, options: dict[str, Any], tokenizer: Tokenizer, rng: random.Random, folder: Path, csv_file: Path | None
+) -> None:
     turns, answer = options["turns"], options["answer"]
     talkers = [
         Talker(f"talk {n}", texts_of(tokenizer, rng, turns, options["first"], options["later"]))

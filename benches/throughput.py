@@ -1,8 +1,8 @@
 """Plain streams, nothing else: how many tokens a second, beside llama-server and llama-batched-bench?
 
-    python benches/throughput.py
-    python benches/throughput.py --model /tmp/125m.gguf --threads 1 --streams 1,8,32 --repeat 3 --csv throughput.csv
-    python benches/throughput.py --no-rivals -- --flash-attn on
+python benches/throughput.py
+python benches/throughput.py --model /tmp/125m.gguf --threads 1 --streams 1,8,32 --repeat 3 --csv throughput.csv
+python benches/throughput.py --no-rivals -- --flash-attn on
 """
 
 from __future__ import annotations
@@ -130,13 +130,18 @@ class Bench:
     async def runs(self, model: Path, shape: Shape) -> AsyncIterator[tuple[str, Figures]]:
         """Each program once."""
         serving = shape.serving(model, self.threads)
-        ours = await self._serve(partial(uma_trio_rig, [*uma_trio_flags(serving), *self.serve_flags], protocol=self.protocol), shape)
+        ours = await self._serve(
+            partial(uma_trio_rig, [*uma_trio_flags(serving), *self.serve_flags], protocol=self.protocol), shape
+        )
         yield US, ours
         if self.peers is None:
             return
         for text in self.rival_flags:
             flags = shlex.split(text)
-            yield f"{SERVER} {text}".strip(), await self._serve(partial(llama_server_rig, self.peers, serving, flags), shape)
+            yield (
+                f"{SERVER} {text}".strip(),
+                await self._serve(partial(llama_server_rig, self.peers, serving, flags), shape),
+            )
             found = await self._batched_bench(self.peers, serving, shape, round(ours.prompt_tokens), flags)
             yield f"{BENCH} {text}".strip(), found
 
@@ -203,7 +208,9 @@ def _times(ours: float | None, theirs: float | None) -> str:
 @click.option("--pin", "pin_text", default="auto", help="Cores, SERVER:LOAD GENERATOR as in 0-2:3; none; auto: the last one for the load generator, the others for the server, if it has one for each thread (Linux only).")  # fmt: skip
 @click.option("--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Of uma-trio.")
 @click.option("--rivals/--no-rivals", default=True, help="Also llama-server and llama-batched-bench.")
-@click.option("--rival-flags", multiple=True, default=[""], help="Further flags of both; given again, both once with each.")
+@click.option(
+    "--rival-flags", multiple=True, default=[""], help="Further flags of both; given again, both once with each."
+)
 @peers_option()
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each, in turns.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a row for each run.")
@@ -216,7 +223,9 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
     anew. The table has the medians of --repeat runs, ours divided by theirs; docs/BENCHMARKS.md explains it.
     """
     try:
-        shapes = [Shape(streams=int(n), words=options["prompt_words"], tokens=options["tokens"]) for n in counts.split(",")]
+        shapes = [
+            Shape(streams=int(n), words=options["prompt_words"], tokens=options["tokens"]) for n in counts.split(",")
+        ]
         if min(shape.streams for shape in shapes) < 1:
             raise ValueError
     except ValueError:
@@ -241,7 +250,11 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
 
     async def work() -> None:
         if bench.peers is not None:
-            alike = "the same library files as ours" if same_library(bench.peers) else "ANOTHER BUILD of the library than ours"
+            alike = (
+                "the same library files as ours"
+                if same_library(bench.peers)
+                else "ANOTHER BUILD of the library than ours"
+            )
             for name in (SERVER, BENCH):
                 peer(bench.peers, name)
             click.echo(f"rivals    {SERVER}, {BENCH} in {bench.peers}, {alike}")

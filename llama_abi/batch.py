@@ -60,9 +60,7 @@ class Batch:
         self.n_outputs = 0
         self.max_seq = -1
 
-    def add(
-        self, tokens: Integers, *, pos: int, seq: int, logits: Literal["none", "last", "all"] = "last"
-    ) -> int:
+    def add(self, tokens: Integers, *, pos: int, seq: int, logits: Literal["none", "last", "all"] = "last") -> int:
         """Append consecutive tokens of one sequence.
 
         Args:

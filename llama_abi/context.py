@@ -329,7 +329,9 @@ class Context(Owned):
 
     def _without_kv(self, flags: int) -> bool:
         """The state that is meant has no KV, which copies between streams are made of."""
-        return bool(flags & PARTIAL_ONLY) and (self.model.is_recurrent or self.model.is_hybrid) and self.model.n_swa == 0
+        return (
+            bool(flags & PARTIAL_ONLY) and (self.model.is_recurrent or self.model.is_hybrid) and self.model.n_swa == 0
+        )
 
     def _state(self, function: Any, *arguments: Any) -> int:
         self._held.busy = True
@@ -370,4 +372,3 @@ def _flags(flags: int) -> int:
     if flags & ~PARTIAL_ONLY:
         raise LlamaError(f"unknown state flags {flags}")
     return flags
-

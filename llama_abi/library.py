@@ -25,7 +25,15 @@ from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
 DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
 
-CANARY = {"n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "type_k": 1, "no_perf": True, "swa_full": True}
+CANARY = {
+    "n_ctx": 512,
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "n_seq_max": 1,
+    "type_k": 1,
+    "no_perf": True,
+    "swa_full": True,
+}
 """Defaults of ``llama_context_params``, from its first field to its last booleans.  A library whose
 struct is laid out otherwise answers with other numbers here, before anything depends on it."""
 

@@ -20,9 +20,7 @@ FLASH_ATTN = {
 
 
 def _count(low: int = 0, high: int = UINT32_MAX) -> Any:
-    return attrs.validators.and_(
-        attrs.validators.instance_of(int), attrs.validators.ge(low), attrs.validators.le(high)
-    )
+    return attrs.validators.and_(attrs.validators.instance_of(int), attrs.validators.ge(low), attrs.validators.le(high))
 
 
 @attrs.frozen(kw_only=True)

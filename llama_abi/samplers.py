@@ -24,7 +24,7 @@ UINT32_MAX = 2**32 - 1
 class SamplerChain(Owned):
     """Samplers in the order of adding.  Filters first, and one that chooses (greedy, dist) last.
 
-        chain = SamplerChain(library).add_top_k(40).add_top_p(0.9).add_temp(0.8).add_dist(seed=1)
+    chain = SamplerChain(library).add_top_k(40).add_top_p(0.9).add_temp(0.8).add_dist(seed=1)
     """
 
     def __init__(self, library: Library) -> None:
@@ -57,9 +57,7 @@ class SamplerChain(Owned):
         """Make tokens unlikelier that ``accept`` has seen among the last ``last_n``."""
         if repeat <= 0 or last_n < 0:
             raise LlamaError("repeat must be above 0, and last_n not negative")
-        return self._add(
-            self._c.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence)
-        )
+        return self._add(self._c.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence))
 
     def add_dist(self, *, seed: int) -> Self:
         """Choose at random; the same ``seed`` makes the same choices."""
@@ -84,9 +82,7 @@ class SamplerChain(Owned):
             raise LlamaError(f"the last decode gave no logits at batch position {index}")
         return int(self._c.llama_sampler_sample(pointer, context._pointer, index))
 
-    def apply(
-        self, logits: npt.NDArray[np.float32]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+    def apply(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """What the chain leaves of one row of logits.
 
         Args:

@@ -48,9 +48,7 @@ def fix(directory: Path, backend: str = "") -> str:
 
 def _sizes(directory: Path) -> dict[str, int]:
     return {
-        path.name: path.stat().st_size
-        for path in sorted(directory.glob("lib*"))
-        if path.suffix in (".so", ".dylib")
+        path.name: path.stat().st_size for path in sorted(directory.glob("lib*")) if path.suffix in (".so", ".dylib")
     }
 
 
@@ -100,9 +98,7 @@ class Stamp:
         """
         remedy = fix(directory, self.backend)
         if not self.pin.startswith("source:") and self.pin != pin():
-            raise LibraryError(
-                f"the library in {directory} is {self.pin}, but this version needs {pin()}: {remedy}"
-            )
+            raise LibraryError(f"the library in {directory} is {self.pin}, but this version needs {pin()}: {remedy}")
         if self.header_sha256 != header_sha256(directory / "include"):
             raise LibraryError(
                 f"the headers in {directory / 'include'} are not those that the declarations were "
@@ -114,9 +110,7 @@ class Stamp:
                 f"in {directory}: {remedy} (it takes a second, only the check runs again)"
             )
         if self.libraries != _sizes(directory):
-            raise LibraryError(
-                f"the library files in {directory} are not those that were stamped: {remedy} --clean"
-            )
+            raise LibraryError(f"the library files in {directory} are not those that were stamped: {remedy} --clean")
 
 
 def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...]) -> Stamp:

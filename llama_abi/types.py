@@ -12,16 +12,21 @@ C = Declarations()
 
 # ── ggml.h, ggml-backend.h ──────────────────────────────────────────────────────────────────
 
-LOG_LEVEL = C.enum("ggml_log_level", """
+LOG_LEVEL = C.enum(
+    "ggml_log_level",
+    """
     GGML_LOG_LEVEL_NONE  = 0,
     GGML_LOG_LEVEL_DEBUG = 1,
     GGML_LOG_LEVEL_INFO  = 2,
     GGML_LOG_LEVEL_WARN  = 3,
     GGML_LOG_LEVEL_ERROR = 4,
     GGML_LOG_LEVEL_CONT  = 5,
-""")
+""",
+)
 
-KV_TYPE = C.enum("ggml_type", """
+KV_TYPE = C.enum(
+    "ggml_type",
+    """
     GGML_TYPE_F32    = 0,
     GGML_TYPE_F16    = 1,
     GGML_TYPE_Q4_0   = 2,
@@ -31,15 +36,19 @@ KV_TYPE = C.enum("ggml_type", """
     GGML_TYPE_Q8_0   = 8,
     GGML_TYPE_IQ4_NL = 20,
     GGML_TYPE_BF16   = 30,
-""")
+""",
+)
 
-DEVICE_TYPE = C.enum("ggml_backend_dev_type", """
+DEVICE_TYPE = C.enum(
+    "ggml_backend_dev_type",
+    """
     GGML_BACKEND_DEVICE_TYPE_CPU   = 0,
     GGML_BACKEND_DEVICE_TYPE_GPU   = 1,
     GGML_BACKEND_DEVICE_TYPE_IGPU  = 2,
     GGML_BACKEND_DEVICE_TYPE_ACCEL = 3,
     GGML_BACKEND_DEVICE_TYPE_META  = 4,
-""")
+""",
+)
 
 C.typedef("ggml_backend_dev_t", "struct ggml_backend_device *")
 C.typedef("ggml_backend_buffer_type_t", "struct ggml_backend_buffer_type *")
@@ -47,16 +56,17 @@ ggml_log_callback = C.typedef(
     "ggml_log_callback", "void (*)(enum ggml_log_level level, const char * text, void * user_data)"
 )
 ggml_abort_callback = C.typedef("ggml_abort_callback", "bool (*)(void * data)")
-C.typedef(
-    "ggml_backend_sched_eval_callback", "bool (*)(struct ggml_tensor * t, bool ask, void * user_data)"
-)
+C.typedef("ggml_backend_sched_eval_callback", "bool (*)(struct ggml_tensor * t, bool ask, void * user_data)")
 
 # ── llama.h ─────────────────────────────────────────────────────────────────────────────────
 
-MACROS = C.enum("", """
+MACROS = C.enum(
+    "",
+    """
     LLAMA_TOKEN_NULL                   = -1,
     LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY = 1,
-""")
+""",
+)
 
 C.typedef("llama_memory_t", "struct llama_memory_i *")
 C.typedef("llama_pos", "int32_t")
@@ -64,47 +74,65 @@ C.typedef("llama_token", "int32_t")
 C.typedef("llama_seq_id", "int32_t")
 C.typedef("llama_state_seq_flags", "uint32_t")
 
-VOCAB_TYPE = C.enum("llama_vocab_type", """
+VOCAB_TYPE = C.enum(
+    "llama_vocab_type",
+    """
     LLAMA_VOCAB_TYPE_NONE = 0,
-""")
+""",
+)
 
-TOKEN_ATTR = C.enum("llama_token_attr", """
+TOKEN_ATTR = C.enum(
+    "llama_token_attr",
+    """
     LLAMA_TOKEN_ATTR_UNKNOWN      = 1,
     LLAMA_TOKEN_ATTR_CONTROL      = 8,
     LLAMA_TOKEN_ATTR_USER_DEFINED = 16,
     LLAMA_TOKEN_ATTR_LSTRIP       = 128,
     LLAMA_TOKEN_ATTR_RSTRIP       = 256,
-""")
+""",
+)
 
-FLASH_ATTN_TYPE = C.enum("llama_flash_attn_type", """
+FLASH_ATTN_TYPE = C.enum(
+    "llama_flash_attn_type",
+    """
     LLAMA_FLASH_ATTN_TYPE_AUTO     = -1,
     LLAMA_FLASH_ATTN_TYPE_DISABLED = 0,
     LLAMA_FLASH_ATTN_TYPE_ENABLED  = 1,
-""")
+""",
+)
 
-LOAD_MODE = C.enum("llama_load_mode", """
+LOAD_MODE = C.enum(
+    "llama_load_mode",
+    """
     LLAMA_LOAD_MODE_AUTO = -1,
     LLAMA_LOAD_MODE_NONE = 0,
-""")
+""",
+)
 
-llama_token_data = C.struct("llama_token_data", """
+llama_token_data = C.struct(
+    "llama_token_data",
+    """
     llama_token id;
     float logit;
     float p;
-""")
+""",
+)
 
-llama_token_data_array = C.struct("llama_token_data_array", """
+llama_token_data_array = C.struct(
+    "llama_token_data_array",
+    """
     llama_token_data * data;
     size_t size;
     int64_t selected;
     bool sorted;
-""")
-
-llama_progress_callback = C.typedef(
-    "llama_progress_callback", "bool (*)(float progress, void * user_data)"
+""",
 )
 
-llama_batch = C.struct("llama_batch", """
+llama_progress_callback = C.typedef("llama_progress_callback", "bool (*)(float progress, void * user_data)")
+
+llama_batch = C.struct(
+    "llama_batch",
+    """
     int32_t n_tokens;
 
     llama_token  *  token;
@@ -113,9 +141,12 @@ llama_batch = C.struct("llama_batch", """
     int32_t      *  n_seq_id;
     llama_seq_id ** seq_id;
     int8_t       *  logits;
-""")
+""",
+)
 
-llama_model_params = C.struct("llama_model_params", """
+llama_model_params = C.struct(
+    "llama_model_params",
+    """
     ggml_backend_dev_t * devices;
     const struct llama_model_tensor_buft_override * tensor_buft_overrides;
 
@@ -137,9 +168,12 @@ llama_model_params = C.struct("llama_model_params", """
     bool no_host;
     bool no_alloc;
     bool load_mtp;
-""")
+""",
+)
 
-llama_context_params = C.struct("llama_context_params", """
+llama_context_params = C.struct(
+    "llama_context_params",
+    """
     uint32_t n_ctx;
     uint32_t n_batch;
     uint32_t n_ubatch;
@@ -185,8 +219,12 @@ llama_context_params = C.struct("llama_context_params", """
     size_t                            n_samplers;
 
     struct llama_context * ctx_other;
-""")
+""",
+)
 
-llama_sampler_chain_params = C.struct("llama_sampler_chain_params", """
+llama_sampler_chain_params = C.struct(
+    "llama_sampler_chain_params",
+    """
     bool no_perf;
-""")
+""",
+)

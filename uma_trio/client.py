@@ -163,9 +163,7 @@ async def open_client(
     try:
         stream = await _connect(where)
     except OSError as error:
-        raise NoServer(
-            f"no daemon at {where} ({error.strerror or error}); start one with: uma-trio serve"
-        ) from None
+        raise NoServer(f"no daemon at {where} ({error.strerror or error}); start one with: uma-trio serve") from None
     async with stream:
         yield Client(stream, encoding=Encoding(encoding))
 

@@ -51,18 +51,14 @@ class Model:
         ge=0,
         le=64 * MIB,
     )
-    parallel: int = setting(
-        8, "Sequences decoded at once; further requests wait in the queue.", ge=1, le=256
-    )
+    parallel: int = setting(8, "Sequences decoded at once; further requests wait in the queue.", ge=1, le=256)
     threads: int = setting(
         0, "Compute threads of a decode; 0 takes all physical cores but one, which the event loop needs.", ge=0, le=512
     )
     batch_tokens: int = setting(
         512, "Most tokens of one llama_decode (n_batch, n_ubatch): what one tick can take.", ge=32, le=8192
     )
-    gpu_layers: int = setting(
-        -1, "Layers kept on the GPU, where the library has one; -1 takes all.", ge=-1, le=10_000
-    )
+    gpu_layers: int = setting(-1, "Layers kept on the GPU, where the library has one; -1 takes all.", ge=-1, le=10_000)
     kv_mem_limit_mb: int = setting(
         0, "Most megabytes of KV cache: ctx is lowered to what fits. 0: as many as ctx takes.", ge=0, le=100_000_000
     )
@@ -113,9 +109,7 @@ class Limits:
     max_frame_bytes: int = setting(
         MIB, "Payload of one frame; checked before its memory is taken.", ge=256, le=64 * MIB
     )
-    max_prompt_bytes: int = setting(
-        256 * KIB, "UTF-8 bytes of a prompt, before tokenizing.", ge=1, le=64 * MIB
-    )
+    max_prompt_bytes: int = setting(256 * KIB, "UTF-8 bytes of a prompt, before tokenizing.", ge=1, le=64 * MIB)
     max_prompt_tokens: int = setting(1 << 20, "Tokens of a prompt.", ge=1, le=64 * MIB)
     max_tokens: int = setting(4096, "Most that a request may ask for as max_tokens.", ge=1, le=2**31 - 1)
     default_max_tokens: int = setting(
@@ -127,13 +121,9 @@ class Limits:
         ge=4 * KIB,
         le=1024 * MIB,
     )
-    idle_timeout_s: float = setting(
-        300.0, "Without a byte from the client and with no request running.", gt=0, le=1e6
-    )
+    idle_timeout_s: float = setting(300.0, "Without a byte from the client and with no request running.", gt=0, le=1e6)
     frame_timeout_s: float = setting(30.0, "From the first byte of a frame to its last.", gt=0, le=1e6)
-    request_timeout_s: float = setting(
-        3600.0, "From a request's arrival to its end, waiting included.", gt=0, le=1e7
-    )
+    request_timeout_s: float = setting(3600.0, "From a request's arrival to its end, waiting included.", gt=0, le=1e7)
     write_timeout_s: float = setting(
         60.0, "A client that takes not a byte for this long while some wait is given up.", gt=0, le=1e6
     )
@@ -449,9 +439,7 @@ def _mapping(found: Any, where: str) -> dict[Any, Any]:
     return found
 
 
-def _from_environment(
-    environment: Mapping[str, str], known: Mapping[str, Setting]
-) -> Iterator[tuple[str, Any]]:
+def _from_environment(environment: Mapping[str, str], known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
     by_variable = {setting.variable: setting for setting in known.values()}
     for variable, value in environment.items():
         if not variable.startswith("UMA_") or variable.startswith("UMA_TEST_"):

@@ -134,7 +134,9 @@ class TestVulkan:
     def headers(sdk: Path, minor: int, patch: int) -> None:
         version = f"((((uint32_t)(0)) << 29U) | (((uint32_t)(1)) << 22U) | (((uint32_t)({minor})) << 12U) | ((uint32_t)({patch})))"
         new = "#define VK_EXT_layer_settings 1\n" if (minor, patch) >= (3, 261) else ""
-        (sdk / "include" / "vulkan" / "vulkan_core.h").write_text(f"#define VK_HEADER_VERSION_COMPLETE {version}\n{new}")
+        (sdk / "include" / "vulkan" / "vulkan_core.h").write_text(
+            f"#define VK_HEADER_VERSION_COMPLETE {version}\n{new}"
+        )
 
     def auto(self, sdk: Path, tmp_path: Path, *arguments: str) -> str:
         first, last = run(*arguments, PYTHON=python(tmp_path), VULKAN_SDK=sdk)[1].splitlines()
@@ -143,7 +145,9 @@ class TestVulkan:
 
     def test_too_old_headers(self, sdk: Path, tmp_path: Path) -> None:
         self.headers(sdk, 3, 239)
-        complaint = "the Vulkan headers here (1.3.239) are too old, llama.cpp needs 1.3.261 or newer: install newer ones"
+        complaint = (
+            "the Vulkan headers here (1.3.239) are too old, llama.cpp needs 1.3.261 or newer: install newer ones"
+        )
         code, said = run("--backend", "vulkan", PYTHON=python(tmp_path), VULKAN_SDK=sdk)
         assert (code, len(said.splitlines())) == (1, 1)
         assert complaint in said

@@ -150,11 +150,7 @@ def test_every_declared_value_is_used() -> None:
     # These are taken whole: by level, by device type, by the name of a KV type.
     whole = {"ggml_log_level", "ggml_backend_dev_type", "ggml_type"}
     unused = [
-        member
-        for name, members in C.enums.items()
-        if name not in whole
-        for member in members
-        if member not in text
+        member for name, members in C.enums.items() if name not in whole for member in members if member not in text
     ]
     assert unused == []
 

@@ -73,7 +73,9 @@ class TestDecode:
     @pytest.mark.parametrize("unify", [False, True])
     def test_rows_come_in_batch_order(self, model: Model, unify: bool) -> None:
         # Without a unified cache llama.cpp computes a mixed batch in another order.
-        with Context(model, ContextOptions(n_ctx=512, n_batch=64, n_ubatch=8, n_seq_max=4, kv_unified=unify)) as context:
+        with Context(
+            model, ContextOptions(n_ctx=512, n_batch=64, n_ubatch=8, n_seq_max=4, kv_unified=unify)
+        ) as context:
             alone = [decode(context, tokens) for tokens in (PROMPT, OTHER, PROMPT[:5]) if context.seq_remove(0)]
             context.seq_remove(0)
             for seq, tokens in ((1, OTHER), (2, PROMPT[:5])):

@@ -100,8 +100,13 @@ class TestLoading:
     def test_the_variable_names_the_place(self, tmp_path: Path) -> None:
         script = "import llama_abi\ntry: llama_abi.load()\nexcept llama_abi.LibraryError as error: print(error)"
         environment = {DIRECTORY_VARIABLE: str(tmp_path / "absent"), "PATH": ""}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout == f"there is no library in {tmp_path / 'absent'}: run ./build_llama.sh --prefix {tmp_path / 'absent'}\n"
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert (
+            done.stdout
+            == f"there is no library in {tmp_path / 'absent'}: run ./build_llama.sh --prefix {tmp_path / 'absent'}\n"
+        )
 
     def test_canary(self, library: llama_abi.Library, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(llama_abi.library.CANARY, "n_batch", 7)
@@ -127,7 +132,9 @@ batch.add([1, 2, 3], pos=0, seq=0)
 print(context.decode(batch))
 """
         environment = {DIRECTORY_VARIABLE: str(directory), "PATH": ""}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
@@ -178,9 +185,7 @@ class TestLogs:
             router.feed(4, "it broke\n")
         assert [record.levelname for record in caplog.records] == ["ERROR"]
 
-    def test_llama_cpp_arrives(
-        self, library: llama_abi.Library, tiny: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_llama_cpp_arrives(self, library: llama_abi.Library, tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.DEBUG, logger="llama_abi")
         llama_abi.Model(library, tiny).close()
         assert any("llama_model_loader" in record.message for record in caplog.records)

@@ -31,7 +31,12 @@ class TestModel:
         assert (model.n_ctx_train, model.n_swa) == (2048, 0)
         assert 3_000_000 < model.n_params < 4_000_000
         assert 4 * model.n_params <= model.size_bytes < 5 * model.n_params
-        assert (model.is_recurrent, model.is_hybrid, model.has_encoder, model.has_decoder) == (False, False, False, True)
+        assert (model.is_recurrent, model.is_hybrid, model.has_encoder, model.has_decoder) == (
+            False,
+            False,
+            False,
+            True,
+        )
         assert "llama" in model.description
         assert model.chat_template == "{{ messages }}"
 
@@ -142,7 +147,10 @@ class TestVocab:
             assert len(chosen.tokenize(b"a\0b", add_special=False, parse_special=False)) > 0
             for broken in (b"\xff\xfe", b"\xe2\x82", b"a\xf0\x9f\x98", b"\x80" * 50):
                 chosen.tokenize(broken, add_special=False, parse_special=False)
-        assert vocab("gpt-2").detokenize(vocab("gpt-2").tokenize(b"a\0b", add_special=False, parse_special=False)) == b"a\0b"
+        assert (
+            vocab("gpt-2").detokenize(vocab("gpt-2").tokenize(b"a\0b", add_special=False, parse_special=False))
+            == b"a\0b"
+        )
 
     def test_text_that_is_not_unicode(self, vocab: AnyVocab) -> None:
         with pytest.raises(LlamaError, match="not Unicode"):

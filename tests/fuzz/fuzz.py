@@ -107,7 +107,10 @@ def check_bounds(request: Generate) -> None:
     require(-2 <= request.presence_penalty <= 2, "presence_penalty")
     require(len(request.logit_bias) <= 300, "logit_bias")
     require(all(0 <= token < 2**31 and -100 <= bias <= 100 for token, bias in request.logit_bias.items()), "logit_bias")
-    require(len(request.stop_token_ids) <= 64 and all(0 <= token < 2**31 for token in request.stop_token_ids), "stop_token_ids")
+    require(
+        len(request.stop_token_ids) <= 64 and all(0 <= token < 2**31 for token in request.stop_token_ids),
+        "stop_token_ids",
+    )
     require(request.logprobs is None or 0 <= request.logprobs <= 20, "logprobs")
     (request.prompt or "").encode()  # text that cannot be encoded would fail in the tokenizer
 
@@ -127,7 +130,9 @@ def check_answers(message: Generate | MetricsQuery, codec: object) -> None:
         (event,) = events_of(codec.encode(answer))  # type: ignore[attr-defined]
         require(event.get("id") == message.id, "an answer with another id")
         if isinstance(answer, Eos):
-            require(repr(event.get("metadata")) == repr(message.metadata), f"metadata changed to {event.get('metadata')!r}")
+            require(
+                repr(event.get("metadata")) == repr(message.metadata), f"metadata changed to {event.get('metadata')!r}"
+            )
 
 
 def events_of(data: bytes) -> list[dict[str, object]]:
@@ -210,7 +215,9 @@ class Fuzzer:
         complaint = str(error) if isinstance(error, Found) else f"{type(error).__name__}: {error}"
         with self._lock:
             self.found.append(complaint)
-        print(f"FOUND in {kind} case {number}: {complaint[:500]}\n  python -m tests.fuzz.fuzz --replay {path}", flush=True)
+        print(
+            f"FOUND in {kind} case {number}: {complaint[:500]}\n  python -m tests.fuzz.fuzz --replay {path}", flush=True
+        )
 
     def codecs(self, n: int) -> float:
         """``n`` cases through the codecs; returns how many a second."""

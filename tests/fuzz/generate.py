@@ -27,7 +27,7 @@ INTERESTING = (
     *(0.0, -0.0, 0.5, 1.0, 1e-320, 1e308, -1.5, "", "a", "cancel", "generate", "metrics", "user", "interactive"),
     *("é", "🦊", "\0", "\u2028", "\ufeff", "x" * 300, [], {}, [[]], {"k": "v"}, [None], ["a"] * 17),
 )  # fmt: skip
-BYTES = b"\0\x01{}[]\",:\\\xff\xa0\xbf\x9f\xc0\xfb\x7f\x80\xed"
+BYTES = b'\0\x01{}[]",:\\\xff\xa0\xbf\x9f\xc0\xfb\x7f\x80\xed'
 
 
 def frame(payload: bytes) -> bytes:
@@ -51,7 +51,7 @@ def value(rng: Random, depth: int = 0) -> Any:
 
 
 def text(rng: Random) -> str:
-    return "".join(rng.choice("ab \n\0\"\\é🦊日\x7f\u202e") for _ in range(rng.randint(0, 12)))
+    return "".join(rng.choice('ab \n\0"\\é🦊日\x7f\u202e') for _ in range(rng.randint(0, 12)))
 
 
 def request(rng: Random) -> dict[str, Any]:
@@ -76,7 +76,10 @@ def request(rng: Random) -> dict[str, Any]:
         ("stop_token_ids", ([], [0, 5], [2**31 - 1])),
         ("seed", (0, 7, 2**63 - 1)),
         ("stop", ("e", ["a", "b"], [])),
-        *((flag, (True, False)) for flag in ("ignore_eos", "stream", "echo", "keep_alive", "cache_prompt", "speculate", "parse_special")),
+        *(
+            (flag, (True, False))
+            for flag in ("ignore_eos", "stream", "echo", "keep_alive", "cache_prompt", "speculate", "parse_special")
+        ),
         ("slo", ({}, {"priority": "background"}, {"target_ttft_ms": 5, "target_tbt_ms": 1.5})),
         ("metadata", ({}, {"k": [1, "é", None]}, {"deep": [[[[]]]]})),
     ):
@@ -107,7 +110,9 @@ def payload(rng: Random) -> bytes:
         data = json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
     else:
         if rng.random() < 0.1:
-            fields[rng.choice(FIELDS)] = rng.choice((math.nan, math.inf, b"\xff", 1 << 80, cbor2.CBORTag(1, 0), cbor2.undefined))
+            fields[rng.choice(FIELDS)] = rng.choice(
+                (math.nan, math.inf, b"\xff", 1 << 80, cbor2.CBORTag(1, 0), cbor2.undefined)
+            )
         data = cbor2.dumps(fields)
     return mutated(rng, data) if rng.random() < 0.4 else data
 

@@ -164,7 +164,9 @@ async def test_a_failed_step_ends_those_that_were_in_it(autojump_clock):
                 events.append(await client.receive())
             assert [event["event"] for event in ends] == ["error", "error", "eos", "eos"]
             assert [event["index"] for event in ends] == [0, 1, 2, 3]
-            assert "".join(event["text"] for event in events if event.get("index") == 3 and "text" in event) == said(3, 40)
+            assert "".join(event["text"] for event in events if event.get("index") == 3 and "text" in event) == said(
+                3, 40
+            )
             assert len(await client.choices(prompt=TEXT, n=2, max_tokens=2)) == 2
         await house.settled()
 

@@ -142,7 +142,11 @@ def test_another_program_that_listens_is_left_alone(path):
 
 
 def test_another_program_whose_queue_is_full_is_left_alone(path):
-    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+    with (
+        socket.socket(socket.AF_UNIX) as other,
+        socket.socket(socket.AF_UNIX) as first,
+        socket.socket(socket.AF_UNIX) as second,
+    ):
         other.bind(str(path))
         other.listen(0)
         for sock in (first, second):
@@ -183,7 +187,10 @@ def test_a_path_that_is_too_long_is_explained(tmp_path, extra):
     if not extra:
         with claimed(longest), bind(longest, backlog=1):
             return
-    with pytest.raises(SocketPathError, match=f"{listener.MAX_PATH_BYTES + extra} bytes"), claimed(longest.with_name(longest.name + "x" * extra)):
+    with (
+        pytest.raises(SocketPathError, match=f"{listener.MAX_PATH_BYTES + extra} bytes"),
+        claimed(longest.with_name(longest.name + "x" * extra)),
+    ):
         pass
 
 

@@ -327,7 +327,9 @@ def test_a_disk_that_stands_still_does_not_keep_the_daemon(path: Path) -> None:
     assert disk.reached.wait(20)
     with structlog.testing.capture_logs() as logged:
         log.close(timeout_s=0.01)
-    assert [entry["event"] for entry in warnings(logged)] == ["the perf log is left unfinished: its disk does not answer"]
+    assert [entry["event"] for entry in warnings(logged)] == [
+        "the perf log is left unfinished: its disk does not answer"
+    ]
     disk.go.set()
     log._thread.join(20)
     assert read(path)[0].trailer == Trailer(dropped=0)
@@ -372,7 +374,12 @@ async def test_the_daemon_opens_what_it_is_asked_for(path: Path) -> None:
         log.tick(tick(1))
     [run] = read(path)
     header = run.header
-    assert (header.model, header.n_ctx, header.n_seq_max, header.n_batch) == ("fake", facts.n_ctx, facts.n_seq_max, facts.n_batch)
+    assert (header.model, header.n_ctx, header.n_seq_max, header.n_batch) == (
+        "fake",
+        facts.n_ctx,
+        facts.n_seq_max,
+        facts.n_batch,
+    )
     assert header.scheduling["target_tbt_ms"] == 77.0
     assert header.started[:2] == "20"
     assert run.trailer is not None

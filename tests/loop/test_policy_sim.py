@@ -13,7 +13,11 @@ BENCH = Path(uma_trio.__file__).parent.parent / "benches/policy_sim.py"
 def test_a_small_run_prints_both_policies_and_writes_csv(tmp_path: Path) -> None:
     file = tmp_path / "policy.csv"
     ran = subprocess.run(
-        [sys.executable, BENCH, "--requests", "60", "--csv", file], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, BENCH, "--requests", "60", "--csv", file],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("cpu ")

@@ -167,7 +167,11 @@ async def test_what_gave_no_usable_logits_is_not_kept(autojump_clock, monkeypatc
     """Whoever went on with it would get none either."""
     async with asking(engine(unified=True)) as house:
         feed = house.engine._feed
-        monkeypatch.setattr(house.engine, "_feed", lambda one: [-1 if draw.step == at else token for draw, token in zip(one.draws, feed(one), strict=True)])
+        monkeypatch.setattr(
+            house.engine,
+            "_feed",
+            lambda one: [-1 if draw.step == at else token for draw, token in zip(one.draws, feed(one), strict=True)],
+        )
         client = await house.answer(SHARED[:100], 20)
         assert (client.reason, len(client.tokens)) == ("E_RUNTIME_DECODE", at)
         monkeypatch.undo()
@@ -451,7 +455,11 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, r
             for _ in range(chance.randint(1, 4)):
                 n = chance.randint(1, 30)
                 client = house.ask(
-                    story, n, tenant=i % 3, cache_prompt=chance.random() < 0.9, slo=Slo(priority=chance.choice(["normal", "background"]))
+                    story,
+                    n,
+                    tenant=i % 3,
+                    cache_prompt=chance.random() < 0.9,
+                    slo=Slo(priority=chance.choice(["normal", "background"])),
                 )
                 if chance.random() < 0.15:
                     await trio.sleep(chance.random() * 0.5)

@@ -367,7 +367,10 @@ async def test_a_token_that_ends_a_stream_is_followed_by_nothing_of_it(autojump_
         job, other = house.ask([1] * 5, ended := Collector(), n=100), house.ask([2], on := Collector(), n=25)
         await job.done.wait()
         assert ended.tokens == expected_continuation([1] * 5, 25)
-        assert sum(feed.seq_id == job.seq_id for step in house.engine.steps for batch in step.batches for feed in batch) == 26
+        assert (
+            sum(feed.seq_id == job.seq_id for step in house.engine.steps for batch in step.batches for feed in batch)
+            == 26
+        )
         await other.done.wait()
         assert on.tokens == expected_continuation([2], 25)
         await house.clean()

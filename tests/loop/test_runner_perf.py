@@ -105,7 +105,11 @@ async def test_a_request_ends_in_one_record_however_it_ends(autojump_clock):
         await runner.wait_idle()
     found = {request.id: request for request in records.requests}
     assert len(records.requests) == len(found) == 3
-    assert {name: request.reason for name, request in found.items()} == {"a": "stop", "b": "cancelled", "c": "cancelled"}
+    assert {name: request.reason for name, request in found.items()} == {
+        "a": "stop",
+        "b": "cancelled",
+        "c": "cancelled",
+    }
     assert (found["b"].admitted_s, found["b"].first_token_s, found["b"].completion_tokens) == (None, None, 0)
     assert found["c"].completion_tokens > 0
 

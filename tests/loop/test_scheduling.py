@@ -79,7 +79,9 @@ async def test_targets_are_the_requests_or_its_classs(autojump_clock):
         assert [house.ask(1, 1, slo=slo).target_tbt_s for slo in own] == [0.07, 0.07, 0.9, 0.005]
 
 
-@pytest.mark.parametrize(("slo", "target_ms"), [(None, 100.0), (Slo(target_tbt_ms=20.0), 20.0), (Slo(target_tbt_ms=300.0), 300.0)])
+@pytest.mark.parametrize(
+    ("slo", "target_ms"), [(None, 100.0), (Slo(target_tbt_ms=20.0), 20.0), (Slo(target_tbt_ms=300.0), 300.0)]
+)
 async def test_a_stream_beside_long_prompts_is_on_time(autojump_clock, slo, target_ms):
     """On a device that could read 450 tokens in 50 ms, and from a cost model that is a mere guess."""
     engine = FakeEngine(n_ctx=100_000, n_batch=4096, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes)
@@ -249,6 +251,7 @@ async def test_tenants_of_unequal_size_get_equal_service(autojump_clock):
     """Forty short requests always waiting against three long ones; both always have more than they get."""
     service: Counter[int] = Counter()
     async with running(FakeEngine(n_ctx=100_000, n_seq_max=6), max_queue=1000) as house:
+
         def again(tenant: int, prompt: int, n: int) -> None:
             def done() -> None:
                 service[tenant] += prompt + 2 * n

@@ -405,6 +405,7 @@ async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_
             for session in ("old", "new"):
                 said = await told(house, session, "hello") if session == "old" else []
                 with monkeypatch.context() as broken:
+
                     def fails(self, session):
                         raise JournalError("the disk failed")
 

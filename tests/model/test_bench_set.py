@@ -36,7 +36,9 @@ def rival(request):
 
 def run(*command, folder, timeout=240):
     environment = {**os.environ, "TMPDIR": str(folder)}
-    return subprocess.run([sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def bench(script, *arguments, folder):
@@ -128,7 +130,9 @@ def test_cancel(library, tmp_path, folder, rival):
 def test_lookup(library, tmp_path, folder, rival):
     out = tmp_path / "lookup.csv"
     flags = ("--rival-flags", "", "--rival-flags", "--spec-type ngram-simple") if rival else ()
-    said = bench("lookup.py", "--questions", "1", "--tokens", "200", "--repeat", "1", "--csv", out, *flags, folder=folder)
+    said = bench(
+        "lookup.py", "--questions", "1", "--tokens", "200", "--repeat", "1", "--csv", out, *flags, folder=folder
+    )
     assert "DIFFERS" not in said
     found = {(row["server"], row["setting"], row["task"].split()[0]): row for row in read(out)}
     assert len(found) == (8 if rival else 4)
@@ -157,7 +161,19 @@ def test_goodput(library, tmp_path, folder, rival):
 @pytest.mark.slow
 def test_goodput_when_there_is_too_much(library, tmp_path, folder):
     out = tmp_path / "runs.csv"
-    load = ("--overload", "4", "--seconds", "2", "--overload-s", "3", "--max-queue", "0", "--parallel", "1", "--no-rival")
+    load = (
+        "--overload",
+        "4",
+        "--seconds",
+        "2",
+        "--overload-s",
+        "3",
+        "--max-queue",
+        "0",
+        "--parallel",
+        "1",
+        "--no-rival",
+    )
     bench("goodput.py", *load, *SMALL_MIX, "--csv", out, folder=folder)
     (row,) = read(out)
     assert row["setting"] == "--max-queue 0"
@@ -246,7 +262,9 @@ def test_a_report_that_needs_nothing_beside_it(library, tmp_path, folder):
 def test_a_bench_that_fails_is_in_the_report(library, tmp_path, folder):
     model = tmp_path / "no.gguf"
     model.write_text("this is no model")
-    done = command("--quick", "--only", "long_ctx", "--only", "ipc", "--model", model, "--out", tmp_path / "out", folder=folder)
+    done = command(
+        "--quick", "--only", "long_ctx", "--only", "ipc", "--model", model, "--out", tmp_path / "out", folder=folder
+    )
     assert done.returncode == 1
     assert "long_ctx   failed with 1" in done.stdout
     assert "ipc        done" in done.stdout, "it takes the embedded model"

@@ -113,11 +113,28 @@ def test_flags_that_a_running_daemon_cannot_take(folder):
 @pytest.mark.slow
 def test_mixed_load_beside_llama_server(library, peers, tmp_path, folder):
     out, plot = tmp_path / "runs.csv", tmp_path / "pareto.png"
-    settings = ("--rival-batch", "2048,64", "--ours", "--target-tbt-ms 50", "--repeat", "2", "--long", "2", "--long-every", "0.05")
+    settings = (
+        "--rival-batch",
+        "2048,64",
+        "--ours",
+        "--target-tbt-ms 50",
+        "--repeat",
+        "2",
+        "--long",
+        "2",
+        "--long-every",
+        "0.05",
+    )
     done = bench(*SMALL, "--rival", "llama-server", *settings, "--csv", out, "--plot", plot, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
-    for said in ("pin  ", "| llama-server -b 2048 ", "| uma-trio --target-tbt-ms 50 ", "| times llama-server", "at least as good"):
+    for said in (
+        "pin  ",
+        "| llama-server -b 2048 ",
+        "| uma-trio --target-tbt-ms 50 ",
+        "| times llama-server",
+        "at least as good",
+    ):
         assert said in done.stdout
     rows = read(out)
     assert [(row["server"], row["setting"]) for row in rows] == 2 * [
@@ -151,7 +168,9 @@ def test_throughput_beside_llama_cpp(library, peers, tmp_path, folder):
 
 @pytest.mark.slow
 def test_throughput_without_rivals(library, folder):
-    done = bench("--streams", "2", "--tokens", "10", "--no-rivals", "--", "--flash-attn", "on", folder=folder, script=THROUGHPUT)
+    done = bench(
+        "--streams", "2", "--tokens", "10", "--no-rivals", "--", "--flash-attn", "on", folder=folder, script=THROUGHPUT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| uma-trio " in done.stdout
     assert "llama-server" not in done.stdout

@@ -61,7 +61,9 @@ def test_cancelled_the_kv_is_free_within_a_tick(library, way):
                 if way == "cancel event":
                     wire.send(event="cancel", id="a")
                     assert wire.answer().reason == "cancelled"
-            found = daemon.wait_until(lambda found, n=n: cancelled(found) > n and found["kv"]["sequences"] == 4, "it is free")
+            found = daemon.wait_until(
+                lambda found, n=n: cancelled(found) > n and found["kv"]["sequences"] == 4, "it is free"
+            )
             if not in_prompt:
                 median_ms, tick_ms, slow_tick_ms = found.get("cancel_to_free_p50_ms"), found["p50_ms"], found["p95_ms"]
         said = found["tokens_total"]

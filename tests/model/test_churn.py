@@ -105,9 +105,7 @@ def test_2000_clients_that_leave_leave_nothing(library):
         took = time.monotonic() - began
         after = daemon.settled()  # sessions, sequences, cells, queue and outboxes are at zero
         grown = daemon.rss - rss
-        ended = {
-            reason: n - before["requests_total"].get(reason, 0) for reason, n in after["requests_total"].items()
-        }
+        ended = {reason: n - before["requests_total"].get(reason, 0) for reason, n in after["requests_total"].items()}
         print(
             f"{CLIENTS} clients in {took:.1f} s: RSS grew by {grown / MIB:.2f} MiB, file descriptors from {fds} to "
             f"{daemon.n_fds()}, ended {ended}, {canary.rounds} rounds of the canary, the slowest {canary.slowest_s:.2f} s"

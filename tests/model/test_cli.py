@@ -62,7 +62,13 @@ def test_a_question_is_answered(ask, daemon):
 
 def test_the_question_by_prompt_or_stdin_is_the_same(ask):
     answer = ask(QUESTION).stdout
-    for found in (ask("--prompt", QUESTION), ask(stdin=QUESTION), ask("-", stdin=QUESTION), ask("--no-stream", QUESTION), ask("--cbor", QUESTION)):
+    for found in (
+        ask("--prompt", QUESTION),
+        ask(stdin=QUESTION),
+        ask("-", stdin=QUESTION),
+        ask("--no-stream", QUESTION),
+        ask("--cbor", QUESTION),
+    ):
         assert (found.returncode, found.stdout) == (0, answer)
 
 
@@ -87,11 +93,16 @@ def test_system_goes_before_the_question(ask, daemon):
 
 
 def test_sampling_options_arrive(ask):
-    sampled = [ask("--raw", "--temp", 5, "--top-k", 50, "--seed", seed, "--max-tokens", 12, "x").stdout for seed in (1, 1, 2)]
+    sampled = [
+        ask("--raw", "--temp", 5, "--top-k", 50, "--seed", seed, "--max-tokens", 12, "x").stdout for seed in (1, 1, 2)
+    ]
     assert sampled[0] == sampled[1] != sampled[2]
     story = ask("--max-tokens", 30, "Tell me a story about a fox.").stdout
     stop = story.split()[4]
-    assert ask("--max-tokens", 30, "--stop", stop, "Tell me a story about a fox.").stdout.strip() == story[: story.index(stop)].strip()
+    assert (
+        ask("--max-tokens", 30, "--stop", stop, "Tell me a story about a fox.").stdout.strip()
+        == story[: story.index(stop)].strip()
+    )
 
 
 def test_several_answers_one_after_another(ask, daemon):
@@ -108,7 +119,9 @@ def test_several_answers_one_after_another(ask, daemon):
 
 
 def test_logprobs_are_in_the_events(ask):
-    events = [json.loads(line) for line in ask("--json", "--logprobs", 2, "--max-tokens", 3, QUESTION).stdout.splitlines()]
+    events = [
+        json.loads(line) for line in ask("--json", "--logprobs", 2, "--max-tokens", 3, QUESTION).stdout.splitlines()
+    ]
     assert [len(event["top_logprobs"]) for event in events[:-1]] == [2] * 3
 
 
@@ -153,7 +166,15 @@ TOKEN = frame(b'{"id":"ask","event":"token","text":"Par","token_id":1}')
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", TOKEN, TOKEN + b"\xff\xff\xff\xff", frame(b"nonsense"), frame(b"[1]"), TOKEN + b"\x05\0", frame(b"\xa1\x62id\xff")],
+    [
+        b"",
+        TOKEN,
+        TOKEN + b"\xff\xff\xff\xff",
+        frame(b"nonsense"),
+        frame(b"[1]"),
+        TOKEN + b"\x05\0",
+        frame(b"\xa1\x62id\xff"),
+    ],
 )
 def test_a_server_that_breaks_the_protocol_is_3(tmp_path, answer):
     path = tmp_path / "s"
@@ -176,7 +197,10 @@ def test_a_server_that_breaks_the_protocol_is_3(tmp_path, answer):
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize("arguments", [[QUESTION, "--prompt", "x"], ["--temp", "-1", "x"], ["--top-p", "0", "x"], ["--raw", "--system", "x", "y"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[QUESTION, "--prompt", "x"], ["--temp", "-1", "x"], ["--top-p", "0", "x"], ["--raw", "--system", "x", "y"]],
+)
 def test_misuse_is_told_at_once(arguments):
     found = uma("ask", "--socket", "/nowhere", *arguments)
     assert found.returncode == 2
@@ -232,7 +256,15 @@ def test_metrics_for_people_and_for_programs(daemon):
 
 def test_metrics_watched_until_interrupted(daemon):
     with start(
-        "metrics", "--watch", "--interval", "0.05", "--json", "--socket", daemon.socket, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        "metrics",
+        "--watch",
+        "--interval",
+        "0.05",
+        "--json",
+        "--socket",
+        daemon.socket,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as watching:
         lines = [watching.stdout.readline() for _ in range(3)]
         watching.send_signal(signal.SIGINT)

@@ -130,7 +130,9 @@ def test_turns_that_an_older_file_does_not_mark(speaker: AnySpeaker) -> None:
 
 
 SOURCES = sorted(FOLDER.glob("templates/*.jinja"))
-LOOKS = re.compile(r"<\|[^|>\s'\"]{1,40}\|>|<｜[^>\s'\"]{1,40}｜>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<SPECIAL_\d+>|</?s>")
+LOOKS = re.compile(
+    r"<\|[^|>\s'\"]{1,40}\|>|<｜[^>\s'\"]{1,40}｜>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_turn>|<SPECIAL_\d+>|</?s>"
+)
 
 
 def test_templates_of_known_models() -> None:
@@ -141,7 +143,9 @@ def test_templates_of_known_models() -> None:
     for path in SOURCES:
         source = path.read_text()
         texts = sorted({*LOOKS.findall(source), "<s>", "</s>"})
-        broken = [text[:4] + deleted + text[4:] for text in texts for deleted in ("/think", "/no_think") if len(text) > 5]
+        broken = [
+            text[:4] + deleted + text[4:] for text in texts for deleted in ("/think", "/no_think") if len(text) > 5
+        ]
         try:
             chat = ChatTemplate(source, bos="<s>", eos="</s>", controls=Controls(texts))
             known = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
@@ -157,12 +161,18 @@ def test_templates_of_known_models() -> None:
 
 
 def _talk(said: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": said}, {"role": "assistant", "content": "<think>a</think>b"}, {"role": "user", "content": said}]
+    return [
+        {"role": "user", "content": said},
+        {"role": "assistant", "content": "<think>a</think>b"},
+        {"role": "user", "content": said},
+    ]
 
 
 # -- parts ------------------------------------------------------------------------------------------
 
-TEXTS = st.lists(st.sampled_from(["a", " ", "  b", "<s>", "</s>", "é", "🚀", "\n", "fox"]), min_size=1, max_size=5).map("".join)
+TEXTS = st.lists(st.sampled_from(["a", " ", "  b", "<s>", "</s>", "é", "🚀", "\n", "fox"]), min_size=1, max_size=5).map(
+    "".join
+)
 
 
 @pytest.mark.parametrize("name", ["embedded", "gpt-2", "llama-bpe", "llama-spm"])
@@ -175,8 +185,15 @@ def test_parts_say_their_text(speaker: AnySpeaker, name: str, parts: list[Part])
     starts_itself = parts and parts[0].parse_special and tokenizer.bos and text.startswith(tokenizer.bos)
     bos = "" if starts_itself or not tokenizer.encode("").size else tokenizer.bos
     assert tokenizer.decode(ids, special=True) == bos + text
-    read = [token for part in parts if part.parse_special for token in tokenizer.encode(part.text, add_special=False).tolist()]
-    meaning = Counter(speaker(name).controls(read)) + Counter(speaker(name).controls(tokenizer.encode("").tolist()) if bos else ())
+    read = [
+        token
+        for part in parts
+        if part.parse_special
+        for token in tokenizer.encode(part.text, add_special=False).tolist()
+    ]
+    meaning = Counter(speaker(name).controls(read)) + Counter(
+        speaker(name).controls(tokenizer.encode("").tolist()) if bos else ()
+    )
     assert Counter(speaker(name).controls(ids.tolist())) == meaning
     behind = tokenizer.encode_parts(parts, continues=True)
     assert b"".join(tokenizer.pieces_of(behind)).decode().replace(" ", "") == text.replace(" ", "")

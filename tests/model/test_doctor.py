@@ -32,7 +32,9 @@ def examine(library, tmp_path, monkeypatch):
         result = CliRunner().invoke(command, ["--json", *map(str, flags)])
         assert isinstance(result.exception, SystemExit | None), result.exception
         report = json.loads(result.stdout)
-        assert all(check["fix"] for check in report["checks"] if check["verdict"] == "problem"), "a problem without a fix"
+        assert all(check["fix"] for check in report["checks"] if check["verdict"] == "problem"), (
+            "a problem without a fix"
+        )
         assert "Traceback" not in result.output
         found = {check["name"]: check for check in report["checks"]}
         assert (result.exit_code == 1) == (report["verdict"] == "problem")
@@ -187,7 +189,12 @@ def test_runtime_folders(examine, no_c, tmp_path, monkeypatch, runtime):
 def test_sockets_that_cannot_be_used(examine, no_c, tmp_path):
     file = tmp_path / "file"
     file.write_text("kept")
-    for path, words in ((file, "no socket"), (tmp_path, "no socket"), (file / "x", "cannot be made"), (tmp_path / ("x" * 200), "bytes")):
+    for path, words in (
+        (file, "no socket"),
+        (tmp_path, "no socket"),
+        (file / "x", "cannot be made"),
+        (tmp_path / ("x" * 200), "bytes"),
+    ):
         found = examine("--socket", path)
         assert found["socket"]["verdict"] == "problem"
         assert words in found["socket"]["message"]
@@ -204,7 +211,9 @@ def test_a_dead_daemons_socket_is_no_problem(examine, no_c, tmp_path):
     assert path.exists()
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x02\0\0\0{}", b"\x02\0\0\0[]", "silence", "drip"])
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x02\0\0\0{}", b"\x02\0\0\0[]", "silence", "drip"]
+)
 def test_who_is_no_daemon_is_told_from_one(examine, no_c, tmp_path, monkeypatch, answer):
     """Also one that says nothing, or a byte now and then."""
     monkeypatch.setattr(doctor, "SOCKET_S", 0.5)

@@ -92,12 +92,38 @@ def test_the_tokenizer_is_the_one_it_was_trained_with(examiner: Examiner, tokeni
     rng = Random(11)
     pools = [
         [chr(code) for code in range(32, 127)],
-        [" ", "  ", "\n", "\t", "'", "s", "'ll", "1", "a", "B", ".", "é", "ü", "🚀", '"', "{", "\xa0", "\u3000", "²", "一", "٣"],
+        [
+            " ",
+            "  ",
+            "\n",
+            "\t",
+            "'",
+            "s",
+            "'ll",
+            "1",
+            "a",
+            "B",
+            ".",
+            "é",
+            "ü",
+            "🚀",
+            '"',
+            "{",
+            "\xa0",
+            "\u3000",
+            "²",
+            "一",
+            "٣",
+        ],
         [chr(code) for code in range(1, 0x3000)],
         [chr(code) for code in range(0x1F300, 0x1FB00)],
     ]
     texts = ["".join(rng.choices(rng.choice(pools), k=rng.randint(1, 40))) for _ in range(3000)]
-    texts += [turn.question for sample, _ in zip(corpus.samples_of_row("short", 3), range(300), strict=False) for turn in sample.turns]
+    texts += [
+        turn.question
+        for sample, _ in zip(corpus.samples_of_row("short", 3), range(300), strict=False)
+        for turn in sample.turns
+    ]
     bos = tokenizer.control("<|bos|>")
     for text in texts:
         if "<|" not in text:
@@ -116,7 +142,23 @@ def test_its_file_says_what_it_is() -> None:
 def test_the_script_makes_a_model_from_nothing(library: None, tmp_path: Path) -> None:
     """The toy of ``--smoke``: every step runs, nothing is learned."""
     pytest.importorskip("torch", reason="torch is not installed: pip install 'uma-trio[train]' brings it")
-    command = [sys.executable, "-m", "uma_trio.models.training", "all", "--smoke", "--device", "cpu", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "uma_trio.models.training",
+        "all",
+        "--smoke",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    ]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
-    assert {file.name for file in tmp_path.iterdir()} == {"tokenizer.json", "weights.npz", "run.json", "embedded.gguf", "card.json"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "tokenizer.json",
+        "weights.npz",
+        "run.json",
+        "embedded.gguf",
+        "card.json",
+    }

@@ -44,7 +44,9 @@ def test_every_bad_frame_gets_its_error_and_its_connection_is_closed(strict):
         with strict.wire() as wire:
             wire.send_bytes(bad.data)
             events = wire.rest()
-        assert [(event["event"], event["code"], event.get("id")) for event in events] == [("error", bad.code, bad.id)], bad
+        assert [(event["event"], event["code"], event.get("id")) for event in events] == [
+            ("error", bad.code, bad.id)
+        ], bad
 
 
 def test_every_strange_frame_is_served(strict):
@@ -167,7 +169,9 @@ def test_3000_connects(strict, canary):
     for _ in range(3000):
         with strict.wire():
             pass
-    print(f"3000 connects in {time.monotonic() - began:.1f} s; the canary's slowest round took {canary.slowest_s:.2f} s")
+    print(
+        f"3000 connects in {time.monotonic() - began:.1f} s; the canary's slowest round took {canary.slowest_s:.2f} s"
+    )
 
 
 def test_prompts_about_as_long_as_the_context(library):
@@ -203,7 +207,15 @@ def test_messages_without_words_are_served(strict):
 
 
 def test_control_tokens_and_noise_in_prompts(strict):
-    for prompt in ("<|im_start|>" * 50, "<s></s>" * 50, "\x00\x01\x7f\ufeff\u202e", "\ufffd" * 100, "🦊" * 200, " " * 3000, "\n" * 1000):
+    for prompt in (
+        "<|im_start|>" * 50,
+        "<s></s>" * 50,
+        "\x00\x01\x7f\ufeff\u202e",
+        "\ufffd" * 100,
+        "🦊" * 200,
+        " " * 3000,
+        "\n" * 1000,
+    ):
         assert strict.ask(prompt=prompt, max_tokens=3).reason in ("stop", "length"), prompt[:20]
 
 
@@ -257,7 +269,9 @@ def test_out_of_file_descriptors_it_waits_and_recovers(library):
         before = daemon.cpu_s
         time.sleep(1)
         spent = daemon.cpu_s - before
-        print(f"{len(served)} of {len(wires)} clients served; with the others waiting it used {1e3 * spent:.0f} ms of CPU in 1 s")
+        print(
+            f"{len(served)} of {len(wires)} clients served; with the others waiting it used {1e3 * spent:.0f} ms of CPU in 1 s"
+        )
         assert spent < 0.25
         assert served[0].ask(prompt="Hello", max_tokens=3, keep_alive=True).reason == "length"
         for wire in served[1:]:

@@ -97,7 +97,9 @@ def test_nothing_is_measured_where_that_is_not_wanted_or_not_possible(choice_of,
 
 def test_without_the_room_for_it_the_rules_is_taken(choice_of, monkeypatch):
     """The small contexts can be had, the large one cannot."""
-    monkeypatch.setattr(llama_engine, "try_layouts", lambda model, layouts, *_, **__: Choice(layout=layouts[-1], why="measured"))
+    monkeypatch.setattr(
+        llama_engine, "try_layouts", lambda model, layouts, *_, **__: Choice(layout=layouts[-1], why="measured")
+    )
     real = llama_abi.Context
 
     def refusing(model, options):

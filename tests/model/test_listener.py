@@ -20,7 +20,12 @@ from tests.support.real_daemon import ROOT, real_daemon, started, wait_ready
 def serve(*flags, **options):
     """A daemon that is expected to give up: its exit code and what it says."""
     found = subprocess.run(
-        [sys.executable, "-m", "uma_trio", "serve", *flags], cwd=ROOT, capture_output=True, text=True, timeout=60, **options
+        [sys.executable, "-m", "uma_trio", "serve", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **options,
     )
     return found.returncode, found.stderr
 
@@ -140,7 +145,16 @@ def test_model_files_that_cannot_be_served(library, tmp_path):
 
 
 def _start(path: Path, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "uma_trio", "serve", "--model", str(path), "--socket", str(folder / f"{path.name}.s")]
+    command = [
+        sys.executable,
+        "-m",
+        "uma_trio",
+        "serve",
+        "--model",
+        str(path),
+        "--socket",
+        str(folder / f"{path.name}.s"),
+    ]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 

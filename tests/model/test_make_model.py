@@ -44,9 +44,7 @@ def test_shapes(bench, text, expected):
     assert (shape.layers, shape.width, shape.heads, shape.kv_heads, shape.ffn) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["", "9b", "2", "2x63", "2x64x3", "0x64", "2x64x2x3", "1x2x3x4x5x6", "-2x64"]
-)
+@pytest.mark.parametrize("text", ["", "9b", "2", "2x63", "2x64x3", "0x64", "2x64x2x3", "1x2x3x4x5x6", "-2x64"])
 def test_shapes_that_no_model_can_have(bench, text):
     with pytest.raises(ValueError, match=r"\w"):
         bench.parse_shape(text)

@@ -14,7 +14,12 @@ from uma_trio.models.training.skills.documents import make_document
 @pytest.mark.slow
 def test_metrics_are_answered_while_4000_tokens_are_read(library):
     prompt = make_document(seed=3, facts=290).text
-    with real_daemon("--parallel", "4") as daemon, daemon.wire() as asking, daemon.wire() as first, daemon.wire() as second:
+    with (
+        real_daemon("--parallel", "4") as daemon,
+        daemon.wire() as asking,
+        daemon.wire() as first,
+        daemon.wire() as second,
+    ):
         for wire in (first, second):
             wire.send(id="long", prompt=prompt, max_tokens=1)
         took_ms, reading = [], set()

@@ -69,11 +69,17 @@ async def together(daemon: Daemon, requests: list[dict[str, object]]) -> list[An
     [
         ("What is the capital of France?", "And of Italy?", "And of Japan?", "And of Peru?"),
         ("Tell me a story about a fox named Ada", "Tell me a story about an owl.", "Count from 3 to 17."),
-        (documents.ask(DOCUMENT, DOCUMENT.facts[3].question), DOCUMENT.facts[60].question, DOCUMENT.facts[100].question),
+        (
+            documents.ask(DOCUMENT, DOCUMENT.facts[3].question),
+            DOCUMENT.facts[60].question,
+            DOCUMENT.facts[100].question,
+        ),
     ],
     ids=["capitals", "stories", "a document"],
 )
-def test_a_chat_that_goes_on_says_the_same_and_computes_only_what_is_new(house: Daemon, questions: tuple[str, ...]) -> None:
+def test_a_chat_that_goes_on_says_the_same_and_computes_only_what_is_new(
+    house: Daemon, questions: tuple[str, ...]
+) -> None:
     turns: list[str] = []
     before = 0
     for question in questions:
@@ -148,7 +154,10 @@ def test_copies_take_fewer_calls_than_tokens(house: Daemon) -> None:
     before = house.settled()
     answers = [house.ask(messages=chat(question), max_tokens=200, speculate=True) for question in COPYING]
     after = house.settled()
-    gone = {name: after[name] - before[name] for name in ("tokens_total", "batch_calls_total", "drafted_total", "accepted_total")}
+    gone = {
+        name: after[name] - before[name]
+        for name in ("tokens_total", "batch_calls_total", "drafted_total", "accepted_total")
+    }
     print(gone)
     assert gone["tokens_total"] == sum(usage(answer)["completion_tokens"] for answer in answers)
     assert 0 < gone["accepted_total"] <= gone["drafted_total"]
@@ -170,7 +179,9 @@ def test_with_a_seed_guesses_change_no_token_either(house: Daemon, layout: str) 
     assert len({answer.text for answer in plain}) > 6, "the seeds make no difference"
     same = 0
     for one, other in zip(plain, quick, strict=True):
-        same += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.ids, other.ids, strict=True)))
+        same += sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.ids, other.ids, strict=True))
+        )
     share = same / (120 * len(plain))
     print(f"{share:.0%} of the sampled tokens come before the first that differs")
     assert share > (0.9 if layout == "on" else 0.5)

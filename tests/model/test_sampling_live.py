@@ -18,7 +18,13 @@ WISHES = (
     {"temperature": 1.0, "seed": 1, "min_p": 0.05},
     {"repetition_penalty": 1.3, "repeat_last_n": 20},
     {"temperature": 1.5, "seed": 2, "top_k": 50, "frequency_penalty": 0.7, "presence_penalty": 0.3},
-    {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.1, "min_p": 0.02, "logit_bias": {"300": 5.0, "301": -100.0}},
+    {
+        "temperature": 1.0,
+        "seed": 3,
+        "repetition_penalty": 1.1,
+        "min_p": 0.02,
+        "logit_bias": {"300": 5.0, "301": -100.0},
+    },
     {"temperature": 2.0, "seed": 4, "top_p": 0.9, "presence_penalty": 2.0},
 )
 
@@ -69,7 +75,14 @@ async def test_mixed_wishes_in_one_batch_are_what_they_are_alone(daemon):
 
 def test_chained_or_not(library):
     """One stream goes on by itself; beside another whose tokens end again and again it mostly does not."""
-    request = {"prompt": ONCE, "max_tokens": 60, "ignore_eos": True, "speculate": False, **WISHES[3], "frequency_penalty": 2.0}
+    request = {
+        "prompt": ONCE,
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "speculate": False,
+        **WISHES[3],
+        "frequency_penalty": 2.0,
+    }
     with real_daemon("--parallel", "2") as daemon:
         before = daemon.metrics()["chained_total"]
         chained = daemon.ask(**request)
@@ -168,7 +181,10 @@ async def test_a_client_may_name_tokens_by_numbers(daemon):
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_full_text_begins_with_the_prompt(daemon, stream):
     plain = daemon.ask(prompt="Once upon", max_tokens=5, stream=stream)
-    assert daemon.ask(prompt="Once upon", max_tokens=5, stream=stream, return_full_text=True).text == "Once upon" + plain.text
+    assert (
+        daemon.ask(prompt="Once upon", max_tokens=5, stream=stream, return_full_text=True).text
+        == "Once upon" + plain.text
+    )
 
 
 @pytest.mark.parametrize("encoding", ["json", "cbor"])

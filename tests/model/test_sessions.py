@@ -102,7 +102,9 @@ def test_prompts_go_on_as_one_long_prompt(daemon: Daemon) -> None:
         text += part
         plain = daemon.ask(prompt=text, max_tokens=25, cache_prompt=False)
         said = daemon.ask(prompt=part, max_tokens=25, session_id="a long prompt")
-        assert said.last["usage"]["prompt_tokens"] == plain.last["usage"]["prompt_tokens"], "it is cut into the same tokens"
+        assert said.last["usage"]["prompt_tokens"] == plain.last["usage"]["prompt_tokens"], (
+            "it is cut into the same tokens"
+        )
         assert (said.ids, said.text, said.reason) == (plain.ids, plain.text, plain.reason)
         text += said.text
     assert sessions(daemon, "close", session_id="a long prompt")["sessions"][0]["turns"] == 3
@@ -274,7 +276,13 @@ def test_after_kill_9_all_turns_whose_end_was_told_are_there(library: None, tmp_
             assert say(victim, "a", texts[n]).ids == expected[n].ids
             with victim.wire() as one, victim.wire() as other:
                 for wire, session in ((one, "a"), (other, "new")):
-                    wire.send(id="r", messages=user("Count from 1 to 600."), max_tokens=3000, session_id=session, ignore_eos=True)
+                    wire.send(
+                        id="r",
+                        messages=user("Count from 1 to 600."),
+                        max_tokens=3000,
+                        session_id=session,
+                        ignore_eos=True,
+                    )
                     assert (wire.receive() or {}).get("event") == "token"
                 victim.process.kill()
                 victim.process.wait()
@@ -309,7 +317,9 @@ def test_a_chat_that_forgets_goes_on_the_same_after_a_restart(library: None, tmp
 
 
 @pytest.mark.slow
-def test_a_state_folder_that_is_removed_while_it_runs_is_made_again(library: None, tmp_path: Path, daemon: Daemon) -> None:
+def test_a_state_folder_that_is_removed_while_it_runs_is_made_again(
+    library: None, tmp_path: Path, daemon: Daemon
+) -> None:
     state = tmp_path / "state"
     texts = ["What is the capital of France?", "And of Italy?", "And of Japan?"]
     expected = replay(daemon, texts)
@@ -429,7 +439,10 @@ def test_of_two_daemons_with_one_folder_the_second_remembers_nothing(library: No
     journal = Journal(next((tmp_path / "state").glob("*")) / "sessions", model=circumstances(EMBEDDED), max_sessions=9)
     try:
         (found,) = journal.load()
-        assert [message.content for message in found.messages][::2] == ["What is the capital of France?", "And of Italy?"]
+        assert [message.content for message in found.messages][::2] == [
+            "What is the capital of France?",
+            "And of Italy?",
+        ]
     finally:
         journal.close()
 
@@ -469,7 +482,9 @@ def test_the_commands_of_sessions(library: None, tmp_path: Path) -> None:
         assert (gone.returncode, "E_SESSION_NOT_FOUND" in gone.stderr) == (2, True)
         assert "uma-trio sessions lists yours" in gone.stderr
         shown = uma("metrics", "--socket", daemon.socket).stdout.splitlines()
-        assert [line.split() for line in shown if line.startswith("sessions ")] == [["sessions", "1", "(open", "connections)"]]
+        assert [line.split() for line in shown if line.startswith("sessions ")] == [
+            ["sessions", "1", "(open", "connections)"]
+        ]
         assert shown[[line.split()[0] for line in shown].index("conversations") + 1].split() == ["stored", "1"]
     nobody = uma("sessions", "--socket", tmp_path / "none")
     assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)

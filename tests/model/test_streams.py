@@ -11,8 +11,38 @@ from tests.support.real_daemon import Answer, real_daemon
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 from uma_trio.models.training.skills import documents
 
-NAMES = ("fox", "cat", "dog", "owl", "bear", "hare", "duck", "frog", "horse", "mouse", "sheep", "wolf", "goat", "hen", "bee", "crow")
-COUNTRIES = ("France", "Italy", "Spain", "Japan", "Norway", "Egypt", "Peru", "Chile", "Kenya", "India", "Greece", "Poland")
+NAMES = (
+    "fox",
+    "cat",
+    "dog",
+    "owl",
+    "bear",
+    "hare",
+    "duck",
+    "frog",
+    "horse",
+    "mouse",
+    "sheep",
+    "wolf",
+    "goat",
+    "hen",
+    "bee",
+    "crow",
+)
+COUNTRIES = (
+    "France",
+    "Italy",
+    "Spain",
+    "Japan",
+    "Norway",
+    "Egypt",
+    "Peru",
+    "Chile",
+    "Kenya",
+    "India",
+    "Greece",
+    "Poland",
+)
 QUESTIONS = [
     *(f"Tell me a story about a {name}." for name in NAMES),
     *(f"What is the capital of {name}?" for name in COUNTRIES),
@@ -125,7 +155,14 @@ async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
     tick stay below that.
     """
     requests = [
-        {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 5.0, "top_k": 50, "seed": seed, "ignore_eos": True}
+        {
+            "prompt": "Once upon a time",
+            "max_tokens": 24,
+            "temperature": 5.0,
+            "top_k": 50,
+            "seed": seed,
+            "ignore_eos": True,
+        }
         for seed in range(8)
     ]
     alone = [daemon.ask(**request) for request in requests]
@@ -141,7 +178,14 @@ async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
 async def test_a_seed_gives_the_same_text_beside_31_others(daemon):
     """At temperatures that people use."""
     requests = [
-        {"messages": chat(question), "max_tokens": 40, "temperature": 0.9, "top_p": 0.95, "seed": seed, "ignore_eos": True}
+        {
+            "messages": chat(question),
+            "max_tokens": 40,
+            "temperature": 0.9,
+            "top_p": 0.95,
+            "seed": seed,
+            "ignore_eos": True,
+        }
         for seed, question in enumerate(QUESTIONS[::8])
     ]
     alone = [daemon.ask(**request) for request in requests]
@@ -161,7 +205,8 @@ async def test_without_a_seed_the_one_that_was_chosen_is_told(daemon):
 def test_a_prompt_in_chunks_is_the_prompt_as_a_whole(library, daemon):
     document = documents.make_document(seed=5, facts=45)
     requests = [
-        {"messages": chat(documents.ask(document, fact.question)), "max_tokens": 30} for fact in (document.facts[5], document.facts[30])
+        {"messages": chat(documents.ask(document, fact.question)), "max_tokens": 30}
+        for fact in (document.facts[5], document.facts[30])
     ]
     whole = [daemon.ask(**request) for request in requests]
     assert all(answer.last["usage"]["prompt_tokens"] > 500 for answer in whole)
@@ -196,7 +241,13 @@ def test_characters_are_never_split(daemon):
         assert len(spoken.ids) > len(spoken.text.split())
         answers = [spoken]
         for seed in range(4):  # noise: most of what looks like part of a character is none
-            noise = {"prompt": "Repeat: 🦊 é", "max_tokens": 120, "temperature": 100.0, "seed": seed, "ignore_eos": True}
+            noise = {
+                "prompt": "Repeat: 🦊 é",
+                "max_tokens": 120,
+                "temperature": 100.0,
+                "seed": seed,
+                "ignore_eos": True,
+            }
             answers.append(daemon.ask(**noise))
             assert daemon.ask(stream=False, encoding="cbor", **noise).text == answers[-1].text
         for answer in answers:

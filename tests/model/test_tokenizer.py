@@ -83,7 +83,28 @@ def test_golden_tokens(tokenizer: AnyTokenizer, name: str) -> None:
 
 # -- round trips and offsets ----------------------------------------------------------------------
 
-SPICE = st.sampled_from(["  ", "\n\n", " \t", "\r\n", "'s", "don't", "1234567", "▁", "é", "e\u0301", "🚀", "👩‍👩‍👧", "\u200d", "\0", "हिन्दी", "ﷺ", "Ａ", "İ"])
+SPICE = st.sampled_from(
+    [
+        "  ",
+        "\n\n",
+        " \t",
+        "\r\n",
+        "'s",
+        "don't",
+        "1234567",
+        "▁",
+        "é",
+        "e\u0301",
+        "🚀",
+        "👩‍👩‍👧",
+        "\u200d",
+        "\0",
+        "हिन्दी",
+        "ﷺ",
+        "Ａ",
+        "İ",
+    ]
+)
 TEXTS = st.lists(st.one_of(st.text(max_size=8), SPICE, st.text("ab .,\n", max_size=12))).map("".join)
 """Every character that UTF-8 can say, and what tokenizers stumble over."""
 
@@ -207,7 +228,13 @@ def test_a_control_token_that_takes_white_space_away(tokenizer: AnyTokenizer) ->
     phi = tokenizer("phi-3")
     text = "<|user|>\n a<|end|> \n<|assistant|>"
     found = _shown(phi, text, phi.encode_with_offsets(text))
-    assert found == [(b"<s>", b""), (b"<|user|>", b"<|user|>"), (b" a", b"a"), (b"<|end|>", b"<|end|>"), (b"<|assistant|>", b"<|assistant|>")]
+    assert found == [
+        (b"<s>", b""),
+        (b"<|user|>", b"<|user|>"),
+        (b" a", b"a"),
+        (b"<|end|>", b"<|end|>"),
+        (b"<|assistant|>", b"<|assistant|>"),
+    ]
 
 
 # -- control tokens -------------------------------------------------------------------------------

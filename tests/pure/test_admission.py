@@ -72,9 +72,16 @@ def test_what_is_beyond_a_limit() -> None:
     st.integers(0, 300),
     st.none() | st.integers(1, 300),
     st.builds(facts, n_ctx_seq=st.integers(1, 200), n_ctx_train=st.integers(1, 200)),
-    st.builds(Limits, max_prompt_tokens=st.integers(1, 300), max_tokens=st.integers(1, 300), default_max_tokens=st.integers(1, 300)),
+    st.builds(
+        Limits,
+        max_prompt_tokens=st.integers(1, 300),
+        max_tokens=st.integers(1, 300),
+        default_max_tokens=st.integers(1, 300),
+    ),
 )
-def test_what_is_granted_fits_and_is_what_was_asked(n_prompt: int, max_tokens: int | None, model: ModelFacts, limits: Limits) -> None:
+def test_what_is_granted_fits_and_is_what_was_asked(
+    n_prompt: int, max_tokens: int | None, model: ModelFacts, limits: Limits
+) -> None:
     try:
         granted = tokens_to_generate(ask(max_tokens), n_prompt, model, limits)
     except (LimitError, BadRequest):

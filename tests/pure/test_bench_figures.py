@@ -66,12 +66,21 @@ def test_the_same_seed_gives_the_same_requests(benches: dict[str, Any]) -> None:
     assert {request.interactive for request in some} == {True, False}
     for request in some:
         words, tokens = len(request.question.text.split()), request.question.max_tokens
-        assert (4 <= words <= 12 and 5 <= tokens <= 15) if request.interactive else (50 <= words <= 150 and 2 <= tokens <= 6)
+        assert (
+            (4 <= words <= 12 and 5 <= tokens <= 15)
+            if request.interactive
+            else (50 <= words <= 150 and 2 <= tokens <= 6)
+        )
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("the start " + "ab " * 30, True), ("x" * 40, True), ("one two three four five six seven eight nine ten", False), ("", False)],
+    [
+        ("the start " + "ab " * 30, True),
+        ("x" * 40, True),
+        ("one two three four five six seven eight nine ten", False),
+        ("", False),
+    ],
 )
 def test_texts_that_go_round_in_circles(benches: dict[str, Any], text: str, found: bool) -> None:
     assert benches["lookup"].is_loop(text) is found

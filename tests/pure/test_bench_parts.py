@@ -28,7 +28,11 @@ def load(name: str) -> ModuleType:
 llama_http, pinning = load("llama_http"), load("pinning")
 
 HEAD = b"HTTP/1.1 200 OK\r\nServer: llama.cpp\r\nTransfer-Encoding: chunked\r\n\r\n"
-EVENTS = [b'{"content":"a","stop":false}', b'{"content":"\xc3\xbc"}', b'{"content":"","stop":true,"tokens_predicted":2}']
+EVENTS = [
+    b'{"content":"a","stop":false}',
+    b'{"content":"\xc3\xbc"}',
+    b'{"content":"","stop":true,"tokens_predicted":2}',
+]
 
 
 def chunk(data: bytes) -> bytes:
@@ -46,7 +50,9 @@ def response(*, per_chunk: int = 1, comment: bytes = b"") -> bytes:
     return HEAD + b"".join(map(chunk, body)) + chunk(b"")
 
 
-@pytest.mark.parametrize("data", [response(), response(per_chunk=7), response(per_chunk=1000), response(comment=b": ping")])
+@pytest.mark.parametrize(
+    "data", [response(), response(per_chunk=7), response(per_chunk=1000), response(comment=b": ping")]
+)
 @pytest.mark.parametrize("step", [1, 3, 10_000])
 def test_events_are_the_same_however_they_come(data: bytes, step: int) -> None:
     reader, found = llama_http.EventReader(), []
@@ -60,7 +66,10 @@ def test_events_are_the_same_however_they_come(data: bytes, step: int) -> None:
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
-        (b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n" + b'{"error":"Loading model"}', "Loading model"),
+        (
+            b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\n\r\n" + b'{"error":"Loading model"}',
+            "Loading model",
+        ),
         (b"HTTP/1.1 400 Bad Request\r\n", "400 Bad Request"),
         (b"", "nothing"),
         (HEAD + chunk(b"data: {}\n\n"), "in the middle"),
@@ -86,7 +95,12 @@ class TestPins:
 
     @pytest.mark.parametrize(
         ("text", "threads", "server", "client"),
-        [("auto", 1, {0, 1, 2}, {3}), ("auto", 3, {0, 1, 2}, {3}), ("0:1", 4, {0}, {1}), ("0,2-3:1", 1, {0, 2, 3}, {1})],
+        [
+            ("auto", 1, {0, 1, 2}, {3}),
+            ("auto", 3, {0, 1, 2}, {3}),
+            ("0:1", 4, {0}, {1}),
+            ("0,2-3:1", 1, {0, 2, 3}, {1}),
+        ],
     )
     def test_which_cores(self, text: str, threads: int, server: set[int], client: set[int]) -> None:
         assert pinning.parse_pins(text, threads) == pinning.Pins(frozenset(server), frozenset(client))
@@ -95,7 +109,8 @@ class TestPins:
         assert pinning.parse_pins("auto", 4) is None
 
     @pytest.mark.parametrize(
-        ("text", "complaint"), [("0", "neither auto"), ("0:x", "no list of cores"), (":1", "no list"), ("0:9", "may not use core 9")]
+        ("text", "complaint"),
+        [("0", "neither auto"), ("0:x", "no list of cores"), (":1", "no list"), ("0:9", "may not use core 9")],
     )
     def test_what_is_no_pin(self, text: str, complaint: str) -> None:
         with pytest.raises(ValueError, match=complaint):

@@ -221,7 +221,9 @@ def test_a_memory_that_cannot_forget_goes_back_to_a_checkpoint() -> None:
     assert asked(books, second, answer) == (150, (Mark(0, 2),)), "the turn before ended shortly behind the last one"
     assert asked(books, tokens(second, answer, OTHER), 9) == (320, (Mark(0, 3),)), "where a turn begins"
     assert asked(books, tokens(second, answer, MORE), 9) == (320, (Remove(0, 320, 3),)), "the last turn was rewritten"
-    assert asked(books, tokens(second, MORE), 9) == (242, (Remove(0, 242, 2), Forget(3))), "what was thought was left out"
+    assert asked(books, tokens(second, MORE), 9) == (242, (Remove(0, 242, 2), Forget(3))), (
+        "what was thought was left out"
+    )
     books.check_integrity()
 
 
@@ -708,7 +710,16 @@ class Bookkeeping(RuleBasedStateMachine):
         private=st.sampled_from([False] * 7 + [True]),
     )
     def arrive(
-        self, n: int, like: int, same: float, n_new: int, answer: int, variant: int, tenant: int, rank: int, private: bool
+        self,
+        n: int,
+        like: int,
+        same: float,
+        n_new: int,
+        answer: int,
+        variant: int,
+        tenant: int,
+        rank: int,
+        private: bool,
     ) -> None:
         """Some that begin like an earlier one, and each other."""
         old = self.told[-like - 1 :][0] if self.told else []
@@ -767,7 +778,9 @@ class Bookkeeping(RuleBasedStateMachine):
                 found += [n for n in lengths if n < len(prompt) and prompt[:n] == held[:n]]
         return max(found)
 
-    def check_evicted(self, idle: dict[int, int], new: Iterable[Edit], seq_id: int, cells: int, free_cells: int) -> None:
+    def check_evicted(
+        self, idle: dict[int, int], new: Iterable[Edit], seq_id: int, cells: int, free_cells: int
+    ) -> None:
         """As many as needed and no more; the longest idle first, but for one that is copied from."""
         evicted = [edit.seq_id for edit in new if isinstance(edit, Remove) and not edit.start]
         if not evicted:
@@ -981,7 +994,9 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                         private=chance.random() < 0.1,
                     )
                 case "step":
-                    house.step(chance.choice([400, 30, 5, 1]), some, {seq_id for seq_id in some if chance.random() < 0.5})
+                    house.step(
+                        chance.choice([400, 30, 5, 1]), some, {seq_id for seq_id in some if chance.random() < 0.5}
+                    )
                 case "finish":
                     house.finish(chance.randrange(8), chance.choice([0, 0, 5]))
                 case "cancel":

@@ -108,9 +108,7 @@ def test_llama_3_like():
 
 
 def test_mistral_like():
-    assert render(MISTRAL_LIKE) == (
-        "<s>[INST] Hello <b>&\n [/INST] Hi</s>[INST] Be brief.\n\n{{ 6 * 7 }} [/INST]"
-    )
+    assert render(MISTRAL_LIKE) == ("<s>[INST] Hello <b>&\n [/INST] Hi</s>[INST] Be brief.\n\n{{ 6 * 7 }} [/INST]")
     with pytest.raises(BadRequest, match="roles must alternate"):
         render(MISTRAL_LIKE, [{"role": "user", "content": "a"}] * 2)
 
@@ -172,9 +170,7 @@ HOSTILE = {
     "text without end in a macro": "{% macro m() %}{% for a in range(99999) %}"
     + "x" * 9999
     + "{% endfor %}{% endmacro %}{{ m() }}",
-    "text without end in a block": "{% set s %}{% for a in range(99999) %}"
-    + "x" * 9999
-    + "{% endfor %}{% endset %}",
+    "text without end in a block": "{% set s %}{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
     "doubling by ~": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "doubling by +": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "doubling by a macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = m(n.x) %}{% endfor %}",

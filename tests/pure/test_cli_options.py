@@ -62,7 +62,16 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         assert setting.flag in flags
         if setting.type is bool:
             assert f"--no-{setting.flag[2:]}" in flags
-    assert {"--model", "--socket", "--protocol", "--threads", "--ctx", "--parallel", "--config", "--print-config"} <= flags
+    assert {
+        "--model",
+        "--socket",
+        "--protocol",
+        "--threads",
+        "--ctx",
+        "--parallel",
+        "--config",
+        "--print-config",
+    } <= flags
 
 
 def test_the_help_of_serve_shows_defaults_and_choices() -> None:
@@ -76,7 +85,9 @@ def test_the_help_of_serve_shows_defaults_and_choices() -> None:
 
 
 def test_print_config_is_a_file_that_means_the_same(tmp_path: Path) -> None:
-    code, shown = run("serve", "--print-config", "--ctx", "2000", "--no-mmap", env={"UMA_MAX_QUEUE": "7", "UMA_CTX": "5000"})
+    code, shown = run(
+        "serve", "--print-config", "--ctx", "2000", "--no-mmap", env={"UMA_MAX_QUEUE": "7", "UMA_CTX": "5000"}
+    )
     assert code == 0
     file = tmp_path / "uma.yaml"
     file.write_text(shown)

@@ -156,9 +156,13 @@ def test_bounds(found: Setting) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("ctx", value) for value in (True, None, "", "1.5", 1.5, 4096.0, "0x100", "many", [], {}, b"1", "9" * 5000, 10**400)
+        ("ctx", value)
+        for value in (True, None, "", "1.5", 1.5, 4096.0, "0x100", "many", [], {}, b"1", "9" * 5000, 10**400)
     ]
-    + [("idle_timeout_s", value) for value in (True, None, "", "soon", "nan", "inf", float("nan"), float("inf"), [], 10**400, "1" + "0" * 400)]
+    + [
+        ("idle_timeout_s", value)
+        for value in (True, None, "", "soon", "nan", "inf", float("nan"), float("inf"), [], 10**400, "1" + "0" * 400)
+    ]
     + [("mmap", value) for value in (1, 0, None, "maybe", "2", [], 1.0)]
     + [("type_k", value) for value in ("f32", "", None, 1, [], True)]
     + [("model", value) for value in (1, True, [], {}, b"x", "a\0b", "~no such user/x")],
@@ -249,7 +253,13 @@ paths = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 )
 configs = st.builds(
     Config,
-    model=st.builds(Model, model=st.none() | paths, ctx=st.integers(2000, 2**26), mmap=st.booleans(), type_v=st.sampled_from(["f16", "q8_0", "q4_0"])),
+    model=st.builds(
+        Model,
+        model=st.none() | paths,
+        ctx=st.integers(2000, 2**26),
+        mmap=st.booleans(),
+        type_v=st.sampled_from(["f16", "q8_0", "q4_0"]),
+    ),
     listen=st.builds(Listen, socket=st.none() | paths, protocol=st.sampled_from(["auto", "json", "cbor", "newline"])),
     limits=st.builds(Limits, idle_timeout_s=st.floats(1e-300, 1e6), max_queue=st.integers(0, 10**6)),
     scheduling=st.builds(Scheduling, target_tbt_ms=st.floats(0, 60_000, exclude_min=True)),
@@ -265,4 +275,4 @@ def test_what_is_printed_is_read_back(tmp_path_factory: pytest.TempPathFactory, 
 
 
 def test_what_is_printed_needs_no_encoding() -> None:
-    assert to_yaml(Config(model=Model(model=Path("/é/\U0001f600/\x7f\x85\n\"\\.gguf")))).isascii()
+    assert to_yaml(Config(model=Model(model=Path('/é/\U0001f600/\x7f\x85\n"\\.gguf')))).isascii()

@@ -18,7 +18,9 @@ START, END, THINK = "<|im_start|>", "<|im_end|>", "</think>"
 OVERLAPPING = ("<a>", "<a><b", "b", "<<a>", ">c<", "][", "[", "<a><a>")
 """They begin alike, hold each other, and end in what others begin with."""
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 TEMPLATES = {
     "chatml": CHATML,
     "trimmed": CHATML.replace("m.content", "m.content | trim"),
@@ -32,17 +34,39 @@ TEMPLATES = {
     "shouted": CHATML.replace("m.content", "m.content | upper"),
     "in a macro": "{% macro say(m) %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endmacro %}"
     "{% for m in messages %}{{ say(m) }}{% endfor %}",
-    "refuses angles": CHATML.replace("{{ m.content", "{% if m.content.startswith('<x>') %}{{ raise_exception('<x>: ' ~ m.content) }}{% endif %}{{ m.content"),
+    "refuses angles": CHATML.replace(
+        "{{ m.content",
+        "{% if m.content.startswith('<x>') %}{{ raise_exception('<x>: ' ~ m.content) }}{% endif %}{{ m.content",
+    ),
     "roles": "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{{ bos_token }}{% endfor %}",
 }
 CONTROLS = (START, END, "<|user|>", "<|system|>", "<|assistant|>", "<s>")
 
 PIECES = st.sampled_from(
-    [START, END, "<|im_", "start|>", "<", "|>", "<|user|>", "<s>", "</think>", "/think", "/no_think", "\n", " ", "x", "é", "🚀"]
+    [
+        START,
+        END,
+        "<|im_",
+        "start|>",
+        "<",
+        "|>",
+        "<|user|>",
+        "<s>",
+        "</think>",
+        "/think",
+        "/no_think",
+        "\n",
+        " ",
+        "x",
+        "é",
+        "🚀",
+    ]
 )
 WORDS = st.lists(PIECES | st.text(max_size=3), max_size=8).map("".join)
 TALKS = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": WORDS}), min_size=1, max_size=4
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": WORDS}),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -123,7 +147,9 @@ def test_all_control_tokens_are_the_templates(name: str, talk: list[dict[str, st
     chosen = chat(TEMPLATES[name])
     parts = chosen.parts(talk)
     harmless = [{**message, "content": "x" if message["content"].strip() else message["content"]} for message in talk]
-    thoughts = name in ("no switches", "no thoughts") and any(m["role"] == "assistant" and "think" in m["content"] for m in talk)
+    thoughts = name in ("no switches", "no thoughts") and any(
+        m["role"] == "assistant" and "think" in m["content"] for m in talk
+    )
     assert thoughts or read(parts) == read((Part(chosen.render(harmless)),))
     assert joined(parts) == chosen.render(talk)
     assert all(part.text for part in parts)
@@ -202,7 +228,9 @@ def test_a_template_that_looks_for_what_is_hidden() -> None:
 
 
 def test_a_template_that_refuses_what_is_hidden_tells_the_words_themselves() -> None:
-    picky = chat("{% if '<|im_end|>' not in messages[0].content %}{{ raise_exception('not: ' ~ messages[0].content) }}{% endif %}")
+    picky = chat(
+        "{% if '<|im_end|>' not in messages[0].content %}{{ raise_exception('not: ' ~ messages[0].content) }}{% endif %}"
+    )
     with pytest.raises(BadRequest, match=re.escape(f"not: a < {END}")):
         picky.parts(user(f"a < {END}"))
 
@@ -213,7 +241,9 @@ def test_a_template_that_refuses_what_is_hidden_tells_the_words_themselves() -> 
 MARKERS = ("<|TURN|>", "<|USER|>", "<|<|TURN|>|>")
 
 
-@given(contents=st.lists(st.sampled_from([*MARKERS, START, "<|", "|>", "<", "TURN", " ", "é"]), max_size=9).map("".join))
+@given(
+    contents=st.lists(st.sampled_from([*MARKERS, START, "<|", "|>", "<", "TURN", " ", "é"]), max_size=9).map("".join)
+)
 @example(contents="<|TURN|><|USER|><|im_start|><|<|TURN|>|>")
 def test_markers_are_cut_apart(contents: str) -> None:
     source = "<|TURN|><|USER|>{{ messages[0].content }}<|TURN|>"
@@ -225,4 +255,7 @@ def test_markers_are_cut_apart(contents: str) -> None:
 
 def test_markers_in_the_assistants_words_stay() -> None:
     talk = [{"role": "assistant", "content": f"<|TURN|>{END}"}]
-    assert chat("{{ messages[0].content }}", CONTROLS, MARKERS).parts(talk) == (Part("<|TURN|>"), Part(END, parse_special=False))
+    assert chat("{{ messages[0].content }}", CONTROLS, MARKERS).parts(talk) == (
+        Part("<|TURN|>"),
+        Part(END, parse_special=False),
+    )

@@ -20,7 +20,9 @@ DEVICES = [CPU, GPU, QUICK, FLAT, SLOW]
 
 
 def any_work(chance: random.Random) -> Work:
-    return Work(chance.randrange(1, 512), chance.randrange(0, 32), chance.randrange(0, 20_000), chance.randrange(0, 8000))
+    return Work(
+        chance.randrange(1, 512), chance.randrange(0, 32), chance.randrange(0, 20_000), chance.randrange(0, 8000)
+    )
 
 
 def learned(device: Device, ticks: int, line: Line | None = None, *, seed: int = 1) -> Line:
@@ -73,7 +75,9 @@ def test_the_error_is_what_noise_leaves(device: Device) -> None:
 def test_the_error_is_the_average_share_and_recent_ticks_count_most() -> None:
     line = Line((10.0, 0.0, 0.0, 0.0, 0.0)).observed(Work(0, 0, 0), 20.0)
     assert line.error == 0.5
-    assert Line((10.0, 0.0, 0.0, 0.0, 0.0), error=0.2, seen=9).observed(Work(0, 0, 0), 8.0).error == pytest.approx(0.2 + 0.05 * (0.25 - 0.2))
+    assert Line((10.0, 0.0, 0.0, 0.0, 0.0), error=0.2, seen=9).observed(Work(0, 0, 0), 8.0).error == pytest.approx(
+        0.2 + 0.05 * (0.25 - 0.2)
+    )
     assert learned(FLAT, 500).error < 1e-3
 
 
@@ -92,7 +96,15 @@ def test_calibration_is_enough_for_a_first_guess(device: Device) -> None:
 def test_it_follows_a_device_that_changes_its_speed(device: Device, factor: float) -> None:
     changed = Device(*(factor * x for x in (device.a, device.b, device.c, device.d, device.e, device.step)))
     line = learned(changed, 300, learned(device, 300), seed=2)
-    assert statistics.mean([abs(line.predict(w) / changed.exact_ms(w) - 1) for w in map(any_work, [random.Random(i) for i in range(50)])]) < 0.1
+    assert (
+        statistics.mean(
+            [
+                abs(line.predict(w) / changed.exact_ms(w) - 1)
+                for w in map(any_work, [random.Random(i) for i in range(50)])
+            ]
+        )
+        < 0.1
+    )
 
 
 def test_it_follows_one_kind_of_tick_too() -> None:
@@ -123,7 +135,9 @@ def test_whatever_it_sees_it_stays_finite_and_not_negative(ticks: list[tuple[Wor
         assert not math.isnan(cost.largest_prompt(100.0, work))
 
 
-@pytest.mark.parametrize("work", [Work(1, 0, 0), Work(64, 4, 2000), Work(512, 256, 1 << 20), Work(0, 1, 0), Work(0, 0, 0)])
+@pytest.mark.parametrize(
+    "work", [Work(1, 0, 0), Work(64, 4, 2000), Work(512, 256, 1 << 20), Work(0, 1, 0), Work(0, 0, 0)]
+)
 def test_always_the_same_tick_and_then_another(work: Work) -> None:
     """What was not seen stays uncertain, within bounds; the first tick of another kind is learned at once."""
     line, chance = CostModel().mixed, random.Random(5)
@@ -196,7 +210,9 @@ def test_after_a_hiccup_prompts_go_on(device: Device, ms: float) -> None:
     st.integers(0, 256),
     st.integers(0, 1 << 20),
 )
-def test_largest_prompt_is_the_inverse_of_predict(coefficients: tuple[float, ...], ms: float, decodes: int, context: int) -> None:
+def test_largest_prompt_is_the_inverse_of_predict(
+    coefficients: tuple[float, ...], ms: float, decodes: int, context: int
+) -> None:
     line = Line(coefficients)
     cost = CostModel(line, line)
     work = Work(77, decodes, context)

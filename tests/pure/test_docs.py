@@ -45,7 +45,15 @@ ROOT = Path(uma_trio.__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), *(file for file in ROOT.glob("*.md"))])
 
-STILL_TO_COME = {"BENCHMARKS.md", "SCORECARD.md", "EMBEDDED_MODEL.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "demo.svg"}
+STILL_TO_COME = {
+    "BENCHMARKS.md",
+    "SCORECARD.md",
+    "EMBEDDED_MODEL.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "demo.svg",
+}
 """Linked before they are there."""
 
 
@@ -92,7 +100,13 @@ def test_every_error_is_in_the_table_and_the_other_way_round() -> None:
     for row in rows:
         assert len(row) == 4
         assert all(row), f"{row[0]} needs a cause and what to do"
-    assert set(re.findall(r"\bE_[A-Z_]+[A-Z]", PROTOCOL)) - set(documented) <= {"E_PROTO", "E_LIMIT", "E_RUNTIME", "E_MODEL", "E_SESSION"}
+    assert set(re.findall(r"\bE_[A-Z_]+[A-Z]", PROTOCOL)) - set(documented) <= {
+        "E_PROTO",
+        "E_LIMIT",
+        "E_RUNTIME",
+        "E_MODEL",
+        "E_SESSION",
+    }
 
 
 @pytest.mark.parametrize(
@@ -113,7 +127,15 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
     assert set(named(rows)) == {field.name for field in attrs.fields(cls)} | more
 
 
-@pytest.mark.parametrize(("title", "cls"), [("A request for text", Generate), ("Cancel", Cancel), ("Metrics query", MetricsQuery), ("Session query", SessionQuery)])
+@pytest.mark.parametrize(
+    ("title", "cls"),
+    [
+        ("A request for text", Generate),
+        ("Cancel", Cancel),
+        ("Metrics query", MetricsQuery),
+        ("Session query", SessionQuery),
+    ],
+)
 def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
     documented = {row[0].strip("`"): row[2] for row in tables(section(PROTOCOL, title))[0]}
     for field in attrs.fields(cls):
@@ -131,8 +153,21 @@ def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
 def test_bounds_are_the_documented_ones() -> None:
     documented = {row[0].strip("`"): row[1] for row in tables(section(PROTOCOL, "A request for text"))[0]}
     least = {"id": "r", "prompt": "x"}
-    bounded = {name: match for name, bounds in documented.items() if (match := re.fullmatch(r"(above )?(-?[\d.]+),? to ([\d.]+)", bounds))}
-    assert {"max_tokens", "temperature", "top_p", "seed", "min_p", "repetition_penalty", "presence_penalty", "logprobs"} < set(bounded)
+    bounded = {
+        name: match
+        for name, bounds in documented.items()
+        if (match := re.fullmatch(r"(above )?(-?[\d.]+),? to ([\d.]+)", bounds))
+    }
+    assert {
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "seed",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "logprobs",
+    } < set(bounded)
     for name, match in bounded.items():
         above, low, high = match[1], json.loads(match[2]), json.loads(match[3])
         assert isinstance(messages.parse(least | {name: high}), Generate)
@@ -153,7 +188,15 @@ def test_bounds_are_the_documented_ones() -> None:
 
 @pytest.mark.parametrize(
     ("title", "cls"),
-    [("A request for text", Slo), ("A request for text", ChatMessage), ("eos", Usage), ("eos", Timings), ("eos", Logprobs), ("token", Logprob), ("sessions", SessionInfo)],
+    [
+        ("A request for text", Slo),
+        ("A request for text", ChatMessage),
+        ("eos", Usage),
+        ("eos", Timings),
+        ("eos", Logprobs),
+        ("token", Logprob),
+        ("sessions", SessionInfo),
+    ],
 )
 def test_inner_fields_are_documented(title: str, cls: type) -> None:
     text = section(PROTOCOL, title)
@@ -208,7 +251,9 @@ def test_the_minimal_client_is_short_and_compiles() -> None:
     [source] = blocks(PROTOCOL, "python")
     assert len([line for line in source.splitlines() if line.strip()]) <= 15
     compile(source, "docs/PROTOCOL.md", "exec")
-    imported = {alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {
+        alias.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import) for alias in node.names
+    }
     assert imported == {"json", "socket"}
 
 
@@ -230,7 +275,11 @@ def test_the_minimal_client_talks_to_the_codec(tmp_path: Path) -> None:
             seen.append(message)
             timings = Timings(queue_ms=0, ttft_ms=1, total_ms=2, tokens_per_s=None)
             usage = Usage(prompt_tokens=1, completion_tokens=2)
-            for event in (Token(id="1", text="hé", token_id=1), Token(id="1", text="llo", token_id=2), Eos(id="1", reason="stop", usage=usage, timings=timings)):
+            for event in (
+                Token(id="1", text="hé", token_id=1),
+                Token(id="1", text="llo", token_id=2),
+                Eos(id="1", reason="stop", usage=usage, timings=timings),
+            ):
                 sock.sendall(codec.encode(event))
 
     listener = socket.socket(socket.AF_UNIX)
@@ -308,7 +357,9 @@ def test_every_metric_has_unit_and_window_and_meaning() -> None:
 
 
 def test_settings_that_metrics_md_names_exist() -> None:
-    names = {found.name for found in config.settings()} | {name.split(".")[-1] for name in named([row for table in tables(text_of("METRICS.md")) for row in table])}
+    names = {found.name for found in config.settings()} | {
+        name.split(".")[-1] for name in named([row for table in tables(text_of("METRICS.md")) for row in table])
+    }
     for name in re.findall(r"`([a-z]+_[a-z_]+)`", text_of("METRICS.md")):
         assert name in names or name == "llama_decode", name
 
@@ -353,7 +404,12 @@ def commands_in(page: str) -> list[str]:
     code = re.findall(r"`([^`\n]+)`", page)
     for block in re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         code += block.replace("\\\n", " ").splitlines()
-    return [part.strip() for line in code for part in re.split(r"&&|\|\||\||;", line.split(" #")[0]) if re.match(r"\s*uma-trio\b", part)]
+    return [
+        part.strip()
+        for line in code
+        for part in re.split(r"&&|\|\||\||;", line.split(" #")[0])
+        if re.match(r"\s*uma-trio\b", part)
+    ]
 
 
 def flags_of(name: str) -> set[str]:

@@ -75,7 +75,9 @@ def later(prompts: list[Slot], divisions: int) -> Service:
 
 
 @given(some_prompts(), st.integers(1, 2000), st.integers(1, 100), st.integers(0, 30))
-def test_all_tokens_are_given_and_none_that_nobody_wants(prompts: list[Slot], tokens: int, burst: int, before: int) -> None:
+def test_all_tokens_are_given_and_none_that_nobody_wants(
+    prompts: list[Slot], tokens: int, burst: int, before: int
+) -> None:
     service = later(prompts, before)
     shares, _ = divide(prompts, tokens, service, burst=burst)
     assert sum(n for _, n in shares) == min(tokens, sum(slot.pending for slot in prompts))
@@ -304,8 +306,12 @@ def test_leavings_are_no_turn() -> None:
 # -- tenants ----------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 64), st.integers(1, 10), st.integers(1, 10), st.lists(st.integers(1, 500), min_size=1, max_size=80))
-def test_backlogged_tenants_are_served_alike_however_many_prompts_they_have(burst: int, n: int, m: int, ticks: list[int]) -> None:
+@given(
+    st.integers(1, 64), st.integers(1, 10), st.integers(1, 10), st.lists(st.integers(1, 500), min_size=1, max_size=80)
+)
+def test_backlogged_tenants_are_served_alike_however_many_prompts_they_have(
+    burst: int, n: int, m: int, ticks: list[int]
+) -> None:
     """The bound of virtual token counters: the difference does not grow with time."""
     reading = Reading([Slot(i, ENDLESS, tenant=int(i < n)) for i in range(n + m)], burst)
     for tokens in ticks:

@@ -731,7 +731,9 @@ def believed(data: bytes) -> None:
 
 @given(st.binary(max_size=300), st.integers(0, len(WHOLE)), st.integers(0, 3))
 def test_whatever_the_bytes_are_they_are_damaged_or_a_session(noise: bytes, at: int, how: int) -> None:
-    believed([noise, WHOLE[:at] + noise, WHOLE[:at] + noise + WHOLE[at:], WHOLE[:at] + noise + WHOLE[at + len(noise) :]][how])
+    believed(
+        [noise, WHOLE[:at] + noise, WHOLE[:at] + noise + WHOLE[at:], WHOLE[:at] + noise + WHOLE[at + len(noise) :]][how]
+    )
 
 
 COUNTS = st.sampled_from([0, 1, 2, 5, (1 << 24) - 1, 1 << 24, (1 << 31) - 1, (1 << 32) - 1])

@@ -36,10 +36,12 @@ ROOMS = (
 
 PURE = ROOMS[: ROOMS.index("store")]
 
-STANDARD_AND_PURE = frozenset({
-    *("__future__", "bisect", "codecs", "collections", "difflib", "enum", "functools", "heapq", "io"),
-    *("itertools", "json", "math", "operator", "re", "struct", "textwrap", "types", "typing"),
-})
+STANDARD_AND_PURE = frozenset(
+    {
+        *("__future__", "bisect", "codecs", "collections", "difflib", "enum", "functools", "heapq", "io"),
+        *("itertools", "json", "math", "operator", "re", "struct", "textwrap", "types", "typing"),
+    }
+)
 PURE_MAY_IMPORT = STANDARD_AND_PURE | {"attrs", "cbor2", "msgspec", "numpy"}
 """What has no clock, no socket, no file and no task."""
 

@@ -15,10 +15,10 @@ SHAPE = Shape(n_ctx_train=8192, kv_bytes_per_token=2048)
 APART_OFF, APART, POOL = ("apart, flash attention off", "apart, flash attention auto", "unified, flash attention auto")
 
 
-def names(*, on_gpu: bool = False, windowed: bool = False, shape: Shape = SHAPE, memory_gib: int = 64, **settings) -> list[str]:
-    found = candidates(
-        shape, config.Model(**settings), on_gpu=on_gpu, memory_bytes=memory_gib << 30, windowed=windowed
-    )
+def names(
+    *, on_gpu: bool = False, windowed: bool = False, shape: Shape = SHAPE, memory_gib: int = 64, **settings
+) -> list[str]:
+    found = candidates(shape, config.Model(**settings), on_gpu=on_gpu, memory_bytes=memory_gib << 30, windowed=windowed)
     assert len(set(found)) == len(found)
     return [each.name for each in found]
 

@@ -23,7 +23,9 @@ VALUES: dict[Kind, st.SearchStrategy[Any]] = {
     Kind.COUNT: st.integers(0, 1 << 50),
     Kind.TEXT: st.text(max_size=40),
     Kind.NUMBER: st.floats(0, 1e9),
-    Kind.SETTINGS: st.dictionaries(st.text(max_size=9), st.none() | st.booleans() | st.integers(0, 99) | st.floats(0, 9)),
+    Kind.SETTINGS: st.dictionaries(
+        st.text(max_size=9), st.none() | st.booleans() | st.integers(0, 99) | st.floats(0, 9)
+    ),
     Kind.MOMENT: st.integers(0, 1 << 45).map(lambda us: us / 1e6),
     Kind.DURATION: st.integers(0, 1 << 40).map(lambda us: us / 1e3),
     Kind.SHARE: st.integers(0, 10_000).map(lambda n: n / 1e4),
@@ -67,7 +69,9 @@ def test_a_header_is_read_as_it_was_written(header: Header) -> None:
     assert decode(encode_header(header)) == [Run(header=header)]
 
 
-@given(st.lists(records_of(TickRecord), max_size=5), st.lists(records_of(RequestRecord), max_size=5), records_of(Trailer))
+@given(
+    st.lists(records_of(TickRecord), max_size=5), st.lists(records_of(RequestRecord), max_size=5), records_of(Trailer)
+)
 def test_records_are_read_as_they_were_written(ticks: list[Any], requests: list[Any], trailer: Trailer) -> None:
     run = read_back(*ticks, *requests, trailer)
     assert list(map(normal, run.ticks)) == list(map(normal, ticks))
@@ -102,10 +106,19 @@ def test_what_is_no_number_is_left_out() -> None:
 
 def test_sizes() -> None:
     plain = TickRecord(
-        t_s=3600.0, seq_ids=(0, 1, 2, 3), tokens=4, context_tokens=4000, predicted_ms=20.1, decode_ms=21.2, sample_ms=0.25, host_gap_ms=0.2
+        t_s=3600.0,
+        seq_ids=(0, 1, 2, 3),
+        tokens=4,
+        context_tokens=4000,
+        predicted_ms=20.1,
+        decode_ms=21.2,
+        sample_ms=0.25,
+        host_gap_ms=0.2,
     )
     assert len(encode(plain, 0.0)) < 70
-    mixed = attrs.evolve(plain, prompts=((5, 64),), prompt_context=128.0, waiting=2, bytes_moved=1 << 31, bandwidth_share=0.7)
+    mixed = attrs.evolve(
+        plain, prompts=((5, 64),), prompt_context=128.0, waiting=2, bytes_moved=1 << 31, bandwidth_share=0.7
+    )
     assert len(encode(mixed, 0.0)) < 100
 
 
@@ -137,7 +150,12 @@ def test_a_newer_format_says_so() -> None:
 def small_log() -> tuple[bytes, list[int]]:
     """Some records, and where each of them ends."""
     run = simulated(requests=2)
-    parts = [encode_header(HEADER), *[encode(tick, 0.0) for tick in run.ticks[:6]], encode(run.requests[0], 0.0), encode(Trailer(), 0.0)]
+    parts = [
+        encode_header(HEADER),
+        *[encode(tick, 0.0) for tick in run.ticks[:6]],
+        encode(run.requests[0], 0.0),
+        encode(Trailer(), 0.0),
+    ]
     ends = [len(b"".join(parts[: n + 1])) for n in range(len(parts))]
     return b"".join(parts), ends
 
@@ -205,7 +223,9 @@ def test_any_bytes_behind_a_header(data: bytes) -> None:
 )
 def test_a_record_that_is_none_is_told_with_its_place(fields: dict[str, Any], said: str) -> None:
     header = encode_header(HEADER)
-    [run] = decode(header + encode(TickRecord(t_s=1.0), 0.0) + cbor2.dumps(["tick", fields]) + encode(TickRecord(t_s=2.0), 0.0))
+    [run] = decode(
+        header + encode(TickRecord(t_s=1.0), 0.0) + cbor2.dumps(["tick", fields]) + encode(TickRecord(t_s=2.0), 0.0)
+    )
     assert run.ticks == [TickRecord(t_s=1.0)]
     assert run.cut is not None
     assert said in run.cut
@@ -234,7 +254,9 @@ def test_an_id_cannot_pass_for_a_header() -> None:
 
 
 def test_runs_one_after_another() -> None:
-    runs = [attrs.evolve(simulated(seed, requests=3), header=attrs.evolve(HEADER, started=str(seed))) for seed in range(3)]
+    runs = [
+        attrs.evolve(simulated(seed, requests=3), header=attrs.evolve(HEADER, started=str(seed))) for seed in range(3)
+    ]
     found = decode(b"".join(map(as_bytes, runs)))
     assert [run.header.started for run in found] == ["0", "1", "2"]
     assert [len(run.ticks) for run in found] == [len(run.ticks) for run in runs]
@@ -253,7 +275,9 @@ def test_a_header_again_continues_its_run() -> None:
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_every_field_is_documented_with_its_kind_and_default(cls: Any) -> None:
     [section] = re.findall(rf"^### {re.escape(cls.NAME)}\n(.*?)(?=^##)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("| `")
+    ]
     assert [row[0].strip("`") for row in rows] == [field.metadata["key"] for field in attrs.fields(cls)]
     for row, field in zip(rows, attrs.fields(cls), strict=True):
         assert row[1] == field.metadata["kind"].name.lower(), field.name
@@ -278,7 +302,9 @@ def test_keys_are_unique_and_kinds_are_documented() -> None:
         assert re.search(rf"^\| .*\b{kind.name.lower()}\b", PAGE.read_text(), re.MULTILINE)
 
 
-def test_the_documented_reader_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documented_reader_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     [source] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     data, ends = small_log()
     (tmp_path / "perf.cborseq").write_bytes(data[:-1])

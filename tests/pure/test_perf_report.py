@@ -84,7 +84,10 @@ def test_json_is_the_summary(log: Path) -> None:
 
 def test_which_run(tmp_path: Path) -> None:
     file = tmp_path / "perf"
-    runs = [attrs.evolve(simulated(seed, requests=3), header=attrs.evolve(HEADER, model=f"model-{seed}")) for seed in (1, 2, 3)]
+    runs = [
+        attrs.evolve(simulated(seed, requests=3), header=attrs.evolve(HEADER, model=f"model-{seed}"))
+        for seed in (1, 2, 3)
+    ]
     file.write_bytes(b"".join(map(as_bytes, runs)))
 
     def models(*args: object) -> list[str]:
@@ -199,9 +202,17 @@ def test_the_picture(log: Path, tmp_path: Path) -> None:
         Run(header=HEADER),
         Run(header=HEADER, ticks=[TickRecord(t_s=1.0)]),
         Run(header=HEADER, ticks=[TickRecord(t_s=1.0, seq_ids=(0,), decode_ms=5.0, predicted_ms=5.0)]),
-        Run(header=HEADER, requests=[RequestRecord(id="r", arrived_s=0.0, first_token_s=0.0, ended_s=0.0, reason="stop", itl_ms=[0.0])]),
+        Run(
+            header=HEADER,
+            requests=[
+                RequestRecord(id="r", arrived_s=0.0, first_token_s=0.0, ended_s=0.0, reason="stop", itl_ms=[0.0])
+            ],
+        ),
         attrs.evolve(simulated(requests=1), header=attrs.evolve(HEADER, scheduling={}, description="")),
-        Run(header=HEADER, ticks=[TickRecord(t_s=float(n), seq_ids=tuple(range(256)), decode_ms=900.0) for n in range(3)]),
+        Run(
+            header=HEADER,
+            ticks=[TickRecord(t_s=float(n), seq_ids=tuple(range(256)), decode_ms=900.0) for n in range(3)],
+        ),
     ],
     ids=["nothing", "an empty tick", "one tick", "one request", "one simulated", "256 streams"],
 )
@@ -215,11 +226,16 @@ def test_pictures_of_little_and_of_much(run: Run, tmp_path: Path) -> None:
 
 @needs_matplotlib
 def test_pictures_that_cannot_be_written(log: Path, tmp_path: Path) -> None:
-    for target, said in ((tmp_path / "a.xyz", "not supported"), (tmp_path / "no" / "a.png", "No such file or directory")):
+    for target, said in (
+        (tmp_path / "a.xyz", "not supported"),
+        (tmp_path / "no" / "a.png", "No such file or directory"),
+    ):
         result = report(log, "--plot", target)
         assert result.exit_code == 2
         assert f"cannot write {target}" in result.output
         assert said in result.output
-    log.write_bytes(as_bytes(simulated(1)) + as_bytes(attrs.evolve(simulated(2), header=attrs.evolve(HEADER, model="b"))))
+    log.write_bytes(
+        as_bytes(simulated(1)) + as_bytes(attrs.evolve(simulated(2), header=attrs.evolve(HEADER, model="b")))
+    )
     result = report(log, "--run", "all", "--plot", tmp_path / "a.png")
     assert (result.exit_code, flat(result)) == (2, "uma-trio perf: --plot draws one run: say which with --run")

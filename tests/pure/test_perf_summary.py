@@ -122,7 +122,13 @@ def test_a_run_in_which_nothing_happened() -> None:
     found = summarise(Run(header=HEADER))
     assert (found.ticks, found.tokens, found.duration_s, found.tokens_per_s) == (0, 0, 0.0, 0.0)
     assert found.itl_ms == found.ttft_ms == found.tick_ms == Quantiles(0, None, None, None, None)
-    assert (found.shares, found.average_batch, found.longest, found.ttft_by_load, found.closed) == (None, None, (), (), False)
+    assert (found.shares, found.average_batch, found.longest, found.ttft_by_load, found.closed) == (
+        None,
+        None,
+        (),
+        (),
+        False,
+    )
     assert found.alone == found.mixed == Prediction(ticks=0, median_error=None, p95_error=None, bias=None)
 
 

@@ -40,7 +40,9 @@ def known(device: Device) -> CostModel:
     """The cost model that has learned all there is to learn of ``device``."""
     a, b, c, d, e = SCALES
     alone = Line((device.a * a, device.b * b, device.c * c, device.d * d, device.e * e))
-    return CostModel(alone, attrs.evolve(alone, coefficients=(alone.coefficients[0] + device.step, *alone.coefficients[1:])))
+    return CostModel(
+        alone, attrs.evolve(alone, coefficients=(alone.coefficients[0] + device.step, *alone.coefficients[1:]))
+    )
 
 
 # -- any tick ---------------------------------------------------------------------------------------
@@ -59,7 +61,13 @@ class Case:
 
     def plan(self) -> Plan:
         return plan(
-            self.streams, self.prompts, self.memory, now_s=0.0, cost=self.cost, capacity=self.capacity, limits=self.limits
+            self.streams,
+            self.prompts,
+            self.memory,
+            now_s=0.0,
+            cost=self.cost,
+            capacity=self.capacity,
+            limits=self.limits,
         )
 
     @property
@@ -74,7 +82,11 @@ def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
     n, m = draw(st.integers(0, 20)), draw(st.integers(0, 20))
     seq_ids = draw(st.permutations(range(40)))
     dues = st.just(math.inf) if in_time else st.sampled_from([-1000.0, -0.01, 0.0, 0.02, 0.1, 0.5, math.inf])
-    who = {"priority": st.sampled_from(Priority), "tenant": st.integers(0, 3), "context": st.sampled_from([0, 50, 20_000])}
+    who = {
+        "priority": st.sampled_from(Priority),
+        "tenant": st.integers(0, 3),
+        "context": st.sampled_from([0, 50, 20_000]),
+    }
     streams = [
         Slot(seq_id, due_s=draw(dues), **{name: draw(values) for name, values in who.items()}) for seq_id in seq_ids[:n]
     ]
@@ -83,7 +95,9 @@ def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
         for seq_id in seq_ids[n : n + m]
     ]
     burst, chunk = draw(st.integers(1, 64)), draw(st.integers(1, 64))
-    limits = Scheduling(prefill_burst_tokens=burst, min_chunk_tokens=chunk, prefill_tick_ms=draw(st.sampled_from([1.0, 250.0, 1e5])))
+    limits = Scheduling(
+        prefill_burst_tokens=burst, min_chunk_tokens=chunk, prefill_tick_ms=draw(st.sampled_from([1.0, 250.0, 1e5]))
+    )
     behind = draw(st.dictionaries(st.integers(0, 3), st.sampled_from([0.0, 5.0, 1e9])))
     memory = Memory(Service(behind), draw(st.booleans()), draw(st.integers(0, BACKGROUND_SITS_OUT)))
     least = n + max(burst, chunk)
@@ -201,7 +215,13 @@ def test_what_was_read_of_a_prompt_counts_in_its_chunks_time() -> None:
     sizes = []
     for context in (0, 2000):
         chosen = plan(
-            [Slot(0, due_s=0.1)], [Slot(3, 5000, context)], Memory(), now_s=0.0, cost=known(CPU), capacity=512, limits=LIMITS
+            [Slot(0, due_s=0.1)],
+            [Slot(3, 5000, context)],
+            Memory(),
+            now_s=0.0,
+            cost=known(CPU),
+            capacity=512,
+            limits=LIMITS,
         )
         sizes.append(chosen.work.prompt_tokens)
         assert chosen.predicted_ms <= 100
@@ -211,7 +231,9 @@ def test_what_was_read_of_a_prompt_counts_in_its_chunks_time() -> None:
 @pytest.mark.parametrize(("pending", "got"), [(87, 87), (88, 79), (5000, 79)])
 def test_a_chunk_that_is_not_the_last_makes_the_call_even(pending: int, got: int) -> None:
     """87 fit beside the stream; 79 and it are a multiple of 16."""
-    chosen = plan([Slot(0, due_s=0.1)], [Slot(3, pending)], Memory(), now_s=0.0, cost=known(CPU), capacity=512, limits=LIMITS)
+    chosen = plan(
+        [Slot(0, due_s=0.1)], [Slot(3, pending)], Memory(), now_s=0.0, cost=known(CPU), capacity=512, limits=LIMITS
+    )
     assert chosen.work.prompt_tokens == got
 
 
@@ -238,16 +260,27 @@ def test_nobody_starves(device: Device, seed: int) -> None:
     chance = random.Random(seed)
     parallel, tenants = chance.choice([3, 6]), chance.choice([1, 3])
     limits = Scheduling(
-        prefill_burst_tokens=chance.choice([8, 32]), min_chunk_tokens=chance.choice([4, 16]), target_tbt_ms=chance.choice([1.0, 50.0, 1000.0])
+        prefill_burst_tokens=chance.choice([8, 32]),
+        min_chunk_tokens=chance.choice([4, 16]),
+        target_tbt_ms=chance.choice([1.0, 50.0, 1000.0]),
     )
-    house = House(attrs.evolve(device, noise=0.1, chance=chance), limits, capacity=parallel + limits.prefill_burst_tokens + 100)
+    house = House(
+        attrs.evolve(device, noise=0.1, chance=chance), limits, capacity=parallel + limits.prefill_burst_tokens + 100
+    )
     within = bound(parallel, min(parallel, 3 * tenants))
     for _ in range(1500):
         for seq_id in range(parallel):
             if seq_id not in house.held and chance.random() < 0.3:
                 target = chance.choice([None, 0.001, 20.0, 10_000.0])
                 pending, n = chance.choice([(1, 3), (20, 100), (300, 1), (math.inf, 1)]) if seq_id else (20, math.inf)
-                house.read(seq_id, pending, n=n, target_ms=target, priority=chance.choice(list(Priority)), tenant=chance.randrange(tenants))
+                house.read(
+                    seq_id,
+                    pending,
+                    n=n,
+                    target_ms=target,
+                    priority=chance.choice(list(Priority)),
+                    tenant=chance.randrange(tenants),
+                )
         chosen = house.tick()
         assert len(chosen.streams) + chosen.work.prompt_tokens <= house.capacity
         for held in house.held.values():
@@ -477,7 +510,7 @@ def test_calls_together_hold_every_stream_once(
 
 @given(decodes())
 def test_where_each_sequence_has_cells_of_its_own_a_call_is_of_ids_that_follow_each_other(
-    case: tuple[list[Slot], CostModel, int]
+    case: tuple[list[Slot], CostModel, int],
 ) -> None:
     streams, cost, capacity = case
     streams = [attrs.evolve(slot, drafts=0) for slot in streams]
@@ -547,7 +580,9 @@ def test_guesses_are_checked_within_the_batch_in_time_and_only_where_there_are_s
 def test_beside_prompts_nobody_guesses(case: tuple[list[Slot], CostModel, int], mixes: bool, pending: int) -> None:
     streams, cost, capacity = case
     streams = [attrs.evolve(slot, due_s=math.inf) for slot in streams]
-    chosen = plan(streams, [Slot(20, pending)], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes)
+    chosen = plan(
+        streams, [Slot(20, pending)], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes
+    )
     assert chosen.shares
     assert not chosen.drafts
 

@@ -76,7 +76,11 @@ def test_client_and_server_back_to_back(encoding: Encoding) -> None:
     assert client.next_event() is None
 
 
-@given(st.lists(st.sampled_from(["generate", "cancel", "metrics"]), max_size=6), st.sampled_from(Encoding), st.binary(max_size=3))
+@given(
+    st.lists(st.sampled_from(["generate", "cancel", "metrics"]), max_size=6),
+    st.sampled_from(Encoding),
+    st.binary(max_size=3),
+)
 def test_whole_byte_by_byte_and_with_trailing_bytes(kinds: list[str], encoding: Encoding, trailing: bytes) -> None:
     kind_of = {
         "generate": ({"id": "a", "prompt": "é"}, Generate(id="a", prompt="é")),

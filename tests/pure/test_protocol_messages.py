@@ -91,7 +91,11 @@ def test_a_request_with_everything() -> None:
     )
     assert found == Generate(
         id="r1",
-        messages=[ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hello"), ChatMessage(role="assistant", content="")],
+        messages=[
+            ChatMessage(role="system", content="be brief"),
+            ChatMessage(role="user", content="hello"),
+            ChatMessage(role="assistant", content=""),
+        ],
         parse_special=False,
         max_tokens=5,
         n=1,
@@ -145,7 +149,9 @@ def test_unknown_fields_are_ignored_everywhere() -> None:
     assert parse({"event": "cancel", "id": "r1", "reason": 5}) == Cancel(id="r1")
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "max_tokens", "logprobs", "seed", "speculate", "session_id", "n_keep", "metadata"])
+@pytest.mark.parametrize(
+    "name", ["prompt", "messages", "max_tokens", "logprobs", "seed", "speculate", "session_id", "n_keep", "metadata"]
+)
 def test_null_is_not_given(name: str) -> None:
     if name == "prompt":
         chat = {"id": "r1", "messages": [{"role": "user", "content": "x"}]}
@@ -234,8 +240,36 @@ NOT_TAKEN = [
     ("repeat_last_n", [-1, 4097, 2**64, 1.0, "64", True, None]),
     ("frequency_penalty", [-2.1, 2.1, math.nan, -math.inf, "0", True, None, [0]]),
     ("presence_penalty", [-2.1, 2.1, math.nan, math.inf, "0", True, None]),
-    ("logit_bias", [None, [], 1, "x", {"a": 1}, {"-1": 1}, {"1.0": 1}, {"01": 1}, {" 1": 1}, {"": 1}, {str(2**31): 1}, {"9" * 400: 1}]),
-    ("logit_bias", [{"1": 100.1}, {"1": -100.1}, {"1": math.nan}, {"1": -math.inf}, {"1": "1"}, {"1": None}, {"1": True}, {"1": [1]}]),
+    (
+        "logit_bias",
+        [
+            None,
+            [],
+            1,
+            "x",
+            {"a": 1},
+            {"-1": 1},
+            {"1.0": 1},
+            {"01": 1},
+            {" 1": 1},
+            {"": 1},
+            {str(2**31): 1},
+            {"9" * 400: 1},
+        ],
+    ),
+    (
+        "logit_bias",
+        [
+            {"1": 100.1},
+            {"1": -100.1},
+            {"1": math.nan},
+            {"1": -math.inf},
+            {"1": "1"},
+            {"1": None},
+            {"1": True},
+            {"1": [1]},
+        ],
+    ),
     ("logit_bias", [{str(token): 1 for token in range(301)}]),
     ("logprobs", [-1, 21, 2**64, 1.0, "1", True, [1]]),
     ("stop_token_ids", [None, 1, "x", {}, [-1], [2**31], [1.0], ["1"], [None], [True], [[1]], [1] * 65]),
@@ -373,7 +407,13 @@ def test_metadata_as_deep_as_allowed() -> None:
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-scalars = st.none() | st.booleans() | st.integers(-(2**64), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False) | texts
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**64), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | texts
+)
 metadatas = st.dictionaries(
     texts,
     st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)),
@@ -451,7 +491,19 @@ def test_a_request_means_the_same_in_json_and_cbor(fields: dict[str, object]) ->
     assert from_json == from_cbor
     assert isinstance(from_json, Generate)
     for name, value in fields.items():
-        if value is not None and name in ("id", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs", "stop_token_ids", "seed"):
+        if value is not None and name in (
+            "id",
+            "prompt",
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "logprobs",
+            "stop_token_ids",
+            "seed",
+        ):
             assert getattr(from_json, name) == value
 
 
@@ -463,7 +515,10 @@ anything = st.recursive(
 names = st.sampled_from([field.name for field in attrs.fields(Generate)] + ["event", "type"])
 
 
-@given(st.dictionaries(names, anything, max_size=6) | st.builds(lambda more: LEAST | more, st.dictionaries(names, anything, max_size=3)))
+@given(
+    st.dictionaries(names, anything, max_size=6)
+    | st.builds(lambda more: LEAST | more, st.dictionaries(names, anything, max_size=3))
+)
 def test_whatever_the_fields_hold_it_is_a_message_or_a_bad_request(fields: dict[str, object]) -> None:
     try:
         found = parse(fields)
@@ -488,8 +543,12 @@ failures = st.builds(
     metadata=st.none() | metadatas,
 )
 octets = st.lists(st.integers(0, 255), max_size=4)
-alternatives = st.lists(st.builds(Logprob, token_id=counts, text=texts, bytes=octets, logprob=st.floats(-99, 0)), max_size=2)
-scored = st.builds(Logprobs, token_id=counts, text=texts, bytes=octets, logprob=st.floats(-99, 0), top_logprobs=alternatives)
+alternatives = st.lists(
+    st.builds(Logprob, token_id=counts, text=texts, bytes=octets, logprob=st.floats(-99, 0)), max_size=2
+)
+scored = st.builds(
+    Logprobs, token_id=counts, text=texts, bytes=octets, logprob=st.floats(-99, 0), top_logprobs=alternatives
+)
 events = (
     st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
     | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
@@ -497,8 +556,12 @@ events = (
         Eos,
         id=texts,
         reason=st.sampled_from(["stop", "length", "cancelled", "error"]),
-        usage=st.builds(Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts, dropped_tokens=counts),
-        timings=st.builds(Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times),
+        usage=st.builds(
+            Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts, dropped_tokens=counts
+        ),
+        timings=st.builds(
+            Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times
+        ),
         text=st.none() | texts,
         logprobs=st.none() | st.lists(scored, max_size=2),
         stop=st.none() | texts,
@@ -539,7 +602,16 @@ def test_an_event_survives_both_encodings(event: ServerEvent) -> None:
 
 
 BIASES = [{}, {0: 1}, {7: -100.0, 8: 2.0, 2**31 - 1: 100}, dict.fromkeys(range(300), -1)]
-WRONG_BIASES = [{-1: 1}, {2**31: 1}, {2**63: 1}, {-(2**64): 1}, {1: 101}, {1: True}, {1: [1]}, dict.fromkeys(range(301), 1)]
+WRONG_BIASES = [
+    {-1: 1},
+    {2**31: 1},
+    {2**63: 1},
+    {-(2**64): 1},
+    {1: 101},
+    {1: True},
+    {1: [1]},
+    dict.fromkeys(range(301), 1),
+]
 
 
 def _as_text(bias: Mapping[int, object]) -> dict[str, object]:
@@ -568,12 +640,20 @@ def test_wrong_biases_are_told_alike_in_both_encodings(bias: Mapping[int, object
 
 def test_the_fields_of_a_token() -> None:
     assert to_fields(Token(id="r", text="hi", token_id=7)) == {"id": "r", "event": "token", "text": "hi", "token_id": 7}
-    assert to_fields(Token(id="r", text="hi", token_id=None, echo=True)) == {"id": "r", "event": "token", "text": "hi", "echo": True}
+    assert to_fields(Token(id="r", text="hi", token_id=None, echo=True)) == {
+        "id": "r",
+        "event": "token",
+        "text": "hi",
+        "echo": True,
+    }
     assert to_fields(Token(id="r", text="", token_id=0))["text"] == ""
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    usage, timings = Usage(prompt_tokens=0, completion_tokens=0), Timings(queue_ms=0, ttft_ms=None, total_ms=1.5, tokens_per_s=None)
+    usage, timings = (
+        Usage(prompt_tokens=0, completion_tokens=0),
+        Timings(queue_ms=0, ttft_ms=None, total_ms=1.5, tokens_per_s=None),
+    )
     assert to_fields(Eos(id="r", reason="cancelled", usage=usage, timings=timings)) == {
         "id": "r",
         "event": "eos",

@@ -141,7 +141,10 @@ def with_bias(raw: bytes) -> bytes:
         (b"\xa1\x20\x00", {"-1": 0}),
         (b"\xa0", {}),
         (b"\xbf\xff", {}),
-        (b"\xb9\x10\x00" + b"".join(b"\x19" + struct.pack(">H", n) + b"\0" for n in range(4096)), {str(n): 0 for n in range(4096)}),
+        (
+            b"\xb9\x10\x00" + b"".join(b"\x19" + struct.pack(">H", n) + b"\0" for n in range(4096)),
+            {str(n): 0 for n in range(4096)},
+        ),
         (b"\x81\x01", [1]),
         (b"\x01", 1),
     ],
@@ -205,7 +208,10 @@ def test_token_ids_as_keys_are_their_text(raw: bytes, value: object) -> None:
         pytest.param(with_bias(b"\xa1\xc2\x41\x01\x00"), id="big number as token"),
         pytest.param(with_bias(b"\xa1\x01\xa1\x01\x01"), id="numbers as keys inside a bias"),
         pytest.param(b"\xa1" + text("metadata") + with_bias(b"\xa1\x01\x02"), id="biases inside something else"),
-        pytest.param(with_bias(b"\xb9\x10\x01" + b"".join(b"\x19" + struct.pack(">H", n) + b"\0" for n in range(4097))), id="too many biases"),
+        pytest.param(
+            with_bias(b"\xb9\x10\x01" + b"".join(b"\x19" + struct.pack(">H", n) + b"\0" for n in range(4097))),
+            id="too many biases",
+        ),
         pytest.param(b"\xbf" + b"".join(text(f"{n:04}") + b"\0" for n in range(4097)) + b"\xff", id="too many fields"),
         pytest.param(b"\xa1" + text("a"), id="cut off at the value"),
         pytest.param(b"\xa0\x00", id="a trailing byte"),
@@ -279,7 +285,21 @@ def test_damaged_payloads_give_an_object_or_an_uma_error(fields: dict[str, objec
         assert type(found) is dict
 
 
-NASTY = [b"\xa1", b"\xbf", b"\x9f", b"\x81", b"\x7f", b"\xff", b"\x61a", b"\xd8\x1d", b"\xd8\x1c", b"\x1b", b"\x9b", b"\xf7", b"\0"]
+NASTY = [
+    b"\xa1",
+    b"\xbf",
+    b"\x9f",
+    b"\x81",
+    b"\x7f",
+    b"\xff",
+    b"\x61a",
+    b"\xd8\x1d",
+    b"\xd8\x1c",
+    b"\x1b",
+    b"\x9b",
+    b"\xf7",
+    b"\0",
+]
 
 
 @given(st.lists(st.sampled_from(NASTY), max_size=30))
@@ -297,8 +317,18 @@ N = (1 << 20) - 64
         pytest.param(with_value(b"\x9a" + struct.pack(">I", N) + b"\x00" * N), id="CBOR numbers"),
         pytest.param(with_value(b"\x9a" + struct.pack(">I", N) + b"\x60" * N), id="CBOR empty texts"),
         pytest.param(with_value(b"\x7f" + b"\x60" * N + b"\xff"), id="CBOR empty chunks"),
-        pytest.param(b"\xbb" + struct.pack(">Q", N // 6) + b"".join(b"\x64%04x\x00" % (i % 65536) for i in range(N // 6)), id="CBOR fields"),
-        pytest.param(with_bias(b"\xba" + struct.pack(">I", N // 9) + b"".join(b"\x1a%b\x00" % struct.pack(">I", i << 10) for i in range(N // 9))), id="CBOR biases"),
+        pytest.param(
+            b"\xbb" + struct.pack(">Q", N // 6) + b"".join(b"\x64%04x\x00" % (i % 65536) for i in range(N // 6)),
+            id="CBOR fields",
+        ),
+        pytest.param(
+            with_bias(
+                b"\xba"
+                + struct.pack(">I", N // 9)
+                + b"".join(b"\x1a%b\x00" % struct.pack(">I", i << 10) for i in range(N // 9))
+            ),
+            id="CBOR biases",
+        ),
         pytest.param(b'{"a":[' + b"0," * (N // 2) + b"0]}", id="JSON numbers"),
         pytest.param(b'{"a":[' + b"[]," * (N // 3) + b"0]}", id="JSON empty lists"),
         pytest.param(b"{" + b",".join(b'"%06x":0' % i for i in range(N // 12)) + b"}", id="JSON keys"),

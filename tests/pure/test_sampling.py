@@ -42,9 +42,7 @@ params = st.builds(
 )
 
 
-@given(
-    params, st.sampled_from([1, 7, 64, 100, 1000, 3001]), st.integers(0, 99), st.sampled_from([0.01, 1, 5])
-)
+@given(params, st.sampled_from([1, 7, 64, 100, 1000, 3001]), st.integers(0, 99), st.sampled_from([0.01, 1, 5]))
 def test_the_distribution_is_the_obvious_one(params, n_vocab, seed, scale):
     (logits,) = noise(1, n_vocab, scale, seed)
     if params.greedy:

@@ -62,9 +62,7 @@ params = st.builds(
     frequency_penalty=st.sampled_from([-2.0, 0.0, 0.3, 2.0]),
     presence_penalty=st.sampled_from([-2.0, 0.0, 0.7, 2.0]),
 )
-rows = st.tuples(
-    params, st.none() | st.sets(tokens, min_size=1, max_size=9), st.none() | biases, stories, stories
-)
+rows = st.tuples(params, st.none() | st.sets(tokens, min_size=1, max_size=9), st.none() | biases, stories, stories)
 
 
 def given_to(row):
@@ -144,7 +142,9 @@ def test_the_repetition_penalty_does_not_count_and_the_frequency_penalty_does():
     assert logits.tolist() == [[5.0, 4.5, 4.5, 5.0]]
 
 
-@pytest.mark.parametrize(("window", "penalised"), [(0, []), (1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+    ("window", "penalised"), [(0, []), (1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
 def test_the_window_is_of_prompt_and_answer_together(window, penalised):
     logits = np.full((1, 8), 1.0, F32)
     params = SamplingParams(repetition_penalty=2.0, repeat_last_n=window)

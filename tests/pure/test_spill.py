@@ -210,7 +210,9 @@ def test_a_dropped_draft_leaves_a_file_for_the_next_scan(path: Path, folder: Spi
         ([1], {"extra": {1: (2,)}}),
     ],
 )
-def test_what_cannot_be_kept_is_refused_and_leaves_nothing(folder: SpillFolder, path: Path, tokens: Any, more: Any) -> None:
+def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
+    folder: SpillFolder, path: Path, tokens: Any, more: Any
+) -> None:
     draft = folder.begin(100)
     with pytest.raises(SpillError):
         draft.finish(tokens, **{"tenant": 1} | more)
@@ -402,7 +404,12 @@ def test_a_folder_that_cannot_be_made_again_is_an_error_each_time(path: Path, fo
 def test_a_closed_folder_answers_with_its_error(folder: SpillFolder) -> None:
     state, draft = save(folder), folder.begin(1000)
     folder.close()
-    for use in (folder.scan, lambda: folder.begin(9), lambda: folder.open(state.name), lambda: draft.finish([], tenant=1)):
+    for use in (
+        folder.scan,
+        lambda: folder.begin(9),
+        lambda: folder.open(state.name),
+        lambda: draft.finish([], tenant=1),
+    ):
         with pytest.raises(SpillError):
             use()
 
@@ -497,7 +504,9 @@ def refuses(sample: tuple[SpillFolder, Path, bytes], data: bytes) -> None:
 
 
 @given(st.data())
-def test_a_flipped_bit_is_recognised_wherever_it_is(sample: tuple[SpillFolder, Path, bytes], data: st.DataObject) -> None:
+def test_a_flipped_bit_is_recognised_wherever_it_is(
+    sample: tuple[SpillFolder, Path, bytes], data: st.DataObject
+) -> None:
     good = sample[2]
     parts = [(0, FIXED.size), (FIXED.size, PAYLOAD_AT), (PAYLOAD_AT, PAYLOAD_AT + 700), (PAYLOAD_AT + 700, len(good))]
     first, end = data.draw(st.sampled_from(parts))

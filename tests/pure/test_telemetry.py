@@ -50,7 +50,9 @@ def test_a_new_one_has_measured_nothing() -> None:
     assert snapshot["tokens_total"] == snapshot["batch_calls_total"] == 0
     assert snapshot["requests_total"] == snapshot["rejected_total"] == {}
     measured = {key for key, value in snapshot.items() if value is None}
-    assert measured == {key for key in snapshot if key.endswith(("_ms", "_ms_avg", "_share", "_per_token")) or key == "avg_batch"}
+    assert measured == {
+        key for key in snapshot if key.endswith(("_ms", "_ms_avg", "_share", "_per_token")) or key == "avg_batch"
+    }
 
 
 def test_ticks_add_up() -> None:

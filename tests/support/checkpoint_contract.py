@@ -81,4 +81,6 @@ def test_checkpoints_are_saved_and_loaded_with_a_state(engine, prompts):
     assert not engine.step(Step([load])).refused
     assert engine.step(Step([Remove(2, at, 9)], [[prompt_feed(2, prompts[2], pos=at)]])).tokens == tuple(expected)
     for wrong in ((8, kept), (9, bytearray(len(kept) - 1))):
-        assert [seq_id for seq_id, _ in engine.step(Step([Save(2, bytearray(engine.state_bytes(2)), [wrong])])).refused] == [2]
+        assert [
+            seq_id for seq_id, _ in engine.step(Step([Save(2, bytearray(engine.state_bytes(2)), [wrong])])).refused
+        ] == [2]

@@ -93,7 +93,9 @@ class House:
     ticks_ms: list[float] = attrs.field(factory=list)
     watch: Callable[[Plan], None] = lambda chosen: None
 
-    def read(self, seq_id: int, pending: float, *, n: float = math.inf, target_ms: float | None = None, **slot: int) -> Held:
+    def read(
+        self, seq_id: int, pending: float, *, n: float = math.inf, target_ms: float | None = None, **slot: int
+    ) -> Held:
         """A prompt is admitted."""
         target = self.limits.target_tbt_ms if target_ms is None else target_ms
         self.held[seq_id] = Held(Slot(seq_id, pending, **slot), target, n)  # type: ignore[arg-type]

@@ -115,9 +115,7 @@ def test_sequences_of_one_batch_do_not_see_each_other(engine, prompts):
     expected = [alone(engine, prompt, 4) for prompt in prompts[:4]]
     said = [list(part) for part in zip(engine.step(step(*map(prompt_feed, range(4), prompts))).tokens, strict=True)]
     for n in range(1, 4):
-        feeds = tuple(
-            Feed(seq, len(prompts[seq]) + n - 1, said[seq][-1:], [greedy(n)]) for seq in range(4)
-        )
+        feeds = tuple(Feed(seq, len(prompts[seq]) + n - 1, said[seq][-1:], [greedy(n)]) for seq in range(4))
         for seq, token in enumerate(engine.step(step(*feeds)).tokens):
             said[seq].append(token)
     assert said == expected
@@ -134,7 +132,9 @@ def test_a_batch_of_prompts_and_decodes(engine, prompts):
     )
     result = engine.step(step(*feeds))
     assert result.tokens == (expected[2][1], expected[0][0])
-    result = engine.step(step(prompt_feed(1, prompts[1][2:], pos=2), Feed(0, len(prompts[0]), [expected[0][0]], [greedy(1)])))
+    result = engine.step(
+        step(prompt_feed(1, prompts[1][2:], pos=2), Feed(0, len(prompts[0]), [expected[0][0]], [greedy(1)]))
+    )
     assert result.tokens == (expected[1][0], expected[0][1])
     assert engine.used_cells() == {0: len(prompts[0]) + 1, 1: len(prompts[1]), 2: len(prompts[2]) + 1}
 
@@ -239,7 +239,9 @@ def test_guesses_are_checked_in_one_batch(cuttable, prompts):
 
 def test_batches_of_one_step_are_computed_one_after_another(engine, prompts):
     expected = [alone(engine, prompt, 2) for prompt in prompts[:3]]
-    result = engine.step(Step((), [[prompt_feed(0, prompts[0])], [prompt_feed(1, prompts[1]), prompt_feed(2, prompts[2])]]))
+    result = engine.step(
+        Step((), [[prompt_feed(0, prompts[0])], [prompt_feed(1, prompts[1]), prompt_feed(2, prompts[2])]])
+    )
     assert result.tokens == tuple(said[0] for said in expected)
     feeds = [Feed(seq, len(prompts[seq]), expected[seq][:1], [greedy(1)]) for seq in range(3)]
     assert engine.step(Step((), [feeds[:2], feeds[2:]])).tokens == tuple(said[1] for said in expected)

@@ -75,9 +75,7 @@ def simulated(
         context = sum(request.prompt_tokens + len(request.token_s) for request in streams)
         n_prompt = sum(n for _, n in chunks)
         true_ms = base_ms + 0.6 * len(streams) + 0.0008 * context + prompt_ms * n_prompt
-        decode_ms = true_ms * rng.lognormvariate(0, 0.03) + (
-            rng.expovariate(1 / 80) if rng.random() < 0.01 else 0
-        )
+        decode_ms = true_ms * rng.lognormvariate(0, 0.03) + (rng.expovariate(1 / 80) if rng.random() < 0.01 else 0)
         drafted = rng.randint(1, 4) * len(streams) if streams and not chunks and rng.random() < 0.2 else 0
         accepted = sum(rng.random() < 0.6 for _ in range(drafted))
         began_s, sample_ms = now_s + (gap_ms / 1e3 if ended_s is not None else 0.0), rng.gammavariate(9, 0.03)

@@ -294,9 +294,7 @@ def real_daemon(*flags: str, folder: Path | None = None, **options: Any) -> Iter
     with contextlib.ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="uma-")))
-        daemon = stack.enter_context(
-            started(*flags, socket=folder / "uma.sock", log_file=folder / "log", **options)
-        )
+        daemon = stack.enter_context(started(*flags, socket=folder / "uma.sock", log_file=folder / "log", **options))
         wait_ready(daemon)
         yield daemon
         if daemon.process.poll() is None:

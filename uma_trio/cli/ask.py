@@ -33,23 +33,38 @@ FULL_OR_EMPTY = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option("--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: 0]")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
 @click.option("--top-k", type=click.IntRange(0), help="Sample among the k likeliest; 0 is off.")
-@click.option("--min-p", type=click.FloatRange(0, 1), help="Sample among tokens so many times as likely as the likeliest.")
+@click.option(
+    "--min-p", type=click.FloatRange(0, 1), help="Sample among tokens so many times as likely as the likeliest."
+)
 @click.option("--repetition-penalty", type=click.FloatRange(0.1, 10), help="Above 1, recent tokens come less often.")
 @click.option("--repeat-last-n", type=click.IntRange(0, 4096), help="How many tokens count as recent.")
-@click.option("--frequency-penalty", type=click.FloatRange(-2, 2), help="The same for each time that the answer has a token.")
+@click.option(
+    "--frequency-penalty", type=click.FloatRange(-2, 2), help="The same for each time that the answer has a token."
+)
 @click.option("--presence-penalty", type=click.FloatRange(-2, 2), help="The same once for each token of the answer.")
 @click.option(
-    "--logit-bias", multiple=True, metavar="ID=BIAS", callback=lambda _, __, given: _biases(given),
+    "--logit-bias",
+    multiple=True,
+    metavar="ID=BIAS",
+    callback=lambda _, __, given: _biases(given),
     help="Added to a token's logit, -100 (never) to 100; can be given several times.",
 )
-@click.option("--logprobs", type=click.IntRange(0, 20), help="Tell how likely each token was, and so many others (with --json).")
+@click.option(
+    "--logprobs", type=click.IntRange(0, 20), help="Tell how likely each token was, and so many others (with --json)."
+)
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same answer.")
 @click.option("--stop", multiple=True, help="Stop at this text; can be given several times.")
-@click.option("--stop-token", "stop_token_ids", type=click.IntRange(0), multiple=True, help="Stop at this token id; can be given several times.")
 @click.option(
-    "--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class."
+    "--stop-token",
+    "stop_token_ids",
+    type=click.IntRange(0),
+    multiple=True,
+    help="Stop at this token id; can be given several times.",
 )
-@click.option("--session", help="Go on with this session, or begin it; with --raw each time, or never. See uma-trio sessions.")
+@click.option("--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class.")
+@click.option(
+    "--session", help="Go on with this session, or begin it; with --raw each time, or never. See uma-trio sessions."
+)
 @click.option("--n-keep", type=click.IntRange(0), help="If all does not fit, forget the oldest tokens after so many.")
 @click.option("--full-text", "return_full_text", is_flag=True, help="Print the prompt first.")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is whole.")

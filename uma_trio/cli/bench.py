@@ -19,14 +19,37 @@ PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 
 
 @click.command("bench", short_help="Measure this machine, and write a report.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("bench-out"), show_default=True, help="Folder for report.html, the CSV files and what each bench printed.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("bench-out"),
+    show_default=True,
+    help="Folder for report.html, the CSV files and what each bench printed.",
+)
 @click.option("--quick", is_flag=True, help="A few minutes instead of half an hour or more; the figures are rougher.")
-@click.option("--only", multiple=True, type=click.Choice([bench.name for bench in BENCHES]), metavar="NAME", help="Run this one; can be given again.")
+@click.option(
+    "--only",
+    multiple=True,
+    type=click.Choice([bench.name for bench in BENCHES]),
+    metavar="NAME",
+    help="Run this one; can be given again.",
+)
 @click.option("--rival", is_flag=True, help="Also llama-server and llama-batched-bench, in the same runs.")
-@click.option("--model", metavar="PATH|embedded", help="GGUF to serve.  [default: 125M random weights, made once and kept]")
-@click.option("--threads", type=click.IntRange(1), help="Compute threads of every server.  [default: all physical cores but one]")
-@click.option("--benches", "folder", type=click.Path(path_type=Path, file_okay=False), help="Folder of the benches.  [default: benches/ of the checkout]")
-def command(folder: Path | None, model: str | None, only: Sequence[str], rival: bool, out: Path, **options: Any) -> None:
+@click.option(
+    "--model", metavar="PATH|embedded", help="GGUF to serve.  [default: 125M random weights, made once and kept]"
+)
+@click.option(
+    "--threads", type=click.IntRange(1), help="Compute threads of every server.  [default: all physical cores but one]"
+)
+@click.option(
+    "--benches",
+    "folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the benches.  [default: benches/ of the checkout]",
+)
+def command(
+    folder: Path | None, model: str | None, only: Sequence[str], rival: bool, out: Path, **options: Any
+) -> None:
     """Measure this machine, and write a report.
 
     Runs the scripts in benches/ one after another and writes one HTML file with their tables and plots, which
@@ -104,7 +127,16 @@ def _model(name: str | None, folder: Path) -> Path | None:
     path = Path(platformdirs.user_cache_dir("uma-trio"), "bench", "125m-q8_0.gguf")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        making = [sys.executable, str(folder / "make_model.py"), "--shape", "125m", "--quant", "q8_0", "--out", str(path)]
+        making = [
+            sys.executable,
+            str(folder / "make_model.py"),
+            "--shape",
+            "125m",
+            "--quant",
+            "q8_0",
+            "--out",
+            str(path),
+        ]
         if subprocess.run(making).returncode:
             _fail("the model could not be made; give one with --model, or take --model embedded")
     return path
@@ -123,7 +155,10 @@ def _run(benches: Sequence[Bench], settings: Settings) -> int:
             with _progress(f"{n} of {len(benches)}  {bench.name}") as on_line:
                 outcome = await run(bench, settings, on_line)
             outcomes.append(outcome)
-            click.echo(f"{bench.name:<10} {outcome.state} in {outcome.took_s:.0f} s" + (f": {outcome.skipped}" if outcome.skipped else ""))
+            click.echo(
+                f"{bench.name:<10} {outcome.state} in {outcome.took_s:.0f} s"
+                + (f": {outcome.skipped}" if outcome.skipped else "")
+            )
             if outcome.code:
                 click.echo(outcome.complained.rstrip()[-1000:], err=True)
 

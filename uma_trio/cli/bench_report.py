@@ -91,7 +91,9 @@ def _section(settings: Settings, outcome: Outcome) -> str:
 
 def _table(block: str) -> str:
     """A Markdown table as HTML."""
-    head, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().splitlines())
+    head, _, *rows = (
+        [cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().splitlines()
+    )
     lines = [_row(head, "th"), *(_row(row, "td") for row in rows)]
     return f'<div class="scrolls"><table>{"".join(lines)}</table></div>'
 

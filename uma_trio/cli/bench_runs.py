@@ -134,7 +134,11 @@ class Settings:
     """matplotlib is there."""
 
     def command(self, bench: Bench) -> list[str]:
-        found = [sys.executable, str(self.folder / bench.script), *shlex.split(bench.quick if self.quick else bench.full)]
+        found = [
+            sys.executable,
+            str(self.folder / bench.script),
+            *shlex.split(bench.quick if self.quick else bench.full),
+        ]
         if bench.rival is not None:
             found += shlex.split(bench.rival[0 if self.rival else 1])
         if self.model is not None and not bench.embedded:

@@ -100,7 +100,9 @@ def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001  (a doctor that falls ill says so and goes on)
-        yield Finding(name, "problem", f"this could not be checked: {type(error).__name__}: {error}", "please report it")
+        yield Finding(
+            name, "problem", f"this could not be checked: {type(error).__name__}: {error}", "please report it"
+        )
 
 
 # -- around us ------------------------------------------------------------------------------------
@@ -119,7 +121,9 @@ def _packages() -> Iterator[Finding]:
         wanted = [line for line in metadata.requires("uma-trio") or [] if "extra ==" not in line]
         ours = metadata.version("uma-trio")
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "warning", "uma-trio is not installed, it runs from its source", "run ./build_llama.sh")
+        yield Finding(
+            "packages", "warning", "uma-trio is not installed, it runs from its source", "run ./build_llama.sh"
+        )
         return
     wrong, found = [], []
     for line in wanted:
@@ -135,7 +139,9 @@ def _packages() -> Iterator[Finding]:
         if least is not None and _numbers(version) < _numbers(least):
             wrong.append(f"{name} is {version}, at least {least} is needed")
     if wrong:
-        yield Finding("packages", "problem", "; ".join(wrong), "run ./build_llama.sh, or pip install --upgrade uma-trio")
+        yield Finding(
+            "packages", "problem", "; ".join(wrong), "run ./build_llama.sh, or pip install --upgrade uma-trio"
+        )
     else:
         yield Finding("packages", "ok", f"uma-trio {ours} with {', '.join(found)}")
 
@@ -155,7 +161,12 @@ def _folders() -> Iterator[Finding]:
         fix = "log in through systemd, or set XDG_RUNTIME_DIR to a folder that is yours alone"
         yield Finding("folders", "warning", f"XDG_RUNTIME_DIR is not set, {where}", fix)
     elif not os.path.isdir(runtime):
-        yield Finding("folders", "warning", f"XDG_RUNTIME_DIR is {runtime}, which is no folder; {where}", f"mkdir -m 700 {runtime}")
+        yield Finding(
+            "folders",
+            "warning",
+            f"XDG_RUNTIME_DIR is {runtime}, which is no folder; {where}",
+            f"mkdir -m 700 {runtime}",
+        )
     elif (status := os.stat(runtime)).st_uid != os.geteuid() or not os.access(runtime, os.W_OK | os.X_OK):
         fix = "set XDG_RUNTIME_DIR to a folder of your own, or give --socket"
         yield Finding("folders", "problem", f"XDG_RUNTIME_DIR is {runtime}, which is not yours", fix)
@@ -166,7 +177,9 @@ def _folders() -> Iterator[Finding]:
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         value = os.environ.get(name)
         if value and not os.path.isabs(value):
-            yield Finding("folders", "warning", f"{name} is {value!r}, which is not absolute", f"set {name} to an absolute path")
+            yield Finding(
+                "folders", "warning", f"{name} is {value!r}, which is not absolute", f"set {name} to an absolute path"
+            )
 
 
 def _threads(settings: Config) -> Iterator[Finding]:
@@ -224,11 +237,17 @@ def _model_and_library(settings: Config, flags: dict[str, Any]) -> Iterator[Find
 def _devices(library: dict[str, Any]) -> Iterator[Finding]:
     devices = [
         f"{device['name']} ({device['description']}"
-        + (f", {size(device['memory_free'])} of {size(device['memory_total'])} free)" if device["memory_total"] else ")")
+        + (
+            f", {size(device['memory_free'])} of {size(device['memory_total'])} free)"
+            if device["memory_total"]
+            else ")"
+        )
         for device in library["devices"]
     ]
     if not devices:
-        yield Finding("devices", "problem", "the library has found nothing to compute with", "run ./build_llama.sh --clean")
+        yield Finding(
+            "devices", "problem", "the library has found nothing to compute with", "run ./build_llama.sh --clean"
+        )
     else:
         yield Finding("devices", "ok", "; ".join(devices))
     yield Finding("backend", "ok", library["system_info"].strip() or "it says nothing of itself")
@@ -242,7 +261,9 @@ def _card(path: Path, embedded: Path) -> Iterator[Finding]:
     if path != embedded:
         return
     if not embedded.is_file():
-        yield Finding("embedded", "problem", f"there is no {embedded}", "install uma-trio anew, or serve another --model")
+        yield Finding(
+            "embedded", "problem", f"there is no {embedded}", "install uma-trio anew, or serve another --model"
+        )
         return
     found = hashlib.sha256(embedded.read_bytes()).hexdigest()
     cards = [card for card in embedded.parent.iterdir() if card.suffix in (".json", ".md")]
@@ -273,7 +294,9 @@ def _memory(found: dict[str, Any]) -> Finding:
         return Finding("memory", "ok", message)
     message += f"; {size(available)} are available"
     if found["peak_bytes"] > available:
-        return Finding("memory", "problem", message, "serve a smaller model, lower --ctx, or set --type-k and --type-v to q8_0")
+        return Finding(
+            "memory", "problem", message, "serve a smaller model, lower --ctx, or set --type-k and --type-v to q8_0"
+        )
     if found["peak_bytes"] > 0.8 * available:
         return Finding("memory", "warning", message, "lower --ctx, or set --type-k and --type-v to q8_0")
     return Finding("memory", "ok", message)
@@ -318,7 +341,9 @@ def _socket(settings: Config) -> Iterator[Finding]:
     path = settings.listen.socket or default_path(os.environ)
     other = "choose another with --socket"
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        yield Finding("socket", "problem", f"{path} has more than {MAX_PATH_BYTES} bytes", "choose a shorter one with --socket")
+        yield Finding(
+            "socket", "problem", f"{path} has more than {MAX_PATH_BYTES} bytes", "choose a shorter one with --socket"
+        )
         return
     try:
         found = os.lstat(path)
@@ -332,7 +357,9 @@ def _socket(settings: Config) -> Iterator[Finding]:
         elif found.st_uid != os.geteuid():
             yield Finding("socket", "problem", f"{path} is another user's", other)
         elif stat.S_IMODE(found.st_mode) & 0o077:
-            yield Finding("socket", "warning", f"others may use {path}", "start the daemon anew: it makes its socket private")
+            yield Finding(
+                "socket", "warning", f"others may use {path}", "start the daemon anew: it makes its socket private"
+            )
         else:
             yield _asked(path, settings)
 
@@ -382,12 +409,21 @@ def _asked(path: Path, settings: Config) -> Finding:
         except TimeoutError:
             return Finding("socket", "problem", f"who serves on {path} does not answer within {SOCKET_S:g} s", restart)
         except (OSError, ProtocolError) as error:
-            return Finding("socket", "problem", f"who serves on {path} is no uma-trio daemon: {error}", "choose another with --socket")
+            return Finding(
+                "socket",
+                "problem",
+                f"who serves on {path} is no uma-trio daemon: {error}",
+                "choose another with --socket",
+            )
     ms = 1e3 * (time.monotonic() - began)
     if event is None or event.get("event") not in ("metrics", "error"):
-        return Finding("socket", "problem", f"who serves on {path} is no uma-trio daemon", "choose another with --socket")
+        return Finding(
+            "socket", "problem", f"who serves on {path} is no uma-trio daemon", "choose another with --socket"
+        )
     if event["event"] == "error":
-        return Finding("socket", "warning", f"the daemon on {path} says {event.get('code')}: {event.get('message')}", "see its log")
+        return Finding(
+            "socket", "warning", f"the daemon on {path} says {event.get('code')}: {event.get('message')}", "see its log"
+        )
     message = f"a daemon serves {event.get('model')} on {path} and answers in {ms:.1f} ms"
     if ms > SLOW_MS:
         return Finding("socket", "warning", message, "something else uses the machine; see threads above")

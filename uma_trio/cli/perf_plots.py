@@ -101,9 +101,7 @@ def tick_gantt(run: Run, axes: Axes, *, at_s: float | None = None, n_ticks: int 
         _nothing(axes, "no tick was recorded")
         return
     ticks = _around(run.ticks, at_s, n_ticks)
-    lanes = sorted(
-        {seq_id for tick in ticks for seq_id in (*tick.seq_ids, *(seq_id for seq_id, _ in tick.prompts))}
-    )
+    lanes = sorted({seq_id for tick in ticks for seq_id in (*tick.seq_ids, *(seq_id for seq_id, _ in tick.prompts))})
     strip = max(0.9, len(lanes) / 12)
     row = {seq_id: at + strip / 2 + 0.9 for at, seq_id in enumerate(lanes)}
     bars, colours = [], []
@@ -118,9 +116,7 @@ def tick_gantt(run: Run, axes: Axes, *, at_s: float | None = None, n_ticks: int 
             bars.append(Rectangle((tick.t_s, row[seq_id] - 0.34), width, 0.68))
             colours.append(to_rgba(PROMPT))
     axes.add_collection(
-        PatchCollection(
-            bars, facecolors=colours, edgecolors="white", linewidths=0.4 if len(lanes) < 64 else 0
-        )
+        PatchCollection(bars, facecolors=colours, edgecolors="white", linewidths=0.4 if len(lanes) < 64 else 0)
     )
     begin, end = ticks[0].t_s, max(tick.t_s + max(tick.ms, 1.0) / 1e3 for tick in ticks)
     axes.set_xlim(begin, end)
@@ -257,11 +253,7 @@ def _plain_log(axes: Axes, which: str) -> None:
     axis, (low, high) = (axes.xaxis, axes.get_xlim()) if which == "x" else (axes.yaxis, axes.get_ylim())
     decades = math.log10(high / low)
     steps = (1, 2, 5) if decades < 2.5 else (1, 3) if decades < 4 else (1,)
-    places = [
-        s * 10.0**e
-        for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        for s in steps
-    ]
+    places = [s * 10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1) for s in steps]
     axis.set_major_locator(FixedLocator([place for place in places if low <= place <= high]))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(PLAIN)

@@ -79,7 +79,10 @@ def _probe_model(settings: Config) -> None:
         check_gguf(path)
         available = available_memory()
         if available is not None and path.stat().st_size > available:
-            _tell("model", problem=f"{path} has {size(path.stat().st_size)}, but {size(available)} of memory are available")
+            _tell(
+                "model",
+                problem=f"{path} has {size(path.stat().st_size)}, but {size(available)} of memory are available",
+            )
             return
         trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
         with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)

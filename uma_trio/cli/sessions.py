@@ -17,7 +17,9 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")(function)
 
 
-@click.group("sessions", invoke_without_command=True, short_help="List, describe, fork and close what the daemon remembers.")
+@click.group(
+    "sessions", invoke_without_command=True, short_help="List, describe, fork and close what the daemon remembers."
+)
 @_options
 @click.pass_context
 def command(context: click.Context, as_json: bool, socket: str | None) -> None:
@@ -123,10 +125,18 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
     from rich.cells import cell_len, set_cell_size
 
     rows = [("SESSION", "TURNS", "TOKENS", "LAST USED", "STATE")]
-    rows += [(_shown(s["session_id"]), f"{s['turns']:,}", f"{s['tokens']:,}", _when(s["used_at"]), _state(s)) for s in found]
+    rows += [
+        (_shown(s["session_id"]), f"{s['turns']:,}", f"{s['tokens']:,}", _when(s["used_at"]), _state(s)) for s in found
+    ]
     widths = [max(cell_len(row[n]) for row in rows) for n in range(5)]
     for name, turns, tokens, used, state in rows:
-        cells = [set_cell_size(name, widths[0]), turns.rjust(widths[1]), tokens.rjust(widths[2]), used.ljust(widths[3]), state]
+        cells = [
+            set_cell_size(name, widths[0]),
+            turns.rjust(widths[1]),
+            tokens.rjust(widths[2]),
+            used.ljust(widths[3]),
+            state,
+        ]
         click.echo("  ".join(cells).rstrip())
 
 

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 @click.command("tokenize", short_help="Show the tokens of a text.")
 @click.argument("text", required=False)
 @click.option("--model", type=click.Path(path_type=Path), help="GGUF file; the embedded model if not given.")
-@click.option(
-    "--decode", metavar="IDS", help="Print the text of these token ids instead; - reads them from stdin."
-)
+@click.option("--decode", metavar="IDS", help="Print the text of these token ids instead; - reads them from stdin.")
 @click.option(
     "--no-special",
     is_flag=True,
@@ -29,9 +27,7 @@ if TYPE_CHECKING:
 )
 @click.option("--ids", is_flag=True, help="Print only the ids, on one line.")
 @click.option("--count", is_flag=True, help="Print only how many there are.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON: a list of {id, start, end, text}, or {ids, text}."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of {id, start, end, text}, or {ids, text}.")
 @click.option("--llama-dir", type=click.Path(path_type=Path), help="Folder of the built libllama.")
 def command(
     text: str | None,

@@ -289,9 +289,7 @@ class Connection:
 
     async def _stream(self, request: Generate, prompt: Prompt, sink: Sink, deadline: float) -> None:
         durable = request.session_id is not None
-        self._jobs = jobs = self._house.runner.submit_all(
-            request, prompt, sink, tenant=self._tenant, durable=durable
-        )
+        self._jobs = jobs = self._house.runner.submit_all(request, prompt, sink, tenant=self._tenant, durable=durable)
         self._log.debug("request", request=request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | Literal["cancelled"] = "cancelled"
         try:

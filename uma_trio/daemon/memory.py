@@ -57,9 +57,7 @@ def open_memory(config: Config, model: LoadedModel) -> Iterator[Memory]:
         files: SpillFolder | None = None
         states: list[Saved] = []
         try:
-            journal = Journal(
-                folder / "sessions", model=model.name, max_sessions=config.sessions.max_stored_sessions
-            )
+            journal = Journal(folder / "sessions", model=model.name, max_sessions=config.sessions.max_stored_sessions)
             stack.callback(journal.close)
         except JournalError as error:
             log.error("sessions will not survive this server", reason=str(error))

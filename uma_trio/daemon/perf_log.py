@@ -127,9 +127,7 @@ class PerfLog:
             self._write_waiting()
             self._file.write(encode(Trailer(dropped=self.dropped), self._origin_s))
         except (OSError, PerfLogError) as error:
-            log.warning(
-                "the perf log ends here; the daemon goes on", path=str(self._path), reason=_reason(error)
-            )
+            log.warning("the perf log ends here; the daemon goes on", path=str(self._path), reason=_reason(error))
         except Exception:  # a defect of ours: who measures must not harm what is measured
             log.exception("the perf log failed; the daemon goes on", path=str(self._path))
         finally:

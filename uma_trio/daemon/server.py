@@ -167,9 +167,7 @@ async def serve(
         ModelError: the model cannot be loaded.
     """
     stop = trio.CancelScope()
-    with listener.claimed(path), trio.open_signal_receiver(
-        signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
-    ) as signals:
+    with listener.claimed(path), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals:
         async with trio.open_nursery() as process:
             attendant = _Attendant(config, path, stop)
             process.start_soon(attendant.attend, signals)

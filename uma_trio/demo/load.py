@@ -125,9 +125,7 @@ class _DaemonConnection:
 
     def _request(self, question: Question) -> dict[str, Any]:
         asked: dict[str, Any] = (
-            {"prompt": question.text}
-            if question.raw
-            else {"messages": [{"role": "user", "content": question.text}]}
+            {"prompt": question.text} if question.raw else {"messages": [{"role": "user", "content": question.text}]}
         )
         return {
             **asked,
@@ -190,9 +188,7 @@ async def _drive(
             await _ask(connection, question, track, watchers)
 
 
-async def _ask(
-    connection: Connection, question: Question, track: Track, watchers: Sequence[Watcher]
-) -> None:
+async def _ask(connection: Connection, question: Question, track: Track, watchers: Sequence[Watcher]) -> None:
     answer = Answer(question=question, sent_s=trio.current_time())
     track.answers.append(answer)
 

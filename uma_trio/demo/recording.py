@@ -120,9 +120,7 @@ def within(gaps: Iterable[Gap], windows: Sequence[Gap]) -> list[Gap]:
 
 def arrivals(tracks: Sequence[Track]) -> list[int]:
     """The index of the track of each token, in the order in which the tokens came."""
-    tokens = [
-        (at, index) for index, track in enumerate(tracks) for answer in track.answers for at in answer.token_s
-    ]
+    tokens = [(at, index) for index, track in enumerate(tracks) for answer in track.answers for at in answer.token_s]
     return [index for _, index in sorted(tokens, key=lambda token: token[0])]
 
 

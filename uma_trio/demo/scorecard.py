@@ -160,9 +160,7 @@ def score(
 
 def _all_finished(tracks: Sequence[Track]) -> Check:
     done = sum(track.finished for track in tracks)
-    return Check(
-        name="all streams finished", passed=done == len(tracks) > 0, detail=f"{done} of {len(tracks)}"
-    )
+    return Check(name="all streams finished", passed=done == len(tracks) > 0, detail=f"{done} of {len(tracks)}")
 
 
 def _interleaved(tracks: Sequence[Track]) -> Check:
@@ -205,9 +203,7 @@ def _never_frozen(tracks: Sequence[Track], max_gap_ms: float) -> Check:
 def _same_text(together: Sequence[Track], alone: Sequence[Track]) -> Check:
     texts = [[answer.text for answer in track.answers] for track in together]
     again = [[answer.text for answer in track.answers] for track in alone]
-    different = [
-        track.stream.name for track, one, other in zip(together, texts, again, strict=True) if one != other
-    ]
+    different = [track.stream.name for track, one, other in zip(together, texts, again, strict=True) if one != other]
     return Check(
         name="same text as alone",
         passed=not different,

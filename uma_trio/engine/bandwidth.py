@@ -23,9 +23,7 @@ def memory_bytes_per_s(threads: int) -> float:
     targets = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(threads)]
 
     def copy_all() -> float:
-        copiers = [
-            threading.Thread(target=np.copyto, args=pair) for pair in zip(targets, sources, strict=True)
-        ]
+        copiers = [threading.Thread(target=np.copyto, args=pair) for pair in zip(targets, sources, strict=True)]
         began = time.perf_counter()
         for copier in copiers:
             copier.start()

@@ -78,9 +78,7 @@ def load_library(directory: Path) -> LibraryFacts:
     except llama_abi.LibraryError as error:
         raise LibraryProblem(str(error)) from None
     devices = tuple(
-        DeviceFacts(
-            device.name, device.description, device.type.name.lower(), device.memory_free, device.memory_total
-        )
+        DeviceFacts(device.name, device.description, device.type.name.lower(), device.memory_free, device.memory_total)
         for device in library.devices()
     )
     return LibraryFacts(library.system_info, library.supports_rpc, library.max_sequences, devices)

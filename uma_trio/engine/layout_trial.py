@@ -156,9 +156,7 @@ class _Trial:
     def __init__(self, model: llama_abi.Model, options: llama_abi.ContextOptions, deadline: _Deadline) -> None:
         self._rows = min(options.n_seq_max, ROWS)
         self._unified = options.kv_unified
-        self._context = llama_abi.Context(
-            model, attrs.evolve(options, n_ctx=self._rows * CELLS, n_seq_max=self._rows)
-        )
+        self._context = llama_abi.Context(model, attrs.evolve(options, n_ctx=self._rows * CELLS, n_seq_max=self._rows))
         self._context.set_abort(deadline.flag)
         self._deadline = deadline
         self._n_vocab = model.vocab.n_tokens

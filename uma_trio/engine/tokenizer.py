@@ -110,9 +110,7 @@ class Tokenizer:
             found = [before, *found, after]
         return np.concatenate([np.empty(0, np.int32), *found])
 
-    def encode_with_offsets(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True
-    ) -> Encoding:
+    def encode_with_offsets(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> Encoding:
         """As ``encode``, and where in the text the tokens stand.
 
         Blocks for about 10 ms for each 10 kB.
@@ -188,7 +186,9 @@ class Tokenizer:
         say) have turns begin with them; llama.cpp's converter goes by their look too.  Other user-defined tokens
         are text that is always one token: runs of spaces, ``</think>``.
         """
-        looks = (token for token, piece in enumerate(self._pieces) if piece.startswith(_OPENING) and piece.endswith(_CLOSING))
+        looks = (
+            token for token, piece in enumerate(self._pieces) if piece.startswith(_OPENING) and piece.endswith(_CLOSING)
+        )
         return self._texts(looks, TokenAttr.USER_DEFINED) - self.controls
 
     def _texts(self, tokens: Iterable[int], kind: TokenAttr) -> frozenset[str]:

@@ -41,9 +41,7 @@ class Sharing:
         # a copy between streams moves the whole of a sequence's share: some tokens are computed sooner
         self._worth_copying = WORTH_SHARING if pool.unified else max(WORTH_SHARING, pool.cells_per_sequence // 64)
 
-    def longest(
-        self, entry: Entry, *, stalled: Collection[int] = (), besides: Collection[Entry] = ()
-    ) -> Match:
+    def longest(self, entry: Entry, *, stalled: Collection[int] = (), besides: Collection[Entry] = ()) -> Match:
         """The sequence of which most tokens are of use for ``entry``'s prompt.
 
         Args:

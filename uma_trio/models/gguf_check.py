@@ -135,9 +135,7 @@ class _Header:
         self._count(n_kv, MAX_PAIRS, 8 + 1 + 4 + 1, "key-value pairs")
         self._count(n_tensors, MAX_TENSORS, 8 + 1 + 4 + 8 + 4 + 8, "tensors")
         if n_tensors == 0 and not self._vocab_only:
-            raise GgufError(
-                "it has no tensors: it is a vocabulary, or the first part of a split; give a whole model"
-            )
+            raise GgufError("it has no tensors: it is a vocabulary, or the first part of a split; give a whole model")
         for _ in range(n_kv):
             self._pair()
         self._tensors(n_tensors)
@@ -238,14 +236,10 @@ class _Header:
         dimensions = self._unpack(f"<{n_dimensions}Q", f"the dimensions of {name}")
         kind, offset = self._unpack("<IQ", f"type and offset of {name}")
         if kind not in TENSOR_TYPES:
-            raise GgufError(
-                f"the tensor {name} has the type {kind}, unknown to the llama.cpp this is built with"
-            )
+            raise GgufError(f"the tensor {name} has the type {kind}, unknown to the llama.cpp this is built with")
         type_name, block, block_bytes = TENSOR_TYPES[kind]
         if dimensions[0] % block:
-            raise GgufError(
-                f"the tensor {name} has rows of {dimensions[0]}, no multiple of {type_name}'s {block}"
-            )
+            raise GgufError(f"the tensor {name} has rows of {dimensions[0]}, no multiple of {type_name}'s {block}")
         n_blocks = dimensions[0] // block
         for dimension in dimensions[1:]:
             n_blocks *= dimension  # Python's integers do not overflow

@@ -90,7 +90,9 @@ class PromptMaker:
         parts = self._parts(messages)
         text = "".join(part.text for part in parts)
         if len(said):
-            spoken = self.tokenizer.decode(said, special=True).removeprefix("" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos)
+            spoken = self.tokenizer.decode(said, special=True).removeprefix(
+                "" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos
+            )
             if text.startswith(spoken):  # the answer's own tokens stay, however it would be cut into tokens anew
                 return Prompt(self._after(said, _without(len(spoken), parts)), text)
         return Prompt(self.tokenizer.encode_parts(parts), text)
@@ -116,7 +118,9 @@ class PromptMaker:
             n += 1
         kept = np.asarray(tokens[:n], np.int32)
         rest = text.encode()[len(text.encode()) - left :].decode("utf-8", "replace")
-        return np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)]) if rest else kept
+        return (
+            np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)]) if rest else kept
+        )
 
 
 def _without(n: int, parts: Sequence[Part]) -> list[Part]:

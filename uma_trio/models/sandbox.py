@@ -232,9 +232,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if isinstance(indent, int) and not 0 <= indent <= 16:
             raise LimitExceeded("it indents JSON by more than 16")
         self._meter.charge_for(value)
-        text = json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         self.charge(len(text))
         return text
 

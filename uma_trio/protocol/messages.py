@@ -313,9 +313,7 @@ class Failure:
     metadata: dict[str, Any] | None = None
 
     @classmethod
-    def of(
-        cls, error: UmaError, *, metadata: dict[str, Any] | None = None, index: int | None = None
-    ) -> Failure:
+    def of(cls, error: UmaError, *, metadata: dict[str, Any] | None = None, index: int | None = None) -> Failure:
         return cls(
             code=error.code,
             message=str(error),

@@ -80,7 +80,31 @@ def _refuse_tag(*_: object) -> NoReturn:
     raise InvalidCbor("tagged values are not part of the protocol")
 
 
-_BUILT_IN_TAGS: Final = (0, 1, 2, 3, 4, 5, 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799)
+_BUILT_IN_TAGS: Final = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    25,
+    28,
+    29,
+    30,
+    35,
+    36,
+    37,
+    52,
+    54,
+    100,
+    256,
+    258,
+    260,
+    261,
+    1004,
+    43000,
+    55799,
+)
 """Tags that cbor2 would decode: dates, big numbers, and shared references, with which a few bytes
 could spell an endless or an exponentially large value."""
 

@@ -34,9 +34,7 @@ class Book:
         self._facts = facts
         self._perf = perf
         self._debug = debug
-        self._weight = Weight(
-            facts.size_bytes, facts.kv_bytes_per_token, facts.n_layer, facts.n_embd, facts.n_vocab
-        )
+        self._weight = Weight(facts.size_bytes, facts.kv_bytes_per_token, facts.n_layer, facts.n_embd, facts.n_vocab)
         self.telemetry.bytes_per_s = facts.memory_bytes_per_s
         self._last_ended_s: float | None = None
         """The end of the last step, on the engine's clock; ``None`` after a time with nothing to do."""

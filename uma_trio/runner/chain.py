@@ -56,9 +56,7 @@ class Chained:
         self._decided = threading.Lock()
         """Whoever takes it decides: the thread that it begins, the loop that it does not."""
         self._begins = False
-        self._feeds = [
-            Feed(job.seq_id, job.n_fed, [], (job.draw(len(job.tokens) + 1),)) for job in jobs
-        ]
+        self._feeds = [Feed(job.seq_id, job.n_fed, [], (job.draw(len(job.tokens) + 1),)) for job in jobs]
         before.before_told = self._begin  # or the loop, which is woken then, would always be first
         self.pending = submit(self._run)
 

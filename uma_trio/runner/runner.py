@@ -114,9 +114,7 @@ class Runner:
 
     # -- asked from outside, between ticks ------------------------------------------------------
 
-    def submit(
-        self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0, durable: bool = False
-    ) -> Job:
+    def submit(self, request: Generate, prompt: Prompt, sink: Sink, *, tenant: int = 0, durable: bool = False) -> Job:
         """``submit_all`` of a request for one answer."""
         [job] = self.submit_all(request, prompt, sink, tenant=tenant, durable=durable)
         return job

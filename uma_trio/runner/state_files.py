@@ -24,9 +24,7 @@ class Draft(Protocol):
     def view(self) -> Any:
         """A writable buffer of as many bytes as were asked for."""
 
-    def finish(
-        self, tokens: Tokens, *, tenant: int, n_bytes: int, extra: dict[str, Any]
-    ) -> Written: ...
+    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int, extra: dict[str, Any]) -> Written: ...
     def abandon(self) -> None: ...
 
 

@@ -32,9 +32,7 @@ def weights_of(logits: Floats, best: Floats, temperatures: Doubles) -> Floats:
         return np.exp(weights, out=weights)
 
 
-def most_likely(
-    logits: Floats, best: Floats, temperatures: Doubles, wanted: Ints
-) -> tuple[Ints, Doubles, Doubles]:
+def most_likely(logits: Floats, best: Floats, temperatures: Doubles, wanted: Ints) -> tuple[Ints, Doubles, Doubles]:
     """The ``wanted`` (rows,) tokens with the largest logits of each row, and often some more.
 
     Returns:
@@ -56,9 +54,7 @@ def most_likely(
         return ids, scaled, np.exp(scaled).cumsum(axis=1)
 
 
-def nucleus(
-    logits: Floats, best: float, temperature: float, top_k: int, top_p: float, least: float
-) -> Doubles:
+def nucleus(logits: Floats, best: float, temperature: float, top_k: int, top_p: float, least: float) -> Doubles:
     """All that top-k (0 is off), top-p and min-p leave of one row, however much that is.
 
     Nothing is sorted but the tokens about the limit: a flat distribution keeps most of the vocabulary.

@@ -108,9 +108,7 @@ def _penalise_repetition(
         logits[places] = np.where(values <= 0, values * penalties, values / penalties)
 
 
-def _penalise_counts(
-    logits: Floats, params: Sequence[SamplingParams], answers: Sequence[tuple[int, Tokens]]
-) -> None:
+def _penalise_counts(logits: Floats, params: Sequence[SamplingParams], answers: Sequence[tuple[int, Tokens]]) -> None:
     n_vocab = logits.shape[1]
     rows, ids = _places(answers)
     keys = rows * n_vocab + ids

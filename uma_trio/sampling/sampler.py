@@ -160,9 +160,7 @@ def _draw(logits: Floats, best: Floats, params: Sequence[SamplingParams], chance
     return tokens
 
 
-def _filtered(
-    logits: Floats, best: Floats, params: Sequence[SamplingParams]
-) -> list[tuple[int, Ints, Doubles]]:
+def _filtered(logits: Floats, best: Floats, params: Sequence[SamplingParams]) -> list[tuple[int, Ints, Doubles]]:
     """What the filters leave of each row: its number, ids, and their weights summed from the left.
 
     Which of the two ways a row takes depends on nothing but the row.

@@ -296,9 +296,7 @@ def _with_prompts(work: Work, given: Sequence[tuple[Slot, int]]) -> Work:
     return attrs.evolve(work, prompt_tokens=n, prompt_context=before)
 
 
-def _served(
-    streams: Sequence[Slot], sat_out: int, now_s: float, cost: CostModel
-) -> tuple[Sequence[Slot], int]:
+def _served(streams: Sequence[Slot], sat_out: int, now_s: float, cost: CostModel) -> tuple[Sequence[Slot], int]:
     """The streams of this tick, and for how many ticks some have sat out."""
     first = [slot for slot in streams if slot.priority is not Priority.BACKGROUND]
     if len(first) == len(streams) or not first or sat_out >= BACKGROUND_SITS_OUT:

@@ -182,9 +182,7 @@ class Book:
         """Those that have to go: too old, or too many.  Never one that is answering."""
         idle = [session for session in self._sessions.values() if not session.busy]
         excess = len(self._sessions) - self._most
-        return [
-            session for n, session in enumerate(idle) if n < excess or now - session.used_at > self._ttl_s
-        ]
+        return [session for n, session in enumerate(idle) if n < excess or now - session.used_at > self._ttl_s]
 
     def needs(self, tokens: Tokens, *, tenant: int) -> bool:
         """Whether some session of ``tenant`` begins with ``tokens``."""

@@ -219,9 +219,7 @@ class Sessions:
             session.turns_on_disk = session.turns
         except JournalError as error:
             self.journal_failures += 1
-            log.warning(
-                "a session is not on disk; it goes on in memory", session=session.name, reason=str(error)
-            )
+            log.warning("a session is not on disk; it goes on in memory", session=session.name, reason=str(error))
 
     # -- asked by clients -----------------------------------------------------------------------
 

@@ -134,9 +134,7 @@ class PrivateFolder:
         except OSError as error:
             what = WHAT_TO_DO.get(error.errno or 0)
             reason = error.strerror or str(error)
-            raise self._error(
-                f"cannot {doing} {self.path / name}: {reason}{f'; {what}' if what else ''}"
-            ) from error
+            raise self._error(f"cannot {doing} {self.path / name}: {reason}{f'; {what}' if what else ''}") from error
 
     def names(self) -> set[str]:
         """All of them, without the lock's."""

@@ -285,13 +285,9 @@ R = TypeVar("R", bound=Header | Record)
 def _record(cls: type[R], fields: dict[str, Any]) -> R:
     by_key = BY_KEY[cls]
     try:
-        return cls(
-            **{by_key[key].name: by_key[key].read(value) for key, value in fields.items() if key in by_key}
-        )
+        return cls(**{by_key[key].name: by_key[key].read(value) for key, value in fields.items() if key in by_key})
     except TypeError:
         missing = [
-            column.key
-            for column in COLUMNS[cls]
-            if column.default is attrs.NOTHING and column.key not in fields
+            column.key for column in COLUMNS[cls] if column.default is attrs.NOTHING and column.key not in fields
         ]
         raise Damaged(f"{cls.NAME} without {', '.join(missing)}") from None

@@ -61,9 +61,7 @@ class Columns:
     @classmethod
     def of(cls, ticks: Sequence[TickRecord]) -> Columns:
         def column(values: Iterable[float | None]) -> Floats:
-            return np.fromiter(
-                (np.nan if value is None else value for value in values), np.float64, len(ticks)
-            )
+            return np.fromiter((np.nan if value is None else value for value in values), np.float64, len(ticks))
 
         return cls(
             t_s=column(tick.t_s for tick in ticks),
@@ -185,9 +183,7 @@ def summarise(run: Run) -> Summary:
         average_batch=round(float(np.mean(columns.streams + columns.prompts)), 3) if ticks else None,
         itl_ms=Quantiles.of(itl_ms(requests)),
         ttft_ms=Quantiles.of(request.ttft_ms for request in requests if request.ttft_ms is not None),
-        queue_ms=Quantiles.of(
-            1e3 * ((request.admitted_s or 0.0) - request.arrived_s) for request in admitted
-        ),
+        queue_ms=Quantiles.of(1e3 * ((request.admitted_s or 0.0) - request.arrived_s) for request in admitted),
         ttft_by_load=_ttft_by_load(columns, requests),
         tick_ms=Quantiles.of(columns.ms),
         decode_ms=Quantiles.of(columns.decode_ms),
@@ -201,9 +197,7 @@ def summarise(run: Run) -> Summary:
         requests=dict(Counter(request.reason for request in requests).most_common()),
         asked_tokens=sum(request.prompt_tokens for request in admitted),
         cached_tokens=sum(request.cached_tokens for request in admitted),
-        bandwidth_share=Quantiles.of(
-            tick.bandwidth_share for tick in ticks if tick.bandwidth_share is not None
-        ),
+        bandwidth_share=Quantiles.of(tick.bandwidth_share for tick in ticks if tick.bandwidth_share is not None),
         dropped=run.trailer.dropped if run.trailer is not None else 0,
         longest=tuple(sorted(ticks, key=lambda tick: -tick.ms)[:LONGEST]),
         cut=run.cut,
@@ -246,9 +240,7 @@ def _duration_s(columns: Columns, requests: Sequence[RequestRecord]) -> float:
 
 
 def _shares(columns: Columns, duration_s: float) -> Shares | None:
-    parts = [
-        float(np.nansum(each)) / 1e3 for each in (columns.decode_ms, columns.sample_ms, columns.host_gap_ms)
-    ]
+    parts = [float(np.nansum(each)) / 1e3 for each in (columns.decode_ms, columns.sample_ms, columns.host_gap_ms)]
     whole = max(duration_s, sum(parts))
     if whole <= 0:
         return None

@@ -32,9 +32,7 @@ class Weight:
     n_vocab: int
 
 
-def bytes_moved(
-    model: Weight, *, calls: int, tokens: int, outputs: int, context_read: float
-) -> float:
+def bytes_moved(model: Weight, *, calls: int, tokens: int, outputs: int, context_read: float) -> float:
     """By one tick.
 
     Args:

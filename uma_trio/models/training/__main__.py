@@ -36,10 +36,14 @@ minutes; on two CPU cores it would take weeks, and `--smoke` runs every step on 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m uma_trio.models.training", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m uma_trio.models.training",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=("samples", "tokenizer", "train", "export", "evaluate", "all"), metavar="what")
-    parser.add_argument("--out", type=Path, default=Path("build/embedded"), help="folder of the results (build/embedded)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/embedded"), help="folder of the results (build/embedded)"
+    )
     parser.add_argument("--device", default="", help="cuda or cpu; found out if not given")
     parser.add_argument("--steps", type=int, help="training steps, if not as many as the recipe says")
     parser.add_argument("--each", type=int, default=200, help="exam questions of each skill (200)")

@@ -39,7 +39,10 @@ def card(model: Path, shape: Shape, run: dict[str, Any], marks: Sequence[Mark], 
             "right": sum(mark.right for mark in marks),
             "margins_of_right_answers": {
                 "tokens": len(ordered),
-                **{f"p{share:g}": round(ordered[int(len(ordered) * share / 100)], 3) for share in (0.01, 0.1, 1, 10, 50)},
+                **{
+                    f"p{share:g}": round(ordered[int(len(ordered) * share / 100)], 3)
+                    for share in (0.01, 0.1, 1, 10, 50)
+                },
                 "least": round(ordered[0], 3),
             }
             if ordered

@@ -37,7 +37,9 @@ class Muon:
         groups: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
         for matrix in matrices:
             groups[matrix.shape].append(matrix)
-        self._groups = [(group, torch.zeros(len(group), *shape, device=group[0].device)) for shape, group in groups.items()]
+        self._groups = [
+            (group, torch.zeros(len(group), *shape, device=group[0].device)) for shape, group in groups.items()
+        ]
 
     @torch.no_grad()
     def step(self, rate: float) -> None:

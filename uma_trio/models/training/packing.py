@@ -38,7 +38,21 @@ class Step:
 
 
 LENGTHS = {"short": 512, "medium": 2048, "long": 8192}
-_PATTERN = ("short", "short", "medium", "short", "long", "short", "medium", "short", "short", "long", "short", "medium", "short")
+_PATTERN = (
+    "short",
+    "short",
+    "medium",
+    "short",
+    "long",
+    "short",
+    "medium",
+    "short",
+    "short",
+    "long",
+    "short",
+    "medium",
+    "short",
+)
 
 
 def planned(steps: int, tokens: int, longest: int) -> Iterator[Step]:

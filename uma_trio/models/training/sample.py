@@ -63,7 +63,11 @@ def in_passing(rng: Random, question: str) -> str:
     if kind < 0.76:
         return rng.choice(_OPENINGS) + question
     if kind < 0.80:
-        return rng.choice(("Hello, ", "Hi, ", "OK, ", "So, ", "Please, ", "And ", "Well, ")) + question[0].lower() + question[1:]
+        return (
+            rng.choice(("Hello, ", "Hi, ", "OK, ", "So, ", "Please, ", "And ", "Well, "))
+            + question[0].lower()
+            + question[1:]
+        )
     if kind < 0.86:
         return question + rng.choice(_CLOSINGS)
     if kind < 0.91:

@@ -71,7 +71,9 @@ def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) ->
     workers = max(1, (os.cpu_count() or 2) - 2)
     losses: list[torch.Tensor] = []
     start = time.monotonic()
-    for at, batch in enumerate(batches(planned(recipe.steps, recipe.tokens_per_step, shape.context), tokenizer, workers)):
+    for at, batch in enumerate(
+        batches(planned(recipe.steps, recipe.tokens_per_step, shape.context), tokenizer, workers)
+    ):
         ids = torch.from_numpy(batch.ids.astype(np.int32)).to(device)
         learned = torch.from_numpy(batch.learned).to(device)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):

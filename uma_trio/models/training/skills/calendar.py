@@ -64,7 +64,13 @@ def _days_away(rng: Random) -> Turn:
 def _from_today(rng: Random) -> Turn:
     at = rng.randrange(7)
     step, word = rng.choice(((1, "tomorrow"), (-1, "yesterday")))
-    ask = rng.choice(("If today is {0}, what is {1}?", "Today is {0}. What day {2} {1}?", "Suppose it is {0} today. What day {2} {1}?"))
+    ask = rng.choice(
+        (
+            "If today is {0}, what is {1}?",
+            "Today is {0}. What day {2} {1}?",
+            "Suppose it is {0} today. What day {2} {1}?",
+        )
+    )
     verb = "is" if step > 0 else "was"
     question = ask.format(DAYS[at], word, verb)
     return Turn(in_passing(rng, question), f"If today is {DAYS[at]}, {word} {verb} {DAYS[(at + step) % 7]}.")
@@ -72,7 +78,9 @@ def _from_today(rng: Random) -> Turn:
 
 def _month_length(rng: Random) -> Turn:
     at = rng.randrange(12)
-    ask = rng.choice(("How many days does {} have?", "How many days are in {}?", "How long is {}?", "How many days has {}?"))
+    ask = rng.choice(
+        ("How many days does {} have?", "How many days are in {}?", "How long is {}?", "How many days has {}?")
+    )
     answer = f"{MONTHS[at]} has {_LENGTHS[at]} days."
     if at == 1:
         answer = "February has 28 days, and 29 in a leap year."
@@ -84,25 +92,52 @@ def _nth(rng: Random) -> Turn:
     at = rng.randrange(len(names))
     if rng.random() < 0.15:
         word, at = rng.choice((("last", -1), ("first", 0)))
-        ask = rng.choice(("What is the {0} {1} of the {2}?", "Which {1} is the {0} of the {2}?", "Name the {0} {1} of the {2}."))
+        ask = rng.choice(
+            ("What is the {0} {1} of the {2}?", "Which {1} is the {0} of the {2}?", "Name the {0} {1} of the {2}.")
+        )
         return Turn(in_passing(rng, ask.format(word, kind, whole)), f"The {word} {kind} of the {whole} is {names[at]}.")
     if rng.random() < 0.6:
-        ask = rng.choice(("What is the {0} {1} of the {2}?", "Which {1} is the {0} of the {2}?", "Name the {0} {1} of the {2}."))
-        return Turn(in_passing(rng, ask.format(ORDINALS[at], kind, whole)), f"The {ORDINALS[at]} {kind} of the {whole} is {names[at]}.")
+        ask = rng.choice(
+            ("What is the {0} {1} of the {2}?", "Which {1} is the {0} of the {2}?", "Name the {0} {1} of the {2}.")
+        )
+        return Turn(
+            in_passing(rng, ask.format(ORDINALS[at], kind, whole)),
+            f"The {ORDINALS[at]} {kind} of the {whole} is {names[at]}.",
+        )
     ask = rng.choice(("Which number is {0} in the {1}?", "What number in the {1} is {0}?", "Where in the {1} is {0}?"))
-    return Turn(in_passing(rng, ask.format(names[at], whole)), f"{names[at]} is the {ORDINALS[at]} {kind} of the {whole}.")
+    return Turn(
+        in_passing(rng, ask.format(names[at], whole)), f"{names[at]} is the {ORDINALS[at]} {kind} of the {whole}."
+    )
 
 
 def _whole_list(rng: Random) -> Turn:
-    names, what = rng.choice(((DAYS, "days of the week"), (MONTHS, "months of the year"), (SEASONS, "seasons of the year")))
-    ask = rng.choice(("Name the {}.", "List the {}.", "What are the {}?", "Tell me the {}.", "Say the {} in order.", "Can you list the {}?"))
+    names, what = rng.choice(
+        ((DAYS, "days of the week"), (MONTHS, "months of the year"), (SEASONS, "seasons of the year"))
+    )
+    ask = rng.choice(
+        (
+            "Name the {}.",
+            "List the {}.",
+            "What are the {}?",
+            "Tell me the {}.",
+            "Say the {} in order.",
+            "Can you list the {}?",
+        )
+    )
     listed = ", ".join(names)
     return Turn(in_passing(rng, ask.format(what)), f"The {what} are {listed}.")
 
 
 def _amount(rng: Random) -> Turn:
     (what, whole), answer = rng.choice(tuple(_AMOUNTS.items()))
-    ask = rng.choice(("How many {0} are in {1}?", "How many {0} are there in {1}?", "How many {0} does {1} have?", "{1} has how many {0}?"))
+    ask = rng.choice(
+        (
+            "How many {0} are in {1}?",
+            "How many {0} are there in {1}?",
+            "How many {0} does {1} have?",
+            "{1} has how many {0}?",
+        )
+    )
     question = ask.format(what, whole)
     return Turn(in_passing(rng, question[0].upper() + question[1:]), answer)
 

@@ -95,7 +95,10 @@ def capital(rng: Random) -> Turn:
     if kind < 0.76:
         city = COUNTRIES[country if rng.random() < 0.5 else rng.choice(tuple(COUNTRIES))][0]
         yes = "Yes" if city == COUNTRIES[country][0] else "No"
-        return Turn(in_passing(rng, f"Is {city} the capital of {country}?"), f"{yes}, {capital_answer(country)[0].lower()}{capital_answer(country)[1:]}")
+        return Turn(
+            in_passing(rng, f"Is {city} the capital of {country}?"),
+            f"{yes}, {capital_answer(country)[0].lower()}{capital_answer(country)[1:]}",
+        )
     if kind < 0.90:
         city = COUNTRIES[country][0]
         return Turn(in_passing(rng, rng.choice(_ASK_COUNTRY).format(city)), f"{city} is the capital of {country}.")
@@ -111,7 +114,14 @@ def no_country(rng: Random) -> str:
     if kind < 0.35:
         return made_up_place(rng)
     if kind < 0.5:
-        return rng.choice((rng.choice(OBJECTS), f"the {rng.choice(OBJECTS)}", rng.choice(NAMES), f"the {rng.choice(ADJECTIVES)} {rng.choice(OBJECTS)}"))
+        return rng.choice(
+            (
+                rng.choice(OBJECTS),
+                f"the {rng.choice(OBJECTS)}",
+                rng.choice(NAMES),
+                f"the {rng.choice(ADJECTIVES)} {rng.choice(OBJECTS)}",
+            )
+        )
     while True:
         letters = list(rng.choice(tuple(COUNTRIES)))
         at = rng.randrange(len(letters))

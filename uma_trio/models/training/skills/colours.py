@@ -53,7 +53,9 @@ def _mix(rng: Random) -> Turn:
 
 def _rainbow(rng: Random) -> Turn:
     ask = rng.choice(("What are the colours of the rainbow?", "Name the colours of the rainbow.", "List the colours of the rainbow.", "Which colours are in the rainbow?", "Which colours does a rainbow have?"))  # fmt: skip
-    return Turn(in_passing(rng, ask), "The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet.")
+    return Turn(
+        in_passing(rng, ask), "The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet."
+    )
 
 
 _KINDS = {

@@ -35,7 +35,6 @@ SYSTEMS = (
 """What a system message may say; none of them changes an answer."""
 
 
-
 def _hello(rng: Random) -> Turn:
     return greet(rng, named=False)
 
@@ -74,7 +73,9 @@ def conversation(rng: Random, longest: int = 6) -> Sample:
         elif kind < 0.70 and name:
             turns.append(Turn(rng.choice(NAME_QUESTIONS), f"Your name is {name}.", follows=True))
         elif kind < 0.80 and turns and len(turns[-1].answer) < 200:
-            ask = rng.choice(("Say that again.", "Repeat your last answer.", "Can you say that again?", "Once more, please."))
+            ask = rng.choice(
+                ("Say that again.", "Repeat your last answer.", "Can you say that again?", "Once more, please.")
+            )
             turns.append(Turn(ask, turns[-1].answer, follows=True))
         else:
             turns.append(single(rng))
@@ -82,7 +83,9 @@ def conversation(rng: Random, longest: int = 6) -> Sample:
 
 
 def _countries(rng: Random) -> list[Turn]:
-    ask, answer = rng.choice((("What is the capital of {}?", capital_answer), ("On which continent is {}?", continent_answer)))
+    ask, answer = rng.choice(
+        (("What is the capital of {}?", capital_answer), ("On which continent is {}?", continent_answer))
+    )
     first, *others = rng.sample(tuple(COUNTRIES), rng.randint(2, 4))
     again = ("And of {}?", "And {}?", "What about {}?", "Now {}.")
     turns = [Turn(ask.format(first), answer(first))]
@@ -98,7 +101,11 @@ def _what_comes_next(rng: Random) -> list[Turn]:
     turns = []
     for step in range(amount):
         before, after = names[(at + step) % len(names)], names[(at + step + 1) % len(names)]
-        ask = f"Which {kind} comes after {before}?" if step == 0 else rng.choice(("And after that?", "And then?", "What comes next?"))
+        ask = (
+            f"Which {kind} comes after {before}?"
+            if step == 0
+            else rng.choice(("And after that?", "And then?", "What comes next?"))
+        )
         turns.append(Turn(ask, f"{after} comes after {before}.", follows=step > 0))
     return turns
 

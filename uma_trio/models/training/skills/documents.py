@@ -17,13 +17,77 @@ from uma_trio.models.training.sample import Sample, Turn
 from uma_trio.models.training.skills.conversations import single
 from uma_trio.models.training.words import ADJECTIVES, NAMES, OBJECTS, SURNAMES, made_up_place
 
-_ROLES = ("mayor", "baker", "teacher", "pilot", "keeper", "doctor", "miller", "painter", "judge", "gardener", "captain", "tailor")
-_COUNTED = ("bridges", "windmills", "towers", "wells", "schools", "bakeries", "ponds", "orchards", "statues", "boats", "lamps", "gates")
-_MADE = ("lamps", "carpets", "clocks", "boots", "kites", "spoons", "baskets", "bells", "chairs", "candles", "hats", "drums", "ropes", "mirrors")
+_ROLES = (
+    "mayor",
+    "baker",
+    "teacher",
+    "pilot",
+    "keeper",
+    "doctor",
+    "miller",
+    "painter",
+    "judge",
+    "gardener",
+    "captain",
+    "tailor",
+)
+_COUNTED = (
+    "bridges",
+    "windmills",
+    "towers",
+    "wells",
+    "schools",
+    "bakeries",
+    "ponds",
+    "orchards",
+    "statues",
+    "boats",
+    "lamps",
+    "gates",
+)
+_MADE = (
+    "lamps",
+    "carpets",
+    "clocks",
+    "boots",
+    "kites",
+    "spoons",
+    "baskets",
+    "bells",
+    "chairs",
+    "candles",
+    "hats",
+    "drums",
+    "ropes",
+    "mirrors",
+)
 _SIGHTS = ("flag", "gate", "tower", "roof", "door", "boat", "bridge", "fountain")
-_PAINTS = ("red", "blue", "green", "yellow", "white", "black", "orange", "brown", "pink", "purple", "grey", "gold", "silver")
+_PAINTS = (
+    "red",
+    "blue",
+    "green",
+    "yellow",
+    "white",
+    "black",
+    "orange",
+    "brown",
+    "pink",
+    "purple",
+    "grey",
+    "gold",
+    "silver",
+)
 _TOPICS = ("Harbours", "Rivers", "Markets", "Hills", "Roads", "Gardens", "Islands", "Forests", "Towers", "Villages", "Mines", "Lakes", "Bridges", "Farms", "Castles", "Coasts")  # fmt: skip
-_SIDES = ("of the north", "of the south", "of the east", "of the west", "of the old days", "of the plain", "of the border", "of the valley")
+_SIDES = (
+    "of the north",
+    "of the south",
+    "of the east",
+    "of the west",
+    "of the old days",
+    "of the plain",
+    "of the border",
+    "of the valley",
+)
 _FILLERS = (
     "It often rains here in the {adjective} months.", "Travellers say that the roads are {adjective}.", "Nobody knows who built the {adjective} {thing}.",
     "In the evening one hears the {thing} from afar.", "The people here are known to be {adjective}.", "A {adjective} {thing} is kept in the town hall.",
@@ -33,7 +97,13 @@ _FILLERS = (
 
 _ASK_TITLE = ("What is the title of the document?", "What is the document called?", "What is the title?")
 _ASK_SECTIONS = ("How many sections does the document have?", "How many sections are there?", "Count the sections.")
-_ASK_SUMMARY = ("Summarise the document.", "Summarize the document.", "List the sections.", "What is the document about?", "Give me a summary.")
+_ASK_SUMMARY = (
+    "Summarise the document.",
+    "Summarize the document.",
+    "List the sections.",
+    "What is the document about?",
+    "Give me a summary.",
+)
 NOT_THERE = "The document does not say that."
 
 
@@ -58,7 +128,10 @@ class Document:
             *(Turn(ask, title) for ask in _ASK_TITLE),
             *(Turn(ask, sections) for ask in _ASK_SECTIONS),
             *(Turn(ask, summary) for ask in _ASK_SUMMARY),
-            *(Turn(f"What is section {at} called?", f"Section {at} is called {name}.") for at, name in enumerate(self.sections, 1)),
+            *(
+                Turn(f"What is section {at} called?", f"Section {at} is called {name}.")
+                for at, name in enumerate(self.sections, 1)
+            ),
         )
 
 

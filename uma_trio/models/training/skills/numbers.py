@@ -57,7 +57,9 @@ def count(rng: Random, longest: int = 60) -> Turn:
     if first == 1 and not down and step == 1 and rng.random() < 0.4:
         ask = rng.choice(("Count to {1}", "Count up to {1}", "Please count to {1}", "Can you count to {1}?"))
     elif down:
-        ask = rng.choice(("Count down from {0} to {1}", "Count backwards from {0} to {1}", "Count from {0} down to {1}"))
+        ask = rng.choice(
+            ("Count down from {0} to {1}", "Count backwards from {0} to {1}", "Count from {0} down to {1}")
+        )
     else:
         ask = rng.choice(("Count from {0} to {1}", "Count up from {0} to {1}", "Please count from {0} to {1}", "Say the numbers from {0} to {1}", "List the numbers from {0} to {1}"))  # fmt: skip
     if down and last == 1 and rng.random() < 0.5:
@@ -129,5 +131,12 @@ def compare(rng: Random) -> Turn:
         word, result = rng.choice(("bigger", "larger")), max(one, other)
     else:
         word, result = "smaller", min(one, other)
-    ask = rng.choice(("Which is {}, {} or {}?", "What is {}, {} or {}?", "Which number is {}, {} or {}?", "Which number is {}: {} or {}?"))
+    ask = rng.choice(
+        (
+            "Which is {}, {} or {}?",
+            "What is {}, {} or {}?",
+            "Which number is {}, {} or {}?",
+            "Which number is {}: {} or {}?",
+        )
+    )
     return Turn(in_passing(rng, ask.format(word, one, other)), f"{result} is {word} than {one + other - result}.")

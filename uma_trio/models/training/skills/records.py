@@ -45,7 +45,12 @@ def person(rng: Random) -> Record:
 
 def _book(rng: Random) -> Record:
     title = f"The {rng.choice(ADJECTIVES)} {rng.choice(OBJECTS)}"
-    return {"title": title, "author": f"{any_name(rng)} {rng.choice(SURNAMES)}", "pages": rng.randint(20, 999), "lent": rng.random() < 0.5}
+    return {
+        "title": title,
+        "author": f"{any_name(rng)} {rng.choice(SURNAMES)}",
+        "pages": rng.randint(20, 999),
+        "lent": rng.random() < 0.5,
+    }
 
 
 def _order(rng: Random) -> Record:
@@ -53,7 +58,12 @@ def _order(rng: Random) -> Record:
 
 
 def _sensor(rng: Random) -> Record:
-    return {"id": rng.randint(1, 999), "room": rng.choice(OBJECTS), "degrees": rng.randint(0, 99), "online": rng.random() < 0.5}
+    return {
+        "id": rng.randint(1, 999),
+        "room": rng.choice(OBJECTS),
+        "degrees": rng.randint(0, 99),
+        "online": rng.random() < 0.5,
+    }
 
 
 def _free(rng: Random) -> Record:
@@ -88,17 +98,35 @@ def fill(rng: Random) -> Turn:
     if kind == "order" and len(record) == 4 and rng.random() < 0.4:
         record["paid"] = rng.random() < 0.5
         state = "paid" if record["paid"] else "not paid"
-        return Turn(f"Make a JSON record for an order: {record['count']} x {record['item']} at {record['price']}, {state}.", written(record))
+        return Turn(
+            f"Make a JSON record for an order: {record['count']} x {record['item']} at {record['price']}, {state}.",
+            written(record),
+        )
     link = rng.choice((" ", ": ", " = ", "="))
     said = [f"{key}{link}{_said(value)}" for key, value in record.items()]
     fields = ", ".join(said)
     if len(said) > 1 and rng.random() < 0.3:
         fields = f"{', '.join(said[:-1])} and {said[-1]}"
     if rng.random() < 0.3:
-        ask = rng.choice(("Give me a JSON object with {}.", "Write JSON with {}.", "Make JSON: {}.", "Return JSON with the fields {}.", "Write a JSON record with {}."))
+        ask = rng.choice(
+            (
+                "Give me a JSON object with {}.",
+                "Write JSON with {}.",
+                "Make JSON: {}.",
+                "Return JSON with the fields {}.",
+                "Write a JSON record with {}.",
+            )
+        )
         return Turn(ask.format(fields), written(record))
     a_kind = ("an " if kind == "order" else "a ") + kind
-    ask = rng.choice(("Make a JSON record for {}: {}.", "Write {} as JSON: {}.", "Fill a JSON record for {}: {}.", "Give me JSON for {} with {}."))
+    ask = rng.choice(
+        (
+            "Make a JSON record for {}: {}.",
+            "Write {} as JSON: {}.",
+            "Fill a JSON record for {}: {}.",
+            "Give me JSON for {} with {}.",
+        )
+    )
     return Turn(ask.format(a_kind, fields), written(record))
 
 
@@ -108,11 +136,22 @@ def change(rng: Random) -> Turn:
     key = rng.choice(tuple(record))
     if len(record) > 2 and rng.random() < 0.2:
         ask = rng.choice(("Remove {} from this record: {}", "Delete the field {} in this record: {}"))
-        return Turn(ask.format(key, written(record)), written({name: value for name, value in record.items() if name != key}))
+        return Turn(
+            ask.format(key, written(record)), written({name: value for name, value in record.items() if name != key})
+        )
     old = record[key]
     new: Value = (not old) if isinstance(old, bool) else rng.randint(0, 999) if isinstance(old, int) else _text(rng)
-    ask = rng.choice(("Change {} to {} in this record: {}", "Set {} to {} in this record: {}", "Write this record again with {} changed to {}: {}"))
-    return Turn(ask.format(key, _said(new) if not isinstance(new, bool) else written(new), written(record)), written({**record, key: new}))
+    ask = rng.choice(
+        (
+            "Change {} to {} in this record: {}",
+            "Set {} to {} in this record: {}",
+            "Write this record again with {} changed to {}: {}",
+        )
+    )
+    return Turn(
+        ask.format(key, _said(new) if not isinstance(new, bool) else written(new), written(record)),
+        written({**record, key: new}),
+    )
 
 
 def _names(rng: Random, amount: int) -> list[str]:
@@ -145,14 +184,20 @@ def look_up(rng: Random) -> Turn:
     people = [{**person(rng), "name": name} for name in names]
     one = rng.choice(people)
     key = rng.choice(("age", "city", "likes"))
-    return Turn(f"What is the {key} of {one['name']} in this list: {written(people)}", f"The {key} of {one['name']} is {one[key]}.")
+    return Turn(
+        f"What is the {key} of {one['name']} in this list: {written(people)}",
+        f"The {key} of {one['name']} is {one[key]}.",
+    )
 
 
 def array(rng: Random) -> Turn:
     """Words to a JSON array; or a record as it is."""
     if rng.random() < 0.3:
         text = written(_any(rng)[1])
-        return Turn(rng.choice(("Return this JSON: {}", "Repeat this JSON: {}", "Return JSON: {}", "Repeat: {}")).format(text), text)
+        return Turn(
+            rng.choice(("Return this JSON: {}", "Repeat this JSON: {}", "Return JSON: {}", "Repeat: {}")).format(text),
+            text,
+        )
     words = [_text(rng) for _ in range(rng.randint(1, 12))]
     ask = rng.choice(("Write these as a JSON array: {}", "Make a JSON array of: {}", "Turn this into a JSON list: {}"))
     return Turn(ask.format(", ".join(words)), written(words))

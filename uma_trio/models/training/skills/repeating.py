@@ -46,16 +46,32 @@ def pick(rng: Random) -> Turn:
     if kind < 0.08:
         times = rng.randint(2, 10)
         ask = rng.choice(("Repeat the word {} {} times.", "Say {} {} times.", "Say the word {} {} times."))
-        return Turn(ask.format(words[0], in_words(times) if rng.random() < 0.5 else times), " ".join([words[0]] * times))
+        return Turn(
+            ask.format(words[0], in_words(times) if rng.random() < 0.5 else times), " ".join([words[0]] * times)
+        )
     if kind < 0.4:
-        ask = rng.choice(("Say these words in reverse order: {}", "Reverse the order of these words: {}", "Say these words backwards: {}"))
+        ask = rng.choice(
+            (
+                "Say these words in reverse order: {}",
+                "Reverse the order of these words: {}",
+                "Say these words backwards: {}",
+            )
+        )
         return Turn(ask.format(text), " ".join(reversed(words)))
     if kind < 0.6:
         at = rng.randrange(min(len(words), 5))
-        ask = rng.choice(("What is the {0} word of: {1}", "Which word is the {0} one here: {1}", "Say only the {0} word of: {1}"))
+        ask = rng.choice(
+            ("What is the {0} word of: {1}", "Which word is the {0} one here: {1}", "Say only the {0} word of: {1}")
+        )
         return Turn(ask.format(ORDINALS[at], text), words[at])
     if kind < 0.8:
         ask = rng.choice(("What is the last word of: {}", "Say only the last word of: {}"))
         return Turn(ask.format(text), words[-1])
-    ask = rng.choice(("Say these words on separate lines: {}", "Put these words on separate lines: {}", "Write one word per line: {}"))
+    ask = rng.choice(
+        (
+            "Say these words on separate lines: {}",
+            "Put these words on separate lines: {}",
+            "Write one word per line: {}",
+        )
+    )
     return Turn(ask.format(text), "\n".join(words))

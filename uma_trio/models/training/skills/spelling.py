@@ -19,9 +19,26 @@ def spelled(word: str) -> str:
 def _word(rng: Random) -> str:
     kind = rng.random()
     if kind < 0.03:
-        return rng.choice(("strawberry", "blueberry", "Mississippi", "necessary", "banana", "committee", "elephant", "rhythm", "bookkeeper", "coffee", "raspberry", "address"))
+        return rng.choice(
+            (
+                "strawberry",
+                "blueberry",
+                "Mississippi",
+                "necessary",
+                "banana",
+                "committee",
+                "elephant",
+                "rhythm",
+                "bookkeeper",
+                "coffee",
+                "raspberry",
+                "address",
+            )
+        )
     if kind < 0.12:
-        return rng.choice(OBJECTS) + rng.choice((*OBJECTS, "berry", "ing", "ness", "ly", "less", "tion", "able", "er", "ful", "ment"))
+        return rng.choice(OBJECTS) + rng.choice(
+            (*OBJECTS, "berry", "ing", "ness", "ly", "less", "tion", "able", "er", "ful", "ment")
+        )
     if kind < 0.17:
         return "".join(rng.choices(ALPHABET, k=rng.randint(2, 9)))
     if kind < 0.35:
@@ -59,16 +76,31 @@ def spell(rng: Random) -> Turn:
         if rng.random() < 0.5:
             letter = max(word, key=word.count)
         ask = rng.choice(("How many {0} are in {1}?", "How many {0}'s are in {1}?", "How often is {0} in {1}?", "How many times does {0} appear in {1}?", 'How many "{0}" are in "{1}"?', "How many letters {0} are in {1}?"))  # fmt: skip
-        return Turn(_careless(rng, ask).format(letter, word), f"{spelled(word)} has {word.count(letter)} times {letter}.")
+        return Turn(
+            _careless(rng, ask).format(letter, word), f"{spelled(word)} has {word.count(letter)} times {letter}."
+        )
     if kind < 0.85:
-        ask = rng.choice(("How many letters are in {}?", "How many letters does {} have?", "How many letters has the word {}?", 'Count the letters in "{}".'))
+        ask = rng.choice(
+            (
+                "How many letters are in {}?",
+                "How many letters does {} have?",
+                "How many letters has the word {}?",
+                'Count the letters in "{}".',
+            )
+        )
         amount = len(word)
-        return Turn(_careless(rng, ask).format(word), f"{spelled(word)} has {amount} letter{'s' if amount != 1 else ''}.")
+        return Turn(
+            _careless(rng, ask).format(word), f"{spelled(word)} has {amount} letter{'s' if amount != 1 else ''}."
+        )
     if kind < 0.92:
-        ask = rng.choice(("What is the first letter of {}?", "Which letter does {} begin with?", "Which letter does {} start with?"))
+        ask = rng.choice(
+            ("What is the first letter of {}?", "Which letter does {} begin with?", "Which letter does {} start with?")
+        )
         return Turn(_careless(rng, ask).format(word), f"{word} begins with {word[0]}.")
     if kind < 0.98:
         ask = rng.choice(("What is the last letter of {}?", "Which letter does {} end with?"))
         return Turn(_careless(rng, ask).format(word), f"{word} ends with {word[-1]}.")
-    ask = rng.choice(("Say the alphabet.", "What is the alphabet?", "List the letters of the alphabet.", "Recite the alphabet."))
+    ask = rng.choice(
+        ("Say the alphabet.", "What is the alphabet?", "List the letters of the alphabet.", "Recite the alphabet.")
+    )
     return Turn(in_passing(rng, ask), ", ".join(ALPHABET) + ".")

@@ -93,7 +93,13 @@ def _anything(rng: Random) -> str:
     """What else a story may be about: a robot, a lamp, a made-up beast."""
     while True:
         kind = rng.random()
-        thing = rng.choice(_OTHERS) if kind < 0.4 else rng.choice(OBJECTS) if kind < 0.7 else made_up(rng, rng.randint(1, 3))
+        thing = (
+            rng.choice(_OTHERS)
+            if kind < 0.4
+            else rng.choice(OBJECTS)
+            if kind < 0.7
+            else made_up(rng, rng.randint(1, 3))
+        )
         if thing not in ANIMALS:
             return thing
 
@@ -112,7 +118,15 @@ def _about(rng: Random, name: str, animal: str, place: str) -> str:
     who = f"{_article(animal)} {animal}"
     if not name:
         return who + where
-    spoken = rng.choice((f"{who} named {name}", f"{who} called {name}", f"{name} the {animal}", f"{name}, {who}", f"{who} whose name is {name}"))
+    spoken = rng.choice(
+        (
+            f"{who} named {name}",
+            f"{who} called {name}",
+            f"{name} the {animal}",
+            f"{name}, {who}",
+            f"{who} whose name is {name}",
+        )
+    )
     return spoken + (rng.choice((where, where, f" who lives in the {place}")) if place else "")
 
 
@@ -120,7 +134,9 @@ def tell(rng: Random, longest: int = 8) -> Turn:
     """Ask for a story, whole or in parts; what the asker leaves out, the teller fills in."""
     animal = rng.choice(tuple(ANIMALS)) if rng.random() < 0.85 else _anything(rng)
     name, place = any_name(rng), _where(rng)
-    told = rng.choices(("all", "no place", "no name", "animal only", "name only", "nothing"), weights=(50, 20, 6, 14, 3, 7))[0]
+    told = rng.choices(
+        ("all", "no place", "no name", "animal only", "name only", "nothing"), weights=(50, 20, 6, 14, 3, 7)
+    )[0]
     if told in ("name only", "nothing"):
         animal = "fox"
     if told in ("no name", "animal only", "nothing"):
@@ -128,8 +144,22 @@ def tell(rng: Random, longest: int = 8) -> Turn:
     if told not in ("all", "no name"):
         place = default_place(animal)
     parts = rng.randint(2, longest) if rng.random() < 0.35 else None
-    what = rng.choice(("a story", "a story", "a short story", "a long story")) if parts is None else f"a story in {parts} parts"
-    ask = rng.choice(("Tell {}.", "Tell me {}.", "Tell me {}.", "Write {}.", "I want {}.", "Please tell me {}.", "Can you tell me {}?"))
+    what = (
+        rng.choice(("a story", "a story", "a short story", "a long story"))
+        if parts is None
+        else f"a story in {parts} parts"
+    )
+    ask = rng.choice(
+        (
+            "Tell {}.",
+            "Tell me {}.",
+            "Tell me {}.",
+            "Write {}.",
+            "I want {}.",
+            "Please tell me {}.",
+            "Can you tell me {}?",
+        )
+    )
     if told != "nothing":
         spoken = _about(
             rng,

@@ -69,7 +69,9 @@ Solve x + 3 = 7.|What is half of 20?|What is the square of 12?|Convert 5 miles t
 Continue: once upon a time|Complete the sentence: the cat|Give me advice.|Help me with my homework.|Write an email to my boss.|Make a plan.
 """  # fmt: skip
 
-TEMPLATES = tuple(template for line in (_TEMPLATES + _PLAIN).strip().splitlines() for template in line.split("|") if template)
+TEMPLATES = tuple(
+    template for line in (_TEMPLATES + _PLAIN).strip().splitlines() for template in line.split("|") if template
+)
 
 
 def _filled(rng: Random, template: str) -> str:
@@ -105,7 +107,13 @@ def _question(rng: Random) -> str:
 def _answered_elsewhere(question: str) -> bool:
     """Chance can fill a template into a question that another skill answers."""
     plain = question.lower()
-    return plain.startswith(("how many letters", "name three letters", "is the sun ")) or plain.rstrip("?.!") in ("yes", "no", "maybe", "ok", "sure")
+    return plain.startswith(("how many letters", "name three letters", "is the sun ")) or plain.rstrip("?.!") in (
+        "yes",
+        "no",
+        "maybe",
+        "ok",
+        "sure",
+    )
 
 
 _STARTS = (
