@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import attrs
+import msgspec
 
 import llama_abi
 from uma_trio import config, sampling
@@ -28,23 +30,31 @@ from uma_trio.engine.layout import (
     checkpoints,
     machine_memory_bytes,
 )
+from uma_trio.engine.known_layouts import KnownLayouts
 from uma_trio.engine.layout_trial import try_layouts
-from uma_trio.engine.records import (
-    Copy,
-    Draw,
+from uma_trio.engine.messages import (
     EngineError,
-    Feed,
-    Forget,
-    Load,
-    Mark,
-    ModelFacts,
-    Remove,
-    Save,
-    Score,
+    LayoutReport,
+    LoadError,
+    ModelInfo,
+    Ready,
+    SampleRequest,
+    Start,
     Step,
-    StepResult,
+    StepInput,
+    StepOutput,
 )
 from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.kv.ops import (
+    CopyPrefix,
+    DropCheckpoint,
+    KvOp,
+    LoadState,
+    MeasureState,
+    SaveCheckpoint,
+    SaveState,
+    Truncate,
+)
 
 LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, NoRoom)
 """What opening an engine raises: about the model, or about the library."""
@@ -57,7 +67,7 @@ PROBE_TOKENS = 32
 
 
 class LlamaEngine:
-    """A loaded model with its context.  See ``records.Engine`` for the contract.
+    """A loaded model with its context.  See ``messages.Engine`` for the contract.
 
     Args:
         path: a GGUF file.
@@ -94,11 +104,11 @@ class LlamaEngine:
         self._abort = llama_abi.AbortFlag()
         self._context.set_abort(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
-        self._marks: dict[int, bytearray] = {}
+        self._checkpoints: dict[int, bytearray] = {}
         self.tokenizer = Tokenizer(self._model.vocab)
         self.chat_template = self._model.chat_template
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
-        self._facts = ModelFacts(
+        self._info = ModelInfo(
             name=path.name,
             description=self._model.description,
             n_vocab=self._model.vocab.n_tokens,
@@ -111,10 +121,10 @@ class LlamaEngine:
             size_bytes=self._model.size_bytes,
             n_params=self._model.n_params,
             unified=self._options.kv_unified,
-            pads=not self._options.kv_unified and self._options.flash_attn == "off",  # that skips what is masked
-            rewinds=not recurrent and not (windowed and self._options.kv_unified),
-            states_rewind=not recurrent and not windowed,
-            checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
+            pads_attention=not self._options.kv_unified and self._options.flash_attn == "off",  # that skips what is masked
+            can_truncate=not recurrent and not (windowed and self._options.kv_unified),
+            state_can_truncate=not recurrent and not windowed,
+            max_checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
             kv_bytes_per_token=self._shape.kv_bytes_per_token,
             n_layer=self._model.n_layer,
             n_embd=self._model.n_embd,
@@ -131,8 +141,8 @@ class LlamaEngine:
         return checkpoints(n_bytes, n_sequences=self._context.n_seq_max, memory_bytes=machine_memory_bytes())
 
     @property
-    def facts(self) -> ModelFacts:
-        return self._facts
+    def info(self) -> ModelInfo:
+        return self._info
 
     @property
     def layout_choice(self) -> Choice:
@@ -156,181 +166,218 @@ class LlamaEngine:
         """Find out what the memory can move, where the weights are in the machine's own; some 50 ms."""
         if not _has_gpu(self._model.library, self._settings):
             bandwidth = memory_bytes_per_s(self._options.n_threads)
-            self._facts = attrs.evolve(self._facts, memory_bytes_per_s=bandwidth)
+            self._info = msgspec.structs.replace(self._info, memory_bytes_per_s=bandwidth)
 
-    @property
-    def circumstances(self) -> tuple[object, ...]:
-        """All but the model that decides what a step costs."""
-        return (*_surroundings(self._model.library, self._settings), self._options)
+    def describe(self) -> Ready:
+        """What the daemon is told when the model is loaded."""
+        stamp, options, choice = self._model.library.stamp, self._options, self._choice
+        return Ready(
+            info=self._info,
+            layout=LayoutReport(
+                name=choice.layout.name,
+                reason=choice.why,
+                measured={each.layout.name: str(each) for each in choice.measured},
+            ),
+            environment=repr((*_surroundings(self._model.library, self._settings), options)),
+            state_format=repr(
+                (stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn)
+            ),
+        )
 
-    @property
-    def state_layout(self) -> tuple[object, ...]:
-        """All but the model that decides what the bytes of a sequence's state mean."""
-        stamp, options = self._model.library.stamp, self._options
-        return stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn
+    def step(self, step: Step, while_computing: Callable[[], None] | None = None) -> StepOutput:
+        """See ``messages.Engine``.
 
-    def step(self, step: Step) -> StepResult:
+        Args:
+            while_computing: called after each ``llama_decode`` call and before its result is waited for.  A GPU is busy
+                then, so this is the time to read what the daemon has sent.
+        """
         try:
-            return self._step(step)
+            return self._step(step, while_computing)
         except EngineError:
             raise
         except Exception as error:  # refused by the ABI layer, or a defect: the context is not to be trusted
-            raise EngineError(f"{type(error).__name__}: {error}", fatal=True) from error
+            raise EngineError(f"{type(error).__name__}: {error}") from error
 
-    def _step(self, step: Step) -> StepResult:
+    def _step(self, step: Step, while_computing: Callable[[], None] | None) -> StepOutput:
         started = began = time.perf_counter()
-        copied_ms, marked_ms, saved_bytes = 0.0, 0.0, 0
-        refused: list[tuple[int, str]] = []
-        for edit in step.edits:
-            if isinstance(edit, Save | Load):
-                at = time.perf_counter()
-                saved_bytes += self._copy_state(edit, refused)
-                copied_ms += 1e3 * (time.perf_counter() - at)
-            elif isinstance(edit, Mark):
-                at = time.perf_counter()
-                self._mark(edit)
-                marked_ms += 1e3 * (time.perf_counter() - at)
-            elif isinstance(edit, Forget):
-                self._marks.pop(edit.mark, None)
-            else:
-                self._edit(edit)
+        changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []
         scores: list[Score | None] = []
         copied = 0
-        decode_ms = -copied_ms - marked_ms
+        decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
-        for feeds in step.batches:
-            self._decode(feeds)
+        for inputs in step.calls:
+            self._decode(inputs, while_computing)
             decoded = time.perf_counter()
-            draws = [draw for feed in feeds for draw in feed.draws]
-            drawn, scored = self._draw(draws)
-            tokens += drawn
-            scores += scored or [None] * len(drawn)
+            samples = [sample for each in inputs for sample in each.samples]
+            sampled, scored = self._sample(samples)
+            tokens += sampled
+            scores += scored or [None] * len(sampled)
             ended = time.perf_counter()
-            copied += sampling.copied_rows([draw.params for draw in draws], self._facts.n_vocab)
-            copied += sum([draw.logprobs is not None for draw in draws])
+            copied += sampling.copied_rows([sample.params for sample in samples], self._info.n_vocab)
+            copied += sum([sample.logprobs is not None for sample in samples])
             decode_ms += 1e3 * (decoded - began)
             sample_ms += 1e3 * (ended - decoded)
             began = ended
-        told = scores if any(score is not None for score in scores) else ()
-        ended = time.perf_counter()
-        return StepResult(
-            tuple(tokens), decode_ms, sample_ms, started, ended, copied, told, copied_ms, saved_bytes, refused
+        return StepOutput(
+            tokens=tuple(tokens),
+            number=step.number,
+            decode_ms=decode_ms,
+            sample_ms=sample_ms,
+            started_s=started,
+            ended_s=time.perf_counter(),
+            copied_rows=copied,
+            scores=scores if any([score is not None for score in scores]) else (),
+            copied_ms=changes.copied_ms,
+            saved_bytes=changes.saved_bytes,
+            refused=changes.refused,
+            state_sizes=changes.state_sizes,
         )
 
-    def _copy_state(self, edit: Save | Load, refused: list[tuple[int, str]]) -> int:
-        """Bytes that were saved."""
-        try:
-            if isinstance(edit, Save):
-                n_bytes = self._context.save_state_into(edit.seq_id, edit.into)
-                return n_bytes + self._write_marks(edit, n_bytes, refused)
-            self._context.load_state_from(edit.seq_id, edit.state)
-            held = self._context.seq_pos_max(edit.seq_id) + 1
-            if held != edit.length:
-                self._context.seq_remove(edit.seq_id)
-                refused.append((edit.seq_id, f"the state has {held} tokens instead of {edit.length}"))
-                return 0
-            self._marks.update({mark: bytearray(state) for mark, state in edit.marks})
-        except llama_abi.LlamaError as error:
-            refused.append((edit.seq_id, str(error)))
-        return 0
+    # -- changes of the KV cache ----------------------------------------------------------------
 
-    def _write_marks(self, edit: Save, n_bytes: int, refused: list[tuple[int, str]]) -> int:
-        """Checkpoints behind a state of ``n_bytes``; what they have."""
-        if edit.marks and n_bytes != memoryview(edit.into).nbytes:
-            refused.append((edit.seq_id, f"the state has {n_bytes} bytes, and its checkpoints would not follow it"))
-            return 0
-        for mark, into in edit.marks:
-            view, state = memoryview(into).cast("B"), self._marks.get(mark, b"")
-            if not state or len(view) != len(state):
-                refused.append((edit.seq_id, f"checkpoint {mark} has {len(state)} bytes, the buffer {len(view)}"))
-                return 0
-            view[:] = state
-        return sum([memoryview(into).nbytes for _, into in edit.marks])
-
-    def state_bytes(self, seq_id: int) -> int:
-        return self._context.state_size(seq_id)
-
-    def mark_bytes(self, mark: int) -> int:
-        return len(self._marks.get(mark, b""))
-
-    def _mark(self, edit: Mark) -> None:
-        state = bytearray(self._context.state_size(edit.seq_id, flags=llama_abi.PARTIAL_ONLY))
-        self._context.save_state_into(edit.seq_id, state, flags=llama_abi.PARTIAL_ONLY)
-        self._marks[edit.mark] = state
-
-    def _edit(self, edit: Remove | Copy) -> None:
+    def _change_kv(self, ops: Sequence[KvOp]) -> _Changes:
+        changes = _Changes()
         context = self._context
-        if isinstance(edit, Remove):
-            self._cut(edit.seq_id, edit.start, edit.mark)
-        elif self._facts.unified and edit.mark is None:
-            context.seq_copy(edit.source, edit.target, 0, edit.length)
-        else:  # between streams llama.cpp copies as a whole, and a recurrent state is that of the whole
-            context.seq_copy(edit.source, edit.target)
-            self._cut(edit.target, edit.length, edit.mark)
+        for op in ops:
+            began = time.perf_counter()
+            match op:
+                case Truncate():
+                    self._truncate(op.seq_id, op.length, op.checkpoint)
+                case CopyPrefix() if self._info.unified and op.checkpoint is None:
+                    context.seq_copy(op.source, op.target, 0, op.length)
+                case CopyPrefix():  # between streams llama.cpp copies all, and a recurrent state is that of the whole
+                    context.seq_copy(op.source, op.target)
+                    self._truncate(op.target, op.length, op.checkpoint)
+                case SaveCheckpoint():
+                    state = bytearray(context.state_size(op.seq_id, flags=llama_abi.PARTIAL_ONLY))
+                    context.save_state_into(op.seq_id, state, flags=llama_abi.PARTIAL_ONLY)
+                    self._checkpoints[op.checkpoint] = state
+                    changes.checkpoints_ms += 1e3 * (time.perf_counter() - began)
+                case DropCheckpoint():
+                    self._checkpoints.pop(op.checkpoint, None)
+                case MeasureState():
+                    sizes = [len(self._checkpoints.get(number, b"")) for number in op.checkpoints]
+                    changes.state_sizes.append((op.seq_id, [context.state_size(op.seq_id), *sizes]))
+                case SaveState() | LoadState():
+                    try:
+                        if isinstance(op, SaveState):
+                            changes.saved_bytes += self._save_state(op)
+                        else:
+                            self._load_state(op)
+                    except (llama_abi.LlamaError, OSError, ValueError) as error:
+                        changes.refused.append((op.seq_id, str(error)))
+                    changes.copied_ms += 1e3 * (time.perf_counter() - began)
+        return changes
 
-    def _cut(self, seq_id: int, start: int, mark: int | None) -> None:
-        """First the state and then the tail: before that a recurrent memory refuses."""
-        if mark is not None:
-            self._context.load_state_from(seq_id, self._marks[mark], flags=llama_abi.PARTIAL_ONLY)
-        if not self._context.seq_remove(seq_id, start or -1):
-            raise EngineError(f"the model's memory cannot forget the end of sequence {seq_id}", fatal=True)
+    def _truncate(self, seq_id: int, length: int, checkpoint: int | None) -> None:
+        """Load the checkpoint first, then remove the tail: before that a recurrent memory refuses."""
+        if checkpoint is not None:
+            self._context.load_state_from(seq_id, self._checkpoints[checkpoint], flags=llama_abi.PARTIAL_ONLY)
+        if not self._context.seq_remove(seq_id, length or -1):
+            raise EngineError(f"the model's memory cannot remove the end of sequence {seq_id}")
 
-    def _decode(self, feeds: Sequence[Feed]) -> None:
+    def _save_state(self, op: SaveState) -> int:
+        """Bytes written.
+
+        Raises:
+            llama_abi.LlamaError, OSError, ValueError: the state was not saved.
+        """
+        total = op.n_bytes + sum([size for _, size in op.checkpoints])
+        with mapped(op.fd, op.offset, total, write=True) as view:
+            written: int = self._context.save_state_into(op.seq_id, view[: op.n_bytes])
+            if op.checkpoints and written != op.n_bytes:
+                raise ValueError(f"the state has {written} bytes, so its checkpoints would not follow it")
+            at = op.n_bytes
+            for number, size in op.checkpoints:
+                state = self._checkpoints.get(number, b"")
+                if not state or len(state) != size:
+                    raise ValueError(f"checkpoint {number} has {len(state)} bytes, its place in the file {size}")
+                view[at : at + size] = state
+                at += size
+        return total if op.checkpoints else written
+
+    def _load_state(self, op: LoadState) -> None:
+        """
+        Raises:
+            llama_abi.LlamaError, OSError, ValueError: the state was not loaded, and the sequence is empty.
+        """
+        total = op.n_bytes + sum([size for _, size in op.checkpoints])
+        with mapped(op.fd, op.offset, total) as view:
+            try:
+                self._context.load_state_from(op.seq_id, view[: op.n_bytes])
+                n_tokens = self._context.seq_pos_max(op.seq_id) + 1
+                if n_tokens != op.length:
+                    raise ValueError(f"the state has {n_tokens} tokens instead of {op.length}")
+            except (llama_abi.LlamaError, ValueError):
+                self._context.seq_remove(op.seq_id)
+                raise
+            at = op.n_bytes
+            for number, size in op.checkpoints:
+                if number is not None:
+                    self._checkpoints[number] = bytearray(view[at : at + size])
+                at += size
+
+    # -- computing ------------------------------------------------------------------------------
+
+    def _decode(self, inputs: Sequence[StepInput], while_computing: Callable[[], None] | None) -> None:
         batch = self._batch
         batch.clear()
         at = 0
-        while at < len(feeds):
-            if single := list(itertools.takewhile(_is_single, feeds[at:] if at else feeds)):
+        while at < len(inputs):
+            if single := list(itertools.takewhile(_is_decode, inputs[at:] if at else inputs)):
                 batch.add_each(
-                    [feed.tokens[0] for feed in single],
-                    positions=[feed.pos for feed in single],
-                    seqs=[feed.seq_id for feed in single],
+                    [each.tokens[0] for each in single],
+                    positions=[each.position for each in single],
+                    seqs=[each.seq_id for each in single],
                 )
                 at += len(single)
             else:
-                _add(batch, feeds[at])
+                _add(batch, inputs[at])
                 at += 1
         code = self._context.decode(batch)
+        if while_computing is not None:
+            while_computing()
         self._context.synchronize()
         if code:
-            raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"code {code}"), fatal=False)
+            raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
 
-    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[Score | None]]:
-        """A token for each of ``draws``, and its score where one is wanted; no scores where none is."""
-        if not draws:
+    def _sample(self, samples: Sequence[SampleRequest]) -> tuple[list[int], list[Score | None]]:
+        """A token for each request, and its score where one is wanted; no scores where none is."""
+        if not samples:
             return [], []
-        logits = self._context.logits(len(draws)).array
-        told = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
-        raw = logits[told] if told else None  # sampling writes to them
-        drawn = sampling.sample(
+        logits = self._context.logits(len(samples)).array
+        with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
+        raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
+        sampled = sampling.sample(
             logits,
-            [draw.params for draw in draws],
-            [draw.step for draw in draws],
-            [draw.mask for draw in draws],
-            [draw.bias for draw in draws],
-            [draw.past for draw in draws],
+            [sample.params for sample in samples],
+            [sample.n_before for sample in samples],
+            [sample.banned for sample in samples],
+            [sample.bias for sample in samples],
+            [sample.past for sample in samples],
         )
         scores: list[Score | None] = []
         if raw is not None:
-            scores = [None] * len(draws)
-            found = sampling.logprobs(raw, drawn[told], [draws[row].logprobs or 0 for row in told])
-            for row, score in zip(told, found, strict=True):
+            scores = [None] * len(samples)
+            wanted = [samples[row].logprobs or 0 for row in with_logprobs]
+            found = sampling.logprobs(raw, sampled[with_logprobs], wanted)
+            for row, score in zip(with_logprobs, found, strict=True):
                 scores[row] = score
-        tokens: list[int] = drawn.tolist()
+        tokens: list[int] = sampled.tolist()
         return tokens, scores
 
     def used_cells(self) -> dict[int, int]:
-        ends = {seq_id: self._context.seq_pos_max(seq_id) for seq_id in range(self._facts.n_seq_max)}
+        ends = {seq_id: self._context.seq_pos_max(seq_id) for seq_id in range(self._info.n_seq_max)}
         return {seq_id: end + 1 for seq_id, end in ends.items() if end >= 0}
 
     def reset(self) -> None:
         self._context.close()
-        self._marks.clear()
+        self._checkpoints.clear()
         try:
             self._context = llama_abi.Context(self._model, self._options)
         except llama_abi.LlamaError as error:
-            raise EngineError(str(error), fatal=True) from error
+            raise EngineError(str(error)) from error
         self._context.set_abort(self._abort)
 
     def abort(self) -> None:
@@ -341,17 +388,64 @@ class LlamaEngine:
         self._model.close()
 
 
-def _is_single(feed: Feed) -> bool:
-    """One token whose logits are wanted, as of a stream."""
-    return len(feed.tokens) == 1 == len(feed.draws)
+@attrs.define
+class _Changes:
+    """What changing the KV cache took and gave."""
+
+    copied_ms: float = 0.0
+    checkpoints_ms: float = 0.0
+    saved_bytes: int = 0
+    refused: list[tuple[int, str]] = attrs.field(factory=list)
+    state_sizes: list[tuple[int, list[int]]] = attrs.field(factory=list)
 
 
-def _add(batch: llama_abi.Batch, feed: Feed) -> None:
-    n, wanted = len(feed.tokens), len(feed.draws)
+NO_CHANGES: Final = _Changes()
+
+
+@contextlib.contextmanager
+def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False) -> Iterator[memoryview]:
+    """``n_bytes`` of an open file from ``offset`` on, as memory.
+
+    Raises:
+        OSError, ValueError: the file cannot be mapped, or is shorter.
+    """
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    populate = getattr(mmap, "MAP_POPULATE", 0)  # one system call instead of a page fault every 4 KiB
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+    size = offset - start + n_bytes
+    with mmap.mmap(fd, size, mmap.MAP_SHARED | populate, protection, offset=start) as mapping:
+        view = memoryview(mapping)[offset - start :]
+        try:
+            yield view
+        finally:
+            view.release()
+
+
+def _is_decode(each: StepInput) -> bool:
+    """One token whose logits are wanted."""
+    return len(each.tokens) == 1 == len(each.samples)
+
+
+def _add(batch: llama_abi.Batch, each: StepInput) -> None:
+    n, wanted = len(each.tokens), len(each.samples)
     if 1 < wanted < n:
-        raise EngineError(f"{wanted} draws for {n} tokens: one, or one each", fatal=True)
+        raise EngineError(f"{wanted} samples for {n} tokens: one, or one each")
     logits: Literal["none", "last", "all"] = "none" if not wanted else "last" if wanted == 1 else "all"
-    batch.add(feed.tokens, pos=feed.pos, seq=feed.seq_id, logits=logits)
+    batch.add(each.tokens, pos=each.position, seq=each.seq_id, logits=logits)
+
+
+def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngine:
+    """Load the model that ``start`` names; see ``worker.OpenEngine``.
+
+    Raises:
+        LoadError: it cannot be loaded.
+    """
+    try:
+        engine = LlamaEngine(start.path, start.settings, on_progress, KnownLayouts(start.path, start.cache_dir))
+    except (OSError, EngineError, *LOAD_ERRORS) as error:
+        raise LoadError(str(error)) from error
+    engine.measure_memory()
+    return engine
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import llama_abi
 from llama_abi import TokenAttr
 from uma_trio.engine.alignment import Spelling, align
-from uma_trio.engine.records import Part, TokenIds
+from uma_trio.engine.messages import PromptPart, TokenIds
 
 NAMED = TokenAttr.CONTROL | TokenAttr.UNKNOWN
 """Tokens with a meaning instead of a text; found in a text only where ``parse_special`` says so."""
@@ -83,7 +83,7 @@ class Tokenizer:
         ids: TokenIds = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
         return ids
 
-    def encode_parts(self, parts: Sequence[Part], *, continues: bool = False) -> TokenIds:
+    def encode_parts(self, parts: Sequence[PromptPart], *, continues: bool = False) -> TokenIds:
         """Token ids of a prompt that is not all read alike; of a single part as ``encode`` has them.
 
         What the model wants around a text stands around the whole, and a part behind another one has a space

@@ -1,0 +1,54 @@
+"""The engine process: ``python -m uma_trio.engine FD MODEL``, started by the daemon and by nobody else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+import msgspec
+import setproctitle
+
+from uma_trio.engine.link import LOG_MARK
+
+
+class _ToDaemon(logging.Handler):
+    """Writes each record as a line that the daemon turns into a record of its own log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            line = LOG_MARK + msgspec.json.encode((record.levelno, record.name, text)).decode() + "\n"
+            os.write(sys.stderr.fileno(), line.encode())
+        except Exception:  # logging must not end the engine
+            self.handleError(record)
+
+
+def _end_with_the_daemon() -> None:
+    """End when the daemon does, however it ends and whatever this process is doing then."""
+    def watch() -> None:
+        while os.read(0, 1):
+            """The daemon never writes; the read ends when it does."""
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def main() -> None:
+    """Serve the daemon at the other end of the socket until it goes."""
+    fd, model = int(sys.argv[1]), sys.argv[2]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_the_daemon()
+    setproctitle.setproctitle(f"uma-trio engine: {model}")
+    logging.basicConfig(level=logging.DEBUG, handlers=[_ToDaemon()])
+    from uma_trio.engine.llama import open_engine
+    from uma_trio.engine.worker import Worker
+
+    Worker(socket.socket(fileno=fd), open_engine).run()
+
+
+if __name__ == "__main__":
+    main()

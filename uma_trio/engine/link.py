@@ -1,0 +1,494 @@
+"""The daemon's side of an engine: start it, send it steps, receive what it computed, notice when it dies.
+
+An engine runs in a process of its own, so that an ``abort()`` in the library costs a pause and nothing else.  For tests
+and for embedding the same worker runs in a thread; the link is the same socket pair.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+import psutil
+import trio
+
+import uma_trio
+from uma_trio.engine.messages import (
+    Decoder,
+    EngineDied,
+    EngineError,
+    FromDaemon,
+    FromEngine,
+    LoadError,
+    LoadFailed,
+    Loading,
+    ModelInfo,
+    Ready,
+    Revoke,
+    Start,
+    Step,
+    StepFailed,
+    StepOutput,
+    encode,
+)
+from uma_trio.kv.ops import LoadState, SaveState
+
+log = logging.getLogger("uma_trio.engine")
+
+READ_BYTES: Final = 1 << 16
+EXIT_S: Final = 5.0
+"""How long an engine that was asked to end may take before it is killed."""
+
+OBITUARY_S: Final = 1.0
+"""How long to wait for the exit status and the last lines of an engine whose socket has closed."""
+
+LAST_LINES: Final = 20
+LOG_MARK: Final = "\x1e"
+"""Begins a line of the engine's stderr that is a log record as JSON: ``[level, logger, message]``."""
+
+ASSERTION: Final = re.compile(r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):")
+
+
+class Process(Protocol):
+    """Where a worker runs."""
+
+    pid: int | None
+    """Of a process of its own; ``None`` for a thread."""
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+
+    async def wait(self) -> str:
+        """Wait for its end; returns how it ended."""
+
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it."""
+
+    def usage(self) -> dict[str, float]:
+        """Resident memory in bytes and CPU time in seconds; empty for a thread."""
+
+
+class EngineLink:
+    """A running engine.  Not for several tasks at once.
+
+    Args:
+        sock: connected to the worker; closed here.
+        process: where the worker runs.
+    """
+
+    ready: Ready
+    """What the engine reported when its model was loaded; set by ``load``."""
+
+    def __init__(self, sock: socket.socket, process: Process) -> None:
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._process = process
+        self._decoder = Decoder("engine")
+        self._unsent: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._broken = False
+        """The socket has closed."""
+        self.ended = trio.Event()
+        """Set when the engine has ended; by then ``reason`` says how."""
+        self.reason = ""
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.ready.info
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine; ``None`` if it runs in a thread."""
+        return self._process.pid
+
+    async def run(self) -> None:
+        """Watch the engine until it ends.  To be started once, in a nursery that outlives the link."""
+        self.reason = await self._process.wait()
+        self.ended.set()
+
+    async def load(self, start: Start, on_progress: Callable[[float], None], go_on: Callable[[], bool]) -> bool:
+        """Have the model loaded; ``run`` must have been started.
+
+        Args:
+            on_progress: called with the loaded share in [0, 1].
+            go_on: asked now and then; False gives up.
+
+        Returns:
+            Whether the model is loaded; otherwise loading was given up, and the engine has ended.
+
+        Raises:
+            LoadError: the model cannot be loaded, or the engine died of it.
+        """
+        try:
+            self._send(start)
+            while go_on():
+                for message in await self.receive():
+                    match message:
+                        case Loading():
+                            on_progress(message.progress)
+                        case LoadFailed():
+                            raise LoadError(message.reason)
+                        case Ready():
+                            self.ready = message
+                            return True
+        except EngineDied as death:
+            raise LoadError(str(death)) from death
+        except BaseException:
+            self.kill()
+            await self.aclose()
+            raise
+        self.kill()
+        await self.aclose()
+        return False
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def submit(self, step: Step) -> None:
+        """Send a step; does not wait.  The engine computes steps in the order of their submission."""
+        fds = [op.fd for op in step.ops if isinstance(op, SaveState | LoadState)]
+        self._send(step, fds)
+
+    def revoke(self, number: int) -> None:
+        """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""
+        self._send(Revoke(number))
+
+    async def receive(self) -> list[FromEngine]:
+        """The next messages of the engine, at least one.
+
+        Raises:
+            EngineDied: it has ended.
+        """
+        while True:
+            if self._unsent:
+                await self._flush()
+            await trio.lowlevel.wait_readable(self._sock)
+            try:
+                data = self._sock.recv(READ_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                self._broken = True
+                raise EngineDied(await self._obituary())
+            if found := self._decoder.feed(data):
+                return found
+
+    async def compute(self, step: Step) -> StepOutput:
+        """Submit one step and wait for its output.
+
+        Raises:
+            EngineError: the step failed.
+            EngineDied: the engine has ended.
+        """
+        self.submit(step)
+        [answer] = await self.receive()
+        if isinstance(answer, StepFailed):
+            raise EngineError(answer.reason)
+        assert isinstance(answer, StepOutput)
+        return answer
+
+    # -- how it is ------------------------------------------------------------------------------
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether steps can be sent; not if the engine has died."""
+        return self.reason == "" and not self._broken
+
+    def is_stopped(self) -> bool:
+        """Whether a signal (``SIGSTOP``) has stopped the engine."""
+        return self._process.is_stopped()
+
+    def usage(self) -> dict[str, float]:
+        """Resident memory in bytes and CPU time in seconds, where the engine is a process of its own."""
+        return self._process.usage()
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """End the engine at once, whatever it does."""
+        self._process.kill()
+
+    async def aclose(self) -> None:
+        """Ask the engine to end, and wait for that; one that does not is killed.  ``run`` must have been started."""
+        with trio.CancelScope(shield=True):
+            trio.lowlevel.notify_closing(self._sock)
+            self._sock.close()
+            with trio.move_on_after(EXIT_S):
+                await self.ended.wait()
+            if not self.ended.is_set():
+                self.kill()
+                await self.ended.wait()
+
+    async def _obituary(self) -> str:
+        with trio.move_on_after(OBITUARY_S, shield=True):
+            await self.ended.wait()
+        return self.reason or "it closed its socket"
+
+    # -- sending --------------------------------------------------------------------------------
+
+    def _send(self, message: FromDaemon, fds: Sequence[int] = ()) -> None:
+        self._unsent.append((encode(message), fds))
+        self._send_some()
+
+    def _send_some(self) -> None:
+        """Send what the socket takes at once; a descriptor goes with the first byte of its message."""
+        while self._unsent:
+            data, fds = self._unsent.popleft()
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                sent = self._sock.sendmsg([data], ancillary)
+            except BlockingIOError:
+                self._unsent.appendleft((data, fds))
+                return
+            except OSError:  # the engine has died; ``receive`` says so
+                self._unsent.clear()
+                return
+            if sent < len(data):
+                self._unsent.appendleft((data[sent:], ()))
+                return
+
+    async def _flush(self) -> None:
+        """Send the rest.  An engine that computes does not read; it answers first, so that is no reason to wait."""
+        async with trio.open_nursery() as nursery:
+
+            async def end_when_readable() -> None:
+                await trio.lowlevel.wait_readable(self._sock)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(end_when_readable)
+            while self._unsent:
+                await trio.lowlevel.wait_writable(self._sock)
+                self._send_some()
+            nursery.cancel_scope.cancel()
+
+
+class Launcher(Protocol):
+    """Starts engines."""
+
+    def launch(self, model: str) -> EngineLink:
+        """Start an engine that has no model yet.
+
+        Args:
+            model: the name that ``ps`` and the log show.
+        """
+
+
+class SupervisedEngine:
+    """One model's engine, and how to start it again.
+
+    Args:
+        launcher: starts it.
+        start: what it loads.
+        link: to the engine that runs now.
+    """
+
+    def __init__(self, launcher: Launcher, start: Start, link: EngineLink) -> None:
+        self._launcher = launcher
+        self._start = start
+        self.link = link
+        self.info = link.info
+        self.restarts = 0
+
+    async def restart(self) -> None:
+        """Replace an engine that has died or hangs.  The new one has an empty KV cache.
+
+        Raises:
+            LoadError: there is no engine now; it may be tried again.
+        """
+        self.link.kill()
+        await self.link.aclose()
+        self.restarts += 1
+        link = self._launcher.launch(self.info.name)
+        if not await link.load(self._start, lambda share: None, lambda: True):
+            raise LoadError("loading was given up")
+        if msgspec.structs.replace(link.info, memory_bytes_per_s=self.info.memory_bytes_per_s) != self.info:
+            link.kill()
+            await link.aclose()
+            raise LoadError(f"{self._start.path} is another model now; restart the server")
+        self.link = link
+
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics."""
+        return {"pid": self.link.pid, "restarts_total": self.restarts, **self.link.usage()}
+
+
+# -- in a process of its own -----------------------------------------------------------------------
+
+
+class ProcessLauncher:
+    """Starts each engine in a child process with an interpreter of its own.
+
+    Args:
+        nursery: for the tasks that watch the children.
+        module: what the child runs; it is given the descriptor of its socket.
+    """
+
+    def __init__(self, nursery: trio.Nursery, module: str = "uma_trio.engine") -> None:
+        self._nursery = nursery
+        self._module = module
+
+    def launch(self, model: str) -> EngineLink:
+        """See ``Launcher``.  Blocks for some milliseconds."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            link = EngineLink(ours, ChildProcess(self._module, theirs, model))
+        self._nursery.start_soon(link.run)
+        return link
+
+
+class ChildProcess:
+    """A worker in a child process.
+
+    The child ends with this process in any case: it sees its socket close, a thread of its own watches its standard
+    input, and if it is stopped the kernel sends ``SIGHUP`` and ``SIGCONT`` to its process group, which becomes an orphan.
+    """
+
+    def __init__(self, module: str, sock: socket.socket, model: str) -> None:
+        package = Path(uma_trio.__file__).parent.parent
+        paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", module, str(sock.fileno()), model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[sock.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            process_group=0,  # Ctrl-C in a terminal asks the daemon to drain, which needs its engine
+        )
+        self.pid: int | None = self._popen.pid
+        self._model = model
+        self._lines: deque[str] = deque(maxlen=LAST_LINES)
+
+    def kill(self) -> None:
+        if self._popen.returncode is None:
+            self._popen.kill()
+
+    async def wait(self) -> str:
+        """Pass the child's log lines on until it ends."""
+        assert self._popen.stdin is not None
+        assert self._popen.stderr is not None
+        try:
+            async with trio.lowlevel.FdStream(os.dup(self._popen.stderr.fileno())) as stream:
+                await self._pass_lines_on(stream)
+            code = await trio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True)
+        finally:
+            if self._popen.poll() is None:  # the daemon does not wait any more
+                self._popen.kill()
+                self._popen.wait()
+            self._popen.stdin.close()
+            self._popen.stderr.close()
+        return self._ended(code)
+
+    def is_stopped(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return bool(psutil.Process(self._popen.pid).status() == psutil.STATUS_STOPPED)
+        return False
+
+    def usage(self) -> dict[str, float]:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self._popen.pid)
+            times = process.cpu_times()
+            return {"rss_bytes": process.memory_info().rss, "cpu_s": round(times.user + times.system, 3)}
+        return {}
+
+    async def _pass_lines_on(self, stream: trio.abc.ReceiveStream) -> None:
+        rest = b""
+        async for data in stream:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._pass_on(line.decode("utf-8", "replace"))
+        if rest:
+            self._pass_on(rest.decode("utf-8", "replace"))
+
+    def _pass_on(self, line: str) -> None:
+        level, name, text = logging.WARNING, log.name, line
+        if line.startswith(LOG_MARK):
+            with contextlib.suppress(msgspec.DecodeError):
+                level, name, text = msgspec.json.decode(line[len(LOG_MARK) :], type=tuple[int, str, str])
+        elif line.strip():
+            self._lines.append(line.strip())
+        if text.strip():
+            logging.getLogger(name).log(level, "%s", text.rstrip(), extra={"model": self._model})
+
+    def _ended(self, code: int) -> str:
+        said = next((line for line in self._lines if ASSERTION.search(line)), self._lines[-1] if self._lines else "")
+        if code >= 0:
+            how = f"the engine process ended with exit code {code}"
+        else:
+            with contextlib.suppress(ValueError):
+                how = f"the engine process was ended by {signal.Signals(-code).name}"
+        return f"{how}: {said}" if said else how
+
+
+# -- in a thread -----------------------------------------------------------------------------------
+
+
+class ThreadLauncher:
+    """Starts each engine in a thread of this process: for tests, and for programs that embed the daemon.
+
+    Args:
+        nursery: for the tasks that watch the threads.
+        open_engine: loads a model; see ``worker.OpenEngine``.
+    """
+
+    def __init__(self, nursery: trio.Nursery, open_engine: Any) -> None:
+        self._nursery = nursery
+        self._open_engine = open_engine
+
+    def launch(self, model: str) -> EngineLink:
+        """See ``Launcher``."""
+        ours, theirs = socket.socketpair()
+        link = EngineLink(ours, WorkerThread(theirs, self._open_engine))
+        self._nursery.start_soon(link.run)
+        return link
+
+
+class WorkerThread:
+    """A worker in a thread."""
+
+    pid: int | None = None
+
+    def __init__(self, sock: socket.socket, open_engine: Any) -> None:
+        from uma_trio.engine.worker import Worker
+
+        self._trio = trio.lowlevel.current_trio_token()
+        self._ended = trio.Event()
+        self._worker = Worker(sock, open_engine)
+        self._thread = threading.Thread(target=self._run, name="uma-trio engine", daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        if self._worker.engine is not None:
+            self._worker.engine.abort()
+
+    async def wait(self) -> str:
+        await self._ended.wait()
+        return "the engine thread has ended"
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def usage(self) -> dict[str, float]:
+        return {}
+
+    def _run(self) -> None:
+        try:
+            self._worker.run()
+        except Exception:
+            log.exception("the engine thread failed")
+        finally:
+            with contextlib.suppress(trio.RunFinishedError):
+                self._trio.run_sync_soon(self._ended.set)

@@ -1,0 +1,357 @@
+"""What the daemon and an engine say to each other: plain data, as MessagePack over a socket pair.
+
+The daemon sends a ``Start``, then ``Step`` and ``Revoke``.  The engine answers with ``Loading`` and ``Ready`` (or
+``LoadFailed``), then with one ``StepOutput``, ``StepFailed`` or ``Revoked`` for each step, in the order of the steps.
+No message holds a function, a pointer or a view, so the engine can live in a process of its own.
+
+A message is framed by its length (``<I``).  File descriptors travel with the message that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+import attrs
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from uma_trio import config
+from uma_trio.kv.ops import KvOp
+from uma_trio.sampling import Bias, Past, SamplingParams, Score
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+"""Token ids, ``[n]``."""
+
+NO_TOKEN: Final = -1
+"""In place of a sampled token: the logits gave no distribution (a NaN or +inf, or nothing above -inf)."""
+
+DROPPED: Final = -2
+"""In place of a sampled token: the sequence had ended in the step before, so the engine left it out."""
+
+MASK_LATE: Final = -3
+"""In place of a sampled token: its mask did not arrive in time, so nothing was sampled.  The input was computed."""
+
+SAMPLED: Final = -4
+"""In place of an input token: the token that the step before samples for the same sequence."""
+
+
+class EngineError(Exception):
+    """A step failed.  What the KV cache holds is unknown: ``reset`` the engine before the next step."""
+
+
+class EngineDied(Exception):
+    """The engine has ended without being asked to; says how, and what it wrote last."""
+
+
+class LoadError(Exception):
+    """The engine cannot load its model; says why."""
+
+
+@attrs.frozen
+class PromptPart:
+    """A stretch of a prompt's text."""
+
+    text: str
+    parse_special: bool = True
+    """Control tokens spelled out in the text are parsed as such; otherwise they are ordinary characters."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What never changes while a model is loaded."""
+
+    name: str
+    """File name without its folder."""
+    description: str
+    """llama.cpp's own words: architecture, size, quantization."""
+    n_vocab: int
+    n_ctx: int
+    """Cells of the KV cache."""
+    n_ctx_seq: int
+    """Cells that one sequence can have."""
+    n_ctx_train: int
+    """Context length that the model was trained with, in tokens."""
+    n_batch: int
+    """Tokens of one ``llama_decode`` call, at most."""
+    n_seq_max: int
+    """Sequence ids are ``0`` to ``n_seq_max - 1``."""
+    eog_ids: tuple[int, ...]
+    """Tokens that end a generation."""
+    size_bytes: int
+    n_params: int
+    unified: bool = True
+    """Unified KV: all sequences share the cells, and a copy between them is bookkeeping."""
+    pads_attention: bool = False
+    """In one call, attention takes as long for each sequence as for the longest of them."""
+    can_truncate: bool = True
+    """The last tokens of a sequence can be removed.  Not in a recurrent memory, and not in a sliding-window memory with
+    unified KV, where other sequences take the cells behind the window."""
+    state_can_truncate: bool = True
+    """The same for a state that was loaded from a file: for a sliding window it holds the last window only."""
+    max_checkpoints: int = 0
+    """Checkpoints of recurrent states that memory allows; 0 where sequences can be truncated."""
+    kv_bytes_per_token: float = 0.0
+    """In the KV cache, over all layers."""
+    n_layer: int = 0
+    n_embd: int = 0
+    memory_bytes_per_s: float | None = None
+    """Bandwidth of the memory that holds the weights; ``None`` where it was not measured."""
+    spare_cores: int = 1
+    """Cores that steps leave to others."""
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt and answer of one request together, at most."""
+        return min(self.n_ctx_seq, self.n_ctx_train)
+
+
+# -- from the daemon -------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
+    """Load a model.  The first message, sent once."""
+
+    path: Path
+    """A GGUF file."""
+    settings: config.Model
+    cache_dir: Path | None = None
+    """Where measured layouts are kept; ``None``: the user's cache folder."""
+
+
+class SampleRequest(msgspec.Struct, array_like=True):
+    """How to sample one token."""
+
+    params: SamplingParams
+    n_before: int = 0
+    """Tokens that were sampled for this answer before; with the seed it decides the random number."""
+    banned: np.ndarray | None = None
+    """Token ids that must not be sampled, ``[n]`` int32."""
+    bias: Bias | None = None
+    """Added to the logits."""
+    past: Past | None = None
+    """What penalties look at: the tokens that end where the sampled one goes.  Where the input is ``SAMPLED``, the engine
+    appends that token."""
+    logprobs: int | None = None
+    """Also report the log-probability of the token and of this many most likely ones."""
+    late_mask: bool = False
+    """Wait for this sequence's row of the mask buffer before sampling; see ``engine.masks``."""
+
+
+class StepInput(msgspec.Struct, array_like=True):
+    """Tokens of one sequence for one step, consecutive in the sequence and in the batch."""
+
+    seq_id: int
+    position: int
+    """Position of the first token: how many tokens the sequence holds."""
+    tokens: Sequence[int]
+    """At least one; or ``[SAMPLED]``."""
+    samples: Sequence[SampleRequest] = ()
+    """One for what follows each of the last ``len(samples)`` tokens: none inside a prompt, one at its end and while
+    decoding, one for each token where all but the first are draft tokens."""
+    stop_ids: Sequence[int] = ()
+    """Used with ``SAMPLED``: besides the model's own end tokens, these end the sequence, and the engine drops the input."""
+
+
+class Step(msgspec.Struct, array_like=True, tag="step"):
+    """One tick: changes of the KV cache first, then what is computed."""
+
+    ops: Sequence[KvOp] = ()
+    """In order."""
+    calls: Sequence[Sequence[StepInput]] = ()
+    """One ``llama_decode`` call each, in order.  A sequence is in at most one of them.  No call is empty or has more than
+    ``n_batch`` tokens."""
+    number: int = 0
+    """Rises by one from step to step."""
+    mask_timeout_ms: float = 0.0
+    """How long sampling waits for late masks, counted from the end of the computation."""
+
+
+class Revoke(msgspec.Struct, array_like=True, tag="revoke"):
+    """Withdraw step ``number`` if it has not begun; answered with ``Revoked`` then, and ignored otherwise."""
+
+    number: int
+
+
+class MasksReady(msgspec.Struct, array_like=True, tag="masks"):
+    """The late masks of step ``number`` are in the mask buffer."""
+
+    number: int
+
+
+# -- from the engine -------------------------------------------------------------------------------
+
+
+class Loading(msgspec.Struct, array_like=True, tag="loading"):
+    """Share of the weights that is loaded, in [0, 1]."""
+
+    progress: float
+
+
+class LayoutReport(msgspec.Struct):
+    """How the KV cache is laid out, and why; for people."""
+
+    name: str
+    reason: str
+    measured: dict[str, str] = {}
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The model is loaded and steps can be sent."""
+
+    info: ModelInfo
+    layout: LayoutReport
+    environment: str
+    """Everything but the model that decides what a step costs: library, devices, threads, layout."""
+    state_format: str
+    """Everything but the model that decides what the bytes of a saved state mean."""
+
+
+class LoadFailed(msgspec.Struct, array_like=True, tag="failed"):
+    """The model cannot be loaded."""
+
+    reason: str
+
+
+class StepOutput(msgspec.Struct, array_like=True, tag="output"):
+    """What a step computed."""
+
+    tokens: tuple[int, ...] = ()
+    """One for each sample request, in the order of the inputs; ``NO_TOKEN``, ``DROPPED`` or ``MASK_LATE`` where there is
+    none."""
+    number: int = 0
+    decode_ms: float = 0.0
+    sample_ms: float = 0.0
+    started_s: float = 0.0
+    """``time.perf_counter()`` of the engine when it took the step up."""
+    ended_s: float = 0.0
+    """When it was done.  From one step's end to the next one's start is the host gap."""
+    copied_rows: int = 0
+    """Rows of logits that were copied before they were read."""
+    scores: Sequence[Score | None] = ()
+    """One for each sample request, ``None`` where it was not asked for; empty where no request asked."""
+    copied_ms: float = 0.0
+    """Time for saving and loading states; not part of ``decode_ms``."""
+    saved_bytes: int = 0
+    """Size of the states that were saved, checkpoints included."""
+    refused: Sequence[tuple[int, str]] = ()
+    """States that were not saved or not loaded: sequence and reason.  A refused load leaves the sequence empty."""
+    state_sizes: Sequence[tuple[int, Sequence[int]]] = ()
+    """Answers to ``MeasureState``: sequence, then the bytes of its state and of each checkpoint (0: no such one)."""
+
+
+class StepFailed(msgspec.Struct, array_like=True, tag="step_failed"):
+    """A step failed, and the engine has a new and empty KV cache.  Steps behind it are revoked."""
+
+    number: int
+    reason: str
+
+
+class Revoked(msgspec.Struct, array_like=True, tag="revoked"):
+    """Step ``number`` was withdrawn before it began."""
+
+    number: int
+
+
+FromDaemon: TypeAlias = Start | Step | Revoke | MasksReady
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepOutput | StepFailed | Revoked
+
+
+class Engine(Protocol):
+    """A loaded model that computes steps.  Blocking; one call at a time, always from the same thread."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def step(self, step: Step) -> StepOutput:
+        """Compute one step without ``SAMPLED`` inputs.  Blocks for as long as it computes, without the GIL.
+
+        Raises:
+            EngineError: what the KV cache holds is unknown afterwards.
+        """
+
+    def used_cells(self) -> dict[int, int]:
+        """Tokens that the KV cache holds, by sequence; empty sequences are left out."""
+
+    def reset(self) -> None:
+        """Start again with an empty KV cache and no checkpoints, on a new context.
+
+        Raises:
+            EngineError: that failed as well.
+        """
+
+    def abort(self) -> None:
+        """Cut the running step and all later ones short where the device can.  From any thread; for good."""
+
+    def close(self) -> None:
+        """Free everything.  Calling it again does nothing."""
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+HEADER_BYTES: Final = 4
+MAX_FDS: Final = 16
+"""File descriptors that one message carries, at most."""
+
+
+def _encode_other(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, np.ascontiguousarray(value).tobytes()
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} does not go over the engine link")
+
+
+def _decode_other(wanted: type, value: Any) -> Any:
+    if wanted is Path:
+        return Path(value)
+    dtype, data = value
+    return np.frombuffer(data, dtype)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+_decoders: Final = {
+    "daemon": msgspec.msgpack.Decoder(FromDaemon, dec_hook=_decode_other),
+    "engine": msgspec.msgpack.Decoder(FromEngine, dec_hook=_decode_other),
+}
+
+
+def encode(message: FromDaemon | FromEngine) -> bytes:
+    """One framed message."""
+    payload = _encoder.encode(message)
+    return len(payload).to_bytes(HEADER_BYTES, "little") + payload
+
+
+class Decoder:
+    """Bytes to messages.
+
+    Args:
+        sender: whose messages these are.
+    """
+
+    def __init__(self, sender: Literal["daemon", "engine"]) -> None:
+        self._decoder = _decoders[sender]
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that ``data`` completes.
+
+        Raises:
+            msgspec.DecodeError, msgspec.ValidationError: the other side does not speak this protocol.
+        """
+        buffer = self._buffer
+        buffer += data
+        found = []
+        at = 0
+        while len(buffer) - at >= HEADER_BYTES:
+            end = at + HEADER_BYTES + int.from_bytes(buffer[at : at + HEADER_BYTES], "little")
+            if end > len(buffer):
+                break
+            found.append(self._decoder.decode(memoryview(buffer)[at + HEADER_BYTES : end]))
+            at = end
+        if at:
+            del buffer[:at]
+        return found

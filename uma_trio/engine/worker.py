@@ -1,0 +1,265 @@
+"""The engine's side of the link: one loop that reads messages, computes steps and answers.
+
+The worker is single-threaded.  It reads the socket when it has nothing to compute, while a GPU computes, and between two
+steps, so that a ``Revoke`` acts up to the moment at which its step begins.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+import msgspec
+import numpy as np
+
+from uma_trio.engine.messages import (
+    DROPPED,
+    MAX_FDS,
+    SAMPLED,
+    Decoder,
+    Engine,
+    EngineError,
+    FromEngine,
+    LoadError,
+    LoadFailed,
+    Loading,
+    MasksReady,
+    Ready,
+    Revoke,
+    Revoked,
+    SampleRequest,
+    Start,
+    Step,
+    StepFailed,
+    StepInput,
+    StepOutput,
+    encode,
+)
+from uma_trio.kv.ops import LoadState, SaveState
+from uma_trio.sampling import Past
+
+log = logging.getLogger("uma_trio.engine")
+
+READ_BYTES: Final = 1 << 16
+FDS_BYTES: Final = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+
+
+class LoadedEngine(Engine, Protocol):
+    """What the worker needs beyond ``Engine``."""
+
+    def describe(self) -> Ready: ...
+
+
+OpenEngine = Callable[[Start, Callable[[float], bool]], LoadedEngine]
+"""Loads a model; is given a callback for its progress, and raises ``LoadError``."""
+
+
+class StepRunner:
+    """Computes steps in order, and makes a step that ran ahead fit what the step before sampled.
+
+    Args:
+        engine: computes; used from one thread.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._last: dict[int, int] = {}
+        """Sequence -> the token that the last step sampled for it."""
+        self._end_ids = frozenset(engine.info.eog_ids)
+
+    def run(self, step: Step, **options: Any) -> StepOutput:
+        """Compute ``step``.
+
+        Inputs with ``SAMPLED`` get the token of the step before.  An input is dropped where that token ended its
+        sequence; the output has ``DROPPED`` in its place.
+
+        Args:
+            options: for the engine's ``step``.
+
+        Raises:
+            EngineError: what the KV cache holds is unknown.
+        """
+        last, self._last = self._last, {}
+        kept: list[list[StepInput]] = []
+        dropped = False
+        for inputs in step.calls:
+            runnable = [each for each in inputs if self._is_runnable(each, last)]
+            dropped = dropped or len(runnable) < len(inputs)
+            if runnable:
+                kept.append(runnable)
+        output = self._engine.step(Step(step.ops, kept, step.number, step.mask_timeout_ms), **options)
+        tokens = iter(output.tokens)
+        for inputs in kept:
+            for each in inputs:
+                for _ in each.samples:
+                    self._last[each.seq_id] = next(tokens)
+        return self._with_dropped(step, kept, output) if dropped else output
+
+    def _is_runnable(self, each: StepInput, last: dict[int, int]) -> bool:
+        """Whether the sequence goes on; its token is filled in."""
+        if each.tokens[0] != SAMPLED:
+            return True
+        token = last.get(each.seq_id, DROPPED)
+        if token < 0 or token in self._end_ids or token in each.stop_ids:
+            return False
+        each.tokens = [token]
+        for sample in each.samples:
+            if sample.past is not None:
+                sample.past = Past(np.append(sample.past.tokens, np.int32(token)), sample.past.n_prompt)
+        return True
+
+    @staticmethod
+    def _with_dropped(step: Step, kept: list[list[StepInput]], output: StepOutput) -> StepOutput:
+        ran = {each.seq_id for inputs in kept for each in inputs}
+        found = iter(zip(output.tokens, output.scores or [None] * len(output.tokens), strict=True))
+        both = [
+            next(found) if each.seq_id in ran else (DROPPED, None)
+            for inputs in step.calls
+            for each in inputs
+            for _ in each.samples
+        ]
+        scores = [score for _, score in both] if output.scores else ()
+        return msgspec.structs.replace(output, tokens=tuple([token for token, _ in both]), scores=scores)
+
+
+class Worker:
+    """Serves one daemon.
+
+    Args:
+        sock: connected to the daemon; closed when the worker ends.
+        open_engine: loads the model that ``Start`` names.
+    """
+
+    def __init__(self, sock: socket.socket, open_engine: OpenEngine) -> None:
+        self._sock = sock
+        self._open_engine = open_engine
+        self._decoder = Decoder("daemon")
+        self._fds: deque[int] = deque()
+        self._messages: deque[Start | MasksReady] = deque()
+        self._steps: deque[Step] = deque()
+        self._revoked: list[Revoked] = []
+        self._closed = False
+        self.engine: LoadedEngine | None = None
+
+    def run(self) -> None:
+        """Serve until the daemon closes its end.  Blocks."""
+        try:
+            self._serve()
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the daemon has gone, and with it everybody who waits for an answer
+        except EngineError as error:
+            log.error("the engine cannot go on: %s", error)
+        finally:
+            for fd in self._fds:
+                os.close(fd)
+            self._sock.close()
+            if self.engine is not None:
+                self.engine.close()
+
+    def _serve(self) -> None:
+        while not self._messages and not self._closed:
+            self._read(wait=True)
+        if self._closed:
+            return
+        start = self._messages.popleft()
+        assert isinstance(start, Start)
+        try:
+            self.engine = engine = self._open_engine(start, self._report_progress)
+        except LoadError as error:
+            self._send(LoadFailed(str(error)))
+            return
+        self._send(engine.describe())
+        runner = StepRunner(engine)
+        while True:
+            self._read(wait=not self._steps)
+            self._report_revoked()
+            if self._steps:
+                if not self._compute(runner, engine, self._steps.popleft()):
+                    return
+            elif self._closed:
+                return
+
+    def _report_progress(self, share: float) -> bool:
+        self._send(Loading(share))
+        self._read(wait=False)
+        return not self._closed
+
+    def _compute(self, runner: StepRunner, engine: LoadedEngine, step: Step) -> bool:
+        """Compute one step and answer; whether the engine can go on."""
+        try:
+            output = runner.run(step, while_computing=self._read)
+        except EngineError as error:
+            engine.reset()
+            self._read(wait=False)
+            self._revoked += [Revoked(each.number) for each in self._steps]
+            self._close_fds_of(self._steps)
+            self._steps.clear()
+            self._report_revoked(StepFailed(step.number, str(error)))
+            return True
+        finally:
+            self._close_fds_of([step])
+        self._read(wait=False)
+        self._report_revoked(output)
+        return True
+
+    def _report_revoked(self, *before: FromEngine) -> None:
+        """Send ``before`` and all withdrawn steps in one write."""
+        answers = [*before, *self._revoked]
+        if answers:
+            self._revoked.clear()
+            self._sock.sendall(b"".join([encode(each) for each in answers]))
+
+    def _send(self, message: FromEngine) -> None:
+        self._sock.sendall(encode(message))
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def _read(self, *, wait: bool = False) -> None:
+        """Take in what the daemon has sent; with ``wait``, block until there is something."""
+        while True:
+            try:
+                data, ancillary, _, _ = self._sock.recvmsg(READ_BYTES, FDS_BYTES, 0 if wait else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    fds = array.array("i")
+                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                    self._fds.extend(fds)
+            if not data:
+                self._closed = True
+                return
+            for message in self._decoder.feed(data):
+                self._accept(message)
+            wait = False
+
+    def _accept(self, message: Start | Step | Revoke | MasksReady) -> None:
+        match message:
+            case Step():
+                message.ops = [self._with_fd(op) for op in message.ops]
+                self._steps.append(message)
+            case Revoke():
+                for step in [step for step in self._steps if step.number == message.number]:
+                    self._steps.remove(step)
+                    self._close_fds_of([step])
+                    self._revoked.append(Revoked(step.number))
+            case Start() | MasksReady():
+                self._messages.append(message)
+
+    def _with_fd(self, op: Any) -> Any:
+        """``op`` with the descriptor as it is called in this process."""
+        if isinstance(op, SaveState | LoadState):
+            return msgspec.structs.replace(op, fd=self._fds.popleft())
+        return op
+
+    @staticmethod
+    def _close_fds_of(steps: Iterable[Step]) -> None:
+        for step in steps:
+            for op in step.ops:
+                if isinstance(op, SaveState | LoadState):
+                    os.close(op.fd)

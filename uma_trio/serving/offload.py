@@ -1,0 +1,434 @@
+"""KV offload: states of idle sequences go to files and come back, next to the ticks.
+
+Swapping out: a worker thread makes a file and takes its room on disk; a step has the engine write the state into it,
+between two computations; a worker thread hashes, syncs and renames the file.  Swapping in is the same in reverse order.
+So a stream can only notice the copy itself.  A step makes one copy at most, and only where there is time for it before
+the first token is due.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Sequence as Items
+from typing import Any, Final, Protocol, TypeAlias
+
+import attrs
+import structlog
+import trio
+
+from uma_trio.engine.messages import StepOutput
+from uma_trio.kv.allocation import Allocation
+from uma_trio.kv.cache import KvCache
+from uma_trio.kv.checkpoints import Checkpoints
+from uma_trio.kv.offload_index import SavedState
+from uma_trio.kv.ops import LoadState, MeasureState, SaveState
+from uma_trio.kv.prefix import Tokens
+from uma_trio.scheduling.view import SequenceView
+from uma_trio.serving.stats import StepTimings
+from uma_trio.store.state_folder import StateFileError
+from uma_trio.telemetry.meters import OffloadMeters
+
+log = structlog.get_logger("uma_trio.serving")
+
+InThread: TypeAlias = Callable[..., Awaitable[Any]]
+"""Runs a blocking call with its arguments, as ``trio.to_thread.run_sync`` does."""
+
+MAX_OPEN_FILES: Final = 4
+"""Files that are being written: one is synced while the next one is copied into."""
+
+LOOK_S: Final = 1.0
+"""How often to look for sequences that have been idle for long enough."""
+
+PATIENCE_S: Final = 0.25
+"""After this long a copy may make a step take twice as long."""
+
+GIVE_UP_S: Final = 3.0
+"""After this long a copy that a request waits for does not take place."""
+
+
+class StateDraft(Protocol):
+    """A file that is being written."""
+
+    fd: int
+    offset: int
+
+    def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> Any:
+        """Make it durable; the result has a ``name``."""
+
+    def abandon(self) -> None: ...
+
+
+class StateReader(Protocol):
+    """A file whose bytes have been verified."""
+
+    fd: int
+    offset: int
+
+    def close(self) -> None: ...
+
+
+class StateFiles(Protocol):
+    """Where states are kept.  All methods block, and raise ``StateFileError`` with the reason."""
+
+    @property
+    def readers(self) -> int:
+        """Threads that verify one state together."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Size of all files that count towards the limit; does not block for long."""
+
+    def begin(self, n_bytes: int) -> StateDraft: ...
+    def open(self, name: str) -> StateReader: ...
+    def remove(self, name: str) -> None: ...
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the state is still there; does not block."""
+
+
+@attrs.define(eq=False)
+class Transfer:
+    """One request to the engine about a state: measure it, save it, or load it."""
+
+    allocation: Allocation
+    op: MeasureState | SaveState | LoadState
+    n_bytes: int
+    asked_at: float
+    checkpoints: Checkpoints
+    """The allocation's, when the transfer was asked for."""
+    state: SavedState | None = None
+    """The one that is loaded."""
+    done: trio.Event = attrs.field(factory=trio.Event)
+    refused: str | None = "the cells were needed before"
+    """Why it did not take place; ``None`` if it did."""
+    sizes: Items[int] = ()
+    """What was measured: bytes of the state, and of each checkpoint."""
+
+
+class Offloader:
+    """Swaps states out and in for one scheduler.
+
+    Args:
+        cache: says what is to be saved, and what may be loaded.
+        files: where states go; ``None``: nowhere, and then no sequence may be durable.
+        timings: predicts what a copy takes.
+        wake: called when there is something for the next step.
+        after_s: an idle sequence is saved after this long, even if its cells are not needed.
+        in_thread: runs a blocking call.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        files: StateFiles | None,
+        timings: StepTimings,
+        wake: Callable[[], None],
+        *,
+        after_s: float,
+        in_thread: InThread = trio.to_thread.run_sync,
+    ) -> None:
+        self._cache = cache
+        self._planner = cache.offload
+        self._files = files
+        self._timings = timings
+        self._wake = wake
+        self._after_s = after_s
+        self._in_thread = in_thread
+        self.meters = OffloadMeters()
+        self._waiting: list[Transfer] = []
+        self._swapped_in: list[tuple[Allocation, SavedState | None]] = []
+        self._writing = trio.Semaphore(MAX_OPEN_FILES)
+        self._look = trio.Event()
+        self._everything_saved = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def saves(self) -> bool:
+        """Whether a sequence can outlive its cells."""
+        return self._files is not None
+
+    # -- called by the tick; none of it blocks ----------------------------------------------------
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether a copy waits for a step."""
+        return bool(self._waiting)
+
+    def look(self) -> None:
+        """There may be something to save."""
+        self._look.set()
+
+    def swap_in(self, allocation: Allocation, state: SavedState) -> None:
+        """Load ``state`` into ``allocation``; ``take_swapped_in`` reports the end."""
+        assert self._nursery is not None
+        self._nursery.start_soon(self._swap_in, allocation, state)
+
+    def take_swapped_in(self) -> Iterator[tuple[Allocation, SavedState | None]]:
+        """Allocations that need not wait for a state any longer: it is loaded, or (``None``) it cannot be had."""
+        swapped_in, self._swapped_in = self._swapped_in, []
+        yield from swapped_in
+
+    def next_transfer(self, decodes: Items[SequenceView]) -> Transfer | None:
+        """The copy that the next step should make, if it has the time for one.
+
+        Args:
+            decodes: sequences whose tokens come after the copy.
+        """
+        if not self._waiting:
+            return None
+        now = trio.current_time()
+        step_ms = self._timings.decode_ms(decodes)
+        spare_ms = 1e3 * (min([view.due_s for view in decodes]) - now) - step_ms if decodes else math.inf
+        for transfer in sorted(self._waiting, key=lambda transfer: isinstance(transfer.op, SaveState)):  # loads first
+            if not self._makes_sense(transfer):
+                self._end(transfer)
+                continue
+            ms, waited = self.predicted_ms(transfer), now - transfer.asked_at
+            if ms <= spare_ms or (waited > PATIENCE_S and ms <= step_ms):
+                self._waiting.remove(transfer)
+                return transfer
+            is_load = isinstance(transfer.op, LoadState)
+            if waited > GIVE_UP_S and (is_load or self._planner.somebody_waits):
+                transfer.refused = "no step had time for it"
+                self._end(transfer)
+        return None
+
+    def predicted_ms(self, transfer: Transfer) -> float:
+        """How much longer the step takes."""
+        match transfer.op:
+            case SaveState():
+                return self._timings.copy_ms("save", transfer.n_bytes)
+            case LoadState():
+                return self._timings.copy_ms("load", transfer.n_bytes)
+        return 0.0
+
+    def complete(self, transfer: Transfer, output: StepOutput | None) -> None:
+        """The step with ``transfer`` is complete; ``None``: it failed."""
+        seq_id = transfer.op.seq_id
+        if output is None:
+            transfer.refused = "the step failed"
+        elif isinstance(transfer.op, MeasureState):
+            transfer.refused = None
+            transfer.sizes = dict(output.state_sizes)[seq_id]
+        else:
+            transfer.refused = dict(output.refused).get(seq_id)
+            if isinstance(transfer.op, SaveState):  # less than there was room for, if some was removed meanwhile
+                transfer.n_bytes = output.saved_bytes
+            way = "save" if isinstance(transfer.op, SaveState) else "load"
+            self._timings.record_copy(way, transfer.n_bytes, output.copied_ms)
+            self.meters.stalled(output.copied_ms)
+        self._end(transfer)
+
+    def _makes_sense(self, transfer: Transfer) -> bool:
+        """The allocation still waits for its state, or still has the one that is to be saved."""
+        if isinstance(transfer.op, LoadState):
+            return self._planner.may_restore(transfer.allocation)
+        return self._is_unchanged(transfer.allocation, transfer.checkpoints)
+
+    def _is_unchanged(self, allocation: Allocation, checkpoints: Checkpoints) -> bool:
+        return self._planner.may_save(allocation) and allocation.checkpoints == checkpoints
+
+    def _end(self, transfer: Transfer) -> None:
+        if transfer in self._waiting:
+            self._waiting.remove(transfer)
+        if not transfer.done.is_set():
+            transfer.done.set()
+            if isinstance(transfer.op, LoadState):  # at once, for the plan that follows
+                self._swapped_in.append((transfer.allocation, self._loaded(transfer)))
+
+    def _loaded(self, transfer: Transfer) -> SavedState | None:
+        """The state that ``transfer`` loaded, if it did."""
+        state = transfer.state
+        assert state is not None
+        if transfer.refused is None:
+            self.meters.loaded(state.n_bytes, len(state.tokens))
+            return state
+        if self._planner.may_restore(transfer.allocation):
+            log.warning("a saved state was refused; its tokens are computed again", reason=transfer.refused)
+            self.meters.unusable_total += 1
+        return None
+
+    # -- called from outside ----------------------------------------------------------------------
+
+    async def save_everything(self) -> None:
+        """Wait until every idle sequence that should be saved is.  ``run`` must be running."""
+        self._after_s = -math.inf
+        self._look.set()
+        await self._everything_saved.wait()
+
+    def forget(self, tokens: Tokens, *, principal: str, needed: Callable[[Tokens], bool]) -> None:
+        """Drop what was kept of a session, in the KV cache and on disk.  ``run`` must be running.
+
+        Args:
+            needed: whether a list of tokens is the beginning of something that goes on.
+        """
+        self._remove_soon(self._planner.forget(tokens, principal=principal, needed=needed))
+        self._wake()
+
+    def keep(self, needed: Callable[[SavedState], bool]) -> None:
+        """Drop saved states that are not needed.  ``run`` must be running."""
+        names = self._planner.index.orphans(needed)
+        for name in names:
+            self._planner.index.discard(name)
+        self._remove_soon(names)
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Numbers for the metrics; ``None`` where nothing is ever saved."""
+        return None if self._files is None else {**self.meters.snapshot(), "disk_bytes": self._files.used_bytes}
+
+    # -- next to the ticks ------------------------------------------------------------------------
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Save what is to be saved, until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            task_status.started()
+            while True:
+                self._look = trio.Event()
+                allocation = self._planner.to_save(trio.current_time() - self._after_s)
+                if allocation is not None:
+                    await self._swap_out(allocation)
+                    continue
+                if self._after_s < 0 and not self._planner.is_saving:
+                    self._everything_saved.set()
+                with trio.move_on_after(LOOK_S if self._planner.has_unsaved else math.inf):
+                    await self._look.wait()
+
+    async def _swap_out(self, allocation: Allocation) -> None:
+        """Have a state copied; the file is finished in the background while the next one is copied."""
+        assert self._files is not None
+        self._planner.save(allocation)
+        await self._writing.acquire()
+        finishing = False
+        try:
+            checkpoints = allocation.checkpoints
+            measured = await self._made(
+                Transfer(
+                    allocation,
+                    MeasureState(allocation.seq_id, tuple([checkpoint.id for checkpoint in checkpoints])),
+                    0,
+                    trio.current_time(),
+                    checkpoints,
+                )
+            )
+            if measured.refused is not None:
+                self._planner.not_saved(allocation)
+                return
+            n_bytes = sum(measured.sizes)
+            if not self._timings.worth_loading(len(allocation.tokens), n_bytes):
+                self.meters.skipped_total += 1
+                self._give_up(allocation)
+                return
+            try:
+                draft: StateDraft = await self._in_thread(self._files.begin, n_bytes)
+            except StateFileError as error:
+                self._fail(allocation, error)
+                return
+            sized = zip(checkpoints, measured.sizes[1:], strict=True)
+            kept = [(checkpoint, size) for checkpoint, size in sized if size]  # the others are not made yet
+            op = SaveState(
+                allocation.seq_id,
+                draft.fd,
+                draft.offset,
+                measured.sizes[0],
+                tuple([(checkpoint.id, size) for checkpoint, size in kept]),
+            )
+            saved = await self._made(Transfer(allocation, op, n_bytes, trio.current_time(), checkpoints))
+            if saved.refused is not None:
+                await self._in_thread(draft.abandon)
+                if self._is_unchanged(allocation, checkpoints):
+                    self._fail(allocation, saved.refused)
+                else:
+                    self._planner.not_saved(allocation)
+                return
+            assert self._nursery is not None
+            lengths = [[checkpoint.length, size] for checkpoint, size in kept]
+            self._nursery.start_soon(self._finish, saved, draft, lengths)
+            finishing = True
+        finally:
+            if not finishing:
+                self._writing.release()
+
+    async def _made(self, transfer: Transfer) -> Transfer:
+        """Have a step make ``transfer``, and wait for it."""
+        self._waiting.append(transfer)
+        try:
+            self._wake()
+            await transfer.done.wait()
+        finally:
+            self._end(transfer)
+        return transfer
+
+    async def _finish(self, transfer: Transfer, draft: StateDraft, checkpoints: list[list[int]]) -> None:
+        """Turn what was copied into a file that lasts."""
+        assert self._files is not None
+        allocation, n_bytes = transfer.allocation, transfer.n_bytes
+        extra: dict[str, Any] = {"checkpoints": checkpoints} if checkpoints else {}
+        try:
+            written = await self._in_thread(
+                lambda: draft.finish(allocation.tokens, principal=allocation.principal, n_bytes=n_bytes, extra=extra)
+            )
+        except StateFileError as error:
+            self._fail(allocation, error)
+        else:
+            self.meters.saved(n_bytes)
+            files, index = self._files, self._planner.index
+            index.keep(lambda name: name in files)
+            sizes = tuple([(length, size) for length, size in checkpoints])
+            state = SavedState(written.name, allocation.principal, allocation.tokens, n_bytes, sizes)
+            for name in self._planner.saved(allocation, state):
+                await self._remove(name)
+            self._wake()
+        finally:
+            self._writing.release()
+            self.look()
+
+    async def _swap_in(self, allocation: Allocation, state: SavedState) -> None:
+        assert self._files is not None
+        began = time.perf_counter()
+        try:
+            reader: StateReader = await self._in_thread(self._files.open, state.name)
+        except StateFileError as error:
+            log.warning("a saved state cannot be used; its tokens are computed again", reason=str(error))
+            self.meters.unusable_total += 1
+            self._planner.index.discard(state.name)
+            self._swapped_in.append((allocation, None))
+            self._wake()
+            return
+        self._timings.record_copy("read", state.n_bytes, 1e3 * (time.perf_counter() - began))
+        try:
+            ids = {checkpoint.length: checkpoint.id for checkpoint in self._planner.restoring(allocation, state)}
+            checkpoints = tuple([(ids.get(length), size) for length, size in state.checkpoints])
+            n_bytes = state.n_bytes - sum([size for _, size in checkpoints])
+            op = LoadState(
+                allocation.seq_id, len(state.tokens), reader.fd, reader.offset, n_bytes, checkpoints
+            )
+            await self._made(
+                Transfer(allocation, op, state.n_bytes, trio.current_time(), allocation.checkpoints, state)
+            )
+            self._wake()
+        finally:
+            await self._in_thread(reader.close)
+
+    def _give_up(self, allocation: Allocation) -> None:
+        self._planner.give_up(allocation)
+        self._wake()
+
+    def _fail(self, allocation: Allocation, reason: object) -> None:
+        """It goes unsaved, and its tokens will be computed again."""
+        log.warning("a sequence could not be saved", reason=str(reason), tokens=len(allocation.tokens))
+        self.meters.failed_total += 1
+        self._give_up(allocation)
+
+    async def _remove(self, name: str) -> None:
+        assert self._files is not None
+        try:
+            await self._in_thread(self._files.remove, name)
+        except StateFileError as error:
+            log.warning("a saved state could not be removed", reason=str(error))
+
+    def _remove_soon(self, names: Items[str]) -> None:
+        for name in names:
+            assert self._nursery is not None
+            self._nursery.start_soon(self._remove, name)

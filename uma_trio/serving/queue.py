@@ -1,0 +1,226 @@
+"""Which sequences wait and which run: who gets a place in the KV cache, and what it finds there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Items
+
+import trio
+
+from uma_trio.engine.messages import ModelInfo
+from uma_trio.errors import KvFull, QueueFull
+from uma_trio.kv.allocation import Allocation
+from uma_trio.kv.cache import KvCache
+from uma_trio.scheduling import fairness
+from uma_trio.scheduling.fairness import Service
+from uma_trio.serving.offload import Offloader
+from uma_trio.serving.sequence import Sequence, State
+from uma_trio.telemetry import Telemetry
+
+
+class RunningSet:
+    """The sequences that have a place in the KV cache.
+
+    Args:
+        offloader: is asked to save what must go to make room, and to load what a prompt can use.
+    """
+
+    def __init__(self, cache: KvCache, offloader: Offloader, telemetry: Telemetry) -> None:
+        self._cache = cache
+        self._offloader = offloader
+        self._telemetry = telemetry
+        self._sequences: dict[Allocation, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.allocation in self._sequences
+
+    def by_seq_id(self) -> dict[int, Sequence]:
+        """The sequences by the ids that a plan names them by."""
+        return {allocation.seq_id: sequence for allocation, sequence in self._sequences.items()}
+
+    def allocate(self, sequence: Sequence) -> bool:
+        """Reserve all the cells that ``sequence`` can need, if there are as many."""
+        placement = self._cache.allocate(
+            sequence.prompt.tokens,
+            sequence.max_cells,
+            principal=sequence.principal.name,
+            rank=sequence.priority,
+            private=not sequence.request.cache_prompt,
+            durable=sequence.durable,
+        )
+        if placement is None:
+            self._offloader.look()  # something may have to be saved to make room
+            return False
+        sequence.allocation = allocation = placement.allocation
+        sequence.state, sequence.admitted_at = State.PREFILL, trio.current_time()
+        self._sequences[allocation] = sequence
+        if not placement.waits:
+            self._start_prefill(sequence, placement.n_cached)
+        if placement.saved is not None:
+            self._offloader.swap_in(allocation, placement.saved)
+        return True
+
+    def settle(self, sequence: Sequence) -> None:
+        """Move ``sequence``, which is about to be prefilled, to the sequence id that suits best, if it holds nothing."""
+        assert sequence.allocation is not None
+        if sequence.n_computed == 0:
+            self._cache.settle(sequence.allocation)
+
+    def ready(self, only: Collection[Sequence] = ()) -> tuple[list[Sequence], list[Sequence]]:
+        """Sequences that the next step can decode, and those that it can prefill; by sequence id.
+
+        Call it before each step is planned, when the steps before are complete.
+
+        Args:
+            only: if there are any, only these.
+        """
+        for allocation, state in self._offloader.take_swapped_in():
+            if self._cache.restored(allocation, state):
+                self._start_prefill(self._sequences[allocation], allocation.n_tokens)
+        decodes, prefills, stalled = [], [], []
+        for allocation in sorted(self._sequences, key=lambda allocation: allocation.seq_id):
+            sequence = self._sequences[allocation]
+            if sequence.state is State.FINISHED:
+                continue
+            if not sequence.sink.has_room:
+                sequence.paused = True
+                stalled.append(allocation.seq_id)
+            elif sequence.state is State.DECODE:
+                decodes.append(sequence)
+            elif not sequence.is_blocked:
+                prefills.append(sequence)
+        if self._cache.has_followers:
+            for allocation in self._cache.followed(stalled):
+                sequence = self._sequences[allocation]
+                self._start_prefill(sequence, allocation.n_tokens)
+                if sequence.sink.has_room:
+                    prefills.append(sequence)
+        if only:
+            return [s for s in decodes if s in only], [s for s in prefills if s in only]
+        return decodes, prefills
+
+    def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
+        """``sequence`` need not compute the first ``n_cached`` tokens of its prompt."""
+        sequence.n_cached = n_cached
+        self._telemetry.record_cached(n_cached)
+
+    def release(self, sequence: Sequence, *, keep: bool) -> None:
+        """Give the cells of ``sequence`` back.
+
+        Args:
+            keep: what it computed stays in the KV cache for others while there is room.
+        """
+        assert sequence.allocation is not None
+        tokens = sequence.computed_tokens() if keep else None
+        del self._sequences[sequence.allocation]
+        self._cache.release(sequence.allocation, tokens, at=trio.current_time())
+        sequence.allocation = None
+        self._offloader.look()
+
+    def restart(self) -> None:
+        """The KV cache is lost: all sequences are prefilled again from their tokens."""
+        self._cache.clear(lost=True)
+        for sequence in self._sequences.values():
+            sequence.n_cached = 0
+            if sequence.state is not State.FINISHED:
+                sequence.state = State.PREFILL
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sequences and KV cache agree."""
+        self._cache.check_integrity()
+        assert len(self) == self._cache.statistics().sequences
+        for allocation, sequence in self._sequences.items():
+            assert sequence.allocation is allocation
+            assert sequence.state is not State.WAITING
+
+
+class WaitingQueue:
+    """Requests that wait for KV cells, in the order of arrival.
+
+    Args:
+        max_length: more are refused.
+        telemetry: knows how long requests take.
+    """
+
+    def __init__(
+        self, cache: KvCache, running: RunningSet, telemetry: Telemetry, info: ModelInfo, max_length: int
+    ) -> None:
+        self._cache = cache
+        self._running = running
+        self._telemetry = telemetry
+        self._n_sequences = info.n_seq_max
+        self._max_length = max_length
+        self._sequences: list[Sequence] = []
+        self._blocked: tuple[Sequence, int] | None = None
+        """The first in line found no room when the cache was as it is."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether something has changed for the first in line."""
+        return bool(self._sequences) and (self._blocked is None or self._blocked[1] != self._cache.changes)
+
+    def enter(self, sequences: Items[Sequence]) -> None:
+        """Let each of ``sequences`` run, or wait; all of them or none.
+
+        Raises:
+            QueueFull, KvFull: too many wait already.
+        """
+        for n, sequence in enumerate(sequences):
+            if self._sequences or not self._running.allocate(sequence):
+                if len(self._sequences) >= self._max_length:
+                    refusal = self._full()
+                    for entered in sequences[:n]:
+                        if entered in self._running:
+                            self._running.release(entered, keep=False)
+                        else:
+                            self._sequences.remove(entered)
+                    raise refusal
+                self._sequences.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """``sequence`` waits no longer."""
+        self._sequences.remove(sequence)
+
+    def admit(self, service: Service) -> None:
+        """Let those run for whom there is room: by class, then the least served principal, then arrival.
+
+        The first in that order is waited for, however large it is, and waiting raises the class: no request is
+        overtaken for ever.
+        """
+        while self._sequences:
+            now = trio.current_time()
+            first = min(
+                self._sequences,
+                key=lambda waiting: fairness.rank(waiting.priority, waiting.principal.name, now - waiting.arrived_at, service),
+            )
+            if self._blocked == (first, self._cache.changes):
+                return
+            if not self._running.allocate(first):
+                self._blocked = (first, self._cache.changes)
+                return
+            self._sequences.remove(first)
+
+    def _full(self) -> QueueFull | KvFull:
+        """An error with an estimate of the wait: what requests take on average, for each turn that must come first."""
+        waiting = f"{len(self._sequences)} requests wait already"
+        kv = self._cache.statistics()
+        if kv.sequences < self._n_sequences:  # a sequence is free, so cells are what is missing
+            error: QueueFull | KvFull = KvFull(f"{kv.cells_reserved} of {kv.cells} KV cells are in use, and {waiting}")
+        else:
+            error = QueueFull(waiting)
+        if self._telemetry.served_ms.value is not None:
+            turns = 1 + len(self._sequences) // self._n_sequences
+            error.retry_after_ms = round(turns * self._telemetry.served_ms.value)
+        return error

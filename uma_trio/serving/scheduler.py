@@ -1,0 +1,533 @@
+"""The tick: complete, plan, submit, deliver.
+
+One task runs this loop for one model.  An engine computes steps in another process; while it does, the tokens of the
+step before become text and go to the clients, so the device never waits for a socket.  Everything that others ask of
+the scheduler (submit, cancel, a snapshot) is a plain call between two of its checkpoints, so there are no locks.
+
+Source: docs/ARCHITECTURE.md, "A tick".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Items
+from itertools import chain
+from typing import Any, Final
+
+import attrs
+import structlog
+import trio
+
+from uma_trio.config import Config
+from uma_trio.engine.link import SupervisedEngine
+from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput
+from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, ShuttingDown, TooManyRequests, UmaError
+from uma_trio.kv.cache import KvCache
+from uma_trio.models.prompt import Prompt
+from uma_trio.principal import Principal
+from uma_trio.protocol.messages import Failure, Generate, Reason
+from uma_trio.sampling import PromptLookup
+from uma_trio.scheduling.bisection import CrashBisection
+from uma_trio.scheduling.cost import CostModel
+from uma_trio.scheduling.policy import Plan, PolicyState, plan
+from uma_trio.scheduling.view import SequenceView
+from uma_trio.serving.offload import InThread, Offloader, StateFiles
+from uma_trio.serving.output import TokenToBytes, send_prompt, send_tokens
+from uma_trio.serving.queue import RunningSet, WaitingQueue
+from uma_trio.serving.request import admit
+from uma_trio.serving.sequence import EventSink, Sequence, State
+from uma_trio.serving.stats import Stats, StepTimings
+from uma_trio.serving.step import CompletedStep, InFlightStep, build_run_ahead, build_step, complete_step, goes_on
+from uma_trio.telemetry.perf_records import PerfSink
+
+log = structlog.get_logger("uma_trio.serving")
+
+MAX_DRAFTS: Final = 16
+"""Draft tokens of one sequence in one step."""
+
+DRAFTS_UP_TO: Final = 8
+"""Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
+
+TRUSTED: Final = 0.95
+"""Acceptance rate that is assumed at first where the request asks for speculation; 0.5 otherwise."""
+
+WATCH_S: Final = 0.25
+"""How often the watchdog looks at a step that is overdue."""
+
+SLOWER_THAN_PREDICTED: Final = 10
+"""A step may take this many times what was predicted, and ``engine.hang_timeout_s`` on top."""
+
+FIRST_BACKOFF_S: Final = 0.25
+MAX_BACKOFF_S: Final = 30.0
+"""Between attempts to start an engine that keeps dying; the wait doubles from one to the next."""
+
+
+class Scheduler:
+    """Serves sequences with one engine.
+
+    Args:
+        engine: runs the steps; started again when it dies.
+        token_to_bytes: of the model's vocabulary.
+        config: limits and scheduling.
+        cost: what is known of the engine's speed at the start.
+        perf: gets a record of each step and each request.
+        files: where KV states go that are to outlive their cells; ``None``: nowhere.
+        in_thread: runs a blocking call.
+    """
+
+    def __init__(
+        self,
+        engine: SupervisedEngine,
+        token_to_bytes: TokenToBytes,
+        config: Config,
+        cost: CostModel | None = None,
+        perf: PerfSink | None = None,
+        files: StateFiles | None = None,
+        in_thread: InThread = trio.to_thread.run_sync,
+    ) -> None:
+        self.info: ModelInfo = engine.info
+        self._engine = engine
+        self._token_to_bytes = token_to_bytes
+        self._config = config
+        self._stats = Stats(self.info, perf, debug=config.operations.debug)
+        self.telemetry = self._stats.telemetry
+        self.timings = StepTimings(cost or CostModel(), self.info.n_batch, 1 if files is None else files.readers)
+        self.cache = _cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)
+        self.offloader = Offloader(
+            self.cache,
+            files,
+            self.timings,
+            self.wake,
+            after_s=config.sessions.spill_after_s,
+            in_thread=in_thread,
+        )
+        self._running = RunningSet(self.cache, self.offloader, self.telemetry)
+        self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)
+        self._policy = PolicyState()
+        self._bisection: CrashBisection[Sequence] = CrashBisection()
+        self._in_flight: list[InFlightStep] = []
+        """The step that computes, and perhaps one that runs ahead."""
+        self._freed: list[Sequence] = []
+        """Cancelled sequences whose tokens leave the KV cache with the next step."""
+        self._n_steps = 0
+        self._wake = trio.Event()
+        self._idle = trio.Event()
+        self._refusal: UmaError | None = None
+        self._stopped = False
+
+    # -- called from outside, between ticks -----------------------------------------------------
+
+    def submit(
+        self, request: Generate, prompt: Prompt, sink: EventSink, principal: Principal, *, durable: bool = False
+    ) -> list[Sequence]:
+        """Accept a request: all of its answers or none.
+
+        Its events go to ``sink``.  ``sequence.done`` is set behind the last event of each answer.
+
+        Args:
+            durable: what it leaves in the KV cache is saved before it goes.
+
+        Returns:
+            ``request.n`` sequences.  All but the first share the prompt that the first one computes.
+
+        Raises:
+            UmaError: it cannot be served; see ``request.admit``.
+            QueueFull, KvFull, TooManyRequests: too many wait already.
+            ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        self._check_limit(principal, request.n)
+        durable = durable and self.offloader.saves
+        sequences = admit(request, prompt, sink, principal, self.info, self._config, durable=durable)
+        waiting = {other.principal.name for other in self.sequences() if other.state is not State.DECODE}
+        if principal.name not in waiting:
+            service = self._policy.service.arrived(principal.name, waiting)
+            self._policy = attrs.evolve(self._policy, service=service)
+        try:
+            self._waiting.enter(sequences)
+        except (QueueFull, KvFull):
+            self.wake()  # some of the answers may have had a place
+            raise
+        if request.echo or request.return_full_text:
+            for sequence in sequences:
+                send_prompt(sequence)
+        self.wake()
+        return sequences
+
+    def _check_limit(self, principal: Principal, n: int) -> None:
+        most = principal.max_requests
+        if most is not None:
+            now = sum([other.principal.name == principal.name for other in self.sequences()])
+            if now + n > most:
+                raise TooManyRequests(f"{principal.name} has {now} answers in flight and may have {most}")
+
+    def cancel(self, sequence: Sequence, reason: Reason | UmaError = "cancelled") -> None:
+        """End ``sequence`` now, if it has not ended.
+
+        Its last event is sent at once.  Its KV cells are freed at the end of the step in flight.
+        """
+        if sequence.state is not State.FINISHED:
+            sequence.cancelled_at = trio.current_time()
+            self.wake()
+            self._finish(sequence, reason)
+
+    def wake(self) -> None:
+        """Something has changed that the next plan should know."""
+        ahead = self._in_flight[-1] if self._in_flight else None
+        if ahead is not None and ahead.runs_ahead and not ahead.revoked:
+            ahead.revoked = True
+            self._engine.link.revoke(ahead.number)
+        self._wake.set()
+
+    def close(self, reason: UmaError | None = None) -> None:
+        """Accept no more requests; those that were accepted go on."""
+        self._refusal = reason or ShuttingDown("the server is shutting down")
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is left and all KV cells are freed, or ``run`` has ended."""
+        while self._is_busy and not self._stopped:
+            self._idle = trio.Event()
+            await self._idle.wait()
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All that have not finished: running ones, then waiting ones."""
+        return (each for each in chain(self._running, self._waiting) if each.state is not State.FINISHED)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics.  Never waits for a tick."""
+        running = [sequence for sequence in self._running if sequence.state is not State.FINISHED]
+        return {
+            **self._stats.snapshot(
+                running, self.cache, waiting=len(self._waiting), tick_error=self.timings.cost.mixed.error
+            ),
+            "kv_offload": self.offloader.snapshot(),
+            "engine": self._engine.snapshot(),
+        }
+
+    # -- the tick -------------------------------------------------------------------------------
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Tick until cancelled."""
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.offloader.run)
+                task_status.started()
+                while True:
+                    await self._tick()
+        finally:
+            self._stopped = True
+            self._idle.set()
+
+    async def _tick(self) -> None:
+        completed = await self._complete()
+        if not self._in_flight:
+            self._plan_and_submit()
+        for each in completed:
+            self._deliver(each)
+        if self._in_flight:
+            self._run_ahead()
+        else:
+            self._stats.idle()
+            if not self._is_busy:
+                self._idle.set()
+            await self._wait_for_work()
+
+    # 1. complete
+
+    async def _complete(self) -> list[CompletedStep]:
+        """Wait for the engine, and note what the next plan must know; clients are not told yet."""
+        if not self._in_flight:
+            return []
+        completed = []
+        try:
+            for answer in await self._receive():
+                match answer:
+                    case StepOutput():
+                        completed.append(self._complete_step(self._in_flight.pop(0), answer))
+                    case Revoked():
+                        self._take_back(self._in_flight.pop(0))
+                    case StepFailed():
+                        await self._recover(answer.reason)
+        except EngineDied as death:
+            await self._recover(str(death))
+        return completed
+
+    def _complete_step(self, step: InFlightStep, output: StepOutput) -> CompletedStep:
+        now = trio.current_time()
+        if step.transfer is not None:
+            self.offloader.complete(step.transfer, output)
+        if step.runs_ahead:
+            self._policy = self._policy.after_decode(step.plan.decodes)
+        new_tokens = complete_step(step, output, self.cache, now)
+        for new in new_tokens:
+            if new.reason is not None:
+                for ahead in self._in_flight:
+                    ahead.drop(new.sequence)
+                self._release(new.sequence, keep=not isinstance(new.reason, UmaError))
+        for row in step.rows:
+            if row.sequence.state is State.FINISHED and row.sequence.allocation is not None:
+                self._release_when_computed(row.sequence)
+        self._bisection.step_completed({row.sequence: row.end for row in step.rows})
+        for ahead in self._in_flight:
+            ahead.began_at = now
+        completed = CompletedStep(step, output, new_tokens, now)
+        if step.rows and not any([row.dropped for row in step.rows]):
+            self.timings.record_step(step.plan.work, completed.duration_ms)
+        return completed
+
+    def _take_back(self, step: InFlightStep) -> None:
+        """``step`` was not begun."""
+        self.cache.put_back(step.ops)
+        self._freed[:0] = step.freed
+        for row in step.rows:
+            if row.sequence.state is State.FINISHED and row.sequence.allocation is not None:
+                self._release_when_computed(row.sequence)
+
+    # 2. plan and submit
+
+    def _plan_and_submit(self) -> None:
+        """Submit the next step, if there is anything to do."""
+        self._waiting.admit(self._policy.service)
+        decodes, prefills = self._running.ready(self._bisection.current([*self._running]))
+        max_drafts = MAX_DRAFTS if len(decodes) <= DRAFTS_UP_TO else 0
+        decode_views = [sequence.view(max_drafts=max_drafts) for sequence in decodes]
+        transfer = self.offloader.next_transfer(decode_views)
+        copy_ms = 0.0 if transfer is None else self.offloader.predicted_ms(transfer)
+        prefill_views = [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills]
+        chosen = self._plan(decode_views, prefill_views, copy_ms)
+        self._policy = chosen.state
+        by_seq_id = self._running.by_seq_id()  # as the plan calls them
+        for chunk in chosen.chunks:
+            self._running.settle(by_seq_id[chunk.seq_id])
+        ops = [*self.cache.take_ops()]
+        if transfer is not None:
+            ops.append(transfer.op)
+        if not chosen.decodes and not chosen.chunks and not ops:
+            return
+        freed, self._freed = self._freed, []
+        step, message = build_step(chosen, by_seq_id, ops, self._next_number(), freed=freed, transfer=transfer)
+        self._in_flight.append(step)
+        self._engine.link.submit(message)
+
+    def _plan(self, decodes: Items[SequenceView], prefills: Items[SequenceView] = (), copy_ms: float = 0.0) -> Plan:
+        return plan(
+            decodes,
+            prefills,
+            self._policy,
+            now_s=trio.current_time() + copy_ms / 1e3,
+            cost=self.timings.cost,
+            max_tokens=self.info.n_batch,
+            limits=self._config.scheduling,
+            mixes_prefill=self.info.unified,
+            pads_attention=self.info.pads_attention,
+        )
+
+    def _pause_of(self, sequence: Sequence) -> int:
+        assert sequence.allocation is not None
+        return self.cache.next_pause(sequence.allocation)
+
+    def _next_number(self) -> int:
+        self._n_steps += 1
+        return self._n_steps
+
+    # 3. deliver, while the step computes
+
+    def _deliver(self, completed: CompletedStep) -> None:
+        self._stats.record_step(completed, waiting=len(self._waiting))
+        for new in completed.new_tokens:
+            sequence = new.sequence
+            if sequence.state is State.FINISHED:
+                continue  # cancelled by what another sequence's delivery set off
+            if new.tokens:
+                self._stats.record_tokens(new, completed.at)
+                if not new.n_before:
+                    self._begin_speculation(sequence)
+            reason = send_tokens(new, self._token_to_bytes)
+            if reason is not None:
+                self._finish(sequence, reason)
+
+    def _begin_speculation(self, sequence: Sequence) -> None:
+        """Look for draft tokens from the first token on, where wrong ones can be removed and the request wants it."""
+        wanted = sequence.request.speculate
+        if self.info.can_truncate and (self._config.scheduling.speculation if wanted is None else wanted):
+            known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
+            sequence.lookup = PromptLookup(known, acceptance_rate=TRUSTED if wanted else 0.5)
+
+    # 4. run ahead
+
+    def _run_ahead(self) -> None:
+        """Submit the next step of sequences that simply go on, to begin as soon as the one in flight is complete."""
+        [*before, step] = self._in_flight
+        if before or step.revoked or step.plan.chunks or step.plan.drafts or not step.rows:
+            return
+        if self._waiting.may_admit or self.offloader.has_transfers or self._bisection.is_active:
+            return
+        live = [row.sequence for row in step.rows if not row.dropped]
+        if len(live) != sum([each.state is not State.FINISHED for each in self._running]):
+            return  # others have come, or can go on again
+        sequences = [sequence for sequence in live if goes_on(sequence)]
+        if not sequences or any([sequence.lookup is not None and sequence.drafts(1) for sequence in sequences]):
+            return
+        chosen = self._plan([sequence.view(n_in_flight=1) for sequence in sequences])
+        if len(chosen.decodes) < len(sequences):
+            return
+        freed, self._freed = self._freed, []
+        ops = self.cache.take_ops()
+        step, message = build_run_ahead(chosen, self._running.by_seq_id(), ops, self._next_number(), freed)
+        self._in_flight.append(step)
+        self._engine.link.submit(message)
+
+    # -- the end of a sequence ------------------------------------------------------------------
+
+    def _finish(self, sequence: Sequence, reason: Reason | UmaError) -> None:
+        """Take ``sequence`` out of the plans, and send its last event."""
+        was_waiting = sequence.state is State.WAITING
+        sequence.state, sequence.ended_at = State.FINISHED, trio.current_time()
+        if was_waiting:
+            self._waiting.remove(sequence)
+        elif sequence.allocation is not None:
+            if isinstance(reason, UmaError):
+                sequence.keep_computed = False
+            self._release_when_computed(sequence)
+        if not any([other.principal.name == sequence.principal.name for other in self.sequences()]):
+            self._policy = self._policy.without(sequence.principal.name)
+        if isinstance(reason, UmaError):
+            reason.request_id = sequence.request.id
+            sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
+        else:
+            sequence.sink.send(sequence.eos(reason, sequence.ended_at))
+        self._stats.record_end(sequence, reason, sequence.ended_at)
+        sequence.done.set()
+
+    def _release_when_computed(self, sequence: Sequence) -> None:
+        """Give the cells of a finished sequence back, unless a step in flight still writes to them."""
+        if not any([step.computes(sequence) for step in self._in_flight]):
+            was_cancelled = sequence.cancelled_at is not None
+            # a session goes on from what its client has seen, also of an answer that was cancelled
+            keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
+            self._release(sequence, keep=keep)
+
+    def _release(self, sequence: Sequence, *, keep: bool) -> None:
+        self._running.release(sequence, keep=keep)
+        self._bisection.discard(sequence)
+        if sequence.cancelled_at is not None and not keep:
+            self._freed.append(sequence)
+
+    # -- waiting, for the engine and for work ---------------------------------------------------
+
+    async def _wait_for_work(self) -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def wake_when_engine_ends() -> None:
+                await self._engine.link.ended.wait()
+                self._wake.set()
+
+            nursery.start_soon(wake_when_engine_ends)
+            await self._wake.wait()
+            nursery.cancel_scope.cancel()
+        self._wake = trio.Event()
+        if self._engine.link.ended.is_set():
+            await self._recover(self._engine.link.reason)
+
+    async def _receive(self) -> Items[object]:
+        """The engine's next answers; an engine that hangs is killed.
+
+        Time is counted in looks, not by the clock: where the whole machine or the daemon was stopped, the engine was too.
+
+        Raises:
+            EngineDied: it has ended, or hung.
+        """
+        predicted_s = self._in_flight[0].plan.predicted_ms / 1e3
+        limit_s = self._config.engine.hang_timeout_s + SLOWER_THAN_PREDICTED * predicted_s
+        waited_s, stopped = 0.0, 0
+        while True:
+            with trio.move_on_after(WATCH_S):
+                return await self._engine.link.receive()
+            waited_s += WATCH_S
+            stopped = stopped + 1 if waited_s > predicted_s and self._engine.link.is_stopped() else 0
+            if waited_s > limit_s or stopped > 1:
+                why = "it was stopped by a signal" if stopped > 1 else f"no answer for {waited_s:.0f} s"
+                log.error("the engine hangs and is killed", reason=why, predicted_s=round(predicted_s, 3))
+                self._engine.link.kill()
+                limit_s, stopped = math.inf, -math.inf
+
+    # -- recovery -------------------------------------------------------------------------------
+
+    async def _recover(self, reason: str) -> None:
+        """The KV cache is lost: bring the engine back, and prefill every sequence again from its tokens.
+
+        The sequences of the fatal step are retried in halves, until the one that kills the engine is alone.
+        """
+        suspects: dict[Sequence, int] = {}
+        for step in self._in_flight:
+            if step.transfer is not None:
+                self.offloader.complete(step.transfer, None)
+            suspects |= {row.sequence: row.end for row in step.rows if row.sequence.state is not State.FINISHED}
+        in_flight, self._in_flight = self._in_flight, []
+        log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
+        for row in chain.from_iterable([step.rows for step in in_flight]):
+            if row.sequence.state is State.FINISHED and row.sequence.allocation is not None:
+                self._release(row.sequence, keep=False)
+        self._running.restart()
+        self._stats.record_freed([*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time())
+        self._freed = []
+        self._stats.idle()
+        guilty = self._bisection.crashed(suspects)
+        if guilty is not None:
+            self._finish(guilty, DecodeFailed(f"this request made the engine fail twice: {reason}"))
+        await self._bring_back()
+
+    async def _bring_back(self) -> None:
+        """Restart the engine if it has died; where that fails for too long, tell the clients, and go on trying."""
+        attempts = self._config.engine.restart_attempts
+        backoff_s = FIRST_BACKOFF_S if self._bisection.n_crashes > attempts else 0.0
+        unavailable: ModelUnavailable | None = None
+        failures = 0
+        while not self._engine.link.is_usable:
+            await trio.sleep(min(backoff_s, MAX_BACKOFF_S))
+            try:
+                await self._engine.restart()
+            except LoadError as error:
+                failures += 1
+                backoff_s = max(2 * backoff_s, FIRST_BACKOFF_S)
+                log.error("the engine cannot be started", reason=str(error), attempt=failures)
+                if failures >= attempts:
+                    unavailable = ModelUnavailable(f"the model's engine cannot be started: {error}")
+                    unavailable.retry_after_ms = round(1e3 * min(backoff_s, MAX_BACKOFF_S))
+                    self._fail_everything(unavailable)
+        if unavailable is not None and self._refusal is not None and isinstance(self._refusal, ModelUnavailable):
+            self._refusal = None
+
+    def _fail_everything(self, error: ModelUnavailable) -> None:
+        if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
+            self._refusal = error
+        for sequence in [*self.sequences()]:
+            self._finish(sequence, ModelUnavailable(str(error)))
+
+    # -- integrity ------------------------------------------------------------------------------
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._waiting or self._running or self.cache.has_ops or self._in_flight)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sequences, reservations and steps add up."""
+        self._running.check_integrity()
+        assert all(sequence.state is State.WAITING for sequence in self._waiting)
+
+
+def _cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
+    """The bookkeeping of the KV cache that an engine has."""
+    return KvCache(
+        n_sequences=info.n_seq_max,
+        n_cells=info.n_ctx,
+        cells_per_sequence=info.n_ctx_seq,
+        unified=info.unified,
+        can_truncate=info.can_truncate,
+        max_checkpoints=info.max_checkpoints,
+        state_can_truncate=info.state_can_truncate,
+        reuse=reuse,
+        worth_loading=timings.worth_loading,
+    )

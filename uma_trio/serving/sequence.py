@@ -1,0 +1,279 @@
+"""One answer in flight: its request, its tokens, and where it stands."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from typing import Final, Protocol
+
+import attrs
+import numpy as np
+import trio
+
+from uma_trio.engine.messages import SAMPLED, SampleRequest, StepInput, TokenIds
+from uma_trio.kv.allocation import Allocation
+from uma_trio.models.prompt import Prompt
+from uma_trio.principal import Principal
+from uma_trio.protocol.messages import Eos, Generate, Logprobs, Reason, ServerEvent, Timings, Usage
+from uma_trio.sampling import Bias, PromptLookup, SamplingParams, TextAssembler, Transcript
+from uma_trio.scheduling.view import Priority, SequenceView
+
+EWMA_WEIGHT: Final = 0.2
+
+
+class EventSink(Protocol):
+    """Where the events of an answer go.  Never blocks: a client that does not read fills it and so pauses its stream."""
+
+    def send(self, event: ServerEvent) -> None:
+        """Pass ``event`` on, or keep it until the client takes it.  Does nothing once the client has gone."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the sequence may go on.  The sink wakes the scheduler when this turns true again."""
+
+
+class State(enum.Enum):
+    """Where a sequence is.  It moves down this list and may skip; a lost KV cache sends it from DECODE to PREFILL."""
+
+    WAITING = enum.auto()
+    """Waits for KV cells."""
+    PREFILL = enum.auto()
+    """Its tokens are being computed into the KV cache."""
+    DECODE = enum.auto()
+    """Generates."""
+    FINISHED = enum.auto()
+    """Its last event is sent.  It still holds its KV cells while a step computes them."""
+
+
+@attrs.frozen(kw_only=True)
+class Sampling:
+    """How the tokens of one answer are chosen."""
+
+    params: SamplingParams
+    banned: TokenIds | None
+    """Ids that must not be sampled: ``ignore_eos``, and what ``logit_bias`` bans."""
+    bias: Bias | None
+    transcript: Transcript | None
+    """The tokens that penalties look at, if there are penalties."""
+    logprobs: int | None
+
+
+@attrs.define(eq=False, kw_only=True)
+class Sequence:
+    """One answer and everything that changes while it is served.  Times are trio's clock, in seconds."""
+
+    request: Generate
+    prompt: Prompt
+    max_tokens: int
+    sampling: Sampling
+    end_ids: Collection[int]
+    """Tokens that end it."""
+    sink: EventSink
+    principal: Principal
+    priority: Priority
+    arrived_at: float
+    due_at: float
+    """When its next token is due."""
+    target_itl_s: float
+    """Inter-token latency that it is promised."""
+    durable: bool
+    index: int | None
+    """Which of the request's answers it is; ``None`` if there is only one."""
+
+    state: State = State.WAITING
+    allocation: Allocation | None = None
+    """Its place in the KV cache, which also counts the tokens there."""
+    n_cached: int = 0
+    """Prompt tokens that did not have to be computed."""
+    tokens: list[int] = attrs.field(factory=list)
+    """Sampled so far."""
+    n_shown: int | None = None
+    """Tokens in front of the stop string that was found; only for sessions, which go on from there."""
+    lookup: PromptLookup | None = None
+    """Proposes draft tokens, if speculation is on."""
+    texts: list[str] = attrs.field(factory=list)
+    """Text that was not streamed."""
+    logprobs: list[Logprobs] = attrs.field(factory=list)
+    """Log-probabilities that were not streamed."""
+    assembler: TextAssembler = attrs.field(
+        default=attrs.Factory(lambda self: TextAssembler(self.request.stops), takes_self=True)
+    )
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    inter_token_ewma_ms: float | None = None
+    gaps_ms: list[float] = attrs.field(factory=list)
+    """Time between tokens, for the perf log."""
+    paused: bool = False
+    """Its client did not read, so the time until its next token is not the server's."""
+    keep_computed: bool = True
+    """What it computed may be kept for others; not of one that failed."""
+    cancelled_at: float | None = None
+    """When it was ended from outside: by its client, a timeout, or shutdown."""
+    ended_at: float | None = None
+    done: trio.Event = attrs.field(factory=trio.Event)
+    """Set behind the last event."""
+
+    # -- where it stands ------------------------------------------------------------------------
+
+    @property
+    def max_cells(self) -> int:
+        """KV cells that it can need at most.  The last sampled token is never computed."""
+        return len(self.prompt.tokens) + self.max_tokens - 1
+
+    @property
+    def n_computed(self) -> int:
+        """Tokens in the KV cache."""
+        return 0 if self.allocation is None else self.allocation.n_tokens
+
+    @property
+    def is_blocked(self) -> bool:
+        """Waits for another sequence to compute the prefix that both share, or for a saved state."""
+        allocation = self.allocation
+        return allocation is not None and (allocation.leader is not None or allocation.awaits_state)
+
+    @property
+    def n_known(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt.tokens) + len(self.tokens)
+
+    def view(self, *, pause: int = 0, n_in_flight: int = 0, max_drafts: int = 0) -> SequenceView:
+        """What the policy may know.
+
+        Args:
+            pause: a step must end at this many tokens, for a checkpoint; 0: nowhere.
+            n_in_flight: tokens that the step in flight computes.
+            max_drafts: draft tokens that it may have.
+        """
+        assert self.allocation is not None
+        n_computed = self.allocation.n_tokens + n_in_flight
+        return SequenceView(
+            seq_id=self.allocation.seq_id,
+            n_pending=1 if n_in_flight else (pause if n_computed < pause else self.n_known) - n_computed,
+            n_context=n_computed,
+            due_s=self.due_at,
+            priority=self.priority,
+            principal=self.principal.name,
+            weight=self.principal.weight,
+            n_drafts=len(self.drafts(max_drafts)) if max_drafts else 0,
+            acceptance_rate=0.0 if self.lookup is None else self.lookup.acceptance_rate,
+        )
+
+    def drafts(self, n: int) -> Items[int]:
+        """At most ``n`` draft tokens; never so many that not all could become part of the answer."""
+        n = min(n, self.max_tokens - len(self.tokens) - 1)
+        return () if self.lookup is None or n < 1 else self.lookup.draft(n)
+
+    # -- what a step computes of it -------------------------------------------------------------
+
+    def prefill_input(self, n: int) -> StepInput:
+        """The next ``n`` tokens; the step samples if they are the last known ones."""
+        start, n_prompt = self.n_computed, len(self.prompt.tokens)
+        end = start + n
+        tokens: list[int] = self.prompt.tokens[start:end].tolist()
+        if end > n_prompt:  # the KV cache was lost in the middle of the answer
+            tokens += self.tokens[max(0, start - n_prompt) : end - n_prompt]
+        samples = [self._sample_request(len(self.tokens))] if end == self.n_known else []
+        return StepInput(self._seq_id, start, tokens, samples)
+
+    def decode_input(self, drafts: Items[int]) -> StepInput:
+        """The last token, and draft tokens that the same step verifies."""
+        n = len(self.tokens)
+        if self.sampling.transcript is not None:
+            self.sampling.transcript.write(n, drafts)
+        samples = [self._sample_request(n + i) for i in range(1 + len(drafts))]
+        return StepInput(self._seq_id, self.n_computed, [self.tokens[-1], *drafts], samples)
+
+    def run_ahead_input(self) -> StepInput:
+        """The token that the step in flight is about to sample."""
+        n = len(self.tokens)
+        sample = self._sample_request(n + 1, n_past=n)
+        return StepInput(self._seq_id, self.n_computed + 1, [SAMPLED], [sample], self.request.stop_token_ids)
+
+    @property
+    def _seq_id(self) -> int:
+        assert self.allocation is not None
+        return self.allocation.seq_id
+
+    def _sample_request(self, n_before: int, n_past: int | None = None) -> SampleRequest:
+        sampling = self.sampling
+        past = None
+        if sampling.transcript is not None:
+            past = sampling.transcript.past(n_before if n_past is None else n_past)
+        return SampleRequest(sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs)
+
+    # -- what came of it ------------------------------------------------------------------------
+
+    def append(self, token: int) -> None:
+        """Add a sampled token."""
+        if self.sampling.transcript is not None:
+            self.sampling.transcript.write(len(self.tokens), (token,))
+        self.tokens.append(token)
+        if self.lookup is not None:
+            self.lookup.follow(token)
+
+    def cut_at_stop(self, n: int, token_to_bytes: Callable[[int], bytes]) -> None:
+        """Drop the tokens behind the first ``n``, which end with or behind a stop string."""
+        del self.tokens[n:]
+        if self.request.session_id is None:
+            return
+        assert self.assembler.matched is not None
+        stop, tail, shown = self.assembler.matched.encode(), token_to_bytes(self.tokens[-1]), n - 1
+        most = len(tail) + 4 * len(stop)  # the stop string is in there, perhaps between bytes that are no text
+        while shown and stop not in tail and len(tail) < most:
+            shown -= 1
+            tail = token_to_bytes(self.tokens[shown]) + tail
+        self.n_shown = shown
+
+    def computed_tokens(self) -> TokenIds:
+        """The tokens in the KV cache that others may go on from; without a stop string that a session does not show."""
+        n, n_prompt = self.n_computed, len(self.prompt.tokens)
+        if n <= n_prompt:
+            return self.prompt.tokens[:n]
+        answer = np.asarray(self.tokens[: n - n_prompt][: self.n_shown], dtype=np.int32)
+        return np.concatenate([self.prompt.tokens, answer])
+
+    def record_token_time(self, now: float, *, paused: bool) -> float | None:
+        """Note that tokens came; returns the milliseconds since the ones before, if that time was the server's."""
+        gap_ms = None
+        if self.last_token_at is None:
+            self.first_token_at = now
+        elif not paused:
+            gap_ms = 1e3 * (now - self.last_token_at)
+            before = gap_ms if self.inter_token_ewma_ms is None else self.inter_token_ewma_ms
+            self.inter_token_ewma_ms = before + EWMA_WEIGHT * (gap_ms - before)
+        self.last_token_at = now
+        return gap_ms
+
+    def eos(self, reason: Reason, now: float) -> Eos:
+        """The last event of a sequence that was served, wholly or in part."""
+        first, n = self.first_token_at, len(self.tokens)
+        generating_s = (self.last_token_at or 0.0) - (first or 0.0)
+        params = self.sampling.params
+        return Eos(
+            id=self.request.id,
+            index=self.index,
+            reason=reason,
+            usage=Usage(
+                prompt_tokens=len(self.prompt.tokens),
+                completion_tokens=n,
+                cached_tokens=self.n_cached,
+                dropped_tokens=self.prompt.dropped,
+            ),
+            timings=Timings(
+                queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),
+                ttft_ms=None if first is None else _ms(first - self.arrived_at),
+                total_ms=_ms(now - self.arrived_at),
+                tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
+            ),
+            text=None if self.request.stream else "".join(self.texts),
+            logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
+            stop=self.assembler.matched,
+            seed=None if params.greedy else params.seed,
+            metadata=self.request.metadata,
+        )
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
