@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from uma_trio.engine.records import Draw, Engine, Feed, Remove, Step, StepResult
+from uma_trio.engine.records import Draw, Engine, Feed, Step, StepResult, Truncate
 from uma_trio.sampling import SamplingParams
 from uma_trio.scheduling.cost import CostModel, Widths, Work
 
@@ -102,7 +102,7 @@ class _Trial:
         return _ms(self._engine.step(Step((), [feeds])))
 
     def forget(self) -> None:
-        self._engine.step(Step([Remove(seq) for seq in self._held]))
+        self._engine.step(Step([Truncate(seq) for seq in self._held]))
         self._held.clear()
 
     def _feed(self, seq: int, n: int, *, each: bool = False) -> Feed:

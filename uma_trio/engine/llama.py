@@ -30,19 +30,19 @@ from uma_trio.engine.layout import (
 )
 from uma_trio.engine.layout_trial import try_layouts
 from uma_trio.engine.records import (
-    Copy,
+    CopyPrefix,
     Draw,
+    DropCheckpoint,
     EngineError,
     Feed,
-    Forget,
     Load,
-    Mark,
     ModelFacts,
-    Remove,
     Save,
+    SaveCheckpoint,
     Score,
     Step,
     StepResult,
+    Truncate,
 )
 from uma_trio.engine.tokenizer import Tokenizer
 
@@ -186,13 +186,13 @@ class LlamaEngine:
                 at = time.perf_counter()
                 saved_bytes += self._copy_state(edit, refused)
                 copied_ms += 1e3 * (time.perf_counter() - at)
-            elif isinstance(edit, Mark):
+            elif isinstance(edit, SaveCheckpoint):
                 at = time.perf_counter()
                 self._mark(edit)
                 marked_ms += 1e3 * (time.perf_counter() - at)
-            elif isinstance(edit, Forget):
-                self._marks.pop(edit.mark, None)
-            else:
+            elif isinstance(edit, DropCheckpoint):
+                self._marks.pop(edit.checkpoint, None)
+            elif isinstance(edit, Truncate | CopyPrefix):
                 self._edit(edit)
         tokens: list[int] = []
         scores: list[Score | None] = []
@@ -254,20 +254,20 @@ class LlamaEngine:
     def mark_bytes(self, mark: int) -> int:
         return len(self._marks.get(mark, b""))
 
-    def _mark(self, edit: Mark) -> None:
+    def _mark(self, edit: SaveCheckpoint) -> None:
         state = bytearray(self._context.state_size(edit.seq_id, flags=llama_abi.PARTIAL_ONLY))
         self._context.save_state_into(edit.seq_id, state, flags=llama_abi.PARTIAL_ONLY)
-        self._marks[edit.mark] = state
+        self._marks[edit.checkpoint] = state
 
-    def _edit(self, edit: Remove | Copy) -> None:
+    def _edit(self, edit: Truncate | CopyPrefix) -> None:
         context = self._context
-        if isinstance(edit, Remove):
-            self._cut(edit.seq_id, edit.start, edit.mark)
-        elif self._facts.unified and edit.mark is None:
+        if isinstance(edit, Truncate):
+            self._cut(edit.seq_id, edit.length, edit.checkpoint)
+        elif self._facts.unified and edit.checkpoint is None:
             context.seq_copy(edit.source, edit.target, 0, edit.length)
         else:  # between streams llama.cpp copies as a whole, and a recurrent state is that of the whole
             context.seq_copy(edit.source, edit.target)
-            self._cut(edit.target, edit.length, edit.mark)
+            self._cut(edit.target, edit.length, edit.checkpoint)
 
     def _cut(self, seq_id: int, start: int, mark: int | None) -> None:
         """First the state and then the tail: before that a recurrent memory refuses."""

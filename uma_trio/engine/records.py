@@ -9,12 +9,29 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.kv.edits import Copy, Edit, Forget, Load, Mark, Remove, Save
+from uma_trio.kv.buffer_ops import Load, Save
+from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
 from uma_trio.sampling import Bias, Past, SamplingParams, Score
 
 __all__ = [
-    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Forget", "Load", "Mark", "ModelFacts", "Part", "Past", "Remove",
-    "Save", "Score", "Step", "StepResult", "TokenIds",
+    "CopyPrefix",
+    "Draw",
+    "DropCheckpoint",
+    "Engine",
+    "EngineError",
+    "Feed",
+    "KvOp",
+    "Load",
+    "ModelFacts",
+    "Part",
+    "Past",
+    "Save",
+    "SaveCheckpoint",
+    "Score",
+    "Step",
+    "StepResult",
+    "TokenIds",
+    "Truncate",
 ]  # fmt: skip
 
 TokenIds = npt.NDArray[np.int32]
@@ -123,7 +140,7 @@ class Feed:
 class Step:
     """One tick: first what changes in the cache, then what is computed."""
 
-    edits: Sequence[Edit] = ()
+    edits: Sequence[KvOp | Save | Load] = ()
     """In order."""
     batches: Sequence[Sequence[Feed]] = ()
     """One ``llama_decode`` each, one after another; in all of them together at most one feed a sequence.  None is

@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from uma_trio.engine.records import Edit, Feed, Score, Step, StepResult
+from uma_trio.engine.records import Feed, KvOp, Load, Save, Score, Step, StepResult
 from uma_trio.engine.thread import Pending
 from uma_trio.errors import DecodeFailed, UmaError
 from uma_trio.protocol.messages import Reason
@@ -105,7 +105,7 @@ class Landed:
 def launch(
     chosen: Plan,
     running: Mapping[int, Job],
-    edits: Sequence[Edit],
+    edits: Sequence[KvOp | Save | Load],
     freed: Sequence[Job],
     submit: Callable[[Step], Pending[StepResult]],
     transfer: Transfer | None = None,

@@ -11,6 +11,7 @@ import numpy as np
 import trio
 
 from uma_trio.engine.records import Draw, Feed, TokenIds
+from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Eos, Generate, Logprobs, Reason, ServerEvent, Timings, Usage
 from uma_trio.sampling import Bias, Lookup, SamplingParams, TextAssembler, Transcript
@@ -75,6 +76,8 @@ class Job:
 
     state: State = State.QUEUED
     seq_id: int = -1
+    allocation: Allocation = attrs.field(init=False)
+    """Its sequence of the KV cache; set when it gets one."""
     n_fed: int = 0
     """Tokens that are in the KV cache, or will be when the step under way is done."""
     n_cached: int = 0

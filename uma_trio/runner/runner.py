@@ -10,13 +10,14 @@ Source: docs/ARCHITECTURE.md, "A tick".
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import structlog
 import trio
 
 from uma_trio.config import Config
-from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepResult
+from uma_trio.engine.records import Engine, EngineError, KvOp, Load, ModelFacts, Save, Step, StepResult
 from uma_trio.engine.thread import EngineThread, Pending
 from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, ShuttingDown, UmaError
 from uma_trio.models.prompt import Prompt
@@ -83,7 +84,7 @@ class Runner:
         self.pace = Pace(cost or CostModel(), facts.n_batch, 1 if files is None else files.readers)
         self.cache = cache_for(facts, self.pace, reuse=scheduling.prefix_reuse)
         self.states = Spiller(
-            self.cache.saving,
+            self.cache.offload,
             files,
             engine,
             thread,
@@ -164,7 +165,7 @@ class Runner:
             job.cancelled_at = trio.current_time()
             self.wake()
             if self._chained is not None and self._chained.feeds(job):
-                self.cache.use(job.seq_id, job.n_fed + 1)  # by a step that has begun and is not booked yet
+                self.cache.advance(job.allocation, job.n_fed + 1)  # by a step that has begun and is not booked yet
             self._endings.end(job, reason)
 
     def wake(self) -> None:
@@ -257,7 +258,7 @@ class Runner:
                 continue  # cancelled, or found its stop string, while this was computed
             if len(drawn) > 1:  # there were guesses
                 drawn = job.checked(drawn)
-                self.cache.rewind(job.seq_id, job.n_fed)
+                self.cache.truncate(job.allocation, job.n_fed)
             delivery = gained(job, drawn, scores)
             deliveries.append(delivery)
             if delivery.reason is None:
@@ -281,7 +282,7 @@ class Runner:
         jobs = dict(self._sequences.jobs)  # as the plan calls them
         for share in chosen.shares:
             self._sequences.settle(jobs[share.seq_id])
-        edits = self.cache.take_edits()
+        edits: Sequence[KvOp | Save | Load] = self.cache.take_ops()
         if transfer is not None:
             edits = (*edits, transfer.edit)
         if not chosen.streams and not chosen.shares and not edits:
@@ -289,13 +290,13 @@ class Runner:
         flight = launch(chosen, jobs, edits, self._endings.take_freed(), self._submit, transfer)
         time.sleep(0)  # lets go of the GIL, or the step would begin after the delivery that is to overlap it
         for job in flight.jobs:
-            self.cache.use(job.seq_id, job.n_fed)
+            self.cache.advance(job.allocation, job.n_fed)
         return flight
 
     def _chain(self, flight: Flight) -> None:
         """Make the next step ready behind ``flight``, if the same streams will simply go on."""
         jobs = flight.jobs
-        if len(jobs) != len(self._sequences.jobs) or self.cache.has_edits or self.states.transfers:
+        if len(jobs) != len(self._sequences.jobs) or self.cache.has_ops or self.states.transfers:
             return
         if not goes_on(flight):
             return
@@ -313,7 +314,7 @@ class Runner:
         self._planner.decoded(flight.plan.streams)
         for job in flight.jobs:
             if job.state is not State.DONE:
-                self.cache.use(job.seq_id, job.n_fed)
+                self.cache.advance(job.allocation, job.n_fed)
         return flight
 
     def _submit(self, step: Step) -> Pending[StepResult]:
@@ -368,7 +369,7 @@ class Runner:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._queue or self._sequences.jobs or self.cache.has_edits or self._flight)
+        return bool(self._queue or self._sequences.jobs or self.cache.has_ops or self._flight)
 
     def check_integrity(self) -> None:
         """Sequences, reservations and jobs add up, or AssertionError."""

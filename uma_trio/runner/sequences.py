@@ -24,9 +24,9 @@ def cache_for(facts: ModelFacts, pace: Pace, *, reuse: bool) -> KvCache:
         n_cells=facts.n_ctx,
         cells_per_sequence=facts.n_ctx_seq,
         unified=facts.unified,
-        rewinds=facts.rewinds,
-        checkpoints=facts.checkpoints,
-        states_rewind=facts.states_rewind,
+        can_truncate=facts.rewinds,
+        max_checkpoints=facts.checkpoints,
+        state_can_truncate=facts.states_rewind,
         reuse=reuse,
         worth_loading=pace.worth_loading,
     )
@@ -48,10 +48,10 @@ class Sequences:
 
     def place(self, job: Job) -> bool:
         """Give ``job`` a sequence with all the room that it may need, if there is one."""
-        placement = self._cache.place(
+        placement = self._cache.allocate(
             job.prompt.tokens,
             job.cells,
-            tenant=job.slot.tenant,
+            principal=str(job.slot.tenant),
             rank=job.slot.priority,
             private=not job.request.cache_prompt,
             durable=job.durable,
@@ -59,20 +59,21 @@ class Sequences:
         if placement is None:
             self._spiller.look()  # something may have to be saved to make room
             return False
-        job.seq_id = job.slot.seq_id = placement.seq_id
+        job.allocation = placement.allocation
+        job.seq_id = job.slot.seq_id = placement.allocation.seq_id
         job.state, job.admitted_at, job.waits = State.PREFILL, trio.current_time(), placement.waits
         if not job.waits:
-            self._reuse(job, placement.held)
+            self._reuse(job, placement.n_cached)
         self.jobs[job.seq_id] = job
         if placement.saved is not None:
-            assert placement.entry is not None
-            self._spiller.fetch(placement.entry, placement.saved)
+            self._spiller.fetch(placement.allocation, placement.saved)
         return True
 
     def settle(self, job: Job) -> None:
         """``job`` is about to be read: give it the sequence that suits best now, if it holds nothing."""
         if job.n_fed == 0:
-            seq_id = self._cache.settle(job.seq_id)
+            self._cache.settle(job.allocation)
+            seq_id = job.allocation.seq_id
             if seq_id != job.seq_id:
                 del self.jobs[job.seq_id]
                 job.seq_id = job.slot.seq_id = seq_id
@@ -84,9 +85,8 @@ class Sequences:
         To be called before each step, when what the step before feeds is booked.
         """
         for entry, state in self._spiller.take_fetched():
-            held = self._cache.restored(entry, state)
-            if held is not None:
-                self._goes_on(entry.seq_id, held)
+            if self._cache.restored(entry, state):
+                self._goes_on(entry.seq_id, entry.n_tokens)
         streams, prompts, stalled = [], [], []
         for seq_id in sorted(self.jobs):  # what follows each other can be computed together
             job = self.jobs[seq_id]
@@ -99,7 +99,7 @@ class Sequences:
                 self._pause(job)  # others that came since may be waiting for a part of it
                 prompts.append(job.slot)
         if self._cache.has_followers:
-            ready = [self._goes_on(seq_id, held) for seq_id, held in self._cache.followed(stalled)]
+            ready = [self._goes_on(entry.seq_id, entry.n_tokens) for entry in self._cache.followed(stalled)]
             prompts += [job.slot for job in ready if job.sink.has_room]
         return streams, prompts
 
@@ -118,7 +118,7 @@ class Sequences:
 
     def _pause(self, job: Job) -> None:
         """Tell ``job`` where the step that reads it next is to end at the latest."""
-        job.pause = self._cache.pause(job.seq_id)
+        job.pause = self._cache.next_pause(job.allocation)
         job.slot.pending = job.pending
 
     def leave(self, job: Job, *, keep: bool) -> bool:
@@ -130,7 +130,7 @@ class Sequences:
         if self.jobs.get(job.seq_id) is not job:
             return False
         del self.jobs[job.seq_id]
-        self._cache.end(job.seq_id, job.known_tokens() if keep else None, at=trio.current_time())
+        self._cache.release(job.allocation, job.known_tokens() if keep else None, at=trio.current_time())
         self._spiller.look()
         return True
 

@@ -20,10 +20,10 @@ import trio
 
 from uma_trio.engine.records import Engine, Load, Save, TokenIds
 from uma_trio.engine.thread import EngineThread
+from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.checkpoints import Checkpoint, Checkpoints
-from uma_trio.kv.entry import Entry
-from uma_trio.kv.saving import Saving
-from uma_trio.kv.shelf import Saved
+from uma_trio.kv.offload import OffloadPlanner
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.runner.pace import Pace
 from uma_trio.runner.state_files import Draft, Nowhere, Reading, StateFiles, parts, saved_state
 from uma_trio.runner.transfers import Transfer, Transfers, is_unchanged
@@ -56,7 +56,7 @@ class Spiller:
 
     def __init__(
         self,
-        kv: Saving,
+        kv: OffloadPlanner,
         files: StateFiles | None,
         engine: Engine,
         thread: EngineThread,
@@ -79,7 +79,7 @@ class Spiller:
         self.meters = SpillMeters()
         self.transfers = Transfers(kv, pace, self.meters)
         """For the steps to make."""
-        self._unreadable: list[Entry] = []
+        self._unreadable: list[Allocation] = []
         self._writing = trio.Semaphore(FILES_AT_A_TIME)
         self._look = trio.Event()
         self._everything_saved = trio.Event()
@@ -91,12 +91,12 @@ class Spiller:
         """There may be something to save."""
         self._look.set()
 
-    def fetch(self, entry: Entry, state: Saved) -> None:
+    def fetch(self, entry: Allocation, state: SavedState) -> None:
         """Have ``state`` loaded into ``entry``, which ``take_fetched`` tells the end of."""
         assert self._nursery is not None
         self._nursery.start_soon(self._fetch, entry, state)
 
-    def take_fetched(self) -> Iterator[tuple[Entry, Saved | None]]:
+    def take_fetched(self) -> Iterator[tuple[Allocation, SavedState | None]]:
         """Who need not wait for a state any longer, since the last call: it is there, or (``None``) not to be had.
 
         To be called before each step: what is there counts from then on.
@@ -130,14 +130,14 @@ class Spiller:
         Args:
             needed: whether a list of tokens is the beginning of something that goes on.
         """
-        self._remove_soon(self._kv.forget(tokens, tenant=tenant, needed=needed))
+        self._remove_soon(self._kv.forget(tokens, principal=str(tenant), needed=needed))
         self._wake()
 
-    def keep(self, needed: Callable[[Saved], bool]) -> None:
-        """Saved states that are not needed go.  ``run`` must be running."""
-        names = self._kv.shelf.orphans(needed)
+    def keep(self, needed: Callable[[SavedState], bool]) -> None:
+        """SavedState states that are not needed go.  ``run`` must be running."""
+        names = self._kv.index.unneeded(needed)
         for name in names:
-            self._kv.shelf.discard(name)
+            self._kv.index.discard(name)
         self._remove_soon(names)
 
     def snapshot(self) -> dict[str, Any] | None:
@@ -162,9 +162,9 @@ class Spiller:
                 with trio.move_on_after(LOOK_S if self._kv.has_unsaved else math.inf):
                     await self._look.wait()
 
-    async def _save_one(self, entry: Entry) -> None:
+    async def _save_one(self, entry: Allocation) -> None:
         """Have ``entry`` copied; what follows is done beside, while the next one is."""
-        self._kv.save(entry)
+        self._kv.begin_save(entry)
         await self._writing.acquire()
         draft = None
         try:
@@ -173,12 +173,12 @@ class Spiller:
             if draft is None:
                 self._writing.release()
 
-    async def _copy(self, entry: Entry) -> Draft | None:
+    async def _copy(self, entry: Allocation) -> Draft | None:
         """A file with its state, which is being finished; ``None`` if it will not be saved."""
-        points = entry.points
+        points = entry.checkpoints
         sizes = await self._thread.run(lambda: self._state_bytes(entry.seq_id, points))
         if not is_unchanged(self._kv, entry, points):
-            self._kv.not_saved(entry)
+            self._kv.cancel_save(entry)
             return None
         n_bytes = sum(sizes)
         if not self._pace.worth_loading(len(entry.tokens), n_bytes):
@@ -193,7 +193,7 @@ class Spiller:
             return None
         there = [(point, size) for point, size in zip(points, sizes[1:], strict=True) if size]  # or not made yet
         into, *marked = parts(draft.view, [sizes[0], *(size for _, size in there)])
-        marks = [(point.mark, part) for (point, _), part in zip(there, marked, strict=True)]
+        marks = [(point.id, part) for (point, _), part in zip(there, marked, strict=True)]
         edit = Save(entry.seq_id, into, marks)
         transfer = Transfer(entry, edit, n_bytes, trio.current_time(), points)
         await self._made(transfer)
@@ -202,7 +202,7 @@ class Spiller:
             if is_unchanged(self._kv, entry, points):
                 self._failed(entry, transfer.refused)
             else:
-                self._kv.not_saved(entry)
+                self._kv.cancel_save(entry)
             return None
         assert self._nursery is not None
         self._nursery.start_soon(self._finish, transfer, draft, there)
@@ -210,7 +210,7 @@ class Spiller:
 
     def _state_bytes(self, seq_id: int, points: Checkpoints) -> list[int]:
         """How large the state is, and each of its checkpoints.  In the engine's thread."""
-        return [self._engine.state_bytes(seq_id), *(self._engine.mark_bytes(point.mark) for point in points)]
+        return [self._engine.state_bytes(seq_id), *(self._engine.mark_bytes(point.id) for point in points)]
 
     async def _made(self, transfer: Transfer) -> None:
         """Have a step make ``transfer``, and wait for it."""
@@ -230,25 +230,25 @@ class Spiller:
             self.look()
 
     async def _make_durable(
-        self, entry: Entry, draft: Draft, n_bytes: int, there: Sequence[tuple[Checkpoint, int]]
+        self, entry: Allocation, draft: Draft, n_bytes: int, there: Sequence[tuple[Checkpoint, int]]
     ) -> None:
         try:
             kept = [[point.length, size] for point, size in there]
             extra: dict[str, Any] = {"checkpoints": kept} if kept else {}
             written = await self._in_thread(
-                lambda: draft.finish(entry.tokens, tenant=entry.tenant, n_bytes=n_bytes, extra=extra)
+                lambda: draft.finish(entry.tokens, tenant=int(entry.principal), n_bytes=n_bytes, extra=extra)
             )
         except SpillError as error:
             self._failed(entry, error)
             return
         self.meters.saved(n_bytes)
-        state = saved_state(written.name, entry.tenant, entry.tokens, n_bytes, extra)
-        self._kv.shelf.keep(lambda name: name in self._files)
+        state = saved_state(written.name, entry.principal, entry.tokens, n_bytes, extra)
+        self._kv.index.retain(lambda name: name in self._files)
         for name in self._kv.saved(entry, state):
             await self._remove(name)
         self._wake()
 
-    def _failed(self, entry: Entry, reason: object) -> None:
+    def _failed(self, entry: Allocation, reason: object) -> None:
         """It goes unsaved: its tokens are to be computed again."""
         log.warning("a sequence could not be saved", reason=str(reason), tokens=len(entry.tokens))
         self.meters.failed_total += 1
@@ -266,20 +266,20 @@ class Spiller:
             assert self._nursery is not None
             self._nursery.start_soon(self._remove, name)
 
-    async def _fetch(self, entry: Entry, state: Saved) -> None:
+    async def _fetch(self, entry: Allocation, state: SavedState) -> None:
         began = time.perf_counter()
         try:
             reading: Reading = await self._in_thread(self._files.open, state.name)
         except SpillError as error:
             log.warning("a saved state cannot be used; its tokens are computed", reason=str(error))
             self.meters.unusable_total += 1
-            self._kv.shelf.discard(state.name)
+            self._kv.index.discard(state.name)
             self._unreadable.append(entry)
             self._wake()
             return
         self._pace.copied("read", state.n_bytes, 1e3 * (time.perf_counter() - began))
         try:
-            points = {point.length: point.mark for point in self._kv.restoring(entry, state)}
+            points = {point.length: point.id for point in self._kv.begin_restore(entry, state)}
             sizes = [size for _, size in state.checkpoints]
             whole, *marked = parts(reading.view, [state.n_bytes - sum(sizes), *sizes])
             told = zip([length for length, _ in state.checkpoints], marked, strict=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.kv.prefix import Tokens
-from uma_trio.kv.shelf import Saved
 from uma_trio.store.spill import SpillError
 
 
@@ -74,7 +74,7 @@ class Nowhere:
         return False
 
 
-def saved_state(name: str, tenant: int, tokens: Tokens, n_bytes: int, extra: Mapping[str, Any]) -> Saved:
+def saved_state(name: str, principal: str, tokens: Tokens, n_bytes: int, extra: Mapping[str, Any]) -> SavedState:
     """What a file holds, of which ``extra`` says which checkpoints follow the state.
 
     Raises:
@@ -89,7 +89,7 @@ def saved_state(name: str, tenant: int, tokens: Tokens, n_bytes: int, extra: Map
     lengths = [0, *(length for length, _ in found), len(tokens) + 1]
     if sorted(set(lengths)) != lengths or min([1, *(n for _, n in found)]) < 1 or sum(n for _, n in found) >= n_bytes:
         raise ValueError(f"its checkpoints are {str(told)[:100]}, of {len(tokens)} tokens in {n_bytes} bytes")
-    return Saved(name, tenant, tokens, n_bytes, found)
+    return SavedState(name, principal, tokens, n_bytes, found)
 
 
 def _is_pair(value: object) -> bool:

@@ -10,10 +10,10 @@ import attrs
 import trio
 
 from uma_trio.engine.records import Load, Save, StepResult
+from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.checkpoints import Checkpoints
-from uma_trio.kv.entry import Entry
-from uma_trio.kv.saving import Saving
-from uma_trio.kv.shelf import Saved
+from uma_trio.kv.offload import OffloadPlanner
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.runner.pace import Pace
 from uma_trio.scheduling.policy import Slot
 from uma_trio.telemetry.meters import SpillMeters
@@ -29,13 +29,13 @@ GIVE_UP_S: Final = 3.0
 class Transfer:
     """One state on its way between the engine and a file."""
 
-    entry: Entry
+    entry: Allocation
     edit: Save | Load
     n_bytes: int
     asked_at: float
     points: Checkpoints = ()
     """Of the sequence that is saved."""
-    state: Saved | None = None
+    state: SavedState | None = None
     """The one that is loaded."""
     done: trio.Event = attrs.field(factory=trio.Event)
     refused: str | None = "the sequence was needed before"
@@ -45,20 +45,20 @@ class Transfer:
     def kind(self) -> Literal["save", "load"]:
         return "save" if isinstance(self.edit, Save) else "load"
 
-    def makes_sense(self, kv: Saving) -> bool:
+    def makes_sense(self, kv: OffloadPlanner) -> bool:
         """Its sequence still waits for its state; or has the one that is to be saved."""
         return kv.may_restore(self.entry) if self.kind == "load" else is_unchanged(kv, self.entry, self.points)
 
 
-def is_unchanged(kv: Saving, entry: Entry, points: Checkpoints) -> bool:
+def is_unchanged(kv: OffloadPlanner, entry: Allocation, points: Checkpoints) -> bool:
     """Whether ``entry`` is idle yet and as it was, down to its checkpoints."""
-    return kv.may_save(entry) and entry.points == points
+    return kv.may_save(entry) and entry.checkpoints == points
 
 
 class Transfers:
     """The copies that wait, of which a step makes one at most."""
 
-    def __init__(self, kv: Saving, pace: Pace, meters: SpillMeters) -> None:
+    def __init__(self, kv: OffloadPlanner, pace: Pace, meters: SpillMeters) -> None:
         self._kv = kv
         self._pace = pace
         self._meters = meters
@@ -95,7 +95,7 @@ class Transfers:
             if ms <= spare_ms or (waited > PATIENCE_S and ms <= tick_ms):
                 self._waiting.remove(transfer)
                 return transfer
-            if waited > GIVE_UP_S and (transfer.kind == "load" or self._kv.somebody_waits):
+            if waited > GIVE_UP_S and (transfer.kind == "load" or self._kv.blocks_requests):
                 transfer.refused = "no step had time for it"
                 self._end(transfer)
         return None

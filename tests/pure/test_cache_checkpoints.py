@@ -1,0 +1,193 @@
+"""Prefix reuse in a memory that cannot be truncated: where checkpoints are saved, shared and restored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.kv_cache import (
+    ANSWER,
+    BACKGROUND,
+    HELLO,
+    LONG,
+    MORE,
+    NORMAL,
+    OTHER,
+    SYSTEM,
+    Got,
+    advance,
+    asked,
+    done,
+    followed,
+    make_cache,
+    next_pause,
+    pauses,
+    place,
+    placed,
+    release,
+    together,
+    tokens,
+    uncuttable,
+)
+from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE, MIN_SPACING, TOKENS_AFTER_LAST
+from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, SaveCheckpoint, Truncate
+
+
+def test_a_memory_that_cannot_forget_goes_back_to_a_checkpoint() -> None:
+    """Those before the end of a prompt, and where a turn began."""
+    cache = make_cache(can_truncate=False, max_checkpoints=20)
+    first = tokens(SYSTEM, HELLO)
+    held = tokens(first, ANSWER)
+    assert asked(cache, first, ANSWER) == (0, (SaveCheckpoint(0, 1),))
+    assert asked(cache, first, ANSWER) == (100 - TOKENS_AFTER_LAST, (Truncate(0, 92, 1),)), (
+        "the answer is asked for again"
+    )
+    second = tokens(held, LONG[:100])
+    answer = tokens(ANSWER, range(20))
+    assert asked(cache, second, answer) == (150, (SaveCheckpoint(0, 2),)), (
+        "the turn before ended shortly behind the last one"
+    )
+    assert asked(cache, tokens(second, answer, OTHER), 9) == (320, (SaveCheckpoint(0, 3),)), "where a turn begins"
+    assert asked(cache, tokens(second, answer, MORE), 9) == (320, (Truncate(0, 320, 3),)), "the last turn was rewritten"
+    assert asked(cache, tokens(second, MORE), 9) == (242, (Truncate(0, 242, 2), DropCheckpoint(3))), (
+        "what was thought was left out"
+    )
+    cache.check_integrity()
+
+
+def test_a_branch_has_its_sources_checkpoints() -> None:
+    cache = make_cache(can_truncate=False, max_checkpoints=20)
+    first = tokens(SYSTEM, HELLO)
+    asked(cache, first, LONG)
+    assert asked(cache, tokens(first, OTHER), 9) == (92, (CopyPrefix(0, 1, 92, 1),))
+    cache.offload.forget(tokens(first, LONG), principal="a", needed=lambda _: False)
+    assert cache.take_ops() == (Truncate(0),), "the branch needs it still"
+    cache.offload.forget(tokens(first, OTHER, 9), principal="a", needed=lambda _: False)
+    assert cache.take_ops() == (Truncate(1), DropCheckpoint(1))
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000])
+def test_there_are_never_more_checkpoints_than_they_may_be(most: int) -> None:
+    """Of a sequence the first and the latest stay, and the longest idle one gives."""
+    cache = make_cache(can_truncate=False, max_checkpoints=most)
+    story = tokens(SYSTEM, HELLO)
+    for turn in range(2 * MAX_PER_SEQUENCE):
+        asked(cache, story, range(MIN_SPACING))
+        story = tokens(story, range(MIN_SPACING), [turn])
+        cache.check_integrity()
+    points = [point.length for point in cache._pool.allocations[0].checkpoints]
+    assert len(points) == min(most, MAX_PER_SEQUENCE)
+    if most > 1:
+        assert points[0] == 92
+    assert points[-1] == len(story) - (MIN_SPACING + 1) - 1, "where the last turn began"
+    asked(cache, LONG[:400], [1, 2, 3])
+    cache.check_integrity()
+    assert [len(allocation.checkpoints) for allocation in cache._pool.allocations.values()] == [
+        min(most, MAX_PER_SEQUENCE) - (most <= MAX_PER_SEQUENCE),
+        1,
+    ]
+
+
+def test_inside_a_long_prompt_there_are_some_checkpoints_more_and_more_towards_its_end() -> None:
+    for length, inside in ((519, []), (520, [256]), (1200, [576, 832]), (6000, [2944, 4416, 5184])):
+        cache = uncuttable()
+        placed(cache, np.arange(length, dtype=np.int32))
+        assert pauses(cache, 0) == [*inside, length - TOKENS_AFTER_LAST]
+        cache.check_integrity()
+
+
+def test_inside_is_what_is_read_and_not_what_was_there_before() -> None:
+    cache = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
+    story = np.arange(3000, dtype=np.int32)
+    done(cache, story)
+    assert placed(cache, tokens(story, range(1000))).held == 3000
+    assert pauses(cache, 0) == [3456, 3712, 3992]
+
+
+def test_a_conversation_that_is_saved_goes_on_at_its_end() -> None:
+    cache = uncuttable()
+    placed(cache, np.arange(6000, dtype=np.int32), durable=True)
+    assert pauses(cache, 0) == [6000 - TOKENS_AFTER_LAST]
+
+
+def test_nobody_loses_a_checkpoint_to_one_that_may_be_of_no_use() -> None:
+    cache = uncuttable(max_checkpoints=3)
+    asked(cache, LONG[:400])
+    placed(cache, np.arange(6000, dtype=np.int32))
+    assert pauses(cache, 1) == [6000 - TOKENS_AFTER_LAST]
+    assert len(cache._pool.allocations[0].checkpoints) == 1
+
+
+def test_where_a_second_prompt_goes_another_way_the_third_one_begins() -> None:
+    """Found out by the second, as the first could not know it."""
+    cache = uncuttable()
+    system = LONG[:600]
+    held = [asked(cache, tokens(system, tail), 9)[0] for tail in (HELLO, ANSWER, MORE, OTHER)]
+    assert held == [0, 320, 600, 600]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_who_is_waited_for_pauses_where_the_others_go_another_way(unified: bool) -> None:
+    cache = uncuttable(unified=unified, cells_per_sequence=8000 if unified else 1000)
+    prompts = [tokens(LONG, part) for part in range(50, 58)]
+    computed, _ = together(cache, prompts)
+    assert computed == len(LONG) + 8 * 50
+
+
+def test_who_asks_the_same_waits_for_the_last_checkpoint() -> None:
+    computed, _ = together(uncuttable(), [LONG] * 8)
+    assert computed == len(LONG) + 7 * TOKENS_AFTER_LAST
+
+
+def test_what_is_shared_with_several_that_are_read_is_waited_for_in_turn() -> None:
+    """They go different ways, one after the other: each part is computed once."""
+    cache = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
+    ways = [tokens(LONG[:length], range(length, length + 70)) for length in (800, 640, 480, 200)]
+    computed, _ = together(cache, ways)
+    assert computed == len(LONG) + 4 * 70
+
+
+def test_who_comes_when_that_place_is_passed_goes_back_and_pauses_there_for_others() -> None:
+    cache = uncuttable()
+    prompts = [tokens(LONG, part) for part in (50, 51, 52)]
+    placed(cache, prompts[0])
+    assert next_pause(cache, 0) == 384
+    advance(cache, 0, 384)
+    advance(cache, 0, len(LONG) + 10)
+    assert placed(cache, prompts[1]) == Got(1, 384)
+    assert next_pause(cache, 1) == len(LONG)
+    assert placed(cache, prompts[2]).waits
+    advance(cache, 1, len(LONG))
+    assert followed(cache) == [(2, len(LONG))]
+
+
+def test_nobody_has_to_pause_at_every_turn() -> None:
+    """Who comes then gets what there is a pause for anyway."""
+    cache = make_cache(
+        can_truncate=False, max_checkpoints=1000, n_sequences=64, n_cells=200_000, cells_per_sequence=200_000
+    )
+    story = np.arange(5000, dtype=np.int32)
+    placed(cache, story)
+    for n in range(40):
+        placed(cache, tokens(story[: 5000 - 100 * n], [7, 7, 7]))
+    assert len(cache._pool.allocations[0].pauses) == MAX_PER_SEQUENCE
+    assert len(pauses(cache, 0)) <= MAX_PER_SEQUENCE
+    while followed(cache):
+        cache.take_ops()
+    cache.check_integrity()
+
+
+def test_a_lower_class_is_not_waited_for_at_a_pause() -> None:
+    cache = uncuttable()
+    placed(cache, tokens(LONG, 50), rank=BACKGROUND)
+    assert not placed(cache, tokens(LONG, 51), rank=NORMAL).waits
+    assert placed(cache, tokens(LONG, 52), rank=BACKGROUND).waits
+
+
+def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
+    cache = make_cache(can_truncate=False)
+    place(cache, tokens(SYSTEM), 100)
+    advance(cache, 0, 60)
+    release(cache, 0, tokens(SYSTEM))
+    assert cache.statistics().cached_sequences == 0
+    assert cache.take_ops() == (Truncate(0),)

@@ -1,0 +1,84 @@
+"""Operations on the engine's KV cache.
+
+The engine runs a step's operations in order, before it computes the step's tokens.  Operations are plain data: msgpack
+carries them to the engine's process.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Truncate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Remove all tokens of a sequence from position ``length`` on."""
+
+    seq_id: int
+    length: int = 0
+    """Tokens to keep; 0 removes everything."""
+    checkpoint: int | None = None
+    """Checkpoint of ``length`` tokens to restore.  Required by memories that cannot be truncated, unless ``length`` is
+    0."""
+
+
+class CopyPrefix(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copy the first tokens of one sequence into another, which is empty."""
+
+    source: int
+    target: int
+    length: int
+    """Tokens to copy; the source holds at least as many."""
+    checkpoint: int | None = None
+    """The source's checkpoint of ``length`` tokens.  Memories that cannot be truncated require it, unless ``length`` is
+    all that the source holds."""
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Keep the current recurrent state of a sequence as a checkpoint."""
+
+    seq_id: int
+    checkpoint: int
+    """Number of the new checkpoint; not in use."""
+
+
+class DropCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Drop a checkpoint.  Dropping one that does not exist is a no-op."""
+
+    checkpoint: int
+
+
+class SaveState(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Write the state of a sequence (keys, values, recurrent state) to an open file, then its checkpoints."""
+
+    seq_id: int
+    fd: int
+    """File descriptor, open for writing."""
+    offset: int
+    """Position of the state in the file, in bytes."""
+    n_bytes: int
+    """Size of the state without the checkpoints."""
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    """(number, bytes) of each checkpoint; the engine writes them right behind the state, in this order."""
+
+
+class LoadState(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Replace the content of a sequence with a state from an open file.
+
+    The sequence takes no other tokens in the same step.
+    """
+
+    seq_id: int
+    length: int
+    """Tokens in the state."""
+    fd: int
+    """File descriptor, open for reading."""
+    offset: int
+    """Position of the state in the file, in bytes."""
+    n_bytes: int
+    """Size of the state without the checkpoints."""
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    """(number, bytes) of each checkpoint, as in ``SaveState``.  The engine keeps them unless it refuses the state."""
+
+
+KvOp: TypeAlias = Truncate | CopyPrefix | SaveCheckpoint | DropCheckpoint | SaveState | LoadState
