@@ -13,9 +13,11 @@ from tests.support.kv_cache import (
     SYSTEM,
     Got,
     advance,
+    allocation_of,
     done,
     make_cache,
     place,
+    placed,
     release,
     settle,
     tokens,
@@ -42,7 +44,7 @@ def test_a_sequence_comes_only_with_all_its_room() -> None:
 @pytest.mark.parametrize("cells", [0, -1, 61])
 def test_what_can_never_be_is_told_apart_from_what_must_wait(cells: int) -> None:
     with pytest.raises(ValueError, match="1 to 60"):
-        KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60).place(tokens([1]), cells)
+        KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60).allocate(tokens([1]), cells)
 
 
 def test_more_than_reserved_is_a_defect() -> None:
@@ -53,10 +55,32 @@ def test_more_than_reserved_is_a_defect() -> None:
         advance(cache, 0, 11)
 
 
-def test_a_sequence_that_nobody_holds() -> None:
-    for call in (lambda: make_cache().use(0, 1), lambda: make_cache().rewind(0, 1), lambda: make_cache().end(1)):
-        with pytest.raises(KeyError):
+@pytest.mark.parametrize("keep", [None, tokens(SYSTEM)], ids=["removed", "kept"])
+@pytest.mark.parametrize("reused", [False, True])
+def test_an_allocation_ends_with_its_request(keep: np.ndarray | None, reused: bool) -> None:
+    cache = make_cache()
+    placed(cache, tokens(SYSTEM))
+    ended = allocation_of(cache, 0)
+    advance(cache, 0, 50)
+    release(cache, 0, keep)
+    if reused:
+        assert placed(cache, tokens(SYSTEM, OTHER)).seq_id == 0
+    for call in (
+        lambda: cache.advance(ended, 1),
+        lambda: cache.truncate(ended, 1),
+        lambda: cache.next_pause(ended),
+        lambda: cache.release(ended),
+    ):
+        with pytest.raises(KeyError, match="sequence 0"):
             call()
+
+
+def test_only_tokens_that_the_sequence_holds_can_be_kept() -> None:
+    cache = make_cache()
+    placed(cache, tokens(SYSTEM))
+    advance(cache, 0, 49)
+    with pytest.raises(AssertionError, match="holds 49 tokens, not 50"):
+        release(cache, 0, tokens(SYSTEM))
 
 
 def test_check_integrity_sees_a_leak() -> None:
@@ -130,11 +154,11 @@ def test_the_longest_common_beginning_is_taken() -> None:
     assert place(cache, tokens(SYSTEM, HELLO, OTHER, ANSWER), 200) == Got(1, 150)
 
 
-def test_tenants_share_nothing() -> None:
+def test_principals_share_nothing() -> None:
     cache = make_cache()
-    held = done(cache, tokens(SYSTEM, HELLO), ANSWER, tenant=1)
-    assert place(cache, held, 200, tenant=2) == Got(1, 0)
-    assert place(cache, held, 200, tenant=1) == Got(0, len(held) - 1)
+    held = done(cache, tokens(SYSTEM, HELLO), ANSWER, principal="a")
+    assert place(cache, held, 200, principal="b") == Got(1, 0)
+    assert place(cache, held, 200, principal="a") == Got(0, len(held) - 1)
 
 
 def test_who_wants_nothing_cached_neither_takes_nor_leaves_anything() -> None:

@@ -60,9 +60,9 @@ def test_a_branch_has_its_sources_checkpoints() -> None:
     first = tokens(SYSTEM, HELLO)
     asked(cache, first, LONG)
     assert asked(cache, tokens(first, OTHER), 9) == (92, (CopyPrefix(0, 1, 92, 1),))
-    cache.offload.forget(tokens(first, LONG), principal="a", needed=lambda _: False)
+    cache.offload.forget(tokens(first, LONG), principal="", needed=lambda _: False)
     assert cache.take_ops() == (Truncate(0),), "the branch needs it still"
-    cache.offload.forget(tokens(first, OTHER, 9), principal="a", needed=lambda _: False)
+    cache.offload.forget(tokens(first, OTHER, 9), principal="", needed=lambda _: False)
     assert cache.take_ops() == (Truncate(1), DropCheckpoint(1))
 
 
@@ -100,7 +100,7 @@ def test_inside_is_what_is_read_and_not_what_was_there_before() -> None:
     cache = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
     story = np.arange(3000, dtype=np.int32)
     done(cache, story)
-    assert placed(cache, tokens(story, range(1000))).held == 3000
+    assert placed(cache, tokens(story, range(1000))).n_cached == 3000
     assert pauses(cache, 0) == [3456, 3712, 3992]
 
 
@@ -191,3 +191,16 @@ def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
     release(cache, 0, tokens(SYSTEM))
     assert cache.statistics().cached_sequences == 0
     assert cache.take_ops() == (Truncate(0),)
+
+
+def test_a_copy_restores_the_checkpoint_where_the_source_may_have_grown() -> None:
+    """A step that is running may append to a source that pauses nowhere else; the engine copies after that step."""
+    cache = uncuttable()
+    placed(cache, tokens(LONG, 50))
+    pause = next_pause(cache, 0)
+    advance(cache, 0, pause)
+    assert placed(cache, tokens(LONG[:pause], 51)) == Got(1, pause)
+    assert cache.take_ops() == (SaveCheckpoint(0, 1), CopyPrefix(0, 1, pause)), "no step has run in between"
+    assert placed(cache, tokens(LONG[:pause], 52)) == Got(2, pause)
+    assert cache.take_ops() == (CopyPrefix(0, 2, pause, 1),)
+    cache.check_integrity()

@@ -37,12 +37,14 @@ class Request:
     story: list[int]
     """Its prompt, and what it will generate."""
     n_prompt: int
-    tenant: int
+    principal: str
     rank: int
     private: bool
     cells: int
     waits: bool
     held: int
+    in_flight: int = 0
+    """Tokens that the running step computes, which the cache does not count yet."""
 
 
 @attrs.frozen
@@ -51,7 +53,7 @@ class Cell:
 
     token: int
     name: int
-    tenant: int
+    principal: str
     private: bool
 
 
@@ -93,11 +95,11 @@ class Plain:
 
     def cut(self, seq_id: int, length: int, mark: int | None) -> None:
         cells = self.sequences.setdefault(seq_id, [])
-        if self.most is not None and 0 < length < len(cells):
-            assert mark is not None
+        if mark is not None:  # also if it is all that the source holds: it might have grown meanwhile
+            assert self.most is not None
             assert [cell.token for cell in self.marks[mark]] == [cell.token for cell in cells[:length]]
         else:
-            assert mark is None
+            assert self.most is None or length in (0, len(cells))
         del cells[length:]
 
 
@@ -144,7 +146,7 @@ class Bookkeeping(RuleBasedStateMachine):
         n_new=st.sampled_from([20, 1, 60]),
         answer=st.sampled_from([10, 1, 40]),
         variant=st.integers(0, 1),
-        tenant=st.sampled_from([0, 0, 0, 1]),
+        principal=st.sampled_from(["a", "a", "a", "b"]),
         rank=st.sampled_from([1, 1, 0, 2]),
         private=st.sampled_from([False] * 7 + [True]),
     )
@@ -156,7 +158,7 @@ class Bookkeeping(RuleBasedStateMachine):
         n_new: int,
         answer: int,
         variant: int,
-        tenant: int,
+        principal: str,
         rank: int,
         private: bool,
     ) -> None:
@@ -165,9 +167,9 @@ class Bookkeeping(RuleBasedStateMachine):
         begin = [*old[: int(same * len(old))], *range(variant, variant + n_new)]
         for i in range(n):
             prompt = [*begin, i] if n > 1 else begin
-            self.ask(prompt, [*prompt, *range(100 + variant, 100 + variant + answer)], tenant, rank, private)
+            self.ask(prompt, [*prompt, *range(100 + variant, 100 + variant + answer)], principal, rank, private)
 
-    def ask(self, prompt: list[int], story: list[int], tenant: int, rank: int, private: bool) -> None:
+    def ask(self, prompt: list[int], story: list[int], principal: str, rank: int, private: bool) -> None:
         cells = len(story) - 1
         array = np.asarray(prompt, dtype=np.int32)
         if cells > self.most:
@@ -175,9 +177,9 @@ class Bookkeeping(RuleBasedStateMachine):
                 place(self.cache, array, cells)
             return
         idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
-        best = self.longest_idle(prompt, tenant) if self.rewinds else self.furthest_idle(prompt, tenant)
+        best = self.longest_idle(prompt, principal) if self.rewinds else self.furthest_idle(prompt, principal)
         before, ops = self.cache.held(), list(self.cache._pool.ops)
-        placement = place(self.cache, array, cells, tenant=tenant, rank=rank, private=private)
+        placement = place(self.cache, array, cells, principal=principal, rank=rank, private=private)
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
         assert (placement is not None) == (cells <= free_cells and len(self.requests) < self.n)
         if placement is None:
@@ -195,24 +197,24 @@ class Bookkeeping(RuleBasedStateMachine):
             assert (placement.n_cached, placement.waits) == (0, False)
         self.told.append(story)
         self.requests[placement.seq_id] = Request(
-            next(self.names), story, len(prompt), tenant, rank, private, cells, placement.waits, placement.n_cached
+            next(self.names), story, len(prompt), principal, rank, private, cells, placement.waits, placement.n_cached
         )
 
-    def longest_idle(self, prompt: list[int], tenant: int) -> int:
-        """What an idle sequence of the same tenant could spare a request, at most."""
+    def longest_idle(self, prompt: list[int], principal: str) -> int:
+        """What an idle sequence of the same principal could spare a request, at most."""
         found = [0]
         for seq_id, held in self.idle().items():
-            if self.cache._pool.allocations[seq_id].tenant == tenant:
+            if self.cache._pool.allocations[seq_id].principal == principal:
                 same = [a == b for a, b in zip(prompt[:-1], held, strict=False)]
                 found.append(([*same, False]).index(False))
         return max(found)
 
-    def furthest_idle(self, prompt: list[int], tenant: int) -> int:
+    def furthest_idle(self, prompt: list[int], principal: str) -> int:
         """The same where a sequence goes on whole or from a checkpoint."""
         found = [0]
         for seq_id, held in self.idle().items():
             allocation = self.cache._pool.allocations[seq_id]
-            if allocation.tenant == tenant:
+            if allocation.principal == principal:
                 lengths = [len(held), *(point.length for point in allocation.checkpoints)]
                 found += [n for n in lengths if n < len(prompt) and prompt[:n] == held[:n]]
         return max(found)
@@ -245,6 +247,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     def begin_step(self, stalled: Collection[int], names: Collection[int]) -> None:
         """Up to the ops, of a step that feeds the requests of ``names`` that need not wait."""
+        self.complete()
         ready = dict(followed(self.cache, stalled))
         for seq_id, held in ready.items():
             request = self.requests[seq_id]
@@ -279,7 +282,7 @@ class Bookkeeping(RuleBasedStateMachine):
                 continue
             leader = self.cache._pool.allocations[seq_id].leader
             assert leader is not None
-            if not self.unified and (leader.idle or any(isinstance(op, CopyPrefix) for op in ops)):
+            if not self.unified and (leader.is_idle or any(isinstance(op, CopyPrefix) for op in ops)):
                 continue  # for its turn; or it has just made room, and the next step finds that out
             assert self.cache._pool.allocations[leader.seq_id] is leader, "waits for one that is gone"
             other = self.requests[leader.seq_id]
@@ -296,21 +299,39 @@ class Bookkeeping(RuleBasedStateMachine):
         request = self.requests[seq_id]
         n = min(most, (next_pause(self.cache, seq_id) or request.cells) - request.held)
         fed = request.story[request.held : request.held + n]
-        cells = [Cell(token, request.name, request.tenant, request.private) for token in fed]
+        cells = [Cell(token, request.name, request.principal, request.private) for token in fed]
         held = self.engine.sequences.setdefault(seq_id, [])
         assert len(held) == request.held
         held += cells
-        request.held += n
-        if n:
+        request.in_flight = n
+
+    def complete(self) -> None:
+        """The running step has ended."""
+        for seq_id in self.requests:
+            self.count(seq_id)
+
+    def count(self, seq_id: int) -> None:
+        """The cache counts what the running step computes for ``seq_id``."""
+        request = self.requests[seq_id]
+        if request.in_flight:
+            request.held += request.in_flight
+            request.in_flight = 0
             advance(self.cache, seq_id, request.held)
+
+    @rule()
+    def land(self) -> None:
+        self.complete()
 
     @rule(which=st.integers(0, 7), lost=st.sampled_from([0, 0, 0, 5]))
     def finish(self, which: int, lost: int) -> None:
         """What is kept may be less than what it held: guesses, and what stood behind a stop string."""
-        able = [seq_id for seq_id, request in self.requests.items() if request.held == request.cells]
+        able = [
+            seq_id for seq_id, request in self.requests.items() if request.held + request.in_flight == request.cells
+        ]
         able = able or [seq_id for seq_id, request in self.requests.items() if not request.waits]
         if able:
             seq_id = able[which % len(able)]
+            self.count(seq_id)
             request = self.requests.pop(seq_id)
             n = max(0, request.held - lost)
             release(self.cache, seq_id, np.asarray(request.story[:n], dtype=np.int32))
@@ -327,6 +348,7 @@ class Bookkeeping(RuleBasedStateMachine):
         able = [seq_id for seq_id, request in self.requests.items() if request.held > request.n_prompt]
         if able and self.rewinds:
             seq_id = able[which % len(able)]
+            self.count(seq_id)
             request = self.requests[seq_id]
             request.held = max(request.n_prompt, request.held - n)
             truncate(self.cache, seq_id, request.held)
@@ -341,7 +363,7 @@ class Bookkeeping(RuleBasedStateMachine):
         if lost:
             self.engine.marks.clear()
         for request in self.requests.values():
-            request.held = 0
+            request.held = request.in_flight = 0
 
     # -- what holds
 
@@ -374,12 +396,16 @@ class Bookkeeping(RuleBasedStateMachine):
             for point in allocation.checkpoints:
                 told = [cell.token for cell in there.marks[point.id]]
                 assert told == [cell.token for cell in engine[seq_id][: point.length]]
-        assert {seq_id: len(cells) for seq_id, cells in engine.items()} == self.cache.held()
+        counted = {seq_id: len(cells) for seq_id, cells in engine.items()}
+        for seq_id, request in self.requests.items():
+            if request.in_flight:
+                counted[seq_id] -= request.in_flight
+        assert {seq_id: n for seq_id, n in counted.items() if n} == self.cache.held()
         assert sum(map(len, engine.values())) <= self.n_cells
         for seq_id, request in self.requests.items():
             cells = engine.get(seq_id, [])
-            assert [cell.token for cell in cells] == request.story[: request.held]
-            assert {cell.tenant for cell in cells} <= {request.tenant}, "tenants share"
+            assert [cell.token for cell in cells] == request.story[: request.held + request.in_flight]
+            assert {cell.principal for cell in cells} <= {request.principal}, "principals share"
             for cell in cells:
                 assert cell.name == request.name or not (cell.private or request.private), "private ones share"
         for seq_id, idle in self.idle().items():
@@ -396,6 +422,7 @@ class Bookkeeping(RuleBasedStateMachine):
                 if not request.waits:
                     self.feed(seq_id, request.cells)
             self.holds_what_it_says()
+        self.complete()
         assert all(request.held == request.cells for request in self.requests.values())
         for seq_id in self.requests:
             release(self.cache, seq_id)
@@ -430,7 +457,7 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                         n_new=chance.choice([1, 20, 60]),
                         answer=chance.choice([1, 10, 40]),
                         variant=chance.randrange(2),
-                        tenant=chance.choice([0, 0, 0, 1]),
+                        principal=chance.choice(["a", "a", "a", "b"]),
                         rank=chance.choice([0, 1, 1, 2]),
                         private=chance.random() < 0.1,
                     )
