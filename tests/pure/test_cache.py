@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,14 +25,14 @@ from tests.support.kv_cache import (
     truncate,
 )
 from uma_trio.kv.cache import KvCache
-from uma_trio.kv.ops import CopyPrefix, Truncate
+from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, KvOp, LoadState, SaveCheckpoint, SaveState, Truncate
 from uma_trio.kv.pool import MAX_IDLE_FRACTION
 from uma_trio.kv.prefix import MIN_SHARED_TOKENS
 
 # -- reservation ----------------------------------------------------------------------------------------
 
 
-def test_a_sequence_comes_only_with_all_its_room() -> None:
+def test_a_request_gets_all_its_cells_or_none() -> None:
     cache = KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60)
     assert place(cache, tokens([1]), 60) == Got(0, 0)
     assert place(cache, tokens([2]), 41) is None
@@ -42,12 +43,12 @@ def test_a_sequence_comes_only_with_all_its_room() -> None:
 
 
 @pytest.mark.parametrize("cells", [0, -1, 61])
-def test_what_can_never_be_is_told_apart_from_what_must_wait(cells: int) -> None:
+def test_requests_that_can_never_fit_are_an_error(cells: int) -> None:
     with pytest.raises(ValueError, match="1 to 60"):
         KvCache(n_sequences=2, n_cells=100, cells_per_sequence=60).allocate(tokens([1]), cells)
 
 
-def test_more_than_reserved_is_a_defect() -> None:
+def test_advancing_beyond_the_reserved_cells_fails() -> None:
     cache = make_cache()
     place(cache, tokens([1]), 10)
     advance(cache, 0, 10)
@@ -83,7 +84,7 @@ def test_only_tokens_that_the_sequence_holds_can_be_kept() -> None:
         release(cache, 0, tokens(SYSTEM))
 
 
-def test_check_integrity_sees_a_leak() -> None:
+def test_check_integrity_finds_a_leak() -> None:
     cache = make_cache()
     place(cache, tokens([1]), 10)
     cache._pool.reserved += 1
@@ -91,10 +92,10 @@ def test_check_integrity_sees_a_leak() -> None:
         cache.check_integrity()
 
 
-# -- one after another: what ended stays, and is gone on with -------------------------------------------
+# -- reuse of ended requests ----------------------------------------------------------------------------
 
 
-def test_a_chats_next_turn_goes_on_in_place() -> None:
+def test_the_next_turn_of_a_chat_continues_in_place() -> None:
     cache = make_cache()
     first = done(cache, tokens(SYSTEM, HELLO), ANSWER)
     assert cache.statistics().cached_cells == len(first)
@@ -103,7 +104,7 @@ def test_a_chats_next_turn_goes_on_in_place() -> None:
     assert cache.statistics().cached_sequences == 0
 
 
-def test_an_answer_asked_for_again_needs_one_token_computed_for_its_logits() -> None:
+def test_a_repeated_prompt_computes_one_token_for_its_logits() -> None:
     cache = make_cache()
     prompt = tokens(SYSTEM, HELLO)
     done(cache, prompt, ANSWER)
@@ -111,15 +112,15 @@ def test_an_answer_asked_for_again_needs_one_token_computed_for_its_logits() -> 
     assert cache.take_ops() == (Truncate(0, len(prompt) - 1),)
 
 
-def test_a_turn_that_was_rewritten_loses_only_what_stood_behind() -> None:
+def test_a_rewritten_turn_keeps_the_tokens_before_it() -> None:
     cache = make_cache()
     done(cache, tokens(SYSTEM, HELLO), ANSWER)
     assert place(cache, tokens(SYSTEM, HELLO, OTHER), 200) == Got(0, 100)
     assert cache.take_ops() == (Truncate(0, 100),)
 
 
-def test_a_shared_system_prompt_leaves_the_longer_conversation_alone() -> None:
-    """It is copied, where to go on in place would lose more than it shares."""
+def test_a_shared_system_prompt_is_copied_from_a_longer_conversation() -> None:
+    """Continuing in place would lose more tokens than it shares."""
     cache = make_cache()
     long = done(cache, tokens(SYSTEM, HELLO), tokens(ANSWER, MORE))
     assert place(cache, tokens(SYSTEM, OTHER), 150) == Got(1, 50)
@@ -127,14 +128,14 @@ def test_a_shared_system_prompt_leaves_the_longer_conversation_alone() -> None:
     assert place(cache, tokens(long, OTHER), 300) == Got(0, len(long))
 
 
-def test_without_room_beside_it_the_longer_conversation_goes_after_all() -> None:
+def test_without_room_for_a_copy_the_longer_conversation_is_truncated() -> None:
     cache = make_cache(n_sequences=1)
     done(cache, tokens(SYSTEM, HELLO), tokens(ANSWER, MORE))
     assert place(cache, tokens(SYSTEM, OTHER), 150) == Got(0, 50)
     assert cache.take_ops() == (Truncate(0, 50),)
 
 
-def test_a_short_common_beginning_is_computed_again() -> None:
+def test_a_short_common_prefix_is_computed_again() -> None:
     cache = make_cache()
     done(cache, tokens([7] * (MIN_SHARED_TOKENS - 1), HELLO))
     assert place(cache, tokens([7] * (MIN_SHARED_TOKENS - 1), OTHER), 100) == Got(1, 0)
@@ -142,7 +143,7 @@ def test_a_short_common_beginning_is_computed_again() -> None:
     assert place(cache, tokens([8] * MIN_SHARED_TOKENS, OTHER), 100) == Got(3, MIN_SHARED_TOKENS)
 
 
-def test_the_longest_common_beginning_is_taken() -> None:
+def test_the_longest_common_prefix_wins() -> None:
     cache = make_cache()
     for part in (MORE, OTHER):
         placement = place(cache, tokens(SYSTEM, HELLO, part), 150)
@@ -161,7 +162,7 @@ def test_principals_share_nothing() -> None:
     assert place(cache, held, 200, principal="a") == Got(0, len(held) - 1)
 
 
-def test_who_wants_nothing_cached_neither_takes_nor_leaves_anything() -> None:
+def test_a_private_request_reuses_and_keeps_nothing() -> None:
     cache = make_cache()
     held = done(cache, tokens(SYSTEM, HELLO))
     assert place(cache, held, 200, private=True) == Got(1, 0)
@@ -172,7 +173,7 @@ def test_who_wants_nothing_cached_neither_takes_nor_leaves_anything() -> None:
     assert cache.take_ops() == (Truncate(1),)
 
 
-def test_reuse_switched_off() -> None:
+def test_reuse_can_be_disabled() -> None:
     cache = make_cache(reuse=False)
     held = done(cache, tokens(SYSTEM, HELLO))
     assert cache.held() == {}
@@ -181,7 +182,7 @@ def test_reuse_switched_off() -> None:
     assert place(cache, held, 200) == Got(1, 0)
 
 
-def test_a_memory_that_cannot_forget_goes_on_with_whole_sequences_or_not_at_all() -> None:
+def test_without_checkpoints_a_recurrent_memory_reuses_whole_sequences_only() -> None:
     cache = make_cache(can_truncate=False)
     held = done(cache, tokens(SYSTEM, HELLO), ANSWER)
     assert place(cache, tokens(SYSTEM, HELLO, OTHER), 200) == Got(1, 0)
@@ -190,7 +191,7 @@ def test_a_memory_that_cannot_forget_goes_on_with_whole_sequences_or_not_at_all(
     assert cache.take_ops() == ()
 
 
-def test_wrong_guesses_leave_the_cache() -> None:
+def test_rejected_drafts_leave_the_cache() -> None:
     cache = make_cache()
     place(cache, tokens(SYSTEM), 200)
     advance(cache, 0, 60)
@@ -202,17 +203,17 @@ def test_wrong_guesses_leave_the_cache() -> None:
     assert cache.statistics().cached_cells == 55
 
 
-# -- room -----------------------------------------------------------------------------------------------
+# -- eviction -----------------------------------------------------------------------------------------------
 
 
-def test_the_longest_idle_goes_first_and_only_when_room_is_needed() -> None:
+def test_the_longest_idle_is_evicted_first_and_only_when_room_is_needed() -> None:
     cache = make_cache(n_sequences=4, n_cells=1000, cells_per_sequence=1000, unified=False)
     for part in (SYSTEM, HELLO, ANSWER):
         done(cache, tokens(part))
     assert place(cache, tokens(MORE), 800) == Got(3, 0), "850 cells are free"
     assert list(cache.held()) == [0, 1, 2]
     release(cache, 3)
-    place(cache, tokens(HELLO, MORE), 150)  # goes on with 1, and is the latest when it ends
+    place(cache, tokens(HELLO, MORE), 150)  # continues sequence 1, which is then the last to become idle
     advance(cache, 1, 100)
     release(cache, 1, tokens(HELLO, MORE))
     cache.take_ops()
@@ -221,7 +222,7 @@ def test_the_longest_idle_goes_first_and_only_when_room_is_needed() -> None:
     assert list(cache.held()) == [1, 2]
 
 
-def test_nobody_is_evicted_in_vain() -> None:
+def test_nothing_is_evicted_unless_it_makes_enough_room() -> None:
     cache = make_cache(n_sequences=3, n_cells=300, cells_per_sequence=300, unified=False)
     done(cache, tokens(SYSTEM))
     place(cache, tokens(OTHER), 200)
@@ -231,7 +232,7 @@ def test_nobody_is_evicted_in_vain() -> None:
     assert cache.take_ops() == (Truncate(0),)
 
 
-def test_who_is_gone_on_with_is_not_evicted_for_it() -> None:
+def test_the_sequence_to_continue_is_not_evicted() -> None:
     cache = make_cache(n_sequences=8, n_cells=300, cells_per_sequence=300, unified=False)
     held = done(cache, tokens(SYSTEM, HELLO))
     done(cache, tokens(OTHER))
@@ -239,8 +240,8 @@ def test_who_is_gone_on_with_is_not_evicted_for_it() -> None:
     assert cache.take_ops() == (Truncate(1),)
 
 
-def test_a_unified_cache_keeps_a_share_of_its_cells_idle_at_most() -> None:
-    """Attention passes over all of them for every token of everybody; while nobody is served, of nobody."""
+def test_a_unified_cache_limits_idle_cells_while_requests_run() -> None:
+    """Attention scans idle cells for every token.  Without running requests there is nothing to slow down."""
     cache = make_cache(n_sequences=64)
     for part in range(1, 60):
         done(cache, tokens(part))
@@ -249,17 +250,17 @@ def test_a_unified_cache_keeps_a_share_of_its_cells_idle_at_most() -> None:
     cache.take_ops()
     assert cache.statistics().cached_cells == MAX_IDLE_FRACTION * 8000
     last = [place(cache, tokens(part, [1]), 51) for part in (19, 20)]
-    assert [placement and placement.n_cached for placement in last] == [0, 50], "the longest idle went"
+    assert [placement and placement.n_cached for placement in last] == [0, 50], "the longest idle was evicted"
 
 
-def test_apart_sequences_are_in_nobodys_way() -> None:
+def test_with_per_sequence_kv_idle_cells_are_not_limited() -> None:
     cache = make_cache(n_sequences=64, cells_per_sequence=125, unified=False)
     for part in range(1, 60):
         done(cache, tokens(part))
     assert cache.statistics().cached_cells == 59 * 50
 
 
-def test_what_is_larger_than_that_share_goes_alone() -> None:
+def test_a_sequence_larger_than_the_limit_is_evicted_alone() -> None:
     cache = make_cache()
     done(cache, tokens(SYSTEM))
     done(cache, tokens(range(2001)))
@@ -269,11 +270,11 @@ def test_what_is_larger_than_that_share_goes_alone() -> None:
     assert cache.held() == {0: 50}
 
 
-# -- adjacency
+# -- adjacency -----------------------------------------------------------------------------------------
 
 
 def busy(cache: KvCache, n: int, cells: int = 100) -> list[int]:
-    """``n`` requests that have begun."""
+    """Start ``n`` requests and return their sequence ids."""
     ids = []
     for _ in range(n):
         placement = place(cache, np.arange(20, dtype=np.int32), cells, private=True)
@@ -283,7 +284,7 @@ def busy(cache: KvCache, n: int, cells: int = 100) -> list[int]:
     return ids
 
 
-def test_who_begins_takes_the_place_beside_busy_ones() -> None:
+def test_a_request_starts_next_to_busy_sequences() -> None:
     cache = KvCache(n_sequences=8, n_cells=800, cells_per_sequence=100, unified=False)
     ids = busy(cache, 5)
     assert ids == [0, 1, 2, 3, 4]
@@ -291,16 +292,16 @@ def test_who_begins_takes_the_place_beside_busy_ones() -> None:
     assert waiting is not None
     assert waiting.seq_id == 5
     release(cache, 2)
-    assert settle(cache, 5) == 2, "what has become free between others is taken"
+    assert settle(cache, 5) == 2, "the free id between busy ones"
     assert settle(cache, 2) == 2
     advance(cache, 2, 20)
-    assert settle(cache, 2) == 2, "who holds something stays"
+    assert settle(cache, 2) == 2, "a sequence with tokens stays"
     cache.check_integrity()
 
 
 @pytest.mark.parametrize("n_busy", [1, 3])
-def test_beside_several_streams_an_idle_sequence_makes_room(n_busy: int) -> None:
-    """Two streams apart cost little; more of them cost more than what one conversation has computed."""
+def test_next_to_several_streams_an_idle_sequence_is_evicted(n_busy: int) -> None:
+    """A gap between two streams costs little; between more, it costs more than computing the idle tokens again."""
     cache = KvCache(n_sequences=8, n_cells=800, cells_per_sequence=100, unified=False)
     ids = busy(cache, n_busy + 1)
     kept = place(cache, np.arange(100, 150, dtype=np.int32), 100)
@@ -317,10 +318,29 @@ def test_beside_several_streams_an_idle_sequence_makes_room(n_busy: int) -> None
     cache.check_integrity()
 
 
-def test_in_a_shared_pool_it_does_not_matter() -> None:
+def test_in_a_unified_cache_requests_do_not_move() -> None:
     cache = KvCache(n_sequences=8, n_cells=800, cells_per_sequence=800)
     busy(cache, 5)
     placement = place(cache, np.arange(20, dtype=np.int32), 100, private=True)
     assert placement is not None
     release(cache, 2)
     assert settle(cache, placement.seq_id) == placement.seq_id
+
+
+# -- operations -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        Truncate(3),
+        CopyPrefix(0, 1, 50, checkpoint=7),
+        SaveCheckpoint(0, 7),
+        DropCheckpoint(7),
+        SaveState(0, fd=5, offset=4096, n_bytes=100, checkpoints=((7, 20),)),
+        LoadState(0, length=50, fd=5, offset=4096, n_bytes=100),
+    ],
+    ids=lambda op: type(op).__name__,
+)
+def test_operations_cross_a_process_boundary(op: KvOp) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(op), type=KvOp) == op

@@ -33,42 +33,40 @@ from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE, MIN_SPACING, TOKENS_AFTER_
 from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, SaveCheckpoint, Truncate
 
 
-def test_a_memory_that_cannot_forget_goes_back_to_a_checkpoint() -> None:
-    """Those before the end of a prompt, and where a turn began."""
+def test_requests_continue_from_checkpoints() -> None:
+    """There is one shortly before the end of each prompt, and one where each turn began."""
     cache = make_cache(can_truncate=False, max_checkpoints=20)
     first = tokens(SYSTEM, HELLO)
     held = tokens(first, ANSWER)
     assert asked(cache, first, ANSWER) == (0, (SaveCheckpoint(0, 1),))
-    assert asked(cache, first, ANSWER) == (100 - TOKENS_AFTER_LAST, (Truncate(0, 92, 1),)), (
-        "the answer is asked for again"
-    )
+    assert asked(cache, first, ANSWER) == (100 - TOKENS_AFTER_LAST, (Truncate(0, 92, 1),)), "the same prompt again"
     second = tokens(held, LONG[:100])
     answer = tokens(ANSWER, range(20))
     assert asked(cache, second, answer) == (150, (SaveCheckpoint(0, 2),)), (
-        "the turn before ended shortly behind the last one"
+        "the turn before ended too close to the last checkpoint"
     )
     assert asked(cache, tokens(second, answer, OTHER), 9) == (320, (SaveCheckpoint(0, 3),)), "where a turn begins"
     assert asked(cache, tokens(second, answer, MORE), 9) == (320, (Truncate(0, 320, 3),)), "the last turn was rewritten"
     assert asked(cache, tokens(second, MORE), 9) == (242, (Truncate(0, 242, 2), DropCheckpoint(3))), (
-        "what was thought was left out"
+        "the template dropped the thoughts"
     )
     cache.check_integrity()
 
 
-def test_a_branch_has_its_sources_checkpoints() -> None:
+def test_a_copy_shares_the_checkpoints_of_its_source() -> None:
     cache = make_cache(can_truncate=False, max_checkpoints=20)
     first = tokens(SYSTEM, HELLO)
     asked(cache, first, LONG)
     assert asked(cache, tokens(first, OTHER), 9) == (92, (CopyPrefix(0, 1, 92, 1),))
     cache.offload.forget(tokens(first, LONG), principal="", needed=lambda _: False)
-    assert cache.take_ops() == (Truncate(0),), "the branch needs it still"
+    assert cache.take_ops() == (Truncate(0),), "the copy still refers to the checkpoint"
     cache.offload.forget(tokens(first, OTHER, 9), principal="", needed=lambda _: False)
     assert cache.take_ops() == (Truncate(1), DropCheckpoint(1))
 
 
 @pytest.mark.parametrize("most", [1, 3, 1000])
-def test_there_are_never_more_checkpoints_than_they_may_be(most: int) -> None:
-    """Of a sequence the first and the latest stay, and the longest idle one gives."""
+def test_the_number_of_checkpoints_is_limited(most: int) -> None:
+    """A sequence keeps its first and its latest ones; the longest idle sequence loses one first."""
     cache = make_cache(can_truncate=False, max_checkpoints=most)
     story = tokens(SYSTEM, HELLO)
     for turn in range(2 * MAX_PER_SEQUENCE):
@@ -88,7 +86,7 @@ def test_there_are_never_more_checkpoints_than_they_may_be(most: int) -> None:
     ]
 
 
-def test_inside_a_long_prompt_there_are_some_checkpoints_more_and_more_towards_its_end() -> None:
+def test_a_long_prompt_has_checkpoints_inside_denser_towards_its_end() -> None:
     for length, inside in ((519, []), (520, [256]), (1200, [576, 832]), (6000, [2944, 4416, 5184])):
         cache = uncuttable()
         placed(cache, np.arange(length, dtype=np.int32))
@@ -96,7 +94,7 @@ def test_inside_a_long_prompt_there_are_some_checkpoints_more_and_more_towards_i
         cache.check_integrity()
 
 
-def test_inside_is_what_is_read_and_not_what_was_there_before() -> None:
+def test_checkpoints_inside_cover_the_new_tokens_only() -> None:
     cache = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
     story = np.arange(3000, dtype=np.int32)
     done(cache, story)
@@ -104,13 +102,13 @@ def test_inside_is_what_is_read_and_not_what_was_there_before() -> None:
     assert pauses(cache, 0) == [3456, 3712, 3992]
 
 
-def test_a_conversation_that_is_saved_goes_on_at_its_end() -> None:
+def test_a_durable_request_has_no_checkpoints_inside() -> None:
     cache = uncuttable()
     placed(cache, np.arange(6000, dtype=np.int32), durable=True)
     assert pauses(cache, 0) == [6000 - TOKENS_AFTER_LAST]
 
 
-def test_nobody_loses_a_checkpoint_to_one_that_may_be_of_no_use() -> None:
+def test_a_speculative_checkpoint_displaces_no_other() -> None:
     cache = uncuttable(max_checkpoints=3)
     asked(cache, LONG[:400])
     placed(cache, np.arange(6000, dtype=np.int32))
@@ -118,8 +116,8 @@ def test_nobody_loses_a_checkpoint_to_one_that_may_be_of_no_use() -> None:
     assert len(cache._pool.allocations[0].checkpoints) == 1
 
 
-def test_where_a_second_prompt_goes_another_way_the_third_one_begins() -> None:
-    """Found out by the second, as the first could not know it."""
+def test_the_second_request_saves_a_checkpoint_where_it_diverges() -> None:
+    """The third one continues from there; the first could not know the place."""
     cache = uncuttable()
     system = LONG[:600]
     held = [asked(cache, tokens(system, tail), 9)[0] for tail in (HELLO, ANSWER, MORE, OTHER)]
@@ -127,27 +125,26 @@ def test_where_a_second_prompt_goes_another_way_the_third_one_begins() -> None:
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_who_is_waited_for_pauses_where_the_others_go_another_way(unified: bool) -> None:
+def test_a_leader_pauses_where_its_followers_diverge(unified: bool) -> None:
     cache = uncuttable(unified=unified, cells_per_sequence=8000 if unified else 1000)
     prompts = [tokens(LONG, part) for part in range(50, 58)]
     computed, _ = together(cache, prompts)
     assert computed == len(LONG) + 8 * 50
 
 
-def test_who_asks_the_same_waits_for_the_last_checkpoint() -> None:
+def test_equal_requests_wait_for_the_last_checkpoint() -> None:
     computed, _ = together(uncuttable(), [LONG] * 8)
     assert computed == len(LONG) + 7 * TOKENS_AFTER_LAST
 
 
-def test_what_is_shared_with_several_that_are_read_is_waited_for_in_turn() -> None:
-    """They go different ways, one after the other: each part is computed once."""
+def test_requests_that_diverge_one_after_another_compute_each_part_once() -> None:
     cache = uncuttable(n_cells=20_000, cells_per_sequence=20_000)
     ways = [tokens(LONG[:length], range(length, length + 70)) for length in (800, 640, 480, 200)]
     computed, _ = together(cache, ways)
     assert computed == len(LONG) + 4 * 70
 
 
-def test_who_comes_when_that_place_is_passed_goes_back_and_pauses_there_for_others() -> None:
+def test_a_request_that_is_too_late_for_a_pause_becomes_the_leader_of_the_next() -> None:
     cache = uncuttable()
     prompts = [tokens(LONG, part) for part in (50, 51, 52)]
     placed(cache, prompts[0])
@@ -161,8 +158,8 @@ def test_who_comes_when_that_place_is_passed_goes_back_and_pauses_there_for_othe
     assert followed(cache) == [(2, len(LONG))]
 
 
-def test_nobody_has_to_pause_at_every_turn() -> None:
-    """Who comes then gets what there is a pause for anyway."""
+def test_the_number_of_pauses_is_limited() -> None:
+    """Later requests share up to one of the existing pauses."""
     cache = make_cache(
         can_truncate=False, max_checkpoints=1000, n_sequences=64, n_cells=200_000, cells_per_sequence=200_000
     )
@@ -177,14 +174,14 @@ def test_nobody_has_to_pause_at_every_turn() -> None:
     cache.check_integrity()
 
 
-def test_a_lower_class_is_not_waited_for_at_a_pause() -> None:
+def test_a_request_does_not_wait_for_a_pause_of_a_lower_class() -> None:
     cache = uncuttable()
     placed(cache, tokens(LONG, 50), rank=BACKGROUND)
     assert not placed(cache, tokens(LONG, 51), rank=NORMAL).waits
     assert placed(cache, tokens(LONG, 52), rank=BACKGROUND).waits
 
 
-def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
+def test_without_a_checkpoint_only_whole_sequences_are_kept() -> None:
     cache = make_cache(can_truncate=False)
     place(cache, tokens(SYSTEM), 100)
     advance(cache, 0, 60)
@@ -194,7 +191,7 @@ def test_of_what_such_a_memory_holds_only_the_whole_is_kept() -> None:
 
 
 def test_a_copy_restores_the_checkpoint_where_the_source_may_have_grown() -> None:
-    """A step that is running may append to a source that pauses nowhere else; the engine copies after that step."""
+    """The engine copies after the running step, which may append to the source."""
     cache = uncuttable()
     placed(cache, tokens(LONG, 50))
     pause = next_pause(cache, 0)

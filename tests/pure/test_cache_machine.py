@@ -1,7 +1,7 @@
 """Random requests to a ``KvCache``, checked against the plainest engine: a dict of token lists.
 
-Whatever happens, a request holds the first tokens of its prompt, and nobody sees the tokens of others.  Steps take time:
-requests arrive, end and are cancelled while a step computes, and the cache counts its tokens when it has completed.
+A request always holds the first tokens of its prompt, and principals never share tokens.  Steps take time: requests arrive
+and end while a step computes, and the cache counts the tokens when the step has completed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from uma_trio.kv.prefix import MIN_SHARED_TOKENS
 class Request:
     name: int
     story: list[int]
-    """Its prompt, and what it will generate."""
+    """Its prompt and the tokens that it will generate."""
     n_prompt: int
     principal: str
     rank: int
@@ -49,7 +49,7 @@ class Request:
 
 @attrs.frozen
 class Cell:
-    """One token in the engine, and who computed it."""
+    """One token in the engine, and the request that computed it."""
 
     token: int
     name: int
@@ -65,13 +65,13 @@ class Plain:
     """The plainest engine."""
 
     most: int | None
-    """Checkpoints; ``None``: it can be cut without."""
+    """Maximum number of checkpoints; ``None`` if the memory can be truncated without."""
     sequences: Sequences = attrs.field(factory=dict)
     marks: Sequences = attrs.field(factory=dict)
-    """What a sequence held, by number of the checkpoint."""
+    """Tokens of each checkpoint, by number."""
 
     def after(self, ops: Iterable[KvOp]) -> Plain:
-        """It as it is when ``ops`` are done, each of which must be possible."""
+        """Return a copy in which ``ops`` have run; each of them must be valid."""
         there = Plain(self.most, {seq_id: list(cells) for seq_id, cells in self.sequences.items()}, dict(self.marks))
         for op in ops:
             there.do(op)
@@ -95,7 +95,7 @@ class Plain:
 
     def cut(self, seq_id: int, length: int, mark: int | None) -> None:
         cells = self.sequences.setdefault(seq_id, [])
-        if mark is not None:  # also if it is all that the source holds: it might have grown meanwhile
+        if mark is not None:  # allowed for a whole sequence too: a running step might have appended to it
             assert self.most is not None
             assert [cell.token for cell in self.marks[mark]] == [cell.token for cell in cells[:length]]
         else:
@@ -106,8 +106,8 @@ class Plain:
 seqs = st.sets(st.integers(0, 7), max_size=2)
 
 
-class Bookkeeping(RuleBasedStateMachine):
-    """The cache beside the plainest engine."""
+class CacheMachine(RuleBasedStateMachine):
+    """Runs a cache and the plainest engine side by side."""
 
     @initialize(
         n=st.sampled_from([8, 5, 3, 2, 1]),
@@ -134,7 +134,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.engine = Plain(None if rewinds else checkpoints)
         self.requests: dict[int, Request] = {}
         self.told: list[list[int]] = []
-        """Stories of requests so far: others begin like them."""
+        """Stories of earlier requests, whose prefixes later ones share."""
         self.names = iter(range(1 << 30))
 
     # -- rules
@@ -162,7 +162,7 @@ class Bookkeeping(RuleBasedStateMachine):
         rank: int,
         private: bool,
     ) -> None:
-        """Some that begin like an earlier one, and each other."""
+        """``n`` requests that share a prefix with an earlier one and with each other."""
         old = self.told[-like - 1 :][0] if self.told else []
         begin = [*old[: int(same * len(old))], *range(variant, variant + n_new)]
         for i in range(n):
@@ -183,7 +183,7 @@ class Bookkeeping(RuleBasedStateMachine):
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
         assert (placement is not None) == (cells <= free_cells and len(self.requests) < self.n)
         if placement is None:
-            assert (self.cache.held(), self.cache._pool.ops) == (before, ops), "somebody was evicted in vain"
+            assert (self.cache.held(), self.cache._pool.ops) == (before, ops), "evicted without making room"
             return
         self.check_evicted(idle, self.cache._pool.ops[len(ops) :], placement.seq_id, cells, free_cells)
         assert placement.n_cached < len(prompt)
@@ -201,7 +201,7 @@ class Bookkeeping(RuleBasedStateMachine):
         )
 
     def longest_idle(self, prompt: list[int], principal: str) -> int:
-        """What an idle sequence of the same principal could spare a request, at most."""
+        """Longest prefix of ``prompt`` in an idle sequence of the same principal."""
         found = [0]
         for seq_id, held in self.idle().items():
             if self.cache._pool.allocations[seq_id].principal == principal:
@@ -210,7 +210,7 @@ class Bookkeeping(RuleBasedStateMachine):
         return max(found)
 
     def furthest_idle(self, prompt: list[int], principal: str) -> int:
-        """The same where a sequence goes on whole or from a checkpoint."""
+        """The same for memories that reuse whole sequences and checkpoints only."""
         found = [0]
         for seq_id, held in self.idle().items():
             allocation = self.cache._pool.allocations[seq_id]
@@ -222,7 +222,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def check_evicted(
         self, idle: dict[int, int], new: Iterable[KvOp], seq_id: int, cells: int, free_cells: int
     ) -> None:
-        """As many as needed and no more; the longest idle first, but for one that is copied from."""
+        """Evicts no more than needed, the longest idle first except for the source of a copy."""
         evicted = [op.seq_id for op in new if isinstance(op, Truncate) and not op.length]
         if not evicted:
             return
@@ -231,13 +231,13 @@ class Bookkeeping(RuleBasedStateMachine):
         for n in (len(evicted) - 1, len(evicted)):
             room = free_cells - sum(idle.values()) + taken + sum(idle[other] for other in evicted[:n]) >= cells
             assert (room and (bool(taken) or free_ids + n > 0)) == (n == len(evicted))
-        if self.cache._pool.unified or len(self.requests) <= 2:  # else those beside busy ones
+        if self.cache._pool.unified or len(self.requests) <= 2:  # otherwise the neighbours of busy ones go first
             longer = list(idle)[: list(idle).index(evicted[-1])]
             assert len(set(longer) - set(evicted)) <= 1
 
     @rule(most=st.sampled_from([400, 30, 5, 1]), slow=seqs, stalled=seqs)
     def step(self, most: int, slow: set[int], stalled: set[int]) -> None:
-        """As the runner: who need not wait any longer, the ops, and some tokens each."""
+        """Begin a step as the scheduler does, and feed up to ``most`` tokens a request."""
         stalled = stalled & set(self.requests)
         names = {request.name for seq_id, request in self.requests.items() if seq_id not in stalled | slow}
         self.begin_step(stalled, names)
@@ -246,7 +246,7 @@ class Bookkeeping(RuleBasedStateMachine):
                 self.feed(seq_id, most)
 
     def begin_step(self, stalled: Collection[int], names: Collection[int]) -> None:
-        """Up to the ops, of a step that feeds the requests of ``names`` that need not wait."""
+        """Run everything that precedes the computation of a step which feeds the requests ``names``."""
         self.complete()
         ready = dict(followed(self.cache, stalled))
         for seq_id, held in ready.items():
@@ -266,7 +266,7 @@ class Bookkeeping(RuleBasedStateMachine):
         self.check_waiting(stalled, ready, ops)
 
     def settle(self, names: Collection[int]) -> None:
-        """Who begins may be moved, and is the same."""
+        """A request that starts may move to another sequence."""
         for seq_id, request in list(self.requests.items()):
             if request.name in names and not request.waits and not request.held:
                 moved = settle(self.cache, seq_id)
@@ -276,22 +276,22 @@ class Bookkeeping(RuleBasedStateMachine):
                 self.requests[moved] = request
 
     def check_waiting(self, stalled: Collection[int], ready: Collection[int], ops: Collection[KvOp]) -> None:
-        """Each for one that will come to hold what is waited for, or for its turn to be copied."""
+        """Each waiting request has a leader that will hold the prefix, or waits for its turn to be copied."""
         for seq_id, request in self.requests.items():
             if not request.waits:
                 continue
             leader = self.cache._pool.allocations[seq_id].leader
             assert leader is not None
             if not self.unified and (leader.is_idle or any(isinstance(op, CopyPrefix) for op in ops)):
-                continue  # for its turn; or it has just made room, and the next step finds that out
-            assert self.cache._pool.allocations[leader.seq_id] is leader, "waits for one that is gone"
+                continue  # waits for its turn, or for the next call of ``followed``
+            assert self.cache._pool.allocations[leader.seq_id] is leader, "waits for a request that has ended"
             other = self.requests[leader.seq_id]
             assert other.rank <= request.rank
             assert leader.seq_id not in stalled
             assert other.held < self.cache._pool.allocations[seq_id].n_awaited or leader.seq_id in ready
             met = set()
             while leader is not None:
-                assert leader.seq_id not in met, "they wait for each other"
+                assert leader.seq_id not in met, "requests wait for each other"
                 met.add(leader.seq_id)
                 leader = leader.leader
 
@@ -306,12 +306,12 @@ class Bookkeeping(RuleBasedStateMachine):
         request.in_flight = n
 
     def complete(self) -> None:
-        """The running step has ended."""
+        """End the running step."""
         for seq_id in self.requests:
             self.count(seq_id)
 
     def count(self, seq_id: int) -> None:
-        """The cache counts what the running step computes for ``seq_id``."""
+        """Tell the cache what the running step computes for ``seq_id``."""
         request = self.requests[seq_id]
         if request.in_flight:
             request.held += request.in_flight
@@ -324,7 +324,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 7), lost=st.sampled_from([0, 0, 0, 5]))
     def finish(self, which: int, lost: int) -> None:
-        """What is kept may be less than what it held: guesses, and what stood behind a stop string."""
+        """End a request; ``lost`` tokens at its end are not kept, such as those behind a stop string."""
         able = [
             seq_id for seq_id, request in self.requests.items() if request.held + request.in_flight == request.cells
         ]
@@ -344,7 +344,7 @@ class Bookkeeping(RuleBasedStateMachine):
             del self.requests[seq_id]
 
     @rule(which=st.integers(0, 7), n=st.integers(1, 8))
-    def guess_wrong(self, which: int, n: int) -> None:
+    def reject_drafts(self, which: int, n: int) -> None:
         able = [seq_id for seq_id, request in self.requests.items() if request.held > request.n_prompt]
         if able and self.rewinds:
             seq_id = able[which % len(able)]
@@ -356,7 +356,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(lost=st.booleans())
     def fail(self, lost: bool) -> None:
-        """Everybody begins again.  Where the cache is not lost it may hold anything."""
+        """A step fails and all requests start over.  If the cache is not lost, its content is unknown."""
         self.cache.clear(lost=lost)
         for cells in self.engine.sequences.values():
             del cells[0 if lost else len(cells) // 2 :]
@@ -365,7 +365,7 @@ class Bookkeeping(RuleBasedStateMachine):
         for request in self.requests.values():
             request.held = request.in_flight = 0
 
-    # -- what holds
+    # -- invariants
 
     def idle(self) -> dict[int, list[int]]:
         return {seq_id: allocation.tokens.tolist() for seq_id, allocation in self.cache._pool.idle.items()}
@@ -384,7 +384,7 @@ class Bookkeeping(RuleBasedStateMachine):
         assert not set(idle) & set(self.requests)
 
     @invariant()
-    def holds_what_it_says(self) -> None:
+    def engine_and_cache_agree(self) -> None:
         if not hasattr(self, "cache"):
             return
         there = self.engine.after(self.cache._pool.ops)
@@ -407,21 +407,21 @@ class Bookkeeping(RuleBasedStateMachine):
             assert [cell.token for cell in cells] == request.story[: request.held + request.in_flight]
             assert {cell.principal for cell in cells} <= {request.principal}, "principals share"
             for cell in cells:
-                assert cell.name == request.name or not (cell.private or request.private), "private ones share"
+                assert cell.name == request.name or not (cell.private or request.private), "private requests share"
         for seq_id, idle in self.idle().items():
             assert [cell.token for cell in engine[seq_id]] == idle
             assert not any(cell.private for cell in engine[seq_id])
 
     def teardown(self) -> None:
-        """Nobody waits for ever: if no client stalls, all are done after a few steps, and everything can be placed."""
+        """No request waits for ever: without stalls all complete after a few steps, and the cache is usable again."""
         if not hasattr(self, "cache"):
             return
-        for _ in range(2 * self.n + 2 if self.rewinds else 4 * self.n + 4):  # one pauses on its way
+        for _ in range(2 * self.n + 2 if self.rewinds else 4 * self.n + 4):  # prefill pauses
             self.begin_step((), {request.name for request in self.requests.values()})
             for seq_id, request in self.requests.items():
                 if not request.waits:
                     self.feed(seq_id, request.cells)
-            self.holds_what_it_says()
+            self.engine_and_cache_agree()
         self.complete()
         assert all(request.held == request.cells for request in self.requests.values())
         for seq_id in self.requests:
@@ -429,28 +429,28 @@ class Bookkeeping(RuleBasedStateMachine):
         assert place(self.cache, np.zeros(self.most, dtype=np.int32), self.most, private=True) is not None
 
 
-TestBookkeeping = Bookkeeping.TestCase
-TestBookkeeping.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.parametrize("checkpoints", [None, 0, 5, 100])
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("n", [1, 3, 8])
-def test_a_long_life(n: int, unified: bool, checkpoints: int | None) -> None:
-    """The same rules, as often as they come in a daemon's day; ``None``: of a memory that can be cut."""
+def test_long_runs(n: int, unified: bool, checkpoints: int | None) -> None:
+    """Run the rules at realistic frequencies.  ``checkpoints`` is ``None`` for memories that can be truncated."""
     live(n, unified, checkpoints, random.Random(n))
 
 
 def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) -> None:
     for cells in (100, 300, 600):
-        house = Bookkeeping()
+        machine = CacheMachine()
         rewinds = checkpoints is None
-        house.start(n, cells * (n if unified else 1), unified, rewinds, reuse=True, checkpoints=checkpoints or 0)
+        machine.start(n, cells * (n if unified else 1), unified, rewinds, reuse=True, checkpoints=checkpoints or 0)
         for _ in range(500):
             some = {chance.randrange(8) for _ in range(chance.choice([0, 0, 0, 1, 2]))}
             match chance.choices(["arrive", "step", "finish", "cancel", "guess", "fail"], [25, 50, 20, 4, 10, 0.3])[0]:
                 case "arrive":
-                    house.arrive(
+                    machine.arrive(
                         n=chance.choice([1, 1, 2, n]),
                         like=chance.randrange(6),
                         same=chance.choice([1.0, 0.9, 0.5, 0.0]),
@@ -462,17 +462,17 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                         private=chance.random() < 0.1,
                     )
                 case "step":
-                    house.step(
+                    machine.step(
                         chance.choice([400, 30, 5, 1]), some, {seq_id for seq_id in some if chance.random() < 0.5}
                     )
                 case "finish":
-                    house.finish(chance.randrange(8), chance.choice([0, 0, 5]))
+                    machine.finish(chance.randrange(8), chance.choice([0, 0, 5]))
                 case "cancel":
-                    house.cancel(chance.randrange(8))
+                    machine.cancel(chance.randrange(8))
                 case "guess":
-                    house.guess_wrong(chance.randrange(8), chance.randint(1, 8))
+                    machine.reject_drafts(chance.randrange(8), chance.randint(1, 8))
                 case "fail":
-                    house.fail(chance.random() < 0.5)
-            house.adds_up()
-            house.holds_what_it_says()
-        house.teardown()
+                    machine.fail(chance.random() < 0.5)
+            machine.adds_up()
+            machine.engine_and_cache_agree()
+        machine.teardown()

@@ -20,23 +20,23 @@ from tests.support.kv_cache import (
 from uma_trio.kv.ops import CopyPrefix, Truncate
 
 
-def test_eight_that_arrive_together_compute_what_they_share_once() -> None:
+def test_eight_concurrent_requests_compute_their_prefix_once() -> None:
     prompts = [tokens(LONG, [i + 1]) for i in range(8)]
     assert together(make_cache(), prompts) == (800 + 8, 9)
 
 
-def test_eight_that_are_the_same_compute_it_once_but_for_the_last_token() -> None:
+def test_eight_equal_requests_compute_only_their_last_token_each() -> None:
     assert together(make_cache(), [LONG] * 8) == (800 + 7, 9)
 
 
-def test_where_copying_takes_time_one_a_step_is_copied() -> None:
+def test_with_per_sequence_kv_a_step_copies_once() -> None:
     prompts = [tokens(LONG, [i + 1]) for i in range(8)]
     apart = {"cells_per_sequence": 1000, "unified": False}
     assert together(make_cache(**apart), prompts) == (800 + 8, 8 + 7)
 
 
-def test_who_comes_while_the_first_is_half_read_waits_for_that_one() -> None:
-    """And not for one that waits itself."""
+def test_requests_wait_for_the_first_one_during_its_prefill() -> None:
+    """They do not wait for one that waits itself."""
     cache = make_cache()
     for i in range(3):
         assert place(cache, tokens(LONG, [i + 1]), 900) == Got(i, 0, waits=i > 0)
@@ -45,7 +45,7 @@ def test_who_comes_while_the_first_is_half_read_waits_for_that_one() -> None:
     assert followed(cache) == [(1, 800), (2, 800)]
 
 
-def test_who_comes_when_it_is_read_waits_for_nobody() -> None:
+def test_after_the_prefill_nobody_waits() -> None:
     cache = make_cache()
     for i in range(3):
         place(cache, tokens(LONG, [i + 1]), 900)
@@ -54,7 +54,7 @@ def test_who_comes_when_it_is_read_waits_for_nobody() -> None:
     assert cache.take_ops() == (CopyPrefix(0, 3, 800),)
 
 
-def test_those_that_wait_elect_one_when_the_first_is_cancelled() -> None:
+def test_when_the_leader_is_cancelled_another_one_leads() -> None:
     cache = make_cache()
     for i in range(8):
         place(cache, tokens(LONG, [i + 1]), 900)
@@ -65,7 +65,7 @@ def test_those_that_wait_elect_one_when_the_first_is_cancelled() -> None:
     assert followed(cache) == [(i, 800) for i in range(2, 8)], "in one step, not one after another"
 
 
-def test_one_that_stalls_gives_what_it_has_and_another_goes_on() -> None:
+def test_a_follower_takes_what_a_stalled_leader_has_and_continues() -> None:
     cache = make_cache()
     for i in range(3):
         place(cache, tokens(LONG, [i + 1]), 900)
@@ -77,7 +77,7 @@ def test_one_that_stalls_gives_what_it_has_and_another_goes_on() -> None:
     assert followed(cache, stalled=[0]) == [(2, 800)]
 
 
-def test_one_that_stalls_at_its_beginning_is_left() -> None:
+def test_nobody_waits_for_a_leader_that_stalls_without_tokens() -> None:
     cache = make_cache()
     for i in range(3):
         place(cache, tokens(LONG, [i + 1]), 900)
@@ -86,8 +86,8 @@ def test_one_that_stalls_at_its_beginning_is_left() -> None:
     assert followed(cache, stalled=[0]) == [(2, 800)]
 
 
-def test_one_that_ends_with_its_first_token_is_copied_before_it_goes() -> None:
-    """Although it is more than idle sequences may hold in all."""
+def test_a_leader_that_ends_is_copied_before_it_is_evicted() -> None:
+    """It holds more than all idle sequences together may hold."""
     cache = make_cache(n_cells=1700, cells_per_sequence=1700)
     for i in range(2):
         place(cache, tokens(LONG, [i + 1]), 801)
@@ -97,7 +97,7 @@ def test_one_that_ends_with_its_first_token_is_copied_before_it_goes() -> None:
     assert cache.take_ops() == (CopyPrefix(0, 1, 800), Truncate(0))
 
 
-def test_a_lower_class_is_not_waited_for() -> None:
+def test_a_request_does_not_wait_for_a_lower_class() -> None:
     cache = make_cache()
     place(cache, LONG, 900, rank=BACKGROUND)
     advance(cache, 0, 300)
@@ -105,8 +105,8 @@ def test_a_lower_class_is_not_waited_for() -> None:
     assert place(cache, tokens(LONG, [2]), 900, rank=BACKGROUND).waits  # type: ignore[union-attr]
 
 
-def test_when_the_engines_cache_is_lost_requests_stay_and_hold_nothing() -> None:
-    """Whether it is empty or nobody knows what is left in it."""
+def test_after_a_failed_step_requests_keep_their_cells_but_no_tokens() -> None:
+    """The engine's cache is empty, or its content is unknown."""
     for lost, ops in ((True, ()), (False, tuple(map(Truncate, range(5))))):
         cache = make_cache(n_sequences=5)
         done(cache, tokens(OTHER))

@@ -24,7 +24,10 @@ class Save:
 
 @attrs.frozen(eq=False)
 class Load:
-    """Replace the content of a sequence with a state from a buffer.  The sequence takes tokens from the next step on."""
+    """Replace the content of a sequence with a state from a buffer.
+
+    The sequence takes no other tokens in the same step.
+    """
 
     seq_id: int
     length: int

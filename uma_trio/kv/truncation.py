@@ -126,7 +126,7 @@ class Truncation:
         return length if can_add else available
 
     def add_pause(self, allocation: Allocation, length: int) -> None:
-        """Make prefill of ``allocation`` pause at ``length``, a result of ``shareable``, because a request waits for it.
+        """Make prefill of ``allocation`` pause at ``length``, a result of ``shareable``: a request waits for that.
 
         A step that is already running may pass ``length``.  The waiting request then finds another prefix.
         """
