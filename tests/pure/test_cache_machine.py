@@ -1,7 +1,7 @@
 """Random requests to a ``KvCache``, checked against the plainest engine: a dict of token lists.
 
-A request always holds the first tokens of its prompt, and principals never share tokens.  Steps take time: requests arrive
-and end while a step computes, and the cache counts the tokens when the step has completed.
+A request always holds the first tokens of its prompt, and principals never share tokens.  Steps take time: requests
+arrive and end while a step computes, and the cache counts the tokens when the step has completed.
 """
 
 from __future__ import annotations
