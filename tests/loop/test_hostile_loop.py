@@ -13,7 +13,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import BrokenProtocol, ServerError
 from uma_trio.daemon.outbox import Outbox
-from uma_trio.engine.records import Remove
+from uma_trio.engine.records import Truncate
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.messages import Eos
 
@@ -82,7 +82,7 @@ async def test_the_first_step_after_a_cancel_frees_it(autojump_clock, way):
                     await trio.sleep(0.001)
             if job.n_fed:
                 after = engine.steps[begun:]
-                assert [Remove(job.seq_id) in step.edits for step in after] == [True]
+                assert [Truncate(job.seq_id) in step.edits for step in after] == [True]
         house.server.runner.check_integrity()
         assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 200))
 

@@ -15,7 +15,7 @@ import trio
 from tests.support.asking import Client, House, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
-from uma_trio.engine.records import Copy, EngineError, Remove
+from uma_trio.engine.records import CopyPrefix, EngineError, Truncate
 from uma_trio.protocol.messages import Slo
 
 SHARED = random.Random(1).choices(range(1, 800), k=1500)
@@ -201,7 +201,7 @@ async def test_a_model_that_cannot_forget_goes_on_with_whole_chats_only(autojump
         clients = fan_out(house)
         await house.ended(*clients)
         assert all(is_right(client) for client in clients)
-        assert all(edit == Remove(edit.seq_id) for step in model.steps for edit in step.edits)
+        assert all(edit == Truncate(edit.seq_id) for step in model.steps for edit in step.edits)
         await house.clean()
 
 
@@ -491,6 +491,6 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, r
         assert set(ends) <= {"length", "cancelled", "E_RUNTIME_DECODE"}
         telemetry = house.runner.telemetry
         assert telemetry.cached_tokens_total > (0.1 * telemetry.prompt_tokens_total if rewinds else 0)
-        copies = sum(isinstance(edit, Copy) for step in model.steps for edit in step.edits)
+        copies = sum(isinstance(edit, CopyPrefix) for step in model.steps for edit in step.edits)
         assert (copies > 20) == rewinds
         await house.clean()

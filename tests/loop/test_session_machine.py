@@ -338,7 +338,7 @@ class World:
         await self.house.settled()
         self.check()
         assert self.files.open_files == 0
-        shelf = self.house.server.runner.cache.shelf
+        shelf = self.house.server.runner.cache.index
         assert all(name in shelf for name in self.files.states), "a file that nobody knows"
         assert len(shelf) == len(self.files.states)
         self.house.engine.fail_next = None

@@ -44,7 +44,7 @@ async def told(house: House, n: int, n_tokens: int = 8, **fields: object) -> lis
 
 async def settled(house: House) -> None:
     """What is being saved is."""
-    kv = house.runner.cache.saving
+    kv = house.runner.cache.offload
     with trio.fail_after(100):
         while kv.to_save(float("inf")) is not None or kv.is_saving:
             await trio.sleep(0.1)

@@ -12,7 +12,7 @@ import pytest
 from tests.support.random_models import SCRIPT, make_model_script, random_model
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Remove, Step
+from uma_trio.engine.records import Draw, Feed, Step, Truncate
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.sampling import SamplingParams
 
@@ -166,7 +166,7 @@ def test_a_small_shape_generates(library, shape, unified):
         said = [result.tokens[0]]
         for pos in range(len(prompt), len(prompt) + 60):
             said += engine.step(Step(batches=[[Feed(seq_id, pos, said[-1:], (GREEDY,))]])).tokens
-        engine.step(Step(edits=[Remove(seq_id)]))
+        engine.step(Step(edits=[Truncate(seq_id)]))
         return said
 
     answers = [answer(len(prompt), 0), answer(len(prompt), 0), answer(50, 1), answer(7, 0)]

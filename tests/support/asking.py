@@ -118,7 +118,7 @@ async def asking(
     engine = engine or FakeEngine()
     runner = Runner(engine, VirtualThread(engine), piece, settings(**values), files=files, in_thread=in_thread)
     if files is not None:
-        runner.cache.shelf.add_all(files.scan())
+        runner.cache.index.add_all(files.scan())
     async with trio.open_nursery() as nursery:
         await nursery.start(runner.run)
         yield House(runner, engine)

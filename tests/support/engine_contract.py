@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from uma_trio.engine.records import Copy, Draw, EngineError, Feed, Load, Remove, Save, Step
+from uma_trio.engine.records import CopyPrefix, Draw, EngineError, Feed, Load, Save, Step, Truncate
 from uma_trio.sampling import Bias, Past, SamplingParams
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
@@ -27,7 +27,7 @@ def prompt_feed(seq_id, tokens, pos=0):
 
 def step(*feeds, removing=()):
     """One tick of one batch."""
-    return Step([Remove(seq_id) for seq_id in removing], [feeds] if feeds else ())
+    return Step([Truncate(seq_id) for seq_id in removing], [feeds] if feeds else ())
 
 
 def alone(engine, tokens, n, *, chunk=10_000, seq_id=0):
@@ -183,7 +183,7 @@ def test_the_end_of_a_sequence_can_be_removed_and_grown_again(cuttable, prompts)
     both = [*prompts[0], *prompts[2]]
     expected = alone(engine, both, 3)
     engine.step(step(prompt_feed(0, [*prompts[0], *prompts[1]])))
-    again = Step([Remove(0, len(prompts[0]))], [[prompt_feed(0, prompts[2], pos=len(prompts[0]))]])
+    again = Step([Truncate(0, len(prompts[0]))], [[prompt_feed(0, prompts[2], pos=len(prompts[0]))]])
     assert engine.step(again).tokens == (expected[0],)
     assert engine.used_cells() == {0: len(both)}
     assert engine.step(step(Feed(0, len(both), expected[:1], [greedy(1)]))).tokens == (expected[1],)
@@ -198,8 +198,8 @@ def test_a_copy_of_a_beginning_goes_on_like_one_that_was_fed(cuttable, prompts, 
     tail = prompts[2][:behind]
     engine.step(step(Feed(0, 0, [*prompt, *tail], ()), prompt_feed(2, prompts[3])))
     if not tail:
-        engine.step(Step([Remove(0, len(prompt) - 1)], [[prompt_feed(0, prompt[-1:], pos=len(prompt) - 1)]]))
-    result = engine.step(Step([Copy(0, 1, len(prompt))], [[prompt_feed(1, more, pos=len(prompt))]]))
+        engine.step(Step([Truncate(0, len(prompt) - 1)], [[prompt_feed(0, prompt[-1:], pos=len(prompt) - 1)]]))
+    result = engine.step(Step([CopyPrefix(0, 1, len(prompt))], [[prompt_feed(1, more, pos=len(prompt))]]))
     assert result.tokens == (expected[1][0],)
     assert engine.used_cells() == {0: len(prompt) + behind, 1: len(prompt) + len(more), 2: len(prompts[3])}
     feeds = [Feed(1, len(prompt) + len(more), expected[1][:1], [greedy(1)])]
@@ -215,7 +215,7 @@ def test_copies_of_copies_in_one_step(engine, prompts):
     prompt = prompts[0]
     expected = alone(engine, [*prompt, 5], 2)
     engine.step(step(Feed(0, 0, prompt, ())))
-    edits = [Copy(0, 1, len(prompt)), Copy(0, 2, len(prompt)), Remove(0)]
+    edits = [CopyPrefix(0, 1, len(prompt)), CopyPrefix(0, 2, len(prompt)), Truncate(0)]
     result = engine.step(Step(edits, [[prompt_feed(1, [5], pos=len(prompt)), prompt_feed(2, [5], pos=len(prompt))]]))
     assert result.tokens == (expected[0], expected[0])
     assert engine.used_cells() == {1: len(prompt) + 1, 2: len(prompt) + 1}
@@ -233,7 +233,7 @@ def test_guesses_are_checked_in_one_batch(cuttable, prompts):
     assert result.tokens[:3] == tuple(expected[1:4])
     assert result.tokens[4] == others[1]
     held = len(prompts[0]) + 3
-    again = Step([Remove(0, held)], [[Feed(0, held, [expected[3]], [greedy(4)])]])
+    again = Step([Truncate(0, held)], [[Feed(0, held, [expected[3]], [greedy(4)])]])
     assert engine.step(again).tokens == (expected[4],)
 
 
@@ -347,7 +347,7 @@ def test_a_state_is_saved_and_loaded_into_another_sequence(engine, prompts):
     engine.step(step(prompt_feed(0, prompts[0])))
     expected = alone(engine, [*prompts[0], *prompts[1]], 8, seq_id=1)
     state = bytearray(engine.state_bytes(0))
-    saved = engine.step(Step([Save(0, state), Remove(0)]))
+    saved = engine.step(Step([Save(0, state), Truncate(0)]))
     assert saved.refused == [] or saved.refused == ()
     assert engine.used_cells() == {}
     loaded = engine.step(Step([Load(2, len(prompts[0]), bytes(state))]))

@@ -18,21 +18,21 @@ import outcome
 import trio
 
 from uma_trio.engine.records import (
-    Copy,
+    CopyPrefix,
     Draw,
+    DropCheckpoint,
     EngineError,
     Feed,
-    Forget,
     Load,
-    Mark,
     ModelFacts,
-    Remove,
     Save,
+    SaveCheckpoint,
     Score,
     Step,
     StepResult,
+    Truncate,
 )
-from uma_trio.kv.checkpoints import EACH
+from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 from uma_trio.sampling import SamplingParams
 
 N_VOCAB = 1000
@@ -156,7 +156,7 @@ class FakeEngine:
             unified=unified,
             rewinds=rewinds,
             states_rewind=rewinds,
-            checkpoints=0 if rewinds else EACH * n_seq_max if checkpoints is None else checkpoints,
+            checkpoints=0 if rewinds else MAX_PER_SEQUENCE * n_seq_max if checkpoints is None else checkpoints,
         )
         self.cost_ms = cost_ms
         self.eog_after = eog_after
@@ -182,8 +182,8 @@ class FakeEngine:
                 if isinstance(edit, Save):
                     saved_bytes += self.state_bytes(edit.seq_id) + sum(len(into) for _, into in edit.marks)
                 copied_ms += self._copy_state(edit, refused)
-            elif isinstance(edit, Forget):
-                self.marks.pop(edit.mark, None)
+            elif isinstance(edit, DropCheckpoint):
+                self.marks.pop(edit.checkpoint, None)
             else:
                 self._edit(edit)
         self.cost_of_last_ms += copied_ms
@@ -267,25 +267,25 @@ class FakeEngine:
     def mark_bytes(self, mark: int) -> int:
         return MARK_BYTES if mark in self.marks else 0
 
-    def _edit(self, edit: Remove | Copy | Mark) -> None:
-        if isinstance(edit, Mark):
+    def _edit(self, edit: Truncate | CopyPrefix | SaveCheckpoint) -> None:
+        if isinstance(edit, SaveCheckpoint):
             held = self._cache.get(edit.seq_id, Story())
-            if edit.mark in self.marks or not held.length or len(self.marks) >= self.facts.checkpoints:
+            if edit.checkpoint in self.marks or not held.length or len(self.marks) >= self.facts.checkpoints:
                 raise EngineError(f"{edit} of {held.length} tokens beside {len(self.marks)}", fatal=True)
-            self.marks[edit.mark] = (held.length, held.digest(held.length))
-        elif isinstance(edit, Copy):
+            self.marks[edit.checkpoint] = (held.length, held.digest(held.length))
+        elif isinstance(edit, CopyPrefix):
             self._check_seq(edit.source)
             self._check_seq(edit.target)
             source = self._cache.get(edit.source, Story())
             if self._cache.get(edit.target, Story()).length or edit.length > source.length:
                 raise EngineError(f"{edit} of {source.length} tokens", fatal=True)
-            self._check_cut(source, edit.length, edit.mark)
+            self._check_cut(source, edit.length, edit.checkpoint)
             self._cache[edit.target] = source.beginning(edit.length)
         else:
             self._check_seq(edit.seq_id)
             held = self._cache.get(edit.seq_id, Story())
-            self._check_cut(held, edit.start, edit.mark)
-            self._cache[edit.seq_id] = held.beginning(edit.start)
+            self._check_cut(held, edit.length, edit.checkpoint)
+            self._cache[edit.seq_id] = held.beginning(edit.length)
 
     def _check_cut(self, held: Story, length: int, mark: int | None) -> None:
         """A memory that cannot be cut goes back to a state that it had, and to no other."""

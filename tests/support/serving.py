@@ -20,7 +20,7 @@ from uma_trio.daemon import listener
 from uma_trio.daemon.memory import NO_MEMORY, Memory
 from uma_trio.daemon.server import Server
 from uma_trio.engine.records import Part, TokenIds
-from uma_trio.kv.shelf import Saved
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import Before, Prompt, PromptMaker, checked_size
 from uma_trio.protocol.messages import Generate
 from uma_trio.runner.spiller import InThread
@@ -111,7 +111,7 @@ def settings(**values: Any) -> config.Config:
 
 @contextlib.contextmanager
 def remembering(
-    folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[Saved] = ()
+    folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[SavedState] = ()
 ) -> Iterator[Memory]:
     """What a server remembers with, in ``folder``, as ``daemon.memory.open_memory`` makes it.
 
@@ -124,7 +124,7 @@ def remembering(
         if files is None:
             files = found = SpillFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
             stack.callback(found.close)
-            states = [Saved(s.name, s.tenant, s.tokens, s.n_bytes) for s in found.scan()]
+            states = [SavedState(s.name, str(s.tenant), s.tokens, s.n_bytes) for s in found.scan()]
         yield Memory(journal, files, states)
 
 

@@ -10,8 +10,8 @@ import attrs
 import numpy as np
 import trio
 
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.kv.prefix import Tokens
-from uma_trio.kv.shelf import Saved
 from uma_trio.runner.state_files import saved_state
 from uma_trio.store.spill import SpillError
 
@@ -26,7 +26,7 @@ async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
 class MemoryFiles:
     """See ``runner.state_files.StateFiles``.  ``full``, ``lost`` and ``broken`` are faults to be switched on."""
 
-    states: dict[str, tuple[Saved, bytes]] = attrs.field(factory=dict)
+    states: dict[str, tuple[SavedState, bytes]] = attrs.field(factory=dict)
     full: bool = False
     """There is no room."""
     fails_late: bool = False
@@ -65,7 +65,7 @@ class MemoryFiles:
     def __contains__(self, name: str) -> bool:
         return name in self.states
 
-    def scan(self) -> list[Saved]:
+    def scan(self) -> list[SavedState]:
         return [saved for saved, _ in self.states.values()]
 
 
@@ -74,12 +74,12 @@ class MemoryDraft:
     files: MemoryFiles
     view: bytearray
 
-    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int, extra: dict[str, Any]) -> Saved:
+    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int, extra: dict[str, Any]) -> SavedState:
         self.files.open_files -= 1
         if self.files.fails_late:
             raise SpillError("the disk failed")
         name = f"state {next(self.files._names)}"
-        saved = saved_state(name, tenant, np.array(tokens), n_bytes, extra)
+        saved = saved_state(name, str(tenant), np.array(tokens), n_bytes, extra)
         self.files.states[saved.name] = (saved, bytes(self.view[:n_bytes]))
         return saved
 

@@ -15,7 +15,7 @@ import platformdirs
 import structlog
 
 from uma_trio.config import Config
-from uma_trio.kv.shelf import Saved
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
 from uma_trio.runner.state_files import StateFiles, saved_state
 from uma_trio.store.journal import Journal, JournalError
@@ -36,7 +36,7 @@ class Memory:
 
     journal: Journal | None = None
     files: StateFiles | None = None
-    states: Sequence[Saved] = ()
+    states: Sequence[SavedState] = ()
     """Those that were there."""
 
 
@@ -55,7 +55,7 @@ def open_memory(config: Config, model: LoadedModel) -> Iterator[Memory]:
     with contextlib.ExitStack() as stack:
         journal: Journal | None = None
         files: SpillFolder | None = None
-        states: list[Saved] = []
+        states: list[SavedState] = []
         try:
             journal = Journal(folder / "sessions", model=model.name, max_sessions=config.sessions.max_stored_sessions)
             stack.callback(journal.close)
@@ -78,9 +78,9 @@ def open_memory(config: Config, model: LoadedModel) -> Iterator[Memory]:
         yield Memory(journal, files, states)
 
 
-def _usable(found: Iterable[Spilled]) -> Iterator[Saved]:
+def _usable(found: Iterable[Spilled]) -> Iterator[SavedState]:
     for s in found:
         try:
-            yield saved_state(s.name, s.tenant, s.tokens, s.n_bytes, s.extra)
+            yield saved_state(s.name, str(s.tenant), s.tokens, s.n_bytes, s.extra)
         except ValueError as error:
             log.warning("a saved state is of no use", reason=f"{s.name}: {error}")

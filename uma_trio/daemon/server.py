@@ -60,7 +60,7 @@ class Server:
         self.config = config
         self.limits: Limits = config.limits
         self.runner = Runner(model.engine, thread, model.piece, config, model.cost, perf, memory.files, in_thread)
-        self.runner.cache.shelf.add_all(memory.states)
+        self.runner.cache.index.add_all(memory.states)
         self.prompts: PromptMaker = model.prompts
         self.sessions = Sessions(config, self.runner, model.prompts, memory.journal, in_thread=in_thread)
         self.sessions.recall()

@@ -20,7 +20,7 @@ from typing import Final, Literal, Protocol
 import attrs
 
 from uma_trio import config
-from uma_trio.kv.checkpoints import EACH
+from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 
 MIB: Final = 1 << 20
 DEFAULT_WINDOW: Final = 8192
@@ -219,7 +219,7 @@ def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int
 
 def checkpoints(n_bytes: int, *, n_sequences: int, memory_bytes: int) -> int:
     """How many checkpoints of ``n_bytes`` are kept at most: what all sequences can use, if there is the memory."""
-    return min(EACH * n_sequences, int(CHECKPOINTS_SHARE_OF_MEMORY * memory_bytes / max(1, n_bytes)))
+    return min(MAX_PER_SEQUENCE * n_sequences, int(CHECKPOINTS_SHARE_OF_MEMORY * memory_bytes / max(1, n_bytes)))
 
 
 def machine_memory_bytes() -> int:

@@ -1,1 +1,1 @@
-"""Which sequence holds which tokens, and who may go on from there: bookkeeping, no tensors."""
+"""KV cache bookkeeping: which sequence holds which tokens, and which requests can reuse them.  Holds no tensors."""

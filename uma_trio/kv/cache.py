@@ -1,12 +1,12 @@
-"""The KV cache of one engine: which sequence a request gets, and what of its prompt is there already.
+"""The KV cache of one engine: which sequence a request gets, and how much of its prompt is already there.
 
-A request gets a sequence only together with room for its whole prompt and all tokens that it may
-generate.  So "the cache is full" is an answer to one request before it starts, and never a failure of
-those that run.  What a request leaves behind stays until its room is needed.
+A request reserves cells for its whole prompt and all tokens that it may generate.  A full cache therefore delays or
+refuses a request before it starts, and never fails a running one.  The tokens of an ended request stay until their
+cells are needed.
 
-Pure bookkeeping: what is to be done to the engine's cache is returned as edits.  ``pool`` knows who holds what,
-``sharing`` where prompts begin, ``rewinding`` how far back a sequence can go, ``saving`` what outlives its cells;
-what happens to a request is told here.
+This is pure bookkeeping.  ``take_ops`` returns the operations for the engine, which runs them at the start of its next
+step.  ``KvCache`` delegates: ``pool`` reserves and evicts, ``prefix_sharing`` reuses prefixes, ``truncation`` shortens
+sequences, ``offload`` saves and loads states.
 """
 
 from __future__ import annotations
@@ -15,62 +15,66 @@ from collections.abc import Callable, Collection
 
 import attrs
 
-from uma_trio.kv.edits import Edit
-from uma_trio.kv.entry import Entry
+from uma_trio.kv.allocation import Allocation
+from uma_trio.kv.offload import OffloadPlanner
+from uma_trio.kv.offload_index import OffloadIndex, SavedState
+from uma_trio.kv.ops import KvOp
 from uma_trio.kv.pool import Pool
-from uma_trio.kv.prefix import WORTH_SHARING, Tokens
-from uma_trio.kv.rewinding import Rewinding
-from uma_trio.kv.saving import Saving
-from uma_trio.kv.sharing import Sharing
-from uma_trio.kv.shelf import Saved
+from uma_trio.kv.prefix import MIN_SHARED_TOKENS, Tokens
+from uma_trio.kv.prefix_sharing import PrefixSharing
+from uma_trio.kv.truncation import Truncation
 
 
 @attrs.frozen
 class Placement:
-    """A request has got a sequence."""
+    """The sequence that a request got."""
 
-    seq_id: int
-    held: int
-    """Tokens of its prompt that the sequence holds."""
+    allocation: Allocation
+    n_cached: int
+    """Prompt tokens that the sequence already holds, or will when the next operations have run."""
     waits: bool = False
-    """For another sequence to hold what it shares with that one; see ``KvCache.followed``."""
-    saved: Saved | None = None
-    """Waits for this state to be loaded into its sequence; see ``KvCache.restored``."""
-    entry: Entry | None = None
-    """What to call it by then."""
+    """The request must not start yet: it waits for ``KvCache.followed``, or, if ``saved`` is set, for ``restored``."""
+    saved: SavedState | None = None
+    """Load this state into the sequence, then call ``KvCache.restored``."""
 
 
 @attrs.frozen
 class CacheStatistics:
-    """How full the cache is."""
+    """Occupancy of the cache."""
 
     sequences: int
     """Sequences of running requests."""
     cells_reserved: int
+    """Cells of running requests."""
     cells_used: int
+    """Cells of running requests that hold a token."""
     cells: int
-    """KV cells that there are."""
+    """Cells of the whole cache."""
     cached_sequences: int
-    """Idle ones, kept for requests that begin alike."""
+    """Idle sequences, kept for later requests with the same prefix."""
     cached_cells: int
+    """Cells of idle sequences."""
     saved_states: int
-    """On the shelf."""
+    """States in the offload index."""
     saved_bytes: int
+    """Total size of these states."""
 
 
 class KvCache:
-    """Hands out sequence ids with a number of cells.
+    """Allocates sequences and cells to requests.
 
     Args:
-        n_sequences: ids are ``0`` to ``n_sequences - 1``.
-        n_cells: of the whole cache.
-        cells_per_sequence: the most that one sequence can have; ``n_cells`` where the cache is unified.
-        unified: copies are bookkeeping, and idle sequences take others' room and time.
-        rewinds: a sequence's last tokens can be removed; a recurrent memory cannot.
-        checkpoints: that the engine keeps at most, of a memory that cannot; 0: its sequences go on whole or not at all.
-        states_rewind: those of a loaded state can, too; of a sliding-window memory it holds the last window alone.
-        reuse: whether tokens are shared and kept at all.
-        worth_loading: (tokens that need not be computed, bytes of the state) -> whether loading is faster.
+        n_sequences: number of sequence ids, ``0`` to ``n_sequences - 1``.
+        n_cells: cells of the whole cache.
+        cells_per_sequence: maximum number of cells of one sequence; ``n_cells`` if the cache is unified.
+        unified: all sequences share the cells.  Copies are then free, but idle cells slow down attention.
+        can_truncate: the last tokens of a sequence can be removed.  Not true of a recurrent memory.
+        max_checkpoints: maximum number of checkpoints that the engine keeps for a memory that cannot be truncated.
+            With 0, such a memory reuses whole sequences only.
+        state_can_truncate: the last tokens of a loaded state can be removed too.  Not true of a sliding-window memory,
+            whose states hold the last window only.
+        reuse: share prefixes and keep the tokens of ended requests.
+        worth_loading: (tokens that loading saves computing, bytes of the state) -> whether loading is faster.
     """
 
     def __init__(
@@ -80,9 +84,9 @@ class KvCache:
         n_cells: int,
         cells_per_sequence: int,
         unified: bool = True,
-        rewinds: bool = True,
-        checkpoints: int = 0,
-        states_rewind: bool = True,
+        can_truncate: bool = True,
+        max_checkpoints: int = 0,
+        state_can_truncate: bool = True,
         reuse: bool = True,
         worth_loading: Callable[[int, int], bool] = lambda tokens, n_bytes: True,
     ) -> None:
@@ -91,202 +95,231 @@ class KvCache:
             n_cells=n_cells,
             cells_per_sequence=cells_per_sequence,
             unified=unified,
-            checkpoints=0 if rewinds else checkpoints,
+            max_checkpoints=0 if can_truncate else max_checkpoints,
         )
-        self._entries = self._pool.entries
-        self._rewinding = Rewinding(self._pool, rewinds=rewinds, states_rewind=states_rewind)
-        self._sharing = Sharing(self._pool, self._rewinding)
-        self.saving = Saving(self._pool, self._rewinding, worth_loading)
-        """For whoever saves and loads."""
-        self.shelf = self.saving.shelf
+        self._truncation = Truncation(self._pool, can_truncate=can_truncate, state_can_truncate=state_can_truncate)
+        self._sharing = PrefixSharing(self._pool, self._truncation)
+        self.offload = OffloadPlanner(self._pool, self._truncation, worth_loading)
+        """What to save and what to load."""
+        self.index: OffloadIndex = self.offload.index
+        """The saved states."""
         self._reuse = reuse
 
     @property
     def largest(self) -> int:
-        """Cells that one sequence could have if it were alone."""
+        """Maximum number of cells that a request can reserve in an empty cache."""
         return self._pool.largest
 
     @property
     def changes(self) -> int:
-        """Rises when a request for which there was no room may find some."""
+        """Increases whenever a request for which ``allocate`` returned ``None`` should try again."""
         return self._pool.changes
 
     @property
     def evicted_total(self) -> int:
+        """Idle sequences that were removed to make room."""
         return self._pool.evicted_total
 
-    # -- a request ------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
-    def place(
+    def allocate(
         self,
         prompt: Tokens,
         cells: int,
         *,
-        tenant: int = 0,
+        principal: str = "",
         rank: int = 0,
         private: bool = False,
         durable: bool = False,
     ) -> Placement | None:
-        """A sequence with room for ``cells``, or ``None`` while there is none.
+        """Reserve a sequence with ``cells`` cells, reusing as much of the prompt as possible.
 
-        At least one token of the prompt is left to be computed: the logits after it are wanted.
+        At least the last prompt token is left to compute, because sampling needs its logits.
 
         Args:
             prompt: ``[n]`` token ids, at least one.
-            cells: for these and for what may be generated.
-            tenant: only what was this one's is shared.
-            rank: class; only a busy sequence of the same or a lesser one is waited for.
-            private: share nothing with others, and keep nothing for them.
-            durable: what it leaves behind is to be saved before it goes.
+            cells: for the prompt and all tokens that may be generated.
+            principal: owner; only sequences and states of the same owner are reused.
+            rank: scheduling class, 0 first.  The request waits only for sequences of the same or a lower rank.
+            private: neither reuse nor keep any tokens.
+            durable: the tokens must be saved before their cells are reused.
+
+        Returns:
+            ``None`` if there is no room now.
 
         Raises:
-            ValueError: there never will be one: ``cells`` is more than ``largest``.
+            ValueError: ``cells`` exceeds ``largest``, so there will never be room.
         """
         if not 0 < cells <= self.largest:
-            raise ValueError(f"{cells} cells asked for; a sequence has 1 to {self.largest}")
+            raise ValueError(f"cannot reserve {cells} cells; a sequence has 1 to {self.largest}")
         pool, sharing = self._pool, self._sharing
-        entry = Entry(tenant, rank, prompt, cells, private or not self._reuse, durable)
-        source, shared, meets = sharing.longest(entry)
-        self._rewinding.plan(entry, shared, meets)
-        state = self.saving.better(entry, shared)
+        allocation = Allocation(principal, rank, prompt, cells, private or not self._reuse, durable)
+        source, n_shared, n_in_common = sharing.find(allocation)
+        self._truncation.plan_pauses(allocation, n_shared, n_in_common)
+        state = self.offload.state_for(allocation, n_shared)
         if state is not None:
-            return self._place_to_restore(entry, state)
-        idle = source if source is not None and source.idle else None
-        if idle is not None and sharing.may_take_over(idle, shared):
-            return self._take_over(entry, idle, shared)
-        if pool.make_room(cells, spare=source, sequence=True):
-            pool.admit(entry)
+            return self._allocate_for_state(allocation, state)
+        idle = source if source is not None and source.is_idle else None
+        if idle is not None and sharing.may_take_over(idle, n_shared):
+            return self._take_over(allocation, idle, n_shared)
+        if pool.make_room(cells, keep=source, needs_sequence=True):
+            pool.admit(allocation)
             if source is not None:
-                sharing.branch(entry, source, shared)
-            return Placement(entry.seq_id, entry.used, entry.leader is not None)
+                sharing.branch(allocation, source, n_shared)
+            return Placement(allocation, allocation.n_tokens, waits=allocation.leader is not None)
         if idle is None:
             return None
-        if sharing.loses(idle, shared):  # it would have to go to make room
-            idle.wanted = True
+        if sharing.would_lose_unsaved(idle, n_shared):  # only this sequence could make room, and it must be saved first
+            idle.cells_wanted = True
             return None
-        return self._take_over(entry, idle, shared)
+        return self._take_over(allocation, idle, n_shared)
 
-    def _take_over(self, entry: Entry, source: Entry, shared: int) -> Placement | None:
-        if not self._pool.make_room(entry.reserved - source.reserved, spare=source, sequence=False):
+    def _take_over(self, allocation: Allocation, source: Allocation, n_shared: int) -> Placement | None:
+        if not self._pool.make_room(allocation.reserved - source.reserved, keep=source, needs_sequence=False):
             return None
-        self._sharing.take_over(source, shared, entry)
-        return Placement(entry.seq_id, shared)
+        self._sharing.take_over(source, n_shared, allocation)
+        return Placement(allocation, n_shared)
 
-    def _place_to_restore(self, entry: Entry, state: Saved) -> Placement | None:
-        if not self._pool.make_room(entry.reserved, spare=None, sequence=True):
+    def _allocate_for_state(self, allocation: Allocation, state: SavedState) -> Placement | None:
+        if not self._pool.make_room(allocation.reserved, keep=None, needs_sequence=True):
             return None
-        self._pool.admit(entry)
-        entry.restores = True
-        return Placement(entry.seq_id, 0, waits=True, saved=state, entry=entry)
+        self._pool.admit(allocation)
+        allocation.awaits_state = True
+        return Placement(allocation, 0, waits=True, saved=state)
 
-    def settle(self, seq_id: int) -> int:
-        """Where the request that was given ``seq_id`` had better begin, now that it does: it is moved there."""
-        entry = self._entries[seq_id]
-        if not (self._pool.unified or entry.used or entry.restores):
-            self._pool.settle(entry)
-        return entry.seq_id
+    def settle(self, allocation: Allocation) -> None:
+        """Move ``allocation`` to the best free sequence id; ``allocation.seq_id`` may change.
 
-    def use(self, seq_id: int, cells: int) -> None:
-        """The next step makes ``seq_id`` hold ``cells`` tokens in all."""
-        entry = self._entries[seq_id]
-        if cells > entry.reserved:
-            raise AssertionError(f"sequence {seq_id} uses {cells} of {entry.reserved} reserved cells")
-        entry.used = cells
-        if cells in entry.pauses:
-            self._rewinding.mark(entry)
-
-    def pause(self, seq_id: int) -> int:
-        """Tokens of its prompt at which reading ``seq_id`` is to pause next: a step ends there.  0: nowhere.
-
-        Others that come may change that, until they are read.
+        Call it right before the first step of the request.  Does nothing once the sequence holds tokens.
         """
-        return self._rewinding.next_pause(self._entries[seq_id])
+        self._check(allocation)
+        if not (self._pool.unified or allocation.n_tokens or allocation.awaits_state):
+            self._pool.settle(allocation)
 
-    def rewind(self, seq_id: int, length: int) -> None:
-        """What ``seq_id`` holds beyond ``length`` tokens leaves the cache."""
-        self._rewinding.cut(self._entries[seq_id], length)
+    def advance(self, allocation: Allocation, n_tokens: int) -> None:
+        """Record that the sequence holds ``n_tokens`` tokens in total after a completed step.
 
-    def end(self, seq_id: int, tokens: Tokens | None = None, *, at: float = 0.0) -> None:
-        """The request has ended.
+        Count rejected draft tokens too and ``truncate`` them afterwards: the engine has computed them.
+
+        Raises:
+            AssertionError: ``n_tokens`` exceeds the reserved cells.
+        """
+        self._check(allocation)
+        allocation.resize(n_tokens)
+        if n_tokens in allocation.pauses:
+            self._truncation.save_checkpoint(allocation)
+
+    def next_pause(self, allocation: Allocation) -> int:
+        """Prompt length at which the next prefill step must end; 0 if there is none.
+
+        The result changes when other requests arrive, so ask before each step.  No later step that feeds this sequence
+        may be submitted before ``advance`` has recorded that length: the engine saves a checkpoint in between.
+        """
+        self._check(allocation)
+        return self._truncation.next_pause(allocation)
+
+    def truncate(self, allocation: Allocation, length: int) -> None:
+        """Remove all tokens of the sequence behind ``length``, such as rejected drafts."""
+        self._check(allocation)
+        self._truncation.truncate(allocation, length)
+
+    def release(self, allocation: Allocation, tokens: Tokens | None = None, *, at: float = 0.0) -> None:
+        """End a request.
+
+        If a submitted step still feeds the sequence, ``advance`` to the length after that step first.  Otherwise the
+        tokens that it appends stay in the engine's cache, unknown to this one.
 
         Args:
-            tokens: the first of what the sequence holds, to be kept for others; ``None`` keeps nothing.
-            at: the present.
-        """
-        entry = self._entries[seq_id]
-        self._pool.changes += 1
-        self._sharing.leave(entry)
-        kept = 0 if tokens is None or entry.private else self._rewinding.within(entry, len(tokens))
-        if tokens is None or kept < WORTH_SHARING:
-            self._pool.remove(entry)
-        else:
-            self._rewinding.cut(entry, kept)
-            self._pool.rest(entry, tokens[:kept], at)
+            tokens: the first tokens of the sequence, to keep for later requests; ``None`` keeps nothing.
+            at: current time, for ``OffloadPlanner.to_save``.
 
-    # -- those that wait ------------------------------------------------------------------------
+        Raises:
+            AssertionError: ``tokens`` is longer than the sequence.
+        """
+        self._check(allocation)
+        if tokens is not None and len(tokens) > allocation.n_tokens:
+            raise AssertionError(f"sequence {allocation.seq_id} holds {allocation.n_tokens} tokens, not {len(tokens)}")
+        self._pool.changes += 1
+        self._sharing.stop_waiting(allocation)
+        kept = 0 if tokens is None or allocation.private else self._truncation.longest_within(allocation, len(tokens))
+        if tokens is None or kept < MIN_SHARED_TOKENS:
+            self._pool.remove(allocation)
+        else:
+            self._truncation.truncate(allocation, kept)
+            self._pool.make_idle(allocation, tokens[:kept], at)
+
+    def _check(self, allocation: Allocation) -> None:
+        """Raise KeyError unless a running request owns ``allocation``."""
+        if allocation.is_idle or not self._pool.has(allocation):
+            raise KeyError(f"no running request has sequence {allocation.seq_id}")
+
+    # -- waiting requests -----------------------------------------------------------------------
 
     @property
     def has_followers(self) -> bool:
-        """Some requests wait for another to compute what they share."""
+        """Some requests wait for another one to compute a shared prefix."""
         return bool(self._sharing.followers)
 
-    def followed(self, stalled: Collection[int] = ()) -> list[tuple[int, int]]:
-        """Those that need to wait for another sequence no longer: (sequence, tokens that it holds).
+    def followed(self, stalled: Collection[int] = ()) -> list[Allocation]:
+        """Return the allocations that no longer wait for another sequence; each holds ``n_tokens`` of its prompt.
 
-        To be called before each step, when what the step before feeds is booked.
+        Call it before each step, after ``advance`` for the previous one.
 
         Args:
-            stalled: sequences that do not advance; nobody waits for them.
+            stalled: ids of sequences that do not advance; nobody waits for them.
         """
         return self._sharing.followed(stalled)
 
-    def restored(self, entry: Entry, state: Saved | None) -> int | None:
-        """See ``Saving.restored``."""
-        return self.saving.restored(entry, state)
+    def restored(self, allocation: Allocation, state: SavedState | None) -> bool:
+        """Record the end of loading a state; see ``OffloadPlanner.restored``."""
+        return self.offload.restored(allocation, state)
 
-    # -- the engine's cache ---------------------------------------------------------------------
+    # -- operations for the engine --------------------------------------------------------------
 
     @property
-    def has_edits(self) -> bool:
-        return bool(self._pool.edits)
+    def has_ops(self) -> bool:
+        """Operations for the engine are pending."""
+        return bool(self._pool.ops)
 
-    def take_edits(self) -> tuple[Edit, ...]:
-        """What is to be done to the engine's cache before anything else is fed, once."""
+    def take_ops(self) -> tuple[KvOp, ...]:
+        """Return the operations since the last call.  The next step must carry them."""
         if self._pool.unified:
-            self._pool.trim()
-        edits = tuple(self._pool.edits)
-        self._pool.edits.clear()
-        return edits
+            self._pool.trim_idle()
+        ops = tuple(self._pool.ops)
+        self._pool.ops.clear()
+        return ops
 
     def clear(self, *, lost: bool = True) -> None:
-        """Nobody knows what the engine's cache holds.  Busy sequences keep their reservations and hold nothing.
+        """Start over after a failed step: running requests keep their cells but hold no tokens.
 
         Args:
-            lost: it is empty; else all of it is removed with the next edits.
+            lost: the engine's cache is empty.  If false, its content is unknown, and the next operations remove it.
         """
-        self._pool.lose(lost=lost)
+        self._pool.clear(lost=lost)
 
-    # -- what is told ---------------------------------------------------------------------------
+    # -- inspection -----------------------------------------------------------------------------
 
     def held(self) -> dict[int, int]:
-        """Tokens that the engine's cache holds when all edits and steps are done, by sequence."""
-        return {seq_id: entry.used for seq_id, entry in sorted(self._entries.items()) if entry.used}
+        """Tokens in the engine's cache after all operations have run, by sequence id; empty sequences are left out."""
+        allocations = sorted(self._pool.allocations.items())
+        return {seq_id: allocation.n_tokens for seq_id, allocation in allocations if allocation.n_tokens}
 
     def statistics(self) -> CacheStatistics:
+        """Return the current occupancy."""
         pool = self._pool
-        busy = [entry for entry in self._entries.values() if not entry.idle]
+        busy = [allocation for allocation in pool.allocations.values() if not allocation.is_idle]
         return CacheStatistics(
             sequences=len(busy),
             cells_reserved=pool.reserved - pool.idle_cells,
-            cells_used=sum(entry.used for entry in busy),
+            cells_used=sum(allocation.n_tokens for allocation in busy),
             cells=pool.n_cells,
             cached_sequences=len(pool.idle),
             cached_cells=pool.idle_cells,
-            saved_states=len(self.shelf),
-            saved_bytes=self.shelf.n_bytes,
+            saved_states=len(self.index),
+            saved_bytes=self.index.n_bytes,
         )
 
     def check_integrity(self) -> None:
-        """Everything adds up, or AssertionError."""
+        """Raise AssertionError unless all counts add up."""
         self._pool.check_integrity()
         self._sharing.check_integrity()

@@ -1,9 +1,9 @@
-"""What sequences of a memory that cannot be cut can go back to.
+"""Checkpoints: saved states to which sequences of a recurrent memory can be truncated.
 
-A recurrent state stands for all tokens before it and knows no earlier one.  So a copy of it is kept here and there, a
-*checkpoint*: small beside keys and values, which are cut as always.
+A recurrent state covers all tokens before it and cannot be rolled back to fewer.  The engine therefore keeps a copy of
+the state at some lengths, a *checkpoint*.  Checkpoints are small compared with keys and values.
 
-Pure bookkeeping: the engine keeps the copies themselves, by number.
+This module assigns the numbers and counts the references; the engine holds the data.
 """
 
 from __future__ import annotations
@@ -14,107 +14,111 @@ from typing import Final, TypeAlias
 
 import attrs
 
-APART: Final = 64
-"""Tokens between two checkpoints of a sequence at least; fewer are soon computed again."""
+MIN_SPACING: Final = 64
+"""Minimum distance between two checkpoints of a sequence, in tokens.  Fewer tokens are cheap to compute again."""
 
-EACH: Final = 8
-"""Most checkpoints of a sequence."""
+MAX_PER_SEQUENCE: Final = 8
+"""Maximum number of checkpoints of a sequence."""
 
-BEFORE_END: Final = 8
-"""Tokens of a prompt behind its last checkpoint: the last one is computed again where an answer is asked for again, and
-what a chat template puts before an answer may be another thing in the next turn."""
+TOKENS_AFTER_LAST: Final = 8
+"""Prompt tokens behind the prompt's last checkpoint.  A repeated request computes the last token again, and a chat
+template may change the tokens right before the answer in the next turn."""
 
-INSIDE: Final = 3
-"""Most checkpoints that are made inside a prompt in case that others leave it there."""
+MAX_SPECULATIVE: Final = 3
+"""Maximum number of checkpoints inside a prompt that only help requests which may never come."""
 
-FAR_APART: Final = 256
-"""Tokens between these at least: to copy a state takes time, and nobody may ever want it."""
+MIN_SPECULATIVE_SPACING: Final = 256
+"""Minimum distance between speculative checkpoints, in tokens.  Copying a state takes time."""
 
 
 @attrs.frozen
 class Checkpoint:
-    """The state of a sequence after so many tokens."""
+    """The saved state of a sequence at one length."""
 
     length: int
-    mark: int
-    """What the engine calls it."""
+    """Tokens that the state covers."""
+    id: int
+    """Number under which the engine keeps the state."""
 
 
 Checkpoints: TypeAlias = tuple[Checkpoint, ...]
-"""Of one sequence, by length."""
+"""The checkpoints of one sequence, by ascending length."""
 
 
-def latest(points: Checkpoints, length: int) -> Checkpoint | None:
-    """The last one that has ``length`` tokens at most."""
+def latest(checkpoints: Checkpoints, length: int) -> Checkpoint | None:
+    """The longest checkpoint with at most ``length`` tokens."""
     found = None
-    for point in points:
-        if point.length <= length:
-            found = point
+    for checkpoint in checkpoints:
+        if checkpoint.length <= length:
+            found = checkpoint
     return found
 
 
-def least(points: Checkpoints) -> Checkpoint:
-    """The one to go first, of at least one: the oldest, but rather not the first, where most begin alike."""
-    return points[1] if len(points) > 2 else points[0]
+def least_useful(checkpoints: Checkpoints) -> Checkpoint:
+    """The checkpoint to drop first; ``checkpoints`` is not empty.
+
+    That is the oldest one after the first.  The first stays, because most requests share the beginning.
+    """
+    return checkpoints[1] if len(checkpoints) > 2 else checkpoints[0]
 
 
-def halves(start: int, end: int) -> list[int]:
-    """Places in a stretch of a prompt of which nobody knows how far others will begin like it.
+def speculative_lengths(start: int, end: int) -> list[int]:
+    """Lengths at which to checkpoint a stretch of a prompt that nobody has shared yet.
 
-    Each halves what is left.  So who goes another way ``n`` tokens before the end has some ``n`` of those before that to
-    compute again at most, if that is no less than an eighth of the stretch: what has much in common is had cheaply.
+    Each length halves the rest of the stretch.  A request that diverges ``n`` tokens before ``end`` therefore computes
+    at most about ``n`` of the shared tokens again, as long as ``n`` is at least an eighth of the stretch.
     """
     found: list[int] = []
-    while len(found) < INSIDE and end - start >= 2 * FAR_APART:
+    while len(found) < MAX_SPECULATIVE and end - start >= 2 * MIN_SPECULATIVE_SPACING:
         start += (end - start) // 2
-        start -= start % APART  # kernels like round numbers of rows
+        start -= start % MIN_SPACING  # kernels run faster with round numbers of rows
         found.append(start)
     return found
 
 
-class Marks:
-    """Numbers of checkpoints, some of which several sequences can go back to.
+class CheckpointIds:
+    """Hands out checkpoint numbers and counts how many sequences refer to each.
 
     Args:
-        most: that there are at a time.
+        max_checkpoints: maximum number of checkpoints in use at a time.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._holders: dict[int, int] = {}
-        self._next = 0
+    def __init__(self, max_checkpoints: int) -> None:
+        self.max_checkpoints = max_checkpoints
+        self._references: dict[int, int] = {}
+        self._last = 0
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return len(self._references)
 
     def new(self, length: int) -> Checkpoint:
-        """One more, of one sequence."""
-        self._next += 1
-        self._holders[self._next] = 1
-        return Checkpoint(length, self._next)
+        """Return a new checkpoint with one reference."""
+        self._last += 1
+        self._references[self._last] = 1
+        return Checkpoint(length, self._last)
 
-    def share(self, points: Iterable[Checkpoint]) -> None:
-        """One more sequence has these."""
-        for point in points:
-            self._holders[point.mark] += 1
+    def share(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Add a reference to each checkpoint."""
+        for checkpoint in checkpoints:
+            self._references[checkpoint.id] += 1
 
-    def drop(self, points: Iterable[Checkpoint]) -> list[int]:
-        """A sequence has these no longer; numbers of those that none has."""
-        gone = []
-        for point in points:
-            self._holders[point.mark] -= 1
-            if not self._holders[point.mark]:
-                del self._holders[point.mark]
-                gone.append(point.mark)
-        return gone
+    def drop(self, checkpoints: Iterable[Checkpoint]) -> list[int]:
+        """Remove a reference from each checkpoint; returns the numbers that have none left."""
+        unused = []
+        for checkpoint in checkpoints:
+            self._references[checkpoint.id] -= 1
+            if not self._references[checkpoint.id]:
+                del self._references[checkpoint.id]
+                unused.append(checkpoint.id)
+        return unused
 
-    def check_integrity(self, held: Iterable[Checkpoints]) -> None:
-        """These are what all sequences have, or AssertionError."""
-        holders: dict[int, int] = {}
-        for points in held:
-            assert len(points) <= EACH
-            assert all(one.length < other.length for one, other in pairwise(points))
-            for point in points:
-                holders[point.mark] = holders.get(point.mark, 0) + 1
-        assert holders == self._holders
-        assert len(holders) <= self.most
+    def check_integrity(self, in_use: Iterable[Checkpoints]) -> None:
+        """Raise AssertionError unless the references match ``in_use``, the checkpoints of all sequences."""
+        references: dict[int, int] = {}
+        for checkpoints in in_use:
+            assert len(checkpoints) <= MAX_PER_SEQUENCE
+            assert all(one.length < other.length for one, other in pairwise(checkpoints))
+            for checkpoint in checkpoints:
+                references[checkpoint.id] = references.get(checkpoint.id, 0) + 1
+        assert references == self._references
+        assert len(references) <= self.max_checkpoints

@@ -1,4 +1,8 @@
-"""Changes of the KV cache that a step makes before it computes, in order."""
+"""Operations on the engine's KV cache.
+
+The engine runs a step's operations in order, before it computes the step's tokens.  Operations are plain data: msgpack
+carries them to the engine's process.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,34 @@ import msgspec
 
 
 class Truncate(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Remove the tokens of a sequence from position ``length`` on; 0 removes all."""
+    """Remove all tokens of a sequence from position ``length`` on."""
 
     seq_id: int
     length: int = 0
+    """Tokens to keep; 0 removes everything."""
     checkpoint: int | None = None
-    """The checkpoint of this length; a recurrent memory needs one unless all is removed."""
+    """Checkpoint of ``length`` tokens to restore.  Required by memories that cannot be truncated, unless ``length`` is
+    0."""
 
 
 class CopyPrefix(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give an empty sequence the first ``length`` tokens of another one."""
+    """Copy the first tokens of one sequence into another, which is empty."""
 
     source: int
     target: int
     length: int
-    """At most as many as the source holds."""
+    """Tokens to copy; the source holds at least as many."""
     checkpoint: int | None = None
-    """The source's checkpoint of this length; a recurrent memory needs one for less than the whole."""
+    """The source's checkpoint of ``length`` tokens.  Memories that cannot be truncated require it, unless ``length`` is
+    all that the source holds."""
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Keep the present state of a sequence under a new number, in the engine's memory."""
+    """Keep the current recurrent state of a sequence as a checkpoint."""
 
     seq_id: int
     checkpoint: int
+    """Number of the new checkpoint; not in use."""
 
 
 class DropCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -41,38 +49,45 @@ class DropCheckpoint(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class MeasureState(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Report how many bytes ``SaveState`` needs for a sequence, and for each of its checkpoints."""
+    """Report how many bytes ``SaveState`` needs for a sequence and for each of its checkpoints."""
 
     seq_id: int
     checkpoints: tuple[int, ...] = ()
+    """Numbers.  A checkpoint that does not exist has 0 bytes."""
 
 
 class SaveState(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Write the state of a sequence into an open file: keys, values, and what a recurrent model keeps."""
+    """Write the state of a sequence (keys, values, recurrent state) to an open file, then its checkpoints."""
 
     seq_id: int
     fd: int
+    """File descriptor, open for writing."""
     offset: int
-    """Byte of the file at which the state begins."""
+    """Position of the state in the file, in bytes."""
     n_bytes: int
-    """Room for the state; the file has this many bytes behind ``offset``, and those of the checkpoints."""
+    """Size of the state without the checkpoints."""
     checkpoints: tuple[tuple[int, int], ...] = ()
-    """Number and bytes of each checkpoint to be written behind the state, in order."""
+    """(number, bytes) of each checkpoint; the engine writes them right behind the state, in this order."""
 
 
 class LoadState(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Give a sequence a saved state in place of what it holds.  It may be an input from the next step on."""
+    """Replace the content of a sequence with a state from an open file.
+
+    The sequence takes no other tokens in the same step.
+    """
 
     seq_id: int
     length: int
     """Tokens in the state."""
     fd: int
+    """File descriptor, open for reading."""
     offset: int
+    """Position of the state in the file, in bytes."""
     n_bytes: int
+    """Size of the state without the checkpoints."""
     checkpoints: tuple[tuple[int | None, int], ...] = ()
-    """Number and bytes of each checkpoint behind the state, in order; ``None``: skip it."""
+    """(number, bytes) of each checkpoint, as in ``SaveState``; number ``None``: skip it.  The engine keeps the others
+    unless it refuses the state."""
 
 
-KvOp: TypeAlias = (
-    Truncate | CopyPrefix | SaveCheckpoint | DropCheckpoint | MeasureState | SaveState | LoadState
-)
+KvOp: TypeAlias = Truncate | CopyPrefix | SaveCheckpoint | DropCheckpoint | MeasureState | SaveState | LoadState

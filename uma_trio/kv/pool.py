@@ -1,7 +1,8 @@
-"""Who holds which of the sequences, cells and checkpoints that there are, and who goes to make room.
+"""Reservation and eviction of sequences, cells and checkpoints.
 
-Everybody has what was promised: cells are reserved before a request starts.  What a request leaves behind is idle, and
-the longest idle goes first.  What is to be saved before it goes stays, marked ``wanted``, until it is.
+Every request reserves its cells before it starts.  Ended requests leave idle allocations; the pool evicts the one that
+has been idle longest first.  An idle allocation that must be saved first stays, marked ``cells_wanted``, until it is
+saved.
 """
 
 from __future__ import annotations
@@ -9,243 +10,257 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Final
 
-from uma_trio.kv.checkpoints import Checkpoint, Marks, least
-from uma_trio.kv.edits import Edit, Forget, Remove
-from uma_trio.kv.entry import Entry
+from uma_trio.kv.allocation import Allocation
+from uma_trio.kv.checkpoints import Checkpoint, CheckpointIds, least_useful
+from uma_trio.kv.ops import DropCheckpoint, KvOp, SaveCheckpoint, Truncate
 from uma_trio.kv.prefix import Tokens
 
-IDLE_SHARE: Final = 0.25
-"""Most of a unified cache that idle sequences may hold: attention passes over their cells for every token."""
+MAX_IDLE_FRACTION: Final = 0.25
+"""Maximum fraction of a unified cache that idle allocations may hold.  Attention scans their cells for every token."""
 
-SHORT_SHARE: Final = 0.125
-"""Room is running short when less than this share of the sequences or of the cells is free: what would have to be
-saved before it can go is saved ahead of the request that needs its place."""
+LOW_ROOM_FRACTION: Final = 0.125
+"""The pool is low when less than this fraction of its sequences or cells is free.  Idle allocations are then saved
+ahead of the request that needs their cells."""
 
 
 class Pool:
-    """Hands out sequences, their cells, and numbers of checkpoints.
+    """Owns all allocations and collects the operations for the engine.
 
     Args:
-        n_sequences: ids are ``0`` to ``n_sequences - 1``.
-        n_cells: of the whole cache.
-        cells_per_sequence: the most that one sequence can have.
-        unified: all sequences share the cells.
-        checkpoints: that there are at most.
+        n_sequences: number of sequence ids, ``0`` to ``n_sequences - 1``.
+        n_cells: cells of the whole cache.
+        cells_per_sequence: maximum number of cells of one sequence.
+        unified: whether all sequences share the cells.
+        max_checkpoints: maximum number of checkpoints in use.
     """
 
     def __init__(
-        self, *, n_sequences: int, n_cells: int, cells_per_sequence: int, unified: bool, checkpoints: int
+        self, *, n_sequences: int, n_cells: int, cells_per_sequence: int, unified: bool, max_checkpoints: int
     ) -> None:
         self.n_cells = n_cells
         self.cells_per_sequence = cells_per_sequence
         self.unified = unified
-        self.entries: dict[int, Entry] = {}
-        self.idle: dict[int, Entry] = {}
-        """Longest idle first."""
+        self.allocations: dict[int, Allocation] = {}
+        """All allocations by sequence id."""
+        self.idle: dict[int, Allocation] = {}
+        """Idle allocations by sequence id, the longest idle first."""
         self.reserved = 0
-        """Cells, by busy and idle ones."""
+        """Cells of busy and idle allocations."""
         self.idle_cells = 0
-        self.marks = Marks(checkpoints)
-        self.edits: list[Edit] = []
-        """What is to be done to the engine's cache, in order."""
+        self.checkpoint_ids = CheckpointIds(max_checkpoints)
+        self.ops: list[KvOp] = []
+        """Operations for the engine's next step, in order."""
         self.evicted_total = 0
         self.changes = 0
-        """Rises when a request for which there was no room may find some."""
+        """Increases whenever a request that found no room should try again."""
         self._free_ids = set(range(n_sequences))
 
     @property
     def largest(self) -> int:
-        """Cells that one sequence could have if it were alone."""
+        """Maximum number of cells that a request can reserve in an empty cache."""
         return min(self.n_cells, self.cells_per_sequence)
 
     @property
-    def is_short(self) -> bool:
-        """There is little room left."""
-        n_sequences = len(self._free_ids) + len(self.entries)
-        few = len(self._free_ids) < max(1.0, SHORT_SHARE * n_sequences)
-        return few or self.n_cells - self.reserved < SHORT_SHARE * self.n_cells
+    def is_low(self) -> bool:
+        """Few sequences or cells are free; see ``LOW_ROOM_FRACTION``."""
+        n_sequences = len(self._free_ids) + len(self.allocations)
+        few = len(self._free_ids) < max(1.0, LOW_ROOM_FRACTION * n_sequences)
+        return few or self.n_cells - self.reserved < LOW_ROOM_FRACTION * self.n_cells
 
-    def has(self, entry: Entry) -> bool:
-        """``entry`` still has its sequence."""
-        return self.entries.get(entry.seq_id) is entry
+    def has(self, allocation: Allocation) -> bool:
+        """Whether ``allocation`` still owns its sequence."""
+        return self.allocations.get(allocation.seq_id) is allocation
 
-    # -- from one to the next -------------------------------------------------------------------
+    # -- life of an allocation ------------------------------------------------------------------
 
-    def admit(self, entry: Entry) -> None:
-        """Give ``entry`` a sequence, the lowest, so that few sequences stay few; one is free."""
-        entry.seq_id = min(self._free_ids)
-        self._free_ids.remove(entry.seq_id)
-        self.entries[entry.seq_id] = entry
-        self.reserved += entry.reserved
+    def admit(self, allocation: Allocation) -> None:
+        """Give ``allocation`` the lowest free sequence id; the caller has made room for it."""
+        allocation.seq_id = min(self._free_ids)
+        self._free_ids.remove(allocation.seq_id)
+        self.allocations[allocation.seq_id] = allocation
+        self.reserved += allocation.reserved
 
-    def rest(self, entry: Entry, tokens: Tokens, at: float) -> None:
-        """``entry``, which holds ``tokens`` and was busy until the time ``at``, is kept while there is room."""
-        self.reserved += len(tokens) - entry.reserved
-        entry.tokens, entry.reserved, entry.idle, entry.leader = tokens, len(tokens), True, None
-        entry.idle_since, entry.saved = at, False
-        self.idle[entry.seq_id] = entry
-        self.idle_cells += entry.reserved
+    def make_idle(self, allocation: Allocation, tokens: Tokens, at: float) -> None:
+        """Keep ``allocation``, whose request ended at time ``at`` and which holds ``tokens``, while there is room."""
+        self.reserved += len(tokens) - allocation.reserved
+        allocation.tokens, allocation.reserved, allocation.is_idle, allocation.leader = tokens, len(tokens), True, None
+        allocation.idle_since, allocation.save_settled = at, False
+        self.idle[allocation.seq_id] = allocation
+        self.idle_cells += allocation.reserved
 
-    def hand_over(self, source: Entry, entry: Entry) -> None:
-        """``entry`` gets the sequence of ``source``, which is idle, with all that it holds."""
+    def hand_over(self, source: Allocation, allocation: Allocation) -> None:
+        """Give the sequence of ``source``, which is idle, to ``allocation`` with all its tokens and checkpoints."""
         del self.idle[source.seq_id]
         self.idle_cells -= source.reserved
-        self.reserved += entry.reserved - source.reserved
-        entry.seq_id, entry.used, entry.floor = source.seq_id, source.used, source.floor
-        entry.points, source.points = source.points, ()
-        self.entries[entry.seq_id] = entry
+        self.reserved += allocation.reserved - source.reserved
+        allocation.seq_id, allocation.truncation_floor = source.seq_id, source.truncation_floor
+        allocation.resize(source.n_tokens)
+        allocation.checkpoints, source.checkpoints = source.checkpoints, ()
+        self.allocations[allocation.seq_id] = allocation
 
-    def remove(self, entry: Entry) -> None:
-        """Give back the sequence and its cells.  Its tokens leave the cache with the next edits."""
-        if entry.idle:
-            del self.idle[entry.seq_id]
-            self.idle_cells -= entry.reserved
-        self.reserved -= entry.reserved
-        del self.entries[entry.seq_id]
+    def remove(self, allocation: Allocation) -> None:
+        """Free the sequence and its cells.  The engine removes the tokens at the start of its next step."""
+        if allocation.is_idle:
+            del self.idle[allocation.seq_id]
+            self.idle_cells -= allocation.reserved
+        self.reserved -= allocation.reserved
+        del self.allocations[allocation.seq_id]
         self.changes += 1
-        self.edits.append(Remove(entry.seq_id))
-        self.drop(entry, entry.points)
-        entry.restores = False
-        self._free_ids.add(entry.seq_id)
+        self.ops.append(Truncate(allocation.seq_id))
+        self.drop_checkpoints(allocation, allocation.checkpoints)
+        allocation.awaits_state = False
+        self._free_ids.add(allocation.seq_id)
 
-    def lose(self, *, lost: bool) -> None:
-        """Nobody knows what the engine's cache holds: busy ones hold nothing, and idle ones go.
+    def clear(self, *, lost: bool) -> None:
+        """Start over after a failed step: busy allocations hold no tokens, idle ones are removed.
 
         Args:
-            lost: it is empty; else all of it is removed with the next edits.
+            lost: the engine's cache is empty.  If false, the engine removes all tokens in its next step.
         """
-        for entry in list(self.idle.values()):
-            self.remove(entry)
-        for entry in self.entries.values():
-            entry.used = entry.floor = 0
-            if not entry.restores:  # its own are to be loaded yet
-                self.drop(entry, entry.points)
-        self.edits[:] = [] if lost else [edit for edit in self.edits if isinstance(edit, Forget)]
+        for allocation in list(self.idle.values()):
+            self.remove(allocation)
+        for allocation in self.allocations.values():
+            allocation.truncation_floor = 0
+            allocation.resize(0)
+            if not allocation.awaits_state:  # otherwise its checkpoints are still to be loaded
+                self.drop_checkpoints(allocation, allocation.checkpoints)
+        self.ops[:] = [] if lost else [op for op in self.ops if isinstance(op, DropCheckpoint)]
         if not lost:
-            self.edits += [Remove(seq_id) for seq_id in sorted([*self.entries, *self._free_ids])]
+            self.ops += [Truncate(seq_id) for seq_id in sorted([*self.allocations, *self._free_ids])]
 
-    # -- side by side ---------------------------------------------------------------------------
+    # -- adjacency ------------------------------------------------------------------------------
 
-    def settle(self, entry: Entry) -> None:
-        """Move ``entry``, which holds nothing yet, to where it is best computed together with others."""
-        idle = [n for n, other in self.idle.items() if not other.unsaved] if self._crowds else ()
-        best: int = max([entry.seq_id, *sorted(self._free_ids), *idle], key=self._beside_busy)
-        if best != entry.seq_id:
+    def settle(self, allocation: Allocation) -> None:
+        """Move ``allocation``, which holds no tokens, to the sequence id with the most busy neighbours."""
+        idle = [n for n, other in self.idle.items() if not other.needs_save] if self._prefers_neighbours else ()
+        best: int = max([allocation.seq_id, *sorted(self._free_ids), *idle], key=self._n_busy_neighbours)
+        if best != allocation.seq_id:
             if best in self.idle:
                 self.remove(self.idle[best])
             self._free_ids.remove(best)
-            self._free_ids.add(entry.seq_id)
-            del self.entries[entry.seq_id]
-            self.entries[best] = entry
-            entry.seq_id = best
+            self._free_ids.add(allocation.seq_id)
+            del self.allocations[allocation.seq_id]
+            self.allocations[best] = allocation
+            allocation.seq_id = best
 
     @property
-    def _crowds(self) -> bool:
-        """Streams side by side are worth more than what idle sequences hold.
+    def _prefers_neighbours(self) -> bool:
+        """Adjacent busy sequences are worth more than the tokens of idle ones.
 
-        Where each sequence has cells of its own, llama.cpp decodes those together whose ids follow each other; four
-        streams of a Q8_0 model on a CPU took 14 ms together and 31 ms each by itself.
+        With per-sequence KV, llama.cpp decodes adjacent sequence ids together.  Four streams of a Q8_0 model on a CPU
+        took 14 ms together and 31 ms one by one.
         """
-        return not self.unified and len(self.entries) - len(self.idle) > 2
+        return not self.unified and len(self.allocations) - len(self.idle) > 2
 
-    def _beside_busy(self, seq_id: int) -> int:
-        near = [self.entries.get(seq_id - 1), self.entries.get(seq_id + 1)]
-        return sum([other is not None and not other.idle and other.used > 0 for other in near])
+    def _n_busy_neighbours(self, seq_id: int) -> int:
+        neighbours = [self.allocations.get(seq_id - 1), self.allocations.get(seq_id + 1)]
+        return sum([other is not None and not other.is_idle and other.n_tokens > 0 for other in neighbours])
 
-    # -- room -----------------------------------------------------------------------------------
+    # -- eviction -------------------------------------------------------------------------------
 
-    def make_room(self, cells: int, *, spare: Entry | None, sequence: bool) -> bool:
-        """Evict idle sequences, the longest idle first, until ``cells`` more can be reserved.
+    def make_room(self, cells: int, *, keep: Allocation | None, needs_sequence: bool) -> bool:
+        """Evict idle allocations, the longest idle first, until ``cells`` more can be reserved.
 
-        Nobody is evicted if that would not do, or while one of them must be saved first.
+        Evicts nothing if that would not be enough, or while one of the victims must be saved first.
 
         Args:
-            spare: this one stays.
-            sequence: an id is wanted as well.
+            keep: never evict this one.
+            needs_sequence: a free sequence id is needed as well.
+
+        Returns:
+            Whether there is room now.
         """
         missing = self.reserved + cells - self.n_cells
-        wants_id = sequence and not self._free_ids
-        able = [entry for entry in self.idle.values() if entry is not spare]
-        if self._crowds:
-            able.sort(key=lambda entry: -self._beside_busy(entry.seq_id))
+        needs_id = needs_sequence and not self._free_ids
+        candidates = [allocation for allocation in self.idle.values() if allocation is not keep]
+        if self._prefers_neighbours:
+            candidates.sort(key=lambda allocation: -self._n_busy_neighbours(allocation.seq_id))
         victims = []
-        for entry in able:
-            if missing <= 0 and not wants_id:
+        for allocation in candidates:
+            if missing <= 0 and not needs_id:
                 break
-            victims.append(entry)
-            missing -= entry.reserved
-            wants_id = False
-        if missing > 0 or wants_id:
+            victims.append(allocation)
+            missing -= allocation.reserved
+            needs_id = False
+        if missing > 0 or needs_id:
             return False
         return self._evict(victims)
 
-    def trim(self) -> None:
-        """Idle sequences hold their share at most; what is more than that by itself goes first.
+    def trim_idle(self) -> None:
+        """Evict idle allocations until they hold at most ``MAX_IDLE_FRACTION`` of the cells.
 
-        Not while nobody is served: then they slow nobody down.
+        Evicts those first that exceed the limit alone.  Does nothing while no request runs, because idle cells then
+        slow nobody down.
         """
-        if len(self.entries) == len(self.idle):
+        if len(self.allocations) == len(self.idle):
             return
-        most = IDLE_SHARE * self.n_cells
-        self._evict_each([entry for entry in self.idle.values() if entry.reserved > most])
-        excess = self.idle_cells - most
+        limit = MAX_IDLE_FRACTION * self.n_cells
+        self._evict_each([allocation for allocation in self.idle.values() if allocation.reserved > limit])
+        excess = self.idle_cells - limit
         victims = []
-        for entry in self.idle.values():
+        for allocation in self.idle.values():
             if excess <= 0:
                 break
-            victims.append(entry)
-            excess -= entry.reserved
+            victims.append(allocation)
+            excess -= allocation.reserved
         self._evict_each(victims)
 
-    def _evict(self, victims: Collection[Entry]) -> bool:
-        """All of them, or none while some must be saved."""
-        unsaved = [entry for entry in victims if entry.unsaved]
-        for entry in unsaved:
-            entry.wanted = True
+    def _evict(self, victims: Collection[Allocation]) -> bool:
+        """Evict all ``victims``, or none while some must be saved; returns whether they are gone."""
+        unsaved = [allocation for allocation in victims if allocation.needs_save]
+        for allocation in unsaved:
+            allocation.cells_wanted = True
         if not unsaved:
             self._evict_each(victims)
         return not unsaved
 
-    def _evict_each(self, victims: Collection[Entry]) -> None:
-        for entry in victims:
-            if entry.unsaved:
-                entry.wanted = True
+    def _evict_each(self, victims: Collection[Allocation]) -> None:
+        for allocation in victims:
+            if allocation.needs_save:
+                allocation.cells_wanted = True
             else:
                 self.evicted_total += 1
-                self.remove(entry)
+                self.remove(allocation)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def mark(self, entry: Entry, length: int) -> Checkpoint | None:
-        """A number for one more checkpoint of ``entry``: the longest idle has one less, or ``entry`` itself.
+    def new_checkpoint(self, allocation: Allocation, length: int) -> Checkpoint | None:
+        """Return a number for a new checkpoint of ``allocation``.
+
+        At the limit this drops a checkpoint of the longest idle allocation that has one, or else of ``allocation``.
 
         Returns:
-            ``None`` if all are busy ones'.
+            ``None`` if busy allocations hold all checkpoints.
         """
-        while len(self.marks) >= self.marks.most:
-            holder = next((other for other in [*self.idle.values(), entry] if other.points), None)
+        while len(self.checkpoint_ids) >= self.checkpoint_ids.max_checkpoints:
+            holder = next((other for other in [*self.idle.values(), allocation] if other.checkpoints), None)
             if holder is None:
                 return None
-            self.drop(holder, [least(holder.points)])
-        return self.marks.new(length)
+            self.drop_checkpoints(holder, [least_useful(holder.checkpoints)])
+        return self.checkpoint_ids.new(length)
 
-    def drop(self, entry: Entry, points: Collection[Checkpoint]) -> None:
-        """``entry`` goes back there no longer."""
-        if points:
-            entry.points = tuple([point for point in entry.points if point not in points])
-            self.edits += [Forget(mark) for mark in self.marks.drop(points)]
+    def drop_checkpoints(self, allocation: Allocation, checkpoints: Collection[Checkpoint]) -> None:
+        """Remove ``checkpoints`` from ``allocation``; the engine drops those that no other allocation has."""
+        if checkpoints:
+            allocation.checkpoints = tuple([each for each in allocation.checkpoints if each not in checkpoints])
+            self.ops += [DropCheckpoint(number) for number in self.checkpoint_ids.drop(checkpoints)]
+
+    def is_pending(self, checkpoint: Checkpoint) -> bool:
+        """Whether the engine has yet to save ``checkpoint``: no step has run since its sequence reached this length."""
+        return any(isinstance(op, SaveCheckpoint) and op.checkpoint == checkpoint.id for op in self.ops)
 
     def check_integrity(self) -> None:
-        """Everything adds up, or AssertionError."""
-        entries = self.entries
-        assert self.reserved == sum(entry.reserved for entry in entries.values()) <= self.n_cells
-        assert all(0 <= entry.used <= entry.reserved <= self.largest for entry in entries.values())
-        assert all(entry.seq_id == seq_id for seq_id, entry in entries.items())
-        assert self.idle == {seq_id: entry for seq_id, entry in entries.items() if entry.idle}
-        assert self.idle_cells == sum(entry.reserved for entry in self.idle.values())
-        assert all(entry.used == len(entry.tokens) for entry in self.idle.values())
-        assert not any(entry.private for entry in self.idle.values())
-        assert not any(entry.idle and entry.restores for entry in entries.values())
-        assert not any(entry.used for entry in entries.values() if entry.restores)
-        assert not self._free_ids & set(entries)
-        self.marks.check_integrity([entry.points for entry in entries.values()])
+        """Raise AssertionError unless all counts add up."""
+        allocations = self.allocations
+        everyone = allocations.values()
+        assert self.reserved == sum(allocation.reserved for allocation in everyone) <= self.n_cells
+        assert all(0 <= allocation.n_tokens <= allocation.reserved <= self.largest for allocation in everyone)
+        assert all(allocation.seq_id == seq_id for seq_id, allocation in allocations.items())
+        assert self.idle == {seq_id: allocation for seq_id, allocation in allocations.items() if allocation.is_idle}
+        assert self.idle_cells == sum(allocation.reserved for allocation in self.idle.values())
+        assert all(allocation.n_tokens == len(allocation.tokens) for allocation in self.idle.values())
+        assert not any(allocation.private for allocation in self.idle.values())
+        assert not any(allocation.is_idle and allocation.awaits_state for allocation in everyone)
+        assert not any(allocation.n_tokens for allocation in everyone if allocation.awaits_state)
+        assert not self._free_ids & set(allocations)
+        self.checkpoint_ids.check_integrity([allocation.checkpoints for allocation in everyone])

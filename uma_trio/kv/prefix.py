@@ -1,4 +1,4 @@
-"""How much of a prompt another list of tokens begins with."""
+"""The common prefix of two token arrays."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
+"""``[n]`` token ids."""
 
-WORTH_SHARING: Final = 16
-"""Tokens; a shorter common beginning is computed again."""
+MIN_SHARED_TOKENS: Final = 16
+"""Shorter common prefixes are computed again instead of shared."""
 
 
-def common(a: Tokens, b: Tokens) -> int:
-    """Tokens at the beginning that both have."""
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Number of leading tokens that ``a`` and ``b`` have in common."""
     n = min(len(a), len(b))
     if n == 0 or a[0] != b[0]:
         return 0
     differ = a[:n] != b[:n]
-    at = int(differ.argmax())
-    return at if differ[at] else n
+    first = int(differ.argmax())
+    return first if differ[first] else n

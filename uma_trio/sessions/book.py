@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
-from uma_trio.kv.prefix import Tokens, common
+from uma_trio.kv.prefix import Tokens, common_prefix
 from uma_trio.protocol.messages import ChatMessage, SessionInfo
 from uma_trio.store.journal_format import SessionKey, SessionRecord
 
@@ -187,6 +187,6 @@ class Book:
     def needs(self, tokens: Tokens, *, tenant: int) -> bool:
         """Whether some session of ``tenant`` begins with ``tokens``."""
         return any(
-            session.tenant == tenant and common(session.tokens, tokens) == len(tokens)
+            session.tenant == tenant and common_prefix(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )

@@ -13,7 +13,7 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.errors import BadRequest
-from uma_trio.kv.prefix import Tokens, common
+from uma_trio.kv.prefix import Tokens, common_prefix
 from uma_trio.models.prompt import Before, Prompt, PromptMaker
 from uma_trio.protocol.messages import (
     ChatMessage,
@@ -193,7 +193,9 @@ class Sessions:
         session = turn.session
         before, said = session.tokens, self._said(turn, job)
         session.tokens = np.concatenate([job.prompt.tokens, said])
-        if common(before, session.tokens) < len(before):  # a chat was rendered differently, or something was dropped
+        if common_prefix(before, session.tokens) < len(
+            before
+        ):  # a chat was rendered differently, or something was dropped
             self._forget(before, session.tenant)
         if turn.request.messages is not None:
             answer = ChatMessage(role="assistant", content=turn.text)
@@ -269,7 +271,7 @@ class Sessions:
         """Close sessions that are too old or too many and mend the journal, until cancelled; first what is left of
         sessions that are gone."""
         if self._recalled:
-            self._runner.states.keep(lambda state: self._book.needs(state.tokens, tenant=state.tenant))
+            self._runner.states.keep(lambda state: self._book.needs(state.tokens, tenant=int(state.principal)))
         while True:
             while outdated := self._book.outdated(self._clock()):  # asked anew: closing one takes time
                 session = outdated[0]

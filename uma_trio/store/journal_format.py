@@ -22,7 +22,7 @@ import attrs
 import msgspec
 from msgspec import Meta
 
-from uma_trio.kv.prefix import common
+from uma_trio.kv.prefix import common_prefix
 from uma_trio.protocol.messages import ChatMessage
 from uma_trio.store import tokens as token_list
 from uma_trio.store.tokens import MAX_TOKENS, TOKEN_BYTES, Tokens
@@ -226,7 +226,7 @@ def record_of(session: SessionRecord, before: SessionRecord | None = None) -> Re
     """
     keep = keep_messages = 0
     if before is not None:
-        keep = common(before.tokens, session.tokens)
+        keep = common_prefix(before.tokens, session.tokens)
         pairs = zip(before.messages, session.messages, strict=False)
         keep_messages = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     if not math.isfinite(session.used_at):

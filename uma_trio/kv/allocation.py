@@ -1,0 +1,82 @@
+"""One sequence of the KV cache and its reserved cells."""
+
+from __future__ import annotations
+
+import attrs
+
+from uma_trio.kv.checkpoints import Checkpoints
+from uma_trio.kv.prefix import Tokens
+
+
+@attrs.define(eq=False)
+class Allocation:
+    """One sequence id with its reserved cells.
+
+    An allocation is busy while its request runs, and idle while the cache keeps the tokens for later requests.  It is
+    the handle that callers pass to ``KvCache``.
+    """
+
+    principal: str
+    """Owner; only the owner's requests share the tokens."""
+    rank: int
+    """Scheduling class, 0 first.  A request never waits for an allocation of a higher rank."""
+    tokens: Tokens
+    """The prompt while busy; all tokens that the cache holds while idle."""
+    reserved: int
+    """Cells."""
+    private: bool
+    """Never shared, and not kept after the request."""
+    durable: bool = False
+    """Must be saved before its cells are reused."""
+    truncation_floor: int = 0
+    """Shortest length to which the tokens can be truncated, other than 0, if the memory can be truncated at all."""
+    is_idle: bool = False
+    idle_since: float = 0.0
+    """Time at which the request ended, on the caller's clock."""
+    save_settled: bool = False
+    """The tokens have been saved, or saving was given up."""
+    cells_wanted: bool = False
+    """A request waits for these cells."""
+    is_forgotten: bool = False
+    """Nothing may be kept of it, not even a state that is being saved right now."""
+    awaits_state: bool = False
+    """Waits for a saved state to be loaded."""
+    leader: Allocation | None = None
+    """Waits for this allocation to compute the shared prefix."""
+    n_awaited: int = 0
+    """Length of the prefix that it waits for."""
+    checkpoints: Checkpoints = ()
+    """Lengths to which it can be truncated, in memories that need checkpoints."""
+    pauses: tuple[int, ...] = ()
+    """Prompt lengths at which prefill pauses to save a checkpoint; ascending."""
+    seq_id: int = -1
+    _n_tokens: int = attrs.field(default=0, init=False)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that the KV cache holds for this sequence."""
+        return self._n_tokens
+
+    def resize(self, n_tokens: int) -> None:
+        """Set ``n_tokens``.
+
+        Raises:
+            AssertionError: ``n_tokens`` is negative or exceeds the reserved cells.
+        """
+        if not 0 <= n_tokens <= self.reserved:
+            raise AssertionError(f"sequence {self.seq_id} cannot hold {n_tokens} of {self.reserved} reserved cells")
+        self._n_tokens = n_tokens
+
+    @property
+    def needs_save(self) -> bool:
+        """It must be saved before its cells can be reused."""
+        return self.durable and not self.save_settled
+
+    def waits_for(self, other: Allocation) -> bool:
+        """Whether ``other`` is this allocation, its leader, its leader's leader, and so on."""
+        current: Allocation | None = self
+        while current is not None:
+            if current is other:
+                return True
+            current = current.leader
+        return False
