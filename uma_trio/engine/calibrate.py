@@ -10,7 +10,7 @@ import numpy as np
 
 from uma_trio.engine.records import Draw, Engine, Feed, Remove, Step, StepResult
 from uma_trio.sampling import SamplingParams
-from uma_trio.scheduling.cost import CostModel, Widths, Work
+from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
 
 BUDGET_S: Final = 0.5
 """For each of the two parts; after so long no further step is begun: a rough guess of a large model is better than
@@ -52,7 +52,7 @@ def calibrate(engine: Engine, *, known: CostModel | None = None, budget_s: float
     trial.forget()
     ms = _widths(trial, budget_s)
     trial.forget()
-    return CostModel(cost.alone, cost.mixed, Widths(ms + cost.widths.ms[len(ms) :]))
+    return CostModel(cost.decode_only, cost.mixed, DecodeCallTimes(ms + cost.call_times.ms[len(ms) :]))
 
 
 def _widths(trial: _Trial, budget_s: float) -> tuple[float, ...]:

@@ -58,18 +58,18 @@ class Book:
         work = flight.plan.work
         moved = bytes_moved(
             self._weight,
-            calls=work.calls,
-            tokens=work.decodes + work.prompt_tokens,
+            calls=work.n_calls,
+            tokens=work.decode_rows + work.prefill_tokens,
             outputs=len(result.tokens),
-            context_read=work.context_tokens + work.prompt_tokens * work.prompt_context,
+            context_read=work.context_tokens + work.prefill_tokens * work.mean_prefill_context,
         )
         telemetry, new = self.telemetry, sum([len(delivery.tokens) for delivery in landed.deliveries])
         drafted = sum(flight.plan.drafts)
         accepted = sum([len(delivery.tokens) - 1 for delivery in landed.deliveries if delivery.tokens])
         telemetry.tick(
             n_rows=len(flight.jobs),
-            n_prompt_tokens=work.prompt_tokens,
-            n_calls=work.calls,
+            n_prompt_tokens=work.prefill_tokens,
+            n_calls=work.n_calls,
             n_tokens=new,
             decode_ms=result.decode_ms,
             sample_ms=result.sample_ms,
@@ -99,12 +99,12 @@ class Book:
         could = (self.telemetry.bytes_per_s or 0.0) * landed.took_ms / 1e3
         return TickRecord(
             t_s=landed.flight.pending.began_s,
-            seq_ids=[slot.seq_id for slot in chosen.streams],
-            prompts=[(share.seq_id, share.n_tokens) for share in chosen.shares],
+            seq_ids=[view.seq_id for view in chosen.decodes],
+            prompts=[(chunk.seq_id, chunk.n_tokens) for chunk in chosen.chunks],
             tokens=new,
             context_tokens=chosen.work.context_tokens,
-            prompt_context=chosen.work.prompt_context,
-            n_decodes=chosen.work.calls,
+            prompt_context=chosen.work.mean_prefill_context,
+            n_decodes=chosen.work.n_calls,
             drafted=drafted,
             accepted=accepted,
             predicted_ms=chosen.predicted_ms,
@@ -120,10 +120,10 @@ class Book:
         chosen, work, result = landed.flight.plan, landed.flight.plan.work, landed.result
         log.debug(
             "tick",
-            streams=len(chosen.streams),
-            rows=work.decodes,
-            calls=work.calls,
-            prompt_tokens=work.prompt_tokens,
+            streams=len(chosen.decodes),
+            rows=work.decode_rows,
+            calls=work.n_calls,
+            prompt_tokens=work.prefill_tokens,
             context_tokens=work.context_tokens,
             predicted_ms=round(chosen.predicted_ms, 3),
             decode_ms=round(result.decode_ms, 3),

@@ -23,7 +23,7 @@ from uma_trio.scheduling.policy import Plan
 def goes_on(flight: Flight) -> bool:
     """Whether the next step can be of the same streams, with one token each, as far as can be said now."""
     jobs, chosen = flight.jobs, flight.plan
-    if chosen.shares or chosen.drafts or not jobs:
+    if chosen.chunks or chosen.drafts or not jobs:
         return False
     if any(job.state is State.DONE or len(job.tokens) + 1 >= job.max_tokens for job in jobs):
         return False  # the last of these tokens is under way
@@ -81,7 +81,7 @@ class Chained:
             if past is not None:  # it ends with what has just been sampled
                 past.tokens[-1] = token
         feeds = iter(self._feeds)
-        return self._step(Step((), [[next(feeds) for _ in range(width)] for width in self._plan.widths]))
+        return self._step(Step((), [[next(feeds) for _ in range(width)] for width in self._plan.call_widths]))
 
     @property
     def is_decided(self) -> bool:

@@ -114,22 +114,22 @@ def launch(
     jobs: list[Job] = []
     drawing: list[tuple[Job, int]] = []
     batches: list[list[Feed]] = []
-    slots = iter(zip(chosen.streams, chosen.drafts or repeat(0)))  # noqa: B905  (the second has no end)
-    for width in chosen.widths:
+    views = iter(zip(chosen.decodes, chosen.drafts or repeat(0)))  # noqa: B905  (the second has no end)
+    for width in chosen.call_widths:
         feeds = []
         for _ in range(width):
-            slot, guesses = next(slots)
-            job = running[slot.seq_id]
+            view, guesses = next(views)
+            job = running[view.seq_id]
             feeds.append(job.token_feed(guesses))
             jobs.append(job)
             drawing.append((job, 1 + guesses))
         if feeds:
             batches.append(feeds)
-    if chosen.prompts_apart or not batches:
+    if chosen.prefill_separately or not batches:
         batches.append([])
-    for share in chosen.shares:
-        job = running[share.seq_id]
-        feed = job.prompt_feed(share.n_tokens)
+    for chunk in chosen.chunks:
+        job = running[chunk.seq_id]
+        feed = job.prompt_feed(chunk.n_tokens)
         batches[-1].append(feed)
         jobs.append(job)
         if feed.draws:

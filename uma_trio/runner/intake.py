@@ -13,10 +13,10 @@ from uma_trio.engine.records import ModelFacts
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate, Slo
 from uma_trio.runner.admission import check_token_ids, fitted, tokens_to_generate
-from uma_trio.runner.job import Job, Sink
+from uma_trio.runner.job import Job, Sink, Slot
 from uma_trio.runner.wishes import answers, logit_edits, sampling_params
 from uma_trio.sampling import Transcript, penalises
-from uma_trio.scheduling.policy import Priority, Slot
+from uma_trio.scheduling.view import Priority
 
 
 @attrs.frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from uma_trio.engine.records import Draw, Feed, TokenIds
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Eos, Generate, Logprobs, Reason, ServerEvent, Timings, Usage
 from uma_trio.sampling import Bias, Lookup, SamplingParams, TextAssembler, Transcript
-from uma_trio.scheduling.policy import Slot
+from uma_trio.scheduling.view import Priority, SequenceView
 
 EWMA_WEIGHT = 0.2
 
@@ -28,6 +29,33 @@ class Sink(Protocol):
     @property
     def has_room(self) -> bool:
         """Whether the job may go on; the sink wakes the runner when this turns true again."""
+
+
+@attrs.define(eq=False)
+class Slot:
+    """Mutable source of the immutable ``SequenceView`` that the scheduler gets.  Field meanings are the same."""
+
+    seq_id: int
+    pending: int = 1
+    context: int = 0
+    due_s: float = math.inf
+    priority: Priority = Priority.NORMAL
+    tenant: int = 0
+    """User id; its digits are the name of the principal."""
+    drafts: int = 0
+    hits: float = 0.0
+
+    def view(self) -> SequenceView:
+        return SequenceView(
+            self.seq_id,
+            self.pending,
+            self.context,
+            self.due_s,
+            self.priority,
+            str(self.tenant),
+            n_drafts=self.drafts,
+            acceptance_rate=self.hits,
+        )
 
 
 class State(enum.Enum):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
+from uma_trio.runner.job import Slot
 from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.policy import Slot
 
 Way: TypeAlias = Literal["save", "load", "read"]
 """Of a state's bytes: out of the engine, into it, and from the disk, verified."""
@@ -60,5 +60,5 @@ class Pace:
     def worth_loading(self, n_tokens: int, n_bytes: int) -> bool:
         """Whether reading, verifying and loading a state is predicted to be faster than computing ``n_tokens`` of it."""
         chunk = min(n_tokens, self._n_batch)
-        compute_ms = self.cost.predict(Work(chunk, 0, 0, prompt_context=n_tokens / 2)) * n_tokens / chunk
+        compute_ms = self.cost.predict(Work(chunk, 0, 0, mean_prefill_context=n_tokens / 2)) * n_tokens / chunk
         return OVERHEAD_MS + self.copy_ms("read", n_bytes) + self.copy_ms("load", n_bytes) < compute_ms

@@ -279,12 +279,12 @@ class Runner:
         chosen = self._planner.plan(streams, prompts, copy_ms)
         self._planner.accepted(chosen)
         jobs = dict(self._sequences.jobs)  # as the plan calls them
-        for share in chosen.shares:
-            self._sequences.settle(jobs[share.seq_id])
+        for chunk in chosen.chunks:
+            self._sequences.settle(jobs[chunk.seq_id])
         edits = self.cache.take_edits()
         if transfer is not None:
             edits = (*edits, transfer.edit)
-        if not chosen.streams and not chosen.shares and not edits:
+        if not chosen.decodes and not chosen.chunks and not edits:
             return None
         flight = launch(chosen, jobs, edits, self._endings.take_freed(), self._submit, transfer)
         time.sleep(0)  # lets go of the GIL, or the step would begin after the delivery that is to overlap it
@@ -300,7 +300,7 @@ class Runner:
         if not goes_on(flight):
             return
         after = self._planner.plan([job.slot for job in jobs])
-        if len(after.streams) == len(jobs) and not after.drafts:
+        if len(after.decodes) == len(jobs) and not after.drafts:
             self._chained = Chained(after, jobs, flight.pending, self._engine.step, self._thread.submit)
 
     def _begun(self) -> Flight | None:
@@ -310,7 +310,7 @@ class Runner:
             return None
         flight = chained.begun()
         self.telemetry.chained_total += 1
-        self._planner.decoded(flight.plan.streams)
+        self._planner.decoded(flight.plan.decodes)
         for job in flight.jobs:
             if job.state is not State.DONE:
                 self.cache.use(job.seq_id, job.n_fed)

@@ -6,10 +6,9 @@ import trio
 
 from uma_trio.engine.records import ModelFacts
 from uma_trio.kv.cache import KvCache
-from uma_trio.runner.job import Job, State
+from uma_trio.runner.job import Job, Slot, State
 from uma_trio.runner.pace import Pace
 from uma_trio.runner.spiller import Spiller
-from uma_trio.scheduling.policy import Slot
 from uma_trio.telemetry import Telemetry
 
 

@@ -14,8 +14,8 @@ from uma_trio.kv.checkpoints import Checkpoints
 from uma_trio.kv.entry import Entry
 from uma_trio.kv.saving import Saving
 from uma_trio.kv.shelf import Saved
+from uma_trio.runner.job import Slot
 from uma_trio.runner.pace import Pace
-from uma_trio.scheduling.policy import Slot
 from uma_trio.telemetry.meters import SpillMeters
 
 PATIENCE_S: Final = 0.25

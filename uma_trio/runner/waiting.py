@@ -73,7 +73,7 @@ class Queue:
         """
         while self._jobs:
             now = trio.current_time()
-            job = min(self._jobs, key=lambda job: fairness.rank(job.slot, now - job.arrived_at, service))
+            job = min(self._jobs, key=lambda job: fairness.rank(job.slot.view(), now - job.arrived_at, service))
             if self._blocked == (job, self._cache.changes):
                 return
             if not self._sequences.place(job):
