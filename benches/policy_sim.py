@@ -1,17 +1,18 @@
-"""What the policy does beyond what one machine can run: thousands of streams on simulated devices.
+"""Runs the scheduler with thousands of streams on simulated devices.
 
     python benches/policy_sim.py
     python benches/policy_sim.py --device gpu --requests 2000 --load 0.7 --target-tbt-ms 50
     python benches/policy_sim.py --device wide --load 20 --csv policy.csv
 
-The plans are made by the daemon's own ``plan()``, from a cost model that learns as it does there; only the
-device is simulated, and so is the clock: a tick takes what the device's formula says, give or take some noise.
-Requests arrive at random (Poisson).  Beside it, on the same arrivals, the policy that most servers have: a
-token for each stream, then prompts in the order of their slots until the batch is full.
+The plans come from the daemon's own ``plan()`` with a cost model that learns online.  Only the device and the clock are
+simulated: the time of a tick follows the formula of the device, with noise.  Requests arrive at random (Poisson).
 
-Exit code 1: with our policy somebody starved.  That is: a stream was left out of a tick (a background one out
-of more than four in a row), an admitted prompt did not advance within the ticks that docs/ARCHITECTURE.md
-states, or a request never ended.
+For comparison, the same arrivals run under the policy of most servers: a token for each stream, then prompts in the
+order of their sequence ids until the batch is full.
+
+The exit code is 1 if anything starved under the daemon's policy: a stream was left out of a tick (a background stream
+out of more than four in a row), an admitted prompt did not advance within the bound in docs/ARCHITECTURE.md, or a
+request never finished.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from report import cell, quantiles, table
 from uma_trio.config import Scheduling
 from uma_trio.demo.recording import percentile
 from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.fairness import LOWER_CLASS_WAITS, ROUND
-from uma_trio.scheduling.policy import BACKGROUND_SITS_OUT, Memory, Plan, Priority, Share, Slot, plan
+from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD
+from uma_trio.scheduling.policy import MAX_BACKGROUND_SKIPS, Plan, PolicyState, PrefillChunk, plan
+from uma_trio.scheduling.view import Priority, SequenceView
 
 HOST_MS = 0.3
-"""Between two ticks: what a daemon on the CPU needs around one."""
+"""Time between two ticks that the daemon spends on the CPU."""
 
-TENANTS = 8
+PRINCIPALS = 8
 
 
 @attrs.frozen
 class Device:
-    """What a tick takes, in ms.  The figures are fitted to what was measured on the devices that they are named after."""
+    """Milliseconds of a tick by its work.  The coefficients are fitted to measurements on real devices."""
 
     name: str
     a: float
@@ -54,17 +56,17 @@ class Device:
     d: float
     e: float
     step: float
-    """More with any prompt token: other kernels."""
+    """Added if the tick has prefill, which runs other kernels."""
     parallel: int
     n_batch: int
 
     def ms(self, work: Work) -> float:
-        linear = self.a + self.b * work.prompt_tokens + self.c * work.decodes + self.d * work.context_tokens
-        read = work.prompt_tokens * (work.prompt_context + work.prompt_tokens / 2)
-        return linear + self.e * read + (self.step if work.prompt_tokens else 0.0)
+        linear = self.a + self.b * work.prefill_tokens + self.c * work.decode_rows + self.d * work.context_tokens
+        attention = work.prefill_tokens * (work.mean_prefill_context + work.prefill_tokens / 2)
+        return linear + self.e * attention + (self.step if work.prefill_tokens else 0.0)
 
     def request_ms(self, prompt: float, tokens: float) -> float:
-        """Of a request's share in full ticks, about: one over it is the capacity in requests per ms."""
+        """Approximate share of a request in full ticks, in ms.  Its inverse is the capacity in requests per ms."""
         full = self.ms(Work(0, self.parallel, int(self.parallel * (prompt + tokens / 2)))) + HOST_MS
         chunks = prompt / self.n_batch
         return tokens * full / self.parallel + self.b * prompt + self.e * prompt * prompt / 2 + chunks * self.step
@@ -75,8 +77,8 @@ DEVICES = {
     "gpu": Device("gpu", 4.6, 0.087, 0.17, 0.00004, 0.0000021, 9.0, 256, 2048),
     "wide": Device("wide", 5.0, 0.004, 0.005, 0.000001, 0.0000001, 2.0, 10_000, 16_384),
 }
-"""cpu: one thread, 125M parameters at 8 bits.  gpu: an H200, 7B at 8 bits, as many sequences as llama.cpp has.
-wide: what does not exist: ten thousand sequences at once."""
+"""cpu: one thread, 125M parameters at 8 bits.  gpu: an H200, 7B at 8 bits, with llama.cpp's limit of 256 sequences.
+wide: a device that does not exist, with ten thousand sequences at once."""
 
 REQUESTS = {"cpu": 400, "gpu": 10_000, "wide": 10_000}
 
@@ -85,56 +87,64 @@ SIZES = {
     Priority.NORMAL: (0.4, 600, 150),
     Priority.BACKGROUND: (0.1, 3000, 100),
 }
-"""Share of the requests, mean prompt, mean tokens to generate."""
+"""Share of all requests, mean prompt tokens, mean generated tokens."""
 
 
 @attrs.define(eq=False)
 class Request:
-    """One, and what became of it."""
+    """One request, and its course."""
 
-    slot: Slot
-    to_generate: int
+    n_pending: int
+    """Prompt tokens that are left; 1 while decoding."""
+    n_to_generate: int
     arrived_s: float
     target_s: float
-    admitted_tick: int = 0
+    """Target for the time between tokens."""
+    priority: Priority
+    principal: str
+    seq_id: int = -1
+    n_context: int = 0
+    due_s: float = math.inf
     advanced_tick: int = 0
-    admitted_s: float = math.nan
     last_token_s: float = math.nan
     ttft_ms: float = math.nan
-    done: bool = False
+    is_done: bool = False
+
+    def view(self) -> SequenceView:
+        return SequenceView(self.seq_id, self.n_pending, self.n_context, self.due_s, self.priority, self.principal)
 
 
 def arrivals(device: Device, n: int, load: float, limits: Scheduling, seed: int) -> list[Request]:
-    """``n`` requests at ``load`` times what the device can serve."""
-    chance = random.Random(seed)
-    apiece = sum(share * device.request_ms(prompt, tokens) for share, prompt, tokens in SIZES.values())
-    classes, weights = list(SIZES), [share for share, _, _ in SIZES.values()]
-    tenants = [1 / (rank + 1) for rank in range(TENANTS)]
+    """``n`` requests at ``load`` times the rate that the device can serve."""
+    rng = random.Random(seed)
+    mean_ms = sum(share * device.request_ms(prompt, tokens) for share, prompt, tokens in SIZES.values())
+    classes, shares = list(SIZES), [share for share, _, _ in SIZES.values()]
+    activity = [1 / (rank + 1) for rank in range(PRINCIPALS)]
     now, found = 0.0, []
     for _ in range(n):
-        now += chance.expovariate(load / apiece) / 1e3
-        [priority] = chance.choices(classes, weights)
-        [tenant] = chance.choices(range(TENANTS), tenants)
+        now += rng.expovariate(load / mean_ms) / 1e3
+        [priority] = rng.choices(classes, shares)
+        [principal] = rng.choices(range(PRINCIPALS), activity)
         _, prompt, tokens = SIZES[priority]
-        target = limits.background_tbt_ms if priority is Priority.BACKGROUND else limits.target_tbt_ms
-        slot = Slot(-1, _about(chance, prompt), priority=priority, tenant=tenant)
-        found.append(Request(slot, _about(chance, tokens), now, target / 1e3))
+        target_ms = limits.background_tbt_ms if priority is Priority.BACKGROUND else limits.target_tbt_ms
+        n_prompt, n_tokens = _random_size(rng, prompt), _random_size(rng, tokens)
+        found.append(Request(n_prompt, n_tokens, now, target_ms / 1e3, priority, str(principal)))
     return found
 
 
-def _about(chance: random.Random, mean: float) -> int:
-    return max(2, round(mean * chance.lognormvariate(-0.32, 0.8)))
+def _random_size(rng: random.Random, mean: float) -> int:
+    return max(2, round(mean * rng.lognormvariate(-0.32, 0.8)))
 
 
-class Ours:
+class UmaTrio:
     """The daemon's policy."""
 
     name = "uma-trio"
 
     def __init__(self, device: Device, limits: Scheduling) -> None:
-        self._device, self._limits, self._memory = device, limits, Memory()
-        self._queues: dict[tuple[Priority, int], deque[Request]] = {}
-        self._here: Counter[int] = Counter()
+        self._device, self._limits, self._state = device, limits, PolicyState()
+        self._queues: dict[tuple[Priority, str], deque[Request]] = {}
+        self._active: Counter[str] = Counter()
         self.cost = CostModel()
         for work in (
             Work(64, 0, 0),
@@ -147,42 +157,42 @@ class Ours:
             self.cost = self.cost.observed(work, device.ms(work))
 
     def queue(self, request: Request) -> None:
-        self._here[request.slot.tenant] += 1
-        self._queues.setdefault((request.slot.priority, request.slot.tenant), deque()).append(request)
+        self._active[request.principal] += 1
+        self._queues.setdefault((request.priority, request.principal), deque()).append(request)
 
     def next(self) -> Request | None:
-        """By class, then by least-served tenant, then by arrival."""
+        """The next request to admit: by priority, then by least-served principal, then by arrival."""
         waiting = [key for key, queue in self._queues.items() if queue]
         if not waiting:
             return None
-        key = min(waiting, key=lambda key: (key[0], self._memory.service.of(key[1]), self._queues[key][0].arrived_s))
+        counter = self._state.service.counter
+        key = min(waiting, key=lambda key: (key[0], counter(key[1]), self._queues[key][0].arrived_s))
         return self._queues[key].popleft()
 
-    def plan(self, streams: list[Slot], prompts: list[Slot], now_s: float) -> Plan:
+    def plan(self, decodes: list[SequenceView], prefills: list[SequenceView], now_s: float) -> Plan:
         chosen = plan(
-            streams,
-            prompts,
-            self._memory,
+            decodes,
+            prefills,
+            self._state,
             now_s=now_s,
             cost=self.cost,
-            capacity=self._device.n_batch,
+            max_tokens=self._device.n_batch,
             limits=self._limits,
         )
-        self._memory = chosen.memory
+        self._state = chosen.state
         return chosen
 
-    def took(self, work: Work, ms: float) -> None:
+    def observe(self, work: Work, ms: float) -> None:
         self.cost = self.cost.observed(work, ms)
 
-    def ended(self, request: Request) -> None:
-        tenant = request.slot.tenant
-        self._here[tenant] -= 1
-        if not self._here[tenant]:
-            self._memory = self._memory.without(tenant)
+    def finish(self, request: Request) -> None:
+        self._active[request.principal] -= 1
+        if not self._active[request.principal]:
+            self._state = self._state.without(request.principal)
 
 
-class Filling:
-    """A token for each stream, then prompts in the order of their slots until the batch is full."""
+class FillBatch:
+    """A token for each stream, then prompts in the order of their sequence ids until the batch is full."""
 
     name = "fill the batch"
 
@@ -196,164 +206,163 @@ class Filling:
     def next(self) -> Request | None:
         return self._queue.popleft() if self._queue else None
 
-    def plan(self, streams: list[Slot], prompts: list[Slot], now_s: float) -> Plan:
-        left = self._n_batch - len(streams)
-        shares, read = [], 0
-        for slot in sorted(prompts, key=lambda slot: slot.seq_id):
-            n = min(left, slot.pending)
+    def plan(self, decodes: list[SequenceView], prefills: list[SequenceView], now_s: float) -> Plan:
+        left = self._n_batch - len(decodes)
+        chunks, before = [], 0
+        for view in sorted(prefills, key=lambda view: view.seq_id):
+            n = min(left, view.n_pending)
             if n <= 0:
                 break
-            shares.append(Share(slot.seq_id, n, n == slot.pending))
-            read += n * slot.context
+            chunks.append(PrefillChunk(view.seq_id, n, n == view.n_pending))
+            before += n * view.n_context
             left -= n
-        n_prompt = sum(share.n_tokens for share in shares)
-        context = sum(slot.context for slot in streams)
-        work = Work(n_prompt, len(streams), context, read / max(1, n_prompt))
-        return Plan(streams, tuple(shares), Memory(), work, 0.0, (len(streams),))
+        n_prefill = sum(chunk.n_tokens for chunk in chunks)
+        context = sum(view.n_context for view in decodes)
+        work = Work(n_prefill, len(decodes), context, before / max(1, n_prefill))
+        return Plan(decodes, tuple(chunks), PolicyState(), work, 0.0, (len(decodes),))
 
-    def took(self, work: Work, ms: float) -> None:
+    def observe(self, work: Work, ms: float) -> None:
         pass
 
-    def ended(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
         pass
 
 
 @attrs.define
 class Outcome:
-    """What was measured."""
+    """Results of one simulation."""
 
     policy: str
     requests: list[Request]
     itl_ms: dict[Priority, list[float]] = attrs.field(factory=lambda: {priority: [] for priority in Priority})
     plan_ms: list[float] = attrs.field(factory=list)
-    """Processor time, as this machine may do other things meanwhile."""
+    """Processor time of ``plan()``, since this machine can be busy with other things."""
     tick_ms: list[float] = attrs.field(factory=list)
     errors: list[float] = attrs.field(factory=list)
     ticks: int = 0
     wall_s: float = 0.0
     tokens: int = 0
-    prompt_tokens: int = 0
+    prefill_tokens: int = 0
     most_streams: int = 0
     most_waiting: int = 0
-    prompt_waited: int = 0
-    """Ticks until an admitted prompt advanced, the longest."""
+    prefill_waited: int = 0
+    """Most ticks until an admitted prompt advanced."""
     stream_waited: int = 0
     background_waited: int = 0
-    sequences: dict[tuple[Priority, int], set[int]] = attrs.field(factory=lambda: defaultdict(set))
-    """On which each class of each tenant had prompts."""
+    sequences: dict[tuple[Priority, str], set[int]] = attrs.field(factory=lambda: defaultdict(set))
+    """Sequence ids on which each group had prompts."""
     most_groups: int = 0
-    """Classes of tenants with prompts at once."""
+    """Most groups with prompts at the same time."""
 
     def bound(self) -> int:
-        """Ticks within which an admitted prompt advances, as docs/ARCHITECTURE.md states."""
-        served = LOWER_CLASS_WAITS + self.most_groups if self.most_groups > 1 else 1
-        return 2 * ROUND * max(map(len, self.sequences.values()), default=1) * served
+        """Ticks within which an admitted prompt advances; see docs/ARCHITECTURE.md."""
+        divisions = MAX_SKIPPED_TICKS + self.most_groups if self.most_groups > 1 else 1
+        return 2 * ROTATION_PERIOD * max(map(len, self.sequences.values()), default=1) * divisions
 
     def starved(self) -> list[str]:
-        """Why somebody did, if so."""
+        """What starved, in words; empty if nothing did."""
         found = []
-        if not all(request.done for request in self.requests):
-            found.append(f"{sum(not request.done for request in self.requests)} requests never ended")
-        if self.prompt_waited > self.bound():
-            found.append(f"a prompt waited for {self.prompt_waited} ticks")
+        if not all(request.is_done for request in self.requests):
+            found.append(f"{sum(not request.is_done for request in self.requests)} requests never finished")
+        if self.prefill_waited > self.bound():
+            found.append(f"a prompt waited for {self.prefill_waited} ticks")
         if self.stream_waited > 1:
             found.append(f"a stream waited for {self.stream_waited} ticks")
-        if self.background_waited > BACKGROUND_SITS_OUT + 1:
+        if self.background_waited > MAX_BACKGROUND_SKIPS + 1:
             found.append(f"a background stream waited for {self.background_waited} ticks")
         return found
 
 
 def simulate(
     device: Device,
-    policy: Ours | Filling,
+    policy: UmaTrio | FillBatch,
     requests: list[Request],
     *,
     noise: float,
     seed: int,
-    watch: Callable[[int], None],
+    on_finished: Callable[[int], None],
 ) -> Outcome:
-    """Serve ``requests`` to their ends."""
-    chance = random.Random(seed)
+    """Serve ``requests`` until all have finished."""
+    rng = random.Random(seed)
     outcome = Outcome(policy.name, requests)
     coming = deque(requests)
-    waiting, ended, now, free = 0, 0, 0.0, list(range(device.parallel - 1, -1, -1))
-    held: dict[int, Request] = {}
+    n_waiting, n_finished, now, free = 0, 0, 0.0, list(range(device.parallel - 1, -1, -1))
+    running: dict[int, Request] = {}
     decoding: set[int] = set()
-    while coming or waiting or held:
-        if not held and not waiting:
+    while coming or n_waiting or running:
+        if not running and not n_waiting:
             now = max(now, coming[0].arrived_s)
         while coming and coming[0].arrived_s <= now:
             policy.queue(coming.popleft())
-            waiting += 1
-        outcome.most_waiting = max(outcome.most_waiting, waiting)
-        while free and waiting:
+            n_waiting += 1
+        outcome.most_waiting = max(outcome.most_waiting, n_waiting)
+        while free and n_waiting:
             request = policy.next()
             assert request is not None
-            waiting -= 1
-            seq_id = request.slot.seq_id = free.pop()
-            held[seq_id] = request
-            request.admitted_s, request.advanced_tick = now, outcome.ticks
-            request.slot.due_s = request.arrived_s  # and as much later as the target, which is the same for all
-        streams = [held[seq_id].slot for seq_id in held if seq_id in decoding]
-        prompts = [request.slot for seq_id, request in held.items() if seq_id not in decoding]
-        outcome.most_groups = max(outcome.most_groups, len({(slot.priority, slot.tenant) for slot in prompts}))
-        for slot in prompts:
-            outcome.sequences[slot.priority, slot.tenant].add(slot.seq_id)
-        outcome.most_streams = max(outcome.most_streams, len(streams))
+            n_waiting -= 1
+            request.seq_id = free.pop()
+            running[request.seq_id] = request
+            request.advanced_tick = outcome.ticks
+            request.due_s = request.arrived_s  # the TTFT target would add the same to all
+        decodes = [request.view() for seq_id, request in running.items() if seq_id in decoding]
+        prefills = [request.view() for seq_id, request in running.items() if seq_id not in decoding]
+        outcome.most_groups = max(outcome.most_groups, len({(view.priority, view.principal) for view in prefills}))
+        for view in prefills:
+            outcome.sequences[view.priority, view.principal].add(view.seq_id)
+        outcome.most_streams = max(outcome.most_streams, len(decodes))
         began = time.thread_time()
-        chosen = policy.plan(streams, prompts, now)
+        chosen = policy.plan(decodes, prefills, now)
         outcome.plan_ms.append(1e3 * (time.thread_time() - began))
-        exact_ms = device.ms(chosen.work)
-        took_ms = exact_ms * max(0.2, 1 + chance.gauss(0, noise))
-        policy.took(chosen.work, took_ms)
-        if chosen.work.prompt_tokens and chosen.predicted_ms:
-            outcome.errors.append(abs(chosen.predicted_ms - took_ms) / took_ms)
-        now += (took_ms + HOST_MS) / 1e3
+        if not chosen.decodes and not chosen.chunks:
+            raise AssertionError("an empty plan although sequences are ready")
+        tick_ms = device.ms(chosen.work) * max(0.2, 1 + rng.gauss(0, noise))
+        policy.observe(chosen.work, tick_ms)
+        if chosen.work.prefill_tokens and chosen.predicted_ms:
+            outcome.errors.append(abs(chosen.predicted_ms - tick_ms) / tick_ms)
+        now += (tick_ms + HOST_MS) / 1e3
         outcome.ticks += 1
-        outcome.tick_ms.append(took_ms)
-        outcome.prompt_tokens += chosen.work.prompt_tokens
-        for seq_id, n, sampled in _fed(chosen):
-            request = held[seq_id]
-            slot = request.slot
+        outcome.tick_ms.append(tick_ms)
+        outcome.prefill_tokens += chosen.work.prefill_tokens
+        for seq_id, n, is_sampled in _rows(chosen):
+            request = running[seq_id]
             waited = outcome.ticks - request.advanced_tick
             request.advanced_tick = outcome.ticks
-            slot.context += n
+            request.n_context += n
             if seq_id not in decoding:
-                outcome.prompt_waited = max(outcome.prompt_waited, waited)
-            elif slot.priority is Priority.BACKGROUND:
+                outcome.prefill_waited = max(outcome.prefill_waited, waited)
+            elif request.priority is Priority.BACKGROUND:
                 outcome.background_waited = max(outcome.background_waited, waited)
             else:
                 outcome.stream_waited = max(outcome.stream_waited, waited)
-            if not sampled:
-                slot.pending -= n
+            if not is_sampled:
+                request.n_pending -= n
                 continue
             outcome.tokens += 1
             if seq_id in decoding:
-                outcome.itl_ms[slot.priority].append(1e3 * (now - request.last_token_s))
+                outcome.itl_ms[request.priority].append(1e3 * (now - request.last_token_s))
             else:
                 decoding.add(seq_id)
-                slot.pending = 1
+                request.n_pending = 1
                 request.ttft_ms = 1e3 * (now - request.arrived_s)
-            request.last_token_s, slot.due_s = now, now + request.target_s
-            request.to_generate -= 1
-            if not request.to_generate:
-                request.done = True
-                del held[seq_id]
+            request.last_token_s, request.due_s = now, now + request.target_s
+            request.n_to_generate -= 1
+            if not request.n_to_generate:
+                request.is_done = True
+                del running[seq_id]
                 decoding.discard(seq_id)
                 free.append(seq_id)
-                policy.ended(request)
-        if not chosen.streams and not chosen.shares:
-            raise AssertionError("an empty tick, with something to do")
-        ended, before = len(requests) - len(coming) - waiting - len(held), ended
-        watch(ended - before)
+                policy.finish(request)
+        n_before, n_finished = n_finished, len(requests) - len(coming) - n_waiting - len(running)
+        on_finished(n_finished - n_before)
     outcome.wall_s = now
     return outcome
 
 
-def _fed(chosen: Plan) -> Iterator[tuple[int, int, bool]]:
+def _rows(chosen: Plan) -> Iterator[tuple[int, int, bool]]:
+    """Sequence, tokens, and whether a token is sampled."""
     return itertools.chain(
-        ((slot.seq_id, 1, True) for slot in chosen.streams),
-        ((share.seq_id, share.n_tokens, share.ends) for share in chosen.shares),
+        ((view.seq_id, 1, True) for view in chosen.decodes),
+        ((chunk.seq_id, chunk.n_tokens, chunk.is_last) for chunk in chosen.chunks),
     )
 
 
@@ -366,7 +375,7 @@ COLUMNS = (
 
 def by_class(outcome: Outcome) -> Iterator[tuple[Priority, list[float], list[float]]]:
     for priority in Priority:
-        ttft = [request.ttft_ms for request in outcome.requests if request.slot.priority is priority]
+        ttft = [request.ttft_ms for request in outcome.requests if request.priority is priority]
         yield priority, ttft, outcome.itl_ms[priority]
 
 
@@ -380,19 +389,20 @@ def report(device: Device, outcomes: Sequence[Outcome]) -> str:
     whole = [
         [
             outcome.policy, f"{outcome.ticks:,}", cell(outcome.wall_s), cell(outcome.tokens / outcome.wall_s, 0),
-            cell(outcome.prompt_tokens / outcome.wall_s, 0), f"{outcome.most_streams:,}", f"{outcome.most_waiting:,}",
-            f"{outcome.prompt_waited:,}", f"{outcome.stream_waited} / {outcome.background_waited}",
+            cell(outcome.prefill_tokens / outcome.wall_s, 0), f"{outcome.most_streams:,}", f"{outcome.most_waiting:,}",
+            f"{outcome.prefill_waited:,}", f"{outcome.stream_waited} / {outcome.background_waited}",
             *(cell(percentile(outcome.plan_ms, at), 3) for at in (50, 99)),
             cell(100 * sum(outcome.errors) / len(outcome.errors)) if outcome.errors else "-",
         ]
         for outcome in outcomes
     ]  # fmt: skip
     names = [
-        "", "ticks", "wall s", "tok/s", "prompt tok/s", "streams at once", "waiting at once", "longest wait of a prompt, ticks",
+        "", "ticks", "wall s", "tok/s", "prompt tok/s", "streams at once", "waiting at once",
+        "longest wait of a prefill, ticks",
         "of a stream / background", "plan() p50 ms", "p99", "tick error %",
     ]  # fmt: skip
-    ours = next((outcome for outcome in outcomes if outcome.policy == Ours.name), None)
-    bound = "" if ours is None else f"; bound of a prompt's wait: {ours.bound():,} ticks"
+    ours = next((outcome for outcome in outcomes if outcome.policy == UmaTrio.name), None)
+    bound = "" if ours is None else f"; bound of a prefill's wait: {ours.bound():,} ticks"
     title = f"## {device.name}: {device.parallel:,} sequences, batches of {device.n_batch:,}{bound}"
     return "\n\n".join([title, table(header, rows), table(names, whole)])
 
@@ -404,8 +414,8 @@ def csv_rows(device: Device, outcome: Outcome) -> Iterable[tuple[object, ...]]:
             *(_rounded(percentile(ttft, at)) for at in (50, 95, 99, 100)),
             *(_rounded(percentile(itl, at)) for at in (50, 95, 99, 100)),
             round(outcome.wall_s, 3), round(outcome.tokens / outcome.wall_s, 1),
-            round(outcome.prompt_tokens / outcome.wall_s, 1),
-            *(_rounded(percentile(outcome.plan_ms, at), 4) for at in (50, 99)), outcome.prompt_waited,
+            round(outcome.prefill_tokens / outcome.wall_s, 1),
+            *(_rounded(percentile(outcome.plan_ms, at), 4) for at in (50, 99)), outcome.prefill_waited,
         )  # fmt: skip
 
 
@@ -413,18 +423,24 @@ def _rounded(value: float | None, digits: int = 2) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def plan_time_ms(n_streams: int, n_prompts: int, *, calls: int = 500) -> list[float]:
-    """Of plan(), with so many ready, on a device that is known."""
-    limits, cost, memory = Scheduling(), CostModel(), Memory()
-    streams = [Slot(i, context=500, due_s=0.1, tenant=i % 4, priority=Priority(i % 2)) for i in range(n_streams)]
-    prompts = [Slot(n_streams + i, 2000, context=100, tenant=i % 4, priority=Priority(i % 2)) for i in range(n_prompts)]
-    took = []
+def plan_time_ms(n_decodes: int, n_prefills: int, *, calls: int = 500) -> list[float]:
+    """Milliseconds of each ``plan()`` call with so many ready sequences, on a known device."""
+    limits, cost, state = Scheduling(), CostModel(), PolicyState()
+    decodes = [
+        SequenceView(i, n_context=500, due_s=0.1, principal=str(i % 4), priority=Priority(i % 2))
+        for i in range(n_decodes)
+    ]
+    prefills = [
+        SequenceView(n_decodes + i, 2000, n_context=100, principal=str(i % 4), priority=Priority(i % 2))
+        for i in range(n_prefills)
+    ]
+    times = []
     for _ in range(calls):
         began = time.thread_time()
-        chosen = plan(streams, prompts, memory, now_s=0.0, cost=cost, capacity=2048, limits=limits)
-        took.append(1e3 * (time.thread_time() - began))
-        memory = chosen.memory
-    return took
+        chosen = plan(decodes, prefills, state, now_s=0.0, cost=cost, max_tokens=2048, limits=limits)
+        times.append(1e3 * (time.thread_time() - began))
+        state = chosen.state
+    return times
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -434,26 +450,28 @@ def plan_time_ms(n_streams: int, n_prompts: int, *, calls: int = 500) -> list[fl
     multiple=True,
     type=click.Choice(list(DEVICES)),
     default=list(DEVICES),
-    help="Simulated device; can be given again.",
+    help="Simulated device; repeatable.",
 )
-@click.option("--requests", type=click.IntRange(1), help="Of each device.  [default: 400 on cpu, else 10000]")
+@click.option(
+    "--requests", type=click.IntRange(1), help="Requests for each device.  [default: 400 on cpu, 10000 on the others]"
+)
 @click.option(
     "--load",
     type=click.FloatRange(0, min_open=True),
     default=1.2,
-    help="Arrivals, as a share of what the device can serve.",
+    help="Arrival rate, relative to what the device can serve.",
 )
 @click.option(
-    "--noise", type=click.FloatRange(0, 1), default=0.03, help="Standard deviation of a tick's time, as a share of it."
+    "--noise", type=click.FloatRange(0, 1), default=0.03, help="Relative standard deviation of a tick's time."
 )
 @click.option(
     "--target-tbt-ms",
     type=click.FloatRange(0, min_open=True),
     default=Scheduling().target_tbt_ms,
-    help="Between tokens of a stream.",
+    help="Target for the time between tokens of a stream.",
 )
-@click.option("--rival/--no-rival", default=True, help="Also the policy that fills the batch.")
-@click.option("--seed", type=int, default=1, help="Of arrivals, sizes and noise.")
+@click.option("--rival/--no-rival", default=True, help="Compare with the policy that fills the batch.")
+@click.option("--seed", type=int, default=1, help="Seed of arrivals, sizes and noise.")
 @click.option(
     "--csv", "csv_file", type=click.Path(path_type=Path), help="Write a row for each device, policy and class."
 )
@@ -467,7 +485,7 @@ def main(
     seed: int,
     csv_file: Path | None,
 ) -> None:
-    """Simulate the scheduler with thousands of streams, beside the policy that fills each batch."""
+    """Simulate the scheduler with thousands of streams, and compare it with filling each batch."""
     click.echo("\n".join(machine()))
     click.echo(f"devices   simulated; load {load:g}, noise {noise:g}, target_tbt_ms {target_tbt_ms:g}, seed {seed}\n")
     limits = Scheduling(target_tbt_ms=target_tbt_ms)
@@ -475,18 +493,18 @@ def main(
     rows: list[tuple[object, ...]] = []
     for name in names:
         device, outcomes = DEVICES[name], []
-        for make in (Ours, Filling) if rival else (Ours,):
+        for make in (UmaTrio, FillBatch) if rival else (UmaTrio,):
             these = arrivals(device, requests or REQUESTS[name], load, limits, seed)
             with click.progressbar(length=len(these), label=f"{name}, {make.name}", file=sys.stderr) as bar:
-                outcome = simulate(device, make(device, limits), these, noise=noise, seed=seed, watch=bar.update)
+                outcome = simulate(device, make(device, limits), these, noise=noise, seed=seed, on_finished=bar.update)
             outcomes.append(outcome)
             rows += csv_rows(device, outcome)
         click.echo(report(device, outcomes) + "\n")
         starved += [f"{name}: {why}" for why in outcomes[0].starved()]
-    click.echo("plan() alone, " + "; ".join(
-        f"{n} streams and {m} prompts: p50 {cell(percentile(took, 50), 3)}, p99 {cell(percentile(took, 99), 3)} ms"
+    click.echo("plan() only: " + "; ".join(
+        f"{n} streams and {m} prompts: p50 {cell(percentile(times, 50), 3)}, p99 {cell(percentile(times, 99), 3)} ms"
         for n, m in ((256, 0), (224, 32), (16, 2))
-        for took in [plan_time_ms(n, m)]
+        for times in [plan_time_ms(n, m)]
     ))  # fmt: skip
     if csv_file is not None:
         with csv_file.open("w", newline="") as file:

@@ -1,4 +1,4 @@
-"""The policy: nobody starves, nothing overflows, and streams are on time where the device can do it."""
+"""Nobody starves, no batch overflows, and streams meet their deadlines where the device can do it."""
 
 from __future__ import annotations
 
@@ -10,231 +10,238 @@ from collections import Counter
 from collections.abc import Sequence
 
 import attrs
+import msgspec
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, TOO_SLOW, Device, House
+from tests.support.device import CPU, FLAT, GPU, QUICK, SLOW, TOO_SLOW, Device, SimulatedServer
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import policy
-from uma_trio.scheduling.cost import SCALES, CostModel, Line, Widths, Work
-from uma_trio.scheduling.fairness import LOWER_CLASS_WAITS, ROUND, Service
+from uma_trio.scheduling.cost import FEATURE_SCALES, CostModel, DecodeCallTimes, LinearModel, Work
+from uma_trio.scheduling.fairness import MAX_SKIPPED_TICKS, ROTATION_PERIOD, Service
 from uma_trio.scheduling.policy import (
-    BACKGROUND_SITS_OUT,
-    EVEN,
-    EVEN_FROM,
-    WORTH_DRAFTING,
-    Memory,
+    MAX_BACKGROUND_SKIPS,
+    MIN_ALIGNED_TOKENS,
+    MIN_DRAFT_SPEEDUP,
+    ROW_ALIGNMENT,
     Plan,
-    Priority,
-    Share,
-    Slot,
+    PolicyState,
+    PrefillChunk,
     plan,
 )
+from uma_trio.scheduling.view import Priority, SequenceView
 
 LIMITS = Scheduling()
 DEVICES = [CPU, GPU, QUICK, FLAT, SLOW, TOO_SLOW]
 
 
 def known(device: Device) -> CostModel:
-    """The cost model that has learned all there is to learn of ``device``."""
-    a, b, c, d, e = SCALES
-    alone = Line((device.a * a, device.b * b, device.c * c, device.d * d, device.e * e))
-    return CostModel(
-        alone, attrs.evolve(alone, coefficients=(alone.coefficients[0] + device.step, *alone.coefficients[1:]))
-    )
+    """The cost model with the true coefficients of ``device``."""
+    a, b, c, d, e = FEATURE_SCALES
+    decode_only = LinearModel((device.a * a, device.b * b, device.c * c, device.d * d, device.e * e))
+    call_ms, *others = decode_only.coefficients
+    return CostModel(decode_only, LinearModel((call_ms + device.step, *others)))
 
 
-# -- any tick ---------------------------------------------------------------------------------------
+# -- one tick ---------------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Case:
-    """What one call of ``plan`` is given."""
+    """The arguments of one call of ``plan``."""
 
-    streams: list[Slot]
-    prompts: list[Slot]
-    memory: Memory
+    decodes: list[SequenceView]
+    prefills: list[SequenceView]
+    state: PolicyState
     cost: CostModel
-    capacity: int
+    max_tokens: int
     limits: Scheduling
 
     def plan(self) -> Plan:
         return plan(
-            self.streams,
-            self.prompts,
-            self.memory,
+            self.decodes,
+            self.prefills,
+            self.state,
             now_s=0.0,
             cost=self.cost,
-            capacity=self.capacity,
+            max_tokens=self.max_tokens,
             limits=self.limits,
         )
 
     @property
     def least(self) -> int:
-        """Tokens that a tick with prompts has for them at least."""
-        return min(self.limits.min_chunk_tokens, self.capacity - len(self.streams))
+        """Prefill tokens of a tick with prefill, at least."""
+        return min(self.limits.min_chunk_tokens, self.max_tokens - len(self.decodes))
 
 
 @st.composite
 def cases(draw: st.DrawFn, *, in_time: bool = False) -> Case:
-    """Any slots, history and device; the capacity is as ``config.load`` makes sure of."""
+    """Any views, state and device; ``max_tokens`` is as large as ``config.load`` ensures."""
     n, m = draw(st.integers(0, 20)), draw(st.integers(0, 20))
     seq_ids = draw(st.permutations(range(40)))
     dues = st.just(math.inf) if in_time else st.sampled_from([-1000.0, -0.01, 0.0, 0.02, 0.1, 0.5, math.inf])
-    who = {
+    fields = {
         "priority": st.sampled_from(Priority),
-        "tenant": st.integers(0, 3),
-        "context": st.sampled_from([0, 50, 20_000]),
+        "principal": st.sampled_from("abcd"),
+        "n_context": st.sampled_from([0, 50, 20_000]),
     }
-    streams = [
-        Slot(seq_id, due_s=draw(dues), **{name: draw(values) for name, values in who.items()}) for seq_id in seq_ids[:n]
+    decodes = [
+        SequenceView(seq_id, due_s=draw(dues), **{name: draw(values) for name, values in fields.items()})
+        for seq_id in seq_ids[:n]
     ]
-    prompts = [
-        Slot(seq_id, draw(st.integers(1, 2000)), **{name: draw(values) for name, values in who.items()})
+    prefills = [
+        SequenceView(seq_id, draw(st.integers(1, 2000)), **{name: draw(values) for name, values in fields.items()})
         for seq_id in seq_ids[n : n + m]
     ]
     burst, chunk = draw(st.integers(1, 64)), draw(st.integers(1, 64))
     limits = Scheduling(
         prefill_burst_tokens=burst, min_chunk_tokens=chunk, prefill_tick_ms=draw(st.sampled_from([1.0, 250.0, 1e5]))
     )
-    behind = draw(st.dictionaries(st.integers(0, 3), st.sampled_from([0.0, 5.0, 1e9])))
-    memory = Memory(Service(behind), draw(st.booleans()), draw(st.integers(0, BACKGROUND_SITS_OUT)))
+    counters = draw(st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.0, 5.0, 1e9])))
+    state = PolicyState(Service(counters), draw(st.booleans()), draw(st.integers(0, MAX_BACKGROUND_SKIPS)))
     least = n + max(burst, chunk)
-    capacity = draw(st.integers(least, least + 600))
-    return Case(streams, prompts, memory, known(draw(st.sampled_from(DEVICES))), capacity, limits)
+    max_tokens = draw(st.integers(least, least + 600))
+    return Case(decodes, prefills, state, known(draw(st.sampled_from(DEVICES))), max_tokens, limits)
 
 
 @given(cases())
-def test_a_tick_fits_and_takes_only_what_is_there(case: Case) -> None:
+def test_a_plan_fits_the_batch_and_takes_only_what_is_ready(case: Case) -> None:
     chosen = case.plan()
-    pending = {slot.seq_id: slot.pending for slot in case.prompts}
-    assert len(chosen.streams) + sum(share.n_tokens for share in chosen.shares) <= case.capacity
-    assert len({share.seq_id for share in chosen.shares}) == len(chosen.shares)
-    for share in chosen.shares:
-        assert 1 <= share.n_tokens <= pending[share.seq_id]
-        assert share.ends == (share.n_tokens == pending[share.seq_id])
-    assert {id(slot) for slot in chosen.streams} <= {id(slot) for slot in case.streams}
-    assert bool(chosen.streams or chosen.shares) == bool(case.streams or case.prompts)
+    pending = {view.seq_id: view.n_pending for view in case.prefills}
+    assert len(chosen.decodes) + sum(chunk.n_tokens for chunk in chosen.chunks) <= case.max_tokens
+    assert len({chunk.seq_id for chunk in chosen.chunks}) == len(chosen.chunks)
+    for chunk in chosen.chunks:
+        assert 1 <= chunk.n_tokens <= pending[chunk.seq_id]
+        assert chunk.is_last == (chunk.n_tokens == pending[chunk.seq_id])
+    assert {id(view) for view in chosen.decodes} <= {id(view) for view in case.decodes}
+    assert bool(chosen.decodes or chosen.chunks) == bool(case.decodes or case.prefills)
 
 
 @given(cases())
-def test_the_work_is_what_the_plan_holds(case: Case) -> None:
+def test_the_work_is_that_of_the_plan(case: Case) -> None:
     chosen = case.plan()
-    shares = {share.seq_id: share.n_tokens for share in chosen.shares}
-    read = sum(slot.context for slot in chosen.streams)
-    before = sum(slot.context * shares.get(slot.seq_id, 0) for slot in case.prompts) / max(1, sum(shares.values()))
-    assert chosen.work == Work(sum(shares.values()), len(chosen.streams), read, before)
+    n_tokens = {chunk.seq_id: chunk.n_tokens for chunk in chosen.chunks}
+    total = sum(n_tokens.values())
+    context = sum(view.n_context for view in chosen.decodes)
+    before = sum(view.n_context * n_tokens.get(view.seq_id, 0) for view in case.prefills) / max(1, total)
+    assert chosen.work == Work(total, len(chosen.decodes), context, before)
     assert chosen.predicted_ms == case.cost.predict(chosen.work)
 
 
 @given(cases())
-def test_every_stream_that_is_not_background_is_in_every_tick(case: Case) -> None:
+def test_every_tick_has_all_decodes_but_background_ones(case: Case) -> None:
     chosen = case.plan()
-    left_out = [slot for slot in case.streams if slot not in chosen.streams]
-    assert all(slot.priority is Priority.BACKGROUND for slot in left_out)
-    assert chosen.memory.sat_out == (case.memory.sat_out + 1 if left_out else 0)
-    assert chosen.memory.sat_out <= BACKGROUND_SITS_OUT
+    left_out = [view for view in case.decodes if view not in chosen.decodes]
+    assert all(view.priority is Priority.BACKGROUND for view in left_out)
+    assert chosen.state.background_skips == (case.state.background_skips + 1 if left_out else 0)
+    assert chosen.state.background_skips <= MAX_BACKGROUND_SKIPS
 
 
 @given(cases())
-def test_background_streams_sit_out_only_where_they_would_make_others_late(case: Case) -> None:
+def test_background_decodes_are_left_out_only_if_others_would_be_late(case: Case) -> None:
     chosen = case.plan()
-    if len(chosen.streams) < len(case.streams):
-        everybody = Work(0, len(case.streams), sum(slot.context for slot in case.streams))
-        due_ms = 1e3 * min(slot.due_s for slot in chosen.streams)
-        assert case.cost.predict(everybody) > due_ms
+    if len(chosen.decodes) < len(case.decodes):
+        all_decodes = Work(0, len(case.decodes), sum(view.n_context for view in case.decodes))
+        due_ms = 1e3 * min(view.due_s for view in chosen.decodes)
+        assert case.cost.predict(all_decodes) > due_ms
 
 
 @given(cases())
-def test_prompts_are_put_off_by_one_tick_at_most_and_then_get_a_chunk(case: Case) -> None:
+def test_prefill_pauses_for_one_tick_at_most(case: Case) -> None:
     chosen = case.plan()
-    assert chosen.memory.had_prompts == bool(chosen.shares)
-    pending = sum(slot.pending for slot in case.prompts)
-    if not case.memory.had_prompts or not chosen.streams:
-        assert chosen.work.prompt_tokens >= min(case.least, pending)
+    assert chosen.state.had_prefill == bool(chosen.chunks)
+    pending = sum(view.n_pending for view in case.prefills)
+    if not case.state.had_prefill or not chosen.decodes:
+        assert chosen.work.prefill_tokens >= min(case.least, pending)
 
 
 @given(cases())
-def test_prompts_make_nobody_late_unless_it_is_their_turn(case: Case) -> None:
-    """Within what one more token takes, for tokens are whole; and not before a chunk that pays fits."""
+def test_prefill_makes_no_decode_late_unless_it_paused_in_the_tick_before(case: Case) -> None:
+    """A late tick has the smallest chunk and no more."""
     chosen = case.plan()
-    assume(chosen.shares and chosen.streams)
-    due_ms = 1e3 * min(slot.due_s for slot in chosen.streams)
+    assume(chosen.chunks and chosen.decodes)
+    due_ms = 1e3 * min(view.due_s for view in chosen.decodes)
     if chosen.predicted_ms > due_ms * (1 + 1e-9):
-        assert not case.memory.had_prompts
-        assert chosen.work.prompt_tokens <= case.limits.min_chunk_tokens
+        assert not case.state.had_prefill
+        assert chosen.work.prefill_tokens <= case.limits.min_chunk_tokens
 
 
 @given(cases())
-def test_without_streams_a_tick_is_no_longer_than_prefill_tick_ms(case: Case) -> None:
-    """Unless even four of the smallest chunks take longer: less would not pay."""
-    chosen = attrs.evolve(case, streams=[]).plan()
-    if chosen.work.prompt_tokens > 4 * case.limits.min_chunk_tokens:
+def test_without_decodes_a_tick_is_no_longer_than_prefill_tick_ms(case: Case) -> None:
+    """Unless four of the smallest chunks take longer."""
+    chosen = attrs.evolve(case, decodes=[]).plan()
+    if chosen.work.prefill_tokens > 4 * case.limits.min_chunk_tokens:
         assert chosen.predicted_ms <= case.limits.prefill_tick_ms * (1 + 1e-9)
 
 
 @given(cases(in_time=True))
-def test_no_room_is_wasted_where_time_allows(case: Case) -> None:
-    if not case.streams:
+def test_the_batch_is_filled_if_there_is_time(case: Case) -> None:
+    if not case.decodes:
         case = attrs.evolve(case, limits=attrs.evolve(case.limits, prefill_tick_ms=1e12))
     chosen = case.plan()
-    assert len(chosen.streams) == len(case.streams)
-    pending = sum(slot.pending for slot in case.prompts)
-    room = case.capacity - len(case.streams)
-    if EVEN_FROM <= room < pending:
-        room -= (room + len(case.streams)) % EVEN
-    assert chosen.work.prompt_tokens == min(pending, room)
+    assert len(chosen.decodes) == len(case.decodes)
+    pending = sum(view.n_pending for view in case.prefills)
+    room = case.max_tokens - len(case.decodes)
+    if MIN_ALIGNED_TOKENS <= room < pending:
+        room -= (room + len(case.decodes)) % ROW_ALIGNMENT
+    assert chosen.work.prefill_tokens == min(pending, room)
 
 
 @given(cases(), st.randoms())
-def test_the_same_at_any_time_and_nothing_is_changed(case: Case, chance: random.Random) -> None:
-    before = [attrs.asdict(slot) for slot in case.streams + case.prompts]
+def test_a_plan_is_pure_and_ignores_the_order_of_its_input(case: Case, rng: random.Random) -> None:
     chosen = case.plan()
     assert case.plan() == chosen
-    assert [attrs.asdict(slot) for slot in case.streams + case.prompts] == before
-    chance.shuffle(case.streams)
+    rng.shuffle(case.decodes)
     shuffled = case.plan()
     assert shuffled.work == chosen.work
-    assert {slot.seq_id for slot in shuffled.streams} == {slot.seq_id for slot in chosen.streams}
+    assert {view.seq_id for view in shuffled.decodes} == {view.seq_id for view in chosen.decodes}
 
 
-def test_nothing_ready() -> None:
-    chosen = plan([], [], Memory(), now_s=0.0, cost=CostModel(), capacity=64, limits=LIMITS)
-    assert (chosen.streams, chosen.shares, chosen.work) == ([], (), Work(0, 0, 0))
+def test_nothing_is_ready() -> None:
+    chosen = plan([], [], PolicyState(), now_s=0.0, cost=CostModel(), max_tokens=64, limits=LIMITS)
+    assert (chosen.decodes, chosen.chunks, chosen.work) == ([], (), Work(0, 0, 0))
 
 
-def test_alone_a_prompt_takes_what_there_is_time_for() -> None:
-    for device, expected in ((QUICK, 512), (CPU, 208)):  # 250 = 3 + 1.05 n + 0.00025 n n, and n even
-        chosen = plan([], [Slot(3, 5000)], Memory(), now_s=0.0, cost=known(device), capacity=512, limits=LIMITS)
-        assert chosen.shares == (Share(3, expected, ends=False),)
+def test_a_single_prompt_gets_the_tokens_of_prefill_tick_ms() -> None:
+    for device, expected in ((QUICK, 512), (CPU, 208)):  # 250 = 3 + 1.05 n + 0.00025 n n, and n aligned
+        chosen = plan(
+            [], [SequenceView(3, 5000)], PolicyState(), now_s=0.0, cost=known(device), max_tokens=512, limits=LIMITS
+        )
+        assert chosen.chunks == (PrefillChunk(3, expected, is_last=False),)
 
 
-def test_what_was_read_of_a_prompt_counts_in_its_chunks_time() -> None:
-    """The same stream and the same prompt, once at its beginning and once behind 2,000 tokens."""
+def test_context_before_a_chunk_makes_the_chunk_smaller() -> None:
+    """The same decode and the same prompt, once at its beginning and once after 2,000 tokens."""
     sizes = []
     for context in (0, 2000):
         chosen = plan(
-            [Slot(0, due_s=0.1)],
-            [Slot(3, 5000, context)],
-            Memory(),
+            [SequenceView(0, due_s=0.1)],
+            [SequenceView(3, 5000, context)],
+            PolicyState(),
             now_s=0.0,
             cost=known(CPU),
-            capacity=512,
+            max_tokens=512,
             limits=LIMITS,
         )
-        sizes.append(chosen.work.prompt_tokens)
+        sizes.append(chosen.work.prefill_tokens)
         assert chosen.predicted_ms <= 100
     assert sizes == [79, 45]
 
 
 @pytest.mark.parametrize(("pending", "got"), [(87, 87), (88, 79), (5000, 79)])
-def test_a_chunk_that_is_not_the_last_makes_the_call_even(pending: int, got: int) -> None:
-    """87 fit beside the stream; 79 and it are a multiple of 16."""
+def test_a_chunk_that_is_not_the_last_aligns_the_rows_of_the_call(pending: int, got: int) -> None:
+    """87 tokens fit next to the decode; 79 and the decode are a multiple of 16 rows."""
     chosen = plan(
-        [Slot(0, due_s=0.1)], [Slot(3, pending)], Memory(), now_s=0.0, cost=known(CPU), capacity=512, limits=LIMITS
+        [SequenceView(0, due_s=0.1)],
+        [SequenceView(3, pending)],
+        PolicyState(),
+        now_s=0.0,
+        cost=known(CPU),
+        max_tokens=512,
+        limits=LIMITS,
     )
-    assert chosen.work.prompt_tokens == got
+    assert chosen.work.prefill_tokens == got
 
 
 def test_the_example_in_the_docstring() -> None:
@@ -247,115 +254,119 @@ def test_the_example_in_the_docstring() -> None:
 def bound(parallel: int, groups: int) -> int:
     """Ticks within which every admitted prompt advances, whatever the load and the device.
 
-    Every other tick has prompts; then each class of each tenant is passed over only so often, and within
-    it every prompt has its turn in a rotation.
+    Every other tick has prefill, each group is skipped only so often, and each prompt of a group has its turn in a
+    rotation.
     """
-    return 2 * ROUND * parallel * (LOWER_CLASS_WAITS + groups if groups > 1 else 1)
+    return 2 * ROTATION_PERIOD * parallel * (MAX_SKIPPED_TICKS + groups if groups > 1 else 1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_nobody_starves(device: Device, seed: int) -> None:
-    """Arrivals, ends and noise as they come, more work than the device can do."""
-    chance = random.Random(seed)
-    parallel, tenants = chance.choice([3, 6]), chance.choice([1, 3])
+    """Random arrivals, ends and noise, with more work than the device can do."""
+    rng = random.Random(seed)
+    parallel, n_principals = rng.choice([3, 6]), rng.choice([1, 3])
     limits = Scheduling(
-        prefill_burst_tokens=chance.choice([8, 32]),
-        min_chunk_tokens=chance.choice([4, 16]),
-        target_tbt_ms=chance.choice([1.0, 50.0, 1000.0]),
+        prefill_burst_tokens=rng.choice([8, 32]),
+        min_chunk_tokens=rng.choice([4, 16]),
+        target_tbt_ms=rng.choice([1.0, 50.0, 1000.0]),
     )
-    house = House(
-        attrs.evolve(device, noise=0.1, chance=chance), limits, capacity=parallel + limits.prefill_burst_tokens + 100
+    server = SimulatedServer(
+        attrs.evolve(device, noise=0.1, rng=rng), limits, max_tokens=parallel + limits.prefill_burst_tokens + 100
     )
-    within = bound(parallel, min(parallel, 3 * tenants))
+    within = bound(parallel, min(parallel, 3 * n_principals))
     for _ in range(1500):
         for seq_id in range(parallel):
-            if seq_id not in house.held and chance.random() < 0.3:
-                target = chance.choice([None, 0.001, 20.0, 10_000.0])
-                pending, n = chance.choice([(1, 3), (20, 100), (300, 1), (math.inf, 1)]) if seq_id else (20, math.inf)
-                house.read(
+            if seq_id not in server.running and rng.random() < 0.3:
+                target = rng.choice([None, 0.001, 20.0, 10_000.0])
+                pending, n = rng.choice([(1, 3), (20, 100), (300, 1), (math.inf, 1)]) if seq_id else (20, math.inf)
+                server.prefill(
                     seq_id,
                     pending,
-                    n=n,
+                    n_to_generate=n,
                     target_ms=target,
-                    priority=chance.choice(list(Priority)),
-                    tenant=chance.randrange(tenants),
+                    priority=rng.choice(list(Priority)),
+                    principal=str(rng.randrange(n_principals)),
                 )
-        chosen = house.tick()
-        assert len(chosen.streams) + chosen.work.prompt_tokens <= house.capacity
-        for held in house.held.values():
-            if not held.decoding:
-                assert held.waited < within
-            elif held.slot.priority is Priority.BACKGROUND:
-                assert held.waited <= BACKGROUND_SITS_OUT
+        chosen = server.tick()
+        assert len(chosen.decodes) + chosen.work.prefill_tokens <= server.max_tokens
+        for sequence in server.running.values():
+            if not sequence.is_decoding:
+                assert sequence.waited < within
+            elif sequence.priority is Priority.BACKGROUND:
+                assert sequence.waited <= MAX_BACKGROUND_SKIPS
             else:
-                assert held.waited == 0
+                assert sequence.waited == 0
 
 
 @pytest.mark.parametrize("n_streams", [1, 16, 200])
-def test_a_prompt_goes_on_where_decoding_alone_is_slower_than_every_target(n_streams: int) -> None:
-    house = House(TOO_SLOW, capacity=512)
+def test_prefill_advances_even_if_decoding_alone_misses_every_target(n_streams: int) -> None:
+    server = SimulatedServer(TOO_SLOW, max_tokens=512)
     for seq_id in range(n_streams):
-        house.decode(seq_id)
-    prompt = house.read(300, 160)
+        server.decode(seq_id)
+    prompt = server.prefill(300, 160)
     for _ in range(2 * 160 // LIMITS.min_chunk_tokens):
-        house.tick()
-    assert prompt.decoding
+        server.tick()
+    assert prompt.is_decoding
 
 
-def test_every_request_is_served_to_its_end() -> None:
+def test_every_request_finishes() -> None:
     for device in DEVICES:
-        house = House(device)
+        server = SimulatedServer(device)
         for seq_id in range(12):
-            house.read(seq_id, 1 + 37 * seq_id, n=10, priority=Priority(seq_id % 3), tenant=seq_id % 2)
+            server.prefill(
+                seq_id, 1 + 37 * seq_id, n_to_generate=10, priority=Priority(seq_id % 3), principal="ab"[seq_id % 2]
+            )
         tokens = sum(1 + 37 * seq_id for seq_id in range(12))
-        for _ in range(2 * math.ceil(tokens / LIMITS.min_chunk_tokens) + (BACKGROUND_SITS_OUT + 1) * 10):
-            if house.held:
-                house.tick()
-        assert not house.held
+        for _ in range(2 * math.ceil(tokens / LIMITS.min_chunk_tokens) + (MAX_BACKGROUND_SKIPS + 1) * 10):
+            if server.running:
+                server.tick()
+        assert not server.running
 
 
-def test_background_streams_get_a_token_in_every_fifth_tick_where_others_are_late() -> None:
-    house = House(TOO_SLOW)
-    house.decode(0)
-    background = house.decode(1, priority=Priority.BACKGROUND)
+def test_background_decodes_get_every_fifth_tick_where_others_are_late() -> None:
+    server = SimulatedServer(TOO_SLOW)
+    server.decode(0)
+    background = server.decode(1, priority=Priority.BACKGROUND)
     served = Counter[int]()
     for _ in range(50):
-        served.update(slot.seq_id for slot in house.tick().streams)
-    assert served == {0: 50, 1: 50 // (BACKGROUND_SITS_OUT + 1)}
-    assert background.waited <= BACKGROUND_SITS_OUT
+        served.update(view.seq_id for view in server.tick().decodes)
+    assert served == {0: 50, 1: 50 // (MAX_BACKGROUND_SKIPS + 1)}
+    assert background.waited <= MAX_BACKGROUND_SKIPS
 
 
-def test_a_request_of_a_higher_class_takes_its_room_in_the_next_tick() -> None:
-    house = House(CPU)
-    house.read(0, math.inf, priority=Priority.BACKGROUND)
+def test_a_request_of_a_higher_class_takes_over_in_the_next_tick() -> None:
+    server = SimulatedServer(CPU)
+    server.prefill(0, math.inf, priority=Priority.BACKGROUND)
     for _ in range(20):
-        house.tick()
-    house.read(1, 100, priority=Priority.INTERACTIVE)
-    assert house.tick().shares[-1] == Share(1, 100, ends=True)
+        server.tick()
+    server.prefill(1, 100, priority=Priority.INTERACTIVE)
+    assert server.tick().chunks[-1] == PrefillChunk(1, 100, is_last=True)
 
 
 # -- many ticks: streams are on time ----------------------------------------------------------------
 
 
-def under_load(device: Device, *, n_streams: int = 4, ticks: int = 800, noise: float = 0.0, **limits: float) -> House:
-    """Streams beside two prompts of thousands of tokens at any time; gaps from the first tick on."""
-    chance = random.Random(1)
-    house = House(attrs.evolve(device, noise=noise, chance=chance), Scheduling(**limits))
+def under_load(
+    device: Device, *, n_streams: int = 4, ticks: int = 800, noise: float = 0.0, **limits: float
+) -> SimulatedServer:
+    """Run streams next to two prompts of thousands of tokens at any time."""
+    rng = random.Random(1)
+    server = SimulatedServer(attrs.evolve(device, noise=noise, rng=rng), Scheduling(**limits))
     for seq_id in range(n_streams):
-        house.decode(seq_id)
+        server.decode(seq_id)
     fresh = 100
     for _ in range(ticks):
-        while sum(not held.decoding for held in house.held.values()) < 2:
-            house.read(fresh := fresh + 1, chance.randint(700, 3000), n=1)
-        house.tick()
+        while sum(not sequence.is_decoding for sequence in server.running.values()) < 2:
+            server.prefill(fresh := fresh + 1, rng.randint(700, 3000), n_to_generate=1)
+        server.tick()
         for seq_id in range(n_streams):
-            house.held[seq_id].slot.context %= 600
-    return house
+            server.running[seq_id].n_context %= 600
+    return server
 
 
-def gaps(house: House, *seq_ids: int) -> list[float]:
-    return [gap for seq_id in seq_ids for gap in house.held[seq_id].gaps_ms]
+def gaps(server: SimulatedServer, *seq_ids: int) -> list[float]:
+    return [gap for seq_id in seq_ids for gap in server.running[seq_id].gaps_ms]
 
 
 def p99(values: list[float]) -> float:
@@ -368,280 +379,329 @@ POSSIBLE = [
     for target in (60.0, 100.0, 250.0)
     if device.exact_ms(Work(LIMITS.min_chunk_tokens, 4, 4000)) <= target
 ]
-"""Devices with targets that leave time for the smallest chunk."""
+"""Devices, with the targets that leave time for the smallest chunk."""
 
 
 @pytest.mark.parametrize(("device", "target"), POSSIBLE)
 @pytest.mark.parametrize(("noise", "within"), [(0.0, 1.05), (0.03, 1.1)])
 def test_gaps_stay_within_the_target(device: Device, target: float, noise: float, within: float) -> None:
-    """From calibration alone."""
-    house = under_load(device, noise=noise, target_tbt_ms=target)
-    assert p99(gaps(house, 0, 1, 2, 3)) <= within * target
+    """With no more than calibration before the first tick."""
+    server = under_load(device, noise=noise, target_tbt_ms=target)
+    assert p99(gaps(server, 0, 1, 2, 3)) <= within * target
 
 
 @pytest.mark.parametrize("device", [CPU, FLAT, SLOW])
 def test_the_time_up_to_the_target_is_used(device: Device) -> None:
-    """Where the batch is not the limit."""
-    house = under_load(device, target_tbt_ms=70.0)
-    assert statistics.median(gaps(house, 0)) > 0.85 * 70 or max(house.ticks_ms) < 70
+    """Unless the batch is the limit."""
+    server = under_load(device, target_tbt_ms=70.0)
+    assert statistics.median(gaps(server, 0)) > 0.85 * 70 or max(server.ticks_ms) < 70
 
 
-def test_noise_is_all_that_is_left_over_the_target() -> None:
-    house = under_load(CPU, noise=0.1)
-    assert p99(gaps(house, 0, 1, 2, 3)) <= 100 * (1 + 2.8 * 0.1)
+def test_gaps_exceed_the_target_only_by_the_noise() -> None:
+    server = under_load(CPU, noise=0.1)
+    assert p99(gaps(server, 0, 1, 2, 3)) <= 100 * (1 + 2.8 * 0.1)
 
 
 def test_each_request_has_its_own_target() -> None:
-    """The tightest of those present decides, and none that is not."""
-    house = House(CPU)
-    house.decode(0, target_ms=400.0)
-    house.read(9, math.inf)
+    """The tightest target of the present streams decides."""
+    server = SimulatedServer(CPU)
+    server.decode(0, target_ms=400.0)
+    server.prefill(9, math.inf)
     medians = []
     for target in (None, 40.0):
         if target:
-            house.decode(1, target_ms=target)
+            server.decode(1, target_ms=target)
         for _ in range(100):
-            house.held[9].slot.context = 0
-            house.tick()
-        medians.append(statistics.median(house.held[0].gaps_ms[-50:]))
+            server.running[9].n_context = 0
+            server.tick()
+        medians.append(statistics.median(server.running[0].gaps_ms[-50:]))
     assert medians[0] == pytest.approx(400, rel=0.05)
     assert medians[1] == pytest.approx(40, rel=0.1)
-    assert p99(gaps(house, 1)) <= 44
+    assert p99(gaps(server, 1)) <= 44
 
 
 @pytest.mark.parametrize("device", [CPU, GPU, QUICK, SLOW])
-def test_without_streams_ticks_are_near_prefill_tick_ms(device: Device) -> None:
-    house = House(device, capacity=1 << 20)
+def test_without_decodes_ticks_take_about_prefill_tick_ms(device: Device) -> None:
+    server = SimulatedServer(device, max_tokens=1 << 20)
     for seq_id in range(3):
-        house.read(seq_id, math.inf)
+        server.prefill(seq_id, math.inf)
     for _ in range(60):
-        house.tick()
-        for held in house.held.values():
-            held.slot.context = 0
-    target, given_up = LIMITS.prefill_tick_ms, EVEN * 1.5 * device.b  # to be even, at most
-    assert all(0.95 * (target - given_up) <= ms <= 1.05 * target for ms in house.ticks_ms[10:])
+        server.tick()
+        for sequence in server.running.values():
+            sequence.n_context = 0
+    target, aligned_ms = LIMITS.prefill_tick_ms, ROW_ALIGNMENT * 1.5 * device.b  # lost by alignment, at most
+    assert all(0.95 * (target - aligned_ms) <= ms <= 1.05 * target for ms in server.ticks_ms[10:])
 
 
 @pytest.mark.parametrize("factor", [0.3, 1.8])
-def test_streams_are_on_time_again_after_the_device_has_changed(factor: float) -> None:
-    house = under_load(CPU)
-    house.device = Device(CPU.a * factor, CPU.b * factor, CPU.c * factor, CPU.d * factor)
+def test_streams_meet_their_targets_again_after_the_device_has_changed(factor: float) -> None:
+    server = under_load(CPU)
+    server.device = Device(CPU.a * factor, CPU.b * factor, CPU.c * factor, CPU.d * factor)
     for seq_id in range(4):
-        house.held[seq_id].gaps_ms.clear()
-    house.read(99, math.inf)
+        server.running[seq_id].gaps_ms.clear()
+    server.prefill(99, math.inf)
     for _ in range(300):
-        house.tick()
-        for held in house.held.values():
-            held.slot.context %= 600
-    assert p99(house.held[0].gaps_ms[-150:]) <= 110
-    assert statistics.median(house.held[0].gaps_ms[-150:]) > 80
+        server.tick()
+        for sequence in server.running.values():
+            sequence.n_context %= 600
+    assert p99(server.running[0].gaps_ms[-150:]) <= 110
+    assert statistics.median(server.running[0].gaps_ms[-150:]) > 80
 
 
-# -- many ticks: tenants ------------------------------------------------------------------------------
+# -- many ticks: principals ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", [CPU, GPU, SLOW])
-def test_tenants_of_unequal_size_get_equal_service(device: Device) -> None:
-    """Twelve sequences of short requests at a time, against one long prompt after another beside three streams."""
-    chance, house, service = random.Random(2), House(device), Counter[int]()
+def test_principals_with_requests_of_different_size_get_equal_service(device: Device) -> None:
+    """Twelve short requests at a time, against three streams and one long prompt after another."""
+    rng, server, service = random.Random(2), SimulatedServer(device), Counter[str]()
     sizes = dict.fromkeys(range(12), (20, 60)) | {12: (2000, 4000)}
-    owner = {seq_id: int(seq_id >= 12) for seq_id in range(16)}
+    owner = {seq_id: "b" if seq_id >= 12 else "a" for seq_id in range(16)}
 
-    def watch(chosen: Plan) -> None:
-        service.update({0: 0, 1: 2 * len(chosen.streams)})
-        for share in chosen.shares:
-            service[owner[share.seq_id]] += share.n_tokens
+    def count(chosen: Plan) -> None:
+        service.update({"a": 0, "b": 2 * len(chosen.decodes)})
+        for chunk in chosen.chunks:
+            service[owner[chunk.seq_id]] += chunk.n_tokens
 
-    house.watch = watch
+    server.on_plan = count
     for seq_id in (13, 14, 15):
-        house.decode(seq_id, tenant=1)
+        server.decode(seq_id, principal="b")
     for _ in range(1500):
         for seq_id, size in sizes.items():
-            if seq_id not in house.held:
-                house.read(seq_id, chance.randint(*size), n=1, tenant=owner[seq_id])
-        house.tick()
+            if seq_id not in server.running:
+                server.prefill(seq_id, rng.randint(*size), n_to_generate=1, principal=owner[seq_id])
+        server.tick()
         for seq_id in (13, 14, 15):
-            house.held[seq_id].slot.context %= 500
-    assert service[0] > 1000
-    assert 0.9 < service[0] / service[1] < 1.1
+            server.running[seq_id].n_context %= 500
+    assert service["a"] > 1000
+    assert 0.9 < service["a"] / service["b"] < 1.1
 
 
-# -- calls and guesses --------------------------------------------------------------------------------
+# -- calls and drafts ---------------------------------------------------------------------------------
 
 
 @st.composite
-def decodes(draw: st.DrawFn) -> tuple[list[Slot], CostModel, int]:
-    """Streams that may have guesses, what is known of a device, and the batch."""
+def decode_cases(draw: st.DrawFn) -> tuple[list[SequenceView], CostModel, int]:
+    """Decodes that can have drafts, the cost model of a device, and the size of the batch."""
     seq_ids = sorted(draw(st.sets(st.integers(0, 12), min_size=1, max_size=9)))
-    some = draw(st.booleans())
-    streams = [
-        Slot(
+    has_drafts = draw(st.booleans())
+    decodes = [
+        SequenceView(
             seq_id,
-            context=draw(st.sampled_from([0, 100, 5000])),
+            n_context=draw(st.sampled_from([0, 100, 5000])),
             due_s=draw(st.sampled_from([-1.0, 0.02, 0.05, 0.5, math.inf])),
-            drafts=draw(st.integers(0, 16)) if some else 0,
-            hits=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
+            n_drafts=draw(st.integers(0, 16)) if has_drafts else 0,
+            acceptance_rate=draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])),
         )
         for seq_id in seq_ids
     ]
-    widths = Widths((0.0, *draw(st.lists(st.floats(0.5, 40), max_size=8))))
-    cost = attrs.evolve(known(draw(st.sampled_from(DEVICES))), widths=widths)
-    return streams, cost, len(streams) + draw(st.sampled_from([64, 70, 100, 512]))
+    call_times = DecodeCallTimes((0.0, *draw(st.lists(st.floats(0.5, 40), max_size=8))))
+    cost = attrs.evolve(known(draw(st.sampled_from(DEVICES))), call_times=call_times)
+    return decodes, cost, len(decodes) + draw(st.sampled_from([64, 70, 100, 512]))
 
 
-@given(decodes(), st.sampled_from([(True, False), (False, False), (False, True)]), st.integers(0, 300))
-def test_calls_together_hold_every_stream_once(
-    case: tuple[list[Slot], CostModel, int], kind: tuple[bool, bool], pending: int
+@given(decode_cases(), st.sampled_from([(True, False), (False, False), (False, True)]), st.integers(0, 300))
+def test_calls_together_have_every_decode_once(
+    case: tuple[list[SequenceView], CostModel, int], kv_layout: tuple[bool, bool], pending: int
 ) -> None:
-    streams, cost, capacity = case
-    mixes, pads = kind
-    prompts = [Slot(20, pending)] if pending else []
+    decodes, cost, max_tokens = case
+    mixes_prefill, pads_attention = kv_layout
+    prompts = [SequenceView(20, pending)] if pending else []
     chosen = plan(
-        streams, prompts, Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes, pads=pads
+        decodes,
+        prompts,
+        PolicyState(),
+        now_s=0.0,
+        cost=cost,
+        max_tokens=max_tokens,
+        limits=LIMITS,
+        mixes_prefill=mixes_prefill,
+        pads_attention=pads_attention,
     )
-    assert sum(chosen.widths) == len(chosen.streams) == len(streams)
-    assert all(chosen.widths)
-    assert chosen.prompts_apart == (bool(chosen.shares) and not mixes)
-    assert chosen.work.calls == len(chosen.widths) + chosen.prompts_apart
+    assert sum(chosen.call_widths) == len(chosen.decodes) == len(decodes)
+    assert all(chosen.call_widths)
+    assert chosen.prefill_separately == (bool(chosen.chunks) and not mixes_prefill)
+    assert chosen.work.n_calls == len(chosen.call_widths) + chosen.prefill_separately
     assert chosen.predicted_ms == cost.predict(chosen.work)
-    if mixes and chosen.shares:
-        assert len(chosen.widths) == 1, "cut up, the weights would be read several times beside a prompt"
+    if mixes_prefill and chosen.chunks:
+        assert len(chosen.call_widths) == 1, (
+            "with prefill in the same call, a split would only read the weights more often"
+        )
 
 
-@given(decodes())
-def test_where_each_sequence_has_cells_of_its_own_a_call_is_of_ids_that_follow_each_other(
-    case: tuple[list[Slot], CostModel, int],
+@given(decode_cases())
+def test_with_per_sequence_kv_the_ids_of_a_call_are_consecutive(
+    case: tuple[list[SequenceView], CostModel, int],
 ) -> None:
-    streams, cost, capacity = case
-    streams = [attrs.evolve(slot, drafts=0) for slot in streams]
-    chosen = plan(streams, [], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=False)
-    ids = iter([slot.seq_id for slot in chosen.streams])
-    for width in chosen.widths:
+    decodes, cost, max_tokens = case
+    decodes = [msgspec.structs.replace(view, n_drafts=0) for view in decodes]
+    chosen = plan(
+        decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS, mixes_prefill=False
+    )
+    ids = iter([view.seq_id for view in chosen.decodes])
+    for width in chosen.call_widths:
         first = next(ids)
         assert [next(ids) for _ in range(width - 1)] == list(range(first + 1, first + width))
 
 
-def test_calls_are_cut_as_takes_least() -> None:
-    cost = attrs.evolve(known(CPU), widths=Widths((0.0, 3.0, 8.0, 8.5, 12.0)))
+def test_decodes_are_split_in_the_fastest_way() -> None:
+    cost = attrs.evolve(known(CPU), call_times=DecodeCallTimes((0.0, 3.0, 8.0, 8.5, 12.0)))
 
-    def widths(*seq_ids: int, mixes: bool = True, prompts: int = 0) -> tuple[int, ...]:
-        streams = [Slot(seq_id) for seq_id in seq_ids]
-        waiting = [Slot(99, prompts)] if prompts else []
-        return plan(
-            streams, waiting, Memory(), now_s=0.0, cost=cost, capacity=512, limits=LIMITS, mixes=mixes
-        ).widths  # fmt: skip
+    def widths(*seq_ids: int, mixes_prefill: bool = True, prompts: int = 0) -> tuple[int, ...]:
+        decodes = [SequenceView(seq_id) for seq_id in seq_ids]
+        waiting = [SequenceView(99, prompts)] if prompts else []
+        chosen = plan(
+            decodes,
+            waiting,
+            PolicyState(),
+            now_s=0.0,
+            cost=cost,
+            max_tokens=512,
+            limits=LIMITS,
+            mixes_prefill=mixes_prefill,
+        )
+        return chosen.call_widths
 
     assert widths(0, 1) == (1, 1)
     assert widths(0, 1, 2) == (3,)
-    assert widths(0, 1, 2, 3) == (4,), "11.5 ms instead of 12 are not worth it"
+    assert widths(0, 1, 2, 3) == (4,), "11.5 ms instead of 12 saves too little"
     assert widths(0, 5, 6, 7) == (4,)
-    assert widths(0, 5, 6, 7, mixes=False) == (1, 3)
-    assert widths(0, 1, 5, 6, 7, mixes=False) == (1, 1, 3)
-    assert widths(0, 1, 5, 6, 7, mixes=False, prompts=10) == (1, 1, 3)
+    assert widths(0, 5, 6, 7, mixes_prefill=False) == (1, 3)
+    assert widths(0, 1, 5, 6, 7, mixes_prefill=False) == (1, 1, 3)
+    assert widths(0, 1, 5, 6, 7, mixes_prefill=False, prompts=10) == (1, 1, 3)
     assert widths(0, 1, prompts=10) == (2,)
 
 
 @pytest.mark.parametrize("prompts", [0, 10])
-def test_a_long_stream_has_a_call_of_its_own_where_others_would_take_as_long(prompts: int) -> None:
-    streams = [Slot(0, context=100), Slot(1, context=120), Slot(2, context=5000), Slot(3, context=80)]
-    waiting = [Slot(9, prompts)] if prompts else []
-    cost = attrs.evolve(known(CPU), widths=Widths((0.0, 3.0, 3.5, 4.0, 4.5)))
+def test_with_padded_attention_a_long_context_has_its_own_call(prompts: int) -> None:
+    decodes = [
+        SequenceView(0, n_context=100),
+        SequenceView(1, n_context=120),
+        SequenceView(2, n_context=5000),
+        SequenceView(3, n_context=80),
+    ]
+    waiting = [SequenceView(9, prompts)] if prompts else []
+    cost = attrs.evolve(known(CPU), call_times=DecodeCallTimes((0.0, 3.0, 3.5, 4.0, 4.5)))
 
     def chosen(**how: bool) -> Plan:
-        return plan(streams, waiting, Memory(), now_s=0.0, cost=cost, capacity=512, limits=LIMITS, **how)
+        return plan(decodes, waiting, PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS, **how)
 
-    padded = chosen(mixes=False, pads=True)
-    assert padded.widths == (2, 1, 1)
+    padded = chosen(mixes_prefill=False, pads_attention=True)
+    assert padded.call_widths == (2, 1, 1)
     assert padded.work.context_tokens == 2 * 120 + 5000 + 80
-    whole = chosen(mixes=False)
-    assert whole.widths == (4,)
+    whole = chosen(mixes_prefill=False)
+    assert whole.call_widths == (4,)
     assert whole.work.context_tokens == 100 + 120 + 5000 + 80
-    assert chosen().widths == (4,)
+    assert chosen().call_widths == (4,)
 
 
-@given(decodes(), st.booleans())
-def test_guesses_are_checked_within_the_batch_in_time_and_only_where_there_are_some(
-    case: tuple[list[Slot], CostModel, int], mixes: bool
+@given(decode_cases(), st.booleans())
+def test_drafts_fit_the_batch_and_the_deadline(
+    case: tuple[list[SequenceView], CostModel, int], mixes_prefill: bool
 ) -> None:
-    streams, cost, capacity = case
-    chosen = plan(streams, [], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes)
+    decodes, cost, max_tokens = case
+    chosen = plan(
+        decodes,
+        [],
+        PolicyState(),
+        now_s=0.0,
+        cost=cost,
+        max_tokens=max_tokens,
+        limits=LIMITS,
+        mixes_prefill=mixes_prefill,
+    )
     if not chosen.drafts:
         return
-    assert len(chosen.drafts) == len(chosen.streams)
-    assert all(0 <= n <= slot.drafts for n, slot in zip(chosen.drafts, chosen.streams, strict=True))
-    rows = len(chosen.streams) + sum(chosen.drafts)
-    read = sum((1 + n) * slot.context for n, slot in zip(chosen.drafts, chosen.streams, strict=True))
-    assert chosen.work == Work(0, rows, read)
-    assert len(streams) < rows <= capacity
-    assert cost.of_rows(rows, read) <= 1e3 * min(slot.due_s for slot in streams)
+    assert len(chosen.drafts) == len(chosen.decodes)
+    assert all(0 <= n <= view.n_drafts for n, view in zip(chosen.drafts, chosen.decodes, strict=True))
+    rows = len(chosen.decodes) + sum(chosen.drafts)
+    context = sum((1 + n) * view.n_context for n, view in zip(chosen.drafts, chosen.decodes, strict=True))
+    assert chosen.work == Work(0, rows, context)
+    assert len(decodes) < rows <= max_tokens
+    assert cost.decode_call_ms(rows, context) <= 1e3 * min(view.due_s for view in decodes)
 
 
-@given(decodes(), st.booleans(), st.integers(1, 300))
-def test_beside_prompts_nobody_guesses(case: tuple[list[Slot], CostModel, int], mixes: bool, pending: int) -> None:
-    streams, cost, capacity = case
-    streams = [attrs.evolve(slot, due_s=math.inf) for slot in streams]
+@given(decode_cases(), st.booleans(), st.integers(1, 300))
+def test_a_tick_with_prefill_has_no_drafts(
+    case: tuple[list[SequenceView], CostModel, int], mixes_prefill: bool, pending: int
+) -> None:
+    decodes, cost, max_tokens = case
+    decodes = [msgspec.structs.replace(view, due_s=math.inf) for view in decodes]
     chosen = plan(
-        streams, [Slot(20, pending)], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS, mixes=mixes
+        decodes,
+        [SequenceView(20, pending)],
+        PolicyState(),
+        now_s=0.0,
+        cost=cost,
+        max_tokens=max_tokens,
+        limits=LIMITS,
+        mixes_prefill=mixes_prefill,
     )
-    assert chosen.shares
+    assert chosen.chunks
     assert not chosen.drafts
 
 
-@given(decodes())
-def test_as_many_guesses_as_give_most_tokens_a_millisecond(case: tuple[list[Slot], CostModel, int]) -> None:
-    streams, cost, capacity = case
-    streams = [attrs.evolve(slot, due_s=math.inf) for slot in streams]
-    chosen = plan(streams, [], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS)
+@given(decode_cases())
+def test_the_draft_length_gives_most_tokens_a_millisecond(case: tuple[list[SequenceView], CostModel, int]) -> None:
+    decodes, cost, max_tokens = case
+    decodes = [msgspec.structs.replace(view, due_s=math.inf) for view in decodes]
+    chosen = plan(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS)
 
     def rate(drafts: Sequence[int]) -> float:
-        tokens = sum(sum(slot.hits**k for k in range(n + 1)) for slot, n in zip(streams, drafts, strict=True))
-        read = sum((1 + n) * slot.context for slot, n in zip(streams, drafts, strict=True))
-        return tokens / cost.of_rows(len(streams) + sum(drafts), read)
+        tokens = sum(
+            sum(view.acceptance_rate**k for k in range(n + 1)) for view, n in zip(decodes, drafts, strict=True)
+        )
+        context = sum((1 + n) * view.n_context for view, n in zip(decodes, drafts, strict=True))
+        return tokens / cost.decode_call_ms(len(decodes) + sum(drafts), context)
 
-    plain = cost.of_rows(0, sum(slot.context for slot in streams))
-    plain += sum(cost.of_rows(width, 0) for width in cost.widths.cut(len(streams)))
-    tried = [[min(slot.drafts, most) for slot in streams] for most in (1, 2, 4, 8, 16)]
-    tried = [drafts for drafts in tried if len(streams) + sum(drafts) <= capacity]
-    best = max(map(rate, tried), default=0.0)
+    plain_ms = cost.decode_call_ms(0, sum(view.n_context for view in decodes))
+    plain_ms += sum(cost.decode_call_ms(width, 0) for width in cost.call_times.split(len(decodes)))
+    candidates = [[min(view.n_drafts, most) for view in decodes] for most in (1, 2, 4, 8, 16)]
+    candidates = [drafts for drafts in candidates if len(decodes) + sum(drafts) <= max_tokens]
+    best = max(map(rate, candidates), default=0.0)
     if chosen.drafts:
         assert rate(chosen.drafts) == pytest.approx(best)
-        assert best > WORTH_DRAFTING * len(streams) / plain * (1 - 1e-9)
+        assert best > MIN_DRAFT_SPEEDUP * len(decodes) / plain_ms * (1 - 1e-9)
     else:
-        assert best <= WORTH_DRAFTING * len(streams) / plain * (1 + 1e-9)
+        assert best <= MIN_DRAFT_SPEEDUP * len(decodes) / plain_ms * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("hits", "n", "tokens"),
+    ("acceptance_rate", "n", "tokens"),
     [(0.5, 0, 1), (0.5, 1, 1.5), (0.5, 2, 1.75), (0.9, 2, 1 + 0.9 + 0.81), (0.0, 16, 1), (1.0, 16, 17)],
 )
-def test_tokens_to_be_expected_of_guesses(hits: float, n: int, tokens: float) -> None:
-    """Its own, and each guess's if it and all before it are true."""
-    assert policy._expected(hits, n) == pytest.approx(tokens)
+def test_expected_tokens(acceptance_rate: float, n: int, tokens: float) -> None:
+    """One token, and each draft token if it and all before it are accepted."""
+    assert policy._expected_tokens(acceptance_rate, n) == pytest.approx(tokens)
 
 
-def test_when_guesses_pay() -> None:
-    """10 ms a call and 1 ms a row: 11 ms for a token; with one guess 12 ms, with two 13."""
-    cost = CostModel(Line((10.0, 0.0, 10.0, 0.0, 0.0)))
+def test_when_drafts_pay() -> None:
+    """10 ms a call and 1 ms a row: 11 ms for a token, 12 ms with one draft token, 13 ms with two."""
+    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0)))
 
-    def guesses(hits: float, n: int = 16, due_ms: float = math.inf, capacity: int = 512) -> Sequence[int]:
-        slot = Slot(0, due_s=due_ms / 1e3, drafts=n, hits=hits)
-        return plan([slot], [], Memory(), now_s=0.0, cost=cost, capacity=capacity, limits=LIMITS).drafts
+    def drafts(acceptance_rate: float, n: int = 16, due_ms: float = math.inf, max_tokens: int = 512) -> Sequence[int]:
+        view = SequenceView(0, due_s=due_ms / 1e3, n_drafts=n, acceptance_rate=acceptance_rate)
+        return plan([view], [], PolicyState(), now_s=0.0, cost=cost, max_tokens=max_tokens, limits=LIMITS).drafts
 
-    assert guesses(0.1) == (), "1.1 tokens in 12 ms are fewer a millisecond than 1 in 11"
-    assert guesses(0.14) == (), "a little more, which is noise"
-    assert guesses(0.16) == (1,)
-    assert guesses(0.5) == (2,), "1.75 in 13 ms; 1.94 in 15 are fewer a millisecond"
-    assert guesses(1.0) == (16,)
-    assert guesses(1.0, n=5) == (5,)
-    assert guesses(1.0, due_ms=19.0) == (8,), "with 16 it would take 27 ms"
-    assert guesses(1.0, due_ms=5.0) == (), "late already"
-    assert guesses(1.0, capacity=16) == (8,)
-    assert guesses(1.0, n=0) == ()
+    assert drafts(0.1) == (), "1.1 tokens in 12 ms is slower than 1 in 11 ms"
+    assert drafts(0.14) == (), "a gain of less than MIN_DRAFT_SPEEDUP is noise"
+    assert drafts(0.16) == (1,)
+    assert drafts(0.5) == (2,), "1.75 tokens in 13 ms is faster than 1.94 in 15 ms"
+    assert drafts(1.0) == (16,)
+    assert drafts(1.0, n=5) == (5,)
+    assert drafts(1.0, due_ms=19.0) == (8,), "16 would take 27 ms"
+    assert drafts(1.0, due_ms=5.0) == (), "already late"
+    assert drafts(1.0, max_tokens=16) == (8,)
+    assert drafts(1.0, n=0) == ()
 
 
-def test_streams_without_guesses_are_beside_those_with() -> None:
-    cost = CostModel(Line((10.0, 0.0, 10.0, 0.0, 0.0)))
-    streams = [Slot(0), Slot(1, drafts=3, hits=1.0), Slot(2, drafts=16, hits=1.0)]
-    chosen = plan(streams, [], Memory(), now_s=0.0, cost=cost, capacity=512, limits=LIMITS)
+def test_sequences_with_and_without_drafts_share_a_call() -> None:
+    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0)))
+    decodes = [
+        SequenceView(0),
+        SequenceView(1, n_drafts=3, acceptance_rate=1.0),
+        SequenceView(2, n_drafts=16, acceptance_rate=1.0),
+    ]
+    chosen = plan(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS)
     assert chosen.drafts == (0, 3, 16)
-    assert chosen.widths == (3,)
+    assert chosen.call_widths == (3,)

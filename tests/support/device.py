@@ -1,4 +1,4 @@
-"""Devices that take simulated milliseconds, and a house that is served by one: the policy in closed loop."""
+"""Simulated devices, and a simulated server that runs the scheduler on one in closed loop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import attrs
 
 from uma_trio.config import Scheduling
 from uma_trio.scheduling.cost import CostModel, Work
-from uma_trio.scheduling.policy import Memory, Plan, Slot, plan
+from uma_trio.scheduling.policy import Plan, PolicyState, plan
+from uma_trio.scheduling.view import Priority, SequenceView
 
 
 @attrs.define
 class Device:
-    """Takes ``a + b * prompt + c * decodes + d * context + e * (what prompts read)`` ms, and ``step`` more with
-    any prompt token."""
+    """Takes ``a + b * prefill_tokens + c * decode_rows + d * context_tokens + e * prefill_attention`` milliseconds for
+    a tick, and ``step`` more if the tick has prefill."""
 
     a: float
     b: float
@@ -25,18 +26,19 @@ class Device:
     e: float = 0.0
     step: float = 0.0
     noise: float = 0.0
-    """Standard deviation of a tick's time, as a share of it."""
-    chance: random.Random = attrs.field(factory=lambda: random.Random(1))
+    """Relative standard deviation of a tick's time."""
+    rng: random.Random = attrs.field(factory=lambda: random.Random(1))
 
     def ms(self, work: Work) -> float:
-        """One tick."""
+        """Milliseconds of one tick, with noise."""
         exact = self.exact_ms(work)
-        return exact * max(0.1, 1 + self.chance.gauss(0, self.noise)) if self.noise else exact
+        return exact * max(0.1, 1 + self.rng.gauss(0, self.noise)) if self.noise else exact
 
     def exact_ms(self, work: Work) -> float:
-        linear = self.a + self.b * work.prompt_tokens + self.c * work.decodes + self.d * work.context_tokens
-        linear += self.e * work.prompt_tokens * (work.prompt_context + work.prompt_tokens / 2)
-        return linear + (self.step if work.prompt_tokens else 0.0)
+        """Milliseconds of one tick, without noise."""
+        linear = self.a + self.b * work.prefill_tokens + self.c * work.decode_rows + self.d * work.context_tokens
+        linear += self.e * work.prefill_tokens * (work.mean_prefill_context + work.prefill_tokens / 2)
+        return linear + (self.step if work.prefill_tokens else 0.0)
 
 
 CPU = Device(3.0, 1.05, 3.0, 0.002, e=0.0005)
@@ -45,104 +47,141 @@ QUICK = Device(1.0, 0.02, 0.05, 0.0001, step=2.0)
 FLAT = Device(5.0, 0.1, 0.5)
 SLOW = Device(20.0, 3.0, 5.0, 0.003, e=0.001, step=5.0)
 TOO_SLOW = Device(160.0, 5.0, 50.0, 0.01)
-"""One decode takes longer than any stream's target."""
+"""One decode takes longer than the target of any stream."""
 
-SHAPES = (
+CALIBRATION = (
     Work(64, 0, 0), Work(32, 0, 0), Work(0, 1, 16), Work(0, 4, 150), Work(32, 3, 150), Work(128, 0, 17),
     Work(0, 2, 80), Work(0, 1, 64), Work(64, 3, 200), Work(256, 0, 0, 66.0), Work(256, 0, 0, 322.0), Work(0, 2, 720),
 )  # fmt: skip
-"""What the engine's calibration runs, about."""
+"""About what the engine's calibration runs."""
 
 
 def calibrated(device: Device) -> CostModel:
-    """What is known of ``device`` when the first client comes."""
+    """The cost model after calibration on ``device``, before the first client."""
     cost = CostModel()
-    for work in SHAPES:
+    for work in CALIBRATION:
         cost = cost.observed(work, device.ms(work))
     return cost
 
 
 @attrs.define
-class Held:
-    """One sequence of the house."""
+class SimulatedSequence:
+    """One sequence of the simulated server."""
 
-    slot: Slot
+    seq_id: int
+    n_pending: float
     target_ms: float
-    to_generate: float = math.inf
-    decoding: bool = False
+    n_to_generate: float = math.inf
+    n_context: int = 0
+    due_s: float = math.inf
+    priority: Priority = Priority.NORMAL
+    principal: str = ""
+    is_decoding: bool = False
     last_token_s: float = 0.0
     waited: int = 0
-    """Ticks since it last advanced."""
-    fed: int = 0
+    """Ticks since the sequence last advanced."""
+    n_prefilled: int = 0
     gaps_ms: list[float] = attrs.field(factory=list)
+    """Inter-token latencies."""
+
+    def view(self) -> SequenceView:
+        return SequenceView(
+            self.seq_id,
+            self.n_pending,  # type: ignore[arg-type]  # infinity is a prompt without end
+            self.n_context,
+            self.due_s,
+            self.priority,
+            self.principal,
+        )
 
 
 @attrs.define
-class House:
-    """Ticks on a clock that the device moves."""
+class SimulatedServer:
+    """Plans and runs ticks on a simulated device, whose time moves the clock."""
 
     device: Device
     limits: Scheduling = attrs.field(factory=Scheduling)
-    capacity: int = 512
+    max_tokens: int = 512
     cost: CostModel = attrs.field(default=attrs.Factory(lambda self: calibrated(self.device), takes_self=True))
-    gap_ms: float = 0.3
-    """Between two ticks."""
+    host_gap_ms: float = 0.3
+    """Time between two ticks."""
     now_s: float = 0.0
-    memory: Memory = attrs.field(factory=Memory)
-    held: dict[int, Held] = attrs.field(factory=dict)
+    state: PolicyState = attrs.field(factory=PolicyState)
+    running: dict[int, SimulatedSequence] = attrs.field(factory=dict)
     ticks_ms: list[float] = attrs.field(factory=list)
-    watch: Callable[[Plan], None] = lambda chosen: None
+    on_plan: Callable[[Plan], None] = lambda chosen: None
 
-    def read(
-        self, seq_id: int, pending: float, *, n: float = math.inf, target_ms: float | None = None, **slot: int
-    ) -> Held:
-        """A prompt is admitted."""
+    def prefill(
+        self,
+        seq_id: int,
+        n_pending: float,
+        *,
+        n_to_generate: float = math.inf,
+        target_ms: float | None = None,
+        priority: Priority = Priority.NORMAL,
+        principal: str = "",
+    ) -> SimulatedSequence:
+        """Admit a prompt of ``n_pending`` tokens."""
         target = self.limits.target_tbt_ms if target_ms is None else target_ms
-        self.held[seq_id] = Held(Slot(seq_id, pending, **slot), target, n)  # type: ignore[arg-type]
-        return self.held[seq_id]
+        self.running[seq_id] = SimulatedSequence(
+            seq_id, n_pending, target, n_to_generate, priority=priority, principal=principal
+        )
+        return self.running[seq_id]
 
-    def decode(self, seq_id: int, *, context: int = 100, **more: float) -> Held:
-        """A stream that decodes already."""
-        held = self.read(seq_id, 1, **more)  # type: ignore[arg-type]
-        held.decoding, held.slot.context, held.last_token_s = True, context, self.now_s
-        held.slot.due_s = self.now_s + held.target_ms / 1e3
-        return held
+    def decode(
+        self,
+        seq_id: int,
+        *,
+        n_context: int = 100,
+        target_ms: float | None = None,
+        priority: Priority = Priority.NORMAL,
+        principal: str = "",
+    ) -> SimulatedSequence:
+        """Add an endless stream that is decoding already."""
+        sequence = self.prefill(seq_id, 1, target_ms=target_ms, priority=priority, principal=principal)
+        sequence.is_decoding, sequence.n_context, sequence.last_token_s = True, n_context, self.now_s
+        sequence.due_s = self.now_s + sequence.target_ms / 1e3
+        return sequence
 
     def tick(self) -> Plan:
-        streams = [held.slot for held in self.held.values() if held.decoding]
-        prompts = [held.slot for held in self.held.values() if not held.decoding]
+        """Plan and run one tick."""
         chosen = plan(
-            streams, prompts, self.memory, now_s=self.now_s, cost=self.cost, capacity=self.capacity, limits=self.limits
+            [sequence.view() for sequence in self.running.values() if sequence.is_decoding],
+            [sequence.view() for sequence in self.running.values() if not sequence.is_decoding],
+            self.state,
+            now_s=self.now_s,
+            cost=self.cost,
+            max_tokens=self.max_tokens,
+            limits=self.limits,
         )
-        self.watch(chosen)
-        self.memory = chosen.memory
-        took_ms = self.device.ms(chosen.work)
-        self.ticks_ms.append(took_ms)
-        self.now_s += (took_ms + self.gap_ms) / 1e3
-        self.cost = self.cost.observed(chosen.work, took_ms)
-        for held in self.held.values():
-            held.waited += 1
-        for slot in chosen.streams:
-            self._token(self.held[slot.seq_id])
-        for share in chosen.shares:
-            held = self.held[share.seq_id]
-            held.waited, held.fed = 0, held.fed + share.n_tokens
-            held.slot.pending -= share.n_tokens
-            held.slot.context += share.n_tokens
-            if share.ends:
-                held.decoding, held.slot.pending, held.last_token_s = True, 1, self.now_s
-                self._due(held)
+        self.on_plan(chosen)
+        self.state = chosen.state
+        tick_ms = self.device.ms(chosen.work)
+        self.ticks_ms.append(tick_ms)
+        self.now_s += (tick_ms + self.host_gap_ms) / 1e3
+        self.cost = self.cost.observed(chosen.work, tick_ms)
+        for sequence in self.running.values():
+            sequence.waited += 1
+        for view in chosen.decodes:
+            sequence = self.running[view.seq_id]
+            sequence.waited = 0
+            sequence.gaps_ms.append(1e3 * (self.now_s - sequence.last_token_s))
+            sequence.n_context += 1
+            self._generated(sequence)
+        for chunk in chosen.chunks:
+            sequence = self.running[chunk.seq_id]
+            sequence.waited = 0
+            sequence.n_prefilled += chunk.n_tokens
+            sequence.n_pending -= chunk.n_tokens
+            sequence.n_context += chunk.n_tokens
+            if chunk.is_last:
+                sequence.is_decoding, sequence.n_pending = True, 1
+                self._generated(sequence)
         return chosen
 
-    def _token(self, held: Held) -> None:
-        held.waited = 0
-        held.gaps_ms.append(1e3 * (self.now_s - held.last_token_s))
-        held.last_token_s = self.now_s
-        held.slot.context += 1
-        self._due(held)
-
-    def _due(self, held: Held) -> None:
-        held.slot.due_s = self.now_s + held.target_ms / 1e3
-        held.to_generate -= 1
-        if held.to_generate <= 0:
-            del self.held[held.slot.seq_id]
+    def _generated(self, sequence: SimulatedSequence) -> None:
+        sequence.last_token_s = self.now_s
+        sequence.due_s = self.now_s + sequence.target_ms / 1e3
+        sequence.n_to_generate -= 1
+        if sequence.n_to_generate <= 0:
+            del self.running[sequence.seq_id]

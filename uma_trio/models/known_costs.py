@@ -18,11 +18,11 @@ import msgspec
 import platformdirs
 import structlog
 
-from uma_trio.scheduling.cost import TERMS, CostModel, Line, Widths
+from uma_trio.scheduling.cost import N_FEATURES, CostModel, DecodeCallTimes, LinearModel
 
 log = structlog.get_logger("uma_trio.models")
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 SAMPLE_BYTES: Final = 1 << 20
 """Of each end of a model file: its header, and some weights.  Reading all of a large one would take seconds."""
 
@@ -51,7 +51,11 @@ def recall(name: str, where: Path | None = None) -> CostModel | None:
     """What was kept as ``name``, less sure than it was; ``None`` if there is nothing of use."""
     try:
         fields = read(name, where)
-        return CostModel(_line(fields["alone"]), _line(fields["mixed"]), Widths(_numbers(fields["widths"])))
+        return CostModel(
+            _linear_model(fields["decode_only"]),
+            _linear_model(fields["mixed"]),
+            DecodeCallTimes(_numbers(fields["call_times"])),
+        )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -62,9 +66,9 @@ def recall(name: str, where: Path | None = None) -> CostModel | None:
 def keep(name: str, cost: CostModel, where: Path | None = None) -> bool:
     """Keep ``cost`` as ``name``; whether that went well."""
     fields = {
-        "alone": attrs.asdict(cost.alone),
+        "decode_only": attrs.asdict(cost.decode_only),
         "mixed": attrs.asdict(cost.mixed),
-        "widths": cost.widths.ms,
+        "call_times": cost.call_times.ms,
     }
     return write(name, fields, where)
 
@@ -93,17 +97,17 @@ def write(name: str, fields: dict[str, Any], where: Path | None = None) -> bool:
     return True
 
 
-def _line(fields: dict[str, Any]) -> Line:
+def _linear_model(fields: dict[str, Any]) -> LinearModel:
     """Checked: a file is no more to be trusted than a client."""
-    known = tuple(tuple(FADED * k for k in _numbers(row, TERMS)) for row in fields["known"])
-    free = None if fields["free"] is None else _numbers(fields["free"], TERMS)
-    coefficients = _numbers(fields["coefficients"], TERMS)
-    seen, error = int(fields["seen"]), float(fields["error"])
-    if len(known) != TERMS or min(coefficients) < 0 or not (seen >= 0 and 0 <= error < 10):
-        raise ValueError("not a line")
-    if any(known[i][i] <= 0 for i in range(TERMS)):
+    information = tuple(tuple(FADED * k for k in _numbers(row, N_FEATURES)) for row in fields["information"])
+    unconstrained = None if fields["unconstrained"] is None else _numbers(fields["unconstrained"], N_FEATURES)
+    coefficients = _numbers(fields["coefficients"], N_FEATURES)
+    n_observed, error = int(fields["n_observed"]), float(fields["error"])
+    if len(information) != N_FEATURES or min(coefficients) < 0 or not (n_observed >= 0 and 0 <= error < 10):
+        raise ValueError("not a linear model")
+    if any(information[i][i] <= 0 for i in range(N_FEATURES)):
         raise ValueError("not a certainty")
-    return Line(coefficients, known, seen, error, free)
+    return LinearModel(coefficients, information, n_observed, error, unconstrained)
 
 
 def _numbers(values: Iterable[Any], n: int | None = None) -> tuple[float, ...]:

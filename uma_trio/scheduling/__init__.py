@@ -1,1 +1,1 @@
-"""What goes into the next tick: pure decisions, no clock, no model, no sockets."""
+"""Decides what the next tick computes.  Pure functions and values: no clock, no model, no sockets."""

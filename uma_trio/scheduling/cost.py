@@ -1,21 +1,23 @@
-"""What a tick will take, learned from the ticks that were.
+"""Predicts how long a tick takes, learned online from the ticks before.
 
-A tick's time is close to linear in what it holds::
+The time of a tick is close to linear in what it computes::
 
-    t = a * calls + b * prompt_tokens + c * decodes + d * context_read_by_decodes + e * context_read_by_prompts
+    t = a * n_calls + b * prefill_tokens + c * decode_rows + d * context_tokens + e * prefill_attention
 
-where each token of a chunk reads all that stands before it: a chunk of n behind m tokens reads n * m + n * n / 2.
-A long prompt's last chunks take several times what its first ones took, and a model without that term is late
-in noticing.  The coefficients are others for ticks of decodes alone than for those with prompt tokens, since
-they run other kernels.  Each of the two is a recursive least squares over the recent ticks: old ones fade, so the
-model follows a machine that gets warm or busy.  Of a kind of tick that does not occur nothing fades.
+``context_tokens`` is what the attention of the decode rows reads.  ``prefill_attention`` is what the attention of the
+prefill chunks reads: a chunk of n tokens after m tokens reads n * m + n * n / 2.  The last chunks of a long prompt
+take several times as long as its first ones, and a model without this term notices too late.
 
-Over the first few rows of a decode a line is a poor fit on a CPU, whose kernels take some numbers of rows much better
-than others: two streams of a Q4_0 model took 8.6 ms together and 3.3 ms each alone, six 18.8 ms and five 12.7 ms.
-``Widths`` keeps what each took, and says how to cut a tick's rows into calls.
+Decode-only ticks run other kernels than ticks with prefill, so each kind has coefficients of its own.  Both are fitted
+by recursive least squares with a forgetting factor: old ticks fade, and the model follows a machine that gets warm or
+busy.  A kind of tick that does not occur does not fade.
 
-Source: docs/ARCHITECTURE.md, "The scheduler"; the recursion is the standard one with a forgetting factor
-(Haykin, Adaptive Filter Theory, chapter on RLS), in its information form.
+On a CPU, a line fits the first few decode rows poorly, because some row counts suit its kernels much better than
+others: two streams of a Q4_0 model took 8.6 ms in one call and 3.3 ms each in their own calls; six took 18.8 ms and
+five 12.7 ms.  ``DecodeCallTimes`` holds the measured times, and decides how to split decode rows into calls.
+
+Source: docs/ARCHITECTURE.md, "The scheduler"; recursive least squares in information form: Haykin, Adaptive Filter
+Theory.
 """
 
 from __future__ import annotations
@@ -26,107 +28,138 @@ from typing import Final, TypeAlias
 
 import attrs
 
-FORGETTING: Final = 0.98
-"""A tick's weight after one more tick: fifty ticks ago counts for a third."""
+FORGETTING_FACTOR: Final = 0.98
+"""Weight of all earlier ticks after one more tick.  A tick fifty ticks ago counts for a third."""
 
-LEAST_SURE: Final = 0.01
-"""What is known of each coefficient at least, in the unit of ``Line.known``.  Of what does not occur (streams
-without prompts, always the same four of them) forgetting would leave nothing, and noise would be taken for news."""
+MIN_INFORMATION: Final = 0.01
+"""Lower bound of the information about each coefficient.  Without it, ticks that are all alike (the same four streams
+and no prompts) would let the rest fade to nothing, and noise would pass for news."""
 
-TRUSTED: Final = 8
-"""Ticks after which a line may doubt a measurement."""
+WARMUP_TICKS: Final = 8
+"""Ticks after which the model starts to distrust outliers."""
 
-SURPRISE: Final = 0.5
-"""What a tick took beyond this share more than was predicted is not believed at once.  One that took
-seconds, since the machine was busy, would make prompts wait long after; a device that has become slower
-raises the error, and with it what is believed, within a few ticks."""
+OUTLIER_TOLERANCE: Final = 0.5
+"""The part of a measurement that exceeds the prediction by more than this share is ignored at first.  If one slow tick
+of several seconds were believed, prompts would wait long after it.  A device that really has become slower raises the
+error, and with it the tolerance, within a few ticks."""
 
-WORTH_CUTTING: Final = 0.94
-"""Several calls must take less than this share of one: each has its overhead, and measurements have noise."""
+OUTLIER_ERRORS: Final = 8.0
+"""The tolerance is at least this many times the error of the model."""
 
-MOST_OFF: Final = 4.0
-"""Bound of one tick's share in the error."""
+ERROR_SMOOTHING: Final = 0.05
+"""Weight of the latest tick in the error."""
 
-Terms: TypeAlias = tuple[float, ...]
-"""Five numbers: of a call, its prompt tokens, its decodes, what its decodes read, what its prompts read."""
+MAX_TICK_ERROR: Final = 4.0
+"""Upper bound of what one tick adds to the error."""
 
-SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0)
-"""Of the five terms, so that all coefficients are of like size: milliseconds a call, a hundred prompt tokens,
-ten decodes, ten thousand tokens of context read by decodes, a hundred thousand read by prompts."""
+SPLIT_THRESHOLD: Final = 0.94
+"""Decode rows are split only if the calls together take less than this share of one call.  Every call has its
+overhead, and measurements have noise."""
 
-TERMS: Final = len(SCALES)
+CONTEXT_ALIGNMENT: Final = 256
+"""llama.cpp rounds the context of a call up to a multiple of this (``llama_kv_cache::get_n_kv``)."""
+
+MAX_CONTEXT_GROUPS: Final = 24
+"""With more groups of equal context length than this, rows are not split by context: the search is quadratic."""
+
+Features: TypeAlias = tuple[float, ...]
+"""Five numbers: calls, prefill tokens, decode rows, context of the decode rows, attention of the prefill tokens."""
+
+FEATURE_SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0)
+"""Units of the features, chosen to make all coefficients similar in size: ms a call, ms for 100 prefill tokens, ..."""
+
+N_FEATURES: Final = len(FEATURE_SCALES)
 
 
 @attrs.frozen
 class Work:
-    """What one tick holds."""
+    """What one tick computes."""
 
-    prompt_tokens: int
-    decodes: int
-    """Rows of decoding sequences: one each, and one more for each guess that is checked."""
+    prefill_tokens: int
+    decode_rows: int
+    """One row for each decoding sequence, and one more for each draft token that is verified."""
     context_tokens: int
-    """What the attention of these rows reads: the tokens before each, all together; where a call takes each row as long
-    as its longest, so many for each."""
-    prompt_context: float = 0.0
-    """Tokens in front of the chunks of prompts, on average over their tokens."""
-    calls: int = 1
-    """Of ``llama_decode``, one after another."""
+    """KV cells that the attention of the decode rows reads: the sum of their context lengths.  If attention is padded,
+    each row counts with the longest context of its call."""
+    mean_prefill_context: float = 0.0
+    """Tokens before the prefill chunks, averaged over the prefill tokens."""
+    n_calls: int = 1
+    """Consecutive calls of ``llama_decode``."""
 
 
 @attrs.frozen
-class Line:
-    """One linear model and how sure it is of each coefficient."""
+class LinearModel:
+    """Linear model of a tick's time, fitted by recursive least squares.  Immutable."""
 
-    coefficients: Terms
-    """In ms for the scaled terms, none below 0."""
-    known: tuple[Terms, ...] = tuple(
-        tuple(LEAST_SURE if row == column else 0.0 for column in range(TERMS)) for row in range(TERMS)
+    coefficients: Features
+    """Milliseconds for one unit of each scaled feature; none is negative."""
+    information: tuple[Features, ...] = tuple(
+        tuple(MIN_INFORMATION if row == column else 0.0 for column in range(N_FEATURES)) for row in range(N_FEATURES)
     )
-    """How sure it is: the sum of x times x transposed over the ticks seen, the recent ones counting most."""
-    seen: int = 0
-    """Ticks it has learned from."""
+    """Information matrix: the sum of x times x transposed over the observed ticks, recent ticks counting most."""
+    n_observed: int = 0
+    """Ticks that the model has learned from."""
     error: float = 0.0
-    """Average of |predicted - measured| / measured, each at most 4, the recent ones counting most."""
-    free: Terms | None = None
-    """The coefficients before they were held at 0 or above; the recursion goes on from these."""
+    """Mean of |predicted - measured| / measured, recent ticks counting most.  Each tick adds ``MAX_TICK_ERROR`` at
+    most."""
+    unconstrained: Features | None = None
+    """The coefficients before negative ones were set to 0.  The recursion continues from these."""
 
     def predict(self, work: Work) -> float:
-        """Milliseconds; never less than 0."""
-        return sum([c * x for c, x in zip(self.coefficients, _terms(work), strict=True)])
+        """Predicted milliseconds of ``work``, at least 0."""
+        return sum([c * x for c, x in zip(self.coefficients, _features(work), strict=True)])
 
-    def observed(self, work: Work, ms: float) -> Line:
-        """The model after a tick of ``work`` that took ``ms``."""
-        x = _terms(work)
+    def observed(self, work: Work, ms: float) -> LinearModel:
+        """Learn from a tick: ``work`` took ``ms`` milliseconds."""
+        x = _features(work)
         predicted = self.predict(work)
-        off = min(abs(predicted - ms) / max(ms, 0.01), MOST_OFF)
-        believed = min(ms, predicted * (1 + max(SURPRISE, 8 * self.error)) + 1) if self.seen >= TRUSTED else ms
-        known = tuple([
+        tick_error = min(abs(predicted - ms) / max(ms, 0.01), MAX_TICK_ERROR)
+        in_warmup = self.n_observed < WARMUP_TICKS
+        tolerance = max(OUTLIER_TOLERANCE, OUTLIER_ERRORS * self.error)
+        believed = ms if in_warmup else min(ms, predicted * (1 + tolerance) + 1)
+        information = tuple([
             tuple([
-                FORGETTING * k + x[i] * x[j] + ((1 - FORGETTING) * LEAST_SURE if i == j else 0.0)
+                FORGETTING_FACTOR * k + x[i] * x[j] + ((1 - FORGETTING_FACTOR) * MIN_INFORMATION if i == j else 0.0)
                 for j, k in enumerate(row)
             ])
-            for i, row in enumerate(self.known)
+            for i, row in enumerate(self.information)
         ])  # fmt: skip
-        free = self.free or self.coefficients
-        miss = believed - sum([c * t for c, t in zip(free, x, strict=True)])
-        free = tuple([c + g * miss for c, g in zip(free, _solved(known, x), strict=True)])
-        error = off if self.seen < TRUSTED else self.error + 0.05 * (off - self.error)  # of one that learns: the last
-        return Line(_not_negative(free, known), known, self.seen + 1, error, free)
+        unconstrained = self.unconstrained or self.coefficients
+        residual = believed - sum([c * t for c, t in zip(unconstrained, x, strict=True)])
+        gain = _solve(information, x)
+        unconstrained = tuple([c + g * residual for c, g in zip(unconstrained, gain, strict=True)])
+        # an average over the warm-up would be dominated by the initial guess
+        error = tick_error if in_warmup else self.error + ERROR_SMOOTHING * (tick_error - self.error)
+        coefficients = _non_negative(unconstrained, information)
+        return LinearModel(coefficients, information, self.n_observed + 1, error, unconstrained)
 
-    def largest_prompt(self, ms: float, work: Work) -> float:
-        """Prompt tokens with which ``work``, its own left out, is predicted to take ``ms``; may be below 0."""
-        # left = linear * n + square * n * n
-        square = self.coefficients[4] / SCALES[4] / 2
-        linear = self.coefficients[1] / SCALES[1] + 2 * square * work.prompt_context
-        left = ms - self.predict(attrs.evolve(work, prompt_tokens=0))
-        root = linear * linear + 4 * square * left
-        if left > 0 and root + linear > 0:
-            return 2 * left / (linear + math.sqrt(root))
-        return left / linear if linear > 0 else math.copysign(math.inf, left)
+    def max_prefill_tokens(self, ms: float, work: Work) -> float:
+        """Prefill tokens with which ``work`` is predicted to take ``ms``; negative if it takes longer with none.
+
+        The prefill tokens of ``work`` itself are ignored.
+        """
+        # remaining = linear * n + quadratic * n * n
+        quadratic = self.coefficients[4] / FEATURE_SCALES[4] / 2
+        linear = self.coefficients[1] / FEATURE_SCALES[1] + 2 * quadratic * work.mean_prefill_context
+        remaining = ms - self.predict(attrs.evolve(work, prefill_tokens=0))
+        discriminant = linear * linear + 4 * quadratic * remaining
+        if remaining > 0 and discriminant + linear > 0:
+            return 2 * remaining / (linear + math.sqrt(discriminant))
+        return remaining / linear if linear > 0 else math.copysign(math.inf, remaining)
 
 
-def _solved(matrix: Sequence[Terms], right: Terms) -> Terms:
-    """``x`` of ``matrix @ x = right``; ``matrix`` is symmetric and positive definite, so needs no pivots."""
+def _features(work: Work) -> Features:
+    return (
+        work.n_calls,
+        work.prefill_tokens / FEATURE_SCALES[1],
+        work.decode_rows / FEATURE_SCALES[2],
+        work.context_tokens / FEATURE_SCALES[3],
+        work.prefill_tokens * (work.mean_prefill_context + work.prefill_tokens / 2) / FEATURE_SCALES[4],
+    )
+
+
+def _solve(matrix: Sequence[Features], right: Features) -> Features:
+    """Solve ``matrix @ x = right``.  The matrix is symmetric and positive definite, so no pivoting is needed."""
     rows = [[*row, r] for row, r in zip(matrix, right, strict=True)]
     size = len(rows)
     for i, pivot in enumerate(rows):
@@ -134,18 +167,18 @@ def _solved(matrix: Sequence[Terms], right: Terms) -> Terms:
             factor = row[i] / pivot[i]
             for k in range(i + 1, size + 1):
                 row[k] -= factor * pivot[k]
-    found = [0.0] * size
+    x = [0.0] * size
     for i in reversed(range(size)):
         row = rows[i]
-        found[i] = (row[size] - sum([row[k] * found[k] for k in range(i + 1, size)])) / row[i]
-    return tuple(found)
+        x[i] = (row[size] - sum([row[k] * x[k] for k in range(i + 1, size)])) / row[i]
+    return tuple(x)
 
 
-def _not_negative(coefficients: Terms, known: Sequence[Terms]) -> Terms:
-    """The likeliest coefficients of which none is below 0.
+def _non_negative(coefficients: Features, information: Sequence[Features]) -> Features:
+    """The best fit without negative coefficients.
 
-    One that came out negative is held at 0, and the others move as far as they are tied to it: merely
-    cut off it would leave them too high for every tick that was seen.
+    A negative coefficient is fixed at 0 and the others are fitted again.  Clipping alone would leave the others too
+    high for every tick that was observed.
     """
     free = list(range(len(coefficients)))
     found = coefficients
@@ -153,138 +186,128 @@ def _not_negative(coefficients: Terms, known: Sequence[Terms]) -> Terms:
         free = [i for i in free if found[i] > 0]
         if not free:
             break
-        right = tuple([sum([k * c for k, c in zip(known[i], coefficients, strict=True)]) for i in free])
-        fitted = dict(zip(free, _solved([tuple([known[i][j] for j in free]) for i in free], right), strict=True))
+        right = tuple([sum([k * c for k, c in zip(information[i], coefficients, strict=True)]) for i in free])
+        fitted = dict(zip(free, _solve([tuple([information[i][j] for j in free]) for i in free], right), strict=True))
         found = tuple([fitted.get(i, 0.0) for i in range(len(found))])
     return tuple([max(0.0, c) for c in found])
 
 
-def _terms(work: Work) -> Terms:
-    return (
-        work.calls,
-        work.prompt_tokens / SCALES[1],
-        work.decodes / SCALES[2],
-        work.context_tokens / SCALES[3],
-        work.prompt_tokens * (work.prompt_context + work.prompt_tokens / 2) / SCALES[4],
-    )
-
-
 @attrs.frozen
-class Widths:
-    """What one call took by its rows of decodes when the model was loaded, behind little context.
+class DecodeCallTimes:
+    """Measured time of one ``llama_decode`` call with few decode rows and short contexts.
 
-    That does not change later: beside many others' context, which takes its own time, it could not be told which is
-    which, and calls would be cut that are better whole.
+    Measured once, when the model is loaded.  Under load, the cost of attention cannot be separated from the cost of
+    the rows, so updating this online would split calls that are faster whole.
     """
 
     ms: tuple[float, ...] = (0.0,)
-    """By number of rows; the first, of none, is 0.  Without gaps."""
+    """Milliseconds by number of rows, without gaps.  The first entry, for no rows, is 0."""
 
     @property
-    def most(self) -> int:
+    def max_rows(self) -> int:
         """The largest number of rows that was measured."""
         return len(self.ms) - 1
 
-    def cut(self, rows: int) -> tuple[int, ...]:
-        """``rows`` cut into the calls that take least together, the widest first; whole if that saves too little."""
-        if not 1 < rows <= self.most:
+    def split(self, rows: int) -> tuple[int, ...]:
+        """Split ``rows`` into the fastest sequence of calls, widest first.
+
+        Returns:
+            Rows of each call; a single call if splitting saves too little or ``rows`` was not measured.
+        """
+        if not 1 < rows <= self.max_rows:
             return (rows,)
-        return _cut(self.ms[: rows + 1])
-
-
-def _cut(ms: tuple[float, ...]) -> tuple[int, ...]:
-    rows = len(ms) - 1
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    for n in range(1, rows + 1):
-        best.append(min((best[n - w][0] + ms[w], (*best[n - w][1], w)) for w in range(1, n + 1)))
-    least, widths = best[rows]
-    return tuple(sorted(widths, reverse=True)) if least < WORTH_CUTTING * ms[rows] else (rows,)
-
-
-CONTEXT_STEP: Final = 256
-"""Tokens by which the context of a call is rounded up, as llama.cpp does (``llama_kv_cache::get_n_kv``)."""
-
-MOST_BLOCKS: Final = 24
-"""Neighbours of like length are cut as one; where there are more of these, nothing is cut."""
-
-
-def _blocks(contexts: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbours whose contexts are of one length: (how many, their context rounded up)."""
-    found: list[tuple[int, int]] = []
-    count = last = 0
-    for context in contexts:
-        length = -(-context // CONTEXT_STEP) * CONTEXT_STEP
-        if length != last and count:
-            found.append((count, last))
-            count = 0
-        count, last = count + 1, length
-    return [*found, (count, last)]
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # by number of rows: time and calls
+        for n in range(1, rows + 1):
+            best.append(
+                min((best[n - width][0] + self.ms[width], (*best[n - width][1], width)) for width in range(1, n + 1))
+            )
+        split_ms, widths = best[rows]
+        return tuple(sorted(widths, reverse=True)) if split_ms < SPLIT_THRESHOLD * self.ms[rows] else (rows,)
 
 
 @attrs.frozen
 class CostModel:
-    """Both lines.  Starts from a guess that a few ticks correct."""
+    """Predicts the time of ticks.  Immutable.  Starts from a guess, which a few ticks correct."""
 
-    alone: Line = Line((5.0, 0.0, 5.0, 1.0, 0.0))
-    """Ticks of decodes alone."""
-    mixed: Line = Line((10.0, 30.0, 10.0, 1.0, 1.0))
-    """Ticks with prompt tokens."""
-    widths: Widths = Widths()
+    decode_only: LinearModel = LinearModel((5.0, 0.0, 5.0, 1.0, 0.0))
+    """Ticks without prefill."""
+    mixed: LinearModel = LinearModel((10.0, 30.0, 10.0, 1.0, 1.0))
+    """Ticks with prefill."""
+    call_times: DecodeCallTimes = DecodeCallTimes()
 
     def predict(self, work: Work) -> float:
-        """Milliseconds that a tick of ``work`` will take."""
-        return (self.mixed if work.prompt_tokens else self.alone).predict(work)
-
-    def of_rows(self, rows: int, context_tokens: int) -> float:
-        """Milliseconds of a call of decodes, to be compared with that of other numbers of rows."""
-        if rows > self.widths.most:
-            return self.alone.predict(Work(0, rows, context_tokens))
-        return self.widths.ms[rows] + self.alone.coefficients[3] * context_tokens / SCALES[3]
-
-    def cut(self, rows: int, contexts: Sequence[int] = ()) -> tuple[int, ...]:
-        """``rows`` of decodes cut into the calls that take least together, in order.
-
-        Where their number alone is a reason to cut them, that decides.
-
-        Args:
-            contexts: tokens before each of the rows, where each takes as long as the longest of its call; else empty.
-        """
-        plain = self.widths.cut(rows)
-        if not contexts or len(plain) > 1 or rows < 2:
-            return plain
-        a_token, read = self.alone.coefficients[3] / SCALES[3], rows * max(contexts)
-        if (read - sum(contexts)) * a_token < (1 - WORTH_CUTTING) * self.of_rows(rows, read):
-            return plain  # were it all saved, it would be too little
-        blocks = _blocks(contexts)
-        return self._cut_by_length(blocks, a_token) if len(blocks) <= MOST_BLOCKS else plain
-
-    def _cut_by_length(self, blocks: Sequence[tuple[int, int]], a_token: float) -> tuple[int, ...]:
-        """Rows cut between ``blocks`` where that takes least; whole if that saves too little."""
-        base, a_row = self.alone.coefficients[0], self.alone.coefficients[2] / SCALES[2]
-        measured, most = self.widths.ms, self.widths.most
-        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-        """By number of blocks: what the best calls of these take, and their widths."""
-        whole = 0.0
-        for n in range(len(blocks)):
-            width = longest = 0
-            least: tuple[float, tuple[int, ...]] = (math.inf, ())
-            for m in range(n, -1, -1):  # the last call begins with block m
-                count, length = blocks[m]
-                width, longest = width + count, max(longest, length)
-                call = (measured[width] if width <= most else base + a_row * width) + a_token * longest * width
-                if best[m][0] + call < least[0]:
-                    least = (best[m][0] + call, (*best[m][1], width))
-            best.append(least)
-            whole = call  # of all blocks so far
-        ms, widths = best[-1]
-        return widths if ms < WORTH_CUTTING * whole else (sum(widths),)
+        """Predicted milliseconds of a tick."""
+        return (self.mixed if work.prefill_tokens else self.decode_only).predict(work)
 
     def observed(self, work: Work, ms: float) -> CostModel:
-        """The model after a tick of ``work`` that took ``ms``."""
-        if work.prompt_tokens:
-            return CostModel(self.alone, self.mixed.observed(work, ms), self.widths)
-        return CostModel(self.alone.observed(work, ms), self.mixed, self.widths)
+        """Learn from a tick: ``work`` took ``ms`` milliseconds."""
+        if work.prefill_tokens:
+            return CostModel(self.decode_only, self.mixed.observed(work, ms), self.call_times)
+        return CostModel(self.decode_only.observed(work, ms), self.mixed, self.call_times)
 
-    def largest_prompt(self, ms: float, work: Work) -> float:
-        """Prompt tokens that fit beside ``work``'s decodes into a tick of ``ms``."""
-        return self.mixed.largest_prompt(ms, work)
+    def max_prefill_tokens(self, ms: float, work: Work) -> float:
+        """Prefill tokens that fit into a tick of ``ms`` together with the decode rows of ``work``; may be negative."""
+        return self.mixed.max_prefill_tokens(ms, work)
+
+    def decode_call_ms(self, rows: int, context_tokens: int) -> float:
+        """Predicted milliseconds of one decode call, measured times included.  Compare it only with its own results."""
+        if rows > self.call_times.max_rows:
+            return self.decode_only.predict(Work(0, rows, context_tokens))
+        return self.call_times.ms[rows] + self.decode_only.coefficients[3] * context_tokens / FEATURE_SCALES[3]
+
+    def split(self, rows: int, contexts: Sequence[int] = ()) -> tuple[int, ...]:
+        """Split ``rows`` of decodes into the fastest sequence of calls.
+
+        If the number of rows alone is a reason to split them, the contexts are ignored.
+
+        Args:
+            contexts: context length of each row if attention is padded to the longest context of a call; otherwise
+                empty.
+
+        Returns:
+            Rows of each call.  The calls take the rows in their order.
+        """
+        by_rows = self.call_times.split(rows)
+        if not contexts or len(by_rows) > 1 or rows < 2:
+            return by_rows
+        token_ms = self.decode_only.coefficients[3] / FEATURE_SCALES[3]
+        padded = rows * max(contexts)
+        if (padded - sum(contexts)) * token_ms < (1 - SPLIT_THRESHOLD) * self.decode_call_ms(rows, padded):
+            return by_rows  # even without any padding the call would not be faster by enough
+        groups = _groups_of_equal_length(contexts)
+        return self._split_by_context(groups, token_ms) if len(groups) <= MAX_CONTEXT_GROUPS else by_rows
+
+    def _split_by_context(self, groups: Sequence[tuple[int, int]], token_ms: float) -> tuple[int, ...]:
+        """Split between ``groups`` where that is fastest; a single call if splitting saves too little."""
+        call_ms = self.decode_only.coefficients[0]
+        row_ms = self.decode_only.coefficients[2] / FEATURE_SCALES[2]
+        measured, max_rows = self.call_times.ms, self.call_times.max_rows
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # by number of groups: time and calls
+        whole_ms = 0.0
+        for n in range(len(groups)):
+            width = longest = 0
+            fastest: tuple[float, tuple[int, ...]] = (math.inf, ())
+            for m in range(n, -1, -1):  # the last call begins with group m
+                count, length = groups[m]
+                width, longest = width + count, max(longest, length)
+                rows_ms = measured[width] if width <= max_rows else call_ms + row_ms * width
+                last_call_ms = rows_ms + token_ms * longest * width
+                if best[m][0] + last_call_ms < fastest[0]:
+                    fastest = (best[m][0] + last_call_ms, (*best[m][1], width))
+            best.append(fastest)
+            whole_ms = last_call_ms  # one call with all groups so far
+        split_ms, widths = best[-1]
+        return widths if split_ms < SPLIT_THRESHOLD * whole_ms else (sum(widths),)
+
+
+def _groups_of_equal_length(contexts: Sequence[int]) -> list[tuple[int, int]]:
+    """Group neighbours with the same aligned context length: (rows, aligned length) of each group."""
+    groups: list[tuple[int, int]] = []
+    count = last = 0
+    for context in contexts:
+        length = -(-context // CONTEXT_ALIGNMENT) * CONTEXT_ALIGNMENT
+        if length != last and count:
+            groups.append((count, last))
+            count = 0
+        count, last = count + 1, length
+    return [*groups, (count, last)]

@@ -1,15 +1,16 @@
-"""Whose prompt is read next: by class, then by least-served tenant, then by when its first token is due.
+"""Divides prefill tokens among waiting prompts: by priority, then by least-served principal, then by deadline.
 
-A tenant's *service* is the tokens it was given, generated ones counting twice.  The least-served tenant
-that has something to read goes next; a tenant that comes, or comes back after a while, starts where the
-least-served one is, so that nobody saves up service while away.
+Fairness between principals is VTC (virtual token counter).  Each principal has a counter, which rises with every
+token that it is given: prefill tokens count once, generated tokens twice, and both are divided by the principal's
+weight.  The principal with the lowest counter is served next.  A principal that arrives, or returns after a break,
+starts at the lowest counter of the active ones, so nobody saves up service while idle.
 
-A tenant's own prompts are read one after the other, for read in turns they would all end at the end.  Those
-that a burst completes go before the others.
+Within a principal, prompts are not interleaved, since then all of them would finish last.  Prompts that fit into one
+burst go first, and the others follow in order of their deadlines.
 
-None of these orders may make anybody wait for ever: who was passed over often enough gets a burst first.
+No order starves anyone: a group that was skipped too often gets a burst before all others.
 
-Source: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024): virtual token counters.
+Source: Sheng et al., "Fairness in Serving Large Language Models" (2023; OSDI 2024).
 """
 
 from __future__ import annotations
@@ -20,227 +21,233 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import attrs
 
-if TYPE_CHECKING:
-    from uma_trio.scheduling.policy import Priority, Slot
+from uma_trio.scheduling.view import Priority, SequenceView
 
-PROMPT_TOKEN: Final = 1.0
-GENERATED_TOKEN: Final = 2.0
+PREFILL_TOKEN_COST: Final = 1.0
+DECODE_TOKEN_COST: Final = 2.0
 
-RISES_AFTER_S: Final = 30.0
-"""A request that waits in the queue rises by a class each time that so long has passed."""
+AGING_INTERVAL_S: Final = 30.0
+"""A queued request rises by one priority class each time it has waited this long."""
 
-LOWER_CLASS_WAITS: Final = 8
-"""Ticks with prompts that a class, or a tenant within one, is passed over for others.  Then it is its turn,
-after those alone that have waited as long."""
+MAX_SKIPPED_TICKS: Final = 8
+"""Prefill ticks in a row in which a group may be skipped.  Then the group gets a burst, after the groups that have
+been skipped for longer."""
 
-ROUND: Final = 32
-"""Of so many ticks that read a group's prompts the last begins with a burst of the next one in rotation."""
+ROTATION_PERIOD: Final = 32
+"""Every so many ticks that serve a group, its first burst goes to the next prompt by sequence id, whatever the
+deadlines: a prompt with a late deadline is not overtaken for ever."""
 
-DUE_S: Final = attrgetter("due_s")
-SEQ_ID: Final = attrgetter("seq_id")
+_DUE_S: Final = attrgetter("due_s")
+_SEQ_ID: Final = attrgetter("seq_id")
 
-Group: TypeAlias = "tuple[Priority, int]"
-"""A tenant's prompts of one class."""
+Group: TypeAlias = tuple[Priority, str]
+"""The prompts of one principal in one priority class."""
 
 
 @attrs.frozen
-class Turn:
-    """What a group had of late."""
+class GroupHistory:
+    """What a group was given in recent ticks."""
 
-    last: int = -1
-    """The sequence that the last turn in rotation went to."""
-    served: int = 0
-    """Ticks since then in which the group got anything."""
-    passed_over: int = 0
-    """Ticks with prompts in a row in which the group got less than a turn: a burst, or all of a tick."""
+    last_rotated_id: int = -1
+    """Sequence that was served by the last rotation; -1 before the first rotation."""
+    n_served: int = 0
+    """Ticks since that rotation in which the group was given tokens."""
+    n_skipped: int = 0
+    """Prefill ticks in a row that gave the group less than a burst, or less than all tokens of a smaller tick."""
 
 
-NEW: Final = Turn()
+NO_HISTORY: Final = GroupHistory()
 
 
 @attrs.frozen
 class Service:
-    """What tenants were given, and whose turn is next."""
+    """What each principal was given so far.  Immutable: every change returns a new value."""
 
-    tenants: Mapping[int, float] = attrs.field(factory=dict)
-    """Tenant -> weighted tokens.  Of those that have something to do, since they came."""
-    turns: Mapping[Group, Turn] = attrs.field(factory=dict)
-    """Of the groups that the last division left something to read."""
+    counters: Mapping[str, float] = attrs.field(factory=dict)
+    """Virtual token counters of the active principals."""
+    histories: Mapping[Group, GroupHistory] = attrs.field(factory=dict)
+    """Histories of the groups whose prompts the last ``divide`` did not finish."""
+    departed: Mapping[str, float] = attrs.field(factory=dict)
+    """Counters of idle principals, as long as they are above the lowest counter of the active ones."""
 
-    away: Mapping[int, float] = attrs.field(factory=dict)
-    """The same of those that have nothing to do now and were given more than the least served one of the others."""
+    def counter(self, principal: str) -> float:
+        """Virtual token counter of ``principal``.
 
-    def of(self, tenant: int) -> float:
-        """What ``tenant`` counts as having been given.
-
-        Of one that comes, or comes back, it is a trifle less than the least served one has, so that it
-        goes next; or what it had when it went, if that is more.
+        A new principal counts as slightly less served than the least-served active one, so it goes next.  A returning
+        principal keeps its old counter if that is higher.
         """
-        found = self.tenants.get(tenant)
+        found = self.counters.get(principal)
         if found is not None:
             return found
-        had = self.away.get(tenant, -math.inf)
-        return max(had, math.nextafter(min(self.tenants.values(), default=0.0), -math.inf))
+        old = self.departed.get(principal, -math.inf)
+        return max(old, math.nextafter(min(self.counters.values(), default=0.0), -math.inf))
 
-    def decoded(self, streams: Sequence[Slot]) -> Service:
-        """After a token for each of ``streams``."""
-        if not streams:
+    def decoded(self, views: Sequence[SequenceView]) -> Service:
+        """Charge one generated token to each of ``views``."""
+        if not views:
             return self
-        counts: dict[int, int] = {}
-        for slot in streams:
-            counts[slot.tenant] = counts.get(slot.tenant, 0) + 1
-        return self.given({tenant: GENERATED_TOKEN * n for tenant, n in counts.items()})
+        costs: dict[str, float] = {}
+        for view in views:
+            costs[view.principal] = costs.get(view.principal, 0.0) + DECODE_TOKEN_COST / view.weight
+        return self.charged(costs)
 
-    def given(self, more: Mapping[int, float]) -> Service:
-        """After ``more`` service, by tenant."""
-        return self.with_counters({tenant: self.of(tenant) + amount for tenant, amount in more.items()})
+    def charged(self, costs: Mapping[str, float]) -> Service:
+        """Raise the counter of each principal by its cost, in virtual tokens."""
+        return self.with_counters({principal: self.counter(principal) + cost for principal, cost in costs.items()})
 
-    def with_counters(self, counters: Mapping[int, float]) -> Service:
-        """With ``counters`` of some tenants, which are there."""
-        away = {t: s for t, s in self.away.items() if t not in counters} if self.away else self.away
-        return Service({**self.tenants, **counters}, self.turns, away)
+    def with_counters(self, counters: Mapping[str, float]) -> Service:
+        """Set the counters of some principals, which are active from now on."""
+        departed = {p: c for p, c in self.departed.items() if p not in counters} if self.departed else self.departed
+        return Service({**self.counters, **counters}, self.histories, departed)
 
-    def arrived(self, tenant: int, waiting: Collection[int]) -> Service:
-        """``tenant``, which had nothing that waited, has now: it starts no lower than any of ``waiting``.
+    def arrived(self, principal: str, waiting: Collection[str]) -> Service:
+        """Raise the counter of ``principal`` to the lowest counter in ``waiting``.  Call it when a principal without
+        waiting requests gets one.
 
-        A tenant with one slow stream falls behind those that read prompts, but that is no claim: it asked
-        for no more.
+        A principal with one slow stream falls far behind the principals whose prompts are in prefill.  That is no
+        claim to extra service, because it did not ask for more.
 
         Args:
-            waiting: the other tenants that have requests in the queue or prompts to be read.
+            waiting: the other principals with requests in the queue or prompts in prefill.
         """
-        least = min([self.of(other) for other in waiting], default=0.0)
-        return self.with_counters({tenant: max(self.of(tenant), least)})
+        lowest = min([self.counter(other) for other in waiting], default=0.0)
+        return self.with_counters({principal: max(self.counter(principal), lowest)})
 
-    def without(self, tenant: int) -> Service:
-        """``tenant`` has nothing to do any more.
+    def without(self, principal: str) -> Service:
+        """Make ``principal`` idle, because its last request has ended.
 
-        What it was given beyond the least served one counts when it comes back before that one has
-        caught up: or whoever sends all requests at once, again and again, would be forgiven each time.
+        Its counter is kept while it is above the lowest active one.  Otherwise a principal could send its requests in
+        waves and start every wave with a clean counter.
         """
-        tenants = {t: s for t, s in self.tenants.items() if t != tenant}
-        least = min(tenants.values(), default=math.inf)
-        away = {t: s for t, s in {**self.away, tenant: self.of(tenant)}.items() if s > least}
-        return Service(tenants, self.turns, away)
+        counters = {p: c for p, c in self.counters.items() if p != principal}
+        lowest = min(counters.values(), default=math.inf)
+        idle = {**self.departed, principal: self.counter(principal)}
+        return Service(counters, self.histories, {p: c for p, c in idle.items() if c > lowest})
 
 
-def rank(slot: Slot, waited_s: float, service: Service) -> tuple[int, float]:
-    """What the queue for a sequence is ordered by, the least first: class, then the tenant's service.
+def rank(view: SequenceView, waited_s: float, service: Service) -> tuple[int, float]:
+    """Sort key of a queued request, lowest first: its priority, raised by waiting, then its principal's counter.
 
     Args:
-        waited_s: since the request came; a class higher for each ``RISES_AFTER_S`` of it.
+        waited_s: seconds since the request arrived.
     """
-    risen = int(waited_s / RISES_AFTER_S)
-    return max(0, slot.priority - risen), service.of(slot.tenant)
+    boost = int(waited_s / AGING_INTERVAL_S)
+    return max(0, view.priority - boost), service.counter(view.principal)
 
 
 def divide(
-    prompts: Sequence[Slot], tokens: int, service: Service, *, burst: int
-) -> tuple[list[tuple[Slot, int]], Service]:
-    """What each of ``prompts`` gets of ``tokens``.
+    prefills: Sequence[SequenceView], tokens: int, service: Service, *, burst: int
+) -> tuple[list[tuple[SequenceView, int]], Service]:
+    """Divide the prefill tokens of one tick among ``prefills``.
 
-    A higher class takes all it can use first.  Of one class the tenant that was served least is next, a burst
-    at a time, or with all that is left if only one has something to read.  But others are passed over only so
-    many divisions in a row.
+    Higher priority classes take all that they can use.  Within a class, the principal with the lowest counter is given
+    a burst at a time, or all that is left if no other principal has prompts.  A group that was skipped for
+    ``MAX_SKIPPED_TICKS`` gets a burst before everything else.
 
-    Of a group's prompts those that a burst completes are read first and the others after them, both by when
-    their first tokens are due, each as far as it goes before the next.  But every ``ROUND``-th division in which
-    the group gets anything begins with a burst of the next one in rotation.
+    Within a group, prompts that fit into a burst go first and the others follow, both by deadline.  Each prompt gets
+    all that it can use before the next one gets any.  Every ``ROTATION_PERIOD``-th division that serves the group
+    begins with a burst for the next prompt by sequence id.
+
+    Nobody starves.  Among ``g`` groups, each is served at least once in ``w = MAX_SKIPPED_TICKS + g`` divisions (a
+    single group in each, ``w = 1``).  A prompt in a group that has prompts on ``p`` sequences advances within
+    ``ROTATION_PERIOD * p * w`` divisions.
 
     Args:
-        tokens: at least 1.  All of them are given, unless the prompts have fewer.
+        tokens: tokens to divide, at least 1.
+        burst: tokens that a principal is given before the next one's turn.
 
-    Nobody waits for ever.  Of ``g`` groups at a time each is served in at least one of
-    ``w = LOWER_CLASS_WAITS + g`` divisions; alone in each, so ``w = 1``.  A prompt whose group has prompts on
-    ``p`` sequences while it waits gets some in ``ROUND * p * w`` divisions.
+    Returns:
+        The prompts that advance, with their tokens, and the service after that.  All ``tokens`` are used unless the
+        prompts have fewer pending.
     """
-    by_key: defaultdict[Group, list[Slot]] = defaultdict(list)
-    for slot in sorted(sorted(prompts, key=SEQ_ID), key=DUE_S):  # quicker than one sort by pairs
-        by_key[slot.priority, slot.tenant].append(slot)
+    by_key: defaultdict[Group, list[SequenceView]] = defaultdict(list)
+    for view in sorted(sorted(prefills, key=_SEQ_ID), key=_DUE_S):  # faster than one sort by pairs
+        by_key[view.priority, view.principal].append(view)
     groups = [
-        _Group(*key, own, service.turns.get(key, NEW), sum([slot.pending for slot in own]))
-        for key, own in by_key.items()
+        _Group(*key, views, service.histories.get(key, NO_HISTORY), sum([view.n_pending for view in views]))
+        for key, views in by_key.items()
     ]
-    counters = {group.tenant: service.of(group.tenant) for group in groups}
-    _give(groups, tokens, counters, burst)
-    shares: list[tuple[Slot, int]] = []
-    turns: dict[Group, Turn] = {}
+    counters = {group.principal: service.counter(group.principal) for group in groups}
+    _divide_among_groups(groups, tokens, counters, burst)
+    given: list[tuple[SequenceView, int]] = []
+    histories: dict[Group, GroupHistory] = {}
     for group in groups:
-        own, turn = group.read(burst, whole=min(burst, tokens))
-        shares += own
-        if group.wanted:
-            turns[group.priority, group.tenant] = turn
-    return shares, attrs.evolve(service.with_counters(counters), turns=turns)
+        own, history = group.divide(burst, full_turn=min(burst, tokens))
+        given += own
+        if group.n_wanted:
+            histories[group.priority, group.principal] = history
+    return given, attrs.evolve(service.with_counters(counters), histories=histories)
 
 
 @attrs.define(eq=False)
 class _Group:
-    """One group while tokens are divided."""
+    """One group during a division."""
 
     priority: Priority
-    tenant: int
-    prompts: list[Slot]
-    """By when their first tokens are due."""
-    turn: Turn
-    wanted: int
-    """Tokens that they could still use."""
-    got: int = 0
+    principal: str
+    views: list[SequenceView]
+    """By deadline."""
+    history: GroupHistory
+    n_wanted: int
+    """Tokens that the group can still use."""
+    n_given: int = 0
 
-    def take(self, most: int) -> int:
-        """As many as it wants, of ``most``."""
-        n = min(most, self.wanted)
-        self.wanted -= n
-        self.got += n
+    def take(self, most: int, counters: dict[str, float]) -> int:
+        """Give the group up to ``most`` tokens, charge its principal, and return how many it took."""
+        n = min(most, self.n_wanted)
+        self.n_wanted -= n
+        self.n_given += n
+        counters[self.principal] += n * PREFILL_TOKEN_COST / self.views[0].weight
         return n
 
-    def read(self, burst: int, whole: int) -> tuple[Iterable[tuple[Slot, int]], Turn]:
-        """What each of its prompts gets of what it got, and where it stands then; a turn is ``whole`` tokens."""
-        last, served = self.turn.last, self.turn.served
-        passed_over = 0 if self.got >= whole else self.turn.passed_over + 1
-        if not self.got:
-            return (), Turn(last, served, passed_over)
-        given: dict[Slot, int] = {}
-        left, served = self.got, served + 1
-        if served == ROUND:
-            slot = min([slot for slot in self.prompts if slot.seq_id > last] or self.prompts, key=SEQ_ID)
-            given[slot] = min(left, burst, slot.pending)
-            left -= given[slot]
-            last, served = slot.seq_id, 0
-        short = (slot for slot in self.prompts if slot.pending <= burst)
-        long = (slot for slot in self.prompts if slot.pending > burst)
-        for slot in chain(short, long):
+    def divide(self, burst: int, full_turn: int) -> tuple[Iterable[tuple[SequenceView, int]], GroupHistory]:
+        """Divide the group's tokens among its prompts.
+
+        Args:
+            full_turn: with fewer tokens than this the group counts as skipped.
+        """
+        last_rotated_id, n_served = self.history.last_rotated_id, self.history.n_served
+        n_skipped = 0 if self.n_given >= full_turn else self.history.n_skipped + 1
+        if not self.n_given:
+            return (), GroupHistory(last_rotated_id, n_served, n_skipped)
+        given: dict[SequenceView, int] = {}
+        left, n_served = self.n_given, n_served + 1
+        if n_served == ROTATION_PERIOD:
+            view = min([view for view in self.views if view.seq_id > last_rotated_id] or self.views, key=_SEQ_ID)
+            given[view] = min(left, burst, view.n_pending)
+            left -= given[view]
+            last_rotated_id, n_served = view.seq_id, 0
+        short = (view for view in self.views if view.n_pending <= burst)
+        long = (view for view in self.views if view.n_pending > burst)
+        for view in chain(short, long):
             if not left:
                 break
-            had = given.get(slot, 0)
-            if n := min(left, slot.pending - had):
-                given[slot] = had + n
+            already = given.get(view, 0)
+            if n := min(left, view.n_pending - already):
+                given[view] = already + n
                 left -= n
-        return given.items(), Turn(last, served, passed_over)
+        return given.items(), GroupHistory(last_rotated_id, n_served, n_skipped)
 
 
-def _give(groups: Sequence[_Group], tokens: int, counters: dict[int, float], burst: int) -> None:
-    """Divide ``tokens`` among ``groups``, and book them on ``counters``."""
-    left, whole = tokens, min(burst, tokens)
-    overdue = [group for group in groups if group.turn.passed_over >= LOWER_CLASS_WAITS]
-    for group in sorted(overdue, key=lambda group: -group.turn.passed_over):
-        if left >= whole:
-            n = group.take(whole)
-            left -= n
-            counters[group.tenant] += n * PROMPT_TOKEN
+def _divide_among_groups(groups: Sequence[_Group], tokens: int, counters: dict[str, float], burst: int) -> None:
+    """Give ``tokens`` to ``groups``, and charge ``counters``."""
+    left, full_turn = tokens, min(burst, tokens)
+    overdue = [group for group in groups if group.history.n_skipped >= MAX_SKIPPED_TICKS]
+    for group in sorted(overdue, key=lambda group: -group.history.n_skipped):
+        if left >= full_turn:
+            left -= group.take(full_turn, counters)
     for priority in sorted({group.priority for group in groups}):
-        able = [group for group in groups if group.priority == priority and group.wanted]
-        heap = [(counters[group.tenant], group.tenant, group) for group in able]
+        candidates = [group for group in groups if group.priority == priority and group.n_wanted]
+        heap = [(counters[group.principal], group.principal, group) for group in candidates]
         heapify(heap)
         while left and heap:
-            counter, tenant, group = heap[0]
-            n = group.take(min(left, burst) if len(heap) > 1 else left)
-            left -= n
-            counters[tenant] = counter + n * PROMPT_TOKEN
-            if group.wanted:
-                heapreplace(heap, (counters[tenant], tenant, group))
+            _, principal, group = heap[0]
+            left -= group.take(min(left, burst) if len(heap) > 1 else left, counters)
+            if group.n_wanted:
+                heapreplace(heap, (counters[principal], principal, group))
             else:
                 heappop(heap)

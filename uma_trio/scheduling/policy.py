@@ -1,14 +1,12 @@
-"""What the next tick holds: every stream's token, then prompts in the milliseconds that are left.
+"""Plans the next tick: one token for every decoding sequence, then prefill in the time that is left.
 
-``plan`` is a pure function of what is ready, what was before, and what a tick is predicted to take.
+``plan`` is a pure function of the sequences that are ready, the state after the previous plan, and the cost model.
 
 Source: docs/ARCHITECTURE.md, "The scheduler".
 """
 
 from __future__ import annotations
 
-import enum
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -18,311 +16,321 @@ from uma_trio.config import Scheduling
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.fairness import Service
+from uma_trio.scheduling.view import Priority, SequenceView
 
-BACKGROUND_SITS_OUT: Final = 4
-"""Ticks in a row at most that a background stream is left out of."""
+MAX_BACKGROUND_SKIPS: Final = 4
+"""Ticks in a row from which background sequences can be left out."""
 
-EVEN: Final = 16
-"""Rows of a call that leaves some of a prompt for later are a multiple of it: matrix kernels work in tiles.  On a CPU a
-chunk of 60 tokens took as long as one of 64; on an H200 the cost rose by a millisecond from 96 rows to 97."""
+ROW_ALIGNMENT: Final = 16
+"""A call whose chunk leaves a part of the prompt for later has a multiple of this many rows, because matrix kernels
+work in tiles.  On a CPU a chunk of 60 tokens took as long as one of 64; on an H200 the 97th row cost a millisecond."""
 
-EVEN_FROM: Final = 64
-"""Prompt tokens; of fewer too large a share would be given up."""
+MIN_ALIGNED_TOKENS: Final = 64
+"""Smaller chunks are not aligned, since that would give up too large a share of them."""
 
-MOST_MARGIN: Final = 0.1
-"""Most of the time until a stream is due that is kept for a tick that takes longer than predicted: as much as the
-predictions were off lately, for half of all ticks would be late that aim at the moment itself."""
+MAX_DEADLINE_MARGIN: Final = 0.1
+"""Upper bound of the share of the time before a deadline that is kept free.  The share is the recent error of the cost
+model: without a margin, half of the ticks would be late."""
 
-DRAFTS: Final = (1, 2, 4, 8, 16)
-"""Guesses a stream that are considered."""
+PREFILL_ONLY_MIN_CHUNKS: Final = 4
+"""A tick without decodes has room for at least this many of the smallest chunks, however slow the device is."""
 
-WORTH_DRAFTING: Final = 1.05
-"""Tokens a millisecond with guesses must be so many times those without."""
+DRAFT_LENGTHS: Final = (1, 2, 4, 8, 16)
+"""Draft tokens for each sequence that the policy considers."""
 
-
-class Priority(enum.IntEnum):
-    """Classes of requests; the lower number goes first."""
-
-    INTERACTIVE = 0
-    NORMAL = 1
-    BACKGROUND = 2
-
-
-@attrs.define(eq=False, slots=True)
-class Slot:
-    """All that the policy may know about one sequence.  It reads them; who made them keeps them current."""
-
-    seq_id: int
-    pending: int = 1
-    """Tokens to be fed: what is left of the prompt; 1 while decoding."""
-    context: int = 0
-    """Tokens in the KV cache."""
-    due_s: float = math.inf
-    """When its next token is due, on the clock of ``now_s``; while its prompt is read: its first."""
-    priority: Priority = Priority.NORMAL
-    tenant: int = 0
-    """Whose service it counts as."""
-    drafts: int = 0
-    """Guesses at what follows its next token, which can be fed with it and checked."""
-    hits: float = 0.0
-    """The share of its guesses that came true lately."""
+MIN_DRAFT_SPEEDUP: Final = 1.05
+"""Draft tokens are verified only if that gives this many times as many tokens a millisecond."""
 
 
 @attrs.frozen
-class Share:
-    """What one prompt gets of a tick."""
+class PrefillChunk:
+    """The part of a prompt that one tick computes."""
 
     seq_id: int
     n_tokens: int
-    ends: bool
-    """These are its last; only then logits are wanted."""
+    is_last: bool
+    """Completes the prompt.  Only the last chunk needs logits."""
 
 
 @attrs.frozen
-class Memory:
-    """What one plan leaves for the next."""
+class PolicyState:
+    """What one plan leaves for the next.  Immutable."""
 
     service: Service = attrs.field(factory=Service)
-    had_prompts: bool = False
-    sat_out: int = 0
-    """Ticks in a row that background streams were left out of."""
+    had_prefill: bool = False
+    """The previous tick had prefill chunks."""
+    background_skips: int = 0
+    """Ticks in a row that left background sequences out."""
 
-    def decoding(self, served: Sequence[Slot]) -> Memory:
-        """After a tick of ``served`` alone."""
-        return Memory(self.service.decoded(served), False, self.sat_out)
+    def after_decode(self, views: Sequence[SequenceView]) -> PolicyState:
+        """The state after a tick that decoded one token for each of ``views`` and nothing else."""
+        return PolicyState(self.service.decoded(views), False, self.background_skips)
 
-    def without(self, tenant: int) -> Memory:
-        """``tenant`` has nothing to do any more."""
-        return attrs.evolve(self, service=self.service.without(tenant))
+    def without(self, principal: str) -> PolicyState:
+        """Make ``principal`` idle, because its last request has ended."""
+        return attrs.evolve(self, service=self.service.without(principal))
 
 
 @attrs.frozen
 class Plan:
-    """One tick."""
+    """What one tick computes."""
 
-    streams: Sequence[Slot]
-    """Those that get a token: one row each, in batch order, before the prompts."""
-    shares: tuple[Share, ...]
-    """At most one a prompt."""
-    memory: Memory
-    """To be given to the next call."""
+    decodes: Sequence[SequenceView]
+    """Sequences that get their next token, in batch order: one row each, before the prefill chunks."""
+    chunks: tuple[PrefillChunk, ...]
+    """At most one for each prompt."""
+    state: PolicyState
+    """Pass it to the next ``plan``."""
     work: Work
     predicted_ms: float
-    widths: tuple[int, ...]
-    """The streams cut into calls of ``llama_decode``, in order."""
-    prompts_apart: bool = False
-    """The prompts have a call of their own, after the streams'."""
+    call_widths: tuple[int, ...]
+    """How many of ``decodes``, in order, go into each ``llama_decode`` call."""
+    prefill_separately: bool = False
+    """The chunks go into a call of their own, after the decodes."""
     drafts: Sequence[int] = ()
-    """Guesses to be fed with each of ``streams``; empty if there are none at all."""
+    """Draft tokens to verify with each of ``decodes``; empty if there are none."""
 
 
 def plan(
-    streams: Sequence[Slot],
-    prompts: Sequence[Slot],
-    memory: Memory,
+    decodes: Sequence[SequenceView],
+    prefills: Sequence[SequenceView],
+    state: PolicyState,
     *,
     now_s: float,
     cost: CostModel,
-    capacity: int,
+    max_tokens: int,
     limits: Scheduling,
-    mixes: bool = True,
-    pads: bool = False,
+    mixes_prefill: bool = True,
+    pads_attention: bool = False,
 ) -> Plan:
-    """Choose what goes into the next tick.
+    """Choose what the next tick computes.
 
-    Streams come first, each with one token; only background ones may sit out a few ticks, when with them
-    somebody's token would be late.  Prompts get as many tokens as the tick is predicted to have time for
-    until the first of the streams is due.  Where even the smallest chunk that pays would make somebody
-    late, prompts and punctuality take turns, tick by tick: neither starves.  With no stream to wait for
-    them, prompts may take ``prefill_tick_ms``.  With no prompts, streams may check guesses at their next
-    tokens where that is predicted to give more tokens in the same time.
+    Every decoding sequence gets one token.  Only background sequences can be left out, for a few ticks, and only if
+    the tick would otherwise miss another sequence's deadline.
+
+    Prefill gets as many tokens as the tick is predicted to have time for before the earliest deadline of the decodes.
+    If not even the smallest chunk fits, every other tick has such a chunk and is late: neither prefill nor decoding
+    starves.  Without decodes, prefill can take ``prefill_tick_ms``.
+
+    Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.
 
     Args:
-        streams: sequences that decode and are ready, by id.  One that waits for a slow client is not here.
-        prompts: sequences whose prompt is being read.
-        memory: from the plan before.
-        now_s: the present, on the clock of the slots' ``due_s``.
-        cost: predicts what a tick takes.
-        capacity: tokens that fit into one batch: at least a burst more than there are streams, which
-            ``config.load`` sees to.
-        mixes: what is in one call is computed together.  Where each sequence has cells of its own, llama.cpp
-            computes decodes together only of sequences whose ids follow each other, and prompts apart; so such
-            a batch is better cut here, at the sizes that suit the device.
-        pads: attention takes as long for each stream of a call as for the one with the most context, so that
-            short ones are better not computed together with a long one.
+        decodes: sequences in the decode phase that are ready, by ``seq_id``.  A sequence that waits for a slow client
+            is not ready.
+        prefills: sequences in the prefill phase that are ready.
+        state: ``Plan.state`` of the previous plan.
+        now_s: current time, on the clock of the views' ``due_s``.
+        cost: predicts the time of a tick.
+        max_tokens: rows of the largest batch.  ``config.load`` ensures that it exceeds ``len(decodes)`` by a burst.
+        mixes_prefill: one call computes all of its rows together (unified KV).  With per-sequence KV, llama.cpp
+            splits a batch: it computes decodes together only if their sequence ids are consecutive, and prefill
+            separately.  The plan then splits the batch itself, into the calls that suit the device.
+        pads_attention: attention takes as long for each row of a call as for the row with the longest context.
+            Sequences with very different context lengths then go into separate calls if that is faster.
 
     Returns:
-        A plan of at most ``capacity`` tokens; of none only if nothing is ready.
+        A plan of at most ``max_tokens`` rows.  It is empty only if nothing is ready.
 
-    Two streams, due in 30 ms, and two prompts, on a device that takes 2 ms a tick and 1 ms for each token:
+    Two sequences are due in 30 ms and two prompts wait, on a device that takes 2 ms for a tick and 1 ms for each token:
 
-    >>> from uma_trio.scheduling.cost import Line
-    >>> line = Line((2.0, 100.0, 10.0, 0.0, 0.0))
-    >>> chosen = plan([Slot(0, due_s=0.030), Slot(1, due_s=0.030)], [Slot(2, 10), Slot(3, 100)], Memory(),
-    ...               now_s=0.0, cost=CostModel(line, line), capacity=512,
+    >>> from uma_trio.scheduling.cost import LinearModel
+    >>> model = LinearModel((2.0, 100.0, 10.0, 0.0, 0.0))
+    >>> chosen = plan([SequenceView(0, due_s=0.030), SequenceView(1, due_s=0.030)],
+    ...               [SequenceView(2, n_pending=10), SequenceView(3, n_pending=100)], PolicyState(),
+    ...               now_s=0.0, cost=CostModel(model, model), max_tokens=512,
     ...               limits=Scheduling(prefill_burst_tokens=16))
-    >>> [slot.seq_id for slot in chosen.streams], [(share.seq_id, share.n_tokens) for share in chosen.shares]
+    >>> [view.seq_id for view in chosen.decodes], [(chunk.seq_id, chunk.n_tokens) for chunk in chosen.chunks]
     ([0, 1], [(2, 10), (3, 16)])
     """
-    served, sat_out = _served(streams, memory.sat_out, now_s, cost)
-    if not prompts:
-        return _decodes(served, attrs.evolve(memory, sat_out=sat_out), now_s, cost, capacity, mixes=mixes, pads=pads)
-    apart = bool(served) and not mixes
-    widths = _cut(served, cost, mixes=False, pads=pads) if apart else (len(served),)
-    work = Work(0, len(served), _read(served, widths, pads=pads), calls=len(widths) + apart)
-    # what stands before a chunk is read again for each of its tokens, and takes its time; before they are
-    # chosen, as much as before all prompts on average
-    before = sum([slot.context for slot in prompts]) / len(prompts)
-    room = _room(served, attrs.evolve(work, prompt_context=before), memory, now_s, cost, capacity, limits)
-    if EVEN_FROM <= room < sum([slot.pending for slot in prompts]):
-        room -= (room if apart else room + len(served)) % EVEN
-    while True:  # with less room other prompts are left, and more may stand before them; mostly once is enough
-        given, service = _divided(prompts, room, memory.service, limits)
-        work = _with_prompts(work, given)
-        room = _room(served, work, memory, now_s, cost, capacity, limits)
-        if room >= work.prompt_tokens:
-            break
-    if not given:
-        memory = attrs.evolve(memory, service=service, sat_out=sat_out)
-        return _decodes(served, memory, now_s, cost, capacity, mixes=mixes, pads=pads)
-    shares = tuple([Share(slot.seq_id, n, n == slot.pending) for slot, n in given])
-    after = Memory(service.decoded(served), True, sat_out)
-    return Plan(served, shares, after, work, cost.predict(work), widths, apart)
-
-
-def _decodes(
-    served: Sequence[Slot],
-    memory: Memory,
-    now_s: float,
-    cost: CostModel,
-    capacity: int,
-    *,
-    mixes: bool,
-    pads: bool,
-) -> Plan:
-    """A tick of streams alone."""
-    after = memory.decoding(served)
-    widths = _cut(served, cost, mixes=mixes, pads=pads)
-    work = Work(0, len(served), _read(served, widths, pads=pads), calls=len(widths))
-    if any(slot.drafts for slot in served):
-        drafts, drafted = _drafts(served, work, widths, now_s, cost, capacity, pads=pads)
+    chosen, background_skips = _choose_decodes(decodes, state.background_skips, now_s, cost)
+    state = attrs.evolve(state, background_skips=background_skips)
+    if prefills:
+        separately = bool(chosen) and not mixes_prefill
+        # Prefill in the same call: splitting the decodes would read the weights once more for each call.
+        widths = _split(chosen, cost, consecutive_ids=True, pads=pads_attention) if separately else (len(chosen),)
+        context = _context_tokens(chosen, widths, pads=pads_attention)
+        work = Work(0, len(chosen), context, n_calls=len(widths) + separately)
+        given, work, service = _choose_prefill(
+            chosen, prefills, work, state, now_s, cost, max_tokens, limits, separately
+        )
+        state = attrs.evolve(state, service=service)
+        if given:
+            chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending) for view, n in given])
+            state = attrs.evolve(state.after_decode(chosen), had_prefill=True)
+            return Plan(chosen, chunks, state, work, cost.predict(work), widths, separately)
+    after = state.after_decode(chosen)
+    widths = _split(chosen, cost, consecutive_ids=not mixes_prefill, pads=pads_attention)
+    context = _context_tokens(chosen, widths, pads=pads_attention)
+    work = Work(0, len(chosen), context, n_calls=len(widths))
+    if any(view.n_drafts for view in chosen):
+        drafts, verified = _choose_drafts(chosen, work, widths, now_s, cost, max_tokens, pads=pads_attention)
         if drafts:
-            return Plan(served, (), after, drafted, cost.predict(drafted), (len(served),), drafts=drafts)
-    return Plan(served, (), after, work, cost.predict(work), widths)
+            return Plan(chosen, (), after, verified, cost.predict(verified), (len(chosen),), drafts=drafts)
+    return Plan(chosen, (), after, work, cost.predict(work), widths)
 
 
-def _cut(served: Sequence[Slot], cost: CostModel, *, mixes: bool, pads: bool) -> tuple[int, ...]:
-    """``served`` cut into calls, in order, as takes least."""
+# -- decodes ------------------------------------------------------------------------------------------
+
+
+def _choose_decodes(
+    decodes: Sequence[SequenceView], background_skips: int, now_s: float, cost: CostModel
+) -> tuple[Sequence[SequenceView], int]:
+    """The decodes of this tick, and for how many ticks in a row background sequences were left out."""
+    foreground = [view for view in decodes if view.priority is not Priority.BACKGROUND]
+    if len(foreground) == len(decodes) or not foreground or background_skips >= MAX_BACKGROUND_SKIPS:
+        return decodes, 0
+    all_ms = cost.predict(Work(0, len(decodes), sum([view.n_context for view in decodes])))
+    if _ms_until_due(foreground, now_s) >= all_ms:
+        return decodes, 0
+    return foreground, background_skips + 1
+
+
+def _ms_until_due(views: Sequence[SequenceView], now_s: float) -> float:
+    return 1e3 * (min([view.due_s for view in views]) - now_s)
+
+
+def _split(views: Sequence[SequenceView], cost: CostModel, *, consecutive_ids: bool, pads: bool) -> tuple[int, ...]:
+    """Split ``views``, in order, into the fastest sequence of calls.
+
+    Args:
+        consecutive_ids: llama.cpp computes only rows with consecutive sequence ids together.
+    """
     widths: list[int] = []
     at = 0
-    for run in _runs(served, mixes=mixes):
-        contexts = [slot.context for slot in served[at : at + run]] if pads else ()
-        widths += cost.cut(run, contexts)
+    for run in _runs_of_consecutive_ids(views) if consecutive_ids else (len(views),):
+        contexts = [view.n_context for view in views[at : at + run]] if pads else ()
+        widths += cost.split(run, contexts)
         at += run
     return tuple(widths)
 
 
-def _read(served: Sequence[Slot], widths: Sequence[int], *, pads: bool) -> int:
-    """What the attention of ``served`` reads, cut into calls of ``widths``."""
-    contexts = [slot.context for slot in served]
+def _runs_of_consecutive_ids(views: Sequence[SequenceView]) -> tuple[int, ...]:
+    """Lengths of the runs of consecutive sequence ids, in order."""
+    if len(views) < 2 or views[-1].seq_id - views[0].seq_id == len(views) - 1:
+        return (len(views),)
+    starts = [n for n in range(1, len(views)) if views[n].seq_id != views[n - 1].seq_id + 1]
+    return tuple([end - start for start, end in zip([0, *starts], [*starts, len(views)], strict=True)])
+
+
+def _context_tokens(views: Sequence[SequenceView], widths: Sequence[int], *, pads: bool) -> int:
+    """``Work.context_tokens`` of ``views`` in calls of ``widths``."""
+    contexts = [view.n_context for view in views]
     if not pads:
         return sum(contexts)
-    read = at = 0
+    total = at = 0
     for width in widths:
-        read += width * max(contexts[at : at + width], default=0)
+        total += width * max(contexts[at : at + width], default=0)
         at += width
-    return read
+    return total
 
 
-def _runs(served: Sequence[Slot], *, mixes: bool) -> tuple[int, ...]:
-    """Numbers of streams, in order, that one call computes together."""
-    if mixes or len(served) < 2 or served[-1].seq_id - served[0].seq_id == len(served) - 1:
-        return (len(served),)
-    starts = [n for n in range(1, len(served)) if served[n].seq_id != served[n - 1].seq_id + 1]
-    return tuple([end - start for start, end in zip([0, *starts], [*starts, len(served)], strict=True)])
+# -- prefill ------------------------------------------------------------------------------------------
 
 
-def _drafts(
-    served: Sequence[Slot],
+def _choose_prefill(
+    decodes: Sequence[SequenceView],
+    prefills: Sequence[SequenceView],
+    work: Work,
+    state: PolicyState,
+    now_s: float,
+    cost: CostModel,
+    max_tokens: int,
+    limits: Scheduling,
+    separately: bool,
+) -> tuple[list[tuple[SequenceView, int]], Work, Service]:
+    """The prompts that advance together with ``work``, their tokens, the work with them, and the service after it."""
+    # Attention over the context before a chunk takes time, too.  Which prompts advance is not known yet, so start from
+    # the mean over all of them.
+    mean_context = sum([view.n_context for view in prefills]) / len(prefills)
+    work = attrs.evolve(work, mean_prefill_context=mean_context)
+    budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits)
+    if MIN_ALIGNED_TOKENS <= budget < sum([view.n_pending for view in prefills]):
+        budget -= (budget if separately else budget + len(decodes)) % ROW_ALIGNMENT
+    while True:  # A smaller budget can leave other prompts, with more context.  Mostly one round is enough.
+        given, service = _divide(prefills, budget, state.service, limits)
+        work = _with_prefill(work, given)
+        budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits)
+        if budget >= work.prefill_tokens:
+            return given, work, service
+
+
+def _prefill_budget(
+    decodes: Sequence[SequenceView],
+    work: Work,
+    state: PolicyState,
+    now_s: float,
+    cost: CostModel,
+    max_tokens: int,
+    limits: Scheduling,
+) -> int:
+    """Prefill tokens that this tick has time and rows for; not positive if there is no room."""
+    if decodes:
+        margin = min(cost.mixed.error, MAX_DEADLINE_MARGIN)
+        in_time = cost.max_prefill_tokens(_ms_until_due(decodes, now_s) * (1 - margin), work)
+        if in_time < limits.min_chunk_tokens:
+            in_time = 0 if state.had_prefill else limits.min_chunk_tokens
+    else:
+        in_time = max(
+            PREFILL_ONLY_MIN_CHUNKS * limits.min_chunk_tokens, cost.max_prefill_tokens(limits.prefill_tick_ms, work)
+        )
+    return int(min(max_tokens - len(decodes), in_time))
+
+
+def _divide(
+    prefills: Sequence[SequenceView], budget: int, service: Service, limits: Scheduling
+) -> tuple[list[tuple[SequenceView, int]], Service]:
+    if budget <= 0:
+        return [], service
+    return fairness.divide(prefills, budget, service, burst=limits.prefill_burst_tokens)
+
+
+def _with_prefill(work: Work, given: Sequence[tuple[SequenceView, int]]) -> Work:
+    n = sum([n for _, n in given])
+    mean_context = sum([view.n_context * n for view, n in given]) / n if n else 0.0
+    return attrs.evolve(work, prefill_tokens=n, mean_prefill_context=mean_context)
+
+
+# -- drafts -------------------------------------------------------------------------------------------
+
+
+def _choose_drafts(
+    decodes: Sequence[SequenceView],
     work: Work,
     widths: Sequence[int],
     now_s: float,
     cost: CostModel,
-    capacity: int,
+    max_tokens: int,
     *,
     pads: bool,
 ) -> tuple[Sequence[int], Work]:
-    """How many guesses each stream checks, where that gives more tokens in the same time than calls of ``widths``."""
-    plain_ms = cost.of_rows(0, work.context_tokens) + sum([cost.of_rows(width, 0) for width in widths])
-    best = WORTH_DRAFTING * len(served) / max(plain_ms, 1e-6)
-    found: Sequence[int] = ()
-    drafted = work
-    left_ms = 1e3 * (min([slot.due_s for slot in served]) - now_s)
-    for most in DRAFTS:
-        drafts = [min(slot.drafts, most) for slot in served]
-        rows = len(served) + sum(drafts)
+    """How many draft tokens of each sequence to verify, and the work with them.
+
+    Empty if calls of ``widths`` without drafts, which are ``work``, give more tokens a millisecond.
+    """
+    plain_ms = cost.decode_call_ms(0, work.context_tokens) + sum([cost.decode_call_ms(width, 0) for width in widths])
+    best_rate = MIN_DRAFT_SPEEDUP * len(decodes) / max(plain_ms, 1e-6)
+    best: Sequence[int] = ()
+    verified = work
+    left_ms = _ms_until_due(decodes, now_s)
+    for length in DRAFT_LENGTHS:
+        drafts = [min(view.n_drafts, length) for view in decodes]
+        rows = len(decodes) + sum(drafts)
         if pads:
-            context = rows * max([slot.context for slot in served])
+            context = rows * max([view.n_context for view in decodes])
         else:
-            context = work.context_tokens + sum([n * slot.context for n, slot in zip(drafts, served, strict=True)])
-        tried = Work(0, rows, context)
-        ms = cost.of_rows(rows, context)
-        if rows > capacity or ms > left_ms:
+            context = work.context_tokens + sum([n * view.n_context for n, view in zip(drafts, decodes, strict=True)])
+        ms = cost.decode_call_ms(rows, context)
+        if rows > max_tokens or ms > left_ms:
             break
-        tokens = sum([_expected(slot.hits, n) for n, slot in zip(drafts, served, strict=True)])
-        if tokens > best * ms:
-            best, found, drafted = tokens / ms, tuple(drafts), tried
-        if max(slot.drafts for slot in served) <= most:
+        tokens = sum([_expected_tokens(view.acceptance_rate, n) for n, view in zip(drafts, decodes, strict=True)])
+        if tokens > best_rate * ms:
+            best_rate, best, verified = tokens / ms, tuple(drafts), Work(0, rows, context)
+        if max(view.n_drafts for view in decodes) <= length:
             break
-    return found, drafted
+    return best, verified
 
 
-def _expected(hits: float, guesses: int) -> float:
-    """Tokens from a stream that checks ``guesses``, each true with probability ``hits`` if the ones before are."""
-    return (1 - hits ** (guesses + 1)) / (1 - hits) if hits < 1 else guesses + 1.0
-
-
-def _divided(
-    prompts: Sequence[Slot], room: int, service: Service, limits: Scheduling
-) -> tuple[list[tuple[Slot, int]], Service]:
-    if room <= 0:
-        return [], service
-    return fairness.divide(prompts, room, service, burst=limits.prefill_burst_tokens)
-
-
-def _with_prompts(work: Work, given: Sequence[tuple[Slot, int]]) -> Work:
-    n = sum([n for _, n in given])
-    before = sum([slot.context * n for slot, n in given]) / n if n else 0.0
-    return attrs.evolve(work, prompt_tokens=n, prompt_context=before)
-
-
-def _served(streams: Sequence[Slot], sat_out: int, now_s: float, cost: CostModel) -> tuple[Sequence[Slot], int]:
-    """The streams of this tick, and for how many ticks some have sat out."""
-    first = [slot for slot in streams if slot.priority is not Priority.BACKGROUND]
-    if len(first) == len(streams) or not first or sat_out >= BACKGROUND_SITS_OUT:
-        return streams, 0
-    with_all = cost.predict(Work(0, len(streams), sum([slot.context for slot in streams])))
-    if 1e3 * (min([slot.due_s for slot in first]) - now_s) >= with_all:
-        return streams, 0
-    return first, sat_out + 1
-
-
-def _room(
-    served: Sequence[Slot],
-    work: Work,
-    memory: Memory,
-    now_s: float,
-    cost: CostModel,
-    capacity: int,
-    limits: Scheduling,
-) -> int:
-    """Prompt tokens that this tick has time for."""
-    free = capacity - len(served)
-    if served:
-        left_ms = 1e3 * (min([slot.due_s for slot in served]) - now_s)
-        in_time = cost.largest_prompt(left_ms * (1 - min(cost.mixed.error, MOST_MARGIN)), work)
-        if in_time < limits.min_chunk_tokens:
-            in_time = 0 if memory.had_prompts else limits.min_chunk_tokens
-    else:
-        in_time = max(4 * limits.min_chunk_tokens, cost.largest_prompt(limits.prefill_tick_ms, work))
-    return int(min(free, in_time))
+def _expected_tokens(acceptance_rate: float, n_drafts: int) -> float:
+    """Expected tokens of a sequence that verifies ``n_drafts``, if each one is accepted independently."""
+    p = acceptance_rate
+    return (1 - p ** (n_drafts + 1)) / (1 - p) if p < 1 else n_drafts + 1.0
