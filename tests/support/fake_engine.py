@@ -28,9 +28,9 @@ from uma_trio.engine.records import (
     ModelFacts,
     Remove,
     Save,
-    Score,
     Step,
     StepResult,
+    TokenLogprobs,
 )
 from uma_trio.kv.checkpoints import EACH
 from uma_trio.sampling import SamplingParams
@@ -94,13 +94,13 @@ def chosen(liked: Iterable[int], avoided: Collection[int]) -> int:
 
 def said_before(params: SamplingParams, story: Sequence[int], n_prompt: int) -> set[int]:
     """What penalties look at, of a prompt with its answer."""
-    window = story[-params.window :] if params.window else ()
-    return {*window, *(story[n_prompt:] if params.counts else ())}
+    window = story[-params.repetition_window :] if params.repetition_window else ()
+    return {*window, *(story[n_prompt:] if params.counts_answer else ())}
 
 
-def expected_score(token: int, n: int) -> Score:
+def expected_score(token: int, n: int) -> TokenLogprobs:
     """What the model tells of ``token`` to who asks for ``n``."""
-    return Score(-(token % 97) / 8, tuple((token + i, -(token % 97 + i) / 8) for i in range(n)))
+    return TokenLogprobs(-(token % 97) / 8, tuple((token + i, -(token % 97 + i) / 8) for i in range(n)))
 
 
 def expected_continuation(

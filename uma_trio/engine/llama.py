@@ -40,9 +40,9 @@ from uma_trio.engine.records import (
     ModelFacts,
     Remove,
     Save,
-    Score,
     Step,
     StepResult,
+    TokenLogprobs,
 )
 from uma_trio.engine.tokenizer import Tokenizer
 
@@ -195,7 +195,7 @@ class LlamaEngine:
             else:
                 self._edit(edit)
         tokens: list[int] = []
-        scores: list[Score | None] = []
+        scores: list[TokenLogprobs | None] = []
         copied = 0
         decode_ms = -copied_ms - marked_ms
         sample_ms = 0.0
@@ -296,7 +296,7 @@ class LlamaEngine:
         if code:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"code {code}"), fatal=False)
 
-    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[Score | None]]:
+    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """A token for each of ``draws``, and its score where one is wanted; no scores where none is."""
         if not draws:
             return [], []
@@ -311,10 +311,10 @@ class LlamaEngine:
             [draw.bias for draw in draws],
             [draw.past for draw in draws],
         )
-        scores: list[Score | None] = []
+        scores: list[TokenLogprobs | None] = []
         if raw is not None:
             scores = [None] * len(draws)
-            found = sampling.logprobs(raw, drawn[told], [draws[row].logprobs or 0 for row in told])
+            found = sampling.compute_logprobs(raw, drawn[told], [draws[row].logprobs or 0 for row in told])
             for row, score in zip(told, found, strict=True):
                 scores[row] = score
         tokens: list[int] = drawn.tolist()

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.kv.edits import Copy, Edit, Forget, Load, Mark, Remove, Save
-from uma_trio.sampling import Bias, Past, SamplingParams, Score
+from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
 
 __all__ = [
     "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Forget", "Load", "Mark", "ModelFacts", "Part", "Past", "Remove",
-    "Save", "Score", "Step", "StepResult", "TokenIds",
+    "Save", "Step", "StepResult", "TokenIds", "TokenLogprobs",
 ]  # fmt: skip
 
 TokenIds = npt.NDArray[np.int32]
@@ -144,7 +144,7 @@ class StepResult:
     """when it was done: the difference between one step's end and the next one's start is the host gap."""
     copied_rows: int = 0
     """Of the rows of logits, those that were copied before they were read."""
-    scores: Sequence[Score | None] = ()
+    scores: Sequence[TokenLogprobs | None] = ()
     """One for each draw, ``None`` where it was not asked for; empty where nobody asked."""
     copied_ms: float = 0.0
     """What saving and loading states took; not part of the decode, as what checkpoints take is not."""

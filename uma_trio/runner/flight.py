@@ -8,16 +8,14 @@ from typing import Final
 
 import attrs
 
-from uma_trio.engine.records import Edit, Feed, Score, Step, StepResult
+from uma_trio.engine.records import Edit, Feed, Step, StepResult, TokenLogprobs
 from uma_trio.engine.thread import Pending
 from uma_trio.errors import DecodeFailed, UmaError
 from uma_trio.protocol.messages import Reason
 from uma_trio.runner.job import Job
 from uma_trio.runner.transfers import Transfer
+from uma_trio.sampling import NO_TOKEN
 from uma_trio.scheduling.policy import Plan
-
-NO_DISTRIBUTION: Final = -1
-"""In place of a token, where the logits gave none."""
 
 SURPRISING: Final = 0.5
 """Share by which a step took more or less than was predicted."""
@@ -38,7 +36,7 @@ class Flight:
     transfer: Transfer | None = None
     """The state that it saves or loads."""
 
-    def drawn(self, result: StepResult) -> Iterator[tuple[Job, Sequence[int], Sequence[Score | None]]]:
+    def drawn(self, result: StepResult) -> Iterator[tuple[Job, Sequence[int], Sequence[TokenLogprobs | None]]]:
         """Who has got which tokens, guesses and all, and their scores, if any."""
         at = 0
         for job, n in self.drawing:
@@ -58,17 +56,17 @@ class Delivery:
     """Why the job ends after these, if it does."""
     paused: bool
     """Its client had not read: the time since its last token is not the server's."""
-    scores: Sequence[Score | None]
+    scores: Sequence[TokenLogprobs | None]
     """Of the tokens, and perhaps of guesses behind them; empty where nobody asked."""
 
 
-def gained(job: Job, tokens: Sequence[int], scores: Sequence[Score | None]) -> Delivery:
+def gained(job: Job, tokens: Sequence[int], scores: Sequence[TokenLogprobs | None]) -> Delivery:
     """``job`` has got new tokens, up to one that ends it."""
     before, paused = len(job.tokens), job.paused
     job.paused = False
     reason: Reason | UmaError | None = None
     for n, token in enumerate(tokens):
-        if token == NO_DISTRIBUTION:
+        if token == NO_TOKEN:
             reason, tokens = DecodeFailed("the model gave no usable logits"), tokens[:n]
             break
         job.gained(token)

@@ -7,7 +7,7 @@ from typing import Final
 import attrs
 
 from uma_trio.runner.job import Job
-from uma_trio.sampling import Lookup
+from uma_trio.sampling import PromptLookup
 
 MOST_GUESSES: Final = 16
 """Of one stream in one step."""
@@ -39,4 +39,4 @@ class Guessing:
         wanted = job.request.speculate
         if self.possible and (self.usual if wanted is None else wanted):
             trust = TRUSTED if wanted else 0.5
-            job.lookup = Lookup([*job.prompt.tokens.tolist(), *job.tokens], hits=trust)
+            job.lookup = PromptLookup([*job.prompt.tokens.tolist(), *job.tokens], acceptance_rate=trust)

@@ -15,7 +15,7 @@ from uma_trio.protocol.messages import Generate, Slo
 from uma_trio.runner.admission import check_token_ids, fitted, tokens_to_generate
 from uma_trio.runner.job import Job, Sink
 from uma_trio.runner.wishes import answers, logit_edits, sampling_params
-from uma_trio.sampling import Transcript, penalises
+from uma_trio.sampling import TokenHistory
 from uma_trio.scheduling.policy import Priority, Slot
 
 
@@ -58,7 +58,7 @@ class Intake:
             params=params,
             mask=banned,
             bias=bias,
-            transcript=Transcript(prompt.tokens, params, max_tokens) if penalises(params) else None,
+            transcript=TokenHistory(prompt.tokens, params, max_tokens) if params.has_penalties else None,
             ending=_ending(facts.eog_ids, request.stop_token_ids),
             sink=sink,
             arrived_at=trio.current_time(),

@@ -13,7 +13,7 @@ import trio
 from uma_trio.engine.records import Draw, Feed, TokenIds
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Eos, Generate, Logprobs, Reason, ServerEvent, Timings, Usage
-from uma_trio.sampling import Bias, Lookup, SamplingParams, TextAssembler, Transcript
+from uma_trio.sampling import Bias, PromptLookup, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.policy import Slot
 
 EWMA_WEIGHT = 0.2
@@ -57,7 +57,7 @@ class Job:
     mask: TokenIds | None
     """Ids that must not be sampled: ``ignore_eos``, and what ``logit_bias`` bans."""
     bias: Bias | None = None
-    transcript: Transcript | None = None
+    transcript: TokenHistory | None = None
     """For its penalties, if there are any."""
     ending: Collection[int]
     """Tokens that end it."""
@@ -87,7 +87,7 @@ class Job:
     """Sampled so far."""
     n_shown: int | None = None
     """Of a session's, those before the first that is part of the stop string which was found; else ``None``."""
-    lookup: Lookup | None = None
+    lookup: PromptLookup | None = None
     """Guesses at its next tokens, if it makes any."""
     guesses: Sequence[int] = ()
     """Those that the step under way checks."""
@@ -153,7 +153,7 @@ class Job:
             self.n_fed = slot.context = pos + 1
             return Feed(self.seq_id, pos, self.tokens[-1:], (self.draw(step),))
         assert self.lookup is not None
-        self.guesses = self.lookup.guesses(n_guesses)
+        self.guesses = self.lookup.draft(n_guesses)
         self.n_fed = slot.context = pos + 1 + n_guesses
         if self.transcript is not None:
             self.transcript.write(step, self.guesses)
@@ -175,8 +175,8 @@ class Job:
     def offer_guesses(self, most: int) -> None:
         """Tell the policy how many guesses there are; of one that makes any."""
         assert self.lookup is not None
-        self.slot.drafts = len(self.lookup.guesses(min(most, self.most_guesses))) if most else 0
-        self.slot.hits = self.lookup.hits
+        self.slot.drafts = len(self.lookup.draft(min(most, self.most_guesses))) if most else 0
+        self.slot.hits = self.lookup.acceptance_rate
 
     def known_tokens(self) -> TokenIds:
         """What its sequence holds, less guesses that nobody has checked; of a session's, less a stop string."""
@@ -209,7 +209,7 @@ class Job:
             self.transcript.write(len(self.tokens), (token,))
         self.tokens.append(token)
         if self.lookup is not None:
-            self.lookup.follow(token)
+            self.lookup.append(token)
 
     def timed(self, now: float, *, paused: bool) -> float | None:
         """Its latest tokens came at ``now``; the milliseconds since those before, if they were the server's."""

@@ -10,7 +10,7 @@ from uma_trio.errors import UmaError
 from uma_trio.protocol.messages import Logprob, Logprobs, Reason, Token
 from uma_trio.runner.flight import Delivery
 from uma_trio.runner.job import Job
-from uma_trio.sampling import Score
+from uma_trio.sampling import TokenLogprobs
 
 Piece: TypeAlias = Callable[[int], bytes]
 """Token id -> its bytes."""
@@ -33,7 +33,7 @@ def tell_tokens(delivery: Delivery, piece: Piece) -> Reason | UmaError | None:
     return delivery.reason
 
 
-def _tell_token(job: Job, token: int, score: Score | None, piece: Piece, *, last: bool) -> None:
+def _tell_token(job: Job, token: int, score: TokenLogprobs | None, piece: Piece, *, last: bool) -> None:
     """Tell ``token`` and the text that can be shown with it.
 
     Args:
@@ -61,9 +61,9 @@ def tell_prompt(job: Job) -> None:
         job.texts.append(job.prompt.text)
 
 
-def _logprobs(token: int, score: Score, piece: Piece) -> Logprobs:
+def _logprobs(token: int, score: TokenLogprobs, piece: Piece) -> Logprobs:
     """How likely ``token`` was, and those that were most likely."""
-    best = [_logprob(other, logprob, *_shown(piece(other))) for other, logprob in score.best]
+    best = [_logprob(other, logprob, *_shown(piece(other))) for other, logprob in score.top_logprobs]
     text, octets = _shown(piece(token))
     return Logprobs(token_id=token, text=text, bytes=octets, logprob=score.logprob, top_logprobs=best)
 

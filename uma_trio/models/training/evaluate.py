@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Remove, Score, Step
+from uma_trio.engine.records import Draw, Feed, Remove, Step, TokenLogprobs
 from uma_trio.models.training.chat import END, START
 from uma_trio.models.training.corpus import Question
 from uma_trio.models.training.sample import Sample
@@ -30,7 +30,7 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[Score | None]]:
+    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
         if draws:
             second, best = np.partition(self._context.logits(len(draws)).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
