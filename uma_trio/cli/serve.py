@@ -41,7 +41,7 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     """Load a model once and serve it to many clients.
 
     Every setting can also stand in a YAML file (--config, see --print-config for one) or in a UMA_*
-    variable (UMA_MAX_SESSIONS for --max-sessions).  Flags beat variables beat the file.
+    variable (UMA_MAX_CONNECTIONS for --max-connections).  Flags beat variables beat the file.
 
     The first Ctrl-C or SIGTERM lets running requests end, a second one stops at once.  SIGUSR1 writes
     a metrics snapshot to a file.

@@ -1,7 +1,7 @@
 """Candidates: the few tokens of a row that the filters leave to draw from.
 
-The weight of a token is ``exp((logit - max_logit) / temperature)``, its probability up to a constant factor.  Candidates are
-given as ids with the running sums of their weights, so that a draw is one binary search.
+The weight of a token is ``exp((logit - max_logit) / temperature)``, its probability up to a constant factor.
+Candidates are given as ids with the running sums of their weights, so that a draw is one binary search.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def filter_whole_row(
 
 
 def _top_p_mask(distances: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.bool_]:
-    """Mark the smallest set of tokens with the share ``top_p`` of all weight, those closest to the largest logit first."""
+    """Mark the smallest set of tokens with the share ``top_p`` of all weight, those nearest to the best token first."""
     # The bits of non-negative floats sort like their values.  The upper half of the bits makes a
     # logarithmic histogram, fine enough that few tokens share a bin.
     bins = (distances.view(np.uint32) >> np.uint32(16)).astype(np.intp)

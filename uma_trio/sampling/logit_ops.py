@@ -43,9 +43,9 @@ class Past(msgspec.Struct, frozen=True, array_like=True, eq=False):
 class TokenHistory:
     """The growing tokens of one request, for its penalties.
 
-    A ``Past`` is a view of this buffer.  Tokens that are final never change.  A view may end with tokens that are not final:
-    draft tokens, or the token that a step in flight is about to sample.  They must be written before the
-    view is read, and may be overwritten once it is no longer used.
+    A ``Past`` is a view of this buffer.  Tokens that are final never change.  A view may end with tokens that are not
+    final: draft tokens, or the token that a step in flight is about to sample.  They must be written before the view is
+    read, and may be overwritten once it is no longer used.
 
     Args:
         prompt: (n,) tokens of the prompt.

@@ -23,7 +23,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Keeps the smallest set of most likely tokens whose probabilities sum up to `top_p`.  1 is off."""
 
     seed: int = 0
-    """Seed of the random numbers, 64 bits.  A draw depends on the seed and on the number of the draw, on nothing else."""
+    """Seed of the random numbers, 64 bits.  A random number depends only on the seed and on the number of the draw."""
 
     min_p: float = 0.0
     """Keeps tokens that are at least `min_p` times as likely as the most likely one.  0 is off."""

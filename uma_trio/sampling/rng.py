@@ -1,7 +1,7 @@
 """Counter-based random numbers: a function of seed and step, without state.
 
-There is no generator to save or restore.  A request draws the same numbers in any batch, and a session that is restored from
-disk continues with the numbers that it would have drawn.
+There is no generator to save or restore.  A request draws the same numbers in any batch, and a session that is restored
+from disk continues with the numbers that it would have drawn.
 """
 
 from __future__ import annotations

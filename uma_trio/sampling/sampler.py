@@ -50,9 +50,11 @@ def sample(
         logits: (rows, n_vocab).  Masks, biases and penalties overwrite it, unless the array is read-only.
         params: one a row.
         steps: how many tokens the row's request has drawn before.
-        masks: for each row the ids of forbidden tokens, in [0, n_vocab), or ``None``.  ``None`` for all: no row has any.
+        masks: for each row the ids of forbidden tokens, in [0, n_vocab), or ``None``.
         biases: for each row what to add to its logits, or ``None``.
         pasts: for each row the tokens that its penalties need; ``None`` for a row without penalties.
+
+    ``None`` in place of ``masks``, ``biases`` or ``pasts`` stands for ``None`` in every row.
 
     Returns:
         (rows,) token ids in [0, n_vocab), or ``NO_TOKEN``.  Among equal logits the lower id counts as more likely.

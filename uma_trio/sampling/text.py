@@ -13,8 +13,8 @@ import attrs
 class _StopStates:
     """An automaton over characters that finds stop strings.
 
-    A state stands for the longest suffix of the text so far that is a prefix of some stop string; 0 is the empty suffix.
-    A character costs one step, however many stop strings there are and however they overlap.
+    A state stands for the longest suffix of the text so far that is a prefix of some stop string; 0 is the empty
+    suffix.  A character costs one step, however many stop strings there are and however they overlap.
 
     Source: Aho, Corasick, "Efficient string matching" (1975).
     """
@@ -79,9 +79,9 @@ class TextAssembler:
                 break
         emit(assembler.finish())
 
-    The emitted text is the UTF-8 decoding of all bytes, with U+FFFD for invalid ones, cut where the stop string begins that
-    is complete first.  If several are complete at the same character, the longest one counts.  The boundaries of tokens make no
-    difference.
+    The emitted text is the UTF-8 decoding of all bytes, with U+FFFD for invalid ones, cut where the stop string begins
+    that is complete first.  If several are complete at the same character, the longest one counts.  The boundaries of
+    tokens make no difference.
 
     Raises:
         ValueError: a stop string is empty.
