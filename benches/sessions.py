@@ -198,7 +198,7 @@ async def churn(
         str(spill_mb),
         "--max-queue",
         "1000",
-        "--max-sessions",
+        "--max-connections",
         "1000",
     ]
     watch = Watch()

@@ -1,26 +1,25 @@
-"""What an operator can set, once: names, units, defaults, bounds and reasons.
+"""The settings of the daemon: names, units, defaults, bounds and help texts, each in one place.
 
-Every setting is a field of one of the frozen classes below.  The YAML file, the ``UMA_*``
-environment, the flags of ``uma-trio serve`` and the table in docs/CONFIG.md are made *from* the
-fields, so they cannot drift apart.  Names are unique over all sections: a flag or a variable needs no
-section (``--max-sessions``, ``UMA_MAX_SESSIONS``), while the file groups them::
+Every setting is a field of one of the frozen classes below.  The YAML file, the ``UMA_*`` environment variables, the
+flags of ``uma-trio serve`` and the tables in docs/CONFIG.md are all derived from these fields.  Names are unique over
+all sections: a flag or a variable needs no section (``--max-connections``, ``UMA_MAX_CONNECTIONS``), while the file
+groups settings by section::
 
     limits:
-      max_sessions: 64
+      max_connections: 64
 
-Later beats earlier: defaults, file, environment, flags.  An unknown key is an error that names the
-nearest known one.
+Flags override the environment, the environment overrides the file, and the file overrides the defaults.  An unknown key
+is an error that names the nearest known one.
 """
 # ruff: noqa: RUF009  (``setting`` makes a field, not a value)
 
 from __future__ import annotations
 
 import difflib
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import attrs
 
@@ -29,188 +28,234 @@ MIB: Final = 1024 * KIB
 
 
 class ConfigError(ValueError):
-    """A setting that is unknown, of the wrong type, or out of bounds; says where it was set."""
+    """A setting is unknown, of the wrong type or out of bounds.  The message says where it was set."""
 
 
-def setting(
-    default: Any, help: str, *, ge: float | None = None, le: float | None = None, gt: float | None = None
-) -> Any:
-    """A field with its reason and its bounds."""
-    return attrs.field(default=default, metadata={"help": help, "ge": ge, "le": le, "gt": gt})
+def setting(default: Any, help: str, *, name: str | None = None, **bounds: float) -> Any:
+    """Declare a setting.
+
+    Args:
+        name: its name in files, variables and flags, if that is not the name of the field.
+        bounds: ``ge``, ``gt`` and ``le``, as ``msgspec.Meta`` takes them.
+    """
+    return attrs.field(default=default, metadata={"help": help, "name": name, "bounds": bounds})
 
 
 @attrs.frozen(kw_only=True)
 class Model:
-    """Which model is served, and with what memory and compute."""
+    """The model, and the memory and compute that it may use."""
 
-    model: Path | None = setting(None, "GGUF file to serve; the embedded demo model if not given.")
+    model: Path | None = setting(None, "GGUF file to serve. If not given, the embedded demo model is served.")
     ctx: int = setting(
         0,
-        "KV cache in tokens, for all sequences together; 0 makes room for 8192 each, or as many as the "
-        "model was trained for, within a quarter of the machine's memory.",
+        "Size of the KV cache in tokens, shared by all sequences. 0 takes 8192 tokens for each sequence, or the "
+        "model's training context if that is smaller, within a quarter of the machine's memory.",
         ge=0,
         le=64 * MIB,
     )
-    parallel: int = setting(8, "Sequences decoded at once; further requests wait in the queue.", ge=1, le=256)
+    parallel: int = setting(
+        8, "Sequences that are decoded at the same time. Further requests wait in the queue.", ge=1, le=256
+    )
     threads: int = setting(
-        0, "Compute threads of a decode; 0 takes all physical cores but one, which the event loop needs.", ge=0, le=512
+        0, "Compute threads. 0 takes all physical cores but one, which is left to the event loop.", ge=0, le=512
     )
     batch_tokens: int = setting(
-        512, "Most tokens of one llama_decode (n_batch, n_ubatch): what one tick can take.", ge=32, le=8192
+        512, "Most tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick.", ge=32, le=8192
     )
-    gpu_layers: int = setting(-1, "Layers kept on the GPU, where the library has one; -1 takes all.", ge=-1, le=10_000)
+    gpu_layers: int = setting(
+        -1, "Layers to keep on the GPU, if the library supports one. -1 keeps all of them there.", ge=-1, le=10_000
+    )
     kv_mem_limit_mb: int = setting(
-        0, "Most megabytes of KV cache: ctx is lowered to what fits. 0: as many as ctx takes.", ge=0, le=100_000_000
+        0, "Most megabytes of KV cache. ctx is lowered to fit. 0 is no limit.", ge=0, le=100_000_000
     )
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
-        "on: all sequences share ctx, and one can use all of it; off: each has ctx / parallel tokens of its "
-        "own. auto: whichever is measured to be quicker here, with flash_attn; else on with a GPU, off without.",
+        "on: all sequences share ctx, and one sequence can use all of it. off: each sequence has ctx / parallel "
+        "tokens. auto: the faster one, measured at the first start together with flash_attn; without a measurement, "
+        "on with a GPU and off without.",
     )
     flash_attn: Literal["auto", "on", "off"] = setting(
         "auto",
-        "Flash attention. auto: as is measured to be quicker, with kv_unified; else off on a CPU, where it is "
-        "slow for small batches, and llama.cpp's choice elsewhere.",
+        "Flash attention. auto: the faster one, measured together with kv_unified; without a measurement, off on a "
+        "CPU, where it is slow for small batches, and llama.cpp's default elsewhere.",
     )
     layout_trial_s: float = setting(
         1.5,
-        "Most seconds that a first start takes to measure what auto is best, or a tenth of what loading took; later "
-        "ones remember it. 0: nothing is measured, for a start that is always the same.",
+        "Longest time to measure kv_unified and flash_attn at the first start with a model, or a tenth of the load "
+        "time if that is longer. Later starts reuse the result. 0 measures nothing, so that all starts behave the "
+        "same.",
         ge=0,
         le=3600,
     )
-    type_k: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Type of the K cache.")
-    type_v: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Type of the V cache.")
-    mmap: bool = setting(True, "Map the model file instead of reading it into memory.")
+    type_k: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Data type of the K cache.")
+    type_v: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Data type of the V cache.")
+    mmap: bool = setting(True, "Map the model file into memory instead of reading it.")
     llama_dir: Path | None = setting(
-        None, "Folder of the built libllama; the one that build_llama.sh filled if not given."
+        None, "Folder with the built libllama. If not given, the one that build_llama.sh fills."
+    )
+
+
+@attrs.frozen(kw_only=True)
+class Engine:
+    """The engine, which runs llama.cpp."""
+
+    mode: Literal["process", "thread"] = setting(
+        "process",
+        "Where the engine runs. process: in a child process, so that the daemon survives a crash of llama.cpp. "
+        "thread: in a thread of the daemon.",
+        name="engine",
+    )
+    hang_timeout_s: float = setting(
+        30.0,
+        "A step that takes this much longer than predicted means that the engine hangs: it is killed and restarted.",
+        name="engine_hang_timeout_s",
+        ge=1,
+        le=3600,
+    )
+    restart_attempts: int = setting(
+        5,
+        "Restarts of the engine without any progress in between, before the model counts as unavailable.",
+        name="engine_restart_attempts",
+        ge=0,
+        le=1000,
     )
 
 
 @attrs.frozen(kw_only=True)
 class Listen:
-    """Where clients come in."""
+    """Where clients connect."""
 
     socket: Path | None = setting(
-        None, "Unix socket; $XDG_RUNTIME_DIR/uma-trio/uma.sock, else /tmp/uma.sock, if not given."
+        None, "Unix socket. If not given, $XDG_RUNTIME_DIR/uma-trio/uma.sock, or /tmp/uma.sock without XDG_RUNTIME_DIR."
     )
     protocol: Literal["auto", "json", "cbor", "newline"] = setting(
-        "auto", "auto tells JSON from CBOR by a payload's first byte; newline is for nc -U."
+        "auto", "auto tells JSON from CBOR by the first byte of a payload. newline is for debugging with nc -U."
     )
     backlog: int = setting(128, "Connections that may wait to be accepted.", ge=1, le=65535)
 
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """What clients may ask for.  Beyond it is an E_LIMIT_* error, never a silent cut."""
+    """What clients may ask for. A request beyond a limit gets an E_LIMIT_* error and is never cut silently."""
 
-    max_sessions: int = setting(256, "Connections at a time.", ge=1, le=100_000)
-    max_queue: int = setting(256, "Requests that may wait for a sequence.", ge=0, le=1_000_000)
+    max_connections: int = setting(256, "Most open connections.", ge=1, le=100_000)
+    max_queue: int = setting(256, "Most requests that wait for a sequence.", ge=0, le=1_000_000)
     max_frame_bytes: int = setting(
-        MIB, "Payload of one frame; checked before its memory is taken.", ge=256, le=64 * MIB
+        MIB, "Largest payload of a frame. Checked before memory is allocated for it.", ge=256, le=64 * MIB
     )
-    max_prompt_bytes: int = setting(256 * KIB, "UTF-8 bytes of a prompt, before tokenizing.", ge=1, le=64 * MIB)
-    max_prompt_tokens: int = setting(1 << 20, "Tokens of a prompt.", ge=1, le=64 * MIB)
-    max_tokens: int = setting(4096, "Most that a request may ask for as max_tokens.", ge=1, le=2**31 - 1)
+    max_prompt_bytes: int = setting(
+        256 * KIB, "Largest prompt in UTF-8 bytes, checked before it is tokenized.", ge=1, le=64 * MIB
+    )
+    max_prompt_tokens: int = setting(1 << 20, "Largest prompt in tokens.", ge=1, le=64 * MIB)
+    max_tokens: int = setting(4096, "Largest max_tokens of a request.", ge=1, le=2**31 - 1)
     default_max_tokens: int = setting(
-        512, "max_tokens of a request that names none, or what the context has room for.", ge=1, le=2**31 - 1
+        512,
+        "max_tokens of a request that gives none, or what fits into the context if that is less.",
+        ge=1,
+        le=2**31 - 1,
     )
     max_tx_bytes: int = setting(
         256 * KIB,
-        "Bytes waiting for one client that does not read; its stream pauses at that, the others go on.",
+        "Bytes that may wait for a client that does not read. Its streams then pause, and other clients are not "
+        "affected.",
         ge=4 * KIB,
         le=1024 * MIB,
     )
-    idle_timeout_s: float = setting(300.0, "Without a byte from the client and with no request running.", gt=0, le=1e6)
-    frame_timeout_s: float = setting(30.0, "From the first byte of a frame to its last.", gt=0, le=1e6)
-    request_timeout_s: float = setting(3600.0, "From a request's arrival to its end, waiting included.", gt=0, le=1e7)
+    idle_timeout_s: float = setting(
+        300.0, "Closes a connection without a running request that sends nothing for this time.", gt=0, le=1e6
+    )
+    frame_timeout_s: float = setting(
+        30.0, "Closes a connection if the rest of a frame does not arrive in this time.", gt=0, le=1e6
+    )
+    request_timeout_s: float = setting(
+        3600.0, "Ends a request that takes longer than this, including the time in the queue.", gt=0, le=1e7
+    )
     write_timeout_s: float = setting(
-        60.0, "A client that takes not a byte for this long while some wait is given up.", gt=0, le=1e6
+        60.0, "Closes a connection that has data to read and reads nothing for this time.", gt=0, le=1e6
     )
     drain_timeout_s: float = setting(
-        30.0, "For running requests to end after SIGTERM; then they are cancelled.", ge=0, le=1e6
+        30.0, "How long running requests may go on after SIGTERM before they are cancelled.", ge=0, le=1e6
     )
 
 
 @attrs.frozen(kw_only=True)
 class Scheduling:
-    """How ticks are filled.  Nothing here changes while serving."""
+    """How the scheduler fills ticks."""
 
     target_tbt_ms: float = setting(
         100.0,
-        "Most milliseconds between a stream's tokens while prompts are read, if its request names no "
-        "slo.target_tbt_ms: what decoding leaves of them goes to prompts.",
+        "Target for the time between the tokens of a stream during prefill, for requests without slo.target_tbt_ms. "
+        "Prefill gets the time that decoding leaves.",
         gt=0,
         le=600_000,
     )
     background_tbt_ms: float = setting(
-        1000.0, "The same for requests with slo.priority background, in milliseconds.", gt=0, le=600_000
+        1000.0, "Like target_tbt_ms, for requests with slo.priority background.", gt=0, le=600_000
     )
     target_ttft_ms: float = setting(
         2000.0,
-        "Milliseconds until the first token of a request that names no slo.target_ttft_ms: of prompts of one "
-        "class and user the one whose time is up first is read first.",
+        "Target for the time to the first token, for requests without slo.target_ttft_ms. Among the prompts of one "
+        "user and priority, the one with the earliest deadline goes first.",
         gt=0,
         le=3_600_000,
     )
     prefill_tick_ms: float = setting(
         250.0,
-        "Longest tick in milliseconds while prompts are read and no stream waits: so long may a new "
-        "request or a cancelled one have to wait for its turn.",
+        "Longest prefill tick while no stream waits for a token. A new request or a cancel may have to wait this long.",
         gt=0,
         le=600_000,
     )
     min_chunk_tokens: int = setting(
         16,
-        "Smallest chunk of a prompt that is worth a tick, in tokens. Where a stream's time has no room for "
-        "it, every other tick has such a chunk and makes the stream late: prompts may not wait for ever.",
+        "Smallest prefill chunk in tokens. If the target of a stream leaves less room than that, every other tick "
+        "takes such a chunk anyway, so that prompts make progress and streams get late.",
         ge=1,
         le=8192,
     )
     prefill_burst_tokens: int = setting(
         64,
-        "Prompt tokens of one user before the next one's turn (kBurst). A prompt with no more of them left goes "
+        "Prefill tokens of one user before it is the turn of the next user. A prompt with no more tokens left goes "
         "before longer ones.",
         ge=1,
         le=8192,
     )
     prefix_reuse: bool = setting(
         True,
-        "Keep what ended requests have computed while there is room, and share it, and what running ones have "
-        "computed, with requests of the same user that begin alike.",
+        "Keep the KV cache of finished requests while there is room, and reuse common prefixes of finished and running "
+        "requests for new requests of the same user.",
     )
     speculation: bool = setting(
         True,
-        "Check guesses at the next tokens (prompt lookup) where that is predicted to be faster. The text is that of "
-        "plain decoding; a request's own speculate goes before.",
+        "Speculative decoding with draft tokens from prompt lookup, where it is predicted to be faster. It does not "
+        "change the text. The speculate field of a request overrides it.",
     )
 
 
 @attrs.frozen(kw_only=True)
 class Sessions:
-    """Conversations that the server remembers, by their ``session_id``."""
+    """Conversations that the server remembers by their ``session_id``."""
 
     state_dir: Path | None = setting(
-        None, "Folder for what outlives the daemon; $XDG_STATE_HOME/uma-trio if not given."
+        None, "Folder for data that outlives the daemon. If not given, $XDG_STATE_HOME/uma-trio."
     )
     max_stored_sessions: int = setting(
-        10_000, "Most sessions of a model; beyond it the one not used for longest is closed.", ge=1, le=1_000_000
+        10_000, "Most sessions of a model. Beyond it, the least recently used session is closed.", ge=1, le=1_000_000
     )
-    session_ttl_s: float = setting(
-        30 * 86_400.0, "A session that is not used for so long is closed; in seconds.", gt=0, le=1e9
-    )
+    session_ttl_s: float = setting(30 * 86_400.0, "Closes a session that is not used for this time.", gt=0, le=1e9)
     spill: bool = setting(
         True,
-        "Write the KV cache of sessions to disk before it has to go, and read it again where that is faster than "
-        "computing it. Without it their tokens alone are kept.",
+        "Offload the KV cache of sessions to disk before it is evicted, and load it again where that is faster than "
+        "prefill. If off, only the tokens of sessions are kept.",
     )
     spill_max_mb: int = setting(
-        4096, "Most megabytes of KV caches on disk; beyond it those not used for longest go.", ge=1, le=100_000_000
+        4096,
+        "Most megabytes of KV cache on disk. Beyond it, the least recently used states are deleted.",
+        ge=1,
+        le=100_000_000,
     )
     spill_after_s: float = setting(
         30.0,
-        "A session that is idle for so long is written to disk although its room is not needed, so that it survives a "
-        "crash; in seconds.",
+        "Offload a session that is idle for this time even if its memory is not needed, so that it survives a crash.",
         ge=0,
         le=1e9,
     )
@@ -218,23 +263,23 @@ class Sessions:
 
 @attrs.frozen(kw_only=True)
 class Operations:
-    """What the people who run it see."""
+    """Logs, metrics and the perf log."""
 
     log_format: Literal["auto", "human", "json"] = setting(
-        "auto", "auto writes for people on a terminal and JSON lines otherwise."
+        "auto", "Format of the log. auto is human on a terminal and JSON lines otherwise."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Least level that is logged.")
-    debug: bool = setting(False, "One log line a tick; costs throughput.")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "Lowest level that is logged.")
+    debug: bool = setting(False, "Log one line for every tick. Costs throughput.")
     snapshot_dir: Path | None = setting(
-        None, "Folder for the metrics snapshots that SIGUSR1 writes; the socket's folder if not given."
+        None, "Folder for the metrics snapshots that SIGUSR1 writes. If not given, the folder of the socket."
     )
     perf_log: Path | None = setting(
-        None, "File to which a record of each tick and each request is added; uma-trio perf report reads it."
+        None, "File for a record of every tick and every request. uma-trio perf report evaluates it."
     )
     perf_log_mb: int = setting(
         256,
-        "Most megabytes of perf log on disk. At half of them the file is moved to the same name with .1, over "
-        "the one there, and begun anew.",
+        "Most megabytes of perf log on disk. At half of this the file is renamed to NAME.1, replacing the previous "
+        "one, and a new file is started.",
         ge=1,
         le=1_000_000,
     )
@@ -245,6 +290,7 @@ class Config:
     """All settings, by section."""
 
     model: Model = attrs.field(factory=Model)
+    engine: Engine = attrs.field(factory=Engine)
     listen: Listen = attrs.field(factory=Listen)
     limits: Limits = attrs.field(factory=Limits)
     scheduling: Scheduling = attrs.field(factory=Scheduling)
@@ -252,31 +298,30 @@ class Config:
     operations: Operations = attrs.field(factory=Operations)
 
 
-SECTIONS: Final[Mapping[str, type]] = {
-    "model": Model,
-    "listen": Listen,
-    "limits": Limits,
-    "scheduling": Scheduling,
-    "sessions": Sessions,
-    "operations": Operations,
-}
+SECTIONS: Final[Mapping[str, type]] = typing.get_type_hints(Config)
+
+_BOOLEANS: Final = {"yes": "true", "on": "true", "no": "false", "off": "false", "": "false"}
+"""How the environment may spell booleans, in addition to true, false, 1 and 0."""
 
 
 @attrs.frozen
 class Setting:
-    """One field, as the file, the environment, the flags and the documents see it."""
+    """One setting, as the file, the environment, the flags and the documentation see it."""
 
     section: str
+    field: str
+    """Its attribute in the class of the section."""
     name: str
+    """Its unique name, and its key in files."""
     type: Any
     default: Any
     help: str
-    bounds: tuple[float | None, float | None, float | None]
-    """(at least, at most, more than)"""
+    bounds: Mapping[str, float]
+    """``ge``, ``gt`` and ``le``; empty unless it is a number."""
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it can be, if it is a choice."""
+        """The allowed words, if there is a fixed set of them."""
         return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
 
     @property
@@ -287,76 +332,59 @@ class Setting:
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
 
-    def read(self, value: Any, where: str) -> Any:
-        """``value`` as this setting's type and within its bounds.
+    def convert(self, value: Any, source: str) -> Any:
+        """Convert ``value`` to the type of this setting, and check its bounds.
 
-        Text is understood as the environment spells it; ``null`` and the empty text are "not given"
-        where that is allowed.
+        Numbers and booleans may be given as text.  For a path, ``None`` and the empty text mean "not given".
+
+        Args:
+            source: where the value comes from, for the error message.
 
         Raises:
-            ConfigError: naming ``where`` it came from.
+            ConfigError: the value has the wrong type or is out of bounds.
         """
+        import msgspec  # late: the help of commands must not wait for this import
+
+        raw = value
+        is_text = isinstance(value, str) and self.type in (int, float, bool)
+        if is_text:
+            raw = value.strip()
+            if self.type is bool:
+                raw = _BOOLEANS.get(raw.lower(), raw)
+        elif value == "":
+            raw = None
         try:
-            found = self._convert(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: ~nobody
-            raise ConfigError(f"{where}: {self.name} must be {self.expected}, not {value!r}") from None
-        ge, le, gt = self.bounds
-        if found is not None and not (
-            (ge is None or found >= ge) and (le is None or found <= le) and (gt is None or found > gt)
-        ):
-            raise ConfigError(f"{where}: {self.name} must be {self.expected}, not {value!r}")
-        return found
+            annotated = Annotated[self.type, msgspec.Meta(**self.bounds)]  # type: ignore[name-defined]
+            return msgspec.convert(raw, annotated, strict=not is_text, dec_hook=_path)
+        except (msgspec.ValidationError, RuntimeError):  # RuntimeError: ~user, and there is no such user
+            raise ConfigError(f"{source}: {self.name} must be {self.expected}, not {value!r}") from None
 
     @property
     def expected(self) -> str:
-        """What a value must be, in words."""
+        """A description of the allowed values."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(self.type, "a path")
-        ge, le, gt = self.bounds
-        if le is None:
+        if not self.bounds:
             return kind
-        lower = f"from {ge:.10g}" if ge is not None else f"above {gt:g}, up"
-        return f"{kind} {lower} to {le:.10g}"
-
-    def _convert(self, value: Any) -> Any:
-        if self.choices:
-            if value not in self.choices:
-                raise ValueError
-            return value
-        if isinstance(self.type, types.UnionType):  # Path | None
-            if value is None or value == "":
-                return None
-            if not isinstance(value, str | Path) or "\0" in str(value):
-                raise TypeError
-            return Path(value).expanduser()
-        if self.type is bool:
-            if isinstance(value, str):
-                return {"1": True, "true": True, "yes": True, "on": True}.get(value.lower()) or _false(value)
-            if not isinstance(value, bool):
-                raise TypeError
-            return value
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise TypeError
-        if self.type is int and isinstance(value, float):
-            raise TypeError
-        return self.type(value)
+        lower = f"from {self.bounds['ge']:.10g}" if "ge" in self.bounds else f"above {self.bounds['gt']:g}, up"
+        return f"{kind} {lower} to {self.bounds['le']:.10g}"
 
 
-def _false(value: str) -> bool:
-    if value.lower() not in ("0", "false", "no", "off", ""):
-        raise ValueError
-    return False
+def _path(_: type, value: Any) -> Path:
+    if not isinstance(value, str | Path) or "\0" in str(value):
+        raise ValueError("not a path")
+    return Path(value).expanduser()
 
 
 def settings() -> Iterator[Setting]:
-    """All settings in the order of this file."""
+    """Yield all settings, in the order of this file."""
     for section, cls in SECTIONS.items():
         hints = typing.get_type_hints(cls)
         for field in attrs.fields(cls):
             meta = field.metadata
-            bounds = (meta["ge"], meta["le"], meta["gt"])
-            yield Setting(section, field.name, hints[field.name], field.default, meta["help"], bounds)
+            name = meta["name"] or field.name
+            yield Setting(section, field.name, name, hints[field.name], field.default, meta["help"], meta["bounds"])
 
 
 def load(
@@ -364,11 +392,13 @@ def load(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Defaults, then ``file``, then ``UMA_*`` of ``environment``, then ``flags`` that are not ``None``.
+    """Combine the defaults, the YAML ``file``, the ``UMA_*`` variables of ``environment``, and the ``flags``.
+
+    Later sources override earlier ones.  A flag that is ``None`` is not given.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, a value out of bounds, values that cannot go
-            together, or an unreadable file.
+        ConfigError: a key is unknown, a value has the wrong type or is out of bounds, two values contradict each
+            other, or the file cannot be read.
     """
     known = {found.name: found for found in settings()}
     values: dict[str, Any] = {}
@@ -377,41 +407,36 @@ def load(
     values.update(_from_environment(environment or {}, known))
     for name, value in (flags or {}).items():
         if value is not None:
-            values[name] = known[name].read(value, known[name].flag)
-    config = _build(values, known)
-    _check_together(config)
+            values[name] = known[name].convert(value, known[name].flag)
+    fields: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in values.items():
+        fields[known[name].section][known[name].field] = value
+    config = Config(**{section: cls(**fields[section]) for section, cls in SECTIONS.items()})
+    _check_consistency(config)
     return config
 
 
-def _build(values: Mapping[str, Any], known: Mapping[str, Setting]) -> Config:
-    sections = {
-        section: cls(**{name: value for name, value in values.items() if known[name].section == section})
-        for section, cls in SECTIONS.items()
-    }
-    return Config(**sections)
-
-
-def _check_together(config: Config) -> None:
-    """What no setting can tell alone.  The policy's promises rest on the first of these."""
+def _check_consistency(config: Config) -> None:
+    """Check that settings fit each other.  The guarantees of the scheduling policy rest on the first check."""
     model, scheduling = config.model, config.scheduling
     for name, tokens in (("batch_tokens", model.batch_tokens), ("ctx", model.ctx)):
         needed = model.parallel + scheduling.prefill_burst_tokens
         if 0 < tokens < needed:
             raise ConfigError(
-                f"{name} is {tokens}, but a tick must hold a token of each of {model.parallel} sequences "
-                f"(parallel) and {scheduling.prefill_burst_tokens} of a prompt (prefill_burst_tokens): "
+                f"{name} is {tokens}, but a tick must have room for a token of each of {model.parallel} sequences "
+                f"(parallel) and for {scheduling.prefill_burst_tokens} tokens of a prompt (prefill_burst_tokens): "
                 f"make {name} at least {needed}, or one of the others smaller"
             )
     if scheduling.min_chunk_tokens > model.batch_tokens - model.parallel:
         raise ConfigError(
-            f"min_chunk_tokens is {scheduling.min_chunk_tokens}, more than the {model.batch_tokens} of "
-            f"batch_tokens less {model.parallel} of parallel that a tick has for prompts: make it smaller, "
-            "or batch_tokens larger"
+            f"min_chunk_tokens is {scheduling.min_chunk_tokens}, but a tick has room for only "
+            f"{model.batch_tokens - model.parallel} tokens of prompts (batch_tokens less parallel): make "
+            "min_chunk_tokens smaller, or batch_tokens larger"
         )
 
 
 def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
-    import yaml  # not needed by those who have no file
+    import yaml  # late: only needed with a file
 
     try:
         text = file.read_text(encoding="utf-8")
@@ -419,23 +444,23 @@ def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, 
         raise ConfigError(f"cannot read {file}: {error}") from None
     try:
         found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # the latter of a number or a date that is none
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, or a number with too many digits
         raise ConfigError(f"{file} is not YAML: {error}") from None
     for section, fields in _mapping(found, str(file)).items():
         if section not in SECTIONS:
             raise _unknown(section, SECTIONS, str(file), "section")
+        names = {name for name, setting in known.items() if setting.section == section}
         for name, value in _mapping(fields, f"{file}: {section}").items():
-            here = {name for name, setting in known.items() if setting.section == section}
-            if name not in here:
-                raise _unknown(name, here, f"{file}: {section}", "key")
-            yield name, known[name].read(value, f"{file}: {section}")
+            if name not in names:
+                raise _unknown(name, names, f"{file}: {section}", "key")
+            yield name, known[name].convert(value, f"{file}: {section}")
 
 
-def _mapping(found: Any, where: str) -> dict[Any, Any]:
+def _mapping(found: Any, source: str) -> dict[Any, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ConfigError(f"{where}: expected keys and values, not {type(found).__name__}")
+        raise ConfigError(f"{source}: expected keys and values, not {type(found).__name__}")
     return found
 
 
@@ -446,17 +471,17 @@ def _from_environment(environment: Mapping[str, str], known: Mapping[str, Settin
             continue
         if variable not in by_variable:
             raise _unknown(variable, by_variable, "the environment", "variable")
-        yield by_variable[variable].name, by_variable[variable].read(value, variable)
+        yield by_variable[variable].name, by_variable[variable].convert(value, variable)
 
 
-def _unknown(name: object, known: Mapping[str, Any] | set[str], where: str, kind: str) -> ConfigError:
+def _unknown(name: object, known: Mapping[str, Any] | set[str], source: str, kind: str) -> ConfigError:
     nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(sorted(known))}"
-    return ConfigError(f"{where}: unknown {kind} {name!s}{hint}")
+    return ConfigError(f"{source}: unknown {kind} {name!s}{hint}")
 
 
 def to_yaml(config: Config) -> str:
-    """``config`` as a file that ``load`` reads back to the same; each setting with its reason."""
+    """Write ``config`` as a YAML file with a comment for each setting.  ``load`` reads back an equal ``Config``."""
     import textwrap
 
     lines: list[str] = []
@@ -465,7 +490,7 @@ def to_yaml(config: Config) -> str:
         if found.section != section:
             section = found.section
             lines += ["", f"{section}:"] if lines else [f"{section}:"]
-        value = getattr(getattr(config, section), found.name)
+        value = getattr(getattr(config, section), found.field)
         plain = str(value) if isinstance(value, Path) else value
         lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ")
         lines.append(f"  {found.name}: {_yaml_scalar(plain)}")

@@ -254,7 +254,7 @@ async def test_who_reads_slowly_gets_everything(autojump_clock):
 
 
 async def test_too_many_sessions_are_refused(autojump_clock):
-    async with serving(max_sessions=2) as house:
+    async with serving(max_connections=2) as house:
         async with house.client(), house.client() as second:
             await all_of(second.generate(prompt="hello", max_tokens=1, keep_alive=True))
             async with house.client() as third:

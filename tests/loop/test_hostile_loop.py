@@ -169,7 +169,7 @@ async def test_a_client_whose_frame_was_refused_half_way_reads_why(autojump_cloc
 
 
 async def test_more_clients_at_once_than_the_backlog_holds(autojump_clock):
-    async with serving(max_sessions=500) as house:  # with a backlog of 16
+    async with serving(max_connections=500) as house:  # with a backlog of 16
         async with trio.open_nursery() as nursery:
 
             async def ask():

@@ -171,7 +171,7 @@ async def test_each_token_comes_with_its_own_logprobs(autojump_clock, speculate,
             score = expected_score(event.token_id, n)
             assert event.logprob == score.logprob
             assert event.bytes == list(piece(event.token_id))
-            assert [(each.token_id, each.logprob) for each in event.top_logprobs] == list(score.best)
+            assert [(each.token_id, each.logprob) for each in event.top_logprobs] == list(score.top_logprobs)
             assert all(bytes(each.bytes).decode() == each.text == f"{each.token_id} " for each in event.top_logprobs)
         await house.ended(plain)
         assert all(event.logprob is event.top_logprobs is event.bytes is None for event in token_events(plain))

@@ -1,4 +1,4 @@
-"""``uma-trio doctor``: a verdict and a fix for everything, whatever is wrong; it never hangs and never falls over."""
+"""``uma-trio doctor``: a verdict and a fix for every problem, and no hang or crash whatever is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from uma_trio.models.loaded import EMBEDDED
 
 @pytest.fixture
 def examine(library, tmp_path, monkeypatch):
-    """Runs the doctor: exit code, and the findings by name."""
+    """Run the doctor; return the checks by name."""
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
@@ -45,24 +45,24 @@ def examine(library, tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_c(monkeypatch):
-    """Without the slow part: what is looked at is elsewhere."""
-    monkeypatch.setattr(probe, "run", lambda flags: ({}, "was left out"))
+    """Skip the slow part, which loads the library and the model."""
+    monkeypatch.setattr(probe, "run", lambda flags: ({}, "was skipped"))
 
 
 def problems(found):
     return {name for name, check in found.items() if check["verdict"] == "problem"}
 
 
-def test_where_all_is_well(examine):
+def test_a_good_installation(examine):
     found = examine()
     assert problems(found) == set()
     names = ("python", "packages", "folders", "stamp", "threads", "library", "devices", "backend", "embedded", "model")
     assert [*found] == [*names, "memory", "layout", "answer", "socket"]
     assert "Paris" in found["answer"]["message"]
-    assert "no daemon serves" in found["socket"]["message"]
+    assert "no daemon is running" in found["socket"]["message"]
 
 
-def test_for_people_each_line_has_a_verdict(examine):
+def test_each_line_of_text_has_a_verdict(examine):
     result = CliRunner().invoke(command, [])
     assert result.exit_code == 0
     lines = [line for line in result.stdout.splitlines() if "fix:" not in line]
@@ -71,7 +71,7 @@ def test_for_people_each_line_has_a_verdict(examine):
 
 def test_a_running_daemon_answers(examine, no_c, daemon):
     found = examine("--socket", daemon.socket)
-    assert "a daemon serves embedded.gguf" in found["socket"]["message"]
+    assert "a daemon is serving embedded.gguf" in found["socket"]["message"]
     assert found["socket"]["verdict"] == "ok"
 
 
@@ -91,13 +91,13 @@ def test_a_damaged_library(examine, tmp_path):
     (broken,) = (path for path in folder.iterdir() if path.stem == "libllama")
     broken.write_bytes(b"\0" * broken.stat().st_size)
     found = examine("--llama-dir", folder)
-    assert problems(found) == {"library"}, "the stamp knows sizes only"
+    assert problems(found) == {"library"}, "the stamp checks sizes only"
     assert "does not load" in found["library"]["message"]
     broken.write_bytes(b"short")
     assert problems(examine("--llama-dir", folder)) == {"stamp", "library"}
 
 
-def test_models_that_cannot_be_served(examine, tmp_path):
+def test_unusable_models(examine, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(EMBEDDED.read_bytes()[:1_000_000])
     for path, words in ((cut, "cut.gguf"), (tmp_path / "none.gguf", "there is no model"), (tmp_path, str(tmp_path))):
@@ -129,7 +129,7 @@ def test_a_library_that_crashes_or_hangs_is_a_finding(examine, tmp_path, monkeyp
     assert words in found["library"]["message"]
 
 
-def test_crashed_while_loading_the_model(examine, monkeypatch):
+def test_a_crash_while_loading_the_model(examine, monkeypatch):
     library = {"max_sequences": 256, "devices": [], "system_info": ""}
     monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "crashed with SIGABRT"))
     found = examine()
@@ -137,7 +137,7 @@ def test_crashed_while_loading_the_model(examine, monkeypatch):
     assert "crashed with SIGABRT" in found["model"]["message"]
 
 
-def test_a_model_that_answers_nonsense(examine, monkeypatch):
+def test_a_wrong_answer(examine, monkeypatch):
     stages, ending = probe.run({})
     stages["answer"]["text"] = "Rome"
     monkeypatch.setattr(probe, "run", lambda flags: (stages, ending))
@@ -146,29 +146,29 @@ def test_a_model_that_answers_nonsense(examine, monkeypatch):
     assert problems(examine()) == {"answer", "memory"}
 
 
-def test_an_embedded_model_that_is_not_its_cards(examine, no_c, tmp_path, monkeypatch):
+def test_an_embedded_model_that_differs_from_its_card(examine, no_c, tmp_path, monkeypatch):
     from uma_trio.models import loaded
 
     copy = tmp_path / "embedded.gguf"
-    copy.write_bytes(b"exchanged")
+    copy.write_bytes(b"replaced")
     (tmp_path / "card.json").write_text(json.dumps({"sha256": "0" * 64}))
     monkeypatch.setattr(loaded, "EMBEDDED", copy)
     library = {"max_sequences": 256, "devices": [], "system_info": ""}
-    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was left out"))
-    assert "not the one of its card" in examine()["embedded"]["message"]
+    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was skipped"))
+    assert "differs from the one in its card" in examine()["embedded"]["message"]
 
 
-def test_settings_that_cannot_be(examine, no_c, monkeypatch):
+def test_invalid_settings(examine, no_c, monkeypatch):
     monkeypatch.setenv("UMA_TREADS", "4")
     found = examine()
     assert problems(found) == {"config"}
     assert "UMA_THREADS" in found["config"]["message"]
 
 
-def test_more_threads_than_are_good(examine, no_c, monkeypatch):
+def test_too_many_threads(examine, no_c, monkeypatch):
     monkeypatch.setenv("UMA_THREADS", "512")
     found = examine()
-    assert found["threads"]["verdict"] in ("warning", "ok")  # ok on one core: there is none to spare
+    assert found["threads"]["verdict"] in ("warning", "ok")  # ok on a single core, where none can be left free
     assert "512" in found["threads"]["message"]
 
 
@@ -186,13 +186,13 @@ def test_runtime_folders(examine, no_c, tmp_path, monkeypatch, runtime):
     assert found["folders"]["fix"]
 
 
-def test_sockets_that_cannot_be_used(examine, no_c, tmp_path):
+def test_unusable_socket_paths(examine, no_c, tmp_path):
     file = tmp_path / "file"
     file.write_text("kept")
     for path, words in (
-        (file, "no socket"),
-        (tmp_path, "no socket"),
-        (file / "x", "cannot be made"),
+        (file, "not a socket"),
+        (tmp_path, "not a socket"),
+        (file / "x", "cannot be created"),
         (tmp_path / ("x" * 200), "bytes"),
     ):
         found = examine("--socket", path)
@@ -201,7 +201,7 @@ def test_sockets_that_cannot_be_used(examine, no_c, tmp_path):
     assert file.read_text() == "kept"
 
 
-def test_a_dead_daemons_socket_is_no_problem(examine, no_c, tmp_path):
+def test_a_socket_that_a_daemon_left_behind_is_no_problem(examine, no_c, tmp_path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
@@ -214,8 +214,8 @@ def test_a_dead_daemons_socket_is_no_problem(examine, no_c, tmp_path):
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x02\0\0\0{}", b"\x02\0\0\0[]", "silence", "drip"]
 )
-def test_who_is_no_daemon_is_told_from_one(examine, no_c, tmp_path, monkeypatch, answer):
-    """Also one that says nothing, or a byte now and then."""
+def test_a_server_that_is_not_a_daemon(examine, no_c, tmp_path, monkeypatch, answer):
+    """Including one that sends nothing, or one byte at a time."""
     monkeypatch.setattr(doctor, "SOCKET_S", 0.5)
     path, stop = tmp_path / "s", threading.Event()
 
@@ -246,12 +246,12 @@ def test_who_is_no_daemon_is_told_from_one(examine, no_c, tmp_path, monkeypatch,
     assert found["socket"]["verdict"] == "problem"
 
 
-def test_a_check_that_falls_over_is_a_finding(examine, no_c, monkeypatch):
+def test_a_check_that_raises_is_a_finding(examine, no_c, monkeypatch):
     def broken():
         raise RuntimeError("a defect")
         yield
 
     monkeypatch.setattr(doctor, "_packages", broken)
     found = CliRunner().invoke(command, ["--json"])
-    assert "could not be checked: RuntimeError: a defect" in found.stdout
+    assert "the check failed: RuntimeError: a defect" in found.stdout
     assert found.exit_code == 1

@@ -1,4 +1,4 @@
-"""What our sampler draws from is what llama.cpp's own chain leaves, in the same order."""
+"""The sampler draws from the same distribution as llama.cpp's sampler chain in the same order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def library():
         pytest.skip(f"{error}: ./build_llama.sh builds it")
 
 
-NEVER = 1e-12
-"""Running sums in float64 do not tell smaller probabilities from 0."""
+NEGLIGIBLE = 1e-12
+"""Smaller probabilities are lost in running sums in float64."""
 
 
 def chain_of(library, params, n_vocab=0, counted=(), window=()):
-    """Penalties, temperature, filters.
+    """Build llama.cpp's chain: penalties, temperature, filters.
 
     Args:
-        counted: tokens that frequency and presence penalties look at.
-        window: those of the repetition penalty.
+        counted: the tokens that the frequency and presence penalties count.
+        window: the tokens of the repetition penalty.
     """
     chain = llama_abi.SamplerChain(library)
     if window or counted:
@@ -42,10 +42,10 @@ def chain_of(library, params, n_vocab=0, counted=(), window=()):
         )
         for token in past:
             chain.accept(token)
-    return filtering(chain, params)
+    return add_filters(chain, params)
 
 
-def filtering(chain, params):
+def add_filters(chain, params):
     chain.add_temp(params.temperature)
     if params.top_k:
         chain.add_top_k(params.top_k)
@@ -80,24 +80,24 @@ def test_ids_and_probabilities(library, params, deviation, n_vocab):
     logits = noise(n_vocab, deviation)
     with chain_of(library, params) as chain:
         expected = chain.apply(logits)
-    same(distribution(logits.copy(), params), expected, params, n_vocab)
+    assert_same(distribution(logits.copy(), params), expected, params, n_vocab)
 
 
 def noise(n_vocab, deviation):
-    """Distinct logits: llama.cpp leaves open which of two equal tokens a limit takes."""
+    """Return distinct logits: llama.cpp does not define which token of a tie a limit keeps."""
     found = np.random.default_rng(n_vocab).standard_normal(n_vocab) * deviation
     return (found + np.arange(n_vocab) * 1e-6).astype(np.float32)
 
 
-def same(found, reference, params, n_vocab):
-    """The same tokens with the same probabilities, but for what is rounded."""
+def assert_same(found, reference, params, n_vocab):
+    """Assert that tokens and probabilities are equal up to rounding."""
     (ids, p), (expected_ids, expected) = found, reference
-    expected_ids, expected = expected_ids[expected > NEVER], expected[expected > NEVER]
-    ids, p = ids[p > NEVER], p[p > NEVER]
+    expected_ids, expected = expected_ids[expected > NEGLIGIBLE], expected[expected > NEGLIGIBLE]
+    ids, p = ids[p > NEGLIGIBLE], p[p > NEGLIGIBLE]
 
-    # llama.cpp sums probabilities in float32: near its limit top-p may take another token more or less.
+    # llama.cpp sums probabilities in float32, so top-p may keep one token more or fewer.
     doubtful = 1e-5 / expected[-1] if params.top_p < 1 else 0
-    doubtful = max(doubtful, 1) if params.min_p else doubtful  # whose weight is just about the least one
+    doubtful = max(doubtful, 1) if params.min_p else doubtful  # a token close to the limit of min-p
     assert abs(len(ids) - len(expected_ids)) <= doubtful
     n = min(len(ids), len(expected_ids))
     theirs = np.zeros(n_vocab)
@@ -120,8 +120,8 @@ PENALTIES = [
 FILTERS = [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02}]
 
 
-def story(n_vocab, n, seed=0):
-    """Tokens of which some come often, the likeliest ones among them."""
+def random_tokens(n_vocab, n, seed=0):
+    """Return random tokens, 70 % of them from the twenty most likely ones."""
     chance = np.random.default_rng(seed)
     often = np.argsort(-noise(n_vocab, 3.0))[:20]
     return np.where(chance.random(n) < 0.7, chance.choice(often, n), chance.integers(0, n_vocab, n)).tolist()
@@ -131,28 +131,28 @@ def story(n_vocab, n, seed=0):
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("penalties", PENALTIES, ids=str)
 def test_penalties(library, penalties, filters, n_vocab):
-    """An answer within the window, and no prompt: there llama.cpp's one window and our two are the same."""
+    """With an answer within the window and no prompt, llama.cpp's single window equals our two."""
     params = SamplingParams(**penalties, **filters)
-    answer = story(n_vocab, 50)
+    answer = random_tokens(n_vocab, 50)
     logits = noise(n_vocab, 3.0)
     with chain_of(library, params, n_vocab, counted=answer, window=answer) as chain:
         expected = chain.apply(logits)
     found = distribution(logits.copy(), params, past=Past(np.array(answer, np.int32), 0))
-    same(found, expected, params, n_vocab)
+    assert_same(found, expected, params, n_vocab)
 
 
 @pytest.mark.parametrize("n_vocab", [300, 32_000])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("window", [1, 10, 64, 300])
-def test_all_at_once(library, window, filters, n_vocab):
-    """Mask, bias, a window that ends in the prompt or in the answer, counts of the answer alone.
+def test_all_operations_together(library, window, filters, n_vocab):
+    """A mask, a bias, a repetition window that begins in the prompt or in the answer, and counts of the answer alone.
 
-    Two chains: the repetition penalty's first.  What the second one does depends on differences of logits only,
-    so the logarithms of the first one's probabilities do as well.
+    llama.cpp has one window for all penalties, so two chains are used, that of the repetition penalty first.  The second chain
+    depends on differences of logits only, so the logarithms of the first chain's probabilities can stand in for logits.
     """
-    wishes = {"repetition_penalty": 1.2, "repeat_last_n": window, "frequency_penalty": 0.3, "presence_penalty": 0.4}
-    params = SamplingParams(**wishes, **filters)
-    prompt, answer = story(n_vocab, 100, seed=1), story(n_vocab, 40, seed=2)
+    values = {"repetition_penalty": 1.2, "repeat_last_n": window, "frequency_penalty": 0.3, "presence_penalty": 0.4}
+    params = SamplingParams(**values, **filters)
+    prompt, answer = random_tokens(n_vocab, 100, seed=1), random_tokens(n_vocab, 40, seed=2)
     logits = noise(n_vocab, 3.0)
     best = np.argsort(-logits)
     bias = Bias(best[[3, 50, 200]].astype(np.int32), np.array([-1.5, 6.0, 3.0], np.float32))
@@ -172,4 +172,4 @@ def test_all_at_once(library, window, filters, n_vocab):
         expected = second.apply(between)
 
     past = Past(np.array([*prompt, *answer], np.int32), len(prompt))
-    same(distribution(logits.copy(), params, mask, bias, past), expected, params, n_vocab)
+    assert_same(distribution(logits.copy(), params, mask, bias, past), expected, params, n_vocab)

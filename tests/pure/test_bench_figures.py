@@ -104,7 +104,7 @@ def test_tokens_that_came_with_others_count(benches: dict[str, Any]) -> None:
 
 
 def settings(**changes: Any) -> Settings:
-    fields = {"quick": False, "rival": False, "model": Path("/m.gguf"), "threads": 2, "draws": True}
+    fields = {"quick": False, "rival": False, "model": Path("/m.gguf"), "threads": 2, "has_matplotlib": True}
     return Settings(folder=ROOT / "benches", out=Path("/out"), **{**fields, **changes})
 
 
@@ -126,8 +126,8 @@ def test_the_command_of_a_bench(bench: Any, quick: bool) -> None:
     assert command[:2] == [sys.executable, str(ROOT / "benches" / bench.script)]
     assert ("/m.gguf" in command) is not bench.embedded
     assert (f"/out/{bench.name}.csv" in command) is bench.csv
-    assert (f"/out/{bench.name}.png" in command) is bench.draws
-    assert "--plot" not in settings(draws=False).command(bench)
+    assert (f"/out/{bench.name}.png" in command) is bench.has_plot
+    assert "--plot" not in settings(has_matplotlib=False).command(bench)
 
 
 def test_a_table_becomes_html_and_nothing_in_it_does() -> None:

@@ -301,7 +301,7 @@ def test_limits_are_the_defaults_and_settings_exist() -> None:
         for name in re.findall(r"`(\w+)`", row[2]):
             assert name in names
     shown = " ".join(row[1] for row in rows)
-    for name in ("max_tokens", "max_queue", "max_sessions", "max_prompt_tokens"):
+    for name in ("max_tokens", "max_queue", "max_connections", "max_prompt_tokens"):
         assert str(names[name].default) in shown
     for name in ("frame_timeout_s", "request_timeout_s", "idle_timeout_s", "write_timeout_s"):
         assert f"{names[name].default:g} s" in shown

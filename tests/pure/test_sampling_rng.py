@@ -1,4 +1,4 @@
-"""Random numbers as a function of seed and step."""
+"""Counter-based random numbers: a function of seed and step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from uma_trio.sampling.rng import uniforms
 
 
-def test_they_are_splitmix64():
+def test_numbers_are_those_of_splitmix64():
     # splitmix64 seeded with the first output of splitmix64(seed=0), in plain integers.
     def mix(x):
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -23,7 +23,7 @@ def test_they_are_splitmix64():
             assert uniforms([seed], [step]).tolist() == [expected]
 
 
-def test_they_look_uniform_along_steps_and_along_seeds():
+def test_numbers_are_uniform_over_steps_and_over_seeds():
     many = np.arange(100_000)
     for numbers in (uniforms([7] * len(many), many), uniforms(many.tolist(), [7] * len(many))):
         assert numbers.min() >= 0

@@ -1,4 +1,4 @@
-"""However the bytes come in pieces, the text is the same, and never too early."""
+"""The text does not depend on where tokens end, and is emitted neither too early nor too late."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from uma_trio.sampling import TextAssembler
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
-    borders = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
-    return [data[a:b] for a, b in itertools.pairwise(borders)]
+def split(data: bytes, positions: list[int]) -> list[bytes]:
+    bounds = [0, *sorted(position % (len(data) + 1) for position in positions), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def run(pieces, stop=()):
+def run(parts, stop=()):
     assembler = TextAssembler(stop)
-    let_out = [assembler.feed(piece) for piece in pieces]
-    return [*let_out, assembler.finish()], assembler.matched
+    emitted = [assembler.feed(part) for part in parts]
+    return [*emitted, assembler.finish()], assembler.matched
 
 
-def obvious(text, stop):
-    """Letter by letter: the first end of a stop string, and of those that end there the longest."""
+def reference(text, stop):
+    """Search after each character for a stop string that ends there, and prefer the longest."""
     for end in range(1, len(text) + 1):
         ending = [s for s in stop if text[:end].endswith(s)]
         if ending:
@@ -33,7 +33,7 @@ def obvious(text, stop):
     return text, None
 
 
-bytes_of_all_sorts = (
+byte_strings = (
     st.binary(max_size=40)
     | st.text(max_size=20).map(str.encode)
     | st.lists(
@@ -44,9 +44,9 @@ bytes_of_all_sorts = (
 )
 
 
-@given(bytes_of_all_sorts, st.lists(st.integers(0, 1000)))
-def test_any_split_decodes_as_the_whole_does(data, places):
-    texts, _ = run(cut(data, places))
+@given(byte_strings, st.lists(st.integers(0, 1000)))
+def test_any_split_decodes_like_the_whole(data, positions):
+    texts, _ = run(split(data, positions))
     assert "".join(texts) == data.decode("utf-8", "replace")
 
 
@@ -57,21 +57,21 @@ def test_any_split_decodes_as_the_whole_does(data, places):
 )
 @example("abab", ["abc", "ba"], [1, 2, 3])
 @example("aab", ["ab", "aab"], [1])
-def test_stop_strings_at_any_split(text, stop, places):
-    texts, matched = run(cut(text.encode(), places), stop)
-    assert ("".join(texts), matched) == obvious(text, stop)
+def test_stop_strings_at_any_split(text, stop, positions):
+    texts, matched = run(split(text.encode(), positions), stop)
+    assert ("".join(texts), matched) == reference(text, stop)
 
 
 @given(st.text(alphabet="abc", max_size=30), st.text(alphabet="abc", min_size=1, max_size=5))
 def test_nothing_is_held_back_longer_than_needed(text, stop):
     assembler = TextAssembler([stop])
-    let_out = ""
+    emitted = ""
     for n, character in enumerate(text, start=1):
-        let_out += assembler.feed(character.encode())
+        emitted += assembler.feed(character.encode())
         if assembler.matched:
             return
-        held = text[len(let_out) : n]
-        assert let_out + held == text[:n]
+        held = text[len(emitted) : n]
+        assert emitted + held == text[:n]
         assert stop.startswith(held)
 
 
@@ -81,13 +81,13 @@ def test_a_stop_string_over_several_tokens():
     assert matched == "\n\n"
 
 
-def test_what_only_looked_like_a_stop_string_is_let_out():
+def test_the_beginning_of_a_stop_string_is_emitted_if_the_rest_does_not_follow():
     texts, matched = run([b"END", b" of it"], ["END."])
     assert texts == ["", "END of it", ""]
     assert matched is None
 
 
-def test_the_end_lets_out_what_was_held():
+def test_finish_emits_the_text_that_was_held_back():
     assembler = TextAssembler(["stop"])
     assert assembler.feed(b"sto") == ""
     assert assembler.finish() == "sto"
@@ -105,7 +105,7 @@ def test_an_incomplete_character_at_the_end():
     assert assembler.finish() == "�"
 
 
-def test_nothing_comes_after_a_match():
+def test_nothing_is_emitted_after_a_match():
     assembler = TextAssembler(["."])
     assert assembler.feed(b"a.b") == "a"
     assert assembler.matched == "."
@@ -119,9 +119,9 @@ def test_an_empty_stop_string_is_an_error():
 
 
 def test_time_is_linear_in_the_worst_case():
-    # Searching anew at each token would take 40,000 x 2,000 steps here.
+    # Searching again after each token would take 40,000 x 2,000 steps here.
     assembler = TextAssembler(["a" * 2000 + "b"] + ["a" * n + "c" for n in range(1000, 1010)])
     started = time.perf_counter()
-    let_out = "".join(assembler.feed(b"a") for _ in range(40_000)) + assembler.finish()
-    assert let_out == "a" * 40_000
+    emitted = "".join(assembler.feed(b"a") for _ in range(40_000)) + assembler.finish()
+    assert emitted == "a" * 40_000
     assert time.perf_counter() - started < 2

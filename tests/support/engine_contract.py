@@ -420,10 +420,12 @@ def test_logprobs_are_told_to_who_asks(engine, prompts):
     result = engine.step(step(*feeds))
     nobody, three, none = result.scores
     assert nobody is None
-    assert none.best == ()
-    assert three.best[0] == (result.tokens[1], three.logprob), "the greedy choice is the likeliest"
-    assert len(three.best) == 3
-    assert [logprob for _, logprob in three.best] == sorted((logprob for _, logprob in three.best), reverse=True)
+    assert none.top_logprobs == ()
+    assert three.top_logprobs[0] == (result.tokens[1], three.logprob), "the greedy choice is the likeliest"
+    assert len(three.top_logprobs) == 3
+    assert [logprob for _, logprob in three.top_logprobs] == sorted(
+        (logprob for _, logprob in three.top_logprobs), reverse=True
+    )
     assert all(score.logprob <= 0 for score in (three, none))
     assert engine.step(step(prompt_feed(3, prompts[3]))).scores == ()
 
@@ -439,7 +441,7 @@ def test_logprobs_are_of_the_model_and_not_of_what_was_asked(engine, prompts):
     mask = np.array([token], np.int32)
     other, masked = score(Draw(SamplingParams(0.1, 2, 0.5), 0, mask, logprobs=5))
     assert other != token
-    if plain.best != masked.best:  # a model that tells of the chosen token's neighbours
-        assert masked.best[0] == (other, masked.logprob)
+    if plain.top_logprobs != masked.top_logprobs:  # a model that tells of the chosen token's neighbours
+        assert masked.top_logprobs[0] == (other, masked.logprob)
     else:
         assert masked.logprob < plain.logprob

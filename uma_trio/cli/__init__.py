@@ -1,4 +1,4 @@
-"""``uma-trio``: each command is a module of this package, imported when it is called."""
+"""The command line ``uma-trio``.  Each command is a module of this package, imported when it is called."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ COMMANDS = {
     "serve": "Load a model once and serve it to many clients.",
     "ask": "Ask the daemon and stream the answer.",
     "sessions": "List, describe, fork and close what the daemon remembers.",
-    "demo": "Watch short chats stay quick beside a long document.",
-    "metrics": "Show what the daemon measures.",
+    "demo": "Watch short chats stay fast next to a long document.",
+    "metrics": "Show the metrics of the daemon.",
     "perf": "Make tables and pictures of a perf log.",
-    "bench": "Measure this machine, and write a report.",
+    "bench": "Run the benchmarks and write a report.",
     "tokenize": "Show the tokens of a text.",
-    "doctor": "Check the installation and say how to mend it.",
-    "completion": "Print the completion script of a shell.",
+    "doctor": "Check the installation and suggest fixes.",
+    "completion": "Print the completion script for a shell.",
 }
 
 
 class LazyGroup(click.Group):
-    """Knows its commands by name; imports one when it is needed, so that --help is quick."""
+    """A group that imports a command when it is needed, so that --help is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -47,5 +47,6 @@ def main() -> None:
 
     \b
       uma-trio serve                                  serve the embedded demo model
-      uma-trio ask "What is the capital of France?"   in another terminal
+      uma-trio ask "What is the capital of France?"   ask it, in another terminal
+      uma-trio doctor                                 find out why something does not work
     """

@@ -1,4 +1,4 @@
-"""``uma-trio bench``: the benches of a checkout, one after another, and a report of what they found."""
+"""``uma-trio bench``: run the benchmarks of a checkout and write a report."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 
 
-@click.command("bench", short_help="Measure this machine, and write a report.")
+@click.command("bench", short_help="Run the benchmarks and write a report.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("bench-out"),
     show_default=True,
-    help="Folder for report.html, the CSV files and what each bench printed.",
+    help="Folder for report.html, the CSV files and the output of each benchmark.",
 )
-@click.option("--quick", is_flag=True, help="A few minutes instead of half an hour or more; the figures are rougher.")
+@click.option(
+    "--quick", is_flag=True, help="Short runs of a few minutes instead of half an hour, with rougher figures."
+)
 @click.option(
     "--only",
     multiple=True,
     type=click.Choice([bench.name for bench in BENCHES]),
     metavar="NAME",
-    help="Run this one; can be given again.",
+    help="Run only this benchmark; repeatable.",
 )
-@click.option("--rival", is_flag=True, help="Also llama-server and llama-batched-bench, in the same runs.")
+@click.option("--rival", is_flag=True, help="Also measure llama-server and llama-batched-bench, in the same runs.")
 @click.option(
-    "--model", metavar="PATH|embedded", help="GGUF to serve.  [default: 125M random weights, made once and kept]"
+    "--model", metavar="PATH|embedded", help="GGUF file to serve.  [default: 125M random weights, generated once]"
 )
 @click.option(
     "--threads", type=click.IntRange(1), help="Compute threads of every server.  [default: all physical cores but one]"
@@ -45,31 +47,34 @@ PEERS_VARIABLE = "LLAMA_PEERS_DIR"
     "--benches",
     "folder",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the benches.  [default: benches/ of the checkout]",
+    help="Folder of the benchmark scripts.  [default: benches/ of the checkout]",
 )
 def command(
     folder: Path | None, model: str | None, only: Sequence[str], rival: bool, out: Path, **options: Any
 ) -> None:
-    """Measure this machine, and write a report.
+    """Run the benchmarks and write a report.
 
-    Runs the scripts in benches/ one after another and writes one HTML file with their tables and plots, which
-    needs nothing beside it, and their CSV files. Each script starts its own servers; nothing else should
-    compute meanwhile. What the figures mean is in docs/BENCHMARKS.md.
+    Runs the scripts in benches/ one after another and writes CSV files and a self-contained HTML page with tables
+    and plots.  Each script starts its own servers.  The machine should be idle otherwise.  docs/BENCHMARKS.md
+    explains the figures.
 
     \b
-    mixed       short streams beside a long prompt: ITL, and what each tick held
-    pareto      the same at several settings, wall time against p99 (with --rival)
-    throughput  plain streams, tokens a second
-    goodput     requests served well, against how many come
-    overload    twice of what the server can do
-    tenants     two users of unequal size (needs root)
-    long_ctx    tokens a second against context
-    ipc         Unix socket with JSON and CBOR, and HTTP (with --rival)
-    cancel      from a cancel to the next one's first token
-    fanout      requests that begin alike
-    lookup      guessing tokens from the prompt
+    mixed       short streams next to a long prompt: inter-token latency
+    pareto      the same at several settings: wall time against p99 (with --rival)
+    throughput  plain streams: tokens per second
+    goodput     share of requests that meet their SLO, against arrival rate
+    overload    twice the load that the server can handle
+    tenants     two users with different numbers of clients (needs root)
+    long_ctx    decode speed against context length
+    ipc         cost of transport: JSON, CBOR, and HTTP (with --rival)
+    cancel      time from a cancel to the first token of the next request
+    fanout      requests with a common prefix
+    sessions    sessions that continue, from memory and from disk
+    churn       more sessions than fit into memory
+    lookup      speculative decoding with prompt lookup
 
-    Stopped with Ctrl-C it still writes a report of what is done. Exit codes: 0, 1 if a bench failed, 2 if none can run.
+    After Ctrl-C, the report covers the benchmarks that have finished.  Exit codes: 0 success, 1 a benchmark failed,
+    2 no benchmark could run.
     """
     folder = _benches(folder)
     _check(folder, rival=rival)
@@ -79,12 +84,12 @@ def command(
         out=out.resolve(),
         rival=rival,
         model=_model(model, folder),
-        draws=importlib.util.find_spec("matplotlib") is not None,
+        has_matplotlib=importlib.util.find_spec("matplotlib") is not None,
         **options,
     )
     found = list(chosen(only, rival=rival))
     if not found:
-        _fail("pareto is nothing without a rival: add --rival")
+        _fail("pareto compares with a rival: add --rival")
     sys.exit(_run(found, settings))
 
 
@@ -97,8 +102,9 @@ def _benches(folder: Path | None) -> Path:
     found = folder or CHECKOUT / "benches"
     if not (found / BENCHES[0].script).exists():
         _fail(
-            f"there are no benches in {found}; an installed package has none: clone the repository, run "
-            "./build_llama.sh --dev and uma-trio bench in it, or name the folder with --benches"
+            f"there are no benchmarks in {found}, since they are not part of the installed package: clone the "
+            "repository, run ./build_llama.sh --dev in it and uma-trio bench from there, or give the folder with "
+            "--benches"
         )
     return found.resolve()
 
@@ -106,14 +112,16 @@ def _benches(folder: Path | None) -> Path:
 def _check(folder: Path, *, rival: bool) -> None:
     missing = [name for name in ("psutil", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
-        _fail(f"the benches need {' and '.join(missing)}: run ./build_llama.sh --dev, or pip install 'uma-trio[dev]'")
+        _fail(
+            f"the benchmarks need {' and '.join(missing)}: run ./build_llama.sh --dev, or pip install 'uma-trio[dev]'"
+        )
     peers = Path(os.environ.get(PEERS_VARIABLE) or folder.parent / "build" / "peers" / "bin")
     if rival and not (peers / "llama-server").exists():
-        _fail(f"there is no llama-server in {peers}: run ./build_llama.sh --peers, or say where in ${PEERS_VARIABLE}")
+        _fail(f"there is no llama-server in {peers}: run ./build_llama.sh --peers, or point ${PEERS_VARIABLE} at it")
 
 
 def _model(name: str | None, folder: Path) -> Path | None:
-    """``None`` is the embedded one, which the benches take by themselves."""
+    """Return the model file, generating the default one if needed; ``None`` for the embedded model."""
     import subprocess
 
     import platformdirs
@@ -127,7 +135,7 @@ def _model(name: str | None, folder: Path) -> Path | None:
     path = Path(platformdirs.user_cache_dir("uma-trio"), "bench", "125m-q8_0.gguf")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        making = [
+        command = [
             sys.executable,
             str(folder / "make_model.py"),
             "--shape",
@@ -137,13 +145,13 @@ def _model(name: str | None, folder: Path) -> Path | None:
             "--out",
             str(path),
         ]
-        if subprocess.run(making).returncode:
-            _fail("the model could not be made; give one with --model, or take --model embedded")
+        if subprocess.run(command).returncode:
+            _fail("the default model could not be generated; give a file with --model, or use --model embedded")
     return path
 
 
 def _run(benches: Sequence[Bench], settings: Settings) -> int:
-    """The exit code."""
+    """Run the benchmarks and write the report.  Returns the exit code."""
     from uma_trio.cli import bench_report, running
     from uma_trio.cli.bench_runs import run
     from uma_trio.demo.own_daemon import Interrupted, until_interrupted
@@ -156,11 +164,11 @@ def _run(benches: Sequence[Bench], settings: Settings) -> int:
                 outcome = await run(bench, settings, on_line)
             outcomes.append(outcome)
             click.echo(
-                f"{bench.name:<10} {outcome.state} in {outcome.took_s:.0f} s"
+                f"{bench.name:<10} {outcome.state} in {outcome.duration_s:.0f} s"
                 + (f": {outcome.skipped}" if outcome.skipped else "")
             )
             if outcome.code:
-                click.echo(outcome.complained.rstrip()[-1000:], err=True)
+                click.echo(outcome.stderr.rstrip()[-1000:], err=True)
 
     stopped = None
     try:
@@ -175,7 +183,7 @@ def _run(benches: Sequence[Bench], settings: Settings) -> int:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[str], None]]:
-    """On a terminal what is running and the last line that it printed; nothing elsewhere."""
+    """Show what is running and its last line of output, if stderr is a terminal."""
     from rich.console import Console
     from rich.markup import escape
 

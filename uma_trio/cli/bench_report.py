@@ -1,4 +1,4 @@
-"""The report of ``uma-trio bench``: one HTML file that needs nothing beside it."""
+"""The report of ``uma-trio bench``: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --faint: #888; --wrong: #c0392b; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .3rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+h1 { font-size: 1.6rem; }
+h2 { font-size: 1.2rem; margin: 2.5rem 0 .3rem; border-top: 1px solid var(--line); padding-top: 1rem; }
 p { margin: .4rem 0; } .faint { color: var(--faint); } .wrong { color: var(--wrong); font-weight: 600; }
 .scrolls { overflow-x: auto; margin: .8rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
@@ -33,7 +34,7 @@ summary { cursor: pointer; color: var(--faint); }
 
 
 def write(settings: Settings, outcomes: Sequence[Outcome], command: str) -> Path:
-    """Write ``report.html`` into ``settings.out``."""
+    """Write ``report.html`` into ``settings.out``, and return its path."""
     path = settings.out / "report.html"
     path.write_text(_page(settings, outcomes, command))
     return path
@@ -44,29 +45,31 @@ def _page(settings: Settings, outcomes: Sequence[Outcome], command: str) -> str:
     model = settings.model.name if settings.model is not None else "the embedded model"
     contents = "".join(
         f'<tr><td><a href="#{outcome.bench.name}">{html.escape(outcome.bench.title)}</a></td>'
-        f'<td class="{"wrong" if outcome.code else "faint"}">{outcome.state}</td><td>{outcome.took_s:.0f} s</td></tr>'
+        f'<td class="{"wrong" if outcome.code else "faint"}">{outcome.state}</td>'
+        f"<td>{outcome.duration_s:.0f} s</td></tr>"
         for outcome in outcomes
     )
     quick = " The figures are rough: the runs were short (--quick)." if settings.quick else ""
-    no_plots = "" if settings.draws else "<p>Without plots: matplotlib is not installed.</p>"
+    no_plots = "" if settings.has_matplotlib else "<p>There are no plots, since matplotlib is not installed.</p>"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>uma-trio bench, {today}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>\n'
         f"<h1>uma-trio bench</h1><p>{today}, {html.escape(model)}. <code>{html.escape(command)}</code></p>"
         f"<pre>{html.escape(_machine(outcomes))}</pre>"
-        f'<p class="faint">Read the figures as ratios: whatever else the machine did is in them.{quick} '
-        f"docs/BENCHMARKS.md says what each column is. The CSV files and what each bench printed are in the folder of this page.</p>"
+        f'<p class="faint">Read the figures as ratios: any other load on the machine is part of them.{quick} '
+        "docs/BENCHMARKS.md explains the columns. The CSV files and the output of each benchmark are in the folder of "
+        "this page.</p>"
         f'{no_plots}<div class="scrolls"><table>{contents}</table></div>\n'
         f"{''.join(_section(settings, outcome) for outcome in outcomes)}</body></html>\n"
     )
 
 
 def _machine(outcomes: Sequence[Outcome]) -> str:
-    """The lines with which a bench begins; of the first that has them."""
+    """Return the description of the machine that each benchmark prints first."""
     for outcome in outcomes:
-        if found := re.search(r"^cpu .*?^date[^\n]*", outcome.said, re.MULTILINE | re.DOTALL):
+        if found := re.search(r"^cpu .*?^date[^\n]*", outcome.stdout, re.MULTILINE | re.DOTALL):
             return found[0]
-    return "no bench got so far as to tell the machine"
+    return "no benchmark got far enough to describe the machine"
 
 
 def _section(settings: Settings, outcome: Outcome) -> str:
@@ -78,19 +81,19 @@ def _section(settings: Settings, outcome: Outcome) -> str:
     if outcome.skipped:
         parts.append(f'<p class="faint">Skipped: {html.escape(outcome.skipped)}</p>')
     if outcome.code:
-        parts.append(f'<p class="wrong">{outcome.state}</p><pre>{html.escape(outcome.complained[-2000:])}</pre>')
-    parts += [_picture(png, bench.title) for png in _pictures(settings, outcome)]
-    parts += [_table(block) for block in re.findall(r"(?:^\|.*\n?)+", outcome.said, re.MULTILINE)]
+        parts.append(f'<p class="wrong">{outcome.state}</p><pre>{html.escape(outcome.stderr[-2000:])}</pre>')
+    parts += [_image(png, bench.title) for png in _plots(settings, outcome)]
+    parts += [_table(block) for block in re.findall(r"(?:^\|.*\n?)+", outcome.stdout, re.MULTILINE)]
     shown = shlex.join([Path(outcome.command[1]).name, *outcome.command[2:]])
     parts.append(
-        f"<details><summary>all that it printed</summary><p><code>{html.escape(shown)}</code></p>"
-        f"<pre>{html.escape(outcome.said + outcome.complained)}</pre></details>\n"
+        f"<details><summary>full output</summary><p><code>{html.escape(shown)}</code></p>"
+        f"<pre>{html.escape(outcome.stdout + outcome.stderr)}</pre></details>\n"
     )
     return "".join(parts)
 
 
 def _table(block: str) -> str:
-    """A Markdown table as HTML."""
+    """Convert a Markdown table to HTML."""
     head, _, *rows = (
         [cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().splitlines()
     )
@@ -102,15 +105,15 @@ def _row(cells: Sequence[str], tag: str) -> str:
     return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-# -- pictures --------------------------------------------------------------------------------------
+# -- plots -----------------------------------------------------------------------------------------
 
 
-def _pictures(settings: Settings, outcome: Outcome) -> Iterator[bytes]:
-    """PNGs of a bench that has ended well: what it drew, and what its perf log tells."""
-    if outcome.code or not settings.draws:
+def _plots(settings: Settings, outcome: Outcome) -> Iterator[bytes]:
+    """Yield the PNGs of a successful benchmark: its own plot, and plots of its perf log."""
+    if outcome.code or not settings.has_matplotlib:
         return
     drawn = settings.out / f"{outcome.bench.name}.png"
-    if outcome.bench.draws and drawn.exists():
+    if outcome.bench.has_plot and drawn.exists():
         yield drawn.read_bytes()
     log = settings.out / PERF_LOG
     if outcome.bench.perf_log and log.exists():
@@ -136,5 +139,5 @@ def _png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _picture(png: bytes, title: str) -> str:
+def _image(png: bytes, title: str) -> str:
     return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'

@@ -1,4 +1,4 @@
-"""The benches that ``uma-trio bench`` runs: which, with what arguments, and what became of each."""
+"""The benchmarks of ``uma-trio bench``: their arguments, how they run, and their outcomes."""
 
 from __future__ import annotations
 
@@ -20,98 +20,105 @@ if TYPE_CHECKING:
 
 PERF_LOG: Final = "perf.cborseq"
 STOP_S: Final = 15.0
-"""For a bench to stop its servers."""
+"""How long a benchmark may take to stop its servers before it is killed."""
 
 
 @attrs.frozen(kw_only=True)
 class Bench:
-    """One script with its arguments."""
+    """A script with its arguments."""
 
     name: str
     title: str
     about: str
-    """What it asks, for the report."""
+    """The question that it answers, for the report."""
     script: str
     full: str = ""
-    """Arguments."""
+    """Arguments of a full run."""
     quick: str
+    """Arguments of a quick run."""
     rival: tuple[str, str] | None = ("--rival", "--no-rival")
-    """Arguments with llama-server and without; ``None``: there is no rival to it."""
+    """Arguments with llama-server and without; ``None`` if there is nothing to compare with."""
     embedded: bool = False
-    """Takes the embedded model, whatever the others take."""
+    """Always uses the embedded model."""
     needs_rival: bool = False
     csv: bool = True
-    draws: bool = False
+    has_plot: bool = False
+    """Draws a plot with ``--plot``."""
     perf_log: bool = False
-    """Its daemon writes one."""
+    """Passes ``--perf-log`` to its daemon."""
 
 
 BENCHES: Final = (
     Bench(
-        name="mixed", title="Short streams beside a long prompt", script="mixed_load.py",
-        about="Three interactive streams talk, then a long prompt arrives. Does anybody freeze?",
+        name="mixed", title="Short streams next to a long prompt", script="mixed_load.py",
+        about="Three interactive streams are running when a long prompt arrives. Do they freeze?",
         full="--tokens 400", quick="--tokens 120 --long-words 500 --long-after 20", rival=None, perf_log=True,
     ),
     Bench(
         name="pareto", title="Wall time against p99", script="mixed_load.py",
-        about="The same load at several settings of both servers: is any setting of the rival better in both?",
+        about="The same load at several settings of both servers. Is any setting of the rival better in both?",
         full="--long 5 --repeat 3",
-        quick="--tokens 100 --long 2 --long-words 400 --long-after 20 --rival-batch 2048,64 --ours '--target-tbt-ms 60' --ours '--target-tbt-ms 200'",
-        rival=("--rival llama-server", ""), needs_rival=True, draws=True,
+        quick="--tokens 100 --long 2 --long-words 400 --long-after 20 --rival-batch 2048,64 "
+        "--ours '--target-tbt-ms 60' --ours '--target-tbt-ms 200'",
+        rival=("--rival llama-server", ""), needs_rival=True, has_plot=True,
     ),
     Bench(
         name="throughput", title="Plain streams", script="throughput.py",
-        about="Tokens a second of streams that all start together.",
+        about="Tokens per second of streams that start together.",
         full="--streams 1,4,8,32 --repeat 3", quick="--streams 1,4 --tokens 64", rival=("--rivals", "--no-rivals"),
     ),
     Bench(
-        name="goodput", title="Requests served well, against how many come", script="goodput.py",
-        about="Poisson arrivals of short chats and some long prompts. Good is a first token within 1 s and a p99 time between tokens of at most 100 ms.",
-        quick="--seconds 6 --drain 3", draws=True,
+        name="goodput", title="Goodput against arrival rate", script="goodput.py",
+        about="Poisson arrivals of short chats and some long prompts. "
+        "A good request has its first token within 1 s and a p99 inter-token latency of at most 100 ms.",
+        quick="--seconds 6 --drain 3", has_plot=True,
     ),
     Bench(
-        name="overload", title="Twice of what the server can do", script="goodput.py",
-        about="Do admitted requests keep their SLO, how soon are the others refused, does memory grow?",
+        name="overload", title="Twice the load that the server can handle", script="goodput.py",
+        about="Do admitted requests meet their SLO? How soon are the others refused? Does memory grow?",
         full="--overload 2", quick="--overload 2 --seconds 6 --overload-s 10 --drain 3",
     ),
     Bench(
-        name="tenants", title="Two users of unequal size", script="goodput.py",
-        about="One user with three times as many clients as the other: each should be given half. Needs root.",
+        name="tenants", title="Two users with different numbers of clients", script="goodput.py",
+        about="One user has three times as many clients as the other. Each should get half of the service. Needs root.",
         full="--tenants --seconds 90", quick="--tenants --seconds 20", rival=None, csv=False,
     ),
     Bench(
-        name="long_ctx", title="Tokens a second against context", script="long_ctx.py",
+        name="long_ctx", title="Decode speed against context length", script="long_ctx.py",
         about="Decode speed of one stream as its context grows.",
-        quick="--contexts 512,1024,2048 --tokens 32 --repeat 1", draws=True,
+        quick="--contexts 512,1024,2048 --tokens 32 --repeat 1", has_plot=True,
     ),
     Bench(
-        name="ipc", title="What handing tokens over costs", script="ipc_overhead.py",
-        about="Unix socket with JSON and with CBOR, and HTTP with server-sent events. With the embedded model, since the smaller the model, the more it shows.",
+        name="ipc", title="Cost of transport", script="ipc_overhead.py",
+        about="Unix socket with JSON and with CBOR, and HTTP with server-sent events. "
+        "With the embedded model, since transport matters most for small models.",
         quick="--requests 10 --tokens 150 --repeat 1", embedded=True,
     ),
     Bench(
-        name="cancel", title="Cancel means now", script="cancel.py",
-        about="From a cancel until the next in line has its first token, where there is one sequence.",
+        name="cancel", title="Cancellation", script="cancel.py",
+        about="Time from a cancel to the first token of the next request in the queue, with a single sequence.",
         quick="--repeat 4 --long-tokens 1000",
     ),
     Bench(
-        name="fanout", title="Requests that begin alike", script="fanout.py",
-        about="Eight requests with 2,000 tokens in common arrive together: how often are those computed?",
+        name="fanout", title="Requests with a common prefix", script="fanout.py",
+        about="Eight requests with a common prefix of 2,000 tokens arrive together. How often is it computed?",
         quick="--requests 4 --prefix-tokens 400",
     ),
     Bench(
-        name="sessions", title="Conversations that come back", script="sessions.py",
-        about="The first token of a session's next turn: in the cache, and read from disk by a server that was started anew.",
+        name="sessions", title="Sessions that continue", script="sessions.py",
+        about="Time to the first token of a session's next turn, from the KV cache, and from disk after a restart.",
         quick="--tokens 1000 --repeat 2", rival=None,
     ),
     Bench(
-        name="churn", title="More conversations than there is room for", script="sessions.py",
-        about="Five hundred sessions in room for twenty, an hour compressed: is anything lost, does memory stay in its bounds, how long does a copy hold up the others?",
+        name="churn", title="More sessions than fit into memory", script="sessions.py",
+        about="Five hundred sessions with memory for twenty, one hour compressed. Is anything lost? "
+        "Does memory stay bounded? How long does a copy delay other streams?",
         full="--churn", quick="--churn --sessions 30 --room 5 --turns 3 --hour 0.005", rival=None,
     ),
     Bench(
-        name="lookup", title="Guessing tokens from what was said", script="lookup.py",
-        about="Prompt lookup where answers copy, and where they do not. With the embedded model, which can do both.",
+        name="lookup", title="Prompt lookup", script="lookup.py",
+        about="Speculative decoding with prompt lookup, for answers that copy the prompt and for answers that do not. "
+        "With the embedded model.",
         quick="--questions 1 --tokens 300 --repeat 1",
         rival=("--rival-flags '-fa off' --rival-flags '-fa off --spec-type ngram-simple'", ""), embedded=True,
     ),
@@ -120,20 +127,20 @@ BENCHES: Final = (
 
 @attrs.frozen(kw_only=True)
 class Settings:
-    """What all of them are told alike."""
+    """Options that apply to all benchmarks."""
 
     folder: Path
-    """Where the scripts are."""
+    """The folder of the scripts."""
     out: Path
     quick: bool
     rival: bool
     model: Path | None
-    """``None``: the embedded one."""
+    """``None`` is the embedded model."""
     threads: int | None
-    draws: bool
-    """matplotlib is there."""
+    has_matplotlib: bool
 
     def command(self, bench: Bench) -> list[str]:
+        """Return the command line of ``bench``."""
         found = [
             sys.executable,
             str(self.folder / bench.script),
@@ -147,7 +154,7 @@ class Settings:
             found += ["--threads", str(self.threads)]
         if bench.csv:
             found += ["--csv", str(self.out / f"{bench.name}.csv")]
-        if bench.draws and self.draws:
+        if bench.has_plot and self.has_matplotlib:
             found += ["--plot", str(self.out / f"{bench.name}.png")]
         if bench.name == "long_ctx":
             found += ["--csv-all", str(self.out / "long_ctx_all.csv")]
@@ -158,20 +165,20 @@ class Settings:
 
 @attrs.frozen(kw_only=True)
 class Outcome:
-    """What became of one."""
+    """The outcome of one benchmark."""
 
     bench: Bench
     command: list[str]
     code: int
-    """Its exit code."""
-    took_s: float
-    said: str
-    complained: str
+    """The exit code."""
+    duration_s: float
+    stdout: str
+    stderr: str
 
     @property
     def skipped(self) -> str | None:
-        """Why it did nothing, if it said so."""
-        found = re.search(r"^skipped +(.*)$", self.said, re.MULTILINE)
+        """The reason why the benchmark did nothing, if it printed one."""
+        found = re.search(r"^skipped +(.*)$", self.stdout, re.MULTILINE)
         return found[1] if found else None
 
     @property
@@ -182,24 +189,24 @@ class Outcome:
 
 
 def chosen(only: Sequence[str], *, rival: bool) -> Iterator[Bench]:
-    """In their order; those that are nothing without a rival only with one."""
+    """Yield the selected benchmarks.  Those that need a rival are left out without one."""
     for bench in BENCHES:
         if (not only or bench.name in only) and (rival or not bench.needs_rival):
             yield bench
 
 
 async def run(bench: Bench, settings: Settings, on_line: Callable[[str], None]) -> Outcome:
-    """To its end; what it prints is also kept in a file.  Cancelled, it is asked to stop, and cleans up.
+    """Run a benchmark to its end, and save its output in a file.  If cancelled, stops it and lets it clean up.
 
     Args:
-        on_line: told the last line that it has printed.
+        on_line: called with the latest line of its output.
     """
     import trio
 
     command = settings.command(bench)
     if bench.perf_log:
         (settings.out / PERF_LOG).unlink(missing_ok=True)
-    began, said, complained = time.monotonic(), bytearray(), bytearray()
+    began, stdout, stderr = time.monotonic(), bytearray(), bytearray()
 
     async def read(stream: trio.abc.ReceiveStream, into: bytearray) -> None:
         async for data in stream:
@@ -214,28 +221,28 @@ async def run(bench: Bench, settings: Settings, on_line: Callable[[str], None]) 
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 check=False,
-                deliver_cancel=_ask_to_stop,
+                deliver_cancel=_terminate,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
         )
         assert process.stdout is not None
         assert process.stderr is not None
-        nursery.start_soon(read, process.stdout, said)
-        nursery.start_soon(read, process.stderr, complained)
+        nursery.start_soon(read, process.stdout, stdout)
+        nursery.start_soon(read, process.stderr, stderr)
     outcome = Outcome(
         bench=bench,
         command=command,
         code=process.returncode or 0,
-        took_s=time.monotonic() - began,
-        said=said.decode(errors="replace"),
-        complained=complained.decode(errors="replace"),
+        duration_s=time.monotonic() - began,
+        stdout=stdout.decode(errors="replace"),
+        stderr=stderr.decode(errors="replace"),
     )
-    await trio.Path(settings.out / f"{bench.name}.txt").write_text(outcome.said + outcome.complained)
+    await trio.Path(settings.out / f"{bench.name}.txt").write_text(outcome.stdout + outcome.stderr)
     return outcome
 
 
-async def _ask_to_stop(process: trio.Process) -> None:
-    """It stops the servers that it has started; only one that does not is killed."""
+async def _terminate(process: trio.Process) -> None:
+    """Send SIGTERM, so that the benchmark stops its servers, and kill it only if it does not end."""
     import trio
 
     process.terminate()

@@ -1,4 +1,4 @@
-"""``uma-trio completion``: what a shell needs to complete our commands."""
+"""``uma-trio completion``: shell completion scripts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import click
 from click.shell_completion import get_completion_class
 
 
-@click.command("completion", short_help="Print the completion script of a shell.")
+@click.command("completion", short_help="Print the completion script for a shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, shell: str) -> None:
-    """Print the completion script of SHELL.
+    """Print the completion script for SHELL.  Save it where the shell looks for completions.
 
     \b
       bash   uma-trio completion bash > ~/.local/share/bash-completion/completions/uma-trio

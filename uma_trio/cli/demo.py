@@ -1,4 +1,4 @@
-"""``uma-trio demo``: short chats beside a long document, and the go/no-go gate."""
+"""``uma-trio demo``: short chats next to a long document, with a go/no-go verdict."""
 
 from __future__ import annotations
 
@@ -19,29 +19,34 @@ if TYPE_CHECKING:
 GO, NO_GO, SERVER_ERROR, PROTOCOL_ERROR = 0, 1, 2, 3
 
 FRAME_S = 0.1
-COUNT_S = 0.25
-GIL_TURN_S = 0.001
-"""Frames are drawn in a thread of their own; a token's time should not wait 5 ms for it."""
+METRICS_S = 0.25
+SWITCH_INTERVAL_S = 0.001
+"""Frames are drawn in a separate thread.  With the default of 5 ms it would delay the time stamps of tokens."""
 
 
-@click.command("demo", short_help="Watch short chats stay quick beside a long document.")
-@click.option("--no-live", is_flag=True, help="Plain lines; so it is anyway where the output is no terminal.")
-@click.option("--json", "as_json", is_flag=True, help="Print the scorecard as JSON and nothing else.")
+@click.command("demo", short_help="Watch short chats stay fast next to a long document.")
+@click.option("--no-live", is_flag=True, help="Print plain lines. This is the default if the output is not a terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the scorecard, as JSON.")
 @click.option(
     "--max-gap-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Longest silence allowed in a chat while the document is read.  [default: 1.5 times target_tbt_ms, 150]",
+    help="Longest gap between the tokens of a chat during the prefill of the document.  [default: 150]",
 )
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also save this run as an SVG file.")
-@click.option("--socket", type=click.Path(), help="A running daemon's socket, instead of a daemon of its own.")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also save a picture of the run as an SVG file.",
+)
+@click.option(
+    "--socket", type=click.Path(), help="Socket of a running daemon. If not given, the demo starts its own daemon."
+)
 def command(**options: Any) -> None:
-    """Watch short chats stay quick beside a long document.
+    """Watch short chats stay fast next to a long document.
 
-    Starts a daemon of its own on the embedded model, talks to it as four clients at once, then as each of
-    them alone, and prints the scorecard of docs/SCORECARD.md.  Takes some 15 seconds where nothing else
-    computes.
+    Starts a daemon with the embedded model and sends it four requests at once, then the same requests one by
+    one.  Prints a scorecard, which docs/SCORECARD.md explains.  Takes about 15 seconds on an idle machine.
 
-    Exit codes: 0 go, 1 no-go, 2 server error (or no server), 3 protocol error.
+    Exit codes: 0 go, 1 no-go, 2 server error or no server, 3 protocol error.
     """
     from uma_trio.cli.running import run
     from uma_trio.client import BrokenProtocol, ClientError
@@ -77,7 +82,7 @@ async def _demo(options: dict[str, Any]) -> Scorecard:
 
 
 async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tuple[Scorecard, Scene]:
-    """All streams side by side, then each alone."""
+    """Run all streams at once, then one by one."""
     import trio
 
     from uma_trio.demo.load import one_by_one, together
@@ -99,14 +104,14 @@ async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tu
         wall_s = trio.current_time() - began
         nursery.cancel_scope.cancel()
     counted = (await daemon.counters()).since(before)
-    with console.status("asking each of them again, alone, to compare the texts"):
+    with console.status("repeating each request alone, to compare the texts"):
         alone = await one_by_one(script, daemon)
     max_gap_ms = options["max_gap_ms"] or _longest_gap_ms()
     return score(tracks, alone, counted, wall_s=wall_s, max_gap_ms=max_gap_ms), scene
 
 
 async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
-    """Keep the status line's figures fresh."""
+    """Update the figures of the status line until cancelled."""
     import trio
 
     from uma_trio.demo.scorecard import Counters
@@ -114,11 +119,11 @@ async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
     while True:
         snapshot = await daemon.snapshot()
         scene.counted(Counters.of(snapshot).since(before), snapshot.get("decode_ms_avg"))
-        await trio.sleep(COUNT_S)
+        await trio.sleep(METRICS_S)
 
 
 async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
-    """Draw until cancelled; the last frame stays."""
+    """Draw frames until cancelled.  The last frame stays on the screen."""
     import functools
 
     import trio
@@ -128,7 +133,7 @@ async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
         return scene.render(width=console.width, height=console.height)
 
     switch_interval = sys.getswitchinterval()
-    sys.setswitchinterval(GIL_TURN_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with Live(frame(), console=console, auto_refresh=False) as live:
             task_status.started()

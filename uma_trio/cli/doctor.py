@@ -1,4 +1,4 @@
-"""``uma-trio doctor``: what is installed, what is wrong with it, and how to mend it."""
+"""``uma-trio doctor``: check the installation, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ if TYPE_CHECKING:
 Verdict = Literal["ok", "warning", "problem"]
 
 SOCKET_S: Final = 2.0
+"""How long a daemon may take to answer."""
 SLOW_MS: Final = 250.0
+"""An answer that takes longer than this is a warning."""
 ANSWER: Final = "Paris"
+"""Part of the embedded model's answer to ``probe.QUESTION``."""
 
 
 @attrs.frozen
 class Finding:
-    """One line of the report."""
+    """One line of the report: the result of a check."""
 
     name: str
     verdict: Verdict
@@ -36,19 +39,21 @@ class Finding:
     fix: str | None = None
 
 
-@click.command("doctor", short_help="Check the installation and say how to mend it.")
-@click.option("--model", type=click.Path(), help="GGUF file to check; what serve would take if not given.")
-@click.option("--socket", type=click.Path(), help="Socket to check; what serve would take if not given.")
+@click.command("doctor", short_help="Check the installation and suggest fixes.")
+@click.option("--model", type=click.Path(), help="GGUF file to check. If not given, the one that serve would use.")
+@click.option("--socket", type=click.Path(), help="Socket to check. If not given, the one that serve would use.")
 @click.option("--llama-dir", type=click.Path(), help="Folder of the built libllama.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option("--probe", "probing", hidden=True, is_flag=True)
 def command(model: str | None, socket: str | None, llama_dir: str | None, as_json: bool, probing: bool) -> None:
-    """Check the installation, and say how to mend what is wrong.
+    """Check the installation and suggest fixes.
 
-    Library, stamp, backend, devices, compute threads, memory, KV cache, model, socket, packages and folders: a line
-    each, with a verdict and a fix.  Exit codes: 0 no problem (warnings are none), 1 at least one.
+    Prints a line for each check, with a verdict (ok, warning or problem) and, if something is wrong, a fix.  The checks
+    cover Python and its packages, folders, compute threads, the library and its devices, the model, memory, the layout
+    of the KV cache, an answer of the model, and the socket.
 
-    Everything that could hang or crash runs in a process of its own, with a time limit.
+    Code that could hang or crash runs in a separate process with a time limit.  Exit codes: 0 no problem (there may
+    be warnings), 1 at least one problem.
     """
     flags = {"model": model, "socket": socket, "llama_dir": llama_dir}
     if probing:
@@ -79,7 +84,7 @@ def _settings(flags: dict[str, Any]) -> Config:
 
 
 def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
-    """All checks, one after another; one that fails itself is a finding too."""
+    """Run all checks.  A check that raises an exception is a finding too."""
     from uma_trio.config import ConfigError
 
     yield from _guarded("python", _python)
@@ -87,7 +92,7 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     try:
         settings = _settings(flags)
     except ConfigError as error:
-        yield Finding("config", "problem", str(error), "correct it; uma-trio serve --print-config shows all settings")
+        yield Finding("config", "problem", str(error), "correct it; uma-trio serve --print-config prints all settings")
         return
     yield from _guarded("folders", _folders)
     yield from _guarded("stamp", lambda: _stamp(settings))
@@ -99,13 +104,13 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
 def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
-    except Exception as error:  # noqa: BLE001  (a doctor that falls ill says so and goes on)
+    except Exception as error:  # noqa: BLE001  (a defect in one check must not hide the others)
         yield Finding(
-            name, "problem", f"this could not be checked: {type(error).__name__}: {error}", "please report it"
+            name, "problem", f"the check failed: {type(error).__name__}: {error}", "please report this as a bug"
         )
 
 
-# -- around us ------------------------------------------------------------------------------------
+# -- environment ---------------------------------------------------------------------------------------
 
 
 def _python() -> Iterator[Finding]:
@@ -122,7 +127,7 @@ def _packages() -> Iterator[Finding]:
         ours = metadata.version("uma-trio")
     except metadata.PackageNotFoundError:
         yield Finding(
-            "packages", "warning", "uma-trio is not installed, it runs from its source", "run ./build_llama.sh"
+            "packages", "warning", "uma-trio is not installed; it runs from its source tree", "run ./build_llama.sh"
         )
         return
     wrong, found = [], []
@@ -137,7 +142,7 @@ def _packages() -> Iterator[Finding]:
             continue
         found.append(f"{name} {version}")
         if least is not None and _numbers(version) < _numbers(least):
-            wrong.append(f"{name} is {version}, at least {least} is needed")
+            wrong.append(f"{name} is {version}, but at least {least} is required")
     if wrong:
         yield Finding(
             "packages", "problem", "; ".join(wrong), "run ./build_llama.sh, or pip install --upgrade uma-trio"
@@ -158,27 +163,31 @@ def _folders() -> Iterator[Finding]:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     where = f"the default socket is {default_path(os.environ)}"
     if not runtime:
-        fix = "log in through systemd, or set XDG_RUNTIME_DIR to a folder that is yours alone"
+        fix = "log in through systemd, or set XDG_RUNTIME_DIR to a private folder"
         yield Finding("folders", "warning", f"XDG_RUNTIME_DIR is not set, {where}", fix)
     elif not os.path.isdir(runtime):
         yield Finding(
             "folders",
             "warning",
-            f"XDG_RUNTIME_DIR is {runtime}, which is no folder; {where}",
+            f"XDG_RUNTIME_DIR is {runtime}, which is not a folder; {where}",
             f"mkdir -m 700 {runtime}",
         )
     elif (status := os.stat(runtime)).st_uid != os.geteuid() or not os.access(runtime, os.W_OK | os.X_OK):
-        fix = "set XDG_RUNTIME_DIR to a folder of your own, or give --socket"
-        yield Finding("folders", "problem", f"XDG_RUNTIME_DIR is {runtime}, which is not yours", fix)
+        fix = "set XDG_RUNTIME_DIR to a folder that you own, or give --socket"
+        message = f"XDG_RUNTIME_DIR is {runtime}, which you do not own or cannot write to"
+        yield Finding("folders", "problem", message, fix)
     elif status.st_mode & 0o077:
-        yield Finding("folders", "warning", f"others may look into {runtime}; {where}", f"chmod 700 {runtime}")
+        yield Finding("folders", "warning", f"other users have access to {runtime}; {where}", f"chmod 700 {runtime}")
     else:
         yield Finding("folders", "ok", where)
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         value = os.environ.get(name)
         if value and not os.path.isabs(value):
             yield Finding(
-                "folders", "warning", f"{name} is {value!r}, which is not absolute", f"set {name} to an absolute path"
+                "folders",
+                "warning",
+                f"{name} is {value!r}, which is not an absolute path",
+                f"set {name} to an absolute path",
             )
 
 
@@ -188,8 +197,8 @@ def _threads(settings: Config) -> Iterator[Finding]:
     cores, threads = physical_cores(), settings.model.threads or default_threads()
     message = f"{threads} compute thread{'s' * (threads > 1)} on {cores} physical core{'s' * (cores > 1)}"
     if threads >= cores > 1:
-        fix = f"leave the event loop a core: --threads {cores - 1}"
-        yield Finding("threads", "warning", f"{message}: whatever else runs makes tokens wait", fix)
+        fix = f"leave one core to the event loop: --threads {cores - 1}"
+        yield Finding("threads", "warning", f"{message}: any other work on this machine delays tokens", fix)
     else:
         yield Finding("threads", "ok", message)
 
@@ -211,20 +220,20 @@ def _stamp(settings: Config) -> Iterator[Finding]:
 
 
 def _model_and_library(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
-    """What ``probe`` finds in a process of its own."""
+    """Check what ``probe`` reports from a separate process."""
     from uma_trio.models.loaded import EMBEDDED
 
     path = settings.model.model or EMBEDDED
     stages, ending = probe.run(flags)
     library = stages.get("library")
     if library is None:
-        yield Finding("library", "problem", f"loading it {ending}", "run ./build_llama.sh --clean")
+        yield Finding("library", "problem", f"loading the library {ending}", "run ./build_llama.sh --clean")
         return
     if "problem" in library:
         message, _, fix = library["problem"].rpartition(": ")
         yield Finding("library", "problem", message or library["problem"], fix or "run ./build_llama.sh")
         return
-    yield Finding("library", "ok", f"it loads, and serves up to {library['max_sequences']} sequences")
+    yield Finding("library", "ok", f"it loads and supports up to {library['max_sequences']} sequences")
     yield from _devices(library)
     yield from _card(path, EMBEDDED)
     yield from _model(path, stages.get("model"), ending)
@@ -246,50 +255,48 @@ def _devices(library: dict[str, Any]) -> Iterator[Finding]:
     ]
     if not devices:
         yield Finding(
-            "devices", "problem", "the library has found nothing to compute with", "run ./build_llama.sh --clean"
+            "devices", "problem", "the library finds no device to compute with", "run ./build_llama.sh --clean"
         )
     else:
         yield Finding("devices", "ok", "; ".join(devices))
-    yield Finding("backend", "ok", library["system_info"].strip() or "it says nothing of itself")
+    yield Finding("backend", "ok", library["system_info"].strip() or "the library does not describe it")
 
 
 def _card(path: Path, embedded: Path) -> Iterator[Finding]:
-    """The embedded model against the checksum that comes with it."""
+    """Compare the embedded model with the checksum in its card."""
     import hashlib
     import re
 
     if path != embedded:
         return
     if not embedded.is_file():
-        yield Finding(
-            "embedded", "problem", f"there is no {embedded}", "install uma-trio anew, or serve another --model"
-        )
+        yield Finding("embedded", "problem", f"{embedded} is missing", "reinstall uma-trio, or serve another --model")
         return
     found = hashlib.sha256(embedded.read_bytes()).hexdigest()
     cards = [card for card in embedded.parent.iterdir() if card.suffix in (".json", ".md")]
     known = {digest for card in cards for digest in re.findall(r"\b[0-9a-f]{64}\b", card.read_text("utf-8"))}
     if known and found not in known:
-        message = f"the checksum of {embedded} is not the one of its card"
-        yield Finding("embedded", "problem", message, "install uma-trio anew: the file is damaged or was exchanged")
+        message = f"the checksum of {embedded} differs from the one in its card"
+        yield Finding("embedded", "problem", message, "reinstall uma-trio: the file is damaged or was replaced")
     else:
-        against = "as its card says" if known else "no card to hold it against"
+        against = "as in its card" if known else "there is no card to compare it with"
         yield Finding("embedded", "ok", f"{size(embedded.stat().st_size)}, sha256 {found[:12]}, {against}")
 
 
 def _model(path: Path, found: dict[str, Any] | None, ending: str) -> Iterator[Finding]:
-    fix = "serve another file with --model, or install uma-trio anew for the embedded one"
+    fix = "serve another file with --model, or reinstall uma-trio for the embedded model"
     if found is None:
         yield Finding("model", "problem", f"loading {path} {ending}", fix)
     elif "problem" in found:
         yield Finding("model", "problem", found["problem"], fix)
     else:
-        about = f"{found['description']}, {found['n_params'] / 1e6:,.1f} M parameters, trained for {found['n_ctx_train']} tokens"
-        yield Finding("model", "ok", f"{path.name}: {about}")
+        about = f"{found['description']}, {found['n_params'] / 1e6:,.1f} M parameters"
+        yield Finding("model", "ok", f"{path.name}: {about}, training context {found['n_ctx_train']} tokens")
 
 
 def _memory(found: dict[str, Any]) -> Finding:
     available = available_memory()
-    message = f"{size(found['peak_bytes'])} for the process with model and a KV cache of {found['n_ctx']:,} tokens"
+    message = f"{size(found['peak_bytes'])} for the process with the model and a KV cache of {found['n_ctx']:,} tokens"
     if available is None:
         return Finding("memory", "ok", message)
     message += f"; {size(available)} are available"
@@ -303,30 +310,30 @@ def _memory(found: dict[str, Any]) -> Finding:
 
 
 LAYOUT_WHY: Final = {
-    "only one": "as it is set",
-    "by rule": "by rule, nothing was measured",
-    "measured": "measured now, for the next starts too",
-    "measured before": "measured by an earlier start",
-    "no time": "by rule, for measuring takes too long; a longer layout_trial_s has the time",
-    "no room": "by rule, for there is no room in the one that was measured to be quicker",
+    "only one": "as configured",
+    "by rule": "by default, without a measurement",
+    "measured": "measured now, and stored for later starts",
+    "measured before": "measured at an earlier start",
+    "no time": "by default, since measuring takes too long; a longer layout_trial_s gives it time",
+    "no room": "by default, since the one that was measured to be faster has too little room",
 }
 
 
 def _layout(found: dict[str, Any]) -> Finding:
-    """How the KV cache is laid out; see ``uma_trio.engine.layout``."""
+    """Report the layout of the KV cache, which ``uma_trio.engine.layout`` chooses."""
     shown = [f"{name}: {ticks}" for name, ticks in found["layouts"].items()]
     return Finding("layout", "ok", "; ".join([f"{found['layout']}, {LAYOUT_WHY[found['layout_why']]}", *shown]))
 
 
 def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:
     if found is None:
-        return Finding("answer", "problem", f"asking it {ending}", "run ./build_llama.sh --clean")
+        return Finding("answer", "problem", f"asking the model {ending}", "run ./build_llama.sh --clean")
     if "problem" in found:
         return Finding("answer", "problem", found["problem"], "run ./build_llama.sh --clean")
     message = f"{found['text'].strip()!r} in {found['ms']:.0f} ms"
     if embedded and ANSWER not in found["text"]:
-        fix = "run ./build_llama.sh --clean: the library computes something else than it should"
-        return Finding("answer", "problem", f"asked {probe.QUESTION!r} it said {message}", fix)
+        fix = "run ./build_llama.sh --clean: the library computes wrong results"
+        return Finding("answer", "problem", f"the answer to {probe.QUESTION!r} was {message}", fix)
     return Finding("answer", "ok", message)
 
 
@@ -339,10 +346,10 @@ def _socket(settings: Config) -> Iterator[Finding]:
     from uma_trio.daemon.listener import MAX_PATH_BYTES, default_path
 
     path = settings.listen.socket or default_path(os.environ)
-    other = "choose another with --socket"
+    other = "choose another path with --socket"
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         yield Finding(
-            "socket", "problem", f"{path} has more than {MAX_PATH_BYTES} bytes", "choose a shorter one with --socket"
+            "socket", "problem", f"{path} is longer than {MAX_PATH_BYTES} bytes", "choose a shorter path with --socket"
         )
         return
     try:
@@ -353,27 +360,30 @@ def _socket(settings: Config) -> Iterator[Finding]:
         yield Finding("socket", "problem", f"{path}: {error.strerror}", other)
     else:
         if not stat.S_ISSOCK(found.st_mode):
-            yield Finding("socket", "problem", f"{path} exists and is no socket", f"remove it, or {other}")
+            yield Finding("socket", "problem", f"{path} exists and is not a socket", f"remove it, or {other}")
         elif found.st_uid != os.geteuid():
-            yield Finding("socket", "problem", f"{path} is another user's", other)
+            yield Finding("socket", "problem", f"{path} belongs to another user", other)
         elif stat.S_IMODE(found.st_mode) & 0o077:
             yield Finding(
-                "socket", "warning", f"others may use {path}", "start the daemon anew: it makes its socket private"
+                "socket",
+                "warning",
+                f"other users can connect to {path}",
+                "restart the daemon, which makes its socket private",
             )
         else:
             yield _asked(path, settings)
 
 
 def _free(path: Path, other: str) -> Finding:
-    """Nothing is there: whether a daemon could make it."""
+    """Check whether a daemon could create the socket, which does not exist."""
     folder = next(folder for folder in path.absolute().parents if folder.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return Finding("socket", "problem", f"{path} cannot be made: {folder} is not writable", other)
-    return Finding("socket", "ok", f"no daemon serves; {path} is free for one (uma-trio serve)")
+        return Finding("socket", "problem", f"{path} cannot be created: {folder} is not writable", other)
+    return Finding("socket", "ok", f"no daemon is running; uma-trio serve would create {path}")
 
 
 def _asked(path: Path, settings: Config) -> Finding:
-    """Somebody's socket is there: whether it answers, and how quickly."""
+    """Check whether a daemon answers on the existing socket, and how fast."""
     import socket
 
     from uma_trio.errors import ProtocolError
@@ -389,11 +399,11 @@ def _asked(path: Path, settings: Config) -> Finding:
         try:
             sock.connect(os.fspath(path))
         except ConnectionRefusedError:
-            return Finding("socket", "ok", f"{path} is what a dead daemon left; uma-trio serve removes it")
+            return Finding("socket", "ok", f"{path} was left behind by a daemon that ended; uma-trio serve replaces it")
         except OSError as error:
-            return Finding("socket", "problem", f"{path} takes no connection: {error}", restart)
+            return Finding("socket", "problem", f"{path} does not accept connections: {error}", restart)
         if protocol == "newline":
-            return Finding("socket", "ok", f"a daemon serves on {path}")
+            return Finding("socket", "ok", f"a daemon is running on {path}")
         try:
             sock.sendall(codec.encode({"type": "metrics"}))
             while (event := codec.next_event()) is None:
@@ -407,24 +417,27 @@ def _asked(path: Path, settings: Config) -> Finding:
                     event = codec.next_event()
                     break
         except TimeoutError:
-            return Finding("socket", "problem", f"who serves on {path} does not answer within {SOCKET_S:g} s", restart)
+            return Finding("socket", "problem", f"the server on {path} does not answer within {SOCKET_S:g} s", restart)
         except (OSError, ProtocolError) as error:
             return Finding(
                 "socket",
                 "problem",
-                f"who serves on {path} is no uma-trio daemon: {error}",
-                "choose another with --socket",
+                f"the server on {path} is not a uma-trio daemon: {error}",
+                "choose another path with --socket",
             )
     ms = 1e3 * (time.monotonic() - began)
     if event is None or event.get("event") not in ("metrics", "error"):
         return Finding(
-            "socket", "problem", f"who serves on {path} is no uma-trio daemon", "choose another with --socket"
+            "socket", "problem", f"the server on {path} is not a uma-trio daemon", "choose another path with --socket"
         )
     if event["event"] == "error":
         return Finding(
-            "socket", "warning", f"the daemon on {path} says {event.get('code')}: {event.get('message')}", "see its log"
+            "socket",
+            "warning",
+            f"the daemon on {path} answers {event.get('code')}: {event.get('message')}",
+            "see its log",
         )
-    message = f"a daemon serves {event.get('model')} on {path} and answers in {ms:.1f} ms"
+    message = f"a daemon is serving {event.get('model')} on {path} and answers in {ms:.1f} ms"
     if ms > SLOW_MS:
-        return Finding("socket", "warning", message, "something else uses the machine; see threads above")
+        return Finding("socket", "warning", message, "the machine is busy with other work; see threads above")
     return Finding("socket", "ok", message)

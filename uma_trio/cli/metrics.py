@@ -1,4 +1,4 @@
-"""``uma-trio metrics``: the daemon's snapshot, once or again and again."""
+"""``uma-trio metrics``: print the metrics of the daemon, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ import click
 
 NOTES: Final = {
     "sessions": "open connections",
-    "conversations": "what uma-trio sessions lists, of all users",
+    "conversations": "stored sessions of all users; see uma-trio sessions",
 }
-"""Where a name alone would be taken for something else."""
+"""Explanations of names that could be misunderstood."""
 
 
-@click.command("metrics", short_help="Show what the daemon measures.")
-@click.option("--watch", is_flag=True, help="Show again every --interval until Ctrl-C.")
-@click.option("--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a snapshot.")
+@click.command("metrics", short_help="Show the metrics of the daemon.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option(
+    "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between repetitions."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print each snapshot as a line of JSON.")
 @click.option("--socket", type=click.Path(), help="The daemon's socket.")
 def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> None:
-    """Show what the daemon measures.  docs/METRICS.md explains every field.
+    """Show the metrics of the daemon.  docs/METRICS.md explains every field.
 
-    The answer does not wait for the model: it comes while a long prompt is read.
+    The daemon answers at once, also during a long prefill.  Exit codes: 0 success, 2 server error or no server,
+    3 protocol error.
+
+    \b
+      uma-trio metrics --watch
+      uma-trio metrics --json | jq .tokens_total
     """
     from uma_trio.cli.running import run
     from uma_trio.client import BrokenProtocol, ClientError

@@ -1,11 +1,12 @@
-"""``uma-trio serve``: its flags are made from the configuration's fields."""
+"""``uma-trio serve``: run the daemon.  The flags are made from the fields of the configuration."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from uma_trio.config import Config, ConfigError, Setting
 
 
 def _option(setting: Setting) -> Callable[[Any], Any]:
-    """The flag of one setting.  Values stay text: bounds are ``config``'s affair, and its messages better."""
+    """Make the flag of one setting.  Its value stays text: ``config`` converts it, with better errors than click."""
     help = setting.help
     if setting.default is not None:
         shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
@@ -35,16 +36,21 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("serve", short_help="Load a model once and serve it to many clients.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings.")
-@click.option("--print-config", is_flag=True, help="Print all settings as a YAML file, and stop.")
+@click.option("--print-config", is_flag=True, help="Print all settings as a YAML file, and exit.")
 @_options
 def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     """Load a model once and serve it to many clients.
 
-    Every setting can also stand in a YAML file (--config, see --print-config for one) or in a UMA_*
-    variable (UMA_MAX_SESSIONS for --max-sessions).  Flags beat variables beat the file.
+    Every flag can also be set in a YAML file (--config; --print-config prints an example) or in an environment variable
+    (UMA_MAX_CONNECTIONS for --max-connections).  Flags override variables, and variables override the file.
+    docs/CONFIG.md explains which settings to think about.
 
-    The first Ctrl-C or SIGTERM lets running requests end, a second one stops at once.  SIGUSR1 writes
-    a metrics snapshot to a file.
+    Ctrl-C or SIGTERM stops the daemon after the running requests; a second one stops it at once.  SIGUSR1 writes a
+    metrics snapshot to a file.
+
+    \b
+      uma-trio serve --model ~/models/some-model.gguf --ctx 32768
+      uma-trio serve --config uma.yaml --log-level debug
     """
     try:
         settings = config.load(file, os.environ, flags)
@@ -63,7 +69,7 @@ def _serve(settings: Config) -> int:
 
     logs.configure(settings.operations)
     path = settings.listen.socket or listener.default_path(os.environ)
-    with _Bar() as on_progress:
+    with _progress_bar() as on_progress:
         try:
             return 0 if run(functools.partial(server.serve, settings, path, on_progress=on_progress)) else 1
         except (listener.SocketPathError, ModelError) as error:
@@ -71,31 +77,21 @@ def _serve(settings: Config) -> int:
             return 1
 
 
-class _Bar:
-    """A progress bar on a terminal, nothing elsewhere."""
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Callable[[float], None] | None]:
+    """Show a progress bar for loading the model.  Yields ``None`` if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
 
-    def __enter__(self) -> Callable[[float], None] | None:
-        if not sys.stderr.isatty():
-            return None
-        self._shown = -1
-        return self._show
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=1.0)
 
-    def __exit__(self, *_: object) -> None:
-        self._end()
+        def update(fraction: float) -> None:  # called in the thread that loads the model
+            progress.update(task, completed=fraction)
+            if fraction >= 1:  # from here on the terminal belongs to the log
+                progress.stop()
 
-    def _show(self, share: float) -> None:
-        """Called from the loading thread."""
-        percent = int(100 * share)
-        if percent == self._shown:
-            return
-        self._shown = percent
-        width = 30
-        bar = "━" * (percent * width // 100)
-        click.echo(f"\rloading {bar:<{width}} {percent:3d} %", err=True, nl=False)
-        if percent >= 100:
-            self._end()
-
-    def _end(self) -> None:
-        if getattr(self, "_shown", -1) >= 0:
-            click.echo("\r\x1b[2K", err=True, nl=False)
-            self._shown = -1
+        yield update

@@ -1,4 +1,4 @@
-"""``uma-trio tokenize``: a text as the model's tokens, and back; needs no daemon."""
+"""``uma-trio tokenize``: convert text to tokens and back, without a daemon."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 
 @click.command("tokenize", short_help="Show the tokens of a text.")
 @click.argument("text", required=False)
-@click.option("--model", type=click.Path(path_type=Path), help="GGUF file; the embedded model if not given.")
-@click.option("--decode", metavar="IDS", help="Print the text of these token ids instead; - reads them from stdin.")
+@click.option("--model", type=click.Path(path_type=Path), help="GGUF file. If not given, the embedded model is used.")
+@click.option("--decode", metavar="IDS", help="Print the text of these token ids. - reads them from stdin.")
 @click.option(
     "--no-special",
     is_flag=True,
-    help="Add no special tokens and read none in TEXT; with --decode, print none.",
+    help="Neither add nor recognise special tokens. With --decode, do not print them.",
 )
-@click.option("--ids", is_flag=True, help="Print only the ids, on one line.")
-@click.option("--count", is_flag=True, help="Print only how many there are.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of {id, start, end, text}, or {ids, text}.")
+@click.option("--ids", is_flag=True, help="Print only the token ids, on one line.")
+@click.option("--count", is_flag=True, help="Print only the number of tokens.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print JSON: a list of {id, start, end, text}, or with --decode {ids, text}.",
+)
 @click.option("--llama-dir", type=click.Path(path_type=Path), help="Folder of the built libllama.")
 def command(
     text: str | None,
@@ -39,12 +44,12 @@ def command(
     as_json: bool,
     llama_dir: Path | None,
 ) -> None:
-    """Show the tokens of TEXT, or of stdin, one a line: id, the bytes of the text that it stands for, and
-    its spelling.
+    """Show the tokens of TEXT, or of stdin.
 
-    Loads only the model's vocabulary.  Control tokens spelled out in the text count as what they spell,
-    unless --no-special is given.  BOS and the like stand for no bytes.  Where the model normalises
-    its text, so that tokens cannot be traced back to bytes, there is a - for them (in JSON, null).
+    Each line is a token: its id, its byte range in the text, and its text.  Only the vocabulary of the model is loaded.
+    Text that spells a control token becomes that token, unless --no-special is given.  Added tokens such as
+    BOS have an empty byte range.  If the tokenizer normalises the text, byte ranges are unknown: they are shown as -,
+    and in JSON as null.
 
     \b
       uma-trio tokenize "The capital of France"
@@ -53,26 +58,23 @@ def command(
     """
     if decode is not None:
         if text is not None or ids or count:
-            raise click.UsageError("--decode takes ids, and goes with --no-special and --json only")
-        wanted = _parse_ids(_stdin("no ids") if decode == "-" else decode)
+            raise click.UsageError("--decode takes token ids, and no other options than --no-special and --json")
+        token_ids = _parse_ids(_stdin("no token ids; pipe them in") if decode == "-" else decode)
         with _tokenizer(model, llama_dir) as tokenizer:
-            _show_text(tokenizer, wanted, special=not no_special, as_json=as_json)
+            _show_text(tokenizer, token_ids, special=not no_special, as_json=as_json)
         return
-    if text is None:
-        said = _stdin("nothing to tokenize; give a text or pipe one in")
-    else:
-        said = _repaired(os.fsencode(text))
+    source = _stdin("no text; give one as an argument or pipe it in") if text is None else _to_text(os.fsencode(text))
     with _tokenizer(model, llama_dir) as tokenizer:
         if count or ids:
-            found = tokenizer.encode(said, add_special=not no_special, parse_special=not no_special).tolist()
+            found = tokenizer.encode(source, add_special=not no_special, parse_special=not no_special).tolist()
             click.echo(len(found) if count else " ".join(map(str, found)))
         else:
-            _show_tokens(tokenizer, said, special=not no_special, as_json=as_json)
+            _show_tokens(tokenizer, source, special=not no_special, as_json=as_json)
 
 
 @contextlib.contextmanager
 def _tokenizer(model: Path | None, llama_dir: Path | None) -> Iterator[Tokenizer]:
-    """The vocabulary; what goes wrong with it, or with what is asked of it, ends the program with 1."""
+    """Load the vocabulary.  An unusable model, or an id that is not in the vocabulary, exits with code 1."""
     from uma_trio.engine.tokenizer import NoSuchToken
     from uma_trio.models.loaded import EMBEDDED, ModelError, vocabulary
 
@@ -91,14 +93,14 @@ def _show_tokens(tokenizer: Tokenizer, text: str, *, special: bool, as_json: boo
     rows = list(zip(tokens, ranges, tokenizer.pieces_of(tokens), strict=True))
     if as_json:
         found = [
-            {"id": token, "start": start, "end": end, "text": piece.decode("utf-8", "replace")}
-            for token, (start, end), piece in rows
+            {"id": token, "start": start, "end": end, "text": token_bytes.decode("utf-8", "replace")}
+            for token, (start, end), token_bytes in rows
         ]
         click.echo(json.dumps(found, ensure_ascii=False))
         return
-    for token, (start, end), piece in rows:
+    for token, (start, end), token_bytes in rows:
         place = "-" if start is None else f"{start}-{end}"
-        click.echo(f"{token:>7}  {place:>11}  {piece.decode('utf-8', 'backslashreplace')!r}")
+        click.echo(f"{token:>7}  {place:>11}  {token_bytes.decode('utf-8', 'backslashreplace')!r}")
 
 
 def _show_text(tokenizer: Tokenizer, ids: list[int], *, special: bool, as_json: bool) -> None:
@@ -111,17 +113,18 @@ def _parse_ids(text: str) -> list[int]:
     wrong = [word for word in words if not word.removeprefix("-").isdecimal() or len(word) > 20]
     if wrong:
         raise click.UsageError(
-            f"{wrong[0][:20]!r} is not a token id; they are whole numbers, with spaces or commas between"
+            f"{wrong[0][:20]!r} is not a token id; give whole numbers, separated by spaces or commas"
         )
     return [int(word) for word in words]
 
 
-def _stdin(without: str) -> str:
+def _stdin(message: str) -> str:
+    """Read stdin.  If it is a terminal, raise a usage error with ``message``."""
     if sys.stdin.isatty():
-        raise click.UsageError(without)
-    return _repaired(sys.stdin.buffer.read())
+        raise click.UsageError(message)
+    return _to_text(sys.stdin.buffer.read())
 
 
-def _repaired(utf8: bytes) -> str:
-    """Neither arguments nor stdin need be UTF-8; what is not becomes U+FFFD."""
+def _to_text(utf8: bytes) -> str:
+    """Decode UTF-8.  Arguments and stdin may contain invalid bytes, which become U+FFFD."""
     return utf8.decode("utf-8", "replace")

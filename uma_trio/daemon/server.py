@@ -129,7 +129,7 @@ class Server:
     async def _welcome(self, sock: socket.socket) -> None:
         codec = server_codec(self.config.listen.protocol, max_frame_bytes=self.limits.max_frame_bytes)
         try:
-            if len(self._connections) >= self.limits.max_sessions:
+            if len(self._connections) >= self.limits.max_connections:
                 error = TooManySessions(f"{len(self._connections)} connections are open")
                 self.runner.telemetry.rejected[error.code] += 1
                 sock.send(codec.encode(Failure.of(error)))

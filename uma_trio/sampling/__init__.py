@@ -1,16 +1,19 @@
-"""From logits to text: edits, filters and draws over all rows of a tick, stop strings, whole characters.
+"""Sampling: from logits to tokens, and from tokens to text.
 
-Pure: numpy and the standard library.  Knows neither the model nor who asked.
+Masks, biases and penalties, filters, random draws, log probabilities, draft tokens, stop strings, UTF-8 decoding.  All
+rows of a step are sampled together in numpy.
+
+This package is pure: it needs numpy, msgspec and the standard library, and knows neither models nor clients.
 """
 
-from uma_trio.sampling.edits import Bias, Past, Transcript, penalises
-from uma_trio.sampling.logprobs import Score, logprobs
-from uma_trio.sampling.lookup import Lookup
+from uma_trio.sampling.logit_ops import Bias, Past, TokenHistory
+from uma_trio.sampling.logprobs import TokenLogprobs, compute_logprobs
 from uma_trio.sampling.params import SamplingParams
-from uma_trio.sampling.sampler import copied_rows, distribution, sample
+from uma_trio.sampling.prompt_lookup import PromptLookup
+from uma_trio.sampling.sampler import NO_TOKEN, copied_rows, distribution, sample
 from uma_trio.sampling.text import TextAssembler
 
 __all__ = [
-    "Bias", "Lookup", "Past", "SamplingParams", "Score", "TextAssembler", "Transcript",
-    "copied_rows", "distribution", "logprobs", "penalises", "sample",
+    "NO_TOKEN", "Bias", "Past", "PromptLookup", "SamplingParams", "TextAssembler", "TokenHistory", "TokenLogprobs",
+    "compute_logprobs", "copied_rows", "distribution", "sample",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
-"""The few tokens of a row that are left to draw from.
+"""Candidates: the few tokens of a row that the filters leave to draw from.
 
-Weights are ``exp((logit - best) / temperature)``: probabilities but for their sum.  Candidates come
-as ids with the running sums of their weights, so that a draw is one binary search.
+The weight of a token is ``exp((logit - max_logit) / temperature)``, its probability up to a constant factor.
+Candidates are given as ids with the running sums of their weights, so that a draw is one binary search.
 """
 
 from __future__ import annotations
@@ -13,118 +13,130 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-_GROUP = 64
-"""At most so many logits share the maximum that stands for them while candidates are searched."""
+_MAX_GROUP = 64
+"""Most logits in a group when the search for candidates looks at the maxima of groups."""
 
 _LOWEST = np.finfo(np.float32).min
 
 _PADDING = np.uint64(0xFF80_0000_0000_0000)
-"""The sort key of id 0 with logit -inf: without weight."""
+"""Sort key of id 0 with logit -inf, whose weight is 0."""
 
 
-def weights_of(logits: Floats, best: Floats, temperatures: Doubles) -> Floats:
-    """Of all logits (rows, n_vocab), each in [0, 1].  ``best`` (rows,) are the rows' largest."""
-    weights: Floats = logits - best[:, np.newaxis]
-    # Below this any other logit than the best weighs nothing, and 0 / 0 would weigh NaN.
+def relative_weights(logits: Floats, max_logits: Floats, temperatures: Doubles) -> Floats:
+    """Return the weights of all tokens, (rows, n_vocab), each in [0, 1].
+
+    Args:
+        logits: (rows, n_vocab).
+        max_logits: (rows,) the largest logit of each row.
+        temperatures: (rows,), above 0.
+    """
+    weights: Floats = logits - max_logits[:, np.newaxis]
+    # At a smaller temperature every token but the best has weight 0, and the best would have 0 / 0 = NaN.
     divisors = np.maximum(temperatures, np.finfo(np.float32).tiny).astype(np.float32)
     with np.errstate(over="ignore", under="ignore"):
         weights /= divisors[:, np.newaxis]
         return np.exp(weights, out=weights)
 
 
-def most_likely(logits: Floats, best: Floats, temperatures: Doubles, wanted: Ints) -> tuple[Ints, Doubles, Doubles]:
-    """The ``wanted`` (rows,) tokens with the largest logits of each row, and often some more.
+def top_candidates(
+    logits: Floats, max_logits: Floats, temperatures: Doubles, counts: Ints
+) -> tuple[Ints, Doubles, Doubles]:
+    """Find at least the ``counts`` (rows,) tokens with the largest logits of each row.
 
     Returns:
-        ids, logarithms of their weights, and running sums of these weights, each (rows, width), largest
-        first and equal ones by id.  Rows with fewer candidates end in ids of no meaning, which weigh nothing.
+        Ids, logarithms of weights, and running sums of weights, each (rows, width), in descending order of
+        logits and ascending order of ids among equal logits.  Rows with fewer candidates are padded with arbitrary ids
+        of weight 0.
     """
     rows, n_vocab = logits.shape
-    flat = np.flatnonzero(logits >= _reached_by(logits, wanted)[:, np.newaxis])
+    flat = np.flatnonzero(logits >= _thresholds(logits, counts)[:, np.newaxis])
     row = flat // n_vocab
-    count = np.bincount(row, minlength=rows)
-    first = np.cumsum(count) - count
-    width = max(int(count.max()), int(wanted.max()))
+    found = np.bincount(row, minlength=rows)
+    first = np.cumsum(found) - found
+    width = max(int(found.max()), int(counts.max()))
     keys = np.full((rows, width), _PADDING)
     keys[row, np.arange(len(flat)) - first[row]] = _sort_keys(logits.ravel()[flat], flat - row * n_vocab)
     keys.sort(axis=1)
     ids, values = _from_sort_keys(keys)
     with np.errstate(over="ignore", under="ignore"):
-        scaled = (values.astype(np.float64) - best[:, np.newaxis]) / temperatures[:, np.newaxis]
-        return ids, scaled, np.exp(scaled).cumsum(axis=1)
+        log_weights = (values.astype(np.float64) - max_logits[:, np.newaxis]) / temperatures[:, np.newaxis]
+        return ids, log_weights, np.exp(log_weights).cumsum(axis=1)
 
 
-def nucleus(logits: Floats, best: float, temperature: float, top_k: int, top_p: float, least: float) -> Doubles:
-    """All that top-k (0 is off), top-p and min-p leave of one row, however much that is.
+def filter_whole_row(
+    logits: Floats, max_logit: float, temperature: float, top_k: int, top_p: float, min_log_weight: float
+) -> Doubles:
+    """Apply top-k, top-p and min-p to one row, however many tokens they keep.
 
-    Nothing is sorted but the tokens about the limit: a flat distribution keeps most of the vocabulary.
+    Only the tokens near a limit are sorted: a flat distribution keeps most of the vocabulary.
 
     Args:
         logits: (n_vocab,).
-        least: the logarithm of the least weight that min-p leaves; -inf is off.
+        top_k: 0 is off.
+        min_log_weight: logarithm of the smallest weight that min-p keeps; -inf is off.
 
     Returns:
-        (n_vocab,) running sums of weights; those of the tokens that are filtered out are 0.
+        (n_vocab,) running sums of weights, in which the weight of a token that was filtered out is 0.
     """
-    weights = weights_of(logits[np.newaxis], np.array([best], np.float32), np.array([temperature]))[0]
+    weights = relative_weights(logits[np.newaxis], np.array([max_logit], np.float32), np.array([temperature]))[0]
     if top_k:
         limit = np.partition(logits, -top_k)[-top_k]
         kept = logits > limit
-        at = np.flatnonzero(logits == limit)
-        kept[at[: top_k - np.count_nonzero(kept)]] = True
+        at_limit = np.flatnonzero(logits == limit)
+        kept[at_limit[: top_k - np.count_nonzero(kept)]] = True
         weights *= kept
     if top_p < 1:
-        weights *= _reach(np.float32(best) - logits, weights, top_p)
-    if least > -np.inf:
-        weights *= logits - np.float32(best) >= least * temperature
-    masses: Doubles = weights.cumsum(dtype=np.float64)
-    return masses
+        weights *= _top_p_mask(np.float32(max_logit) - logits, weights, top_p)
+    if min_log_weight > -np.inf:
+        weights *= logits - np.float32(max_logit) >= min_log_weight * temperature
+    sums: Doubles = weights.cumsum(dtype=np.float64)
+    return sums
 
 
-def _reach(distances: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.bool_]:
-    """Which tokens the share ``top_p`` of all weight takes, those of least distance to the best first."""
-    # The bits of floats that are not negative have the order of their values; the upper half of them
-    # is a logarithmic scale fine enough that few tokens share a place on it.
-    places = (distances.view(np.uint32) >> np.uint32(16)).astype(np.intp)
-    sums = np.bincount(places, weights).cumsum()
+def _top_p_mask(distances: Floats, weights: Floats, top_p: float) -> npt.NDArray[np.bool_]:
+    """Mark the smallest set of tokens with the share ``top_p`` of all weight, those nearest to the best token first."""
+    # The bits of non-negative floats sort like their values.  The upper half of the bits makes a
+    # logarithmic histogram, fine enough that few tokens share a bin.
+    bins = (distances.view(np.uint32) >> np.uint32(16)).astype(np.intp)
+    sums = np.bincount(bins, weights).cumsum()
     goal = top_p * sums[-1]
     limit = int(sums.searchsorted(goal))
-    kept = places < limit
-    at = np.flatnonzero(places == limit)
-    at = at[np.argsort(distances[at], kind="stable")]
+    kept = bins < limit
+    at_limit = np.flatnonzero(bins == limit)
+    at_limit = at_limit[np.argsort(distances[at_limit], kind="stable")]
     missing = goal - (sums[limit - 1] if limit else 0.0)
-    kept[at[: int(weights[at].cumsum(dtype=np.float64).searchsorted(missing)) + 1]] = True
+    kept[at_limit[: int(weights[at_limit].cumsum(dtype=np.float64).searchsorted(missing)) + 1]] = True
     return kept
 
 
-def _reached_by(logits: Floats, wanted: Ints) -> Floats:
-    """(rows,) values that at least ``wanted`` logits of each row reach, and seldom many more.
+def _thresholds(logits: Floats, counts: Ints) -> Floats:
+    """Return (rows,) values that at least ``counts`` logits of each row reach, and rarely many more.
 
-    The n-th largest of some groups' maxima is reached in n groups.  Finding those maxima is one pass
-    of vector instructions, several times faster than a partition of the row.
+    The n-th largest of the maxima of groups is reached in n groups.  Computing these maxima is one vectorised
+    pass, several times faster than a partition of the row.
     """
     rows, n_vocab = logits.shape
-    size = max(1, min(_GROUP, n_vocab // (4 * int(wanted.max()))))
+    size = max(1, min(_MAX_GROUP, n_vocab // (4 * int(counts.max()))))
     n_groups = n_vocab // size
     grouped = logits[:, : n_groups * size].reshape(rows, size, n_groups)
     maxima = np.sort(grouped.max(axis=1), axis=1)
-    place = n_groups - wanted
+    place = n_groups - counts
     values: Floats = np.maximum(maxima[np.arange(rows), np.maximum(place, 0)], _LOWEST)
     values[place <= 0] = _LOWEST
     return values
 
 
 def _sort_keys(values: Floats, ids: Ints) -> npt.NDArray[np.uint64]:
-    """Integers in the order of falling values, and of rising ids among equal ones.
+    """Encode logits and ids as integers that sort by descending logit, then by ascending id.
 
-    Sorting them is several times faster than a stable argsort, and nothing has to be gathered.
+    Sorting them is several times faster than a stable argsort, and needs no gather afterwards.
     """
     bits = (values + np.float32(0)).view(np.uint32)  # -0.0 becomes 0.0
-    falling = np.where(bits >> np.uint32(31), bits, bits ^ np.uint32(0x7FFFFFFF))
-    return (falling.astype(np.uint64) << np.uint64(32)) | ids.astype(np.uint64)
+    descending = np.where(bits >> np.uint32(31), bits, bits ^ np.uint32(0x7FFFFFFF))
+    return (descending.astype(np.uint64) << np.uint64(32)) | ids.astype(np.uint64)
 
 
 def _from_sort_keys(keys: npt.NDArray[np.uint64]) -> tuple[Ints, Floats]:
-    falling = (keys >> np.uint64(32)).astype(np.uint32)
-    bits = np.where(falling >> np.uint32(31), falling, falling ^ np.uint32(0x7FFFFFFF))
+    descending = (keys >> np.uint64(32)).astype(np.uint32)
+    bits = np.where(descending >> np.uint32(31), descending, descending ^ np.uint32(0x7FFFFFFF))
     return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64), bits.view(np.float32)

@@ -1,53 +1,55 @@
-"""How likely the model itself found a token: of its logits as they came, before anything is done to them."""
+"""Log probabilities of the model's own distribution, before masks, biases, penalties and temperature."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import attrs
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.sampling.candidates import Floats, most_likely, weights_of
+from uma_trio.sampling.candidates import Floats, relative_weights, top_candidates
+from uma_trio.sampling.sampler import NO_TOKEN
 
 
-@attrs.frozen
-class Score:
-    """Of one chosen token."""
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of a sampled token, and the most likely tokens at its position."""
 
     logprob: float
-    """Natural logarithm of its probability."""
-    best: Sequence[tuple[int, float]]
-    """The most likely tokens and theirs, largest first and equal ones by id; none of probability 0."""
+    """Natural logarithm of the sampled token's probability."""
+    top_logprobs: tuple[tuple[int, float], ...]
+    """(token id, logprob) of the most likely tokens: descending, equal ones by ascending id, without probability 0."""
 
 
-def logprobs(raw: Floats, tokens: npt.NDArray[np.integer], wanted: Sequence[int]) -> list[Score | None]:
-    """Score the chosen token of each row.
+def compute_logprobs(
+    logits: Floats, tokens: npt.NDArray[np.integer], n_top: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """Compute the log probability of each row's token.
 
     Args:
-        raw: (rows, n_vocab) logits as the model gave them.
-        tokens: (rows,) ids in [0, n_vocab), or below 0 for a row without any.
-        wanted: of how many most likely tokens a row tells, 0 for none; more than there are is all.
+        logits: (rows, n_vocab) as the model computed them.
+        tokens: (rows,) ids in [0, n_vocab), or ``NO_TOKEN``.
+        n_top: (rows,) how many most likely tokens to list.  May exceed n_vocab.
 
     Returns:
-        For each row a score, or ``None`` where there is no token or a logit is NaN or +inf.
+        One entry a row; ``None`` for a row without a token, or with NaN or +inf among its logits.
     """
-    best = raw.max(axis=1)
-    usable = np.flatnonzero((np.asarray(tokens) >= 0) & np.isfinite(best))
-    scores: list[Score | None] = [None] * len(raw)
+    max_logits = logits.max(axis=1)
+    usable = np.flatnonzero((np.asarray(tokens) != NO_TOKEN) & np.isfinite(max_logits))
+    results: list[TokenLogprobs | None] = [None] * len(logits)
     if not len(usable):
-        return scores
-    if len(usable) < len(raw):
-        raw, best = raw[usable], best[usable]
-    ones = np.ones(len(raw))
-    weights = weights_of(raw, best, ones)
-    # Summed row by row, as in the sampler: a row's sum must not depend on the other rows.
-    norms = best.astype(np.float64) + np.log([row.sum(dtype=np.float64) for row in weights])
-    chosen = (raw[np.arange(len(raw)), tokens[usable]] - norms).tolist()
-    most = np.array([min(wanted[row], raw.shape[1]) for row in usable.tolist()])
-    ids, logs, _ = most_likely(raw, best, ones, np.maximum(most, 1))
-    values = logs + (best - norms)[:, np.newaxis]
-    for row, at in enumerate(usable.tolist()):
-        few = zip(ids[row, : most[row]].tolist(), values[row, : most[row]].tolist(), strict=True)
-        scores[at] = Score(chosen[row], tuple(pair for pair in few if pair[1] > -np.inf))
-    return scores
+        return results
+    if len(usable) < len(logits):
+        logits, max_logits = logits[usable], max_logits[usable]
+    ones = np.ones(len(logits))
+    weights = relative_weights(logits, max_logits, ones)
+    # Summed row by row, as in the sampler: the sum of a row must not depend on the other rows.
+    norms = max_logits.astype(np.float64) + np.log([row.sum(dtype=np.float64) for row in weights])
+    sampled = (logits[np.arange(len(logits)), tokens[usable]] - norms).tolist()
+    counts = np.array([min(n_top[row], logits.shape[1]) for row in usable.tolist()])
+    ids, log_weights, _ = top_candidates(logits, max_logits, ones, np.maximum(counts, 1))
+    values = log_weights + (max_logits - norms)[:, np.newaxis]
+    for row, index in enumerate(usable.tolist()):
+        top = zip(ids[row, : counts[row]].tolist(), values[row, : counts[row]].tolist(), strict=True)
+        results[index] = TokenLogprobs(sampled[row], tuple(pair for pair in top if pair[1] > -np.inf))
+    return results

@@ -1,7 +1,7 @@
-"""Random numbers without a state: a function of seed and step.
+"""Counter-based random numbers: a function of seed and step, without state.
 
-Nothing has to be kept, saved or put back: a request draws the same numbers whoever shares its batch,
-and a session restored from disk goes on as if it had never left.
+There is no generator to save or restore.  A request draws the same numbers in any batch, and a session that is restored
+from disk continues with the numbers that it would have drawn.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-"""2**64 divided by the golden ratio, odd: its multiples visit every 64-bit number."""
+"""2**64 divided by the golden ratio, rounded to an odd number: its multiples visit every 64-bit number."""
 
 
 def uniforms(seeds: Sequence[int], steps: Sequence[int] | npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each pair of seed and step, with 53 random bits.
+    """Return one number in [0, 1), with 53 random bits, for each pair of seed and step.
 
     Args:
-        seeds: below 2**64, one a row.
-        steps: how many numbers this row has drawn before, one a row.
+        seeds: (rows,) below 2**64.
+        steps: (rows,) how many numbers the row has drawn before.
 
     Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (2014), SplitMix64,
-    whose n-th output can be computed without those before it.  Seeds are mixed once more, so that
-    neighbouring seeds do not walk along the same sequence.
+    whose n-th output can be computed directly.  Seeds are mixed once more, since neighbouring seeds would otherwise
+    give shifted copies of one sequence.
     """
     start = _mix(np.array(seeds, dtype=np.uint64) + _GAMMA)
     bits = _mix(start + (np.asarray(steps).astype(np.uint64) + np.uint64(1)) * _GAMMA)
@@ -32,7 +32,7 @@ def uniforms(seeds: Sequence[int], steps: Sequence[int] | npt.NDArray[np.integer
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Every bit of the result depends on every bit of ``x``; one to one."""
+    """Mix the bits: a bijection in which every output bit depends on every input bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Bytes of tokens in, whole characters out, up to a stop string."""
+"""Text of an answer: from the bytes of tokens to whole characters, up to a stop string."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import attrs
 
 @attrs.frozen
 class _StopStates:
-    """An automaton that reads text and knows how much of a stop string it ends with.
+    """An automaton over characters that finds stop strings.
 
-    State ``s`` stands for the longest end of the text read that begins some stop string; 0 is none.
-    One step a character, however many stop strings there are and however they overlap.
+    A state stands for the longest suffix of the text so far that is a prefix of some stop string; 0 is the empty
+    suffix.  A character costs one step, however many stop strings there are and however they overlap.
 
     Source: Aho, Corasick, "Efficient string matching" (1975).
     """
 
     next_state: tuple[dict[str, int], ...]
-    """The ways from each state that make its beginning longer."""
+    """For each state, the characters that extend its prefix."""
     shorter: tuple[int, ...]
-    """The state of the next shorter end of the text that also begins a stop string."""
+    """For each state, the state of the next shorter suffix that is also a prefix of a stop string."""
     length: tuple[int, ...]
-    """Characters in the beginning that the state stands for."""
+    """For each state, the length of its prefix in characters."""
     found: tuple[str | None, ...]
-    """The longest stop string that the text ends with in this state."""
+    """For each state, the longest stop string that the text ends with."""
 
     def step(self, state: int, character: str) -> int:
         while state and character not in self.next_state[state]:
@@ -51,7 +51,7 @@ def _compiled(stop: tuple[str, ...]) -> _StopStates:
         found[state] = word
 
     shorter = [0] * len(next_state)
-    level = list(next_state[0].values())  # by length: what is shorter is known before it is needed
+    level = list(next_state[0].values())  # breadth first: the states of shorter prefixes are complete
     while level:
         deeper = []
         for parent in level:
@@ -67,29 +67,28 @@ def _compiled(stop: tuple[str, ...]) -> _StopStates:
 
 
 class TextAssembler:
-    """Joins token pieces to text that a client may see.
+    """Turns the bytes of tokens into text that a client may see.
 
-    A token can end in the middle of a character, or in the middle of what becomes a stop string.
-    Both are held back until they are decided; never more than one character and the longest stop
-    string less one.
+    A token can end in the middle of a character, or in the middle of a possible stop string.  The assembler
+    holds such text back until it is decided: at most one character, and the longest stop string less one character.
 
         assembler = TextAssembler(stop=["\\n\\n"])
-        for piece in pieces:
-            emit(assembler.feed(piece))
+        for token_bytes in ...:
+            emit(assembler.feed(token_bytes))
             if assembler.matched is not None:
                 break
         emit(assembler.finish())
 
-    All that was let out, joined, is ``b"".join(pieces).decode("utf-8", "replace")`` cut off where the
-    stop string begins that was complete first (of those complete at the same character, the longest).
-    How the bytes were split into pieces makes no difference.
+    The emitted text is the UTF-8 decoding of all bytes, with U+FFFD for invalid ones, cut where the stop string begins
+    that is complete first.  If several are complete at the same character, the longest one counts.  The boundaries of
+    tokens make no difference.
 
     Raises:
-        ValueError: an empty stop string.
+        ValueError: a stop string is empty.
     """
 
     matched: str | None
-    """The stop string that was found; it, and all after it, is never let out."""
+    """The stop string that was found.  Neither it nor any later text is emitted."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         if "" in stop:
@@ -100,14 +99,14 @@ class TextAssembler:
         self._state = 0
         self._held = ""
 
-    def feed(self, piece: bytes) -> str:
-        """Take the bytes of one token; return what can be let out now, perhaps nothing."""
+    def feed(self, token_bytes: bytes) -> str:
+        """Append the bytes of one token, and return the text that can be emitted now, which may be empty."""
         if self.matched is not None:
             return ""
-        return self._until_stop(self._decoder.decode(piece))
+        return self._until_stop(self._decoder.decode(token_bytes))
 
     def finish(self) -> str:
-        """What was held back, at the end of the output.  Incomplete bytes become U+FFFD."""
+        """Return the text that was held back, at the end of the output.  Incomplete bytes become U+FFFD."""
         if self.matched is not None:
             return ""
         text = self._until_stop(self._decoder.decode(b"", final=True))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Score, Step, Truncate
+from uma_trio.engine.records import Draw, Feed, Remove, Step, TokenLogprobs
 from uma_trio.models.training.chat import END, START
 from uma_trio.models.training.corpus import Question
 from uma_trio.models.training.sample import Sample
@@ -30,7 +30,7 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[Score | None]]:
+    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
         if draws:
             second, best = np.partition(self._context.logits(len(draws)).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
@@ -86,7 +86,7 @@ class Examiner:
                 part = pending[start : start + self._facts.n_batch]
                 last = start + len(part) == len(pending)
                 feed = Feed(0, pos, part, [Draw(GREEDY, at)] if last else ())
-                drawn = self._engine.step(Step([Truncate(0)] if pos == 0 else (), [[feed]])).tokens
+                drawn = self._engine.step(Step([Remove(0)] if pos == 0 else (), [[feed]])).tokens
                 pos += len(part)
             if drawn[0] in self._facts.eog_ids:
                 return said.decode(errors="replace"), at, tuple(self._engine.margins)

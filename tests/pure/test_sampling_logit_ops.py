@@ -1,18 +1,17 @@
-"""Masks, biases and penalties against slow, obvious ones, token by token; and rows against each other."""
+"""Masks, biases and penalties, compared with a slow reference; rows are independent of each other."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 
-import attrs
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.sampling import Bias, Past, SamplingParams, Transcript, distribution, penalises, sample
-from uma_trio.sampling.sampler import NO_TOKEN
+from uma_trio.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenHistory, distribution, sample
 
 F32 = np.float32
 
@@ -29,8 +28,8 @@ def past_of(prompt, answer):
     return Past(np.array([*prompt, *answer], np.int32), len(prompt))
 
 
-def obvious(logits, params, mask=(), bias=None, prompt=(), answer=()):
-    """The logits that temperature and filters see, in float32 as llama.cpp has them."""
+def reference(logits, params, mask=(), bias=None, prompt=(), answer=()):
+    """Compute the logits before temperature and filters, in float32 like llama.cpp."""
     logits = logits.copy()
     for token, value in (bias or {}).items():
         logits[token] += F32(value)
@@ -47,8 +46,8 @@ def obvious(logits, params, mask=(), bias=None, prompt=(), answer=()):
 
 N_VOCAB = 300
 tokens = st.integers(0, N_VOCAB - 1)
-few = st.lists(st.integers(0, 9), max_size=30)  # so that tokens come again
-stories = st.lists(tokens, max_size=200) | few
+few = st.lists(st.integers(0, 9), max_size=30)  # so that tokens repeat
+token_lists = st.lists(tokens, max_size=200) | few
 biases = st.dictionaries(tokens, st.floats(-99, 100, width=32), min_size=1, max_size=20)
 params = st.builds(
     SamplingParams,
@@ -62,26 +61,28 @@ params = st.builds(
     frequency_penalty=st.sampled_from([-2.0, 0.0, 0.3, 2.0]),
     presence_penalty=st.sampled_from([-2.0, 0.0, 0.7, 2.0]),
 )
-rows = st.tuples(params, st.none() | st.sets(tokens, min_size=1, max_size=9), st.none() | biases, stories, stories)
+rows = st.tuples(
+    params, st.none() | st.sets(tokens, min_size=1, max_size=9), st.none() | biases, token_lists, token_lists
+)
 
 
 def given_to(row):
-    """A row's mask, bias and past, as ``sample`` takes them."""
+    """Return the mask, bias and past of a row, as arguments of ``sample``."""
     params, mask, bias, prompt, answer = row
-    past = past_of(prompt, answer) if penalises(params) else None
+    past = past_of(prompt, answer) if params.has_penalties else None
     return None if mask is None else np.array([*mask], np.int32), None if bias is None else bias_of(bias), past
 
 
 def plain(params):
-    """The same filters without what comes before."""
-    return attrs.evolve(params, repetition_penalty=1, frequency_penalty=0, presence_penalty=0)
+    """Return the same filters without penalties."""
+    return msgspec.structs.replace(params, repetition_penalty=1, frequency_penalty=0, presence_penalty=0)
 
 
 @given(rows, st.integers(0, 9))
-def test_what_is_drawn_from_is_the_obvious(row, seed):
+def test_the_distribution_matches_the_reference(row, seed):
     params, mask, bias, prompt, answer = row
     (logits,) = noise(1, N_VOCAB, seed=seed)
-    edited = obvious(logits, params, mask or (), bias, prompt, answer)
+    edited = reference(logits, params, mask or (), bias, prompt, answer)
     if params.greedy:
         assert sample(logits[np.newaxis].copy(), [params], [0], *([one] for one in given_to(row))) == edited.argmax()
         return
@@ -94,7 +95,7 @@ def test_what_is_drawn_from_is_the_obvious(row, seed):
 
 
 @given(st.lists(rows, min_size=32, max_size=32), st.data())
-def test_a_row_gets_the_same_token_in_any_company(many, data):
+def test_rows_are_independent(many, data):
     logits = noise(len(many), N_VOCAB, seed=3)
     asked = [row[0] for row in many]
     lists = [list(one) for one in zip(*map(given_to, many), strict=True)]
@@ -108,7 +109,7 @@ def test_a_row_gets_the_same_token_in_any_company(many, data):
     assert shuffled.tolist() == [alone[i] for i in order]
 
 
-def test_rows_that_want_nothing_are_left_alone():
+def test_rows_without_penalties_are_not_changed():
     logits = noise(3, 100)
     before = logits.copy()
     strong = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0)
@@ -118,11 +119,11 @@ def test_rows_that_want_nothing_are_left_alone():
     assert np.flatnonzero(logits[1] != before[1]).tolist() == [1, 2, 3]
 
 
-def test_greedy_answers_are_penalised_too():
-    """Whatever is most likely is said once."""
+def test_penalties_apply_to_greedy_sampling():
+    """Each token comes once, the most likely first."""
     (logits,) = noise(1, 50)
     params = SamplingParams(repetition_penalty=10.0, presence_penalty=2.0, repeat_last_n=50)
-    logits += 100  # penalties of positive ones are the strong ones
+    logits += 100  # penalties are strong on positive logits
     said = []
     for step in range(50):
         said += sample(logits[np.newaxis].copy(), [params], [step], pasts=[past_of([], said)]).tolist()
@@ -145,14 +146,14 @@ def test_the_repetition_penalty_does_not_count_and_the_frequency_penalty_does():
 @pytest.mark.parametrize(
     ("window", "penalised"), [(0, []), (1, [5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
 )
-def test_the_window_is_of_prompt_and_answer_together(window, penalised):
+def test_the_repetition_window_spans_prompt_and_answer(window, penalised):
     logits = np.full((1, 8), 1.0, F32)
     params = SamplingParams(repetition_penalty=2.0, repeat_last_n=window)
     sample(logits, [params], [0], pasts=[past_of([1, 2, 3], [4, 5])])
     assert np.flatnonzero(logits[0] != 1).tolist() == penalised
 
 
-def test_a_bias_can_decide_and_a_mask_is_stronger():
+def test_a_mask_wins_over_a_bias():
     logits = noise(3, 100)
     bias = bias_of({7: 100.0})
     mask = np.array([7], np.int32)
@@ -162,7 +163,7 @@ def test_a_bias_can_decide_and_a_mask_is_stronger():
 
 
 @pytest.mark.parametrize("worst", [np.nan, np.inf, -np.inf])
-def test_logits_without_a_distribution_stay_so(worst):
+def test_rows_without_a_distribution_give_no_token(worst):
     logits = noise(2, 60)
     logits[0] = worst
     params = SamplingParams(1.0, repetition_penalty=2.0, frequency_penalty=1.0)
@@ -174,28 +175,30 @@ def test_huge_logits_do_not_warn():
     logits = np.array([[3e38, -3e38, 1.0, 2.0]], F32)
     params = SamplingParams(1.0, repetition_penalty=10.0)
     assert sample(logits.copy(), [params], [0], pasts=[past_of([], [1])])[0] == 0
-    up = attrs.evolve(params, repetition_penalty=0.1)
+    up = msgspec.structs.replace(params, repetition_penalty=0.1)
     assert sample(logits.copy(), [up], [0], pasts=[past_of([], [0])])[0] == NO_TOKEN
 
 
-def test_a_transcript_is_what_was_written():
+def test_token_history_views():
     params = SamplingParams(repetition_penalty=2.0, repeat_last_n=3, frequency_penalty=1.0)
     prompt = np.array([9, 8, 7, 6, 5], np.int32)
-    transcript = Transcript(prompt, params, 4)
-    assert transcript.past(0).tokens.tolist() == [7, 6, 5]
-    transcript.write(0, [1])
-    transcript.write(1, [2, 3])  # guesses
-    pasts = [transcript.past(n) for n in (1, 2, 3)]
+    history = TokenHistory(prompt, params, 4)
+    assert history.past(0).tokens.tolist() == [7, 6, 5]
+    history.write(0, [1])
+    history.write(1, [2, 3])  # draft tokens
+    pasts = [history.past(n) for n in (1, 2, 3)]
     assert [past.tokens.tolist() for past in pasts] == [[7, 6, 5, 1], [7, 6, 5, 1, 2], [7, 6, 5, 1, 2, 3]]
     assert {past.n_prompt for past in pasts} == {3}
-    transcript.write(1, [4])  # the first of them was wrong
-    assert transcript.past(2).tokens.tolist() == [7, 6, 5, 1, 4]
+    history.write(1, [4])  # the first draft token was rejected
+    assert history.past(2).tokens.tolist() == [7, 6, 5, 1, 4]
 
 
-def test_a_transcript_keeps_no_more_of_a_prompt_than_is_looked_at():
+def test_token_history_keeps_only_the_part_of_the_prompt_that_penalties_need():
     prompt = np.arange(5000, dtype=np.int32)
-    assert Transcript(prompt, SamplingParams(presence_penalty=1.0), 9).past(0).tokens.tolist() == []
-    assert len(Transcript(prompt, SamplingParams(repetition_penalty=1.1, repeat_last_n=4096), 9).past(2).tokens) == 4098
+    assert TokenHistory(prompt, SamplingParams(presence_penalty=1.0), 9).past(0).tokens.tolist() == []
+    assert (
+        len(TokenHistory(prompt, SamplingParams(repetition_penalty=1.1, repeat_last_n=4096), 9).past(2).tokens) == 4098
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,8 +212,8 @@ def test_a_transcript_keeps_no_more_of_a_prompt_than_is_looked_at():
         ({"presence_penalty": 0.1}, True),
     ],
 )
-def test_penalties_that_change_nothing_cost_nothing(wanted, changes):
-    assert penalises(SamplingParams(**wanted)) is changes
+def test_has_penalties(wanted, changes):
+    assert SamplingParams(**wanted).has_penalties is changes
 
 
 def test_frequencies_follow_the_penalised_probabilities():
