@@ -29,7 +29,7 @@ from uma_trio.protocol.messages import Generate
 from uma_trio.runner import Runner
 from uma_trio.runner.pace import Pace
 from uma_trio.runner.state_files import saved_state
-from uma_trio.store.spill import SpillFolder
+from uma_trio.store import StateFolder, principal_uid
 
 LAYOUTS = pytest.mark.parametrize("unified", ["off", "on"])
 
@@ -94,7 +94,7 @@ async def asking(unified: str, states: Path | None = None) -> AsyncIterator[Aski
         stack.callback(engine.close)
         files = None
         if states is not None:
-            files = SpillFolder(states, max_bytes=1 << 30, fingerprint="tiny")
+            files = StateFolder(states, max_bytes=1 << 30, fingerprint="tiny")
             stack.callback(files.close)
         thread = EngineThread("tiny")
         stack.callback(thread.close)
@@ -102,7 +102,7 @@ async def asking(unified: str, states: Path | None = None) -> AsyncIterator[Aski
         stack.enter_context(patch.object(Pace, "worth_loading", lambda self, tokens, n_bytes: True))
         runner = Runner(engine, thread, engine.tokenizer.piece, settings(spill_after_s=1e8), files=files)
         if files is not None:
-            found = [saved_state(s.name, s.tenant, s.tokens, s.n_bytes, s.extra) for s in files.scan()]
+            found = [saved_state(s.name, principal_uid(s.principal), s.tokens, s.n_bytes, s.extra) for s in files.scan()]
             runner.cache.shelf.add_all(found)
         async with trio.open_nursery() as nursery:
             await nursery.start(runner.run)

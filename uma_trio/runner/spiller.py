@@ -27,7 +27,7 @@ from uma_trio.kv.shelf import Saved
 from uma_trio.runner.pace import Pace
 from uma_trio.runner.state_files import Draft, Nowhere, Reading, StateFiles, parts, saved_state
 from uma_trio.runner.transfers import Transfer, Transfers, is_unchanged
-from uma_trio.store.spill import SpillError
+from uma_trio.store import StateFileError, uid_principal
 from uma_trio.telemetry.meters import SpillMeters
 
 log = structlog.get_logger("uma_trio.runner")
@@ -188,7 +188,7 @@ class Spiller:
             return None
         try:
             draft: Draft = await self._in_thread(self._files.begin, n_bytes)
-        except SpillError as error:
+        except StateFileError as error:
             self._failed(entry, error)
             return None
         there = [(point, size) for point, size in zip(points, sizes[1:], strict=True) if size]  # or not made yet
@@ -236,9 +236,9 @@ class Spiller:
             kept = [[point.length, size] for point, size in there]
             extra: dict[str, Any] = {"checkpoints": kept} if kept else {}
             written = await self._in_thread(
-                lambda: draft.finish(entry.tokens, tenant=entry.tenant, n_bytes=n_bytes, extra=extra)
+                lambda: draft.finish(entry.tokens, principal=uid_principal(entry.tenant), n_bytes=n_bytes, extra=extra)
             )
-        except SpillError as error:
+        except StateFileError as error:
             self._failed(entry, error)
             return
         self.meters.saved(n_bytes)
@@ -258,7 +258,7 @@ class Spiller:
     async def _remove(self, name: str) -> None:
         try:
             await self._in_thread(self._files.remove, name)
-        except SpillError as error:
+        except StateFileError as error:
             log.warning("a saved state could not be removed", reason=str(error))
 
     def _remove_soon(self, names: Sequence[str]) -> None:
@@ -270,7 +270,7 @@ class Spiller:
         began = time.perf_counter()
         try:
             reading: Reading = await self._in_thread(self._files.open, state.name)
-        except SpillError as error:
+        except StateFileError as error:
             log.warning("a saved state cannot be used; its tokens are computed", reason=str(error))
             self.meters.unusable_total += 1
             self._kv.shelf.discard(state.name)

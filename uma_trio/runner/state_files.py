@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from uma_trio.kv.prefix import Tokens
 from uma_trio.kv.shelf import Saved
-from uma_trio.store.spill import SpillError
+from uma_trio.store.state_folder import StateFileError
 
 
 class Written(Protocol):
@@ -24,7 +24,7 @@ class Draft(Protocol):
     def view(self) -> Any:
         """A writable buffer of as many bytes as were asked for."""
 
-    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int, extra: dict[str, Any]) -> Written: ...
+    def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> Written: ...
     def abandon(self) -> None: ...
 
 
@@ -37,7 +37,7 @@ class Reading(Protocol):
 
 
 class StateFiles(Protocol):
-    """Where states are kept; all calls block, and raise ``SpillError`` with the reason."""
+    """Where states are kept; all calls block, and raise ``StateFileError`` with the reason."""
 
     @property
     def readers(self) -> int:
@@ -62,10 +62,10 @@ class Nowhere:
     used_bytes: Final = 0
 
     def begin(self, n_bytes: int) -> Draft:
-        raise SpillError("states are not saved")
+        raise StateFileError("states are not saved")
 
     def open(self, name: str) -> Reading:
-        raise SpillError("states are not saved")
+        raise StateFileError("states are not saved")
 
     def remove(self, name: str) -> None:
         """There is none."""
