@@ -23,13 +23,13 @@ from tests.support.serving import settings
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.thread import EngineThread
-from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE, TOKENS_AFTER_LAST
+from uma_trio.kv.checkpoints import BEFORE_END, EACH
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate
 from uma_trio.runner import Runner
 from uma_trio.runner.pace import Pace
 from uma_trio.runner.state_files import saved_state
-from uma_trio.store.spill import SpillFolder
+from uma_trio.store import StateFolder, principal_uid
 
 LAYOUTS = pytest.mark.parametrize("unified", ["off", "on"])
 
@@ -94,7 +94,7 @@ async def asking(unified: str, states: Path | None = None) -> AsyncIterator[Aski
         stack.callback(engine.close)
         files = None
         if states is not None:
-            files = SpillFolder(states, max_bytes=1 << 30, fingerprint="tiny")
+            files = StateFolder(states, max_bytes=1 << 30, fingerprint="tiny")
             stack.callback(files.close)
         thread = EngineThread("tiny")
         stack.callback(thread.close)
@@ -102,8 +102,8 @@ async def asking(unified: str, states: Path | None = None) -> AsyncIterator[Aski
         stack.enter_context(patch.object(Pace, "worth_loading", lambda self, tokens, n_bytes: True))
         runner = Runner(engine, thread, engine.tokenizer.piece, settings(spill_after_s=1e8), files=files)
         if files is not None:
-            found = [saved_state(s.name, str(s.tenant), s.tokens, s.n_bytes, s.extra) for s in files.scan()]
-            runner.cache.index.add_all(found)
+            found = [saved_state(s.name, principal_uid(s.principal), s.tokens, s.n_bytes, s.extra) for s in files.scan()]
+            runner.cache.shelf.add_all(found)
         async with trio.open_nursery() as nursery:
             await nursery.start(runner.run)
             yield Asking(runner)
@@ -119,7 +119,7 @@ async def test_an_answer_asked_for_again(library: None, unified: str) -> None:
     async with asking(unified) as ask:
         prompt = words(1, 200)
         expected = await ask.anew(prompt)
-        for cached in (0, 200 - TOKENS_AFTER_LAST, 200 - TOKENS_AFTER_LAST):
+        for cached in (0, 200 - BEFORE_END, 200 - BEFORE_END):
             client = await ask(prompt)
             assert (client.tokens, client.cached) == (expected, cached)
 
@@ -147,7 +147,7 @@ async def test_what_was_thought_is_left_out_of_the_next_turn(library: None, unif
         after = [*prompt, *thought[-20:], *words(2, 30)]
         expected = await ask.anew(after)
         client = await ask(after)
-        assert (client.tokens, client.cached) == (expected, 200 - TOKENS_AFTER_LAST)
+        assert (client.tokens, client.cached) == (expected, 200 - BEFORE_END)
 
 
 @LAYOUTS
@@ -159,7 +159,7 @@ async def test_a_branch_and_its_source_go_on(library: None, unified: str) -> Non
         branch = [*prompt, *words(2, 30)]
         wanted, goes_on = await ask.anew(branch), await ask.anew([*long, 500])
         client = await ask(branch)
-        assert (client.tokens, client.cached) == (wanted, 100 - TOKENS_AFTER_LAST)
+        assert (client.tokens, client.cached) == (wanted, 100 - BEFORE_END)
         client = await ask([*long, 500])
         assert (client.tokens, client.cached) == (goes_on, len(long) - 1)
 
@@ -204,7 +204,7 @@ async def test_after_a_restart_it_goes_on_and_goes_back(library: None, unified: 
         story += (await ask(story, durable=True)).tokens
         questions = {
             len(story) - 1: [*story, 500],
-            len(prompt) - TOKENS_AFTER_LAST: prompt,
+            len(prompt) - BEFORE_END: prompt,
             ended: [*story[: ended + 1], *words(3, 40)],
         }
         expected = {cached: await ask.anew(question, 150) for cached, question in questions.items()}
@@ -221,8 +221,8 @@ async def test_after_a_restart_it_goes_on_and_goes_back(library: None, unified: 
 async def test_a_long_chat_keeps_as_many_checkpoints_as_it_may(library: None) -> None:
     async with asking("off") as ask:
         story = words(1, 100)
-        for turn in range(MAX_PER_SEQUENCE):
+        for turn in range(EACH):
             story += (await ask(story, 70)).tokens + words(turn, 70)
         engine = ask.runner._engine
         assert isinstance(engine, LlamaEngine)
-        assert len(engine._marks) == MAX_PER_SEQUENCE
+        assert len(engine._marks) == EACH

@@ -25,7 +25,7 @@ from uma_trio.models.known_costs import circumstances
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.models.training.skills import documents
 from uma_trio.store.journal import Journal
-from uma_trio.store.spill import PAYLOAD_AT
+from uma_trio.store.state_folder import PAYLOAD_AT
 
 N = 5
 """Conversations, where there is room for two."""
@@ -364,7 +364,7 @@ def test_a_state_that_is_spoilt_is_computed_again(
         assert answer.ids == replayed[0][1].ids
         assert answer.last["usage"]["cached_tokens"] == 0
         assert daemon.settled()["spill"]["loaded_total"] == 0
-        problems = {"a saved state is of no use", "a saved state cannot be used; its tokens are computed"}
+        problems = {"a saved state cannot be used", "a saved state cannot be used; its tokens are computed"}
         assert problems & set(daemon.events_logged())
         assert on_disk(state, "states", "*.bad")
 
@@ -415,7 +415,7 @@ def test_without_a_folder_it_serves_and_says_so(library: None, tmp_path: Path, p
     (tmp_path / "file").touch()
     state = tmp_path / "file" if place == "a file" else tmp_path / "file" / "state"
     with real_daemon("--state-dir", str(state)) as daemon:
-        assert "sessions will not survive this server" in daemon.events_logged()
+        assert "sessions will not survive a restart" in daemon.events_logged()
         first = say(daemon, "a", "What is the capital of France?")
         assert first.last["session"]["durable"] is False
         second = say(daemon, "a", "And of Italy?")
@@ -432,7 +432,7 @@ def test_of_two_daemons_with_one_folder_the_second_remembers_nothing(library: No
     with real_daemon(*flags, folder=tmp_path / "one") as first:
         assert say(first, "a", "What is the capital of France?").last["session"]["durable"]
         with real_daemon(*flags, folder=tmp_path / "two") as second:
-            assert "sessions will not survive this server" in second.events_logged()
+            assert "sessions will not survive a restart" in second.events_logged()
             assert names(second) == []
             assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
         assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2

@@ -20,10 +20,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.crashes import crash_everywhere
 from uma_trio.protocol.messages import ChatMessage
-from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord
+from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, principal_uid, uid_principal
 from uma_trio.store import journal_format as form
-from uma_trio.store.journal import MAX_ASIDE, MAX_ASIDE_BYTES
+from uma_trio.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile, ForeignFile
+from uma_trio.store.journal import MAX_QUARANTINED, MAX_QUARANTINED_BYTES
 from uma_trio.store.journal_format import (
     MARK,
     MAX_MESSAGES,
@@ -32,17 +34,14 @@ from uma_trio.store.journal_format import (
     TURN,
     TURN_KIND,
     WASTE,
-    Damaged,
-    Foreign,
     Header,
     decode,
     encode_header,
     encode_turn,
-    record_of,
+    turn_record,
 )
-from uma_trio.store.tokens import MAX_TOKEN_ID, MAX_TOKENS
 
-KEY = SessionKey(1000, "a")
+KEY = SessionKey("uid:1000", "a")
 MODEL = "a model"
 
 
@@ -108,7 +107,7 @@ def file_of(path: Path) -> Path:
 
 def turns_of(*sessions: SessionRecord) -> bytes:
     return b"".join(
-        encode_turn(record_of(session, before)) for before, session in zip((None, *sessions), sessions, strict=False)
+        encode_turn(turn_record(session, before)) for before, session in zip((None, *sessions), sessions, strict=False)
     )
 
 
@@ -134,11 +133,16 @@ TURNS = st.lists(
 more, and what somebody does to the file before."""
 
 
-@given(TURNS, st.integers(-(2**63), 2**63 - 1), st.text(min_size=1, max_size=256), st.integers(1, 1000))
+PRINCIPALS = st.text(min_size=1, max_size=MAX_PRINCIPAL_BYTES).filter(
+    lambda principal: len(principal.encode()) <= MAX_PRINCIPAL_BYTES
+)
+
+
+@given(TURNS, PRINCIPALS, st.text(min_size=1, max_size=256), st.integers(1, 1000))
 def test_a_session_is_what_was_written_last(
-    tmp_path_factory: pytest.TempPathFactory, turns: Any, tenant: int, name: str, n: int
+    tmp_path_factory: pytest.TempPathFactory, turns: Any, principal: str, name: str, n: int
 ) -> None:
-    path, key = tmp_path_factory.mktemp("j"), SessionKey(tenant, name)
+    path, key = tmp_path_factory.mktemp("j"), SessionKey(principal, name)
     tokens: list[int] = []
     texts: list[str] = []
     journal = opened(path)
@@ -175,15 +179,15 @@ def spoil(path: Path, how: str) -> bool:
 
 def test_the_longest_unused_come_first(path: Path, journal: Journal) -> None:
     for name, when in (("x", 3.0), ("y", 1.0), ("z", 2.0)):
-        journal.write(said([1], key=SessionKey(1, name), used=when))
-    journal.write(said([1, 1], key=SessionKey(1, "y"), used=9.0, n=2))
+        journal.write(said([1], key=SessionKey("uid:1", name), used=when))
+    journal.write(said([1, 1], key=SessionKey("uid:1", "y"), used=9.0, n=2))
     _, found = reloaded(path, journal)
     assert [key.id for key in found] == ["z", "x", "y"]
 
 
-def test_ids_are_each_tenants_own_and_never_file_names(path: Path, journal: Journal) -> None:
+def test_ids_are_each_principals_own_and_never_file_names(path: Path, journal: Journal) -> None:
     names = ["a", "A", "../../etc/passwd", "/", ".", "..", "\0", "a\n", "é", "e\u0301", "🦊" * 256, "x.session"]
-    keys = [SessionKey(tenant, name) for name in names for tenant in (0, -1)]
+    keys = [SessionKey(principal, name) for name in names for principal in ("uid:0", "uid:-1", "é" * 64)]
     journal.max_sessions = len(keys)
     for i, key in enumerate(keys):
         journal.write(said([i], key=key))
@@ -214,18 +218,19 @@ NOBODY: Any = [ChatMessage(role="nobody", content="x")]  # type: ignore[arg-type
         attrs.evolve(said(n=2), tokens=np.array([0.5])),
         attrs.evolve(said(n=2), messages=NOBODY),
         said([1], created=float("inf"), n=2),
-        *(said([1], key=SessionKey(1, name)) for name in ("", "x" * 257, "\ud800")),
+        *(said([1], key=SessionKey("uid:1", name)) for name in ("", "x" * 257, "\ud800")),
+        *(said([1], key=SessionKey(principal, "a")) for principal in ("", "x" * 129, "é" * 65, "\ud800")),
     ],
-    ids=range(16),
+    ids=range(20),
 )
 def test_a_session_out_of_bounds_changes_nothing(path: Path, journal: Journal, wrong: SessionRecord) -> None:
     journal.write(said([1, 2], "first"))
     before = file_of(path).read_bytes()
-    for key in [KEY, SessionKey(1, "new")] if wrong.key == KEY else [wrong.key]:
+    for key in [KEY, SessionKey("uid:1", "new")] if wrong.key == KEY else [wrong.key]:
         with pytest.raises(JournalError):
             journal.write(attrs.evolve(wrong, key=key))
     assert file_of(path).read_bytes() == before
-    assert journal.behind() == [], "it is not tried again"
+    assert journal.needs_repair() == [], "it is not tried again"
     journal.write(said([1, 2, 3], "first", "second", n=2))
     _, found = reloaded(path, journal)
     assert plain(found[KEY]) == ([1, 2, 3], ["first", "second"])
@@ -233,17 +238,17 @@ def test_a_session_out_of_bounds_changes_nothing(path: Path, journal: Journal, w
 
 def test_there_are_at_most_so_many(path: Path, journal: Journal) -> None:
     for i in range(8):
-        journal.write(said([i], key=SessionKey(1, str(i)), used=float(i)))
+        journal.write(said([i], key=SessionKey("uid:1", str(i)), used=float(i)))
         os.utime(max(path.glob("*.session"), key=lambda file: file.stat().st_mtime_ns), (i, i))
-    with pytest.raises(JournalError, match="the most"):
+    with pytest.raises(JournalError, match="already 8 sessions"):
         journal.write(said())
-    journal.write(said([0, 0], key=SessionKey(1, "0"), used=50.0, n=2))
+    journal.write(said([0, 0], key=SessionKey("uid:1", "0"), used=50.0, n=2))
     journal, found = reloaded(path, journal, max_sessions=3)
     assert [key.id for key in found] == ["6", "7", "0"], "those used last"
     assert len(journal.problems) == 5
     journal, found = reloaded(path, journal)
     assert len(found) == 8
-    journal.remove(SessionKey(1, "3"))
+    journal.remove(SessionKey("uid:1", "3"))
     journal.write(said())
     journal.close()
 
@@ -292,19 +297,19 @@ def test_files_that_grow_with_what_is_live_are_not_written_anew(path: Path, jour
 def test_turns_of_many_sessions_are_written_side_by_side(path: Path, journal: Journal) -> None:
     def work(number: int) -> None:
         for i in range(30):
-            journal.write(said([number] * i, key=SessionKey(number, "own"), n=i + 1))
-            journal.write(said([i, number], key=SessionKey(0, "closed again")))
-            journal.remove(SessionKey(0, "closed again"))
-            for key in journal.behind():
+            journal.write(said([number] * i, key=SessionKey(f"uid:{number}", "own"), n=i + 1))
+            journal.write(said([i, number], key=SessionKey("uid:0", "closed again")))
+            journal.remove(SessionKey("uid:0", "closed again"))
+            for key in journal.needs_repair():
                 journal.repair(key)
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
     journal, found = reloaded(path, journal)
     assert journal.problems == []
-    assert set(found) == {SessionKey(number, "own") for number in range(4)}
+    assert set(found) == {SessionKey(f"uid:{number}", "own") for number in range(4)}
     for number in range(4):
-        own = found[SessionKey(number, "own")]
+        own = found[SessionKey(f"uid:{number}", "own")]
         assert (own.tokens.tolist(), own.n_turns) == ([number] * 29, 30)
     journal.close()
 
@@ -318,7 +323,7 @@ def test_a_folder_that_is_taken_away_again_and_again_loses_nothing(path: Path, j
         while not done.is_set():
             n += 1
             with contextlib.suppress(JournalError):  # the folder went in the middle of it
-                journal.write(said([number] * n, key=SessionKey(number, "own"), n=n))
+                journal.write(said([number] * n, key=SessionKey(f"uid:{number}", "own"), n=n))
         turns[number] = n
 
     turns = [0] * 3
@@ -330,12 +335,12 @@ def test_a_folder_that_is_taken_away_again_and_again_loses_nothing(path: Path, j
                 pass
             path.rename(path.with_name(f"away {i}"))
         done.set()
-    for key in journal.behind():
+    for key in journal.needs_repair():
         journal.repair(key)
-    assert journal.behind() == []
+    assert journal.needs_repair() == []
     journal, found = reloaded(path, journal)
     assert journal.problems == []
-    assert [found[SessionKey(number, "own")].n_turns for number in range(3)] == turns
+    assert [found[SessionKey(f"uid:{number}", "own")].n_turns for number in range(3)] == turns
     journal.close()
 
 
@@ -370,24 +375,24 @@ def test_files_of_sessions_that_nobody_uses_are_repaired(path: Path, how: str, t
     path = path / "below"
     journal = opened(path)
     journal.load()
-    sessions = [said([i], str(i), key=SessionKey(1, str(i)), n=i) for i in range(1, 4)]
+    sessions = [said([i], str(i), key=SessionKey("uid:1", str(i)), n=i) for i in range(1, 4)]
     for session in sessions:
         journal.write(session)
-    assert journal.behind() == []
+    assert journal.needs_repair() == []
     if how == "file":
         next(path.glob("*.session")).unlink()
     elif how == "moved":
         path.rename(tmp_path / "elsewhere")
     else:
         shutil.rmtree(path if how == "folder" else path.parent)
-    behind = journal.behind()
+    behind = journal.needs_repair()
     assert len(behind) == (1 if how == "file" else 3)
     for key in behind:
         written = journal.repair(key)
         assert written is not None
         assert written.key == key
     assert journal.restored == len(behind)
-    assert journal.behind() == []
+    assert journal.needs_repair() == []
     with pytest.raises(JournalError, match="in use by another process"):
         opened(path)
     journal, found = reloaded(path, journal)
@@ -400,7 +405,7 @@ def test_a_lock_that_was_removed_is_taken_again(path: Path, journal: Journal) ->
     journal.write(said([1]))
     (path / "lock").unlink()
     journal.write(said([1, 2], n=2))
-    assert (journal.restored, journal.behind()) == (0, [])
+    assert (journal.restored, journal.needs_repair()) == (0, [])
     with pytest.raises(JournalError, match="in use by another process"):
         opened(path)
     (path / "lock").unlink()
@@ -416,12 +421,12 @@ def test_a_folder_that_is_not_this_users_alone_is_not_gone_on_in(path: Path, jou
     shutil.rmtree(path)
     path.mkdir(0o777)
     path.chmod(0o777)
-    for use in (lambda: journal.write(said([1, 2], n=2)), journal.behind):
+    for use in (lambda: journal.write(said([1, 2], n=2)), journal.needs_repair):
         with pytest.raises(JournalError, match="others can write"):
             use()
     assert list(path.iterdir()) == []
     path.chmod(0o700)
-    assert journal.behind() == [KEY], "what could not be written is not forgotten"
+    assert journal.needs_repair() == [KEY], "what could not be written is not forgotten"
     assert journal.repair(KEY) is not None
     _, found = reloaded(path, journal)
     assert plain(found[KEY]) == ([1, 2], [])
@@ -435,9 +440,9 @@ def test_what_was_removed_stays_so_and_what_failed_to_be_is_tried_again(
         broken.setattr(os, "unlink", fails)
         with pytest.raises(JournalError, match="Input/output error"):
             journal.remove(KEY)
-    assert journal.behind() == [KEY]
+    assert journal.needs_repair() == [KEY]
     assert journal.repair(KEY) is None
-    assert journal.behind() == []
+    assert journal.needs_repair() == []
     assert {file.name for file in path.iterdir()} == {"lock"}
 
 
@@ -454,7 +459,7 @@ def test_what_could_not_be_made_durable_is_tried_again(
                 journal.write(session)
             except JournalError as error:
                 failed = "Input/output error" in str(error)
-        assert journal.behind() == [KEY] * failed
+        assert journal.needs_repair() == [KEY] * failed
         if failed:
             assert journal.repair(KEY) is session
         assert journal.restored == 0
@@ -519,7 +524,7 @@ def test_what_follows_the_last_record_is_cut_off(path: Path, journal: Journal, t
     file_of(path).write_bytes(data + tail)
     journal, found = reloaded(path, journal)
     assert plain(found[KEY]) == states[-1]
-    assert journal.problems == [f"{file_of(path).name}: {len(tail)} bytes cut off behind the last whole record"]
+    assert journal.problems == [f"{file_of(path).name}: cut off {len(tail)} bytes after the last intact record"]
     assert aside(path) == []
     assert file_of(path).read_bytes() == data
     journal.close()
@@ -532,18 +537,18 @@ def test_a_flipped_bit_never_makes_another_session(path: Path, journal: Journal)
         changed = bytearray(data)
         changed[at] ^= 1 << at % 8
         try:
-            session, _, good = decode(changed, MODEL)
-        except Damaged:
+            content = decode(changed, MODEL)
+        except DamagedFile:
             assert at < ends[2], "the end of the file is not to take all with it"
             continue
         assert at >= ends[2]
-        assert good == ends[2]
-        assert plain(session) == states[2]
+        assert content.n_bytes == ends[2]
+        assert plain(content.session) == states[2]
     changed[ends[1] + 30] ^= 1
     file_of(path).write_bytes(changed)
     journal, found = reloaded(path, journal)
     assert found == {}
-    assert "begins no record" in journal.problems[0]
+    assert "no record begins at byte" in journal.problems[0]
     assert aside(path) == [bytes(changed)]
     journal.close()
 
@@ -552,7 +557,7 @@ def test_what_a_failed_turn_has_left_is_taken_back_by_the_next(path: Path, journ
     first = said([1], "a")
     journal.write(first)
     with file_of(path).open("ab") as file:
-        file.write(encode_turn(record_of(said([1, *[9] * 100], "a", n=2), first))[:-3])
+        file.write(encode_turn(turn_record(said([1, *[9] * 100], "a", n=2), first))[:-3])
     journal.write(said([1, 2], "a", "b", n=2))
     journal, found = reloaded(path, journal)
     assert plain(found[KEY]) == ([1, 2], ["a", "b"])
@@ -574,9 +579,9 @@ def test_a_closed_journal_answers_with_its_error(journal: Journal) -> None:
     journal.close()
     for use in (
         journal.load,
-        journal.behind,
+        journal.needs_repair,
         lambda: journal.write(said([1, 1], n=2)),
-        lambda: journal.write(said(key=SessionKey(1, "b"))),
+        lambda: journal.write(said(key=SessionKey("uid:1", "b"))),
     ):
         with pytest.raises(JournalError):
             use()
@@ -586,24 +591,24 @@ def test_a_closed_journal_answers_with_its_error(journal: Journal) -> None:
 
 
 def test_there_are_at_most_so_many_set_aside_and_the_oldest_go(path: Path, journal: Journal) -> None:
-    for i in range(MAX_ASIDE + 5):
+    for i in range(MAX_QUARANTINED + 5):
         name = path / f"{i:032x}.{'.session' if i % 2 else 'abcd.bad'}".replace("..", ".")
         name.write_bytes(b"%d" % i)
         os.utime(name, (i, i))
     journal, found = reloaded(path, journal)
     assert found == {}
-    assert aside(path) == [b"%d" % i for i in range(5, MAX_ASIDE + 5)]
+    assert aside(path) == [b"%d" % i for i in range(5, MAX_QUARANTINED + 5)]
     for i in range(3):
         big = path / f"{i:032x}.bad"
         big.touch()
-        os.truncate(big, MAX_ASIDE_BYTES // 2)
+        os.truncate(big, MAX_QUARANTINED_BYTES // 2)
     journal, _ = reloaded(path, journal)
     assert len(list(path.glob("*.bad"))) == 2
     journal.close()
 
 
 def test_a_closed_session_takes_with_it_what_was_set_aside_of_it(path: Path, journal: Journal) -> None:
-    other = SessionKey(KEY.tenant, "other")
+    other = SessionKey(KEY.principal, "other")
     for _ in range(2):
         for key in (KEY, other):
             journal.write(said([1], "a secret", key=key))
@@ -625,7 +630,7 @@ def test_sessions_of_another_model_are_left_alone(path: Path, journal: Journal) 
     journal.write(said([1]))
     journal, found = reloaded(path, journal, model="another")
     assert found == {}
-    assert "left alone, it is of another model" in journal.problems[0]
+    assert "ignored, it is from another model" in journal.problems[0]
     journal.write(said([2]))
     journal, found = reloaded(path, journal)
     assert plain(found[KEY]) == ([1], [])
@@ -641,7 +646,7 @@ def test_a_session_of_a_later_version_is_left_alone(path: Path, journal: Journal
     file_of(path).write_bytes(later)
     journal, found = reloaded(path, journal)
     assert found == {}
-    assert f"version {form.VERSION + 1}" in journal.problems[0]
+    assert f"format version {form.VERSION + 1}" in journal.problems[0]
     with pytest.raises(JournalError, match="remove it first"):
         journal.write(said())
     assert file_of(path).read_bytes() == later
@@ -656,6 +661,156 @@ OF_VERSION_1 = bytes.fromhex(
 )
 """A turn of two tokens and a message."""
 
+OF_VERSION_2 = bytes.fromhex(
+    "ff554d4a000000004f0000005c53e4143b4a11127b22637265617465645f6174223a372e302c226b6579223a7b226964223a"
+    "2261222c2274656e616e74223a313030307d2c226d6f64656c223a2261206d6f64656c222c2276657273696f6e223a327dff"
+    "554d4a0100000044000000c63b732fa374eccf00000000030000000000000001000000000000000000224001000000020000"
+    "00030000005b7b22636f6e74656e74223a226869222c22726f6c65223a2275736572227d5dff554d4a01000000430000001b"
+    "960b7deb1134a202000000020000000100000002000000000000000000244070110100050000005b7b22636f6e74656e7422"
+    "3a227468657265222c22726f6c65223a2275736572227d5d"
+)
+"""Session ``a`` of user 1000: ``[1, 2, 3]`` and "hi", then ``[1, 2, 70000, 5]``, "hi" and "there"."""
+
+NAME_IN_VERSION_2 = "e1c174332f37e8c420a8557818b99e4f.session"
+
+
+def old_file(path: Path) -> Path:
+    file = path / NAME_IN_VERSION_2
+    file.write_bytes(OF_VERSION_2)
+    return file
+
+
+def is_the_old_session(session: SessionRecord) -> bool:
+    """Whether it is what ``OF_VERSION_2`` contains."""
+    return (session.key, plain(session), facts(session)) == (KEY, ([1, 2, 70000, 5], ["hi", "there"]), (7.0, 10.0, 2))
+
+
+def test_a_session_of_version_2_is_rewritten(path: Path, journal: Journal) -> None:
+    old = old_file(path)
+    old.write_bytes(OF_VERSION_2 + b"half a turn")
+    journal, found = reloaded(path, journal)
+    assert journal.problems == [f"{old.name}: cut off 11 bytes after the last intact record"]
+    assert is_the_old_session(found[KEY])
+    assert file_of(path).name == f"{form.file_stem(MODEL, KEY)}.session" != old.name
+    assert (journal.restored, journal.needs_repair()) == (0, [])
+    journal.write(said([1, 2, 9], "hi", created=7.0, n=3))
+    journal, found = reloaded(path, journal)
+    assert journal.problems == []
+    assert plain(found[KEY]) == ([1, 2, 9], ["hi"])
+    journal.close()
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync", "fdatasync", "unlink"])
+def test_a_session_of_version_2_outlives_an_upgrade_that_fails(
+    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The process may die at that point, or it may go on and try again."""
+    old = old_file(path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, fails)
+        dying, found = reloaded(path, journal)
+    assert is_the_old_session(found[KEY]), "it is usable although it could not be rewritten"
+    assert old.read_bytes() == OF_VERSION_2
+    journal, found = reloaded(path, dying)
+    assert is_the_old_session(found[KEY])
+    assert file_of(path) != old
+    journal.close()
+
+
+def test_a_session_of_version_2_outlives_a_crash_at_any_point_of_its_upgrade(path: Path, journal: Journal) -> None:
+    old = old_file(path)
+    crashes = 0
+    for run in crash_everywhere():
+        with run:
+            journal.load()
+        crashes += run.crashed
+        journal, found = reloaded(path, journal)
+        assert journal.problems == []
+        assert is_the_old_session(found[KEY])
+        assert file_of(path) != old
+        journal.remove(KEY)
+        old_file(path)
+    assert crashes > 5
+    journal.close()
+
+
+def test_an_upgrade_that_failed_is_tried_again_by_repair(
+    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = old_file(path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fdatasync", fails)
+        journal, found = reloaded(path, journal)
+    [problem] = journal.problems
+    assert problem.startswith(f"{old.name}: not rewritten in the current format yet: ")
+    assert journal.needs_repair() == [KEY]
+    assert journal.repair(KEY) is found[KEY]
+    assert file_of(path) != old
+    assert journal.needs_repair() == []
+    journal, found = reloaded(path, journal)
+    assert is_the_old_session(found[KEY])
+    journal.close()
+
+
+def test_a_file_of_version_2_gives_way_to_the_one_that_replaced_it(path: Path, journal: Journal) -> None:
+    """As after a crash between writing the new file and removing the old one, in either order of their times."""
+    for time in (1, 1 << 32):
+        journal.write(said([5], "newer", n=3))
+        [new] = path.glob("*.session")
+        os.utime(old_file(path), (time, time))
+        journal, found = reloaded(path, journal)
+        assert plain(found[KEY]) == ([5], ["newer"])
+        assert file_of(path) == new
+        journal.remove(KEY)
+    journal.close()
+
+
+def test_a_closed_session_of_version_2_does_not_come_back(
+    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = old_file(path)
+    old.with_name(f"{old.stem}.12345678.bad").write_bytes(b"damaged by an earlier server")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fdatasync", fails)
+        journal, _ = reloaded(path, journal)
+    journal.remove(KEY)
+    assert {file.name for file in path.iterdir()} == {"lock"}
+    journal.close()
+
+
+def test_what_is_wrong_with_a_file_of_version_2_is_treated_like_in_any_other(path: Path, journal: Journal) -> None:
+    old = old_file(path)
+    old.write_bytes(OF_VERSION_2[:30] + b"?" + OF_VERSION_2[31:])
+    journal, found = reloaded(path, journal)
+    assert found == {}
+    assert f"{old.name}: quarantined as" in journal.problems[0]
+    old_file(path).rename(path / f"{form.file_stem(MODEL, KEY)}.session")
+    journal, found = reloaded(path, journal)
+    assert found == {}
+    assert "the file of another session" in journal.problems[0]
+    old = old_file(path)
+    journal, found = reloaded(path, journal, model="another")
+    assert found == {}
+    assert journal.problems == [f"{old.name}: ignored, it is from another model"]
+    journal, _ = reloaded(path, journal, model="another", max_sessions=1)
+    journal, found = reloaded(path, journal)
+    assert is_the_old_session(found[KEY])
+    journal.close()
+
+
+def test_a_session_whose_file_of_version_2_was_ignored_is_not_begun_anew(path: Path, journal: Journal) -> None:
+    old = old_file(path)
+    with pytest.raises(JournalError, match=f"{old.name} was ignored at the start: remove it first"):
+        journal.write(said([1]))
+
+
+def test_the_principals_of_users_are_written_in_one_way() -> None:
+    for uid in (0, 1000, -1):
+        assert principal_uid(uid_principal(uid)) == uid
+    for principal in ("", "1000", "uid:", "uid:x", "uid: 1", "uid:1_0", "uid:01", "uid:+1", "uid:\u0661"):
+        with pytest.raises(ValueError, match="is not a Unix user"):
+            principal_uid(principal)
+
 
 def test_a_session_of_an_earlier_version_is_set_aside_and_told(path: Path, journal: Journal) -> None:
     journal.write(said())
@@ -664,7 +819,7 @@ def test_a_session_of_an_earlier_version_is_set_aside_and_told(path: Path, journ
     assert found == {}
     [problem] = journal.problems
     [bad] = path.glob("*.bad")
-    assert f"set aside as {bad.name}: it has version 1 of the format" in problem
+    assert f"quarantined as {bad.name}: it has format version 1" in problem
     assert bad.read_bytes() == OF_VERSION_1
     journal.write(said([1]))
     assert plain(reloaded(path, journal)[1][KEY]) == ([1], [])
@@ -675,7 +830,7 @@ def test_a_file_under_another_name_is_set_aside(path: Path, journal: Journal) ->
     file_of(path).rename(path / f"{'0' * 32}.session")
     journal, found = reloaded(path, journal)
     assert found == {}
-    assert "another session's file" in journal.problems[0]
+    assert "the file of another session" in journal.problems[0]
     journal.close()
 
 
@@ -711,21 +866,22 @@ def test_a_file_too_large_to_be_ours_is_not_read(path: Path, journal: Journal) -
     assert tracemalloc.get_traced_memory()[1] < 1 << 22
     tracemalloc.stop()
     assert found == {}
-    assert "1099511627776 bytes" in journal.problems[0]
+    assert "it has 1099511627776 bytes" in journal.problems[0]
     journal.close()
 
 
 def believed(data: bytes) -> None:
     """Nothing but the two errors; what is believed is within bounds."""
     try:
-        session, extent, good = decode(data, MODEL)
-    except (Damaged, Foreign):
+        content = decode(data, MODEL)
+    except (DamagedFile, ForeignFile):
         return
-    assert 0 < good <= len(data)
-    assert len(session.tokens) == extent.n_tokens
-    assert len(session.messages) == len(extent.sizes)
+    session = content.session
+    assert 0 < content.n_bytes <= len(data)
+    assert len(session.tokens) == content.size.n_tokens
+    assert len(session.messages) == len(content.size.sizes)
     assert 0 < session.n_turns <= MAX_TURNS
-    again, _, _ = decode(HEADER + encode_turn(record_of(session)), MODEL)
+    again = decode(HEADER + encode_turn(turn_record(session)), MODEL).session
     assert (plain(again), again.n_turns) == (plain(session), session.n_turns)
 
 
@@ -755,7 +911,7 @@ def test_records_with_the_right_codes_are_held_against_bounds(
         [form._record(1, b"")],
         [form._record(0, b"")],
         [form._record(0, b"{}")],
-        [form._record(0, b'{"version": 2, "more": ' + b"[" * 200_000)],
+        [form._record(0, b'{"version": 3, "more": ' + b"[" * 200_000)],
         [form._record(0, b"[" * 200_000)],
         [HEADER, form._record(1, b"")],
         [HEADER, form._record(2, b"")],
@@ -776,7 +932,7 @@ def test_records_with_the_right_codes_are_held_against_bounds(
     ids=range(21),
 )
 def test_records_that_make_no_sense_are_damage(records: list[bytes]) -> None:
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedFile):
         decode(b"".join(records), MODEL)
 
 
@@ -784,7 +940,7 @@ def test_no_payload_looks_like_a_record() -> None:
     """So what is searched for behind a damaged record is one."""
     tokens = np.frombuffer(MARK * 3 + b"\0" * 4, "<u4") & MAX_TOKEN_ID
     text = "".join(map(chr, range(0xD800))) + MARK.decode("latin-1")
-    record = record_of(said(tokens, text))
+    record = turn_record(said(tokens, text))
     for shift in range(4):
         assert MARK not in (bytes(shift) + record.tokens)[shift:]
     assert encode_turn(record).count(MARK) == 1

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import uma_trio
-from tests.support.store_child import SESSIONS, after, journal, spill_folder, state_of, tokens_of
+from tests.support.store_child import SESSIONS, after, journal, state_folder, state_of, tokens_of
 
 ROOT = Path(uma_trio.__file__).parents[1]
 CHILD = [sys.executable, "-m", "tests.support.store_child"]
@@ -71,7 +71,7 @@ def test_whenever_a_process_is_killed_what_it_reported_is_there(tmp_path: Path) 
             reported, turns = killed(parent, rng.expovariate(1 / 0.03))
             leftovers += len(list(tmp_path.glob("*/*.tmp")))
 
-            states = spill_folder(tmp_path)
+            states = state_folder(tmp_path)
             found = {state.name: state for state in states.scan()}
             assert states.problems == []
             assert not reported or reported[-1] in found
@@ -143,5 +143,5 @@ def test_folders_that_cannot_be_written_any_more_can_be_read() -> None:
     assert len(refused) == 8
     for line in refused:
         assert folder in line
-        assert "name a folder that this user can write" in line
+        assert "choose a folder that this user can write to" in line
     assert last == "goes on"

@@ -17,17 +17,17 @@ from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
-from uma_trio.daemon.memory import NO_MEMORY, Memory
 from uma_trio.daemon.server import Server
+from uma_trio.daemon.storage import NO_STORAGE, Storage
 from uma_trio.engine.records import Part, TokenIds
-from uma_trio.kv.offload_index import SavedState
+from uma_trio.kv.shelf import Saved
 from uma_trio.models.prompt import Before, Prompt, PromptMaker, checked_size
 from uma_trio.protocol.messages import Generate
 from uma_trio.runner.spiller import InThread
 from uma_trio.runner.state_files import StateFiles
 from uma_trio.scheduling.cost import CostModel
+from uma_trio.store import StateFolder, principal_uid
 from uma_trio.store.journal import Journal
-from uma_trio.store.spill import SpillFolder
 
 
 class FakeTokenizer:
@@ -111,9 +111,9 @@ def settings(**values: Any) -> config.Config:
 
 @contextlib.contextmanager
 def remembering(
-    folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[SavedState] = ()
-) -> Iterator[Memory]:
-    """What a server remembers with, in ``folder``, as ``daemon.memory.open_memory`` makes it.
+    folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[Saved] = ()
+) -> Iterator[Storage]:
+    """What a server remembers with, in ``folder``, as ``daemon.storage.open_storage`` makes it.
 
     Args:
         files: instead of a folder of states, with ``states`` in it.
@@ -122,16 +122,16 @@ def remembering(
         journal = Journal(folder / "sessions", model="fake", max_sessions=max_sessions)
         stack.callback(journal.close)
         if files is None:
-            files = found = SpillFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
+            files = found = StateFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
             stack.callback(found.close)
-            states = [SavedState(s.name, str(s.tenant), s.tokens, s.n_bytes) for s in found.scan()]
-        yield Memory(journal, files, states)
+            states = [Saved(s.name, principal_uid(s.principal), s.tokens, s.n_bytes) for s in found.scan()]
+        yield Storage(journal, files, states)
 
 
 @contextlib.asynccontextmanager
 async def serving(
     engine: FakeEngine | None = None,
-    memory: Memory = NO_MEMORY,
+    memory: Storage = NO_STORAGE,
     *,
     in_thread: InThread = at_once,
     **values: Any,

@@ -10,10 +10,10 @@ import attrs
 import numpy as np
 import trio
 
-from uma_trio.kv.offload_index import SavedState
 from uma_trio.kv.prefix import Tokens
+from uma_trio.kv.shelf import Saved
 from uma_trio.runner.state_files import saved_state
-from uma_trio.store.spill import SpillError
+from uma_trio.store import StateFileError, principal_uid
 
 
 async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -26,7 +26,7 @@ async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
 class MemoryFiles:
     """See ``runner.state_files.StateFiles``.  ``full``, ``lost`` and ``broken`` are faults to be switched on."""
 
-    states: dict[str, tuple[SavedState, bytes]] = attrs.field(factory=dict)
+    states: dict[str, tuple[Saved, bytes]] = attrs.field(factory=dict)
     full: bool = False
     """There is no room."""
     fails_late: bool = False
@@ -41,22 +41,22 @@ class MemoryFiles:
 
     def begin(self, n_bytes: int) -> MemoryDraft:
         if self.full:
-            raise SpillError("no space left")
+            raise StateFileError("no space left")
         self.open_files += 1
         return MemoryDraft(self, bytearray(n_bytes))
 
     def open(self, name: str) -> MemoryReading:
         if self.broken:
-            self.states.pop(name, None)  # set aside
+            self.states.pop(name, None)  # quarantined
         if name not in self.states:
-            raise SpillError(f"{name} cannot be read")
+            raise StateFileError(f"{name} cannot be read")
         self.open_files += 1
         data = self.states[name][1]
         return MemoryReading(self, bytes(len(data)) if self.garbled else data)
 
     def remove(self, name: str) -> None:
         if self.states.pop(name, None) is None:
-            raise SpillError(f"there is no {name}")
+            raise StateFileError(f"there is no {name}")
 
     @property
     def used_bytes(self) -> int:
@@ -65,7 +65,7 @@ class MemoryFiles:
     def __contains__(self, name: str) -> bool:
         return name in self.states
 
-    def scan(self) -> list[SavedState]:
+    def scan(self) -> list[Saved]:
         return [saved for saved, _ in self.states.values()]
 
 
@@ -74,12 +74,12 @@ class MemoryDraft:
     files: MemoryFiles
     view: bytearray
 
-    def finish(self, tokens: Tokens, *, tenant: int, n_bytes: int, extra: dict[str, Any]) -> SavedState:
+    def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> Saved:
         self.files.open_files -= 1
         if self.files.fails_late:
-            raise SpillError("the disk failed")
+            raise StateFileError("the disk failed")
         name = f"state {next(self.files._names)}"
-        saved = saved_state(name, str(tenant), np.array(tokens), n_bytes, extra)
+        saved = saved_state(name, principal_uid(principal), np.array(tokens), n_bytes, extra)
         self.files.states[saved.name] = (saved, bytes(self.view[:n_bytes]))
         return saved
 

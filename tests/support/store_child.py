@@ -18,18 +18,18 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio.protocol.messages import ChatMessage
-from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, SpillFolder, StoreError
+from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, StateFolder, StoreError
 
 NOBODY = 65534
 
-TENANT = 1000
+PRINCIPAL = "uid:1000"
 MAX_BYTES = 2 << 20
 MOST_STATE_BYTES = 300_000
 SESSIONS = ("a", "☃", "../c")
 
 
-def spill_folder(folder: Path) -> SpillFolder:
-    return SpillFolder(folder / "states", max_bytes=MAX_BYTES, fingerprint="a model")
+def state_folder(folder: Path) -> StateFolder:
+    return StateFolder(folder / "states", max_bytes=MAX_BYTES, fingerprint="a model")
 
 
 def journal(folder: Path) -> Journal:
@@ -75,7 +75,7 @@ def record(session: str, n_turns: int) -> SessionRecord:
 
 def said(tokens: npt.ArrayLike, *texts: str, session: str = "a", n_turns: int = 1) -> SessionRecord:
     return SessionRecord(
-        key=SessionKey(TENANT, session),
+        key=SessionKey(PRINCIPAL, session),
         created_at=0.0,
         used_at=float(n_turns),
         n_turns=n_turns,
@@ -92,7 +92,7 @@ def tell(line: str) -> None:
 
 
 def save_states(folder: Path) -> None:
-    states = spill_folder(folder)
+    states = state_folder(folder)
     number = max((state.extra["number"] for state in states.scan()), default=0)
     while True:
         number += 1
@@ -100,7 +100,7 @@ def save_states(folder: Path) -> None:
         content = state_of(tokens)
         draft = states.begin(len(content) + number % 3 * 1000)
         draft.view[: len(content)] = content
-        state = draft.finish(tokens, tenant=TENANT, n_bytes=len(content), extra={"number": number})
+        state = draft.finish(tokens, principal=PRINCIPAL, n_bytes=len(content), extra={"number": number})
         tell(f"state {state.name}")
 
 
@@ -142,7 +142,7 @@ def limit_files(n_bytes: int) -> None:
 
 def with_limited_files(folder: Path) -> None:
     """Files may not grow beyond a limit, then they may: each thing that fails is as before, and goes on later."""
-    states, sessions = spill_folder(folder), journal(folder)
+    states, sessions = state_folder(folder), journal(folder)
     states.scan()
     sessions.load()
     sessions.write(said(np.arange(4000)))
@@ -154,14 +154,14 @@ def with_limited_files(folder: Path) -> None:
     assert file.read_bytes() == before
     refused("begin", states.begin, 100_000)
     draft = states.begin(1000)
-    refused("finish", lambda: draft.finish(np.arange(4000), tenant=1))
+    refused("finish", lambda: draft.finish(np.arange(4000), principal="uid:1"))
     limit_files(10_000)
     refused("write anew", sessions.write, said(np.arange(1, 4000), n_turns=2))
     assert states.used_bytes == 0
 
     limit_files(resource.RLIM_INFINITY)
-    assert sessions.behind() == [SessionKey(TENANT, "a")]
-    sessions.repair(SessionKey(TENANT, "a"))
+    assert sessions.needs_repair() == [SessionKey(PRINCIPAL, "a")]
+    sessions.repair(SessionKey(PRINCIPAL, "a"))
     for n in range(2):
         sessions.write(said([*range(4000), *[7] * n], n_turns=3 + n))
     sessions.close()
@@ -176,10 +176,10 @@ def with_limited_files(folder: Path) -> None:
 def on_full_disk(folder: Path) -> None:
     """On a disk of a megabyte that only this process sees."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
-    states, sessions = spill_folder(folder), journal(folder)
+    states, sessions = state_folder(folder), journal(folder)
     states.scan()
     sessions.load()
-    kept = states.begin(600_000).finish([1, 2, 3], tenant=1)
+    kept = states.begin(600_000).finish([1, 2, 3], principal="uid:1")
     refused("begin", states.begin, 600_000)
 
     turns = 1
@@ -192,7 +192,7 @@ def on_full_disk(folder: Path) -> None:
         turns += 1
     states.open(kept.name).close()
     states.remove(kept.name)
-    for key in sessions.behind():
+    for key in sessions.needs_repair():
         sessions.repair(key)
     sessions.close()
     states.close()
@@ -208,10 +208,10 @@ def in_unwritable_folders(folder: Path) -> None:
         os.chown(folder, NOBODY, NOBODY)
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    key, states, sessions = SessionKey(TENANT, "a"), spill_folder(folder), journal(folder)
+    key, states, sessions = SessionKey(PRINCIPAL, "a"), state_folder(folder), journal(folder)
     states.scan()
     sessions.load()
-    kept = states.begin(1000).finish([1, 2, 3], tenant=1)
+    kept = states.begin(1000).finish([1, 2, 3], principal="uid:1")
     sessions.write(said([1]))
     for room in folder.iterdir():
         room.chmod(0o500)
@@ -231,8 +231,8 @@ def in_unwritable_folders(folder: Path) -> None:
     for room in folder.iterdir():
         room.chmod(0o700)
     sessions.write(said([1, 2, 3], n_turns=5))
-    assert sorted(each.id for each in sessions.behind()) == ["b"]
-    sessions.repair(SessionKey(TENANT, "b"))
+    assert sorted(each.id for each in sessions.needs_repair()) == ["b"]
+    sessions.repair(SessionKey(PRINCIPAL, "b"))
     sessions.close()
     again = journal(folder)
     assert {each.key.id: each.tokens.tolist() for each in again.load()} == {"a": [1, 2, 3], "b": [1]}

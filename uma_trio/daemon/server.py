@@ -27,8 +27,8 @@ import trio
 from uma_trio.config import Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
-from uma_trio.daemon.memory import NO_MEMORY, Memory, open_memory
 from uma_trio.daemon.perf_log import PerfLog, perf_log
+from uma_trio.daemon.storage import NO_STORAGE, Storage, open_storage
 from uma_trio.engine.thread import EngineThread
 from uma_trio.errors import TooManySessions
 from uma_trio.models import known_costs
@@ -54,7 +54,7 @@ class Server:
         model: LoadedModel,
         thread: EngineThread,
         perf: PerfLog | None = None,
-        memory: Memory = NO_MEMORY,
+        memory: Storage = NO_STORAGE,
         in_thread: InThread = trio.to_thread.run_sync,
     ) -> None:
         self.config = config
@@ -196,7 +196,7 @@ async def _serve_loaded(
     task_status: trio.TaskStatus[Server],
 ) -> None:
     facts = model.engine.facts
-    with perf_log(config, facts) as perf, open_memory(config, model) as memory:
+    with perf_log(config, facts) as perf, open_storage(config, model) as memory:
         server = Server(config, model, thread, perf, memory)
         sock = listener.bind(path, backlog=config.listen.backlog)
         attendant.server = server

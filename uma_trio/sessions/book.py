@@ -11,7 +11,7 @@ import numpy as np
 from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
 from uma_trio.kv.prefix import Tokens, common_prefix
 from uma_trio.protocol.messages import ChatMessage, SessionInfo
-from uma_trio.store.journal_format import SessionKey, SessionRecord
+from uma_trio.store import SessionKey, SessionRecord, principal_uid, uid_principal
 
 
 def no_tokens() -> Tokens:
@@ -38,7 +38,7 @@ class Session:
 
     @property
     def key(self) -> SessionKey:
-        return SessionKey(self.tenant, self.name)
+        return SessionKey(uid_principal(self.tenant), self.name)
 
     @property
     def durable(self) -> bool:
@@ -61,7 +61,7 @@ class Session:
     def recalled(cls, record: SessionRecord) -> Session:
         """As it was when ``record`` was made of it; that is on disk."""
         return cls(
-            tenant=record.key.tenant,
+            tenant=principal_uid(record.key.principal),
             name=record.key.id,
             created_at=record.created_at,
             used_at=record.used_at,
@@ -120,7 +120,7 @@ class Book:
         Raises:
             SessionNotFound: there is none.
         """
-        session = self._sessions.get(SessionKey(tenant, name))
+        session = self._sessions.get(SessionKey(uid_principal(tenant), name))
         if session is None:
             raise SessionNotFound(f"there is no session {name!r}")
         return session
@@ -131,7 +131,7 @@ class Book:
         Raises:
             SessionBusy: it is answering.
         """
-        session = self._sessions.get(SessionKey(tenant, name))
+        session = self._sessions.get(SessionKey(uid_principal(tenant), name))
         if session is None:
             session = Session(tenant, name, now, now)
             self._sessions[session.key] = session
@@ -163,7 +163,7 @@ class Book:
         source = self.get(tenant, name)
         if not source.turns:
             raise SessionNotFound(f"nothing was said in session {name!r} yet")
-        if SessionKey(tenant, new_name) in self._sessions:
+        if SessionKey(uid_principal(tenant), new_name) in self._sessions:
             raise SessionExists(f"there is a session {new_name!r} already: choose another name, or close it")
         forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, turns_on_disk=0, busy=False)
         self._sessions[forked.key] = forked

@@ -286,7 +286,7 @@ class Sessions:
         if journal is None:
             return
         try:
-            behind = await self._in_thread(journal.behind)
+            behind = await self._in_thread(journal.needs_repair)
             for key in behind:
                 record = await self._in_thread(journal.repair, key)
                 session = self._book.find(key)

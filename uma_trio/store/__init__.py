@@ -1,24 +1,27 @@
-"""What survives on disk: states of KV sequences, and the tokens of sessions.
+"""Durable storage: the states of KV sequences, and the journals of sessions.
 
-Plain functions that block, to be called from worker threads; they know bytes, tokens and files, and no engine.
+Blocking functions, to be called from worker threads.  They handle bytes, tokens and files, and know no engine.
 """
 
+from uma_trio.store.encoding import principal_uid, uid_principal
 from uma_trio.store.folder import StoreError
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import SessionKey, SessionRecord
-from uma_trio.store.spill import CorruptState, Draft, Loaded, SpillError, SpillFolder
-from uma_trio.store.spill_format import Spilled
+from uma_trio.store.state_folder import CorruptState, StateDraft, StateFileError, StateFolder, StateReader
+from uma_trio.store.state_format import StoredState
 
 __all__ = [
     "CorruptState",
-    "Draft",
     "Journal",
     "JournalError",
-    "Loaded",
     "SessionKey",
     "SessionRecord",
-    "SpillError",
-    "SpillFolder",
-    "Spilled",
+    "StateDraft",
+    "StateFileError",
+    "StateFolder",
+    "StateReader",
     "StoreError",
+    "StoredState",
+    "principal_uid",
+    "uid_principal",
 ]

@@ -1,8 +1,8 @@
-"""A folder that is this process's alone, and files in it that are whole or not there.
+"""A private folder: one user, one process, and files that either exist completely or do not exist.
 
-All is done relative to the opened folder, so one that is moved or replaced in the meantime is not followed to
-somewhere else, but by ``renew``, which checks it like a new one.  What is opened must be a plain file of this user: no
-link, pipe or device.
+All operations are relative to the open folder descriptor, so replacing the folder at the path cannot redirect them.
+Only ``reopen`` looks at the path again, and repeats all checks.  Only regular files of the current user are opened:
+no symbolic links, pipes or devices.
 """
 
 from __future__ import annotations
@@ -21,61 +21,61 @@ from typing import Final
 import attrs
 
 LOCK: Final = "lock"
-TEMPORARY: Final = ".tmp"
-"""How names of files end that are being written; what a crash leaves of them means nothing."""
+TEMPORARY_SUFFIX: Final = ".tmp"
+"""Suffix of files that are being written.  After a crash, such a file is garbage."""
 
-WHAT_TO_DO: Final = {
-    errno.ENOSPC: "free some space, or name a folder on another disk",
-    errno.EDQUOT: "free some of this user's quota, or name a folder on another disk",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or name a folder on another disk",
-    errno.EACCES: "name a folder that this user can write",
-    errno.EPERM: "name a folder that this user can write",
-    errno.EROFS: "name a folder on a disk that can be written",
-    errno.ENOENT: "somebody has removed it: restart with a folder that stays",
-    errno.ENOTDIR: "name a folder that is not below a file",
-    errno.ELOOP: "links are not followed: name the folder itself",
-    errno.EIO: "the disk may be failing: name a folder on another one",
+HINTS: Final = {
+    errno.ENOSPC: "free some space, or choose a folder on another disk",
+    errno.EDQUOT: "free some of this user's quota, or choose a folder on another disk",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or choose a folder on another disk",
+    errno.EACCES: "choose a folder that this user can write to",
+    errno.EPERM: "choose a folder that this user can write to",
+    errno.EROFS: "choose a folder on a writable disk",
+    errno.ENOENT: "it was removed while the server was running: restart with a folder that stays",
+    errno.ENOTDIR: "choose a folder that is not below a file",
+    errno.ELOOP: "symbolic links are not followed: choose the folder itself",
+    errno.EIO: "the disk may be failing: choose a folder on another disk",
 }
+"""What the user can do about an error, by errno."""
 
 
 class StoreError(Exception):
-    """Something cannot be kept, or not be read again; says which path, why, and what to do."""
+    """Something cannot be stored or read back.  The message gives the path, the reason and a remedy."""
 
 
 @attrs.frozen
-class Found:
-    """One name in the folder."""
+class FileInfo:
+    """One directory entry."""
 
     name: str
     n_bytes: int
-    used_at_ns: int
-    """Its mtime."""
+    mtime_ns: int
     refused: str | None
-    """Why it must not be opened, if so."""
+    """Why the file must not be opened; ``None`` for a regular file of this user."""
 
 
 class PrivateFolder:
-    """A folder of this user, made if need be, and locked as long as it is open.
+    """A folder of the current user, created if missing and locked while it is open.
 
     Args:
-        path: of the folder.
-        error: what is raised.
+        path: the folder.
+        error: the class of the errors that all methods raise.
 
     Raises:
-        StoreError: as ``error``; it cannot be made or opened, is another user's, can be written by others, or
-            is in use by another process.
+        StoreError: as ``error``; the folder cannot be created or opened, belongs to another user, is writable for
+            others, or is in use by another process.
     """
 
     def __init__(self, path: Path, error: type[StoreError]) -> None:
         self.path = path
         self._error = error
-        self._renewing = threading.Lock()
-        self.descriptor, self._locked = self._opened()
+        self._reopening = threading.Lock()
+        self.descriptor, self._locked = self._open()
 
-    def _opened(self) -> tuple[int, int]:
-        """Descriptors of the folder that the path names, made if need be, and of its lock, which is held."""
-        with self.telling("use"), contextlib.ExitStack() as on_error:
-            _make(self.path)
+    def _open(self) -> tuple[int, int]:
+        """Opens the folder at the path, created if missing, and takes its lock; returns both descriptors."""
+        with self.os_errors("use"), contextlib.ExitStack() as on_error:
+            _create(self.path)
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             on_error.callback(os.close, descriptor)
             self._check(os.fstat(descriptor))
@@ -86,81 +86,82 @@ class PrivateFolder:
                 fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self._error(
-                    f"{self.path} is in use by another process: stop it, or name another folder"
+                    f"{self.path} is in use by another process: stop it, or choose another folder"
                 ) from None
             on_error.pop_all()
             return descriptor, locked
 
-    def _check(self, found: os.stat_result) -> None:
-        if found.st_uid != os.geteuid():
-            raise self._error(f"{self.path} belongs to another user: name a folder of this one")
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise self._error(f"others can write to {self.path}: chmod go-w it, or name another folder")
+    def _check(self, status: os.stat_result) -> None:
+        if status.st_uid != os.geteuid():
+            raise self._error(f"{self.path} belongs to another user: choose a folder of this user")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise self._error(f"others can write to {self.path}: run chmod go-w on it, or choose another folder")
 
-    def renew(self) -> bool:
-        """Go on in the folder that the path names now, where that is not the one that is open: somebody has removed
-        it, or moved it away, and a restart would not find what is written there.  Likewise where the lock is gone:
-        another process could take a new one.
+    def reopen(self) -> bool:
+        """Switches to the folder that the path names now, if the open folder was removed or moved away.
+
+        Without this, a restart would not find files that are written from now on.  A removed lock file is replaced
+        as well, because another process could otherwise lock the folder.
 
         Returns:
-            Whether it is another folder.  Nothing that was in the one before can be counted on then.
+            Whether the folder is a different one.  Files of the previous folder must be considered lost.
 
         Raises:
-            StoreError: it cannot be made or used; the one that is open stays so.
+            StoreError: the new folder cannot be created or used; the previous one stays open.
         """
-        with self._renewing, self.telling("use"):
+        with self._reopening, self.os_errors("use"):
             is_same = _is_at(self.path, self.descriptor)
             if is_same and _is_at(self.path / LOCK, self._locked):
                 return False
-            found, locked = self._opened()
-            for new, old in ((found, self.descriptor), (locked, self._locked)):
-                os.dup2(new, old, inheritable=False)  # the numbers stay: other threads are using them
+            descriptor, locked = self._open()
+            for new, old in ((descriptor, self.descriptor), (locked, self._locked)):
+                os.dup2(new, old, inheritable=False)  # keeps the numbers, which other threads are using
                 os.close(new)
             return not is_same
 
     def close(self) -> None:
-        """Let go of the folder and its lock; does nothing the second time."""
-        with self._renewing:
+        """Releases the folder and its lock.  Closing twice is a no-op."""
+        with self._reopening:
             for descriptor in (self._locked, self.descriptor):
                 if descriptor >= 0:
                     os.close(descriptor)
             self._locked = self.descriptor = -1
 
     @contextlib.contextmanager
-    def telling(self, doing: str, name: str = "") -> Iterator[None]:
-        """Turn an ``OSError`` into one that says what could not be done to which path, and what helps."""
+    def os_errors(self, action: str, name: str = "") -> Iterator[None]:
+        """Converts an ``OSError`` into a message with the action, the path, the reason and a remedy."""
         try:
             yield
         except OSError as error:
-            what = WHAT_TO_DO.get(error.errno or 0)
+            hint = HINTS.get(error.errno or 0)
             reason = error.strerror or str(error)
-            raise self._error(f"cannot {doing} {self.path / name}: {reason}{f'; {what}' if what else ''}") from error
+            raise self._error(f"cannot {action} {self.path / name}: {reason}{f'; {hint}' if hint else ''}") from error
 
     def names(self) -> set[str]:
-        """All of them, without the lock's."""
-        with self.telling("list"):
+        """Lists all file names except the lock."""
+        with self.os_errors("list"):
             return set(os.listdir(self.descriptor)) - {LOCK}
 
-    def found(self) -> list[Found]:
-        """What has a name, the least recently used first."""
-        found = []
+    def list_files(self) -> list[FileInfo]:
+        """Lists all files except the lock, least recently modified first."""
+        files = []
         for name in self.names():
-            with self.telling("look at", name):
+            with self.os_errors("inspect", name):
                 try:
                     status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-                except FileNotFoundError:  # gone since it was listed
+                except FileNotFoundError:  # removed after it was listed
                     continue
-            found.append(Found(name, status.st_size, status.st_mtime_ns, _refused(status)))
-        return sorted(found, key=lambda each: (each.used_at_ns, each.name))
+            files.append(FileInfo(name, status.st_size, status.st_mtime_ns, _refused(status)))
+        return sorted(files, key=lambda file: (file.mtime_ns, file.name))
 
     def open(self, name: str, *, write: bool = False) -> int:
-        """A descriptor of a plain file of this user, to be closed by the caller.
+        """Opens a regular file of this user and returns its descriptor, which the caller closes.
 
         Raises:
-            StoreError: it is not there, or no such file.
+            StoreError: the file does not exist, is not a regular file, or belongs to another user.
         """
         flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-        with self.telling("open", name):
+        with self.os_errors("open", name):
             descriptor = os.open(name, flags | (os.O_RDWR if write else os.O_RDONLY), dir_fd=self.descriptor)
             refused = _refused(os.fstat(descriptor))
         if refused:
@@ -169,14 +170,14 @@ class PrivateFolder:
         return descriptor
 
     def create(self, name: str) -> int:
-        """A descriptor of a new, empty file that only this user may read."""
+        """Creates an empty file that only this user can read; returns a writable descriptor."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self.telling("make", name):
+        with self.os_errors("create", name):
             return os.open(name, flags, 0o600, dir_fd=self.descriptor)
 
     def exists(self, name: str) -> bool:
-        """Whether something, be it a link, has that name."""
-        with self.telling("look at", name):
+        """Tells whether the name is taken, be it by a symbolic link."""
+        with self.os_errors("inspect", name):
             try:
                 os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
             except FileNotFoundError:
@@ -184,28 +185,28 @@ class PrivateFolder:
             return True
 
     def rename(self, old: str, new: str) -> None:
-        """From now on, and after a crash, ``old`` is called ``new``; it replaces what was called so."""
-        with self.telling("rename", old):
+        """Renames a file durably, replacing any file of the new name."""
+        with self.os_errors("rename", old):
             os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
             os.fsync(self.descriptor)
 
     def remove(self, name: str) -> None:
-        """The file is gone; nothing happens if it was already."""
-        with self.telling("remove", name), contextlib.suppress(FileNotFoundError):
+        """Removes a file.  Removing a missing file is a no-op."""
+        with self.os_errors("remove", name), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
 
     def sync(self) -> None:
-        """Names given and removed so far outlive a crash."""
-        with self.telling("write"):
+        """Makes all names that were added or removed so far durable."""
+        with self.os_errors("write"):
             os.fsync(self.descriptor)
 
-    def put(self, name: str, data: bytes) -> None:
-        """Make ``data`` the whole content of ``name``.  After a crash it is the old one or this."""
-        temporary = name + TEMPORARY
+    def write_atomically(self, name: str, data: bytes) -> None:
+        """Replaces the content of a file durably.  After a crash, the file has either the old content or the new."""
+        temporary = name + TEMPORARY_SUFFIX
         self.remove(temporary)
         descriptor = self.create(temporary)
         try:
-            with self.telling("write", name):
+            with self.os_errors("write", name):
                 write_all(descriptor, data, 0)
                 sync(descriptor)
             self.rename(temporary, name)
@@ -217,16 +218,16 @@ class PrivateFolder:
             os.close(descriptor)
 
 
-def _make(path: Path) -> None:
-    """The folder, and those above it that are missing; they outlive a crash of the machine."""
+def _create(path: Path) -> None:
+    """Creates the folder and its missing parents durably."""
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for each in missing:
-        above = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        parent = os.open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(above)
+            os.fsync(parent)
         finally:
-            os.close(above)
+            os.close(parent)
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -239,16 +240,16 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _refused(status: os.stat_result) -> str | None:
     if stat.S_ISLNK(status.st_mode):
-        return "a link"
+        return "a symbolic link"
     if not stat.S_ISREG(status.st_mode):
-        return "no plain file"
+        return "not a regular file"
     if status.st_uid != os.geteuid():
-        return "another user's"
+        return "owned by another user"
     return None
 
 
-def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """``os.pwrite`` until all is written: it may write less than it is given."""
+def write_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Calls ``os.pwrite`` until all bytes are written: a single call may write fewer."""
     left = memoryview(data)
     while left:
         n = os.pwrite(descriptor, left, offset)
@@ -256,7 +257,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def read_up_to(descriptor: int, n_bytes: int, offset: int) -> bytearray:
-    """``n_bytes`` from ``offset`` on, or fewer where the file ends before."""
+    """Reads ``n_bytes``, or fewer if the file ends before."""
     data = bytearray(n_bytes)
     n = read_into(descriptor, memoryview(data), offset)
     del data[n:]
@@ -264,7 +265,7 @@ def read_up_to(descriptor: int, n_bytes: int, offset: int) -> bytearray:
 
 
 def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
-    """Fill ``buffer``; how many bytes there were."""
+    """Fills ``buffer`` from the file and returns the number of bytes read; fewer only at the end of the file."""
     n = 0
     while n < len(buffer) and (got := os.preadv(descriptor, [buffer[n:]], offset + n)):
         n += got
@@ -272,8 +273,8 @@ def read_into(descriptor: int, buffer: memoryview, offset: int) -> int:
 
 
 def sync(descriptor: int) -> None:
-    """What was written to the file, its size too, outlives a crash of the machine."""
-    if sys.platform == "darwin":  # fsync there leaves it in the drive's own cache
+    """Makes a file's content and size durable: they survive a crash of the machine."""
+    if sys.platform == "darwin":  # fsync leaves the data in the drive's volatile cache there
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
         os.fdatasync(descriptor)

@@ -1,12 +1,11 @@
-"""What was said in sessions, on disk before anybody is told that a turn is done.
+"""Sessions on disk: a turn is durable before its client learns that the turn is complete.
 
-A session is a file to which each turn adds a record (``journal_format``).  A turn that ``write`` has returned from is
-there after any crash, also of the machine; of one under way all or nothing is.  A file in which little is still true
-is written anew, as is one that somebody has removed or cut: what it must hold is known here, by references to what its
-owner holds anyway.
+A session is a file to which each turn appends a record (``journal_format``).  A turn for which ``write`` has returned
+survives any crash, also of the machine; a turn in progress survives completely or not at all.  A file of which
+little is still current is compacted, and a file that was removed or cut from outside is recreated: the journal
+knows the content of every file, because it refers to records that the sessions keep in memory anyway.
 
-All functions block on the disk.  Everything may be called from several threads at once; one file is written by one at
-a time.
+All functions block on the disk.  All may be called from several threads; each file is written by one thread at a time.
 """
 
 from __future__ import annotations
@@ -20,53 +19,65 @@ from typing import Final
 
 import attrs
 
-from uma_trio.store.folder import TEMPORARY, Found, PrivateFolder, StoreError, read_up_to, sync, write_all
+from uma_trio.store.encoding import DamagedFile, ForeignFile
+from uma_trio.store.folder import (
+    TEMPORARY_SUFFIX,
+    FileInfo,
+    PrivateFolder,
+    StoreError,
+    read_up_to,
+    sync,
+    write_all,
+)
 from uma_trio.store.journal_format import (
     MAX_FILE_BYTES,
     MAX_MODEL_CHARACTERS,
     SPARE_BYTES,
+    VERSION,
     WASTE,
-    Damaged,
-    Extent,
-    Foreign,
     Header,
+    SessionFile,
     SessionKey,
     SessionRecord,
+    SessionSize,
     decode,
     encode_header,
     encode_turn,
     file_stem,
-    record_of,
+    turn_record,
+    uid_file_stem,
 )
 
 SUFFIX: Final = ".session"
-ASIDE: Final = ".bad"
-"""Of files that cannot be used: kept for a look, until their session is closed or there are too many."""
+QUARANTINE_SUFFIX: Final = ".bad"
+"""Suffix of damaged files.  They are kept for inspection until their session is closed or there are too many."""
 
-MAX_ASIDE: Final = 100
-MAX_ASIDE_BYTES: Final = 1 << 28
-"""Of all files that were set aside; beyond either the oldest go."""
+MAX_QUARANTINED: Final = 100
+MAX_QUARANTINED_BYTES: Final = 1 << 28
+"""Limits of all quarantined files together; beyond either, the oldest are removed."""
 
 
 class JournalError(StoreError):
-    """A session cannot be kept, or not be read again."""
+    """A session cannot be stored or read back."""
 
 
 @attrs.define(eq=False)
 class _Entry:
-    """What is known of a session's file."""
+    """A session and its file."""
 
     key: SessionKey
     name: str
+    old_name: str | None = None
+    """The session's file in an earlier format version, to be removed once the current one is durable."""
     wanted: SessionRecord | None = None
-    """What it is to hold; ``None``: it is to go."""
+    """What the file must contain; ``None``: it must be removed."""
     written: SessionRecord | None = None
-    """What it holds as far as is known; ``None``: open."""
-    extent: Extent = attrs.field(factory=Extent)
-    size: int = 0
-    """Bytes of whole records."""
-    gone: bool = False
-    """A new file of that name would be another entry's."""
+    """What the file contains; ``None`` if that is not known."""
+    size: SessionSize = attrs.field(factory=SessionSize)
+    file_bytes: int = 0
+    """Bytes of intact records."""
+    closed: bool = False
+    """The file was removed.  A new file of the same name belongs to another entry."""
     lock: threading.Lock = attrs.field(factory=threading.Lock)
     """Held while the file is read or written."""
 
@@ -74,12 +85,12 @@ class _Entry:
 class Journal:
     """The sessions of one model in one folder.
 
-    Call ``load`` first: it says what there is, and repairs what a crash has left.
+    Call ``load`` first: it lists the sessions and repairs what a crash left behind.
 
     Args:
-        folder: made if it is not there.  One process at a time may use it.
-        model: says which model tokens belong to; sessions of another are left alone.
-        max_sessions: how many are kept; more are refused.
+        folder: created if missing.  Only one process at a time can use it.
+        model: identifies the model that the tokens belong to; sessions of other models are ignored.
+        max_sessions: most sessions that are stored.
 
     Raises:
         JournalError: the folder cannot be used.
@@ -88,32 +99,32 @@ class Journal:
 
     def __init__(self, folder: Path, *, model: str, max_sessions: int) -> None:
         if not 1 <= len(model) <= MAX_MODEL_CHARACTERS:
-            raise ValueError(f"a model is named by 1 to {MAX_MODEL_CHARACTERS} characters")
+            raise ValueError(f"the name of a model has 1 to {MAX_MODEL_CHARACTERS} characters")
         self.max_sessions = max_sessions
         self.restored = 0
-        """Files that were gone, or shorter than they had been left, and were written anew."""
+        """Number of files that were removed or cut from outside and have been recreated."""
         self.problems: list[str] = []
-        """What the last ``load`` did not take as it was, and why: one line each."""
+        """Files that the last ``load`` changed or did not accept, and why; one line each."""
         self._model = model
         self._entries: dict[SessionKey, _Entry] = {}
-        self._aside: dict[str, int] = {}
-        """Bytes of each file that was set aside, the oldest first."""
+        self._quarantined: dict[str, int] = {}
+        """Bytes of each quarantined file, oldest first."""
         self._lock = threading.Lock()
-        """Of the three above; taken with an entry's lock held, never the other way round."""
+        """Protects the three above.  May be taken while holding an entry's lock, never the other way round."""
         self._folder = PrivateFolder(folder, JournalError)
 
     def close(self) -> None:
-        """Let others use the folder; nothing can be written any more."""
+        """Releases the folder; nothing can be written any more."""
         self._folder.close()
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- inventory ------------------------------------------------------------------------------
 
     def load(self) -> list[SessionRecord]:
-        """All sessions, the longest unused first; to be called before anything is written.
+        """Returns all sessions, least recently used first.  Call it before anything is written.
 
-        A last record that is not whole is cut off; files that are damaged otherwise, or of an earlier version, are set
-        aside; those of another model or a later version, and what is no plain file of this user, are left alone.
-        ``problems`` says which and why.
+        Cuts off half a record at the end of a file, rewrites files of the previous format version, and quarantines
+        damaged files and those of older versions.  Files of another model or a later version, and everything that
+        is not a regular file of this user, are ignored.  ``problems`` lists all of these except rewritten files.
 
         Raises:
             JournalError: the folder cannot be read.
@@ -122,102 +133,120 @@ class Journal:
             self._entries.clear()
             self.problems = []
             sessions: list[SessionRecord] = []
-            aside: list[Found] = []
-            for each in reversed(self._folder.found()):
+            quarantined: list[FileInfo] = []
+            old: list[tuple[str, SessionRecord]] = []
+            for each in reversed(self._folder.list_files()):
                 if each.refused:
-                    self._report(each.name, f"left alone, it is {each.refused}")
-                elif each.name.endswith(TEMPORARY):
+                    self._report(each.name, f"ignored, it is {each.refused}")
+                elif each.name.endswith(TEMPORARY_SUFFIX):
                     self._folder.remove(each.name)
-                elif each.name.endswith(ASIDE):
-                    aside.append(each)
+                elif each.name.endswith(QUARANTINE_SUFFIX):
+                    quarantined.append(each)
                 elif not each.name.endswith(SUFFIX):
-                    self._report(each.name, "left alone, it is no session")
-                elif len(self._entries) >= self.max_sessions:
-                    self._report(each.name, f"left alone, there are {self.max_sessions} that were used later")
+                    self._report(each.name, "ignored, it is not a session file")
+                elif len(self._entries) + len(old) >= self.max_sessions:
+                    self._report(each.name, f"ignored, {self.max_sessions} sessions were used more recently")
                 else:
                     try:
-                        entry, session = self._taken(each.name)
-                    except (Foreign, JournalError) as error:
-                        self._report(each.name, f"left alone, {error}")
-                    except Damaged as error:
-                        new_name = f"{each.name.removesuffix(SUFFIX)}.{secrets.token_hex(4)}{ASIDE}"
-                        self._report(each.name, f"set aside as {new_name}: {error}")
+                        content = self._read(each.name)
+                    except (ForeignFile, JournalError) as error:
+                        self._report(each.name, f"ignored, {error}")
+                    except DamagedFile as error:
+                        new_name = f"{each.name.removesuffix(SUFFIX)}.{secrets.token_hex(4)}{QUARANTINE_SUFFIX}"
+                        self._report(each.name, f"quarantined as {new_name}: {error}")
                         with contextlib.suppress(JournalError):  # it is not used in any case
                             self._folder.rename(each.name, new_name)
-                            aside.append(attrs.evolve(each, name=new_name))
+                            quarantined.append(attrs.evolve(each, name=new_name))
                     else:
-                        self._entries[entry.key] = entry
+                        session = content.session
+                        if content.version < VERSION:
+                            old.append((each.name, session))
+                            continue
+                        self._entries[session.key] = _Entry(
+                            session.key,
+                            each.name,
+                            wanted=session,
+                            written=session,
+                            size=content.size,
+                            file_bytes=content.n_bytes,
+                        )
                         sessions.append(session)
-            self._aside = {each.name: each.n_bytes for each in reversed(aside)}
-            while len(self._aside) > MAX_ASIDE or sum(self._aside.values()) > MAX_ASIDE_BYTES:
-                name = next(iter(self._aside))
-                del self._aside[name]
+            self._quarantined = {each.name: each.n_bytes for each in reversed(quarantined)}
+            while len(self._quarantined) > MAX_QUARANTINED or sum(self._quarantined.values()) > MAX_QUARANTINED_BYTES:
+                name = next(iter(self._quarantined))
+                del self._quarantined[name]
                 with contextlib.suppress(JournalError):  # the next start tries again
                     self._folder.remove(name)
-            return sorted(sessions, key=lambda session: session.used_at)
+        for name, session in reversed(old):  # least recently used first, so that the order of the files stays
+            if self._upgrade(name, session):
+                sessions.append(session)
+        return sorted(sessions, key=lambda session: session.used_at)
 
-    def behind(self) -> list[SessionKey]:
-        """Sessions whose files are not what they should be: gone, or a change of them has failed.  For ``repair``.
+    def needs_repair(self) -> list[SessionKey]:
+        """Lists the sessions whose files are missing or could not be changed; pass each to ``repair``.
 
         Raises:
-            JournalError: the folder is gone and cannot be made again, or it cannot be read.
+            JournalError: the folder was removed and cannot be created again, or it cannot be read.
         """
-        self._folder.renew()
-        there = self._folder.names()
+        self._folder.reopen()
+        names = self._folder.names()
         with self._lock:
             return [
                 entry.key
                 for entry in self._entries.values()
-                if entry.name not in there or entry.wanted is not entry.written
+                if entry.name not in names or entry.wanted is not entry.written
             ]
 
     # -- changes --------------------------------------------------------------------------------
 
     def write(self, session: SessionRecord) -> bool:
-        """Make ``session`` what is there under its key, durable when this returns; its arrays must not change.
+        """Stores a session durably, replacing its previous record.  The arrays of ``session`` must not change later.
 
-        Where the disk fails, what was there before stays, and ``repair`` tries again.
+        If the disk fails, the previous content stays and ``repair`` tries again.
 
         Returns:
-            Whether the file was gone, or shorter than it had been left: it was written anew.
+            Whether the file had been removed or cut from outside, and was recreated.
 
         Raises:
-            JournalError: the session is out of bounds, there are too many, or it cannot be written.
+            JournalError: the session is invalid or too large, there are too many sessions, or the disk fails.
         """
         while True:
             with self._lock:
                 entry = self._entries.get(session.key) or self._new_entry(session)
             with entry.lock:
-                if not entry.gone:
-                    return self._written(entry, session)
+                if not entry.closed:
+                    return self._write(entry, session)
 
     def repair(self, key: SessionKey) -> SessionRecord | None:
-        """Write what is known of a session where its file is gone or behind; what the file holds now.
+        """Writes or removes the file of a session that ``needs_repair``.
+
+        Returns:
+            The session as its file contains it now; ``None`` if there is no such session.
 
         Raises:
-            JournalError: it cannot be written.
+            JournalError: the file still cannot be changed.
         """
         entry = self._entries.get(key)
         if entry is None:
             return None
         with entry.lock:
-            if entry.gone:
+            if entry.closed:
                 return None
             if entry.wanted is not entry.written or not self._folder.exists(entry.name):
                 self._settle(entry)
             return entry.wanted
 
     def remove(self, key: SessionKey) -> None:
-        """Forget a session, its file, and what was set aside of it before; for good when this returns.
+        """Removes a session durably, including its quarantined files.  Removing a missing session is a no-op.
 
         Raises:
-            JournalError: something cannot be removed; ``repair`` tries again.
+            JournalError: a file cannot be removed; ``repair`` tries again.
         """
         entry = self._entries.get(key)
         if entry is None:
             return
         with entry.lock:
-            if not entry.gone:
+            if not entry.closed:
                 entry.wanted = None
                 self._settle(entry)
 
@@ -226,119 +255,129 @@ class Journal:
     def _header(self, session: SessionRecord) -> Header:
         return Header(model=self._model, key=session.key, created_at=session.created_at)
 
+    def _names(self, key: SessionKey) -> list[str]:
+        """Names that the file of a session can have: the current one, and that of an earlier format version."""
+        stems = (file_stem(self._model, key), uid_file_stem(self._model, key))
+        return [stem + SUFFIX for stem in stems if stem is not None]
+
     def _new_entry(self, session: SessionRecord) -> _Entry:
         key = session.key
         try:
             encode_header(self._header(session))
-            name = file_stem(self._model, key) + SUFFIX
+            names = self._names(key)
         except ValueError as error:
             raise JournalError(str(error)) from None
         if len(self._entries) >= self.max_sessions:
-            raise JournalError(f"there are {self.max_sessions} sessions, which is the most: close some")
-        if self._folder.exists(name):
-            raise JournalError(f"{self._folder.path / name} was left alone at the start: remove it first")
-        self._entries[key] = entry = _Entry(key, name)
+            raise JournalError(f"there are already {self.max_sessions} sessions: close some")
+        for name in names:
+            if self._folder.exists(name):
+                raise JournalError(f"{self._folder.path / name} was ignored at the start: remove it first")
+        self._entries[key] = entry = _Entry(key, names[0])
         return entry
 
-    def _written(self, entry: _Entry, session: SessionRecord) -> bool:
+    def _write(self, entry: _Entry, session: SessionRecord) -> bool:
         before, entry.wanted = entry.wanted, session
         try:
-            self._folder.renew()
+            self._folder.reopen()
             return self._settle(entry)
-        except ValueError as error:  # it will not be better the next time
+        except ValueError as error:  # the session is invalid: trying again would not help
             entry.wanted = before
             if before is None:
                 self._remove(entry)
             raise JournalError(str(error)) from None
 
     def _settle(self, entry: _Entry) -> bool:
-        """Make the file what is wanted; whether it was not as it had been left."""
+        """Makes the file what is wanted; returns whether it had been changed from outside."""
         if entry.wanted is None:
             self._remove(entry)
             return False
-        before, was_whole = entry.written, True
+        before, was_intact = entry.written, True
         if before is not None and before.created_at == entry.wanted.created_at:
-            turn = record_of(entry.wanted, before)
-            extent = entry.extent.copy()
-            extent.apply(turn)
+            turn = turn_record(entry.wanted, before)
+            size = entry.size.copy()
+            size.apply(turn)
             data = encode_turn(turn)
-            if entry.size + len(data) <= max(SPARE_BYTES, WASTE * extent.live_bytes):
-                was_whole = self._extend(entry, data)
-                if was_whole:
-                    entry.size += len(data)
-                    entry.extent, entry.written = extent, entry.wanted
+            if entry.file_bytes + len(data) <= max(SPARE_BYTES, WASTE * size.live_bytes):
+                was_intact = self._append(entry, data)
+                if was_intact:
+                    entry.file_bytes += len(data)
+                    entry.size, entry.written = size, entry.wanted
                     return False
-        turn = record_of(entry.wanted)
-        extent = Extent()
-        extent.apply(turn)
+        turn = turn_record(entry.wanted)
+        size = SessionSize()
+        size.apply(turn)
         data = encode_header(self._header(entry.wanted)) + encode_turn(turn)
-        entry.written = None  # a failure leaves it open which file is there
-        self._folder.put(entry.name, data)
-        entry.size, entry.extent, entry.written = len(data), extent, entry.wanted
+        entry.written = None  # after a failure it is not known which file exists
+        self._folder.write_atomically(entry.name, data)
+        entry.file_bytes, entry.size, entry.written = len(data), size, entry.wanted
+        self._remove_old(entry)
         with self._lock:
-            self.restored += not was_whole
-        return not was_whole
+            self.restored += not was_intact
+        return not was_intact
 
-    def _extend(self, entry: _Entry, data: bytes) -> bool:
-        """Add a record, if the file is there as it was left; whether it is."""
+    def _append(self, entry: _Entry, data: bytes) -> bool:
+        """Appends a record durably; returns ``False`` if the file was removed or cut from outside."""
         try:
             descriptor = self._folder.open(entry.name, write=True)
-        except JournalError:  # gone, or something else is there in its place
+        except JournalError:  # removed, or replaced by something else
             return False
         try:
-            with self._folder.telling("write", entry.name):
+            with self._folder.os_errors("write", entry.name):
                 size = os.fstat(descriptor).st_size
-                if size < entry.size:
+                if size < entry.file_bytes:
                     return False
-                if size > entry.size:  # an append that failed could not be taken back then
-                    os.ftruncate(descriptor, entry.size)
+                if size > entry.file_bytes:  # left by an append that failed and could not be undone
+                    os.ftruncate(descriptor, entry.file_bytes)
                 try:
-                    write_all(descriptor, data, entry.size)
+                    write_all(descriptor, data, entry.file_bytes)
                     sync(descriptor)
                 except OSError:
                     with contextlib.suppress(OSError):  # the next append tries again
-                        os.ftruncate(descriptor, entry.size)
+                        os.ftruncate(descriptor, entry.file_bytes)
                     raise
         finally:
             os.close(descriptor)
         return True
 
     def _remove(self, entry: _Entry) -> None:
-        self._folder.remove(entry.name)
+        names = self._names(entry.key)
+        for name in names:
+            self._folder.remove(name)
+        stems = tuple(name.removesuffix(SUFFIX) for name in names)
         with self._lock:
-            bad = [name for name in self._aside if name.startswith(entry.name.removesuffix(SUFFIX))]
-        for name in bad:
+            quarantined = [name for name in self._quarantined if name.startswith(stems)]
+        for name in quarantined:
             self._folder.remove(name)
         self._folder.sync()
         with self._lock:
-            for name in bad:
-                self._aside.pop(name, None)
-            entry.gone = True
+            for name in quarantined:
+                self._quarantined.pop(name, None)
+            entry.closed = True
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
 
-    def _taken(self, name: str) -> tuple[_Entry, SessionRecord]:
-        """Read a file and cut off what is not whole.
+    def _read(self, name: str) -> SessionFile:
+        """Reads a file and cuts off half a record at its end.
 
         Raises:
-            JournalError, Damaged, Foreign: it cannot be used.
+            JournalError, DamagedFile, ForeignFile: the file cannot be used.
         """
-        data = self._content(name)
-        session, extent, good = decode(data, self._model)
-        if name != file_stem(self._model, session.key) + SUFFIX:
-            raise Damaged("it is another session's file under this name")
-        if good < len(data):
-            self._cut(name, good)
-            self._report(name, f"{len(data) - good} bytes cut off behind the last whole record")
-        return _Entry(session.key, name, session, session, extent, good), session
+        data = self._read_bytes(name)
+        content = decode(data, self._model)
+        if name != content.stem + SUFFIX:
+            raise DamagedFile("it is the file of another session under this name")
+        if content.n_bytes < len(data):
+            self._cut(name, content.n_bytes)
+            self._report(name, f"cut off {len(data) - content.n_bytes} bytes after the last intact record")
+        return content
 
-    def _content(self, name: str) -> bytearray:
+    def _read_bytes(self, name: str) -> bytearray:
         descriptor = self._folder.open(name)
         try:
-            with self._folder.telling("read", name):
+            with self._folder.os_errors("read", name):
                 size = os.fstat(descriptor).st_size
                 if size > MAX_FILE_BYTES:
-                    raise Damaged(f"it has {size} bytes, a session has {MAX_FILE_BYTES} at most")
+                    raise DamagedFile(f"it has {size} bytes; a session file has at most {MAX_FILE_BYTES}")
                 return read_up_to(descriptor, size, 0)
         finally:
             os.close(descriptor)
@@ -346,11 +385,38 @@ class Journal:
     def _cut(self, name: str, size: int) -> None:
         descriptor = self._folder.open(name, write=True)
         try:
-            with self._folder.telling("cut", name):
+            with self._folder.os_errors("cut", name):
                 os.ftruncate(descriptor, size)
                 sync(descriptor)
         finally:
             os.close(descriptor)
+
+    # -- the previous format version ------------------------------------------------------------
+
+    def _upgrade(self, old_name: str, session: SessionRecord) -> bool:
+        """Rewrites a file of the previous format version; returns whether it contained the session's last state.
+
+        The old file stays until the new one is durable.  If that fails, the session is usable nevertheless and
+        ``repair`` tries again.
+        """
+        newer = self._entries.get(session.key)
+        if newer is not None:  # a crash came between writing the new file and removing the old one
+            newer.old_name = old_name
+            self._remove_old(newer)
+            return False
+        name = file_stem(self._model, session.key) + SUFFIX
+        self._entries[session.key] = entry = _Entry(session.key, name, old_name, wanted=session)
+        try:
+            self._settle(entry)
+        except JournalError as error:
+            self._report(old_name, f"not rewritten in the current format yet: {error}")
+        return True
+
+    def _remove_old(self, entry: _Entry) -> None:
+        if entry.old_name is not None:
+            with contextlib.suppress(JournalError):  # the next start tries again
+                self._folder.remove(entry.old_name)
+            entry.old_name = None
 
     def _report(self, name: str, problem: str) -> None:
         self.problems.append(f"{name}: {problem}")

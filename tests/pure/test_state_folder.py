@@ -1,0 +1,868 @@
+"""States in files: what comes back is what was saved, or it does not come back."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import hashlib
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.crashes import crash_everywhere
+from uma_trio.store import CorruptState, StateDraft, StateFileError, StateFolder, StateReader, StoredState, state_v1
+from uma_trio.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile
+from uma_trio.store.state_folder import QUARANTINE_SUFFIX, SUFFIX
+from uma_trio.store.state_format import (
+    FIELDS,
+    HASH_BYTES,
+    MAX_EXTRA_BYTES,
+    PAGE_BYTES,
+    PAYLOAD_AT,
+    Header,
+    decode_header,
+    encode_header,
+    fingerprint_of,
+    hash_of,
+)
+
+MIB = 1 << 20
+ROOM = 16 * MIB
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "states"
+
+
+def opened(path: Path, **changes: Any) -> StateFolder:
+    settings: dict[str, Any] = {"max_bytes": ROOM, "fingerprint": "library, model, layout"} | changes
+    return StateFolder(path, **settings)
+
+
+@pytest.fixture
+def folder(path: Path) -> Iterator[StateFolder]:
+    states = opened(path)
+    states.scan()
+    yield states
+    states.close()
+
+
+def save(folder: StateFolder, content: bytes = b"a state", *, tokens: Any = (1, 2, 3), **more: Any) -> StoredState:
+    draft = folder.begin(len(content))
+    draft.view[:] = content
+    return folder_agrees(folder, draft.finish(np.array(tokens, np.int32), **{"principal": "uid:1000"} | more))
+
+
+def folder_agrees(folder: StateFolder, state: StoredState) -> StoredState:
+    """What ``finish`` says is what the next ``scan`` says."""
+    [found] = [each for each in folder.scan() if each.name == state.name]
+    assert found.tokens.tolist() == state.tokens.tolist()
+    assert attrs.astuple(found, filter=not_tokens) == attrs.astuple(state, filter=not_tokens)
+    assert os.stat(folder._folder.path / (state.name + SUFFIX)).st_size == state.file_bytes
+    return state
+
+
+def not_tokens(field: Any, _: Any) -> bool:
+    return str(field.name) != "tokens"
+
+
+def content(folder: StateFolder, name: str) -> bytes:
+    with folder.open(name) as loaded:
+        assert loaded.view.readonly
+        return bytes(loaded.view)
+
+
+def file_of(path: Path, state: StoredState) -> Path:
+    return path / (state.name + SUFFIX)
+
+
+def quarantined(path: Path) -> list[str]:
+    """Files that were found damaged."""
+    return sorted(file.name for file in path.glob(f"*{QUARANTINE_SUFFIX}"))
+
+
+# -- there and back -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "n_bytes", [1, 4096, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 2 * PAGE_BYTES, 5 * PAGE_BYTES // 2]
+)
+def test_a_state_comes_back_also_after_a_restart(path: Path, folder: StateFolder, n_bytes: int) -> None:
+    data = np.random.default_rng(n_bytes).bytes(n_bytes)
+    state = save(
+        folder, data, tokens=range(70), principal="é" * 64, extra={"model": "m", "parts": [1, None, {"a": 0.5}]}
+    )
+    assert content(folder, state.name) == data
+    folder.close()
+    again = opened(path)
+    [found] = again.scan()
+    assert again.problems == []
+    assert (found.principal, found.extra, found.tokens.tolist()) == ("é" * 64, state.extra, list(range(70)))
+    assert content(again, found.name) == data
+    again.close()
+
+
+def test_a_state_may_turn_out_smaller_and_its_sequence_empty(folder: StateFolder) -> None:
+    draft = folder.begin(3 * PAGE_BYTES)
+    draft.view[: PAGE_BYTES + 5] = b"x" * (PAGE_BYTES + 5)
+    state = folder_agrees(folder, draft.finish([], principal="uid:0", n_bytes=PAGE_BYTES + 5))
+    assert content(folder, state.name) == b"x" * (PAGE_BYTES + 5)
+    assert state.tokens.tolist() == []
+    assert folder.used_bytes == state.file_bytes < PAYLOAD_AT + PAGE_BYTES + 200
+
+
+def test_an_unwritten_draft_is_of_zeros_and_of_its_size(folder: StateFolder) -> None:
+    draft = folder.begin(10_000)
+    assert len(draft.view) == 10_000
+    assert bytes(draft.view) == bytes(10_000)
+    draft.abandon()
+
+
+def test_a_state_that_was_removed_is_gone_and_who_reads_it_reads_on(path: Path, folder: StateFolder) -> None:
+    state = save(folder, b"read on")
+    loaded = folder.open(state.name)
+    folder.remove(state.name)
+    folder.remove(state.name)
+    assert state.name not in folder
+    assert folder.used_bytes == 0
+    assert bytes(loaded.view) == b"read on"
+    loaded.close()
+    loaded.close()
+    with pytest.raises(StateFileError, match="removed"):
+        folder.open(state.name)
+    with pytest.raises(StateFileError, match="removed"):
+        folder.touch(state.name)
+
+
+@pytest.mark.parametrize("name", ["", "key", "../key", "A" * 32, "a" * 31, "a" * 33, "a" * 31 + "\n", "é" * 32])
+def test_only_names_of_states_are_opened(folder: StateFolder, name: str) -> None:
+    for function in (folder.open, folder.remove, folder.touch):
+        with pytest.raises(StateFileError, match="is not the name of a state"):
+            function(name)
+    assert name not in folder
+
+
+def test_nobody_else_may_read_or_write(path: Path, folder: StateFolder) -> None:
+    before = os.umask(0)
+    try:
+        save(folder)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+
+
+# -- drafts -------------------------------------------------------------------------------------------
+
+
+def test_an_abandoned_draft_leaves_nothing(path: Path, folder: StateFolder) -> None:
+    draft = folder.begin(MIB)
+    assert folder.used_bytes > MIB
+    draft.abandon()
+    draft.abandon()
+    assert folder.used_bytes == 0
+    assert {file.name for file in path.iterdir()} == {"lock"}
+    for use in (lambda: draft.view, lambda: draft.finish([1], principal="uid:1")):
+        with pytest.raises(StateFileError, match="is closed"):
+            use()
+
+
+def test_the_engines_process_writes_and_reads_through_descriptors(path: Path, folder: StateFolder) -> None:
+    """What it is sent are a descriptor, an offset and a size."""
+    data = np.random.default_rng(1).bytes(2 * PAGE_BYTES + 77)
+
+    draft = folder.begin(len(data) + 100_000)
+    in_another_process(
+        "memory = mmap.mmap(fd, size, offset=offset)\nmemory[:] = sys.stdin.buffer.read()", draft, len(data), data
+    )
+    state = folder_agrees(folder, draft.finish([1], principal="p", n_bytes=len(data)))
+    with folder.open(state.name) as reader:
+        assert reader.state.n_bytes == len(data)
+        read = "memory = mmap.mmap(fd, size, offset=offset, prot=mmap.PROT_READ)\nsys.stdout.buffer.write(memory)"
+        assert in_another_process(read, reader, len(data)) == data
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(reader.fd, b"x")
+    for closed in (draft, reader):
+        with pytest.raises(StateFileError, match="is closed"):
+            _ = closed.fd
+
+
+def in_another_process(program: str, file: StateDraft | StateReader, size: int, stdin: bytes = b"") -> bytes:
+    program = f"import mmap, sys\nfd, offset, size = map(int, sys.argv[1:])\n{program}"
+    command = [sys.executable, "-S", "-c", program, str(file.fd), str(file.offset), str(size)]
+    return subprocess.run(command, input=stdin, stdout=subprocess.PIPE, pass_fds=[file.fd], check=True).stdout
+
+
+def test_a_draft_has_its_room_on_disk_before_it_is_written(folder: StateFolder) -> None:
+    draft = folder.begin(3 * PAGE_BYTES)
+    assert 512 * os.fstat(draft.fd).st_blocks >= 3 * PAGE_BYTES
+    draft.abandon()
+
+
+def test_descriptors_are_closed_whatever_becomes_of_drafts_and_readers(path: Path, folder: StateFolder) -> None:
+    before = len(os.listdir("/dev/fd"))
+    state = save(folder)
+    folder.open(state.name).close()
+    folder.begin(100).abandon()
+    with pytest.raises(StateFileError):
+        folder.begin(100).finish([-1], principal="p")
+    with pytest.raises(StateFileError):
+        folder.begin(ROOM)
+    file_of(path, state).write_bytes(b"damaged")
+    with pytest.raises(CorruptState):
+        folder.open(state.name)
+    dropped = folder.begin(100), folder.open(save(folder).name)
+    assert len(os.listdir("/dev/fd")) == before + 2
+    del dropped
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_dropped_draft_leaves_a_file_for_the_next_scan(path: Path, folder: StateFolder) -> None:
+    draft = folder.begin(MIB)
+    folder.scan()
+    assert len(list(path.glob("*.tmp"))) == 1, "a scan must not take a draft's file away"
+    del draft
+    gc.collect()
+    assert folder.used_bytes == 0
+    assert len(list(path.glob("*.tmp"))) == 1
+    assert folder.scan() == []
+    assert not list(path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more"),
+    [
+        ([[1]], {}),
+        ([0.5], {}),
+        ([-1], {}),
+        ([MAX_TOKEN_ID + 1], {}),
+        (["a"], {}),
+        (None, {}),
+        (np.zeros(MAX_TOKENS + 1, np.int8), {}),
+        ([1], {"n_bytes": 0}),
+        ([1], {"n_bytes": 101}),
+        ([1], {"n_bytes": -1}),
+        ([1], {"principal": ""}),
+        ([1], {"principal": "é" * (MAX_PRINCIPAL_BYTES // 2) + "e"}),
+        ([1], {"principal": "\ud800"}),
+        ([1], {"extra": {"a": "x" * MAX_EXTRA_BYTES}}),
+        ([1], {"extra": {"a": object()}}),
+        ([1], {"extra": {"a": float("nan")}}),
+        ([1], {"extra": {"a": "\ud800"}}),
+        ([1], {"extra": {1: (2,)}}),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
+    folder: StateFolder, path: Path, tokens: Any, more: Any
+) -> None:
+    draft = folder.begin(100)
+    with pytest.raises(StateFileError):
+        draft.finish(tokens, **{"principal": "uid:1"} | more)
+    assert folder.used_bytes == 0
+    assert {file.name for file in path.iterdir()} == {"lock"}
+
+
+def test_who_still_holds_a_part_of_the_view_is_not_in_the_way(folder: StateFolder) -> None:
+    draft = folder.begin(5000)
+    part = np.frombuffer(draft.view, np.uint8)[:100]
+    part[:] = 7
+    state = draft.finish([1], principal="uid:1")
+    loaded = folder.open(state.name)
+    seen = np.frombuffer(loaded.view, np.uint8)
+    loaded.close()
+    assert seen[:101].tolist() == [7] * 100 + [0]
+
+
+def test_a_draft_whose_file_has_vanished_is_an_error(path: Path, folder: StateFolder) -> None:
+    draft = folder.begin(5000)
+    [file] = path.glob("*.tmp")
+    file.unlink()
+    with pytest.raises(StateFileError, match="it was removed while the server was running"):
+        draft.finish([1], principal="uid:1")
+    assert folder.used_bytes == 0
+
+
+# -- room ---------------------------------------------------------------------------------------------
+
+
+def test_the_longest_unused_make_room(tmp_path: Path) -> None:
+    folder = opened(tmp_path / "s", max_bytes=3 * (MIB + PAYLOAD_AT + 1000))
+    folder.scan()
+    first, second, third = (save(folder, bytes([i]) * MIB) for i in range(3))
+    content(folder, first.name)
+    fourth = save(folder, b"4" * MIB)
+    assert [state.name in folder for state in (first, second, third, fourth)] == [True, False, True, True]
+    assert folder.used_bytes <= folder.max_bytes
+    with pytest.raises(StateFileError, match="removed"):
+        folder.open(second.name)
+
+    folder.touch(third.name)
+    folder.close()
+    folder = opened(tmp_path / "s", max_bytes=folder.max_bytes)  # the order outlives a restart
+    assert [state.name for state in folder.scan()] == [first.name, fourth.name, third.name]
+    save(folder, b"5" * 2 * MIB)
+    assert [state.name in folder for state in (first, fourth, third)] == [False, False, True]
+    folder.close()
+
+
+def test_what_can_never_fit_removes_nothing(folder: StateFolder) -> None:
+    state = save(folder)
+    draft = folder.begin(ROOM // 2)
+    for n_bytes in (ROOM, ROOM // 2, 1 << 62, 0, -1):
+        with pytest.raises(StateFileError):
+            folder.begin(n_bytes)
+    assert state.name in folder
+    draft.abandon()
+
+
+def test_tokens_need_room_too(tmp_path: Path) -> None:
+    folder = opened(tmp_path / "s", max_bytes=2 * MIB)
+    folder.scan()
+    state = save(folder)
+    draft = folder.begin(MIB)
+    with pytest.raises(StateFileError, match="no room"):
+        draft.finish(np.zeros(MIB // 2, np.int32), principal="uid:1")
+    assert state.name in folder
+    draft = folder.begin(MIB)
+    draft.finish(np.zeros(MIB // 4 - 8192, np.int32), principal="uid:1")
+    assert state.name not in folder, "the older one made room"
+    assert folder.used_bytes <= folder.max_bytes
+    folder.close()
+
+
+def test_what_was_found_makes_room_also_where_the_limit_was_lowered(path: Path, folder: StateFolder) -> None:
+    states = [save(folder, bytes(MIB)) for _ in range(4)]
+    folder.close()
+    smaller = opened(path, max_bytes=2 * MIB)
+    assert len(smaller.scan()) == 4
+    kept = save(smaller, bytes(MIB // 2))
+    assert [state.name in smaller for state in (*states, kept)] == [False, False, False, True, True]
+    smaller.close()
+
+
+def test_many_threads_save_and_read(path: Path, folder: StateFolder) -> None:
+    names: list[str] = []
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng(number)
+        for _ in range(20):
+            data = bytes([number]) * int(rng.integers(1, MIB))
+            draft = folder.begin(len(data))
+            draft.view[:] = data
+            if rng.random() < 0.2:
+                draft.abandon()
+                continue
+            names.append(draft.finish([number], principal=f"uid:{number}").name)
+            name = names[int(rng.integers(len(names)))]
+            try:
+                with folder.open(name) as loaded:
+                    assert bytes(loaded.view) == bytes([loaded.tokens[0]]) * len(loaded.view)
+            except CorruptState:
+                raise
+            except StateFileError:  # made room
+                assert name not in folder
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    assert quarantined(path) == []
+    on_disk = {file.name.removesuffix(SUFFIX): file.stat().st_size for file in path.glob(f"*{SUFFIX}")}
+    assert {name for name in names if name in folder} == set(on_disk)
+    assert folder.used_bytes == sum(on_disk.values()) <= ROOM
+    assert {state.name for state in folder.scan()} == set(on_disk)
+
+
+# -- folders ------------------------------------------------------------------------------------------
+
+
+def test_one_process_at_a_time(path: Path, folder: StateFolder) -> None:
+    with pytest.raises(StateFileError, match="in use by another process"):
+        opened(path)
+    folder.close()
+    folder.close()
+    opened(path).close()
+
+
+def test_a_folder_that_others_can_write_is_refused(path: Path) -> None:
+    path.mkdir()
+    for mode in (0o770, 0o707):
+        path.chmod(mode)
+        with pytest.raises(StateFileError, match="others can write"):
+            opened(path)
+    path.chmod(0o755)
+    opened(path).close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away: run as root")
+def test_what_belongs_to_somebody_else_is_refused(path: Path, folder: StateFolder) -> None:
+    state = save(folder)
+    os.chown(file_of(path, state), 12345, -1)
+    assert folder.scan() == []
+    assert folder.problems == [f"{state.name}{SUFFIX}: ignored, it is owned by another user"]
+    with pytest.raises(StateFileError, match="owned by another user"):
+        folder.open(state.name)
+    folder.close()
+    os.chown(path, 12345, -1)
+    with pytest.raises(StateFileError, match="belongs to another user"):
+        opened(path)
+
+
+def test_a_path_that_cannot_be_a_folder_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    for path in (tmp_path / "file", tmp_path / "file" / "states"):
+        with pytest.raises(StateFileError, match=str(path)):
+            opened(path)
+
+
+def test_a_folder_that_has_vanished_is_made_again(path: Path, folder: StateFolder) -> None:
+    state, draft = save(folder), folder.begin(1000)
+    shutil.rmtree(path)
+    with pytest.raises(StateFileError, match="it was removed while the server was running"):
+        draft.finish([1], principal="uid:1")
+    with pytest.raises(StateFileError, match="it was removed while the server was running"):
+        folder.open(state.name)
+    later = save(folder, b"later")
+    assert folder.used_bytes == later.file_bytes
+    assert state.name not in folder
+    with pytest.raises(StateFileError, match="in use by another process"):
+        opened(path)
+    folder.close()
+    again = opened(path)
+    assert [found.name for found in again.scan()] == [later.name]
+    assert content(again, later.name) == b"later"
+    again.close()
+
+
+def test_a_folder_that_cannot_be_made_again_is_an_error_each_time(path: Path, folder: StateFolder) -> None:
+    save(folder)
+    shutil.rmtree(path)
+    path.write_bytes(b"a file in its place")
+    for _ in range(2):
+        with pytest.raises(StateFileError, match=str(path)):
+            folder.begin(1000)
+    path.unlink()
+    save(folder)
+
+
+def test_a_closed_folder_answers_with_its_error(folder: StateFolder) -> None:
+    state, draft = save(folder), folder.begin(1000)
+    folder.close()
+    for use in (
+        folder.scan,
+        lambda: folder.begin(9),
+        lambda: folder.open(state.name),
+        lambda: draft.finish([], principal="uid:1"),
+    ):
+        with pytest.raises(StateFileError):
+            use()
+
+
+def test_links_pipes_and_strangers_are_left_alone(path: Path, folder: StateFolder, tmp_path: Path) -> None:
+    state = save(folder)
+    outside = tmp_path / "outside"
+    outside.write_bytes(file_of(path, state).read_bytes())
+    names = {kind: f"{kind * 32}{SUFFIX}" for kind in "abc"}
+    (path / names["a"]).symlink_to(outside)
+    os.mkfifo(path / names["b"])
+    (path / names["c"]).mkdir()
+    (path / "README").write_text("a stranger")
+    (path / "link.tmp").symlink_to(outside)
+    assert [found.name for found in folder.scan()] == [state.name]
+    assert sorted(line.split(":")[0] for line in folder.problems) == sorted([*names.values(), "README", "link.tmp"])
+    assert folder.used_bytes == state.file_bytes
+    for kind in "abc":
+        with pytest.raises(StateFileError):
+            folder.open(kind * 32)
+    assert outside.exists()
+    assert quarantined(path) == []
+
+
+# -- what was altered ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("readers", [2, 8, 99])
+@pytest.mark.parametrize("page", range(4))
+def test_each_page_is_checked_however_many_check_them(path: Path, readers: int, page: int) -> None:
+    folder = opened(path, readers=readers)
+    whole = os.urandom(3 * PAGE_BYTES + 17)
+    state = save(folder, whole)
+    assert content(folder, state.name) == whole
+    file = file_of(path, state)
+    data = bytearray(file.read_bytes())
+    data[PAYLOAD_AT + page * PAGE_BYTES + 16] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptState, match=f"altered between byte {page * PAGE_BYTES} and"):
+        folder.open(state.name)
+    folder.close()
+
+
+SAMPLE = np.random.default_rng(3).bytes(700)
+
+
+@pytest.fixture(scope="module")
+def sample() -> Iterator[tuple[StateFolder, Path, bytes]]:
+    """A folder with one state: the folder, its file, and what belongs in it."""
+    with tempfile.TemporaryDirectory() as where:
+        path = Path(where, "s")
+        folder = opened(path)
+        folder.scan()
+        state = save(folder, SAMPLE, tokens=range(40), extra={"a": 1})
+        file = file_of(path, state)
+        yield folder, file, file.read_bytes()
+        folder.close()
+
+
+def refuses(sample: tuple[StateFolder, Path, bytes], data: bytes) -> None:
+    """``data`` in the file is quarantined, by ``scan`` or at the latest by ``open``, which says so by itself too."""
+    folder, file, good = sample
+    assert data != good
+    name = file.name.removesuffix(SUFFIX)
+    for scan_first in (True, False):
+        file.write_bytes(data)
+        found = folder.scan() if scan_first else []
+        if found or not scan_first:
+            with pytest.raises(CorruptState, match="quarantined"):
+                folder.open(name)
+        assert name not in folder
+        assert not file.exists()
+        assert file.with_name(file.name + QUARANTINE_SUFFIX).read_bytes() == data
+    file.write_bytes(good)
+    assert [state.name for state in folder.scan()] == [name]
+    assert content(folder, name) == SAMPLE
+
+
+@given(st.data())
+def test_a_flipped_bit_is_recognised_wherever_it_is(
+    sample: tuple[StateFolder, Path, bytes], data: st.DataObject
+) -> None:
+    good = sample[2]
+    parts = [(0, FIELDS.size), (FIELDS.size, PAYLOAD_AT), (PAYLOAD_AT, PAYLOAD_AT + 700), (PAYLOAD_AT + 700, len(good))]
+    first, end = data.draw(st.sampled_from(parts))
+    bits = data.draw(st.sets(st.integers(8 * first, 8 * end - 1), min_size=1, max_size=4))
+    changed = bytearray(good)
+    for bit in bits:
+        changed[bit // 8] ^= 1 << bit % 8
+    refuses(sample, bytes(changed))
+
+
+@given(st.data())
+def test_a_shorter_or_longer_file_is_recognised(sample: tuple[StateFolder, Path, bytes], data: st.DataObject) -> None:
+    good = sample[2]
+    size = data.draw(st.integers(0, len(good) - 1) | st.sampled_from([0, 1, FIELDS.size, PAYLOAD_AT, len(good) - 1]))
+    refuses(sample, good[:size])
+    refuses(sample, good + data.draw(st.binary(min_size=1, max_size=50)))
+    refuses(sample, good[:size] + good[size + 1 :])
+
+
+@given(st.binary(max_size=600), st.integers(0, PAYLOAD_AT + 1000), st.integers(0, 2))
+def test_whatever_the_bytes_are_nothing_but_our_error_is_raised(
+    sample: tuple[StateFolder, Path, bytes], noise: bytes, at: int, how: int
+) -> None:
+    good = sample[2]
+    made = [noise, good[:at] + noise + good[at + len(noise) :], good[:at] + noise][how]
+    if made != good:
+        refuses(sample, made)
+
+
+def test_a_page_in_the_wrong_place_is_recognised(path: Path, folder: StateFolder) -> None:
+    state = save(folder, b"a" * PAGE_BYTES + b"b" * PAGE_BYTES + b"c")
+    file = file_of(path, state)
+    data = bytearray(file.read_bytes())
+    data[PAYLOAD_AT : PAYLOAD_AT + 2 * PAGE_BYTES] = b"b" * PAGE_BYTES + b"a" * PAGE_BYTES
+    file.write_bytes(data)
+    assert len(folder.scan()) == 1, "the header is as it was"
+    with pytest.raises(CorruptState, match="altered between byte 0 and"):
+        folder.open(state.name)
+
+
+def test_a_file_under_another_name_is_recognised(path: Path, folder: StateFolder) -> None:
+    one, other = save(folder, b"one"), save(folder, b"other")
+    content_of_one = file_of(path, one).read_bytes()
+    file_of(path, one).write_bytes(file_of(path, other).read_bytes())
+    file_of(path, other).write_bytes(content_of_one)
+    assert folder.scan() == []
+    assert len(folder.problems) == len(quarantined(path)) == 2
+    assert all("the file of another state" in line for line in folder.problems)
+
+
+def test_a_file_from_another_folder_is_a_state_like_any_other(path: Path, folder: StateFolder, tmp_path: Path) -> None:
+    """The hashes tell damage, not origin: names are random, and the folder is writable for its owner alone."""
+    elsewhere = opened(tmp_path / "elsewhere")
+    state = save(elsewhere)
+    os.rename(file_of(tmp_path / "elsewhere", state), file_of(path, state))
+    elsewhere.close()
+    assert [found.name for found in folder.scan()] == [state.name]
+    assert content(folder, state.name) == b"a state"
+
+
+def test_what_was_set_aside_counts_and_makes_room_first(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    folder = opened(path, max_bytes=3 * MIB)
+    folder.scan()
+    old, damaged = save(folder, b"o" * MIB), save(folder, b"d" * MIB)
+    data = bytearray(file_of(path, damaged).read_bytes())
+    data[-1] ^= 1
+    file_of(path, damaged).write_bytes(data)
+    assert [state.name for state in folder.scan()] == [old.name]
+    assert folder.used_bytes == old.file_bytes + damaged.file_bytes
+    assert [state.name for state in folder.scan()] == [old.name]
+    assert folder.problems == [], "it is told once"
+    assert folder.used_bytes == old.file_bytes + damaged.file_bytes
+    new = save(folder, b"n" * MIB)
+    assert old.name in folder
+    assert new.name in folder
+    assert not list(path.glob(f"*{QUARANTINE_SUFFIX}"))
+    folder.close()
+
+
+def test_states_of_another_model_stay_until_room_is_needed(path: Path, folder: StateFolder) -> None:
+    theirs = save(folder, b"t" * MIB)
+    folder.close()
+    other = opened(path, fingerprint=b"another")
+    assert other.scan() == []
+    assert other.problems == [f"{theirs.name}{SUFFIX}: ignored, it is from another model, library or layout"]
+    assert quarantined(path) == []
+    assert other.used_bytes == theirs.file_bytes
+    with pytest.raises(StateFileError, match="from another model"):
+        other.open(theirs.name)
+    ours = save(other, b"o")
+    other.close()
+    again = opened(path, max_bytes=2 * MIB)
+    assert [state.name for state in again.scan()] == [theirs.name]
+    again.close()
+    other = opened(path, max_bytes=PAYLOAD_AT + MIB + 5000, fingerprint=b"another")
+    assert [state.name for state in other.scan()] == [ours.name]
+    save(other, b"n" * 9000)
+    assert not file_of(path, theirs).exists(), "the longest unused"
+    assert ours.name in other
+    other.close()
+
+
+# -- files of format version 1 --------------------------------------------------------------------------
+
+OLD_KEY = bytes(range(32))
+OLD_DATA = np.random.default_rng(9).bytes(2 * PAGE_BYTES + 100)
+
+
+def old_code(data: bytes, key: bytes = OLD_KEY) -> bytes:
+    return hashlib.blake2b(data, digest_size=32, key=key).digest()
+
+
+def old_file(path: Path, name: str = "0f" * 16, fingerprint: str = "library, model, layout") -> Path:
+    """A state of user 1000 as the server wrote it in version 1, with the key of its folder; last used at second 5."""
+    tokens = struct.pack("<3i", 7, 8, 70000)
+    extra = b'{"checkpoints":[[2,100]]}'
+    tail = tokens + extra + b"".join(old_code(OLD_DATA[at : at + (1 << 20)]) for at in range(0, len(OLD_DATA), 1 << 20))
+    header = struct.pack(
+        "<8sI4x16s32sqdQII32s",
+        b"UMASTATE",
+        1,
+        bytes.fromhex(name),
+        hashlib.blake2b(fingerprint.encode(), digest_size=32).digest(),
+        1000,
+        123.5,
+        len(OLD_DATA),
+        3,
+        len(extra),
+        old_code(tail),
+    ).ljust((1 << 14) - 32, b"\0")
+    (path / "key").write_bytes(OLD_KEY)
+    file = path / f"{name}.state"
+    file.write_bytes(header + old_code(header) + OLD_DATA + tail)
+    os.utime(file, (5, 5))
+    return file
+
+
+def is_the_old_state(state: StoredState) -> bool:
+    return (state.tokens.tolist(), state.n_bytes, state.principal, state.saved_at, state.extra) == (
+        [7, 8, 70000],
+        len(OLD_DATA),
+        "uid:1000",
+        123.5,
+        {"checkpoints": [[2, 100]]},
+    )
+
+
+def test_states_of_version_1_are_rewritten(path: Path, folder: StateFolder) -> None:
+    old, later = old_file(path), save(folder)
+    assert [state.name for state in folder.scan()] == [old.stem, later.name], "the order of use stays"
+    assert folder.problems == []
+    assert {file.name for file in path.iterdir()} == {"lock", old.name, f"{later.name}{SUFFIX}"}, "the key is gone"
+    assert old.stat().st_mtime == 5
+    assert folder.used_bytes == old.stat().st_size + later.file_bytes
+    for _ in range(2):
+        state = folder.scan()[0]
+        assert is_the_old_state(state)
+        assert old.stat().st_size == state.file_bytes
+    assert content(folder, old.stem) == OLD_DATA
+
+
+@pytest.mark.parametrize("call", ["rename", "pwrite", "fdatasync"])
+def test_a_state_of_version_1_outlives_an_upgrade_that_fails(
+    path: Path, folder: StateFolder, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    old = old_file(path)
+    before = old.read_bytes()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, fails)
+        assert folder.scan() == []
+    assert len(folder.problems) == 1
+    assert "free some space" in folder.problems[0]
+    assert {file.name for file in path.iterdir()} == {"lock", "key", old.name}
+    assert old.read_bytes() == before
+    assert folder.used_bytes == len(before)
+    [state] = folder.scan()
+    assert is_the_old_state(state)
+    assert content(folder, state.name) == OLD_DATA
+
+
+def test_a_state_of_version_1_outlives_a_crash_at_any_point_of_its_upgrade(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    old = old_file(path)
+    crashes = 0
+    folder = opened(path)
+    for run in crash_everywhere():
+        with run:
+            folder.scan()
+        crashes += run.crashed
+        folder.close()
+        folder = opened(path)
+        [state] = folder.scan()
+        assert folder.problems == []
+        assert is_the_old_state(state)
+        assert content(folder, state.name) == OLD_DATA
+        assert {file.name for file in path.iterdir()} == {"lock", old.name}
+        old_file(path)
+    assert crashes > 10
+    folder.close()
+
+
+@pytest.mark.parametrize("at", [8 + 4 + 10, 100, PAYLOAD_AT - 1, PAYLOAD_AT + PAGE_BYTES, -1, -100])
+def test_damaged_states_of_version_1_are_quarantined(path: Path, folder: StateFolder, at: int) -> None:
+    old = old_file(path)
+    data = bytearray(old.read_bytes())
+    data[at] ^= 1
+    old.write_bytes(data)
+    assert folder.scan() == []
+    assert folder.problems[0].startswith(f"{old.name}: quarantined, ")
+    assert {file.name for file in path.iterdir()} == {"lock", old.name + QUARANTINE_SUFFIX}
+    assert (path / (old.name + QUARANTINE_SUFFIX)).read_bytes() == data
+
+
+@pytest.mark.parametrize("key", [None, b"", b"short", b"k" * 32])
+def test_states_of_version_1_without_their_key_are_quarantined(
+    path: Path, folder: StateFolder, key: bytes | None
+) -> None:
+    old = old_file(path)
+    (path / "key").unlink()
+    if key is not None:
+        (path / "key").write_bytes(key)
+    assert folder.scan() == []
+    assert f"{old.name}: quarantined, its header was altered, or the key" in "\n".join(folder.problems)
+
+
+def test_states_of_version_1_and_another_model_stay_and_so_does_their_key(path: Path, folder: StateFolder) -> None:
+    theirs = old_file(path, "f0" * 16, fingerprint="another")
+    before = theirs.read_bytes()
+    ours = old_file(path)
+    assert [state.name for state in folder.scan()] == [ours.stem]
+    assert folder.problems == [f"{theirs.name}: ignored, it is from another model, library or layout"]
+    assert theirs.read_bytes() == before
+    folder.close()
+    other = opened(path, fingerprint="another")
+    [state] = other.scan()
+    assert is_the_old_state(state)
+    assert not (path / "key").exists()
+    other.close()
+
+
+@given(st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 32) - 1))
+def test_lengths_in_headers_of_version_1_are_held_against_the_file_too(n_bytes: int, n_tokens: int, extra: int) -> None:
+    fields = b"UMASTATE", 1, bytes(16), bytes(32), 1, 1.0, n_bytes, n_tokens, extra, bytes(32)
+    header = struct.pack("<8sI4x16s32sqdQII32s", *fields).ljust(PAYLOAD_AT - 32, b"\0")
+    data = bytearray(header + old_code(header))
+    read: list[int] = []
+
+    def reading(n: int, offset: int) -> bytearray:
+        read.append(n)
+        return data[offset : offset + n]
+
+    with pytest.raises(DamagedFile):
+        state_v1.decode(reading, len(data), "00" * 16, bytes(32), OLD_KEY)
+    assert sum(read) <= len(data)
+
+
+# -- headers and tails with the right hashes -----------------------------------------------------------
+
+
+EXTREMES = st.sampled_from([0, 1, 255, (1 << 31) - 1, (1 << 32) - 1, 1 << 62, (1 << 64) - 1])
+
+
+@given(EXTREMES, EXTREMES, EXTREMES, st.floats())
+def test_lengths_are_held_against_the_file_before_anything_is_read(
+    n_bytes: int, n_tokens: int, extra: int, saved_at: float
+) -> None:
+    fingerprint = fingerprint_of("f")
+    header = Header("0" * 32, "p", saved_at, n_bytes, n_tokens % (1 << 32), extra % (1 << 32), b"h" * HASH_BYTES)
+    data = encode_header(header, fingerprint)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedFile):
+            decode_header(data, header.name, len(data) + 1, fingerprint)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 17
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.binary(max_size=100), st.integers(0, 40))
+def test_a_tail_with_the_right_hash_is_read_or_refused(
+    sample: tuple[StateFolder, Path, bytes], noise: bytes, at: int
+) -> None:
+    folder, file, good = sample
+    tail = bytearray(good[PAYLOAD_AT + len(SAMPLE) :])
+    tail[at * 4 : at * 4 + len(noise)] = noise[: len(tail) - at * 4]
+    fields = list(FIELDS.unpack_from(good))
+    fields[-1] = hash_of(tail)
+    hashed = FIELDS.pack(*fields).ljust(PAYLOAD_AT - HASH_BYTES, b"\0")
+    file.write_bytes(hashed + hash_of(hashed) + SAMPLE + tail)
+    for state in folder.scan():
+        try:
+            assert content(folder, state.name) == SAMPLE
+            assert 0 <= min(state.tokens.tolist()) <= max(state.tokens.tolist()) <= MAX_TOKEN_ID
+        except CorruptState:
+            assert not file.exists()
+    file.write_bytes(good)
+    folder.scan()
+
+
+def test_the_documented_layout_is_the_one_in_the_file(path: Path, folder: StateFolder) -> None:
+    state = save(folder, b"\x01" * 5000, tokens=[7, 8], principal="uid:42")
+    data = file_of(path, state).read_bytes()
+    assert data[:12] == b"UMASTATE\x02\0\0\0"
+    assert bytes.fromhex(state.name) == data[16:32]
+    assert data[64:72] == b"\x06uid:42\0"
+    assert data[PAYLOAD_AT : PAYLOAD_AT + 5000] == b"\x01" * 5000
+    assert struct.unpack_from("<ii", data, PAYLOAD_AT + 5000) == (7, 8)
+    assert data[PAYLOAD_AT + 5008 : PAYLOAD_AT + 5010] == b"{}"
+    assert len(data) == PAYLOAD_AT + 5010 + HASH_BYTES
+    assert data[-HASH_BYTES:] == hash_of(b"\x01" * 5000)

@@ -1,0 +1,84 @@
+"""Opens the durable storage of a model: the journal of its sessions and the states of their sequences.
+
+Storage is optional: if the folder cannot be used, the daemon logs the reason and serves without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+import platformdirs
+import structlog
+
+from uma_trio.config import Config
+from uma_trio.kv.shelf import Saved
+from uma_trio.models.loaded import LoadedModel
+from uma_trio.runner.state_files import StateFiles, saved_state
+from uma_trio.store import Journal, JournalError, StateFileError, StateFolder, StoredState, principal_uid
+
+log = structlog.get_logger("uma_trio.daemon")
+
+MB: Final = 1_000_000
+
+MAX_READERS: Final = 4
+"""Most threads that read one state.  Two saturate the memory; more only help to queue requests to a fast disk."""
+
+
+@attrs.frozen
+class Storage:
+    """The storage of one model; a missing part is disabled or unusable."""
+
+    journal: Journal | None = None
+    files: StateFiles | None = None
+    states: Sequence[Saved] = ()
+    """States that were found in ``files``, least recently used first."""
+
+
+NO_STORAGE: Final = Storage()
+
+
+def state_dir(config: Config) -> Path:
+    """Returns the folder that contains the storage of all models."""
+    return config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))
+
+
+@contextlib.contextmanager
+def open_storage(config: Config, model: LoadedModel) -> Iterator[Storage]:
+    """Opens the storage of ``model`` until the context ends.  Blocks while it scans the saved states."""
+    folder = state_dir(config) / model.name
+    with contextlib.ExitStack() as stack:
+        journal: Journal | None = None
+        files: StateFolder | None = None
+        states: list[Saved] = []
+        try:
+            journal = Journal(folder / "sessions", model=model.name, max_sessions=config.sessions.max_stored_sessions)
+            stack.callback(journal.close)
+        except JournalError as error:
+            log.error("sessions will not survive a restart", reason=str(error))
+        if config.sessions.spill and journal is not None:
+            try:
+                files = StateFolder(
+                    folder / "states",
+                    max_bytes=config.sessions.spill_max_mb * MB,
+                    fingerprint=model.state_name,
+                    readers=min(MAX_READERS, model.engine.facts.spare_cores),
+                )
+                stack.callback(files.close)
+                states = [*_usable(files.scan())]
+                for problem in files.problems:
+                    log.warning("a saved state cannot be used", reason=problem)
+            except StateFileError as error:
+                log.error("KV caches of sessions will not be written to disk", reason=str(error))
+        yield Storage(journal, files, states)
+
+
+def _usable(states: Iterable[StoredState]) -> Iterator[Saved]:
+    for s in states:
+        try:
+            yield saved_state(s.name, principal_uid(s.principal), s.tokens, s.n_bytes, s.extra)
+        except ValueError as error:
+            log.warning("a saved state cannot be used", reason=f"{s.name}: {error}")
