@@ -18,7 +18,7 @@ import attrs
 if TYPE_CHECKING:
     import trio
 
-PERF_LOG: Final = "perf.cborseq"
+PERF_LOG: Final = "perf.jsonl"
 STOP_S: Final = 15.0
 """For a bench to stop its servers."""
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 import click
 
 NOTES: Final = {
-    "sessions": "open connections",
-    "conversations": "what uma-trio sessions lists, of all users",
+    "sessions": "what uma-trio sessions lists, of all users",
 }
 """Where a name alone would be taken for something else."""
 

@@ -15,8 +15,8 @@ from uma_trio.protocol.messages import Reason
 from uma_trio.runner.flight import Delivery, Landed
 from uma_trio.runner.job import Job
 from uma_trio.telemetry import Telemetry
+from uma_trio.telemetry.metrics import ModelSize, estimate_bytes_moved
 from uma_trio.telemetry.perf_records import PerfSink, RequestRecord, TickRecord
-from uma_trio.telemetry.traffic import Weight, bytes_moved
 
 log = structlog.get_logger("uma_trio.runner")
 
@@ -34,7 +34,7 @@ class Book:
         self._facts = facts
         self._perf = perf
         self._debug = debug
-        self._weight = Weight(facts.size_bytes, facts.kv_bytes_per_token, facts.n_layer, facts.n_embd, facts.n_vocab)
+        self._size = ModelSize(facts.size_bytes, facts.kv_bytes_per_token, facts.n_layer, facts.n_embd, facts.n_vocab)
         self.telemetry.bytes_per_s = facts.memory_bytes_per_s
         self._last_ended_s: float | None = None
         """The end of the last step, on the engine's clock; ``None`` after a time with nothing to do."""
@@ -56,8 +56,8 @@ class Book:
         gap_ms = None if self._last_ended_s is None else 1e3 * (result.started_s - self._last_ended_s)
         self._last_ended_s = result.ended_s
         work = flight.plan.work
-        moved = bytes_moved(
-            self._weight,
+        moved = estimate_bytes_moved(
+            self._size,
             calls=work.calls,
             tokens=work.decodes + work.prompt_tokens,
             outputs=len(result.tokens),
@@ -66,8 +66,8 @@ class Book:
         telemetry, new = self.telemetry, sum([len(delivery.tokens) for delivery in landed.deliveries])
         drafted = sum(flight.plan.drafts)
         accepted = sum([len(delivery.tokens) - 1 for delivery in landed.deliveries if delivery.tokens])
-        telemetry.tick(
-            n_rows=len(flight.jobs),
+        telemetry.record_step(
+            n_sequences=len(flight.jobs),
             n_prompt_tokens=work.prompt_tokens,
             n_calls=work.calls,
             n_tokens=new,
@@ -78,10 +78,10 @@ class Book:
         )
         telemetry.logits_rows_total += len(result.tokens)
         telemetry.logits_copied_total += result.copied_rows
-        telemetry.drafted_total += drafted
-        telemetry.accepted_total += accepted
+        telemetry.draft_tokens_total += drafted
+        telemetry.accepted_draft_tokens_total += accepted
         if self._perf is not None:
-            self._perf.tick(self._record(landed, gap_ms, waiting, moved, new, drafted, accepted))
+            self._perf.write(self._record(landed, gap_ms, waiting, moved, new, drafted, accepted))
         if self._debug:
             self._log(landed)
 
@@ -98,22 +98,22 @@ class Book:
         chosen, result = landed.flight.plan, landed.result
         could = (self.telemetry.bytes_per_s or 0.0) * landed.took_ms / 1e3
         return TickRecord(
-            t_s=landed.flight.pending.began_s,
-            seq_ids=[slot.seq_id for slot in chosen.streams],
-            prompts=[(share.seq_id, share.n_tokens) for share in chosen.shares],
+            start_s=landed.flight.pending.began_s,
+            decode_seq_ids=[slot.seq_id for slot in chosen.streams],
+            prefill_chunks=[(share.seq_id, share.n_tokens) for share in chosen.shares],
             tokens=new,
             context_tokens=chosen.work.context_tokens,
-            prompt_context=chosen.work.prompt_context,
-            n_decodes=chosen.work.calls,
-            drafted=drafted,
-            accepted=accepted,
+            prefill_context=chosen.work.prompt_context,
+            decode_calls=chosen.work.calls,
+            draft_tokens=drafted,
+            accepted_draft_tokens=accepted,
             predicted_ms=chosen.predicted_ms,
             decode_ms=result.decode_ms,
             sample_ms=result.sample_ms,
             host_gap_ms=gap_ms,
-            waiting=waiting,
+            queue_depth=waiting,
             bytes_moved=moved,
-            bandwidth_share=moved / could if could else None,
+            memory_bandwidth_share=moved / could if could else None,
         )
 
     def _log(self, landed: Landed) -> None:
@@ -155,20 +155,20 @@ class Book:
         if job.admitted_at is not None and not failed:
             self.telemetry.served_ms.add(1e3 * (at - job.admitted_at))
         if self._perf is not None:
-            self._perf.request(
+            self._perf.write(
                 RequestRecord(
                     id=job.request.id,
-                    tenant=job.slot.tenant,
+                    principal=str(job.slot.tenant),
                     priority=job.request.slo.priority,
                     arrived_s=job.arrived_at,
                     admitted_s=job.admitted_at,
                     first_token_s=job.first_token_at,
-                    ended_s=at,
+                    finished_s=at,
                     prompt_tokens=len(job.prompt.tokens),
                     cached_tokens=job.n_cached,
                     completion_tokens=len(job.tokens),
-                    reason=why,
-                    itl_ms=job.gaps_ms,
+                    finish_reason=why,
+                    inter_token_ms=job.gaps_ms,
                 )
             )
 
@@ -194,15 +194,15 @@ class Book:
             **self.telemetry.snapshot(),
             "queue_depth": waiting,
             "running": len(running),
-            "tick_error": round(tick_error, 3),
+            "tick_prediction_error": round(tick_error, 3),
             "kv": {
                 **attrs.asdict(kv),
                 "evicted_total": cache.evicted_total,
                 "bytes": round(kv.cells * self._facts.kv_bytes_per_token),
                 "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * self._facts.kv_bytes_per_token),
             },
-            "spill": spill,
-            "sessions_inter_token_ms": {
+            "kv_offload": spill,
+            "requests_inter_token_ms": {
                 job.request.id: round(job.inter_token_ewma_ms, 3)
                 for job in running
                 if job.inter_token_ewma_ms is not None

@@ -309,7 +309,7 @@ class Runner:
         if chained is None or chained.revoke():
             return None
         flight = chained.begun()
-        self.telemetry.chained_total += 1
+        self.telemetry.run_ahead_steps_total += 1
         self._planner.decoded(flight.plan.streams)
         for job in flight.jobs:
             if job.state is not State.DONE:

@@ -114,7 +114,7 @@ class Sequences:
         """``job`` need not compute the first ``n`` tokens of its prompt."""
         job.n_fed = job.n_cached = job.slot.context = n
         self._pause(job)
-        self._telemetry.reused(n)
+        self._telemetry.record_prefix_reuse(n)
 
     def _pause(self, job: Job) -> None:
         """Tell ``job`` where the step that reads it next is to end at the latest."""

@@ -28,7 +28,7 @@ from uma_trio.runner.pace import Pace
 from uma_trio.runner.state_files import Draft, Nowhere, Reading, StateFiles, parts, saved_state
 from uma_trio.runner.transfers import Transfer, Transfers, is_unchanged
 from uma_trio.store.spill import SpillError
-from uma_trio.telemetry.meters import SpillMeters
+from uma_trio.telemetry.metrics import OffloadMetrics
 
 log = structlog.get_logger("uma_trio.runner")
 
@@ -76,7 +76,7 @@ class Spiller:
         self._wake = wake
         self._after_s = after_s
         self._in_thread = in_thread
-        self.meters = SpillMeters()
+        self.meters = OffloadMetrics()
         self.transfers = Transfers(kv, pace, self.meters)
         """For the steps to make."""
         self._unreadable: list[Entry] = []
@@ -108,12 +108,12 @@ class Spiller:
             entry, state = transfer.entry, transfer.state
             assert state is not None
             if transfer.refused is None:
-                self.meters.loaded(state.n_bytes, len(state.tokens))
+                self.meters.record_loaded(state.n_bytes, len(state.tokens))
                 yield entry, state
                 continue
             if self._kv.may_restore(entry):
                 log.warning("a saved state was refused; its tokens are computed", reason=transfer.refused)
-                self.meters.unusable_total += 1
+                self.meters.load_failed_total += 1
             yield entry, None
 
     # -- asked from outside ---------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Spiller:
         except SpillError as error:
             self._failed(entry, error)
             return
-        self.meters.saved(n_bytes)
+        self.meters.record_saved(n_bytes)
         state = saved_state(written.name, entry.tenant, entry.tokens, n_bytes, extra)
         self._kv.shelf.keep(lambda name: name in self._files)
         for name in self._kv.saved(entry, state):
@@ -251,7 +251,7 @@ class Spiller:
     def _failed(self, entry: Entry, reason: object) -> None:
         """It goes unsaved: its tokens are to be computed again."""
         log.warning("a sequence could not be saved", reason=str(reason), tokens=len(entry.tokens))
-        self.meters.failed_total += 1
+        self.meters.save_failed_total += 1
         self._kv.give_up(entry)
         self._wake()
 
@@ -272,7 +272,7 @@ class Spiller:
             reading: Reading = await self._in_thread(self._files.open, state.name)
         except SpillError as error:
             log.warning("a saved state cannot be used; its tokens are computed", reason=str(error))
-            self.meters.unusable_total += 1
+            self.meters.load_failed_total += 1
             self._kv.shelf.discard(state.name)
             self._unreadable.append(entry)
             self._wake()

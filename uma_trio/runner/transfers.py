@@ -16,7 +16,7 @@ from uma_trio.kv.saving import Saving
 from uma_trio.kv.shelf import Saved
 from uma_trio.runner.pace import Pace
 from uma_trio.scheduling.policy import Slot
-from uma_trio.telemetry.meters import SpillMeters
+from uma_trio.telemetry.metrics import OffloadMetrics
 
 PATIENCE_S: Final = 0.25
 """After so long a copy no longer waits for a step that has time for it: it may make one take twice as long."""
@@ -58,7 +58,7 @@ def is_unchanged(kv: Saving, entry: Entry, points: Checkpoints) -> bool:
 class Transfers:
     """The copies that wait, of which a step makes one at most."""
 
-    def __init__(self, kv: Saving, pace: Pace, meters: SpillMeters) -> None:
+    def __init__(self, kv: Saving, pace: Pace, meters: OffloadMetrics) -> None:
         self._kv = kv
         self._pace = pace
         self._meters = meters
@@ -113,7 +113,7 @@ class Transfers:
             if transfer.kind == "save":  # less than was asked for, if some of it was removed just before
                 transfer.n_bytes = result.saved_bytes
             self._pace.copied(transfer.kind, transfer.n_bytes, result.copied_ms)
-            self._meters.stalled(result.copied_ms)
+            self._meters.record_stall(result.copied_ms)
         self._end(transfer)
 
     def take_ended_loads(self) -> list[Transfer]:
