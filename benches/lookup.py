@@ -175,7 +175,7 @@ async def _guesses(rig: Rig) -> tuple[int, int] | None:
     if not isinstance(rig.transport, Daemon):
         return None
     snapshot = await rig.transport.snapshot()
-    return snapshot["drafted_total"], snapshot["accepted_total"]
+    return snapshot["draft_tokens_total"], snapshot["accepted_draft_tokens_total"]
 
 
 def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Contender, str], int]) -> str:

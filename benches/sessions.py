@@ -58,8 +58,8 @@ async def spilled(client: Client, n: int) -> dict[str, Any]:
     with trio.fail_after(120):
         while True:
             await client.send({"type": "metrics", "keep_alive": True})
-            found: dict[str, Any] = (await client.receive())["spill"]
-            if found["saved_total"] + found["failed_total"] + found["skipped_total"] >= n:
+            found: dict[str, Any] = (await client.receive())["kv_offload"]
+            if found["saved_total"] + found["save_failed_total"] + found["skipped_total"] >= n:
                 return found
             await trio.sleep(0.05)
 
@@ -119,7 +119,7 @@ def show(times: Sequence[Times], saved: dict[str, Any]) -> str:
     what = f", {statistics.median(read):,.1f} MB of {times[0].restored_tokens} tokens each" if read else ""
     return (
         f"{table(('session', 'TTFT p50 ms', 'max', 'of cold'), lines)}\n\n"
-        f"saved {saved['saved_total']}, not worth it {saved['skipped_total']}, failed {saved['failed_total']}; "
+        f"saved {saved['saved_total']}, not worth it {saved['skipped_total']}, failed {saved['save_failed_total']}; "
         f"after a restart {len(read)} of {len(times)} were read{what}"
     )
 
@@ -219,7 +219,7 @@ def tell(talkers: Sequence[Talker], watch: Watch, wall_s: float) -> None:
     lost = [f"{talker.name}, {why}" for talker in talkers for why in talker.lost]
     ttft_ms = sorted(ms for talker in talkers for ms in talker.ttft_ms)
     cached = [share for talker in talkers for share in talker.cached]
-    spill, tick_ms = watch.last["spill"], watch.last["decode_ms_avg"]
+    spill, tick_ms = watch.last["kv_offload"], watch.last["decode_ms_avg"]
     click.echo(
         f"sessions      {len(talkers)}, {sum(t.turns for t in talkers)} turns in {wall_s:.0f} s, {sum(t.tokens for t in talkers):,} tokens at the end"
     )
@@ -236,10 +236,10 @@ def tell(talkers: Sequence[Talker], watch: Watch, wall_s: float) -> None:
     )
     click.echo(f"not computed  {statistics.fmean(cached):.0%} of what was said before, on average")
     click.echo(
-        f"saved         {spill['saved_total']} states, {spill['saved_bytes_total'] / MB:,.0f} MB; {spill['failed_total']} failed, {spill['skipped_total']} are quicker to compute"
+        f"saved         {spill['saved_total']} states, {spill['saved_bytes_total'] / MB:,.0f} MB; {spill['save_failed_total']} failed, {spill['skipped_total']} are quicker to compute"
     )
     click.echo(
-        f"loaded        {spill['loaded_total']} states, {spill['loaded_bytes_total'] / MB:,.0f} MB; {spill['unusable_total']} not"
+        f"loaded        {spill['loaded_total']} states, {spill['loaded_bytes_total'] / MB:,.0f} MB; {spill['load_failed_total']} not"
     )
     click.echo(
         f"longest stall {spill['stall_max_ms']} ms (p50 {spill['stall_p50_ms']}, p99 {spill['stall_p99_ms']}); a tick takes {tick_ms:.1f} ms on average"

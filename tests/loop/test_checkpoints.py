@@ -17,8 +17,8 @@ from tests.support.asking import Client, asking
 from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
-from uma_trio.engine.records import EngineError, SaveCheckpoint
-from uma_trio.kv.checkpoints import TOKENS_AFTER_LAST
+from uma_trio.engine.records import EngineError, Mark
+from uma_trio.kv.checkpoints import BEFORE_END
 from uma_trio.runner.state_files import saved_state
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
@@ -61,13 +61,7 @@ async def test_a_chat_with_everything_that_happens_to_one(autojump_clock, unifie
         clients = [first, again, second, rewritten, without_thoughts]
         assert all(is_right(client) for client in clients)
         ended = 300 + TELLS - 1
-        assert [client.cached for client in clients] == [
-            0,
-            300 - TOKENS_AFTER_LAST,
-            ended,
-            ended,
-            300 - TOKENS_AFTER_LAST,
-        ]
+        assert [client.cached for client in clients] == [0, 300 - BEFORE_END, ended, ended, 300 - BEFORE_END]
         await house.clean()
 
 
@@ -124,7 +118,7 @@ async def test_a_memory_that_can_be_cut_has_no_checkpoints(autojump_clock):
     async with asking(FakeEngine()) as house:
         for n in (1, 2, 1):
             await house.answer(story(n), TELLS)
-        assert not [edit for step in house.engine.steps for edit in step.edits if isinstance(edit, SaveCheckpoint)]
+        assert not [edit for step in house.engine.steps for edit in step.edits if isinstance(edit, Mark)]
         assert len(house.engine.steps) == 3 * TELLS, "and no prompt pauses"
         await house.clean()
 
@@ -151,8 +145,8 @@ async def test_many_at_once(autojump_clock, unified, checkpoints):
             told = [[*client.prompt, *client.tokens] for client in clients if client.tokens] or told
         await house.clean()
         assert house.engine.resets == 1
-        assert house.runner.telemetry.prompts_reused_total > 12
-        assert len(house.engine.marks) == len(house.runner.cache._pool.checkpoint_ids) <= checkpoints
+        assert house.runner.telemetry.prefix_cache_hits_total > 12
+        assert len(house.engine.marks) == len(house.runner.cache._pool.marks) <= checkpoints
 
 
 @LAYOUTS
@@ -166,8 +160,8 @@ async def test_saved_and_loaded_again(autojump_clock, unified):
             await house.runner.states.save_everything()
         assert len(files.states) == 1
     for prompt, cached in (
-        (story(1) + story(3, 5), 300 - TOKENS_AFTER_LAST),
-        (turn, len(turn) - TOKENS_AFTER_LAST),
+        (story(1) + story(3, 5), 300 - BEFORE_END),
+        (turn, len(turn) - BEFORE_END),
         ([*story(1), *first.tokens, 5], 300 + TELLS - 1),
     ):
         async with asking(engine_of(unified), files, spill_after_s=1e8) as house:
@@ -175,7 +169,7 @@ async def test_saved_and_loaded_again(autojump_clock, unified):
             assert is_right(client)
             assert client.cached == cached
             await house.clean()
-            assert len(house.engine.marks) == len(house.runner.cache._pool.checkpoint_ids)
+            assert len(house.engine.marks) == len(house.runner.cache._pool.marks)
             assert files.open_files == 0
 
 
@@ -193,7 +187,7 @@ async def test_cancelled_while_it_is_loaded_nothing_is_left(autojump_clock):
                 await trio.lowlevel.checkpoint()
             house.runner.cancel(client.job)
             await house.clean()
-            assert len(house.engine.marks) == len(house.runner.cache._pool.checkpoint_ids)
+            assert len(house.engine.marks) == len(house.runner.cache._pool.marks)
         client = await house.answer(prompt, 8)
         assert is_right(client)
         await house.clean()

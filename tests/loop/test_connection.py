@@ -150,7 +150,7 @@ async def test_metrics_are_answered_while_a_request_runs(autojump_clock):
         began = trio.current_time()
         snapshot = await asking.metrics()
         assert trio.current_time() == began, "it waited for a tick"
-        assert snapshot["sessions"] == 2
+        assert snapshot["connections"] == 2
         assert snapshot["running"] == 1
 
 
@@ -231,15 +231,15 @@ async def test_who_never_reads_slows_only_itself_and_is_given_up(autojump_clock)
             events = await all_of(other.generate(prompt="hello", max_tokens=300))
             assert texts(events) == said(expected_continuation(PROMPT, 300))
             with trio.fail_after(10_000):
-                while house.server.snapshot()["outbox_bytes"] < 4096:
+                while house.server.snapshot()["send_queue_bytes"] < 4096:
                     await trio.sleep(1)
             job = house.server.runner.jobs()[0]
             had = len(job.tokens)
             await trio.sleep(30)
             assert len(job.tokens) <= had + 1, "it generates for nobody"
-            assert house.server.snapshot()["outbox_bytes"] < 5000
+            assert house.server.snapshot()["send_queue_bytes"] < 5000
             await trio.sleep(60)
-            assert house.server.snapshot()["sessions"] == 0
+            assert house.server.snapshot()["connections"] == 0
         await house.settled()
         assert house.server.runner.telemetry.rejected["E_IO_WRITE"] == 1
 

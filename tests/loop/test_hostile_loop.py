@@ -155,8 +155,8 @@ async def test_metrics_asked_for_and_not_read_do_not_pile_up_for_ever(autojump_c
             with contextlib.suppress(trio.BrokenResourceError), trio.move_on_after(300):
                 while True:
                     await deaf._stream.send_all(100 * ask)
-                    most = max(most, house.server.snapshot()["outbox_bytes"])
-            assert house.server.snapshot()["sessions"] == 0, "it is still served"
+                    most = max(most, house.server.snapshot()["send_queue_bytes"])
+            assert house.server.snapshot()["connections"] == 0, "it is still served"
             assert most < 500_000
         await house.settled()
 

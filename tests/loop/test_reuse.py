@@ -92,7 +92,7 @@ async def test_what_is_told_adds_up(autojump_clock):
         await house.ended(*clients)
         await house.clean()
         snapshot = house.runner.snapshot()
-        assert snapshot["prompts_reused_total"] == sum(client.cached > 0 for client in clients) == 7
+        assert snapshot["prefix_cache_hits_total"] == sum(client.cached > 0 for client in clients) == 7
         assert snapshot["cached_tokens_total"] == sum(client.cached for client in clients)
         assert snapshot["prompt_tokens_total"] == sum(len(client.prompt) - client.cached for client in clients)
         kv = snapshot["kv"]

@@ -324,7 +324,7 @@ async def test_streams_that_go_on_need_no_plan_in_between(autojump_clock):
         for job in jobs:
             await job.done.wait()
         assert [sink.tokens for sink in sinks] == [expected_continuation([n + 1], 60) for n in range(2)]
-        assert house.runner.telemetry.chained_total > 50
+        assert house.runner.telemetry.run_ahead_steps_total > 50
         assert len(house.engine.steps) <= 62
         await house.clean()
 
@@ -335,7 +335,7 @@ async def test_who_comes_in_the_middle_is_in_the_next_step(autojump_clock, after
     async with running(FakeEngine(cost_ms=lambda prompt, decodes: 5)) as house:
         house.ask([1], on := Collector(), n=100)
         await trio.sleep(after_s)
-        assert house.runner.telemetry.chained_total > 5
+        assert house.runner.telemetry.run_ahead_steps_total > 5
         begun = len(house.engine.steps)
         job = house.ask([2, 3], sink := Collector(), n=5)
         await job.done.wait()
@@ -380,7 +380,7 @@ async def test_a_step_that_fails_ends_what_was_made_ready_behind_it(autojump_clo
     async with running() as house:
         job = house.ask([1], failed := Collector(), n=50)
         await trio.sleep(0.06)
-        assert house.runner.telemetry.chained_total > 3
+        assert house.runner.telemetry.run_ahead_steps_total > 3
         house.engine.fail_next = EngineError("no room", fatal=False)
         await job.done.wait()
         assert failed.last.code == "E_RUNTIME_DECODE"

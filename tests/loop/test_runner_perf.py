@@ -1,4 +1,4 @@
-"""What the runner tells the perf log: every tick, every request, and no idle time for a gap."""
+"""What the runner writes to the perf log: every tick and every request, and no idle time as a gap."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from uma_trio.telemetry.perf_records import RequestRecord, TickRecord
 
 @attrs.define
 class Records:
-    """A sink that keeps everything."""
+    """A sink that keeps all records."""
 
     ticks: list[TickRecord] = attrs.field(factory=list)
     requests: list[RequestRecord] = attrs.field(factory=list)
 
-    def tick(self, record: TickRecord) -> None:
-        self.ticks.append(record)
+    def write(self, record: TickRecord | RequestRecord) -> None:
+        if isinstance(record, TickRecord):
+            self.ticks.append(record)
+        else:
+            self.requests.append(record)
 
-    def request(self, record: RequestRecord) -> None:
-        self.requests.append(record)
 
-
-class Deaf:
-    """A client that takes everything and keeps nothing."""
+class NullClient:
+    """A client that discards all events."""
 
     has_room = True
 
@@ -56,7 +56,7 @@ async def recorded(engine: FakeEngine | None = None, **values: Any) -> AsyncIter
 def ask(runner: Runner, name: str, n_prompt: int, n_tokens: int, *, tenant: int = 0, **fields: Any) -> Job:
     tokens = np.arange(n_prompt, dtype=np.int32) + 100 * len(name)
     request = Generate(id=name, prompt="", max_tokens=n_tokens, **fields)
-    return runner.submit(request, Prompt(tokens, ""), Deaf(), tenant=tenant)
+    return runner.submit(request, Prompt(tokens, ""), NullClient(), tenant=tenant)
 
 
 async def test_ticks_and_requests_add_up(autojump_clock):
@@ -65,35 +65,35 @@ async def test_ticks_and_requests_add_up(autojump_clock):
         for job in jobs:
             await job.done.wait()
         await runner.wait_idle()
-    assert len(records.ticks) == runner.telemetry.batch_calls_total
+    assert len(records.ticks) == runner.telemetry.decode_calls_total
     assert sum(tick.tokens for tick in records.ticks) == 30
     assert sum(tick.prompt_tokens for tick in records.ticks) == 240
-    assert sum(tick.streams for tick in records.ticks) == 30 - 3
+    assert sum(tick.n_decodes for tick in records.ticks) == 30 - 3
     assert all(tick.decode_ms > 0 and tick.predicted_ms is not None for tick in records.ticks)
-    assert sorted(records.ticks, key=lambda tick: tick.t_s) == records.ticks
+    assert sorted(records.ticks, key=lambda tick: tick.start_s) == records.ticks
     for n, found in enumerate(sorted(records.requests, key=lambda request: request.id), 1):
-        assert (found.id, found.tenant, found.priority, found.reason) == ("r" * n, n, "normal", "length")
+        assert (found.id, found.principal, found.priority, found.finish_reason) == ("r" * n, str(n), "normal", "length")
         assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (40 * n, 0, 5 * n)
-        assert len(found.itl_ms) == 5 * n - 1
+        assert len(found.inter_token_ms) == 5 * n - 1
         assert found.admitted_s is not None
         assert found.first_token_s is not None
-        assert found.arrived_s <= found.admitted_s < found.first_token_s <= found.ended_s
-        assert abs(found.first_token_s + sum(found.itl_ms) / 1e3 - found.ended_s) < 0.01
+        assert found.arrived_s <= found.admitted_s < found.first_token_s <= found.finished_s
+        assert abs(found.first_token_s + sum(found.inter_token_ms) / 1e3 - found.finished_s) < 0.01
 
 
-async def test_a_tick_is_said_to_begin_when_its_step_did(autojump_clock):
+async def test_a_tick_starts_when_its_step_starts(autojump_clock):
     async with recorded(speculation=False) as (runner, records):
         await trio.sleep(1)
         asked = trio.current_time()
         await ask(runner, "a", 700, 20).done.wait()
         await runner.wait_idle()
     assert [tick.prompt_tokens > 0 for tick in records.ticks] == [True, True] + [False] * 19
-    assert records.ticks[0].t_s == pytest.approx(asked)
+    assert records.ticks[0].start_s == pytest.approx(asked)
     for before, after in pairwise(records.ticks):
-        assert after.t_s == pytest.approx(before.t_s + before.ms / 1e3), "the engine is never idle"
+        assert after.start_s == pytest.approx(before.start_s + before.duration_ms / 1e3), "the engine is never idle"
 
 
-async def test_a_request_ends_in_one_record_however_it_ends(autojump_clock):
+async def test_each_request_is_one_record_however_it_ends(autojump_clock):
     async with recorded(FakeEngine(n_seq_max=1, eog_after=60), parallel=1) as (runner, records):
         stopped = ask(runner, "a", 50, 100)
         waiting = ask(runner, "b", 50, 100)
@@ -105,7 +105,7 @@ async def test_a_request_ends_in_one_record_however_it_ends(autojump_clock):
         await runner.wait_idle()
     found = {request.id: request for request in records.requests}
     assert len(records.requests) == len(found) == 3
-    assert {name: request.reason for name, request in found.items()} == {
+    assert {name: request.finish_reason for name, request in found.items()} == {
         "a": "stop",
         "b": "cancelled",
         "c": "cancelled",
@@ -121,14 +121,14 @@ async def test_idle_time_is_no_gap(autojump_clock):
             await runner.wait_idle()
             await trio.sleep(60)
     without = [n for n, tick in enumerate(records.ticks) if tick.host_gap_ms is None]
-    begins = [n for n, tick in enumerate(records.ticks) if tick.prompts]
+    begins = [n for n, tick in enumerate(records.ticks) if tick.prefill_chunks]
     assert without == begins
     assert len(begins) == 3
 
 
-async def test_the_time_in_which_nobody_reads_is_no_gap(autojump_clock):
+async def test_time_in_which_the_client_does_not_read_is_no_gap(autojump_clock):
     async with recorded(speculation=False) as (runner, records):
-        sink = Deaf()
+        sink = NullClient()
         tokens = np.arange(10, dtype=np.int32)
         job = runner.submit(Generate(id="a", prompt="", max_tokens=20), Prompt(tokens, ""), sink)
         await trio.sleep(0.04)

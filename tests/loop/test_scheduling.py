@@ -147,10 +147,10 @@ async def test_after_a_hiccup_prompts_and_streams_go_on_as_before(autojump_clock
 async def test_the_error_of_prediction_is_a_metric(autojump_clock):
     engine = FakeEngine(n_ctx=100_000, cost_ms=lambda prompt, decodes: 5 + 0.1 * prompt + decodes + (prompt // 16) % 3)
     async with running(engine) as house:
-        assert house.runner.snapshot()["tick_error"] == 0
+        assert house.runner.snapshot()["tick_prediction_error"] == 0
         house.ask(1, 500)
         await house.ask(90_000, 1).done.wait()
-        assert 0 < house.runner.snapshot()["tick_error"] < 0.05
+        assert 0 < house.runner.snapshot()["tick_prediction_error"] < 0.05
 
 
 # -- classes ----------------------------------------------------------------------------------------

@@ -415,11 +415,11 @@ async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_
                     assert ids(events) == expected_continuation(said, 5)
                     said += ids(events)
                     assert events[-1]["session"]["durable"] is False
-                    assert house.server.snapshot()["conversations"]["not_durable"] == 1
+                    assert house.server.snapshot()["sessions"]["not_durable"] == 1
                 said = await goes_on(house, session, said)
                 assert (await query(house, "describe", session_id=session))["durable"]
                 assert after_a_crash(tmp_path, tmp_path / "copy")[session].tokens.tolist() == said
-            found = house.server.snapshot()["conversations"]
+            found = house.server.snapshot()["sessions"]
             assert (found["not_durable"], found["journal_failures_total"]) == (0, 2)
 
 
@@ -433,9 +433,9 @@ async def test_what_the_disk_did_not_take_is_on_it_a_minute_later(autojump_clock
                 said = await goes_on(house, "a", said)
                 await ask(house, "new", "hello")
                 await trio.sleep(SWEEP_S + 1)
-                assert house.server.snapshot()["conversations"]["not_durable"] == 2
+                assert house.server.snapshot()["sessions"]["not_durable"] == 2
             await trio.sleep(SWEEP_S)
-            assert house.server.snapshot()["conversations"]["not_durable"] == 0
+            assert house.server.snapshot()["sessions"]["not_durable"] == 0
             before = await listed(house)
     assert {session["session_id"]: session["turns"] for session in before} == {"new": 1, "a": 2}
     with remembering(tmp_path) as memory:
@@ -478,7 +478,7 @@ async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_c
                 assert (found["durable"], found["turns"]) == (True, 3)
                 assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
             await trio.sleep(SWEEP_S)
-            assert house.server.snapshot()["conversations"]["journal_restored_total"] == 2
+            assert house.server.snapshot()["sessions"]["journal_restored_total"] == 2
             before = await listed(house)
             await house.settled()
     with remembering(tmp_path) as memory:
@@ -605,7 +605,7 @@ async def test_a_new_server_goes_on(autojump_clock, tmp_path, at_end):
                 found = await query(house, "describe", session_id=name)
                 assert (found["turns"], found["tokens"], found["durable"]) == (2, len(tokens), True)
                 await goes_on(house, name, tokens)
-            assert house.server.snapshot()["spill"]["loaded_total"] == len(memory.states)
+            assert house.server.snapshot()["kv_offload"]["loaded_total"] == len(memory.states)
             await house.settled()
 
 

@@ -64,7 +64,7 @@ async def test_what_had_to_go_comes_back(autojump_clock, unified):
             assert is_right(client)
             assert client.cached == len(tokens) - 1
             assert house.computed - before == 2
-        assert house.runner.snapshot()["spill"]["loaded_total"] >= 9
+        assert house.runner.snapshot()["kv_offload"]["loaded_total"] >= 9
         await house.clean()
         assert files.open_files == 0
 
@@ -140,8 +140,8 @@ async def test_what_cannot_be_saved_goes_and_is_computed_again(autojump_clock, f
         for n, tokens in enumerate(said):
             assert is_right(await house.answer([*tokens, 900 + n], 8, durable=True))
         assert not files.states
-        found = house.runner.snapshot()["spill"]
-        assert found["failed_total"] >= 5
+        found = house.runner.snapshot()["kv_offload"]
+        assert found["save_failed_total"] >= 5
         assert found["loaded_total"] == 0
         await house.clean()
         assert files.open_files == 0
@@ -157,7 +157,7 @@ async def test_what_cannot_be_loaded_is_computed_again(autojump_clock, fault):
         for n, tokens in enumerate(said):
             client = await house.answer([*tokens, 900 + n], 8)
             assert is_right(client)
-        assert house.runner.snapshot()["spill"]["unusable_total"] >= 5
+        assert house.runner.snapshot()["kv_offload"]["load_failed_total"] >= 5
         await house.clean()
         assert files.open_files == 0
 
@@ -305,8 +305,8 @@ async def test_an_hour_of_500_conversations_in_room_for_20(autojump_clock):
                     nursery.start_soon(talk, n)
             watching.cancel_scope.cancel()
         assert seen > 600
-        found = house.runner.snapshot()["spill"]
-        assert (found["failed_total"], found["unusable_total"]) == (0, 0)
+        found = house.runner.snapshot()["kv_offload"]
+        assert (found["save_failed_total"], found["load_failed_total"]) == (0, 0)
         assert found["loaded_total"] > 500  # short ones are quicker to compute
         await settled(house)
         await house.clean()

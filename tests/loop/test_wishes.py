@@ -59,8 +59,8 @@ async def test_penalties_look_at_what_was_said(autojump_clock, penalties, draws)
             client = await house.answer(PROMPT, 120, speculate=speculate, cache_prompt=False, **penalties, **draws)
             assert client.tokens == said
         telemetry = house.runner.telemetry
-        assert telemetry.chained_total > 50
-        assert telemetry.accepted_total > (10 if penalties == SHORT else -1)
+        assert telemetry.run_ahead_steps_total > 50
+        assert telemetry.accepted_draft_tokens_total > (10 if penalties == SHORT else -1)
         await house.clean()
 
 
@@ -175,7 +175,7 @@ async def test_each_token_comes_with_its_own_logprobs(autojump_clock, speculate,
             assert all(bytes(each.bytes).decode() == each.text == f"{each.token_id} " for each in event.top_logprobs)
         await house.ended(plain)
         assert all(event.logprob is event.top_logprobs is event.bytes is None for event in token_events(plain))
-        assert (house.runner.telemetry.accepted_total > 10) == speculate or not speculate
+        assert (house.runner.telemetry.accepted_draft_tokens_total > 10) == speculate or not speculate
         await house.clean()
 
 

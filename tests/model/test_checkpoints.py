@@ -214,8 +214,8 @@ async def test_after_a_restart_it_goes_on_and_goes_back(library: None, unified: 
         async with asking(unified, tmp_path) as ask:
             client = await ask(question, 150)  # with room for all that was saved
             assert (client.tokens, client.cached) == (expected[cached], cached)
-            assert ask.runner.snapshot()["spill"]["loaded_total"] == 1
-            assert ask.runner.snapshot()["spill"]["unusable_total"] == 0
+            assert ask.runner.snapshot()["kv_offload"]["loaded_total"] == 1
+            assert ask.runner.snapshot()["kv_offload"]["load_failed_total"] == 0
 
 
 async def test_a_long_chat_keeps_as_many_checkpoints_as_it_may(library: None) -> None:

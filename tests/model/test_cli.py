@@ -251,7 +251,7 @@ def test_metrics_for_people_and_for_programs(daemon):
     assert "tokens_total" in found.stdout
     snapshot = json.loads(uma("metrics", "--json", "--socket", daemon.socket).stdout)
     assert snapshot["model"] == "embedded.gguf"
-    assert snapshot["sessions"] == 1
+    assert snapshot["connections"] == 1
 
 
 def test_metrics_watched_until_interrupted(daemon):

@@ -136,8 +136,8 @@ def test_who_never_reads_is_given_up_and_its_cells_come_back(strict):
         deaf.send(id="deaf", prompt="Tell me a story", max_tokens=3900, ignore_eos=True)
         strict.wait_until(lambda found: found["kv"]["sequences"] >= 2, "it is served")
         strict.wait_until(lambda found: found["rejected_total"].get("E_IO_WRITE"), "it is given up")
-        strict.wait_until(lambda found: found["sessions"] <= 2, "its session has ended")  # the canary's and ours
-        assert strict.metrics()["outbox_bytes"] < 16_384
+        strict.wait_until(lambda found: found["connections"] <= 2, "its session has ended")  # the canary's and ours
+        assert strict.metrics()["send_queue_bytes"] < 16_384
 
 
 def test_half_closed_it_is_served_and_inside_a_frame_it_is_told(strict):

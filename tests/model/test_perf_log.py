@@ -1,4 +1,4 @@
-"""The perf log of a real daemon: it agrees with what the clients were told and with what the daemon counted."""
+"""The perf log of a real daemon agrees with the usage that clients received and with the metrics."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import threading
 from itertools import pairwise
 
 from tests.support.real_daemon import real_daemon
-from uma_trio.telemetry.perf_format import decode
+from uma_trio.telemetry.perf_records import decode
 from uma_trio.telemetry.perf_summary import summarise
 
 WORDS = "one two three four five six seven eight nine ten " * 30
 
 
 def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
-    path = tmp_path / "perf.cborseq"
+    path = tmp_path / "perf.jsonl"
     with real_daemon("--perf-log", str(path), "--parallel", "4") as daemon:
         with daemon.wire() as wire:
             wire.send(id="left", prompt="Tell me", max_tokens=2000, ignore_eos=True)
@@ -39,9 +39,9 @@ def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
         assert metrics["perf_log_dropped_total"] == 0
     [run] = decode(path.read_bytes())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert run.cut is None
+    assert run.unreadable_lines == 0
     assert run.trailer is not None
-    assert run.trailer.dropped == 0
+    assert run.trailer.dropped_records == 0
     assert run.header.model == "embedded.gguf"
     assert run.header.llama_cpp is not None
     requests = {request.id: request for request in run.requests}
@@ -49,30 +49,31 @@ def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
     for name, answer in answers.items():
         usage, timings, found = answer.last["usage"], answer.last["timings"], requests[name]
         assert (found.prompt_tokens, found.completion_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
-        assert found.reason == answer.reason
+        assert found.finish_reason == answer.reason
         assert found.ttft_ms is not None
         assert abs(found.ttft_ms - timings["ttft_ms"]) < 0.01
-        assert abs(1e3 * (found.ended_s - found.arrived_s) - timings["total_ms"]) < 0.01
-    assert requests["left"].reason == "cancelled"
+        assert abs(1e3 * (found.finished_s - found.arrived_s) - timings["total_ms"]) < 0.01
+    assert requests["left"].finish_reason == "cancelled"
     figures = summarise(run)
-    assert figures.ticks > 20
-    assert figures.decode_calls == metrics["batch_calls_total"]
-    assert figures.tokens == metrics["tokens_total"]
-    assert figures.prompt_tokens == metrics["prompt_tokens_total"]
-    assert (figures.drafted, figures.accepted) == (metrics["drafted_total"], metrics["accepted_total"])
-    assert figures.drafted > 0, "text that repeats itself makes guesses"
-    assert all(before.t_s < after.t_s for before, after in pairwise(run.ticks))
+    assert figures["ticks"] > 20
+    assert figures["decode_calls"] == metrics["decode_calls_total"]
+    assert figures["tokens"] == metrics["tokens_total"]
+    assert figures["prompt_tokens"] == metrics["prompt_tokens_total"]
+    assert (figures["draft_tokens"], figures["accepted_draft_tokens"]) == (metrics["draft_tokens_total"], metrics["accepted_draft_tokens_total"])
+    assert figures["draft_tokens"] > 0, "repetitive text is drafted"
+    assert all(before.start_s < after.start_s for before, after in pairwise(run.ticks))
 
 
 def test_two_starts_are_two_runs_and_the_report_shows_them(library, tmp_path):
-    path = tmp_path / "perf.cborseq"
+    path = tmp_path / "perf.jsonl"
     for _ in range(2):
         with real_daemon("--perf-log", str(path)) as daemon:
             daemon.ask(prompt="Hello", max_tokens=5)
-    command = [sys.executable, "-m", "uma_trio", "perf", "report", str(path), "--run", "all", "--json"]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert [run["requests"] for run in found["runs"]] == [{"length": 1}] * 2
-    assert all(run["closed"] for run in found["runs"])
+    command = [sys.executable, "-m", "uma_trio", "perf", "report", str(path), "--json"]
+    for number in ("1", "2"):
+        shown = subprocess.run([*command, "--run", number], capture_output=True, check=True).stdout
+        found = json.loads(shown)
+        assert (found["requests"], found["closed"], found["runs_in_log"]) == ({"length": 1}, True, 2)
 
 
 def test_a_log_that_cannot_be_written_is_one_warning(library, tmp_path):
@@ -81,5 +82,5 @@ def test_a_log_that_cannot_be_written_is_one_warning(library, tmp_path):
     with real_daemon("--perf-log", str(path)) as daemon:
         assert daemon.ask(prompt="Hello", max_tokens=5).reason == "length"
         warnings = [line for line in daemon.log_lines() if line["level"] == "warning"]
-    assert [line["event"] for line in warnings] == ["there will be no perf log; the daemon goes on"]
+    assert [line["event"] for line in warnings] == ["there is no perf log; the daemon continues"]
     assert path.read_text() == "Dear friend,"

@@ -114,7 +114,7 @@ async def test_eight_that_arrive_together_compute_what_they_share_once(house: Da
     cached = sum(usage(answer)["cached_tokens"] for answer in answers)
     assert computed + cached == sum(usage(answer)["prompt_tokens"] for answer in answers)
     assert after["cached_tokens_total"] - before["cached_tokens_total"] == cached
-    assert after["prompts_reused_total"] - before["prompts_reused_total"] >= 7
+    assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] >= 7
     assert after["kv"]["cached_sequences"] > 0
 
 
@@ -156,12 +156,12 @@ def test_copies_take_fewer_calls_than_tokens(house: Daemon) -> None:
     after = house.settled()
     gone = {
         name: after[name] - before[name]
-        for name in ("tokens_total", "batch_calls_total", "drafted_total", "accepted_total")
+        for name in ("tokens_total", "decode_calls_total", "draft_tokens_total", "accepted_draft_tokens_total")
     }
     print(gone)
     assert gone["tokens_total"] == sum(usage(answer)["completion_tokens"] for answer in answers)
-    assert 0 < gone["accepted_total"] <= gone["drafted_total"]
-    assert gone["batch_calls_total"] <= gone["tokens_total"] - gone["accepted_total"] + 2 * len(answers)
+    assert 0 < gone["accepted_draft_tokens_total"] <= gone["draft_tokens_total"]
+    assert gone["decode_calls_total"] <= gone["tokens_total"] - gone["accepted_draft_tokens_total"] + 2 * len(answers)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ async def test_mixed_wishes_in_one_batch_are_what_they_are_alone(daemon):
         for i in range(32)
     ]
     alone = [daemon.ask(**request) for request in requests[: len(WISHES)]]
-    chained = daemon.metrics()["chained_total"]
+    chained = daemon.metrics()["run_ahead_steps_total"]
     answers = {}
 
     async def one(index):
@@ -69,7 +69,7 @@ async def test_mixed_wishes_in_one_batch_are_what_they_are_alone(daemon):
     same = sum(answers[i].ids == alone[i % len(WISHES)].ids for i in range(32))
     print(f"{same} of 32 mixed streams are what they are alone")
     assert same >= 31  # the last bits of a logit may decide for one of a thousand tokens
-    assert daemon.metrics()["chained_total"] > chained
+    assert daemon.metrics()["run_ahead_steps_total"] > chained
     daemon.settled()
 
 
@@ -84,9 +84,9 @@ def test_chained_or_not(library):
         "frequency_penalty": 2.0,
     }
     with real_daemon("--parallel", "2") as daemon:
-        before = daemon.metrics()["chained_total"]
+        before = daemon.metrics()["run_ahead_steps_total"]
         chained = daemon.ask(**request)
-        assert daemon.metrics()["chained_total"] - before > 10
+        assert daemon.metrics()["run_ahead_steps_total"] - before > 10
         with daemon.wire() as long, daemon.wire() as short:
             long.send(id="a", **request)
             events = []

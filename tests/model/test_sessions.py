@@ -25,7 +25,7 @@ from uma_trio.models.known_costs import circumstances
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.models.training.skills import documents
 from uma_trio.store.journal import Journal
-from uma_trio.store.state_folder import PAYLOAD_AT
+from uma_trio.store.spill import PAYLOAD_AT
 
 N = 5
 """Conversations, where there is room for two."""
@@ -141,10 +141,10 @@ def test_evicted_and_restored_it_says_what_it_says_uninterrupted(crowded: Daemon
             if turn:
                 assert answer.last["usage"]["cached_tokens"] > 1000
     after = crowded.settled()
-    assert after["spill"]["loaded_total"] - before["spill"]["loaded_total"] >= N
+    assert after["kv_offload"]["loaded_total"] - before["kv_offload"]["loaded_total"] >= N
     assert after["kv"]["evicted_total"] - before["kv"]["evicted_total"] >= N
-    assert (after["spill"]["failed_total"], after["spill"]["unusable_total"]) == (0, 0)
-    assert after["conversations"]["not_durable"] == 0
+    assert (after["kv_offload"]["save_failed_total"], after["kv_offload"]["load_failed_total"]) == (0, 0)
+    assert after["sessions"]["not_durable"] == 0
 
 
 @pytest.mark.slow
@@ -185,14 +185,14 @@ def test_sampled_with_one_seed_it_is_the_same_everywhere(exact: Daemon, request:
     def begun(session: str) -> list[int]:
         return exact.ask(prompt=question(1, 0), max_tokens=10, session_id=session).ids
 
-    loaded = exact.settled()["spill"]["loaded_total"]
+    loaded = exact.settled()["kv_offload"]["loaded_total"]
     alone = {}
     for seed in (7, 8):
         begin = begun(f"seed {seed}")
         alone[seed] = exact.ask(session_id=f"seed {seed}", seed=seed, **hot).text
     assert alone[7] != alone[8], "the seed makes no difference"
     ways = ("restored", "cbor", "cli")
-    assert exact.settled()["spill"]["loaded_total"] == loaded, "they went on from the cache"
+    assert exact.settled()["kv_offload"]["loaded_total"] == loaded, "they went on from the cache"
     for way in ways:
         assert begun(way) == begin
     for n in (2, 3):  # they need all the room
@@ -208,7 +208,7 @@ def test_sampled_with_one_seed_it_is_the_same_everywhere(exact: Daemon, request:
     found["alone"] = alone[7].removesuffix("\n")
     [(_, same)] = Counter(found.values()).most_common(1)
     assert same >= (3 if request.node.callspec.params["exact"] == "on" else 4), found
-    assert exact.settled()["spill"]["loaded_total"] > loaded
+    assert exact.settled()["kv_offload"]["loaded_total"] > loaded
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
@@ -259,7 +259,7 @@ def test_after_sigterm_a_new_daemon_goes_on(library: None, tmp_path: Path, repla
             assert answer.ids == replayed[n][1].ids
             assert answer.last["usage"]["cached_tokens"] > 1000
             assert answer.last["session"]["turns"] == 2
-        assert daemon.settled()["spill"]["loaded_total"] == 2
+        assert daemon.settled()["kv_offload"]["loaded_total"] == 2
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_a_state_folder_that_is_removed_while_it_runs_is_made_again(
         assert say(victim, "a", texts[0]).ids == expected[0].ids
         shutil.rmtree(state)
         assert say(victim, "a", texts[1]).last["session"]["durable"]
-        assert victim.settled()["conversations"]["journal_restored_total"] == 1
+        assert victim.settled()["sessions"]["journal_restored_total"] == 1
         assert "a session's file was gone or cut; it was written anew" in victim.events_logged()
         before = sessions(victim)
         victim.process.kill()
@@ -363,8 +363,8 @@ def test_a_state_that_is_spoilt_is_computed_again(
         answer = say(daemon, "doc", question(0, 1))
         assert answer.ids == replayed[0][1].ids
         assert answer.last["usage"]["cached_tokens"] == 0
-        assert daemon.settled()["spill"]["loaded_total"] == 0
-        problems = {"a saved state cannot be used", "a saved state cannot be used; its tokens are computed"}
+        assert daemon.settled()["kv_offload"]["loaded_total"] == 0
+        problems = {"a saved state is of no use", "a saved state cannot be used; its tokens are computed"}
         assert problems & set(daemon.events_logged())
         assert on_disk(state, "states", "*.bad")
 
@@ -415,7 +415,7 @@ def test_without_a_folder_it_serves_and_says_so(library: None, tmp_path: Path, p
     (tmp_path / "file").touch()
     state = tmp_path / "file" if place == "a file" else tmp_path / "file" / "state"
     with real_daemon("--state-dir", str(state)) as daemon:
-        assert "sessions will not survive a restart" in daemon.events_logged()
+        assert "sessions will not survive this server" in daemon.events_logged()
         first = say(daemon, "a", "What is the capital of France?")
         assert first.last["session"]["durable"] is False
         second = say(daemon, "a", "And of Italy?")
@@ -432,7 +432,7 @@ def test_of_two_daemons_with_one_folder_the_second_remembers_nothing(library: No
     with real_daemon(*flags, folder=tmp_path / "one") as first:
         assert say(first, "a", "What is the capital of France?").last["session"]["durable"]
         with real_daemon(*flags, folder=tmp_path / "two") as second:
-            assert "sessions will not survive a restart" in second.events_logged()
+            assert "sessions will not survive this server" in second.events_logged()
             assert names(second) == []
             assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
         assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2
@@ -482,10 +482,10 @@ def test_the_commands_of_sessions(library: None, tmp_path: Path) -> None:
         assert (gone.returncode, "E_SESSION_NOT_FOUND" in gone.stderr) == (2, True)
         assert "uma-trio sessions lists yours" in gone.stderr
         shown = uma("metrics", "--socket", daemon.socket).stdout.splitlines()
-        assert [line.split() for line in shown if line.startswith("sessions ")] == [
-            ["sessions", "1", "(open", "connections)"]
+        assert [line.split() for line in shown if line.startswith("connections ")] == [
+            ["connections", "1"]
         ]
-        assert shown[[line.split()[0] for line in shown].index("conversations") + 1].split() == ["stored", "1"]
+        assert shown[[line.split()[0] for line in shown].index("sessions") + 1].split() == ["stored", "1"]
     nobody = uma("sessions", "--socket", tmp_path / "none")
     assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)
 

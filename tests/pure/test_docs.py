@@ -39,7 +39,7 @@ from uma_trio.protocol.messages import (
 )
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
 from uma_trio.telemetry import Telemetry
-from uma_trio.telemetry.meters import SpillMeters
+from uma_trio.telemetry.metrics import OffloadMetrics
 
 ROOT = Path(uma_trio.__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -334,9 +334,9 @@ def test_every_metric_is_documented_and_the_other_way_round() -> None:
         | keys_of_snapshot("uma_trio/daemon/server.py", "Server")
         | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
         | {"kv.evicted_total", "kv.bytes", "kv.bytes_reserved"}
-        | {f"spill.{name}" for name in SpillMeters().snapshot()}
-        | {"spill.disk_bytes"}
-        | {f"conversations.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
+        | {f"kv_offload.{name}" for name in OffloadMetrics().snapshot()}
+        | {"kv_offload.disk_bytes"}
+        | {f"sessions.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
     )
     rows = [row for table in tables(text_of("METRICS.md")) for row in table]
     assert set(named(rows)) == measured

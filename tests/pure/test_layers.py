@@ -38,8 +38,8 @@ PURE = ROOMS[: ROOMS.index("store")]
 
 STANDARD_AND_PURE = frozenset(
     {
-        *("__future__", "bisect", "codecs", "collections", "difflib", "enum", "functools", "heapq", "io"),
-        *("itertools", "json", "math", "operator", "re", "struct", "textwrap", "types", "typing"),
+        *("__future__", "bisect", "codecs", "collections", "difflib", "enum", "functools", "gzip", "heapq"),
+        *("io", "itertools", "json", "math", "operator", "re", "struct", "textwrap", "types", "typing", "zlib"),
     }
 )
 PURE_MAY_IMPORT = STANDARD_AND_PURE | {"attrs", "cbor2", "msgspec", "numpy"}

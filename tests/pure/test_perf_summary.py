@@ -1,4 +1,6 @@
-"""What a run comes to, against figures that were worked out by hand."""
+"""The summary of a run, against figures that were worked out by hand."""
+
+from typing import Any
 
 import attrs
 import numpy as np
@@ -7,144 +9,138 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.perf_runs import HEADER, simulated
-from uma_trio.telemetry.perf_format import Run
-from uma_trio.telemetry.perf_records import RequestRecord, TickRecord, Trailer
-from uma_trio.telemetry.perf_summary import (
-    Columns,
-    Load,
-    Prediction,
-    Quantiles,
-    Shares,
-    load_at,
-    prediction_errors,
-    summarise,
-)
+from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord, Trailer
+from uma_trio.telemetry.perf_summary import load_at, prediction_errors, summarise
 
 TICKS = [
-    # nothing before it; two streams, predicted exactly
-    TickRecord(t_s=1.000, seq_ids=(0, 1), tokens=2, predicted_ms=11.0, decode_ms=10.0, sample_ms=1.0, bandwidth_share=0.5),
-    # 1 ms later, with 30 tokens of a prompt that does not end; a tenth less was predicted
+    # the first tick: two decodes, predicted exactly
+    TickRecord(start_s=1.000, decode_seq_ids=(0, 1), tokens=2, predicted_ms=11.0, decode_ms=10.0, sample_ms=1.0, memory_bandwidth_share=0.5),
+    # 1 ms later, with a prefill of 30 tokens; predicted a tenth too short
     TickRecord(
-        t_s=1.012, seq_ids=(0, 1), prompts=((2, 30),), tokens=2, predicted_ms=19.8, decode_ms=20.0, sample_ms=2.0, host_gap_ms=1.0, waiting=1
+        start_s=1.012, decode_seq_ids=(0, 1), prefill_chunks=((2, 30),), tokens=2, predicted_ms=19.8, decode_ms=20.0, sample_ms=2.0, host_gap_ms=1.0, queue_depth=1
     ),
-    # it ends, and two guesses of four were right; a fifth too much was predicted
+    # the prefill ends, two of four draft tokens are accepted; predicted a fifth too long
     TickRecord(
-        t_s=1.035, seq_ids=(0, 1), prompts=((2, 10),), tokens=5, drafted=4, accepted=2, n_decodes=2, predicted_ms=36.0, decode_ms=29.0,
-        sample_ms=1.0, host_gap_ms=1.0, waiting=1, bandwidth_share=0.7,
+        start_s=1.035, decode_seq_ids=(0, 1), prefill_chunks=((2, 10),), tokens=5, draft_tokens=4, accepted_draft_tokens=2, decode_calls=2, predicted_ms=36.0, decode_ms=29.0,
+        sample_ms=1.0, host_gap_ms=1.0, queue_depth=1, memory_bandwidth_share=0.7,
     ),
-    # after a pause, and not predicted
-    TickRecord(t_s=1.965, seq_ids=(3,), tokens=1, decode_ms=34.0, sample_ms=1.0),
+    # after an idle time, and not predicted
+    TickRecord(start_s=1.965, decode_seq_ids=(3,), tokens=1, decode_ms=34.0, sample_ms=1.0),
 ]  # fmt: skip
 
 REQUESTS = [
     RequestRecord(
-        id="a", arrived_s=0.9, admitted_s=0.95, first_token_s=1.0, ended_s=1.5, prompt_tokens=100, cached_tokens=60, completion_tokens=4,
-        reason="stop", itl_ms=[10.0, 20.0, 30.0],
+        id="a", arrived_s=0.9, admitted_s=0.95, first_token_s=1.0, finished_s=1.5, prompt_tokens=100, cached_tokens=60, completion_tokens=4,
+        finish_reason="stop", inter_token_ms=[10.0, 20.0, 30.0],
     ),
-    RequestRecord(id="b", arrived_s=1.02, admitted_s=1.02, first_token_s=1.065, ended_s=1.5, prompt_tokens=40, completion_tokens=2, reason="stop", itl_ms=[40.0]),
-    RequestRecord(id="c", arrived_s=1.9, admitted_s=1.95, first_token_s=2.0, ended_s=2.9, prompt_tokens=60, completion_tokens=1, reason="length"),
-    RequestRecord(id="d", arrived_s=1.95, ended_s=2.0, prompt_tokens=500, reason="E_LIMIT_QUEUE"),
+    RequestRecord(id="b", arrived_s=1.02, admitted_s=1.02, first_token_s=1.065, finished_s=1.5, prompt_tokens=40, completion_tokens=2, finish_reason="stop", inter_token_ms=[40.0]),
+    RequestRecord(id="c", arrived_s=1.9, admitted_s=1.95, first_token_s=2.0, finished_s=2.9, prompt_tokens=60, completion_tokens=1, finish_reason="length"),
+    RequestRecord(id="d", arrived_s=1.95, finished_s=2.0, prompt_tokens=500, finish_reason="E_LIMIT_QUEUE"),
 ]  # fmt: skip
 
-RUN = Run(header=HEADER, ticks=TICKS, requests=REQUESTS, trailer=Trailer(dropped=3))
+RUN = Run(header=HEADER, ticks=TICKS, requests=REQUESTS, trailer=Trailer(dropped_records=3))
+
+
+NO_PREDICTION = {"ticks": 0, "median_error": None, "p95_error": None, "bias": None}
+
+
+def quantiles(n: int, *values: float | None) -> dict[str, Any]:
+    return {"n": n} | dict(zip(("p50", "p95", "p99", "max"), values, strict=True))
 
 
 def test_the_figures_of_a_small_run() -> None:
     found = summarise(RUN)
-    assert (found.ticks, found.decode_calls, found.tokens, found.prompt_tokens) == (4, 5, 10, 40)
-    assert found.duration_s == 2.0  # from a's arrival to c's end
-    assert found.tokens_per_s == 5.0
-    assert found.average_batch == (2 + 3 + 3 + 1) / 4
-    assert found.itl_ms == Quantiles(4, 25.0, 38.5, 39.7, 40.0)
-    assert found.ttft_ms.n == 3
-    assert found.ttft_ms.p50 == 100.0
-    assert found.queue_ms == Quantiles(3, 50.0, 50.0, 50.0, 50.0)
-    assert (found.tick_ms.p50, found.tick_ms.max) == (26.0, 35.0)
-    assert (found.decode_ms.max, found.sample_ms.max) == (34.0, 2.0)
-    assert found.host_gap_ms == Quantiles(2, 1.0, 1.0, 1.0, 1.0)
-    assert (found.drafted, found.accepted) == (4, 2)
-    assert (found.asked_tokens, found.cached_tokens) == (200, 60)  # d never had a sequence
-    assert found.requests == {"stop": 2, "length": 1, "E_LIMIT_QUEUE": 1}
-    assert found.bandwidth_share.p50 == 0.6
-    assert (found.dropped, found.closed, found.cut) == (3, True, None)
-    assert [tick.t_s for tick in found.longest] == [1.965, 1.035, 1.012, 1.0]
+    assert (found["ticks"], found["decode_calls"], found["tokens"], found["prompt_tokens"]) == (4, 5, 10, 40)
+    assert found["duration_s"] == 2.0  # from a's arrival to c's end
+    assert found["tokens_per_s"] == 5.0
+    assert found["avg_batch"] == (2 + 3 + 3 + 1) / 4
+    assert found["inter_token_ms"] == quantiles(4, 25.0, 38.5, 39.7, 40.0)
+    assert found["ttft_ms"]["n"] == 3
+    assert found["ttft_ms"]["p50"] == 100.0
+    assert found["queue_ms"] == quantiles(3, 50.0, 50.0, 50.0, 50.0)
+    assert (found["tick_ms"]["p50"], found["tick_ms"]["max"]) == (26.0, 35.0)
+    assert (found["decode_ms"]["max"], found["sample_ms"]["max"]) == (34.0, 2.0)
+    assert found["host_gap_ms"] == quantiles(2, 1.0, 1.0, 1.0, 1.0)
+    assert (found["draft_tokens"], found["accepted_draft_tokens"]) == (4, 2)
+    assert (found["requested_prompt_tokens"], found["cached_tokens"]) == (200, 60)  # d was never admitted
+    assert found["requests"] == {"stop": 2, "length": 1, "E_LIMIT_QUEUE": 1}
+    assert found["memory_bandwidth_share"]["p50"] == 0.6
+    assert (found["dropped_records"], found["closed"], found["unreadable_lines"]) == (3, True, 0)
+    assert [tick["start_s"] for tick in found["longest_ticks"]] == [1.965, 1.035, 1.012, 1.0]
 
 
 def test_where_the_time_went() -> None:
-    # of 2 s: 93 ms llama_decode, 5 ms choosing tokens, 2 ms between ticks
-    shares = summarise(RUN).shares
-    assert shares == Shares(decode=0.0465, sample=0.0025, host_gap=0.001, nothing_to_do=0.95)
-    assert shares.device_idle == 1 - 0.0465
+    # of 2 s: 93 ms llama_decode, 5 ms sampling, 2 ms between ticks
+    shares = summarise(RUN)["time_share"]
+    assert shares == {"decode": 0.0465, "sample": 0.0025, "host_gap": 0.001, "idle": 0.95}
 
 
-def test_how_far_off_predictions_were() -> None:
-    found = summarise(RUN)
-    assert found.alone == Prediction(ticks=1, median_error=0.0, p95_error=0.0, bias=0.0)
+def test_errors_of_predictions() -> None:
+    found = summarise(RUN)["prediction"]
+    assert found["decode_only"] == {"ticks": 1, "median_error": 0.0, "p95_error": 0.0, "bias": 0.0}
     # |-0.1| and 0.2: the median is 0.15, and 95 % of the way from one to the other is 0.195; 55.8 ms of 52
-    assert found.mixed == Prediction(ticks=2, median_error=0.15, p95_error=0.195, bias=round(55.8 / 52 - 1, 4))
-    assert np.isnan(prediction_errors(Columns.of(TICKS))[3])
+    bias = round(55.8 / 52 - 1, 4)
+    assert found["prefill"] == {"ticks": 2, "median_error": 0.15, "p95_error": 0.195, "bias": bias}
+    assert np.isnan(prediction_errors(TICKS)[3])
 
 
 @pytest.mark.parametrize(
     ("at_s", "load"),
     [
         (0.5, 0),  # before the first tick
-        (1.005, 2),  # while it computes
-        (1.0115, 2),  # between two that follow each other
-        (1.02, 4),  # two streams, a prompt, one that waits
+        (1.005, 2),  # during a tick
+        (1.0115, 2),  # between two consecutive ticks
+        (1.02, 4),  # two decodes, one prefill, one queued
         (1.04, 4),
-        (1.07, 0),  # in the pause
+        (1.07, 0),  # in the idle time
         (1.97, 1),
-        (2.0, 1),  # as it ends
-        (2.5, 0),  # behind the last one
+        (2.0, 1),  # at its end
+        (2.5, 0),  # after the last tick
     ],
 )
-def test_who_was_there_when_a_request_came(at_s: float, load: int) -> None:
-    assert load_at(Columns.of(TICKS), np.array([at_s])).tolist() == [load]
+def test_load_on_arrival(at_s: float, load: int) -> None:
+    assert load_at(TICKS, np.array([at_s])).tolist() == [load]
 
 
-def test_first_tokens_by_load() -> None:
-    # a and c came to an idle daemon, b to four others
-    nobody, some = summarise(RUN).ttft_by_load
-    assert nobody == Load(least=0, most=0, ttft_ms=Quantiles(2, 100.0, 100.0, 100.0, 100.0))
-    assert (some.least, some.most, some.ttft_ms.p50) == (4, 7, 45.0)
+def test_time_to_first_token_by_load() -> None:
+    # a and c met an idle daemon, b met four others
+    idle, busy = summarise(RUN)["ttft_by_load"]
+    assert idle == {"min": 0, "max": 0, "ttft_ms": quantiles(2, 100.0, 100.0, 100.0, 100.0)}
+    assert (busy["min"], busy["max"], busy["ttft_ms"]["p50"]) == (4, 7, 45.0)
 
 
 @given(st.integers(0, 1000))
-def test_every_load_is_in_one_class(load: int) -> None:
-    tick = TickRecord(t_s=0.0, seq_ids=tuple(range(load)), decode_ms=1000.0)
-    request = RequestRecord(id="r", arrived_s=0.5, first_token_s=0.6, ended_s=1.0, reason="stop")
-    [found] = summarise(Run(header=HEADER, ticks=[tick], requests=[request])).ttft_by_load
-    assert found.least <= load <= found.most
+def test_every_load_is_in_one_bin(load: int) -> None:
+    tick = TickRecord(start_s=0.0, decode_seq_ids=tuple(range(load)), decode_ms=1000.0)
+    request = RequestRecord(id="r", arrived_s=0.5, first_token_s=0.6, finished_s=1.0, finish_reason="stop")
+    [found] = summarise(Run(header=HEADER, ticks=[tick], requests=[request]))["ttft_by_load"]
+    assert found["min"] <= load <= found["max"]
 
 
-def test_a_run_in_which_nothing_happened() -> None:
+def test_an_empty_run() -> None:
     found = summarise(Run(header=HEADER))
-    assert (found.ticks, found.tokens, found.duration_s, found.tokens_per_s) == (0, 0, 0.0, 0.0)
-    assert found.itl_ms == found.ttft_ms == found.tick_ms == Quantiles(0, None, None, None, None)
-    assert (found.shares, found.average_batch, found.longest, found.ttft_by_load, found.closed) == (
-        None,
-        None,
-        (),
-        (),
-        False,
-    )
-    assert found.alone == found.mixed == Prediction(ticks=0, median_error=None, p95_error=None, bias=None)
+    assert [found[key] for key in ("ticks", "tokens", "duration_s", "tokens_per_s")] == [0, 0, 0.0, 0.0]
+    nothing = quantiles(0, None, None, None, None)
+    assert found["inter_token_ms"] == found["ttft_ms"] == found["tick_ms"] == nothing
+    assert (found["time_share"], found["avg_batch"], found["closed"]) == (None, None, False)
+    assert found["longest_ticks"] == found["ttft_by_load"] == []
+    assert found["prediction"] == {"decode_only": NO_PREDICTION, "prefill": NO_PREDICTION}
 
 
 def test_ticks_without_requests_and_requests_without_ticks() -> None:
-    assert summarise(attrs.evolve(RUN, requests=[])).duration_s == pytest.approx(1.0)
-    assert summarise(attrs.evolve(RUN, ticks=[])).ttft_by_load[0].ttft_ms.n == 3
+    assert summarise(attrs.evolve(RUN, requests=[]))["duration_s"] == pytest.approx(1.0)
+    assert summarise(attrs.evolve(RUN, ticks=[]))["ttft_by_load"][0]["ttft_ms"]["n"] == 3
 
 
 @given(st.integers(1, 50))
 def test_shares_add_up_and_tokens_too(seed: int) -> None:
     run = simulated(seed, requests=8, base_ms=3.0)
     found = summarise(run)
-    assert found.shares is not None
-    assert sum(attrs.astuple(found.shares)) == pytest.approx(1.0, abs=1e-3)
-    assert 0 <= found.shares.device_idle <= 1
-    assert found.tokens == sum(request.completion_tokens for request in run.requests) + found.accepted
-    assert sum(load.ttft_ms.n for load in found.ttft_by_load) == len(run.requests)
-    assert found.prompt_tokens == sum(max(1, request.prompt_tokens - request.cached_tokens) for request in run.requests)
-    assert len(found.longest) == min(10, len(run.ticks))
+    assert sum(found["time_share"].values()) == pytest.approx(1.0, abs=1e-3)
+    assert 0 <= found["time_share"]["decode"] <= 1
+    completed = sum(request.completion_tokens for request in run.requests)
+    assert found["tokens"] == completed + found["accepted_draft_tokens"]
+    assert sum(load["ttft_ms"]["n"] for load in found["ttft_by_load"]) == len(run.requests)
+    computed = sum(max(1, request.prompt_tokens - request.cached_tokens) for request in run.requests)
+    assert found["prompt_tokens"] == computed
+    assert len(found["longest_ticks"]) == min(10, len(run.ticks))

@@ -665,5 +665,5 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 def test_metrics_stand_beside_the_event() -> None:
-    found = to_fields(Metrics(snapshot={"tokens_total": 0, "p50_ms": None, "kv": {"cells": 5}}, id="m"))
+    found = to_fields(Metrics(snapshot={"tokens_total": 0, "inter_token_p50_ms": None, "kv": {"cells": 5}}, id="m"))
     assert found == {"id": "m", "event": "metrics", "tokens_total": 0, "kv": {"cells": 5}}

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.telemetry import Average, Recent, Telemetry
+from uma_trio.telemetry import Average, RecentValues, Telemetry
 
 numbers = st.floats(0, 1e6)
 
 
 @given(st.lists(numbers, max_size=60), st.integers(1, 20))
 def test_recent_keeps_the_last_ones(values: list[float], size: int) -> None:
-    recent = Recent(size)
+    recent = RecentValues(size)
     for value in values:
         recent.add(value)
         recent.percentiles(0, 50, 100)
@@ -26,7 +26,7 @@ def test_recent_keeps_the_last_ones(values: list[float], size: int) -> None:
 
 
 def test_percentiles_of_known_numbers() -> None:
-    recent = Recent()
+    recent = RecentValues()
     for value in range(101):
         recent.add(float(value))
     assert recent.percentiles(50, 95, 99, 100) == [50.0, 95.0, 99.0, 100.0]
@@ -47,27 +47,27 @@ def test_average(values: list[float]) -> None:
 
 def test_a_new_one_has_measured_nothing() -> None:
     snapshot = Telemetry().snapshot()
-    assert snapshot["tokens_total"] == snapshot["batch_calls_total"] == 0
+    assert snapshot["tokens_total"] == snapshot["decode_calls_total"] == 0
     assert snapshot["requests_total"] == snapshot["rejected_total"] == {}
     measured = {key for key, value in snapshot.items() if value is None}
     assert measured == {
-        key for key in snapshot if key.endswith(("_ms", "_ms_avg", "_share", "_per_token")) or key == "avg_batch"
+        key for key in snapshot if key.endswith(("_ms", "_ms_avg", "_share", "_rate", "_per_token")) or key == "avg_batch"
     }
 
 
 def test_ticks_add_up() -> None:
     telemetry = Telemetry()
-    telemetry.tick(n_rows=3, n_prompt_tokens=0, n_tokens=3, decode_ms=10, sample_ms=1)
-    telemetry.tick(n_rows=2, n_prompt_tokens=30, n_tokens=2, n_calls=4, decode_ms=20, sample_ms=2)
+    telemetry.record_step(n_sequences=3, n_prompt_tokens=0, n_tokens=3, decode_ms=10, sample_ms=1)
+    telemetry.record_step(n_sequences=2, n_prompt_tokens=30, n_tokens=2, n_calls=4, decode_ms=20, sample_ms=2)
     telemetry.rejected["E_PROTO_BUSY"] += 1
     for gap in (10.0, 20.0, 30.0):
         telemetry.inter_token_ms.add(gap)
     snapshot = telemetry.snapshot()
-    assert (snapshot["ticks_total"], snapshot["batch_calls_total"]) == (2, 5)
+    assert (snapshot["ticks_total"], snapshot["decode_calls_total"]) == (2, 5)
     assert snapshot["avg_batch"] == 2.5
     assert snapshot["prompt_tokens_total"] == 30
     assert (snapshot["decode_ms_avg"], snapshot["sample_ms_avg"]) == (15.0, 1.5)
-    assert (snapshot["p50_ms"], snapshot["p99_ms"]) == (20.0, 29.8)
+    assert (snapshot["inter_token_p50_ms"], snapshot["inter_token_p99_ms"]) == (20.0, 29.8)
     assert snapshot["rejected_total"] == {"E_PROTO_BUSY": 1}
 
 

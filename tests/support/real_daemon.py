@@ -230,9 +230,9 @@ class Daemon:
 
         def nothing_held(snapshot: Event) -> bool:
             kv = snapshot["kv"]
-            held = (snapshot["running"], snapshot["queue_depth"], snapshot["outbox_bytes"])
+            held = (snapshot["running"], snapshot["queue_depth"], snapshot["send_queue_bytes"])
             return not any((*held, kv["sequences"], kv["cells_reserved"], kv["cells_used"])) and (
-                snapshot["sessions"] == 1  # who asks
+                snapshot["connections"] == 1  # who asks
             )
 
         return self.wait_until(nothing_held, "nothing is held", timeout_s)

@@ -94,14 +94,14 @@ class Serving:
     async def settled(self) -> None:
         """Until nothing runs, and the books say that nothing is held."""
         with trio.fail_after(1000):
-            while self.server.runner.jobs() or self.server.snapshot()["sessions"]:
+            while self.server.runner.jobs() or self.server.snapshot()["connections"]:
                 await trio.sleep(0.01)
             await self.server.runner.wait_idle()
         self.server.runner.check_integrity()
         kv = self.server.runner.cache.statistics()
         assert (kv.sequences, kv.cells_reserved, kv.cells_used) == (0, 0, 0)
         assert self.engine.used_cells() == self.server.runner.cache.held()
-        assert self.server.snapshot()["outbox_bytes"] == 0
+        assert self.server.snapshot()["send_queue_bytes"] == 0
 
 
 def settings(**values: Any) -> config.Config:

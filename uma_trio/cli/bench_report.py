@@ -123,11 +123,11 @@ def _plots(settings: Settings, outcome: Outcome) -> Iterator[bytes]:
 def _of_perf_log(data: bytes) -> Iterator[bytes]:
     from matplotlib.figure import Figure
 
-    from uma_trio.cli.perf_plots import itl_cdf, tick_gantt
-    from uma_trio.telemetry.perf_format import decode
+    from uma_trio.cli.perf_plots import inter_token_cdf, tick_timeline
+    from uma_trio.telemetry.perf_records import decode
 
     run = decode(data)[-1]
-    for draw, size in ((itl_cdf, (9, 4.5)), (tick_gantt, (12, 3.5))):
+    for draw, size in ((inter_token_cdf, (9, 4.5)), (tick_timeline, (12, 3.5))):
         figure = Figure(figsize=size, layout="constrained")
         draw(run, figure.subplots())
         yield _png(figure)

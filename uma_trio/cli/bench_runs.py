@@ -18,7 +18,7 @@ import attrs
 if TYPE_CHECKING:
     import trio
 
-PERF_LOG: Final = "perf.cborseq"
+PERF_LOG: Final = "perf.jsonl"
 STOP_S: Final = 15.0
 """How long a benchmark may take to stop its servers before it is killed."""
 

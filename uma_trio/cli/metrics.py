@@ -9,8 +9,7 @@ from typing import Any, Final
 import click
 
 NOTES: Final = {
-    "sessions": "open connections",
-    "conversations": "stored sessions of all users; see uma-trio sessions",
+    "sessions": "stored sessions of all users; see uma-trio sessions",
 }
 """Explanations of names that could be misunderstood."""
 

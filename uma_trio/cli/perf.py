@@ -1,90 +1,65 @@
-"""``uma-trio perf``: what a perf log tells."""
+"""``uma-trio perf``: reports from a perf log."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from uma_trio.telemetry.perf_format import Run
-    from uma_trio.telemetry.perf_records import TickRecord
-    from uma_trio.telemetry.perf_summary import Load, Quantiles, Summary
-
-NARROWEST = 100
-"""Columns that the tables take where the output is no terminal."""
+    from uma_trio.telemetry.perf_records import Run
 
 
-@click.group("perf", short_help="Make tables and pictures of a perf log.")
+@click.group("perf", short_help="Report on a perf log, as tables and plots.")
 def command() -> None:
-    """Make tables and pictures of a perf log: what each tick held, and what each request waited for.
+    """Report on a perf log: what each tick computed, and how long each request waited.
 
     \b
-      uma-trio serve --perf-log FILE      has the daemon write one
-      uma-trio perf report FILE           also while it does
+      uma-trio serve --perf-log FILE      writes the log
+      uma-trio perf report FILE           works while the daemon runs, too
 
-    docs/PERF_LOG.md describes the file, for programs of your own.
+    The log is JSON Lines; docs/PERF_LOG.md describes its fields for your own programs.
     """
 
 
 @command.command("report", short_help="Latencies, where the time went, and how good the predictions were.")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--run",
-    "which",
-    default="last",
-    show_default=True,
-    metavar="N|last|all",
-    help="Which of the file's runs; a run is one start of the daemon.",
-)
+@click.option("--run", "number", type=int, metavar="N", help="Report on the N-th start of the daemon.  [default: last]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Also draw four plots into this PNG, SVG or PDF file (needs matplotlib).",
-)
-@click.option(
-    "--at",
-    "at_s",
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="The moment of the run that the plot of ticks shows.  [default: the longest tick with a prompt]",
-)
-def report(files: tuple[Path, ...], which: str, as_json: bool, plot: Path | None, at_s: float | None) -> None:
-    """Show what the last run in FILE came to.  Several files are parts of one log, the oldest first:
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw plots (needs matplotlib).")
+def report(files: tuple[Path, ...], number: int | None, as_json: bool, plot: Path | None) -> None:
+    """Summarise the last run in FILE. Give the files of a rotated log oldest first:
 
     \b
-      uma-trio perf report perf.cborseq.1 perf.cborseq
+      uma-trio perf report perf.jsonl.1 perf.jsonl
 
     \b
-    latency     times between tokens, to the first token (by how many other
-                requests were there), in the queue, and of ticks
-    time        for what share of the run the device computed or waited
-    prediction  how far off the cost model was, which decides how much of
-                a prompt a tick may hold
-    longest     the ten longest ticks, and what they held
+    latency     inter-token latency, time to first token (also by load), time in
+                the queue, duration of ticks
+    time        for what share of the run the device computed, waited or idled
+    prediction  error of the cost model, which decides how many prompt tokens
+                fit into a tick
+    longest     the ten longest ticks, and what they computed
 
-    --plot draws inter-token latencies, cumulated; ticks and what they held; time to first token against load;
-    predicted against measured ticks.
+    --plot writes a PNG, SVG or PDF file with the distribution of inter-token latencies, a timeline of ticks, time to
+    first token against load, and predicted against measured ticks.
 
-    A log whose end is missing is reported as far as it goes.  Exit codes: 0, or 2 if there is nothing to report.
+    Exit codes: 0, or 2 if there is nothing to report.
     """
-    runs = _runs(files)
-    chosen = _chosen(runs, which)
+    runs = _read(files)
+    number = len(runs) if number is None else number
+    if not 1 <= number <= len(runs):
+        _fail(f"--run must be a number from 1 to {len(runs)}, the number of runs in the log; not {number}")
+    run = runs[number - 1]
     if plot is not None:
-        if len(chosen) != 1:
-            _fail("--plot draws one run: say which with --run")
-        _plot(chosen[0][1], plot, at_s)
-    if as_json:
-        _print_json(chosen, len(runs))
-    else:
-        _print(chosen, len(runs))
+        _plot(run, plot)
+    from uma_trio.telemetry.perf_summary import summarise
+
+    found = {"run": number, "runs_in_log": len(runs), **summarise(run)}
+    click.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
 
 
 def _fail(message: str) -> NoReturn:
@@ -92,203 +67,125 @@ def _fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _runs(files: Sequence[Path]) -> list[Run]:
-    from uma_trio.telemetry.perf_format import NotAPerfLog, decode
+def _read(files: Sequence[Path]) -> list[Run]:
+    from uma_trio.telemetry.perf_records import NotAPerfLog, decode
 
     names = ", ".join(str(file) for file in files)
     try:
-        return decode(b"".join(file.read_bytes() for file in files))
+        return decode(*[file.read_bytes() for file in files])
     except FileNotFoundError as error:
-        _fail(f"there is no {error.filename}; uma-trio serve --perf-log {error.filename} writes one")
+        _fail(f"{error.filename} does not exist; uma-trio serve --perf-log {error.filename} writes it")
     except OSError as error:
         _fail(f"cannot read {error.filename or names}: {error.strerror}")
     except NotAPerfLog as error:
-        _fail(f"{names} is no perf log that can be read: {error}")
+        _fail(f"cannot read {names} as a perf log: {error}")
 
 
-def _chosen(runs: list[Run], which: str) -> list[tuple[int, Run]]:
-    numbered = list(enumerate(runs, 1))
-    if which == "all":
-        return numbered
-    if which == "last":
-        return numbered[-1:]
-    if not (which.isdecimal() and 1 <= int(which) <= len(runs)):
-        _fail(f"--run is last, all, or a number up to {len(runs)}, the runs in this log; not {which}")
-    return [numbered[int(which) - 1]]
-
-
-def _plot(run: Run, target: Path, at_s: float | None) -> None:
+def _plot(run: Run, target: Path) -> None:
     try:
         from uma_trio.cli.perf_plots import draw
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
         _fail("--plot needs matplotlib, which is not installed: pip install matplotlib")
-    figure = draw(run, at_s=at_s)
     try:
-        figure.savefig(target, dpi=110)
-    except OSError as error:
-        _fail(f"cannot write {target}: {error.strerror}")
-    except ValueError as error:  # of a suffix that matplotlib does not know
-        _fail(f"cannot write {target}: {error}")
+        draw(run).savefig(target, dpi=110)
+    except (OSError, ValueError) as error:  # ValueError: a suffix that matplotlib does not know
+        _fail(f"cannot write {target}: {getattr(error, 'strerror', None) or error}")
 
 
-def _print_json(chosen: list[tuple[int, Run]], n_runs: int) -> None:
-    import attrs
-
-    from uma_trio.telemetry.perf_summary import summarise
-
-    found = [{"run": number, **attrs.asdict(summarise(run))} for number, run in chosen]
-    click.echo(json.dumps({"runs_in_log": n_runs, "runs": found}, indent=2))
+# -- text --------------------------------------------------------------------------------------------
 
 
-# -- for people --------------------------------------------------------------------------------------
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    header, shares = found["header"], found["time_share"] or {}
+    yield f"{header['model']}  {header['description']}".rstrip()
+    started = header["started"].replace("T", " ")
+    yield f"started {started}, run {found['run']} of {found['runs_in_log']}, {found['duration_s']:,.1f} s"
+    llama_cpp = header["llama_cpp"] or "llama.cpp of unknown origin"
+    sizes = f"ctx {header['n_ctx']:,}, parallel {header['n_seq_max']}, batch {header['n_batch']:,} tokens"
+    yield f"uma-trio {header['uma_trio']}, {llama_cpp}; {sizes}"
+    if not found["closed"]:
+        yield "no end: the daemon still runs, was killed, or could not write"
+    if found["unreadable_lines"]:
+        yield f"incomplete: {found['unreadable_lines']:,} lines are damaged"
+    if found["dropped_records"]:
+        yield f"incomplete: {found['dropped_records']:,} records were dropped because the disk was too slow"
 
+    finished = ", ".join(f"{n:,} {reason}" for reason, n in found["requests"].items()) or "none finished"
+    yield f"\nrequests   {finished}"
+    speed = f"{found['tokens_per_s']:,.1f} a second"
+    yield f"tokens     {found['tokens']:,} generated, {speed}; {found['prompt_tokens']:,} prompt tokens computed"
+    batch = f"{_number(found['avg_batch'], 2)} sequences on average"
+    yield f"ticks      {found['ticks']:,} with {batch}; {found['decode_calls']:,} llama_decode calls"
+    if found["cached_tokens"]:
+        yield f"cache      {_ratio(found['cached_tokens'], found['requested_prompt_tokens'])} prompt tokens hit"
+    if found["draft_tokens"]:
+        yield f"drafts     {_ratio(found['accepted_draft_tokens'], found['draft_tokens'])} tokens accepted"
+    if found["memory_bandwidth_share"]["p50"] is not None:
+        yield f"bandwidth  {_percent(found['memory_bandwidth_share']['p50'])} of the device's, in the median tick"
 
-def _print(chosen: list[tuple[int, Run]], n_runs: int) -> None:
-    from rich.console import Console
-
-    from uma_trio.telemetry.perf_summary import summarise
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=NARROWEST)
-    for number, run in chosen:
-        _show(console, summarise(run), f"run {number} of {n_runs}" if n_runs > 1 else "one run")
-
-
-def _show(console: Console, found: Summary, which: str) -> None:
-    for line in (*_head(found, which), "", *_totals(found)):
-        console.print(line, markup=False)
-    idle = None if found.shares is None else found.shares.device_idle
-    parts = {
-        "Latency in ms": _latency(found),
-        f"Time: the device was idle for {_percent(idle)} of it": _times(found),
-        "Prediction of a tick's time: how far off": _predictions(found),
-        "Longest ticks": _longest(found.longest),
+    latencies = {
+        "inter-token": found["inter_token_ms"],
+        "time to first token": found["ttft_ms"],
+        **{f"  {_others(load)}": load["ttft_ms"] for load in found["ttft_by_load"]},
+        "in the queue": found["queue_ms"],
+        "tick": found["tick_ms"],
+        "  llama_decode": found["decode_ms"],
+        "  sampling": found["sample_ms"],
+        "between ticks": found["host_gap_ms"],
     }
-    for title, table in parts.items():
-        console.print(f"\n{title}\n", style="bold", markup=False)
-        console.print(table)
-    console.print()
-
-
-def _head(found: Summary, which: str) -> list[str]:
-    header = found.header
-    lines = [
-        f"{header.model}  {header.description}".rstrip(),
-        f"started {header.started.replace('T', ' ')}, {which}, {found.duration_s:,.1f} s",
-        f"uma-trio {header.uma_trio}, {header.llama_cpp or 'llama.cpp of unknown origin'}; "
-        f"ctx {header.n_ctx:,}, parallel {header.n_seq_max}, batch {header.n_batch:,} tokens",
+    quantiles = ("p50", "p95", "p99", "max")
+    rows = [[name, f"{row['n']:,}", *[_number(row[q]) for q in quantiles]] for name, row in latencies.items()]
+    yield from _table("Latency in ms", ["", "n", *quantiles], rows)
+    idle = _percent(1 - shares["decode"] if shares else None)
+    names = {"decode": "llama_decode", "sample": "sampling", "host_gap": "between ticks", "idle": "no work"}
+    rows = [[names[key], _percent(share)] for key, share in shares.items()]
+    yield from _table(f"Time: the device was idle for {idle} of the run", ["", "share"], rows)
+    errors = ("median_error", "p95_error", "bias")
+    rows = [
+        [name.replace("_", " "), f"{row['ticks']:,}", *[_percent(row[error]) for error in errors]]
+        for name, row in found["prediction"].items()
     ]
-    if found.cut is not None:
-        lines.append(f"incomplete: {found.cut}")
-    elif not found.closed:
-        lines.append("not ended: the daemon still runs, was killed, or could not write any more")
-    if found.dropped:
-        lines.append(f"incomplete: {found.dropped:,} records were dropped, for the disk was too slow")
-    return lines
-
-
-def _totals(found: Summary) -> list[str]:
-    ended = ", ".join(f"{n:,} {reason}" for reason, n in found.requests.items()) or "none has ended"
-    lines = [
-        f"requests   {ended}",
-        f"tokens     {found.tokens:,} generated, {found.tokens_per_s:,.1f} a second; {found.prompt_tokens:,} of prompts computed",
-        f"ticks      {found.ticks:,}, on average {_number(found.average_batch, 2)} sequences in each; "
-        f"{found.decode_calls:,} llama_decode calls",
+    yield from _table("Error of predicted tick durations", ["", "ticks", "median", "p95", "bias"], rows)
+    rows = [
+        [
+            f"{tick['start_s']:,.3f}",
+            _number(tick["duration_ms"]),
+            _number(tick["predicted_ms"]),
+            str(tick["decodes"]),
+            f"{tick['context_tokens']:,}",
+            str(tick["queue_depth"]),
+            ", ".join(f"{n} of seq {seq_id}" for seq_id, n in tick["prefill_chunks"]) or "-",
+        ]
+        for tick in found["longest_ticks"]
     ]
-    if found.cached_tokens:
-        lines.append(
-            f"cache      {_part(found.cached_tokens, found.asked_tokens)} prompt tokens were in the KV cache already"
-        )
-    if found.drafted:
-        lines.append(f"guesses    {_part(found.accepted, found.drafted)} drafted tokens were accepted")
-    if found.bandwidth_share.p50 is not None:
-        lines.append(
-            f"bandwidth  {_percent(found.bandwidth_share.p50)} of what the device can read, in the median tick"
-        )
-    return lines
+    yield from _table("Longest ticks", ["at s", "ms", "predicted", "decodes", "context", "queued", "prefill"], rows)
 
 
-def _table(*columns: str) -> Table:
-    """The first column has names, the others numbers."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for at, column in enumerate(columns):
-        table.add_column(column, justify="right" if at else "left", overflow="fold")
-    return table
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """The first column is aligned to the left, the others to the right."""
+    yield f"\n{title}\n"
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        yield "   ".join([row[0].ljust(widths[0]), *cells])
 
 
-def _latency(found: Summary) -> Table:
-    table = _table("", "n", "p50", "p95", "p99", "max")
-
-    def row(name: str, values: Quantiles) -> None:
-        digits = 1 if values.p50 is None or values.p50 >= 10 else 2
-        quantiles = (values.p50, values.p95, values.p99, values.max)
-        table.add_row(name, f"{values.n:,}", *[_number(value, digits) for value in quantiles])
-
-    row("between tokens", found.itl_ms)
-    row("to the first token", found.ttft_ms)
-    for load in found.ttft_by_load:
-        row(f"  with {_others(load)} there", load.ttft_ms)
-    row("in the queue", found.queue_ms)
-    row("tick", found.tick_ms)
-    row("  llama_decode", found.decode_ms)
-    row("  choosing tokens", found.sample_ms)
-    row("between ticks", found.host_gap_ms)
-    return table
+def _others(load: dict[str, Any]) -> str:
+    low, high = load["min"], load["max"]
+    return "with no other request" if not high else "with 1 other" if high == 1 else f"with {low} to {high} others"
 
 
-def _others(load: Load) -> str:
-    if load.most == 0:
-        return "nobody else"
-    return "1 other" if load.most == 1 else f"{load.least} to {load.most} others"
-
-
-def _times(found: Summary) -> Table:
-    table = _table("", "share")
-    if found.shares is not None:
-        table.add_row("llama_decode", _percent(found.shares.decode))
-        table.add_row("choosing tokens", _percent(found.shares.sample))
-        table.add_row("between ticks", _percent(found.shares.host_gap))
-        table.add_row("nothing to do", _percent(found.shares.nothing_to_do))
-    return table
-
-
-def _predictions(found: Summary) -> Table:
-    table = _table("", "ticks", "median", "p95", "bias")
-    for name, kind in (("streams alone", found.alone), ("with prompts", found.mixed)):
-        bias = "-" if kind.bias is None else f"{100 * kind.bias:+.1f} %"
-        table.add_row(name, f"{kind.ticks:,}", _percent(kind.median_error), _percent(kind.p95_error), bias)
-    return table
-
-
-def _longest(ticks: Sequence[TickRecord]) -> Table:
-    table = _table("at s", "ms", "predicted", "streams", "context", "waiting", "prompts, sequence: tokens")
-    table.columns[0].justify, table.columns[-1].justify = "right", "left"
-    for tick in ticks:
-        table.add_row(
-            f"{tick.t_s:,.3f}",
-            _number(tick.ms),
-            _number(tick.predicted_ms),
-            str(tick.streams),
-            f"{tick.context_tokens:,}",
-            str(tick.waiting),
-            "  ".join(f"{seq_id}: {n}" for seq_id, n in tick.prompts) or "-",
-        )
-    return table
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+def _number(value: float | None, digits: int | None = None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.{digits or (1 if value >= 10 else 2)}f}"
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _part(some: int, all_: int) -> str:
-    return f"{some:,} of {all_:,} ({_percent(some / all_ if all_ else None)})"
+def _ratio(part: int, total: int) -> str:
+    return f"{part:,} of {total:,} ({_percent(part / total if total else None)})"

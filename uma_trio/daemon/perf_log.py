@@ -1,10 +1,7 @@
-"""The perf log's writer: the event loop hands records over, a thread of its own writes them.
+"""Writes the perf log: the event loop queues records, and a thread encodes and writes them.
 
-A record costs the loop an append.  Encoding takes some microseconds more, with the GIL held; so the thread
-does a few records at a time and sleeps in between, or tokens would wait for it.  Whatever happens to the file
-happens to the log alone: one warning, and the daemon goes on.
-
-Source: docs/PERF_LOG.md.
+Encoding holds the GIL, so the thread encodes a few records at a time and sleeps in between. An error ends the log,
+with one warning; it never ends the daemon. docs/PERF_LOG.md describes the file.
 """
 
 from __future__ import annotations
@@ -12,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import importlib.metadata
+import gzip
 import os
 import stat
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,199 +23,175 @@ import attrs
 import structlog
 import trio
 
+import uma_trio
 from uma_trio.config import Config
 from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
 from uma_trio.engine.records import ModelFacts
-from uma_trio.telemetry.perf_format import MAGIC, encode, encode_header
-from uma_trio.telemetry.perf_records import Header, RequestRecord, TickRecord, Trailer
+from uma_trio.telemetry.perf_records import FIRST_BYTES, GZIP_MAGIC, Header, RequestRecord, TickRecord, Trailer, encode
 
 log = structlog.get_logger("uma_trio.daemon")
 
-FLUSH_S: Final = 0.5
-GULP: Final = 16
-"""Records that are encoded at once: a tenth of a millisecond."""
+FLUSH_INTERVAL_S: Final = 0.5
+BATCH_RECORDS: Final = 32
+"""Records that are encoded and written at once. Encoding them holds the GIL for about 0.1 ms."""
 
-BREATH_S: Final = 0.0005
-"""Sleep after each gulp.  Merely letting go of the GIL is not enough: the thread would have it back before the
-loop's thread is awake."""
+BATCH_PAUSE_S: Final = 0.0005
+"""Pause after each batch. Releasing the GIL alone is not enough: this thread would take it again at once."""
 
-MOST_WAITING: Final = 16_384
-"""Records in memory; more are dropped.  At a hundred ticks a second a disk may stand still for two minutes."""
+MAX_QUEUED: Final = 16_384
+"""Records in memory; further ones are dropped. At 100 ticks a second this bridges a disk stall of two minutes."""
 
-CLOSE_S: Final = 5.0
-
+CLOSE_TIMEOUT_S: Final = 5.0
 MIB: Final = 1 << 20
 
 
 class PerfLogError(Exception):
-    """The file cannot be written; says why."""
+    """The file cannot be used. The message says why."""
 
 
 class PerfLog:
-    """Writes one run.  A ``PerfSink``: ``tick`` and ``request`` never wait and never fail.
+    """Appends one run to a perf log. Implements ``PerfSink``.
 
     Args:
-        path: of a perf log to be continued, or of a new file, which only its owner may read.
-        header: opens the run; its ``clock_s`` is what moments count from.
-        max_bytes: at half of them the file is moved to ``path``.1.
+        path: An existing perf log, or a new file that only its owner may read. Gzipped if the name ends in ``.gz``.
+        header: First line of the run; its ``clock_s`` becomes time 0.
+        max_bytes: Limit for all files. At half of it the file is renamed to ``path``.1 and a new one is begun.
 
     Raises:
-        PerfLogError: the file cannot be written, is another daemon's, or is no perf log.
+        PerfLogError: The file cannot be written, another process writes it, or it holds something else.
     """
 
     def __init__(self, path: Path, header: Header, *, max_bytes: int) -> None:
         self._path = path
         self._origin_s = header.clock_s
-        self._header = encode_header(header)
-        self._part_bytes = max_bytes // 2
-        self._waiting: deque[TickRecord | RequestRecord] = deque()
-        self._refused = 0
-        """By the loop's thread, and"""
-        self._lost = 0
-        """by the writing one: no counter has two writers."""
-        self._taking = True
+        self._header = self._compress(encode(header))
+        self._max_file_bytes = max_bytes // 2
+        self._queue: deque[TickRecord | RequestRecord] = deque()
+        self._dropped_by_loop = 0  # two counters, because an increment is not atomic across threads
+        self._dropped_by_writer = 0
+        self._accepting = True
         self._closing = threading.Event()
-        self._file = _File.open(path)
         try:
-            if self._file.size + len(self._header) > self._part_bytes and self._file.size:
-                self._begin_anew()
-            else:
-                self._file.write(self._header)
-        except (OSError, PerfLogError) as error:
-            self._file.close()
-            raise PerfLogError(_reason(error)) from None
+            self._open()
+            try:
+                if self._size and self._is_full(len(self._header)):
+                    self._rotate()
+                else:
+                    self._write(self._header)
+            except BaseException:
+                os.close(self._fd)
+                raise
+        except OSError as error:
+            raise PerfLogError(error.strerror or str(error)) from None
         self._thread = threading.Thread(target=self._run, name="uma-trio perf log", daemon=True)
         self._thread.start()
 
-    # -- the loop's side ------------------------------------------------------------------------
-
-    def tick(self, record: TickRecord) -> None:
-        """Hand a tick over; it must not change any more."""
-        self._take(record)
-
-    def request(self, record: RequestRecord) -> None:
-        """Hand a request over that has ended; it must not change any more."""
-        self._take(record)
-
-    def _take(self, record: TickRecord | RequestRecord) -> None:
-        if self._taking and len(self._waiting) < MOST_WAITING:
-            self._waiting.append(record)
-        else:
-            self._refused += 1
-
     @property
     def dropped(self) -> int:
-        """Records that were not written and will not be."""
-        return self._refused + self._lost
+        """Number of records that were not written and never will be."""
+        return self._dropped_by_loop + self._dropped_by_writer
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what waits and close the file.  A disk that stands still is given ``timeout_s``."""
+    def write(self, record: TickRecord | RequestRecord) -> None:
+        """Queue a record, which the log owns from now on. Never blocks; drops the record if the queue is full."""
+        if self._accepting and len(self._queue) < MAX_QUEUED:
+            self._queue.append(record)
+        else:
+            self._dropped_by_loop += 1
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Write what is queued and close the file. Blocks for at most ``timeout_s``."""
         self._closing.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            log.warning("the perf log is left unfinished: its disk does not answer", path=str(self._path))
+            log.warning("the perf log is incomplete: its disk does not respond", path=str(self._path))
 
-    # -- the writing thread's side --------------------------------------------------------------
+    # -- the writer thread ------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(FLUSH_S):
-                self._write_waiting()
-            self._taking = False
-            self._write_waiting()
-            self._file.write(encode(Trailer(dropped=self.dropped), self._origin_s))
+            while not self._closing.wait(FLUSH_INTERVAL_S):
+                self._flush()
+            self._accepting = False
+            self._flush()
+            self._write(self._compress(encode(Trailer(dropped_records=self.dropped))))
         except (OSError, PerfLogError) as error:
-            log.warning("the perf log ends here; the daemon goes on", path=str(self._path), reason=_reason(error))
-        except Exception:  # a defect of ours: who measures must not harm what is measured
-            log.exception("the perf log failed; the daemon goes on", path=str(self._path))
+            reason = getattr(error, "strerror", None) or str(error)
+            log.warning("the perf log ends here; the daemon continues", path=str(self._path), reason=reason)
+        except Exception:  # a bug in the log must not stop the daemon
+            log.exception("the perf log failed; the daemon continues", path=str(self._path))
         finally:
-            self._taking = False
-            self._lost += len(self._waiting)
-            self._waiting.clear()
-            self._file.close()
+            self._accepting = False
+            self._dropped_by_writer += len(self._queue)
+            self._queue.clear()
+            os.close(self._fd)
 
-    def _write_waiting(self) -> None:
-        while self._waiting:
-            n = min(GULP, len(self._waiting))
-            data = b"".join([encode(self._waiting[i], self._origin_s) for i in range(n)])
-            if self._file.size + len(data) > self._part_bytes and self._file.size > len(self._header):
-                self._begin_anew()
-            self._file.write(data)
+    def _flush(self) -> None:
+        while self._queue:
+            n = min(BATCH_RECORDS, len(self._queue))
+            data = self._compress(b"".join([encode(self._queue[i], self._origin_s) for i in range(n)]))
+            if self._size > len(self._header) and self._is_full(len(data)):
+                self._rotate()
+            self._write(data)
             for _ in range(n):
-                self._waiting.popleft()
-            self._closing.wait(BREATH_S)
+                self._queue.popleft()
+            time.sleep(BATCH_PAUSE_S)
 
-    def _begin_anew(self) -> None:
-        """Move the file out of the way, and open a new one with the same header."""
-        if not self._file.regular:
-            return
+    def _compress(self, data: bytes) -> bytes:
+        """A gzip member of its own for each write: the file can be read while it grows, and can be appended to."""
+        return gzip.compress(data, compresslevel=1) if self._path.suffix == ".gz" else data
+
+    def _is_full(self, n_bytes: int) -> bool:
+        """Whether the file must be rotated before another ``n_bytes``."""
+        return self._is_regular and self._size + n_bytes > self._max_file_bytes
+
+    def _rotate(self) -> None:
         os.replace(self._path, f"{self._path}.1")
-        full, self._file = self._file, _File.open(self._path)
-        full.close()
-        self._file.write(self._header)
+        full = self._fd
+        self._open()
+        os.close(full)
+        self._write(self._header)
 
-
-@attrs.define
-class _File:
-    """An open one that is ours alone."""
-
-    descriptor: int
-    size: int
-    regular: bool
-    """Neither a pipe nor a device: can be moved, and cut back."""
-
-    @classmethod
-    def open(cls, path: Path) -> _File:
-        """Open ``path`` to add to it.
-
-        Raises:
-            PerfLogError: it cannot be opened, is another daemon's, or holds something else.
-        """
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY
-        try:
-            descriptor = os.open(path, flags, 0o600)
-        except OSError as error:
-            raise PerfLogError(_reason(error)) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = os.fstat(descriptor)
-            regular = stat.S_ISREG(found.st_mode)
-            if regular and found.st_size and os.pread(descriptor, len(MAGIC), 0) != MAGIC:
-                raise PerfLogError("it holds something that is no perf log, and is left as it is")
-            return cls(descriptor, found.st_size, regular)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise PerfLogError("another daemon writes to it") from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-
-    def write(self, data: bytes) -> None:
-        """All of ``data``, or nothing: a full disk leaves no half of a record."""
+    def _write(self, data: bytes) -> None:
         left = memoryview(data)
         try:
             while left:
-                left = left[os.write(self.descriptor, left) :]
+                left = left[os.write(self._fd, left) :]
         except OSError:
-            if self.regular:
+            if self._is_regular:  # the disk is full: leave no torn line
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self.descriptor, self.size)
+                    os.ftruncate(self._fd, self._size)
             raise
-        self.size += len(data)
+        self._size += len(data)
 
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
-def _reason(error: OSError | PerfLogError) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+    def _open(self) -> None:
+        """Open and lock the file."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY
+        fd = os.open(self._path, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            status = os.fstat(fd)
+            self._is_regular = stat.S_ISREG(status.st_mode)  # a pipe or a device cannot be rotated
+            self._size = status.st_size
+            if self._is_regular and self._size:
+                expected = GZIP_MAGIC if self._path.suffix == ".gz" else FIRST_BYTES
+                if os.pread(fd, len(expected), 0) != expected:
+                    raise PerfLogError("the file exists and is no perf log; it is left unchanged")
+                if expected == FIRST_BYTES and os.pread(fd, 1, self._size - 1) != b"\n":
+                    self._size += os.write(fd, b"\n")  # a power cut tore the last line
+        except BlockingIOError:
+            os.close(fd)
+            raise PerfLogError("another process writes to the file") from None
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
 
 
 @contextlib.contextmanager
 def perf_log(config: Config, facts: ModelFacts) -> Iterator[PerfLog | None]:
-    """The log that ``config.operations`` asks for, closed at the end; ``None`` if it asks for none.
+    """Open the log that ``config.operations`` asks for, and close it at the end.
 
-    One that cannot be written is a warning: nobody is to go without the daemon for it.
+    Yields ``None`` if no log is configured, and also, after a warning, if the file cannot be used.
     """
     path = config.operations.perf_log
     if path is None:
@@ -226,7 +200,7 @@ def perf_log(config: Config, facts: ModelFacts) -> Iterator[PerfLog | None]:
     try:
         opened = PerfLog(path, run_header(config, facts), max_bytes=config.operations.perf_log_mb * MIB)
     except PerfLogError as error:
-        log.warning("there will be no perf log; the daemon goes on", path=str(path), reason=str(error))
+        log.warning("there is no perf log; the daemon continues", path=str(path), reason=str(error))
         yield None
         return
     with contextlib.closing(opened):
@@ -234,13 +208,13 @@ def perf_log(config: Config, facts: ModelFacts) -> Iterator[PerfLog | None]:
 
 
 def run_header(config: Config, facts: ModelFacts) -> Header:
-    """What a run is made with that begins now, on trio's clock."""
+    """Describe a run that begins now, on trio's clock."""
     try:
         llama_cpp = read_stamp(library_directory(config.model.llama_dir)).pin
     except LibraryProblem:
         llama_cpp = None
     return Header(
-        uma_trio=importlib.metadata.version("uma-trio"),
+        uma_trio=uma_trio.__version__,
         llama_cpp=llama_cpp,
         started=datetime.datetime.now().astimezone().isoformat(timespec="milliseconds"),
         clock_s=trio.current_time(),

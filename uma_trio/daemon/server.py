@@ -77,9 +77,9 @@ class Server:
         """What a metrics query is answered with."""
         return {
             **self.runner.snapshot(),
-            "sessions": len(self._connections),
-            "conversations": self.sessions.snapshot(),
-            "outbox_bytes": sum(connection.waiting_bytes for connection in self._connections),
+            "connections": len(self._connections),
+            "sessions": self.sessions.snapshot(),
+            "send_queue_bytes": sum(connection.waiting_bytes for connection in self._connections),
             "uptime_s": round(time.time() - self._started_at, 1),
             "draining": self.draining,
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,

@@ -303,7 +303,7 @@ class Sessions:
         sessions = list(self._book)
         return {
             "stored": len(sessions),
-            "answering": sum(session.busy for session in sessions),
+            "active": sum(session.busy for session in sessions),
             "tokens": sum(len(session.tokens) for session in sessions),
             "not_durable": sum(not session.durable and session.turns > 0 for session in sessions),
             "journal_failures_total": self.journal_failures,

@@ -1,5 +1,5 @@
-"""Counting what happens, cheaply; folded into a snapshot only when someone asks."""
+"""Counters and recent measurements. Recording is cheap; percentiles are computed when someone asks."""
 
-from uma_trio.telemetry.meters import Average, Recent, Telemetry
+from uma_trio.telemetry.metrics import Average, RecentValues, Telemetry
 
-__all__ = ["Average", "Recent", "Telemetry"]
+__all__ = ["Average", "RecentValues", "Telemetry"]

@@ -1,178 +1,232 @@
-"""What the perf log holds: a header a run, then one record for each tick and each request.
+"""The records of the perf log, and how they are encoded as JSON Lines.
 
-Plain values with their units in their names.  ``key`` and ``kind`` of a field say how it stands in the file;
-``perf_format`` turns records into bytes and back, and docs/PERF_LOG.md has the tables for other readers.
+A log is a sequence of lines, one JSON object each. Each start of the daemon appends a header line, then one line for
+each tick and each finished request, then an end line. docs/PERF_LOG.md is the reference for readers of the file.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Protocol
+import gzip
+import io
+import zlib
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import attrs
+import msgspec
 
-VERSION: Final = 1
-"""Of the format.  New fields do not change it, for readers skip what they do not know; a new meaning does."""
+FORMAT: Final = "uma-trio-perf"
+VERSION: Final = 2
+"""Version of the format. Readers ignore unknown fields, so a new field keeps the version; a new meaning raises it."""
 
+FIRST_BYTES: Final = b'{"kind":"header","format":"%s"' % FORMAT.encode()
+"""Every perf log begins with these bytes, after decompression."""
 
-class Kind(enum.Enum):
-    """How a value stands in the file.  Fractions are kept as whole numbers, which take a third of the bytes."""
-
-    COUNT = enum.auto()
-    """A whole number."""
-    TEXT = enum.auto()
-    NUMBER = enum.auto()
-    """A float as it is."""
-    SETTINGS = enum.auto()
-    """A map from text to plain values."""
-    MOMENT = enum.auto()
-    """Seconds on the run's clock; in the file microseconds since the run's beginning."""
-    DURATION = enum.auto()
-    """Milliseconds; in the file microseconds."""
-    SHARE = enum.auto()
-    """Of 1; in the file ten-thousandths."""
-    ROUNDED = enum.auto()
-    """In the file the nearest whole number."""
-    COUNTS = enum.auto()
-    """Whole numbers."""
-    PAIRS = enum.auto()
-    """Pairs of whole numbers."""
-    DURATIONS = enum.auto()
-    """Milliseconds; in the file hundredths of a millisecond."""
+GZIP_MAGIC: Final = b"\x1f\x8b"
 
 
-def recorded(key: str, kind: Kind, default: Any = attrs.NOTHING) -> Any:
-    """A field that stands under ``key`` in the file, and is left out there where it is its default."""
-    return attrs.field(default=default, metadata={"key": key, "kind": kind})
+class NotAPerfLog(ValueError):
+    """The data is no perf log of a known version. The message says why."""
 
 
-@attrs.frozen(kw_only=True)
-class Header:
-    """What a run was made with."""
+class _Record(msgspec.Struct, tag_field="kind", omit_defaults=True):
+    """Fields that equal their default are left out of the file. A name that ends in ``_s`` counts seconds since the
+    start of the run."""
 
-    NAME: ClassVar = "uma-trio perf log"
 
-    version: int = recorded("version", Kind.COUNT, VERSION)
-    uma_trio: str = recorded("uma_trio", Kind.TEXT)
-    """Its version."""
-    llama_cpp: str | None = recorded("llama_cpp", Kind.TEXT, None)
-    """What the library was built from."""
-    started: str = recorded("started", Kind.TEXT)
-    """Wall clock, ISO 8601: when the run's clock showed ``clock_s``."""
-    clock_s: float = recorded("clock_s", Kind.NUMBER)
-    """Where moments count from, on the monotonic clock that ticks and requests share."""
-    model: str = recorded("model", Kind.TEXT)
+class Header(_Record, kw_only=True, tag="header", omit_defaults=False):
+    """The first line of a run: what ran, and with which settings."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    uma_trio: str
+    """Version of uma-trio."""
+    llama_cpp: str | None
+    """What the llama.cpp library was built from; ``None`` if unknown."""
+    started: str
+    """Wall-clock time of the start, ISO 8601."""
+    clock_s: float
+    """The monotonic clock at the start. The writer subtracts it from all times of the run."""
+    model: str
     """File name."""
-    description: str = recorded("description", Kind.TEXT, "")
-    """llama.cpp's words: architecture, size, quantisation."""
-    size_bytes: int | None = recorded("size_bytes", Kind.COUNT, None)
-    """Of the weights."""
-    n_ctx: int = recorded("n_ctx", Kind.COUNT)
-    n_seq_max: int = recorded("n_seq_max", Kind.COUNT)
-    n_batch: int = recorded("n_batch", Kind.COUNT)
-    scheduling: Mapping[str, Any] = recorded("scheduling", Kind.SETTINGS, attrs.Factory(dict))
-    """The settings of that section."""
+    description: str = ""
+    """llama.cpp's description: architecture, size, quantisation."""
+    size_bytes: int | None = None
+    """Size of the weights."""
+    n_ctx: int
+    n_seq_max: int
+    n_batch: int
+    scheduling: dict[str, Any] = {}
+    """The settings of the section ``scheduling``."""
 
 
-@attrs.define(kw_only=True)
-class TickRecord:
-    """One tick.  Not to be changed once it is handed over (and not frozen, for that makes it twice as dear)."""
+class TickRecord(_Record, kw_only=True, tag="tick"):
+    """One tick: what it computed, and where its time went."""
 
-    NAME: ClassVar = "tick"
-
-    t_s: float = recorded("t", Kind.MOMENT)
-    """When the step began."""
-    seq_ids: Sequence[int] = recorded("seq", Kind.COUNTS, ())
-    """The streams: sequences that decode, a row each."""
-    prompts: Sequence[tuple[int, int]] = recorded("pre", Kind.PAIRS, ())
-    """The prompts: (sequence, tokens of it in this tick)."""
-    tokens: int = recorded("out", Kind.COUNT, 0)
-    """Tokens that came of it: of streams, of prompts that ended, of drafts that were accepted."""
-    context_tokens: int = recorded("ctx", Kind.COUNT, 0)
-    """Tokens that the attention of all streams reads: those before each of them; see ``Work``."""
-    prompt_context: float = recorded("pctx", Kind.ROUNDED, 0.0)
-    """Tokens in front of the prompts' chunks, on average over their tokens."""
-    n_decodes: int = recorded("calls", Kind.COUNT, 1)
-    """Calls of llama_decode."""
-    drafted: int = recorded("draft", Kind.COUNT, 0)
-    """Tokens that were guessed and checked by it, beside the one of each stream."""
-    accepted: int = recorded("acc", Kind.COUNT, 0)
-    """Those of them that were right."""
-    predicted_ms: float | None = recorded("pred", Kind.DURATION, None)
-    """What the cost model expected of ``decode_ms`` and ``sample_ms`` together."""
-    decode_ms: float = recorded("dec", Kind.DURATION, 0.0)
-    sample_ms: float = recorded("smp", Kind.DURATION, 0.0)
-    host_gap_ms: float | None = recorded("gap", Kind.DURATION, None)
-    """Since the end of the tick before; ``None`` if there was nothing to do in between."""
-    waiting: int = recorded("q", Kind.COUNT, 0)
-    """Requests in the queue."""
-    bytes_moved: float | None = recorded("bytes", Kind.ROUNDED, None)
-    """Estimate of what was read from memory: weights and KV cache."""
-    bandwidth_share: float | None = recorded("bw", Kind.SHARE, None)
-    """That, as a share of what the device can read in the time."""
+    start_s: float
+    decode_seq_ids: Sequence[int] = ()
+    """Sequences that decoded."""
+    prefill_chunks: Sequence[tuple[int, int]] = ()
+    """One pair (sequence id, number of prompt tokens) for each prompt that was prefilled."""
+    tokens: int = 0
+    """Generated tokens, accepted draft tokens included."""
+    context_tokens: int = 0
+    """Tokens that the attention of all decoding sequences read."""
+    prefill_context: float = 0.0
+    """Mean number of tokens in front of a prompt token of this tick."""
+    decode_calls: int = 1
+    """Calls of ``llama_decode``."""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    predicted_ms: float | None = None
+    """The cost model's prediction of ``decode_ms + sample_ms``."""
+    decode_ms: float = 0.0
+    """Time in ``llama_decode``."""
+    sample_ms: float = 0.0
+    host_gap_ms: float | None = None
+    """Time since the end of the previous tick; ``None`` if there was no work in between."""
+    queue_depth: int = 0
+    bytes_moved: float | None = None
+    """Estimated memory traffic."""
+    memory_bandwidth_share: float | None = None
+    """Estimated memory traffic as a fraction of what the device can move in that time."""
 
     @property
-    def streams(self) -> int:
-        return len(self.seq_ids)
+    def n_decodes(self) -> int:
+        return len(self.decode_seq_ids)
+
+    @property
+    def n_prefills(self) -> int:
+        return len(self.prefill_chunks)
 
     @property
     def prompt_tokens(self) -> int:
-        return sum([n for _, n in self.prompts])
+        return sum(n for _, n in self.prefill_chunks)
 
     @property
-    def ms(self) -> float:
-        """From the beginning of the step to its end."""
+    def duration_ms(self) -> float:
         return self.decode_ms + self.sample_ms
 
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.duration_ms / 1e3
 
-@attrs.define(kw_only=True)
-class RequestRecord:
-    """One request, when it has ended.  Holds nothing of what was asked or answered."""
 
-    NAME: ClassVar = "request"
+class RequestRecord(_Record, kw_only=True, tag="request"):
+    """One finished request. It holds no prompt and no text."""
 
-    id: str = recorded("id", Kind.TEXT)
-    tenant: int = recorded("tenant", Kind.COUNT, 0)
-    """User id."""
-    priority: str = recorded("class", Kind.TEXT, "normal")
-    arrived_s: float = recorded("in", Kind.MOMENT)
-    admitted_s: float | None = recorded("adm", Kind.MOMENT, None)
-    """When it was given a sequence."""
-    first_token_s: float | None = recorded("first", Kind.MOMENT, None)
-    ended_s: float = recorded("end", Kind.MOMENT)
-    prompt_tokens: int = recorded("prompt", Kind.COUNT, 0)
-    cached_tokens: int = recorded("hit", Kind.COUNT, 0)
-    """Tokens of the prompt that were in the KV cache already."""
-    completion_tokens: int = recorded("out", Kind.COUNT, 0)
-    reason: str = recorded("why", Kind.TEXT)
-    """How it ended: ``stop``, ``length``, ``cancelled``, or an error code."""
-    itl_ms: Sequence[float] = recorded("itl", Kind.DURATIONS, ())
-    """Times between the moments at which tokens came, one after another: a right guess comes with the token before.
-    Without those in which its client did not read."""
+    id: str
+    """As the client named it."""
+    principal: str = ""
+    priority: str = "normal"
+    arrived_s: float
+    admitted_s: float | None = None
+    """When the request left the queue."""
+    first_token_s: float | None = None
+    finished_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were in the KV cache already."""
+    completion_tokens: int = 0
+    finish_reason: str
+    """``stop``, ``length``, ``cancelled``, or an error code."""
+    inter_token_ms: Sequence[float] = ()
+    """Times between tokens. Pauses in which the client did not read are left out."""
 
     @property
     def ttft_ms(self) -> float | None:
-        """From its arrival to its first token."""
         return None if self.first_token_s is None else 1e3 * (self.first_token_s - self.arrived_s)
 
 
-@attrs.frozen(kw_only=True)
-class Trailer:
-    """A run came to its end in order."""
+class Trailer(_Record, kw_only=True, tag="end", omit_defaults=False):
+    """The last line of a run that ended in order."""
 
-    NAME: ClassVar = "end"
-
-    dropped: int = recorded("dropped", Kind.COUNT, 0)
-    """Records that were not written, since the disk did not follow."""
-
-
-Record = TickRecord | RequestRecord | Trailer
+    dropped_records: int = 0
+    """Records that were not written, because the disk was too slow."""
 
 
 class PerfSink(Protocol):
-    """Where records go.  Takes no time and never fails: what cannot be written is counted."""
+    """Takes records. ``write`` neither blocks nor fails, and owns the record from then on."""
 
-    def tick(self, record: TickRecord) -> None: ...
+    def write(self, record: TickRecord | RequestRecord) -> None: ...
 
-    def request(self, record: RequestRecord) -> None: ...
+
+@attrs.define(kw_only=True)
+class Run:
+    """What one start of the daemon wrote."""
+
+    header: Header
+    ticks: list[TickRecord] = attrs.field(factory=list)
+    requests: list[RequestRecord] = attrs.field(factory=list)
+    """In the order in which they finished."""
+    trailer: Trailer | None = None
+    """``None`` if the daemon still runs or was killed."""
+    unreadable_lines: int = 0
+
+
+_encoder: Final = msgspec.json.Encoder()
+_decoder: Final = msgspec.json.Decoder(Header | TickRecord | RequestRecord | Trailer)
+
+
+def encode(record: Header | TickRecord | RequestRecord | Trailer, origin_s: float = 0.0) -> bytes:
+    """One line. Rounds floats of ticks and requests in place: seconds to 1 µs and relative to ``origin_s``, other
+    values to three decimals. NaN and infinity become ``null``."""
+    if isinstance(record, TickRecord | RequestRecord):
+        for name in record.__struct_fields__:
+            value = getattr(record, name)
+            if type(value) is float:
+                setattr(record, name, round(value - origin_s, 6) if name.endswith("_s") else round(value, 3))
+        if isinstance(record, RequestRecord):
+            record.inter_token_ms = [round(value, 2) for value in record.inter_token_ms]
+    return _encoder.encode(record) + b"\n"
+
+
+def decode(*parts: bytes) -> list[Run]:
+    """Decode a log, given as the contents of its files, oldest first. Each may be gzipped.
+
+    A header that equals the previous one continues that run, as a rotated log does. A torn last line is ignored.
+    Other lines that cannot be decoded are counted in their run.
+
+    Raises:
+        NotAPerfLog: The data is empty, does not begin with a header, or has another version.
+    """
+    data = b"".join([_gunzip(part) if part.startswith(GZIP_MAGIC) else part for part in parts])
+    if not data:
+        raise NotAPerfLog("the file is empty")
+    if not data.startswith(FIRST_BYTES):
+        raise NotAPerfLog("it does not begin with the header of a perf log")
+    runs: list[Run] = []
+    for line in data.split(b"\n")[:-1]:
+        try:
+            record = _decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            if runs and line:
+                runs[-1].unreadable_lines += 1
+            continue
+        if isinstance(record, Header):
+            if record.version != VERSION:
+                raise NotAPerfLog(f"its format has version {record.version}; this uma-trio reads version {VERSION}")
+            if not (runs and runs[-1].header == record):
+                runs.append(Run(header=record))
+        elif runs:
+            run = runs[-1]
+            if isinstance(record, TickRecord):
+                run.ticks.append(record)
+            elif isinstance(record, RequestRecord):
+                run.requests.append(record)
+            else:
+                run.trailer = record
+    if not runs:
+        raise NotAPerfLog("its first header is incomplete")
+    return runs
+
+
+def _gunzip(data: bytes) -> bytes:
+    """Decompress ``data`` up to the first byte that is damaged or missing."""
+    parts, file = [], gzip.GzipFile(fileobj=io.BytesIO(data))
+    try:
+        while part := file.read1(1 << 20):
+            parts.append(part)
+    except (EOFError, OSError, zlib.error):
+        pass
+    return b"".join(parts)

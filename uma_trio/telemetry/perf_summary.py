@@ -1,280 +1,148 @@
-"""What a run of the perf log comes to: latencies, where the time went, how good the predictions were.
+"""Summarises a run of the perf log: latencies, where the time went, how good the cost model's predictions were.
 
-Pure: a run in, plain numbers out.  docs/PERF_LOG.md says what each figure means.
+Pure: a run in, plain numbers out. docs/PERF_LOG.md explains each figure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
-import attrs
+import msgspec
+import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.telemetry.perf_format import Run
-from uma_trio.telemetry.perf_records import Header, RequestRecord, TickRecord
+from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord
 
 Floats = npt.NDArray[np.float64]
 
-LONGEST: Final = 10
-"""Ticks that are shown one by one."""
+N_LONGEST: Final = 10
 
 
-@attrs.frozen
-class Quantiles:
-    """Of so many values; all ``None`` if there were none."""
-
-    n: int
-    p50: float | None
-    p95: float | None
-    p99: float | None
-    max: float | None
-
-    @classmethod
-    def of(cls, values: Iterable[float] | Floats) -> Quantiles:
-        """Linear between neighbours, as numpy has it; what is not a number was not measured."""
-        found = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
-        found = found[~np.isnan(found)]
-        if not len(found):
-            return cls(0, None, None, None, None)
-        return cls(len(found), *[round(float(value), 4) for value in np.percentile(found, (50, 95, 99, 100))])
-
-
-@attrs.frozen(kw_only=True)
-class Columns:
-    """Ticks as arrays, one value a tick; NaN where nothing was measured."""
-
-    t_s: Floats
-    ms: Floats
-    decode_ms: Floats
-    sample_ms: Floats
-    host_gap_ms: Floats
-    predicted_ms: Floats
-    streams: Floats
-    prompts: Floats
-    """How many."""
-    prompt_tokens: Floats
-    waiting: Floats
-
-    @classmethod
-    def of(cls, ticks: Sequence[TickRecord]) -> Columns:
-        def column(values: Iterable[float | None]) -> Floats:
-            return np.fromiter((np.nan if value is None else value for value in values), np.float64, len(ticks))
-
-        return cls(
-            t_s=column(tick.t_s for tick in ticks),
-            ms=column(tick.ms for tick in ticks),
-            decode_ms=column(tick.decode_ms for tick in ticks),
-            sample_ms=column(tick.sample_ms for tick in ticks),
-            host_gap_ms=column(tick.host_gap_ms for tick in ticks),
-            predicted_ms=column(tick.predicted_ms for tick in ticks),
-            streams=column(tick.streams for tick in ticks),
-            prompts=column(len(tick.prompts) for tick in ticks),
-            prompt_tokens=column(tick.prompt_tokens for tick in ticks),
-            waiting=column(tick.waiting for tick in ticks),
-        )
-
-    @property
-    def ends_s(self) -> Floats:
-        return self.t_s + self.ms / 1e3
-
-
-@attrs.frozen(kw_only=True)
-class Shares:
-    """Where the time from the first to the last record went; they add up to 1."""
-
-    decode: float
-    sample: float
-    host_gap: float
-    nothing_to_do: float
-
-    @property
-    def device_idle(self) -> float:
-        """All but ``decode``."""
-        return 1 - self.decode
-
-
-@attrs.frozen(kw_only=True)
-class Prediction:
-    """How the cost model did on one kind of tick."""
-
-    ticks: int
-    median_error: float | None
-    """Of |predicted - measured| / measured; so is ``p95_error``."""
-    p95_error: float | None
-    bias: float | None
-    """All that was predicted over all that was measured, less 1: above 0 ticks were quicker than expected."""
-
-
-@attrs.frozen(kw_only=True)
-class Load:
-    """The times to first token of requests that came while so many others were there."""
-
-    least: int
-    most: int
-    ttft_ms: Quantiles
-
-
-@attrs.frozen(kw_only=True)
-class Summary:
-    """A run in figures."""
-
-    header: Header
-    closed: bool
-    """The daemon ended in order."""
-    duration_s: float
-    ticks: int
-    decode_calls: int
-    prompt_tokens: int
-    """That were computed; what the cache held is not among them."""
-    tokens: int
-    """That were generated."""
-    tokens_per_s: float
-    average_batch: float | None
-    """Sequences in a tick, streams and prompts."""
-    itl_ms: Quantiles
-    ttft_ms: Quantiles
-    queue_ms: Quantiles
-    """From a request's arrival to its sequence."""
-    ttft_by_load: tuple[Load, ...]
-    tick_ms: Quantiles
-    decode_ms: Quantiles
-    sample_ms: Quantiles
-    host_gap_ms: Quantiles
-    shares: Shares | None
-    alone: Prediction
-    """Of ticks that held streams only."""
-    mixed: Prediction
-    """Of ticks that held a prompt."""
-    drafted: int
-    accepted: int
-    requests: Mapping[str, int]
-    """By how they ended."""
-    asked_tokens: int
-    """Of the prompts of all requests that were admitted."""
-    cached_tokens: int
-    """Those of them that the cache held already."""
-    bandwidth_share: Quantiles
-    dropped: int
-    longest: tuple[TickRecord, ...]
-    cut: str | None
-    """Why the rest of the run could not be read, if so."""
-
-
-def summarise(run: Run) -> Summary:
-    """The figures of ``run``; a run without ticks has those that it can have."""
+def summarise(run: Run) -> dict[str, Any]:
+    """The figures of a run, as ``uma-trio perf report --json`` prints them. Figures without data are ``None``."""
     ticks, requests = run.ticks, run.requests
-    columns = Columns.of(ticks)
-    duration_s = _duration_s(columns, requests)
+    duration_s = _duration_s(run)
     tokens = sum(tick.tokens for tick in ticks)
     admitted = [request for request in requests if request.admitted_s is not None]
-    with_prompts = columns.prompts > 0
-    return Summary(
-        header=run.header,
-        closed=run.trailer is not None,
-        duration_s=duration_s,
-        ticks=len(ticks),
-        decode_calls=sum(tick.n_decodes for tick in ticks),
-        prompt_tokens=sum(tick.prompt_tokens for tick in ticks),
-        tokens=tokens,
-        tokens_per_s=round(tokens / duration_s, 3) if duration_s > 0 else 0.0,
-        average_batch=round(float(np.mean(columns.streams + columns.prompts)), 3) if ticks else None,
-        itl_ms=Quantiles.of(itl_ms(requests)),
-        ttft_ms=Quantiles.of(request.ttft_ms for request in requests if request.ttft_ms is not None),
-        queue_ms=Quantiles.of(1e3 * ((request.admitted_s or 0.0) - request.arrived_s) for request in admitted),
-        ttft_by_load=_ttft_by_load(columns, requests),
-        tick_ms=Quantiles.of(columns.ms),
-        decode_ms=Quantiles.of(columns.decode_ms),
-        sample_ms=Quantiles.of(columns.sample_ms),
-        host_gap_ms=Quantiles.of(columns.host_gap_ms),
-        shares=_shares(columns, duration_s),
-        alone=_prediction(columns, ~with_prompts),
-        mixed=_prediction(columns, with_prompts),
-        drafted=sum(tick.drafted for tick in ticks),
-        accepted=sum(tick.accepted for tick in ticks),
-        requests=dict(Counter(request.reason for request in requests).most_common()),
-        asked_tokens=sum(request.prompt_tokens for request in admitted),
-        cached_tokens=sum(request.cached_tokens for request in admitted),
-        bandwidth_share=Quantiles.of(tick.bandwidth_share for tick in ticks if tick.bandwidth_share is not None),
-        dropped=run.trailer.dropped if run.trailer is not None else 0,
-        longest=tuple(sorted(ticks, key=lambda tick: -tick.ms)[:LONGEST]),
-        cut=run.cut,
-    )
+    has_prefill = column(ticks, "n_prefills") > 0
+    n_sequences = column(ticks, "n_decodes") + column(ticks, "n_prefills")
+    return {
+        "header": msgspec.to_builtins(run.header),
+        "closed": run.trailer is not None,
+        "dropped_records": run.trailer.dropped_records if run.trailer is not None else 0,
+        "unreadable_lines": run.unreadable_lines,
+        "duration_s": duration_s,
+        "requests": dict(Counter(request.finish_reason for request in requests)),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / duration_s, 3) if duration_s else 0.0,
+        "prompt_tokens": sum(tick.prompt_tokens for tick in ticks),
+        "requested_prompt_tokens": sum(request.prompt_tokens for request in admitted),
+        "cached_tokens": sum(request.cached_tokens for request in admitted),
+        "draft_tokens": sum(tick.draft_tokens for tick in ticks),
+        "accepted_draft_tokens": sum(tick.accepted_draft_tokens for tick in ticks),
+        "ticks": len(ticks),
+        "decode_calls": sum(tick.decode_calls for tick in ticks),
+        "avg_batch": round(float(n_sequences.mean()), 3) if ticks else None,
+        "inter_token_ms": quantiles(inter_token_ms(requests)),
+        "ttft_ms": quantiles(column(requests, "ttft_ms")),
+        "ttft_by_load": _ttft_by_load(run),
+        "queue_ms": quantiles(1e3 * (column(admitted, "admitted_s") - column(admitted, "arrived_s"))),
+        "tick_ms": quantiles(column(ticks, "duration_ms")),
+        "decode_ms": quantiles(column(ticks, "decode_ms")),
+        "sample_ms": quantiles(column(ticks, "sample_ms")),
+        "host_gap_ms": quantiles(column(ticks, "host_gap_ms")),
+        "memory_bandwidth_share": quantiles(column(ticks, "memory_bandwidth_share")),
+        "time_share": _time_share(ticks, duration_s),
+        "prediction": {"decode_only": _prediction(ticks, ~has_prefill), "prefill": _prediction(ticks, has_prefill)},
+        "longest_ticks": [
+            msgspec.structs.asdict(tick) | {"duration_ms": tick.duration_ms, "decodes": tick.n_decodes}
+            for tick in sorted(ticks, key=lambda tick: -tick.duration_ms)[:N_LONGEST]
+        ],
+    }
 
 
-def itl_ms(requests: Iterable[RequestRecord]) -> Floats:
-    """All inter-token latencies of ``requests``."""
-    found = [np.asarray(request.itl_ms, dtype=np.float64) for request in requests if len(request.itl_ms)]
-    return np.concatenate(found) if found else np.array([])
+def column(records: Sequence[TickRecord] | Sequence[RequestRecord], name: str) -> Floats:
+    """An attribute of each record as an array; NaN for ``None``."""
+    return np.array([getattr(record, name) for record in records], dtype=np.float64)
 
 
-def load_at(columns: Columns, arrived_s: Floats) -> Floats:
-    """How many requests were served or waited when one came at ``arrived_s``.
+def quantiles(values: Iterable[float] | Floats) -> dict[str, Any]:
+    """Count, p50, p95, p99 and maximum. NaN counts as not measured."""
+    found = np.asarray(values, dtype=np.float64)
+    found = found[~np.isnan(found)]
+    at = np.percentile(found, (50, 95, 99, 100)) if len(found) else (None,) * 4
+    names = ("p50", "p95", "p99", "max")
+    return {"n": len(found)} | {
+        name: None if value is None else round(float(value), 4) for name, value in zip(names, at, strict=True)
+    }
 
-    Those of the tick that was under way, or had just ended: where the next one began without a pause for
-    want of work.  Else 0.
+
+def inter_token_ms(requests: Iterable[RequestRecord]) -> Floats:
+    """The inter-token latencies of all requests, concatenated."""
+    return np.concatenate([np.array([]), *[np.array(request.inter_token_ms) for request in requests]])
+
+
+def load_at(ticks: Sequence[TickRecord], arrived_s: Floats) -> Floats:
+    """The number of requests, running or queued, when another one arrived.
+
+    Taken from the tick that was under way. Also from the one that had just ended, if the next one followed without
+    idle time. Otherwise 0.
     """
-    if not len(columns.t_s):
+    if not ticks:
         return np.zeros(len(arrived_s))
-    before = np.searchsorted(columns.t_s, arrived_s, side="right") - 1
-    under_way = arrived_s <= columns.ends_s[before]
-    gap_after = np.append(columns.host_gap_ms[1:], np.nan)
-    busy = (before >= 0) & (under_way | ~np.isnan(gap_after[before]))
-    there = columns.streams + columns.prompts + columns.waiting
-    return np.where(busy, there[before], 0.0)
+    before = np.searchsorted(column(ticks, "start_s"), arrived_s, side="right") - 1
+    next_gap = np.append(column(ticks, "host_gap_ms")[1:], np.nan)
+    is_busy = (before >= 0) & ((arrived_s <= column(ticks, "end_s")[before]) | ~np.isnan(next_gap[before]))
+    load = column(ticks, "n_decodes") + column(ticks, "n_prefills") + column(ticks, "queue_depth")
+    return np.where(is_busy, load[before], 0.0)
 
 
-def prediction_errors(columns: Columns) -> Floats:
-    """(predicted - measured) / measured of each tick; NaN where nothing was predicted or nothing took time."""
-    measured = np.where(columns.ms > 0, columns.ms, np.nan)
-    return (columns.predicted_ms - measured) / measured
+def prediction_errors(ticks: Sequence[TickRecord]) -> Floats:
+    """(predicted - measured) / measured of each tick; NaN without a prediction or without a measured time."""
+    measured = column(ticks, "duration_ms")
+    measured[measured <= 0] = np.nan
+    return (column(ticks, "predicted_ms") - measured) / measured
 
 
-def _duration_s(columns: Columns, requests: Sequence[RequestRecord]) -> float:
-    """From the first thing that was recorded to the last."""
-    begins = [*columns.t_s[:1].tolist(), *(request.arrived_s for request in requests)]
-    ends = [*columns.ends_s[-1:].tolist(), *(request.ended_s for request in requests)]
+def _duration_s(run: Run) -> float:
+    """Time from the first recorded event to the last."""
+    begins = [*[tick.start_s for tick in run.ticks[:1]], *[request.arrived_s for request in run.requests]]
+    ends = [*[tick.end_s for tick in run.ticks[-1:]], *[request.finished_s for request in run.requests]]
     return round(max(ends) - min(begins), 6) if begins else 0.0
 
 
-def _shares(columns: Columns, duration_s: float) -> Shares | None:
-    parts = [float(np.nansum(each)) / 1e3 for each in (columns.decode_ms, columns.sample_ms, columns.host_gap_ms)]
-    whole = max(duration_s, sum(parts))
-    if whole <= 0:
+def _time_share(ticks: Sequence[TickRecord], duration_s: float) -> dict[str, float] | None:
+    """What fraction of the run went where. The fractions add up to 1."""
+    names = ("decode", "sample", "host_gap")
+    seconds = [float(np.nansum(column(ticks, f"{name}_ms"))) / 1e3 for name in names]
+    total = max(duration_s, sum(seconds))
+    if total <= 0:
         return None
-    decode, sample, host_gap = (round(part / whole, 4) for part in parts)
-    rest = max(0.0, round(1 - decode - sample - host_gap, 4))
-    return Shares(decode=decode, sample=sample, host_gap=host_gap, nothing_to_do=rest)
+    shares = {name: round(part / total, 4) for name, part in zip(names, seconds, strict=True)}
+    return shares | {"idle": max(0.0, round(1 - sum(shares.values()), 4))}
 
 
-def _prediction(columns: Columns, which: npt.NDArray[np.bool_]) -> Prediction:
-    errors = prediction_errors(columns)
-    which = which & ~np.isnan(errors)
-    if not which.any():
-        return Prediction(ticks=0, median_error=None, p95_error=None, bias=None)
-    median, p95 = np.percentile(np.abs(errors[which]), (50, 95))
-    bias = columns.predicted_ms[which].sum() / columns.ms[which].sum() - 1
-    return Prediction(
-        ticks=int(which.sum()),
-        median_error=round(float(median), 4),
-        p95_error=round(float(p95), 4),
-        bias=round(float(bias), 4),
-    )
+def _prediction(ticks: Sequence[TickRecord], selected: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Relative errors of the cost model. A bias above 0 means that ticks were faster than predicted."""
+    errors = prediction_errors(ticks)
+    selected = selected & ~np.isnan(errors)
+    if not selected.any():
+        return {"ticks": 0, "median_error": None, "p95_error": None, "bias": None}
+    median, p95 = np.percentile(np.abs(errors[selected]), (50, 95))
+    bias = column(ticks, "predicted_ms")[selected].sum() / column(ticks, "duration_ms")[selected].sum() - 1
+    figures = {"median_error": median, "p95_error": p95, "bias": bias}
+    return {"ticks": int(selected.sum())} | {name: round(float(value), 4) for name, value in figures.items()}
 
 
-def _ttft_by_load(columns: Columns, requests: Sequence[RequestRecord]) -> tuple[Load, ...]:
-    """For none, one, 2 to 3, 4 to 7 and so on others."""
-    answered = [request for request in requests if request.ttft_ms is not None]
-    loads = load_at(columns, np.array([request.arrived_s for request in answered]))
-    ttft_ms = np.array([request.ttft_ms for request in answered], dtype=np.float64)
-    bins = np.ceil(np.log2(loads + 1)).astype(int)  # 0, 1, 2-3, 4-7
-    return tuple(
-        Load(
-            least=1 << at - 1 if at else 0,
-            most=(1 << at) - 1,
-            ttft_ms=Quantiles.of(ttft_ms[bins == at]),
-        )
-        for at in sorted(set(bins.tolist()))
-    )
+def _ttft_by_load(run: Run) -> list[dict[str, Any]]:
+    """Time to first token by the number of other requests: 0, 1, 2 to 3, 4 to 7 and so on."""
+    answered = [request for request in run.requests if request.ttft_ms is not None]
+    bins = np.ceil(np.log2(load_at(run.ticks, column(answered, "arrived_s")) + 1)).astype(int)
+    ttft_ms = column(answered, "ttft_ms")
+    return [
+        {"min": 1 << n - 1 if n else 0, "max": (1 << n) - 1, "ttft_ms": quantiles(ttft_ms[bins == n])}
+        for n in sorted(set(bins.tolist()))
+    ]
