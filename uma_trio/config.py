@@ -3,10 +3,10 @@
 Every setting is a field of one of the frozen classes below.  The YAML file, the ``UMA_*``
 environment, the flags of ``uma-trio serve`` and the table in docs/CONFIG.md are made *from* the
 fields, so they cannot drift apart.  Names are unique over all sections: a flag or a variable needs no
-section (``--max-sessions``, ``UMA_MAX_SESSIONS``), while the file groups them::
+section (``--max-connections``, ``UMA_MAX_CONNECTIONS``), while the file groups them::
 
     limits:
-      max_sessions: 64
+      max_connections: 64
 
 Later beats earlier: defaults, file, environment, flags.  An unknown key is an error that names the
 nearest known one.
@@ -104,7 +104,7 @@ class Listen:
 class Limits:
     """What clients may ask for.  Beyond it is an E_LIMIT_* error, never a silent cut."""
 
-    max_sessions: int = setting(256, "Connections at a time.", ge=1, le=100_000)
+    max_connections: int = setting(256, "Connections at a time.", ge=1, le=100_000)
     max_queue: int = setting(256, "Requests that may wait for a sequence.", ge=0, le=1_000_000)
     max_frame_bytes: int = setting(
         MIB, "Payload of one frame; checked before its memory is taken.", ge=256, le=64 * MIB

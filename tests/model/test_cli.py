@@ -376,12 +376,12 @@ def test_serve_names_the_nearest_key_of_a_file_and_a_variable(tmp_path):
     found = subprocess.run(
         [sys.executable, "-m", "uma_trio", "serve"],
         cwd=ROOT,
-        env=environment(UMA_MAX_SESION="3"),
+        env=environment(UMA_MAX_CONECTIONS="3"),
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert (found.returncode, "did you mean UMA_MAX_SESSIONS?" in found.stderr) == (2, True)
+    assert (found.returncode, "did you mean UMA_MAX_CONNECTIONS?" in found.stderr) == (2, True)
 
 
 def test_help_is_quick_because_it_imports_little():

@@ -80,9 +80,9 @@ def test_sections_are_frozen() -> None:
 
 
 def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
-    file = written(tmp_path, "limits:\n  max_sessions: 1\n  max_queue: 1\n  max_tokens: 1\nmodel:\n  ctx: 100\n")
+    file = written(tmp_path, "limits:\n  max_connections: 1\n  max_queue: 1\n  max_tokens: 1\nmodel:\n  ctx: 100\n")
     found = load(file, {"UMA_MAX_QUEUE": "2", "UMA_MAX_TOKENS": "2", "PATH": "/bin"}, {"max_tokens": "3", "ctx": None})
-    assert found.limits == Limits(max_sessions=1, max_queue=2, max_tokens=3)
+    assert found.limits == Limits(max_connections=1, max_queue=2, max_tokens=3)
     assert found.model == Model(ctx=100)
 
 
@@ -99,7 +99,7 @@ def test_variables_of_the_tests_are_not_settings() -> None:
     ("text", "said"),
     [
         ("limit:\n  max_queue: 1\n", "unknown section limit; did you mean limits?"),
-        ("limits:\n  max_sesions: 1\n", "unknown key max_sesions; did you mean max_sessions?"),
+        ("limits:\n  max_conections: 1\n", "unknown key max_conections; did you mean max_connections?"),
         ("limits:\n  ctx: 1000\n", "limits: unknown key ctx"),
         ("limits:\n  zzz: 1\n", "known are default_max_tokens, drain_timeout_s"),
         ("ctx: 5\n", "unknown section ctx"),
@@ -131,8 +131,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_an_unknown_variable_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="UMA_MAX_SESION; did you mean UMA_MAX_SESSIONS"):
-        load(environment={"UMA_MAX_SESION": "1"})
+    with pytest.raises(ConfigError, match="UMA_MAX_CONECTIONS; did you mean UMA_MAX_CONNECTIONS"):
+        load(environment={"UMA_MAX_CONECTIONS": "1"})
 
 
 # -- values ---------------------------------------------------------------------------------------------

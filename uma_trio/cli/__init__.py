@@ -9,7 +9,7 @@ import click
 COMMANDS = {
     "serve": "Load a model once and serve it to many clients.",
     "ask": "Ask the daemon and stream the answer.",
-    "sessions": "List, describe, fork and close what the daemon remembers.",
+    "sessions": "List, describe, fork and close sessions.",
     "demo": "Watch short chats stay quick beside a long document.",
     "metrics": "Show what the daemon measures.",
     "perf": "Make tables and pictures of a perf log.",

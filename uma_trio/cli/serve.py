@@ -41,7 +41,7 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     """Load a model once and serve it to many clients.
 
     Every setting can also stand in a YAML file (--config, see --print-config for one) or in a UMA_*
-    variable (UMA_MAX_SESSIONS for --max-sessions).  Flags beat variables beat the file.
+    variable (UMA_MAX_CONNECTIONS for --max-connections).  Flags beat variables beat the file.
 
     The first Ctrl-C or SIGTERM lets running requests end, a second one stops at once.  SIGUSR1 writes
     a metrics snapshot to a file.
@@ -60,9 +60,10 @@ def _serve(settings: Config) -> int:
     from uma_trio.cli.running import run
     from uma_trio.daemon import listener, logs, server
     from uma_trio.models.loaded import ModelError
+    from uma_trio.protocol.address import default_socket_path
 
     logs.configure(settings.operations)
-    path = settings.listen.socket or listener.default_path(os.environ)
+    path = settings.listen.socket or default_socket_path()
     with _Bar() as on_progress:
         try:
             return 0 if run(functools.partial(server.serve, settings, path, on_progress=on_progress)) else 1

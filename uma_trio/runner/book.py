@@ -11,7 +11,7 @@ import structlog
 from uma_trio.engine.records import ModelFacts
 from uma_trio.errors import UmaError
 from uma_trio.kv.cache import KvCache
-from uma_trio.protocol.messages import Reason
+from uma_trio.protocol.messages import FinishReason
 from uma_trio.runner.flight import Delivery, Landed
 from uma_trio.runner.job import Job
 from uma_trio.telemetry import Telemetry
@@ -147,7 +147,7 @@ class Book:
             if job.cancelled_at is not None:
                 self.telemetry.cancel_to_free_ms.add(1e3 * (at - job.cancelled_at))
 
-    def ended(self, job: Job, reason: Reason | UmaError, at: float) -> None:
+    def ended(self, job: Job, reason: FinishReason | UmaError, at: float) -> None:
         """A request has been answered."""
         failed = isinstance(reason, UmaError)
         why = reason.code if isinstance(reason, UmaError) else reason

@@ -7,7 +7,7 @@ from itertools import chain
 import trio
 
 from uma_trio.errors import UmaError
-from uma_trio.protocol.messages import Failure, Reason
+from uma_trio.protocol.messages import Failure, FinishReason
 from uma_trio.runner.book import Book
 from uma_trio.runner.job import Job, State
 from uma_trio.runner.planning import Planner
@@ -36,7 +36,7 @@ class Endings:
         elif self._sequences.leave(job, keep=keep) and job.cancelled_at is not None and not keep:
             self._freed.append(job)
 
-    def end(self, job: Job, reason: Reason | UmaError) -> None:
+    def end(self, job: Job, reason: FinishReason | UmaError) -> None:
         """Take ``job`` out, and tell its client how it ended."""
         kept = job.cancelled_at is None or (job.durable and job.tokens)  # a session goes on from what was told
         self.retire(job, keep=bool(kept) and not isinstance(reason, UmaError))

@@ -11,7 +11,7 @@ import attrs
 from uma_trio.engine.records import Edit, Feed, Score, Step, StepResult
 from uma_trio.engine.thread import Pending
 from uma_trio.errors import DecodeFailed, UmaError
-from uma_trio.protocol.messages import Reason
+from uma_trio.protocol.messages import FinishReason
 from uma_trio.runner.job import Job
 from uma_trio.runner.transfers import Transfer
 from uma_trio.scheduling.policy import Plan
@@ -54,7 +54,7 @@ class Delivery:
     tokens: Sequence[int]
     n_before: int
     """Tokens that the job had."""
-    reason: Reason | UmaError | None
+    reason: FinishReason | UmaError | None
     """Why the job ends after these, if it does."""
     paused: bool
     """Its client had not read: the time since its last token is not the server's."""
@@ -66,7 +66,7 @@ def gained(job: Job, tokens: Sequence[int], scores: Sequence[Score | None]) -> D
     """``job`` has got new tokens, up to one that ends it."""
     before, paused = len(job.tokens), job.paused
     job.paused = False
-    reason: Reason | UmaError | None = None
+    reason: FinishReason | UmaError | None = None
     for n, token in enumerate(tokens):
         if token == NO_DISTRIBUTION:
             reason, tokens = DecodeFailed("the model gave no usable logits"), tokens[:n]

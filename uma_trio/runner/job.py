@@ -12,7 +12,7 @@ import trio
 
 from uma_trio.engine.records import Draw, Feed, TokenIds
 from uma_trio.models.prompt import Prompt
-from uma_trio.protocol.messages import Eos, Generate, Logprobs, Reason, ServerEvent, Timings, Usage
+from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
 from uma_trio.sampling import Bias, Lookup, SamplingParams, TextAssembler, Transcript
 from uma_trio.scheduling.policy import Slot
 
@@ -223,7 +223,7 @@ class Job:
         self.last_token_at = now
         return gap_ms
 
-    def eos(self, reason: Reason, now: float) -> Eos:
+    def eos(self, reason: FinishReason, now: float) -> Eos:
         """The last event of a job that was served, wholly or in part."""
         first, n = self.first_token_at, len(self.tokens)
         generating_s = (self.last_token_at or 0.0) - (first or 0.0)

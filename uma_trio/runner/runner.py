@@ -20,7 +20,7 @@ from uma_trio.engine.records import Engine, EngineError, ModelFacts, Step, StepR
 from uma_trio.engine.thread import EngineThread, Pending
 from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, ShuttingDown, UmaError
 from uma_trio.models.prompt import Prompt
-from uma_trio.protocol.messages import Generate, Reason
+from uma_trio.protocol.messages import FinishReason, Generate
 from uma_trio.runner.book import Book
 from uma_trio.runner.chain import Chained, goes_on
 from uma_trio.runner.ending import Endings
@@ -155,7 +155,7 @@ class Runner:
         self.wake()
         return jobs
 
-    def cancel(self, job: Job, reason: Reason | UmaError = "cancelled") -> None:
+    def cancel(self, job: Job, reason: FinishReason | UmaError = "cancelled") -> None:
         """End ``job`` now, if it has not ended.
 
         Its last event is sent at once; its KV is freed at the end of the step under way.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from uma_trio.errors import UmaError
-from uma_trio.protocol.messages import Logprob, Logprobs, Reason, Token
+from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, Token
 from uma_trio.runner.flight import Delivery
 from uma_trio.runner.job import Job
 from uma_trio.sampling import Score
@@ -16,7 +16,7 @@ Piece: TypeAlias = Callable[[int], bytes]
 """Token id -> its bytes."""
 
 
-def tell_tokens(delivery: Delivery, piece: Piece) -> Reason | UmaError | None:
+def tell_tokens(delivery: Delivery, piece: Piece) -> FinishReason | UmaError | None:
     """Tell new tokens, up to one that completes a stop string.
 
     Returns:
