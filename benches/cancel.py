@@ -35,7 +35,7 @@ from prompts import of_tokens
 from report import cell, table
 from rigs import Rig, Serving, llama_server_rig, peers_option, uma_trio_flags, uma_trio_rig
 
-from uma_trio.client import Client, open_client
+from uma_trio.client import Client, Token, open_client
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question
 from uma_trio.engine.tokenizer import Tokenizer
@@ -157,8 +157,8 @@ class _Victim:
             async with open_client(self._rig.transport.path) as self._client:
                 asked = {"prompt": self._question.text, "max_tokens": self._question.max_tokens}
                 async for event in self._client.generate(id=NAME, ignore_eos=True, cache_prompt=False, **asked):
-                    if event["event"] == "token":
-                        self._seen(event["text"])
+                    if isinstance(event, Token):
+                        self._seen(event.text)
 
     def _seen(self, _: str) -> None:
         self.n_seen += 1

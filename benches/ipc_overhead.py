@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.abc
 import attrs
 import click
 import trio
@@ -65,6 +67,27 @@ class Counted(trio.abc.Stream):
         await self._inner.aclose()
 
 
+class CountedBytes(anyio.abc.ByteStream):
+    """The same for the client, whose streams are anyio's."""
+
+    def __init__(self, inner: anyio.abc.ByteStream, traffic: Traffic) -> None:
+        self._inner, self._traffic = inner, traffic
+
+    async def send(self, item: bytes) -> None:
+        await self._inner.send(item)
+
+    async def send_eof(self) -> None:
+        await self._inner.send_eof()
+
+    async def receive(self, max_bytes: int = 65536) -> bytes:
+        data = await self._inner.receive(max_bytes)
+        self._traffic.n_bytes += len(data)
+        return data
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
 @attrs.frozen(kw_only=True)
 class CountedDaemon(load.Daemon):
     """uma-trio, its bytes counted."""
@@ -73,7 +96,8 @@ class CountedDaemon(load.Daemon):
 
     @contextlib.asynccontextmanager
     async def connect(self, *, interactive: bool) -> AsyncIterator[load.Connection]:
-        async with Counted(await trio.open_unix_socket(self.path), self.traffic) as counted:
+        async with await anyio.connect_unix(self.path) as stream:
+            counted = CountedBytes(stream, self.traffic)
             yield self.over(Client(counted, encoding=Encoding(self.encoding)), interactive=interactive)
 
 

@@ -200,7 +200,7 @@ async def _ask(transport: Transport, request: Request, outcome: Outcome) -> None
     except ServerError as error:
         if not str(error.code).startswith("E_LIMIT"):
             raise
-        outcome.refused, outcome.retry_after_ms = str(error.code), error.event.get("retry_after_ms")
+        outcome.refused, outcome.retry_after_ms = error.code, error.event.retry_after_ms
     except (BrokenProtocol, OSError):
         outcome.refused = NO_CONNECTION
     else:

@@ -26,7 +26,7 @@ from prompts import of_tokens
 from report import cell, table
 from rigs import Rig, Serving, uma_trio_flags, uma_trio_rig
 
-from uma_trio.client import Client, ServerError, open_client
+from uma_trio.client import Client, Eos, ServerError, Token, open_client
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.loaded import vocabulary
 
@@ -40,17 +40,16 @@ MB = 1e6
 # -- cold, warm, restored ---------------------------------------------------------------------------
 
 
-async def ttft(client: Client, session: str, prompt: str, tokens: int = 4) -> tuple[float, dict[str, Any]]:
+async def ttft(client: Client, session: str, prompt: str, tokens: int = 4) -> tuple[float, Eos]:
     """Milliseconds from sending to the first token, as the client sees it, and the last event."""
     began, first = time.perf_counter(), math.nan
-    last: dict[str, Any] = {}
     async for event in client.generate(
         prompt=prompt, session_id=session, max_tokens=tokens, ignore_eos=True, keep_alive=True
     ):
-        if event["event"] == "token" and math.isnan(first):
+        if isinstance(event, Token) and math.isnan(first):
             first = 1e3 * (time.perf_counter() - began)
-        last = event
-    return first, last
+    assert isinstance(event, Eos)
+    return first, event
 
 
 async def spilled(client: Client, n: int) -> dict[str, Any]:
@@ -58,8 +57,8 @@ async def spilled(client: Client, n: int) -> dict[str, Any]:
     with trio.fail_after(120):
         while True:
             await client.send({"type": "metrics", "keep_alive": True})
-            found: dict[str, Any] = (await client.receive())["kv_offload"]
-            if found["saved_total"] + found["save_failed_total"] + found["skipped_total"] >= n:
+            found: dict[str, Any] = (await client.receive()).snapshot["spill"]
+            if found["saved_total"] + found["failed_total"] + found["skipped_total"] >= n:
                 return found
             await trio.sleep(0.05)
 
@@ -86,8 +85,8 @@ async def three_ways(
         for n, text in enumerate(texts):
             cold, _ = await ttft(client, f"s{n}", text)
             warm, last = await ttft(client, f"s{n}", " and then")
-            if last["usage"]["cached_tokens"] < len(text.split()):
-                raise click.ClickException(f"the session was not in the cache: {last['usage']}")
+            if last.usage.cached_tokens < len(text.split()):
+                raise click.ClickException(f"the session was not in the cache: {last.usage}")
             found.append(Times(cold, warm))
         saved = await spilled(client, len(texts))
     async with uma_trio_rig(flags) as rig, open_client(path_of(rig)) as client:
@@ -95,7 +94,7 @@ async def three_ways(
         before = 0
         for n, times in enumerate(found):
             times.restored_ms, last = await ttft(client, f"s{n}", " and then")
-            times.restored_tokens = last["usage"]["cached_tokens"]
+            times.restored_tokens = last.usage.cached_tokens
             counted = await spilled(client, 0)
             times.state_mb = (counted["loaded_bytes_total"] - before) / MB
             before = counted["loaded_bytes_total"]
@@ -119,7 +118,7 @@ def show(times: Sequence[Times], saved: dict[str, Any]) -> str:
     what = f", {statistics.median(read):,.1f} MB of {times[0].restored_tokens} tokens each" if read else ""
     return (
         f"{table(('session', 'TTFT p50 ms', 'max', 'of cold'), lines)}\n\n"
-        f"saved {saved['saved_total']}, not worth it {saved['skipped_total']}, failed {saved['save_failed_total']}; "
+        f"saved {saved['saved_total']}, not worth it {saved['skipped_total']}, failed {saved['failed_total']}; "
         f"after a restart {len(read)} of {len(times)} were read{what}"
     )
 
@@ -151,14 +150,14 @@ async def talk(talker: Talker, path: Path, starts: Sequence[float], answer: int,
             except ServerError as error:
                 talker.lost.append(f"turn {n + 1}: {error}")
                 continue
-        usage, session = last["usage"], last["session"]
+        usage, session = last.usage, last.session
         talker.ttft_ms.append(first)
         if n:
-            talker.cached.append(usage["cached_tokens"] / talker.tokens)
-            if usage["prompt_tokens"] <= talker.tokens:
-                talker.lost.append(f"turn {n + 1}: its prompt has {usage['prompt_tokens']} of {talker.tokens} tokens")
-        talker.tokens, talker.turns = session["tokens"], talker.turns + 1
-        if (session["turns"], session["durable"]) != (talker.turns, True):
+            talker.cached.append(usage.cached_tokens / talker.tokens)
+            if usage.prompt_tokens <= talker.tokens:
+                talker.lost.append(f"turn {n + 1}: its prompt has {usage.prompt_tokens} of {talker.tokens} tokens")
+        talker.tokens, talker.turns = session.tokens, talker.turns + 1
+        if (session.turns, session.durable) != (talker.turns, True):
             talker.lost.append(f"turn {n + 1}: {session}")
 
 
@@ -219,7 +218,7 @@ def tell(talkers: Sequence[Talker], watch: Watch, wall_s: float) -> None:
     lost = [f"{talker.name}, {why}" for talker in talkers for why in talker.lost]
     ttft_ms = sorted(ms for talker in talkers for ms in talker.ttft_ms)
     cached = [share for talker in talkers for share in talker.cached]
-    spill, tick_ms = watch.last["kv_offload"], watch.last["decode_ms_avg"]
+    spill, tick_ms = watch.last["spill"], watch.last["decode_ms_avg"]
     click.echo(
         f"sessions      {len(talkers)}, {sum(t.turns for t in talkers)} turns in {wall_s:.0f} s, {sum(t.tokens for t in talkers):,} tokens at the end"
     )
@@ -236,10 +235,10 @@ def tell(talkers: Sequence[Talker], watch: Watch, wall_s: float) -> None:
     )
     click.echo(f"not computed  {statistics.fmean(cached):.0%} of what was said before, on average")
     click.echo(
-        f"saved         {spill['saved_total']} states, {spill['saved_bytes_total'] / MB:,.0f} MB; {spill['save_failed_total']} failed, {spill['skipped_total']} are quicker to compute"
+        f"saved         {spill['saved_total']} states, {spill['saved_bytes_total'] / MB:,.0f} MB; {spill['failed_total']} failed, {spill['skipped_total']} are quicker to compute"
     )
     click.echo(
-        f"loaded        {spill['loaded_total']} states, {spill['loaded_bytes_total'] / MB:,.0f} MB; {spill['load_failed_total']} not"
+        f"loaded        {spill['loaded_total']} states, {spill['loaded_bytes_total'] / MB:,.0f} MB; {spill['unusable_total']} not"
     )
     click.echo(
         f"longest stall {spill['stall_max_ms']} ms (p50 {spill['stall_p50_ms']}, p99 {spill['stall_p99_ms']}); a tick takes {tick_ms:.1f} ms on average"

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import anyio.abc
 import attrs
 import trio
 from open_load import Mix, Request
@@ -19,7 +20,7 @@ from pinning import Pins, pinned
 from report import cell, table
 from rigs import Rig
 
-from uma_trio.client import Client
+from uma_trio.client import Client, Token
 from uma_trio.demo.load import Daemon
 from uma_trio.engine.tokenizer import Tokenizer
 
@@ -69,7 +70,7 @@ async def share(
     counts_from = trio.current_time() + WARM_UP_S
 
     async def client(tenant: Tenant) -> None:
-        async with trio.SocketStream(trio.socket.from_stdlib_socket(connected(path, tenant.uid))) as stream:
+        async with await anyio.abc.UNIXSocketStream.from_socket(connected(path, tenant.uid)) as stream:
             connection = Client(stream)
             for request in requests:
                 await _ask(connection, request, tokenizer, tenant, counts_from)
@@ -93,7 +94,7 @@ async def _ask(connection: Client, request: Request, tokenizer: Tokenizer, tenan
     question, first = request.question, True
     fields = {"prompt": question.text, "max_tokens": question.max_tokens, "ignore_eos": True}
     async for event in connection.generate(keep_alive=True, cache_prompt=False, **fields):
-        if event["event"] == "token" and trio.current_time() >= counts_from:
+        if isinstance(event, Token) and trio.current_time() >= counts_from:
             tenant.generated += 1
             if first:
                 tenant.requests += 1
@@ -110,6 +111,7 @@ def connected(path: Path, uid: int) -> socket.socket:
     try:
         with contextlib.chdir(path.parent), _effective(uid):
             sock.connect(path.name)
+            sock.setblocking(False)
     except OSError:
         sock.close()
         raise

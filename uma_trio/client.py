@@ -1,191 +1,368 @@
-"""A trio client of the socket protocol: for the command line, the benches, the notebooks and the tests.
+"""Client of the socket protocol, for asyncio, trio and plain blocking code.
+
+Async code opens a connection::
 
     async with open_client() as client:
         async for event in client.generate(prompt="Tell me a story", max_tokens=200):
-            if event["event"] == "token":
-                print(event["text"], end="")
+            match event:
+                case Token(text=text):
+                    print(text, end="", flush=True)
+                case Eos(usage=usage):
+                    print(f"\\n{usage.completion_tokens} tokens")
 
-Leaving the ``async with`` in whatever way, cancellation included, cancels a request that still runs.
+Scripts and notebooks call ``ask`` or ``stream``, which are also attributes of the package::
+
+    answer = uma_trio.ask("What is the capital of France?")
+
+Closing the connection cancels the running request on the server.  Leaving the ``async with`` block closes it, by
+cancellation too, and so does leaving a loop over ``stream``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
-import socket
-from collections.abc import AsyncIterator, Mapping
+import socket as sockets
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard
 
-import trio
+import anyio
+import anyio.abc
+import attrs
 
-from uma_trio.daemon.listener import default_path
 from uma_trio.errors import ProtocolError
+from uma_trio.protocol.address import default_socket_path
 from uma_trio.protocol.codec import ClientCodec
+from uma_trio.protocol.messages import (
+    Eos,
+    Event,
+    Failure,
+    FinishReason,
+    Logprobs,
+    Metrics,
+    SessionInfo,
+    SessionList,
+    Timings,
+    Token,
+    UnknownEvent,
+    Usage,
+)
 from uma_trio.protocol.payload import Encoding
 
-READ_BYTES: Final = 64 * 1024
-CONNECT_S: Final = 10.0
-"""How long a client tries to get in where many others want to."""
+__all__ = [
+    "Answer",
+    "BrokenProtocol",
+    "Client",
+    "ClientError",
+    "Eos",
+    "Event",
+    "Failure",
+    "Metrics",
+    "NoServer",
+    "ServerError",
+    "SessionInfo",
+    "SessionList",
+    "Token",
+    "UnknownEvent",
+    "ask",
+    "open_client",
+    "stream",
+]
 
-Event = dict[str, Any]
+READ_BYTES: Final = 64 * 1024
+CONNECT_TIMEOUT_S: Final = 10.0
+"""How long to retry while the daemon's queue of new connections is full."""
+CONNECT_RETRY_S: Final = 0.01
+
+SocketPath = str | os.PathLike[str]
+Messages = Sequence[Mapping[str, str]]
 
 
 class ClientError(Exception):
-    """A request had no proper end."""
+    """A request did not end with ``eos``."""
 
 
 class NoServer(ClientError):
-    """Nobody serves at the path."""
+    """No daemon listens at the path."""
 
 
 class ServerError(ClientError):
-    """The server answered with an error event; ``code`` as in docs/PROTOCOL.md."""
+    """The server answered with an error event; docs/PROTOCOL.md lists the codes."""
 
-    def __init__(self, event: Mapping[str, Any]) -> None:
-        super().__init__(f"{event.get('code')}: {event.get('message')}")
-        self.code = event.get("code")
+    def __init__(self, event: Failure) -> None:
+        super().__init__(f"{event.code}: {event.message}")
+        self.code = event.code
         self.event = event
 
 
 class BrokenProtocol(ClientError):
-    """The server sent what it may not send, or left in the middle of an answer."""
+    """The server violated the protocol, or closed the connection before the end of an answer."""
+
+
+@attrs.frozen(kw_only=True)
+class Answer:
+    """A complete answer.  ``str(answer)`` is its text."""
+
+    text: str
+    reason: FinishReason
+    """Why it ended: ``stop`` or ``length``."""
+    usage: Usage
+    timings: Timings
+    seed: int | None
+    """``None`` if nothing was drawn at random."""
+    logprobs: list[Logprobs] | None
+    session: SessionInfo | None
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Client:
-    """One connection.  One request at a time; use ``open_client`` to get one."""
+    """One connection to the daemon, opened with ``open_client``.  It runs one request at a time."""
 
-    def __init__(self, stream: trio.abc.Stream, *, encoding: Encoding = Encoding.JSON) -> None:
+    def __init__(self, stream: anyio.abc.ByteStream, *, encoding: Encoding = Encoding.JSON) -> None:
         self._stream = stream
         self._codec = ClientCodec(encoding)
         self._ids = itertools.count(1)
 
     async def send(self, fields: Mapping[str, Any]) -> None:
-        """Send one message as it is."""
+        """Send one message as it is.
+
+        Raises:
+            BrokenProtocol: the server closed the connection.
+        """
         try:
-            await self._stream.send_all(self._codec.encode(dict(fields)))
-        except trio.BrokenResourceError:
+            await self._stream.send(self._codec.encode(dict(fields)))
+        except anyio.BrokenResourceError:
             raise BrokenProtocol("the server closed the connection") from None
 
     async def receive(self) -> Event | None:
-        """The next event; ``None`` when the server has closed the connection.
+        """Wait for the next event; ``None`` when the server has closed the connection.
 
         Raises:
-            BrokenProtocol: the server sent something that is no event.
+            BrokenProtocol: the server sent something that is not an event.
         """
         try:
             while (event := self._codec.next_event()) is None:
-                data = await self._stream.receive_some(READ_BYTES)
-                self._codec.receive_data(bytes(data))
-                if not data:
+                try:
+                    self._codec.receive_data(await self._stream.receive(READ_BYTES))
+                except anyio.EndOfStream:
+                    self._codec.receive_data(b"")
                     return self._codec.next_event()
-        except (ProtocolError, trio.BrokenResourceError) as error:
+        except (ProtocolError, anyio.BrokenResourceError) as error:
             raise BrokenProtocol(str(error) or "the connection broke") from None
         return event
 
     async def generate(self, **fields: Any) -> AsyncIterator[Event]:
-        """Send a request and yield its events up to and including ``eos``, of each answer if it asks for several.
+        """Send a request and yield its events until all its answers have ended.
 
         Args:
-            fields: as in docs/PROTOCOL.md; ``id`` is made up if it is not given, and ``logit_bias`` may have numbers
-                for keys.
+            fields: the request, as in docs/PROTOCOL.md.  A missing ``id`` is generated, and ``logit_bias`` may have
+                integers as keys.
 
         Raises:
-            ServerError: the server answered with an error.  Events of other answers may still come.
-            BrokenProtocol: the answer did not come to its end.
+            ServerError: the server answered with an error.  With ``n`` above 1, events of other answers may follow;
+                ``receive`` returns them.
+            BrokenProtocol: the connection ended before the answer.
         """
-        fields.setdefault("id", f"r{next(self._ids)}")
-        if isinstance(bias := fields.get("logit_bias"), Mapping):
-            fields["logit_bias"] = {str(token): value for token, value in bias.items()}
-        left: int = fields.get("n", 1)
-        with contextlib.suppress(BrokenProtocol):  # a server that closed has perhaps said why; that is read below
-            await self.send(fields)
-        while (event := await self.receive()) is not None:
-            if event.get("id", fields["id"]) != fields["id"]:
-                continue
-            if event.get("event") == "error":
-                raise ServerError(event)
-            yield event
-            if event.get("event") == "eos":
-                left = left - 1 if "index" in event else 0
-                if left <= 0:
-                    return
-        raise BrokenProtocol("the server closed the connection in the middle of an answer")
+        request = _Request(fields, f"r{next(self._ids)}")
+        with contextlib.suppress(BrokenProtocol):  # a server that closed the connection may have sent the reason
+            await self.send(request.fields)
+        while not request.done:
+            event = await self.receive()
+            if request.accept(event):
+                yield event
 
-    async def complete(self, **fields: Any) -> Event:
-        """The ``eos`` event of a request that is not streamed; its ``text`` is the whole answer."""
+    async def complete(self, **fields: Any) -> Eos:
+        """Send a request without streaming and return its ``eos``, which has the whole text."""
         return (await self.choices(**fields))[0]
 
-    async def choices(self, **fields: Any) -> list[Event]:
-        """The same of each of ``n`` answers, in the order of their ``index``."""
-        ends = [event async for event in self.generate(stream=False, **fields)]
-        return sorted(ends, key=lambda eos: int(eos.get("index", 0)))
+    async def choices(self, **fields: Any) -> list[Eos]:
+        """Send a request without streaming and return the ``eos`` of each of its ``n`` answers, by ``index``."""
+        ends = [event async for event in self.generate(stream=False, **fields) if isinstance(event, Eos)]
+        return sorted(ends, key=lambda eos: eos.index or 0)
 
     async def cancel(self, request_id: str) -> None:
-        """Ask for the end of a request; its ``eos`` with reason ``cancelled`` follows."""
+        """Cancel a request.  Its ``eos`` with reason ``cancelled`` follows."""
         await self.send({"event": "cancel", "id": request_id})
 
-    async def sessions(self, action: str = "list", **fields: Any) -> list[Event]:
-        """What the server remembers: see ``SessionQuery`` in docs/PROTOCOL.md for the fields.
+    async def sessions(self, action: str = "list", **fields: Any) -> list[SessionInfo]:
+        """List, describe, close or fork sessions; ``fields`` are those of ``SessionQuery`` in docs/PROTOCOL.md.
 
         Raises:
             ServerError: the server answered with an error.
         """
         await self.send({"type": "sessions", "action": action, **fields})
-        event = await self.receive()
-        if event is not None and event.get("event") == "error":
-            raise ServerError(event)
-        if event is None or event.get("event") != "sessions":
-            raise BrokenProtocol(f"asked for sessions, got {event!r}")
-        found: list[Event] = event["sessions"]
-        return found
+        match event := await self.receive():
+            case SessionList(sessions=found):
+                return found
+            case Failure():
+                raise ServerError(event)
+        raise BrokenProtocol(f"expected a list of sessions, got {event!r}")
 
-    async def metrics(self) -> Event:
-        """One snapshot; docs/METRICS.md explains it.  The server closes the connection afterwards."""
+    async def metrics(self) -> dict[str, Any]:
+        """Return one snapshot, as docs/METRICS.md describes it.  The server closes the connection afterwards."""
         await self.send({"type": "metrics"})
-        event = await self.receive()
-        if event is None or event.get("event") != "metrics":
-            raise BrokenProtocol(f"asked for metrics, got {event!r}")
-        return event
+        match event := await self.receive():
+            case Metrics(snapshot=snapshot):
+                return dict(snapshot)
+            case Failure():
+                raise ServerError(event)
+        raise BrokenProtocol(f"expected metrics, got {event!r}")
+
+
+class _Request:
+    """One request on a connection, and which of its answers have ended."""
+
+    def __init__(self, fields: Mapping[str, Any], default_id: str) -> None:
+        self.fields: dict[str, Any] = {"id": default_id, **fields}
+        if isinstance(bias := fields.get("logit_bias"), Mapping):
+            self.fields["logit_bias"] = {str(token): value for token, value in bias.items()}
+        self._answers_left = int(fields.get("n", 1))
+
+    @property
+    def done(self) -> bool:
+        """Whether all answers have ended."""
+        return self._answers_left <= 0
+
+    def accept(self, event: Event | None) -> TypeGuard[Event]:
+        """Return whether ``event`` belongs to this request; an event without an id does.
+
+        Raises:
+            ServerError: it is an error.
+            BrokenProtocol: it is ``None``, because the connection has ended.
+        """
+        if event is None:
+            raise BrokenProtocol("the server closed the connection in the middle of an answer")
+        if event.id not in (None, self.fields["id"]):
+            return False
+        if isinstance(event, Failure):
+            raise ServerError(event)
+        if isinstance(event, Eos):
+            self._answers_left = 0 if event.index is None else self._answers_left - 1
+        return True
 
 
 @contextlib.asynccontextmanager
 async def open_client(
-    path: str | os.PathLike[str] | None = None, *, encoding: Literal["json", "cbor"] = "json"
+    path: SocketPath | None = None, *, encoding: Literal["json", "cbor"] = "json"
 ) -> AsyncIterator[Client]:
-    """A connection to the daemon at ``path``, or where it is by default.
+    """Connect to the daemon.  Works under asyncio and trio.
+
+    Args:
+        path: the daemon's socket; ``default_socket_path()`` if not given.
 
     Raises:
-        NoServer: nobody serves there.
+        NoServer: no daemon listens there.
     """
-    where = Path(path) if path is not None else default_path(os.environ)
+    where = _socket_path(path)
+    with _no_server(where):
+        give_up_at = anyio.current_time() + CONNECT_TIMEOUT_S
+        while (sock := _try_connect(where)) is None:
+            if anyio.current_time() > give_up_at:
+                raise BlockingIOError(errno.EAGAIN, "it accepts no connections")
+            await anyio.sleep(CONNECT_RETRY_S)
+    async with await anyio.abc.UNIXSocketStream.from_socket(sock) as connection:
+        yield Client(connection, encoding=Encoding(encoding))
+
+
+def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None = None, **fields: Any) -> Answer:
+    """Send a request, block until it is answered, and return the answer.
+
+    For scripts and notebooks.  Needs no event loop and works inside a running one, which it blocks.
+
+    Args:
+        prompt: a question, or a chat as a list of messages with ``role`` and ``content``.
+        raw: continue ``prompt`` as it is, without the chat template.
+        socket: the daemon's socket; ``default_socket_path()`` if not given.
+        fields: further fields of the request, as in docs/PROTOCOL.md.
+
+    Raises:
+        NoServer: no daemon listens at the socket.
+        ServerError: the server answered with an error.
+        BrokenProtocol: the connection ended before the answer.
+    """
+    if fields.get("n", 1) != 1:
+        raise ValueError("ask() returns one answer; use stream() or Client.choices() for several")
+    *_, eos = stream(prompt, raw=raw, socket=socket, **fields, stream=False)
+    assert isinstance(eos, Eos)
+    return Answer(
+        text=eos.text or "",
+        reason=eos.reason,
+        usage=eos.usage,
+        timings=eos.timings,
+        seed=eos.seed,
+        logprobs=eos.logprobs,
+        session=eos.session,
+    )
+
+
+def stream(
+    prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None = None, **fields: Any
+) -> Iterator[Event]:
+    """Send a request and yield its events until all its answers have ended.  Blocks while it waits for an event.
+
+    Leaving the loop early closes the connection, and that cancels the request.  Arguments and errors are those of
+    ``ask``.
+    """
+    if isinstance(prompt, str) and not raw:
+        prompt = [{"role": "user", "content": prompt}]
+    request = _Request({"prompt" if raw else "messages": prompt, **fields}, "r1")
+    codec = ClientCodec()
+    with _connect_blocking(_socket_path(socket)) as sock:
+        try:
+            with contextlib.suppress(BrokenPipeError):  # a server that closed the connection may have sent the reason
+                sock.sendall(codec.encode(request.fields))
+            while not request.done:
+                while (event := codec.next_event()) is None and (data := sock.recv(READ_BYTES)):
+                    codec.receive_data(data)
+                if request.accept(event):
+                    yield event
+        except (ProtocolError, ConnectionError) as error:
+            raise BrokenProtocol(str(error)) from None
+
+
+def _socket_path(path: SocketPath | None) -> Path:
+    return Path(path) if path is not None else default_socket_path()
+
+
+@contextlib.contextmanager
+def _no_server(where: Path) -> Iterator[None]:
     try:
-        stream = await _connect(where)
+        yield
     except OSError as error:
         raise NoServer(f"no daemon at {where} ({error.strerror or error}); start one with: uma-trio serve") from None
-    async with stream:
-        yield Client(stream, encoding=Encoding(encoding))
 
 
-async def _connect(where: Path) -> trio.SocketStream:
-    """Where more clients come than the daemon's ``backlog`` holds, the next ones try again.
+def _connect_blocking(where: Path) -> sockets.socket:
+    with _no_server(where):
+        give_up_at = time.monotonic() + CONNECT_TIMEOUT_S
+        while (sock := _try_connect(where)) is None:
+            if time.monotonic() > give_up_at:
+                raise BlockingIOError(errno.EAGAIN, "it accepts no connections")
+            time.sleep(CONNECT_RETRY_S)
+    sock.setblocking(True)
+    return sock
 
-    A Unix socket is connected at once or not at all (EAGAIN).  ``trio.open_unix_socket`` takes that for
-    "under way", as it would be with TCP, and hands out a stream without a peer.
+
+def _try_connect(where: Path) -> sockets.socket | None:
+    """Connect a non-blocking socket; ``None`` if the daemon's queue of new connections is full.
+
+    A Unix socket connects at once or fails with EAGAIN.  Both ``trio`` and ``asyncio`` take EAGAIN for a connection in
+    progress, as with TCP, and would return a stream without a peer.
     """
-    until = trio.current_time() + CONNECT_S
-    while True:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.setblocking(False)
-            sock.connect(os.fspath(where))
-            return trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-        except BlockingIOError:
-            sock.close()
-            if trio.current_time() > until:
-                raise
-        except BaseException:
-            sock.close()
-            raise
-        await trio.sleep(0.01)
+    sock = sockets.socket(sockets.AF_UNIX)
+    try:
+        sock.setblocking(False)
+        sock.connect(os.fspath(where))
+    except BlockingIOError:
+        sock.close()
+        return None
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,11 +1,10 @@
-"""Every error that a client can be told, in one tree.
+"""Every error that a client can receive, as one tree of exceptions.
 
-An error carries its wire code (docs/PROTOCOL.md) and the HTTP status that says the same.  Where it
-arises is not this module's affair; whoever catches it at a front door turns it into that door's
-language with ``code``, ``str(error)`` and ``http_status``.
+Each class has a wire code (docs/PROTOCOL.md) and the matching HTTP status.  The class is raised where the problem is
+found; the connection, or the HTTP gateway, turns it into an answer with ``code``, ``str(error)`` and ``http_status``.
 
-Three branches say whose fault it is: ``ProtocolError`` and ``LimitError`` are the client's, and
-``RuntimeFault`` is ours.
+The branches say who can fix the problem: ``ProtocolError``, ``LimitError`` and ``SessionError`` are up to the client,
+``RuntimeFault`` to the server.
 """
 
 from __future__ import annotations
@@ -14,187 +13,194 @@ from typing import ClassVar
 
 
 class UmaError(Exception):
-    """Base of everything that is reported to a client; never raised itself."""
+    """Base class of all errors that are reported to a client; never raised itself."""
 
     code: ClassVar[str]
     http_status: ClassVar[int]
 
     request_id: str | None = None
-    """The ``id`` of the request at fault, where it is known; it goes into the error event."""
+    """``id`` of the request that failed, if it is known; part of the error event."""
 
     retry_after_ms: int | None = None
-    """When trying again may help, where that can be said."""
+    """Delay after which a retry may succeed, if the server can estimate it; part of the error event."""
 
 
 class ProtocolError(UmaError):
-    """The client broke the protocol.  Framed connections answer with the code, then close."""
+    """The client violated the protocol.  The server reports the error, then closes the connection."""
 
     http_status = 400
 
 
 class FrameTooLarge(ProtocolError):
-    """A frame announces more than ``max_frame_bytes``; raised before its payload is waited for."""
+    """The header of a frame announces more than ``max_frame_bytes``.  Raised before the payload is received."""
 
     code = "E_PROTO_FRAME_TOO_LARGE"
     http_status = 413
 
 
 class TruncatedFrame(ProtocolError):
-    """The client closed its side, or fell silent for too long, inside a frame."""
+    """The client stopped sending inside a frame, or did not finish it in time."""
 
     code = "E_PROTO_TRUNCATED"
 
 
 class InvalidJson(ProtocolError):
-    """A JSON payload that does not parse to an object."""
+    """A JSON payload is not one valid object."""
 
     code = "E_PROTO_INVALID_JSON"
 
 
 class InvalidCbor(ProtocolError):
-    """A CBOR payload that does not parse to a map with text keys."""
+    """A CBOR payload is not one valid map with text keys."""
 
     code = "E_PROTO_INVALID_CBOR"
 
 
 class BadRequest(ProtocolError):
-    """A message that parses, but lacks a field or has one of the wrong type or out of bounds."""
+    """A field of a message is missing, has the wrong type, or is out of bounds."""
 
     code = "E_PROTO_BAD_REQUEST"
 
 
 class Busy(ProtocolError):
-    """A second request on a connection whose first is still running.  The first goes on."""
+    """A second request arrived on a connection while its first was running.  The first one goes on."""
 
     code = "E_PROTO_BUSY"
     http_status = 409
 
 
+class ModelNotFound(UmaError):
+    """The server has no model of the requested name."""
+
+    code = "E_MODEL_NOT_FOUND"
+    http_status = 404
+
+
 class LimitError(UmaError):
-    """The request is well formed, but more than this server gives."""
+    """A valid request exceeds a limit of this server."""
 
     http_status = 429
 
 
 class PromptTooLarge(LimitError):
-    """The prompt has more bytes or tokens than allowed."""
+    """The prompt exceeds ``max_prompt_bytes`` or ``max_prompt_tokens``."""
 
     code = "E_LIMIT_PROMPT_TOO_LARGE"
     http_status = 413
 
 
 class MaxTokensTooLarge(LimitError):
-    """``max_tokens`` is above the server's limit."""
+    """``max_tokens`` of the request exceeds the server's limit."""
 
     code = "E_LIMIT_MAX_TOKENS"
     http_status = 400
 
 
 class ContextTooSmall(LimitError):
-    """prompt + max_tokens can never fit into the context window, whoever else is served."""
+    """Prompt and ``max_tokens`` together exceed the context window, even with no other request running."""
 
     code = "E_LIMIT_CONTEXT"
     http_status = 400
 
 
-class TooManySessions(LimitError):
-    """As many connections are open as allowed."""
+class TooManyConnections(LimitError):
+    """``max_connections`` connections are open."""
 
-    code = "E_LIMIT_SESSIONS"
+    code = "E_LIMIT_CONNECTIONS"
 
 
 class QueueFull(LimitError):
-    """As many requests wait for room as allowed."""
+    """``max_queue`` requests are waiting already."""
 
     code = "E_LIMIT_QUEUE"
 
 
 class KvFull(LimitError):
-    """Others hold the KV cells that the request would need, and too many wait for them already; ask again later."""
+    """The KV cells that the request needs are reserved, and ``max_queue`` requests are waiting for such cells."""
 
     code = "E_LIMIT_KV"
 
 
 class RequestTimeout(LimitError):
-    """The request ran for longer than ``request_timeout_s``."""
+    """The request took longer than ``request_timeout_s``."""
 
     code = "E_LIMIT_REQUEST_TIMEOUT"
     http_status = 504
 
 
 class IdleTimeout(LimitError):
-    """Nothing came from the client for ``idle_timeout_s`` while no request was running."""
+    """The client sent nothing for ``idle_timeout_s`` while no request was running."""
 
     code = "E_LIMIT_IDLE_TIMEOUT"
     http_status = 408
 
 
 class SessionError(UmaError):
-    """What was asked of a session cannot be done."""
+    """The session is not in a state that allows the request."""
 
     http_status = 409
 
 
 class SessionNotFound(SessionError):
-    """There is no such session, or it is somebody else's."""
+    """The user has no session of this name."""
 
     code = "E_SESSION_NOT_FOUND"
     http_status = 404
 
 
 class SessionBusy(SessionError):
-    """The session is answering; ask again when it has, or fork it before."""
+    """Another request of the session is running.  Retry when it has ended, or fork the session before it starts."""
 
     code = "E_SESSION_BUSY"
 
 
 class SessionExists(SessionError):
-    """A fork was to get a name that is taken."""
+    """The new name of a fork is taken."""
 
     code = "E_SESSION_EXISTS"
 
 
 class RuntimeFault(UmaError):
-    """The server could not do what it had promised."""
+    """The server failed to do what it accepted to do."""
 
     http_status = 500
 
 
 class DecodeFailed(RuntimeFault):
-    """llama_decode failed; the requests in that tick end, later ones are served."""
+    """``llama_decode`` failed.  The requests of that step end; the others go on."""
 
     code = "E_RUNTIME_DECODE"
 
 
 class ModelUnavailable(RuntimeFault):
-    """The model has failed for good: the server ends, and has nobody left who could compute."""
+    """The model failed and could not be restarted."""
 
     code = "E_MODEL_UNAVAILABLE"
     http_status = 503
 
 
 class ShuttingDown(RuntimeFault):
-    """The daemon drains and takes no more requests."""
+    """The server is draining and accepts no new requests."""
 
     code = "E_RUNTIME_SHUTDOWN"
     http_status = 503
 
 
 class InternalError(RuntimeFault):
-    """A defect of the server's own; the log has its traceback."""
+    """A bug in the server; its log has the traceback."""
 
     code = "E_RUNTIME_INTERNAL"
 
 
 class WriteFailed(RuntimeFault):
-    """The client did not take its bytes for ``write_timeout_s``; seen in logs and metrics only."""
+    """The client read nothing for ``write_timeout_s``.  Appears in logs and metrics only."""
 
     code = "E_IO_WRITE"
     http_status = 499
 
 
 def all_errors() -> tuple[type[UmaError], ...]:
-    """Every class that has a code, in the order of this file; the documents are held against it."""
+    """Return every class that has a code, in breadth-first order.  The tests compare the documents with this list."""
     found: list[type[UmaError]] = []
     branches: list[type[UmaError]] = [UmaError]
     while branches:

@@ -10,7 +10,7 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, serving
-from uma_trio.client import ServerError
+from uma_trio.client import Eos, Event, Failure, ServerError, Token
 from uma_trio.engine.records import EngineError
 from uma_trio.sampling import SamplingParams
 
@@ -24,11 +24,11 @@ def said(i: int, n: int) -> str:
     return "".join(f"{token} " for token in expected_continuation(PROMPT, n, params=params))
 
 
-async def asked(client: Any, **fields: Any) -> dict[int, list[dict[str, Any]]]:
+async def asked(client: Any, **fields: Any) -> dict[int, list[Event]]:
     """Events by index, each in its order."""
     found = defaultdict(list)
     async for event in client.generate(prompt=TEXT, **fields):
-        found[event["index"]].append(event)
+        found[event.index].append(event)
     return found
 
 
@@ -45,14 +45,14 @@ async def test_each_answer_is_that_of_its_seed_alone(autojump_clock, encoding, n
             assert await client.receive() is None, "without keep_alive the server closes after the last"
         assert sorted(found) == [*range(n)]
         for i, events in found.items():
-            assert "".join(event["text"] for event in events[:-1]) == said(i, 9)
+            assert "".join(event.text for event in events[:-1]) == said(i, 9)
             eos = events[-1]
-            assert (eos["event"], eos["seed"], eos["reason"]) == ("eos", 7 + i, "length")
-            assert eos["usage"]["completion_tokens"] == 9
+            assert (type(eos), eos.seed, eos.reason) == (Eos, 7 + i, "length")
+            assert eos.usage.completion_tokens == 9
             async with house.client() as client:
                 alone = await client.complete(prompt=TEXT, max_tokens=9, temperature=1.0, seed=7 + i)
-            assert alone["text"] == said(i, 9)
-            assert "index" not in alone
+            assert alone.text == said(i, 9)
+            assert alone.index is None
         await house.settled()
 
 
@@ -64,7 +64,7 @@ async def test_the_prompt_is_computed_once(autojump_clock, unified):
         async with house.client() as client:
             ends = await client.choices(prompt=long, n=8, max_tokens=5, **HOT)
         assert prompt_tokens_computed(house) <= len(long) + 8
-        assert sorted(eos["usage"]["cached_tokens"] for eos in ends) == [0] + [len(long) - 1] * 7
+        assert sorted(eos.usage.cached_tokens for eos in ends) == [0] + [len(long) - 1] * 7
         await house.settled()
 
 
@@ -72,7 +72,7 @@ async def test_kept_apart_each_computes_its_own(autojump_clock):
     async with serving() as house:
         async with house.client() as client:
             ends = await client.choices(prompt=TEXT, n=3, max_tokens=5, cache_prompt=False, **HOT)
-        assert [eos["text"] for eos in ends] == [said(i, 5) for i in range(3)]
+        assert [eos.text for eos in ends] == [said(i, 5) for i in range(3)]
         assert prompt_tokens_computed(house) == 3 * len(TEXT)
         await house.settled()
 
@@ -81,7 +81,7 @@ async def test_more_than_there_are_sequences_queue(autojump_clock):
     async with serving(FakeEngine(n_seq_max=2)) as house:
         async with house.client() as client:
             ends = await client.choices(prompt=TEXT, n=16, max_tokens=5, echo=True, **HOT)
-        assert [eos["text"] for eos in ends] == [TEXT + said(i, 5) for i in range(16)]
+        assert [eos.text for eos in ends] == [TEXT + said(i, 5) for i in range(16)]
         await house.settled()
 
 
@@ -124,11 +124,11 @@ async def test_a_cancel_ends_all(autojump_clock, after):
             await client.send({"id": "a", "prompt": TEXT, "n": 6, "max_tokens": 300, "keep_alive": True, **HOT})
             events = [await client.receive() for _ in range(after)]
             await client.cancel("a")
-            while sum(event["event"] == "eos" for event in events) < 6:
+            while sum(isinstance(event, Eos) for event in events) < 6:
                 events.append(await client.receive())
-            ends = [event for event in events if event["event"] == "eos"]
-            assert {event["index"] for event in ends} == {*range(6)}
-            assert {event["reason"] for event in ends} == {"cancelled"}
+            ends = [event for event in events if isinstance(event, Eos)]
+            assert {event.index for event in ends} == {*range(6)}
+            assert {event.reason for event in ends} == {"cancelled"}
             assert len(await client.choices(prompt=TEXT, n=2, max_tokens=2)) == 2, "and the connection goes on"
         await house.settled()
 
@@ -149,8 +149,8 @@ async def test_answers_end_each_for_itself(autojump_clock):
     async with serving() as house:
         async with house.client() as client:
             ends = await client.choices(prompt=TEXT, n=4, max_tokens=20, stop_token_ids=[stop], **HOT)
-        assert [eos["reason"] for eos in ends] == ["length", "length", "stop", "length"]
-        assert [eos["text"] for eos in ends] == [said(i, stops[2].index(stop) if i == 2 else 20) for i in range(4)]
+        assert [eos.reason for eos in ends] == ["length", "length", "stop", "length"]
+        assert [eos.text for eos in ends] == [said(i, stops[2].index(stop) if i == 2 else 20) for i in range(4)]
         await house.settled()
 
 
@@ -160,11 +160,11 @@ async def test_a_failed_step_ends_those_that_were_in_it(autojump_clock):
             await client.send({"id": "a", "prompt": TEXT, "n": 4, "max_tokens": 40, "keep_alive": True, **HOT})
             events = [await client.receive() for _ in range(10)]
             house.engine.fail_next = EngineError("gone", fatal=True)
-            while len(ends := [event for event in events if event["event"] != "token"]) < 4:
+            while len(ends := [event for event in events if not isinstance(event, Token)]) < 4:
                 events.append(await client.receive())
-            assert [event["event"] for event in ends] == ["error", "error", "eos", "eos"]
-            assert [event["index"] for event in ends] == [0, 1, 2, 3]
-            assert "".join(event["text"] for event in events if event.get("index") == 3 and "text" in event) == said(
+            assert [type(event) for event in ends] == [Failure, Failure, Eos, Eos]
+            assert [event.index for event in ends] == [0, 1, 2, 3]
+            assert "".join(event.text for event in events if event.index == 3 and isinstance(event, Token)) == said(
                 3, 40
             )
             assert len(await client.choices(prompt=TEXT, n=2, max_tokens=2)) == 2
@@ -175,10 +175,10 @@ async def test_seeds_go_round_at_the_greatest(autojump_clock):
     async with serving() as house:
         async with house.client() as client:
             ends = await client.choices(prompt=TEXT, n=3, max_tokens=2, temperature=1.0, seed=2**63 - 2)
-        assert [eos["seed"] for eos in ends] == [2**63 - 2, 2**63 - 1, 0]
+        assert [eos.seed for eos in ends] == [2**63 - 2, 2**63 - 1, 0]
         async with house.client() as client:
             ends = await client.choices(prompt=TEXT, n=3, max_tokens=2, temperature=1.0)
-        assert len({eos["seed"] for eos in ends}) == 3
+        assert len({eos.seed for eos in ends}) == 3
         await house.settled()
 
 
@@ -189,6 +189,6 @@ async def test_a_timeout_ends_all(autojump_clock):
             events = []
             while (event := await client.receive()) is not None:
                 events.append(event)
-        ends = [event for event in events if event["event"] != "token"]
-        assert [(event["code"], event["index"]) for event in ends] == [("E_LIMIT_REQUEST_TIMEOUT", i) for i in range(3)]
+        ends = [event for event in events if not isinstance(event, Token)]
+        assert [(event.code, event.index) for event in ends] == [("E_LIMIT_REQUEST_TIMEOUT", i) for i in range(3)]
         await house.settled()

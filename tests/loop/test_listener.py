@@ -206,12 +206,6 @@ def test_a_folder_that_cannot_be(tmp_path):
         pass
 
 
-def test_default_path(tmp_path):
-    assert listener.default_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "uma-trio" / "uma.sock"
-    for environment in ({}, {"XDG_RUNTIME_DIR": ""}, {"XDG_RUNTIME_DIR": str(tmp_path / "none")}):
-        assert str(listener.default_path(environment)) == "/tmp/uma.sock"
-
-
 class Starved:
     """A listening socket whose process has no file descriptors left, ``n`` times."""
 

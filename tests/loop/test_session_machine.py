@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import anyio
 import attrs
 import trio
 import trio.testing
@@ -26,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import MemoryFiles
-from uma_trio.client import BrokenProtocol, Client, ServerError
+from uma_trio.client import BrokenProtocol, Client, Event, Failure, ServerError, SessionInfo, Token
 from uma_trio.engine.records import EngineError
 from uma_trio.store.journal import JournalError
 
@@ -48,7 +49,7 @@ class Request:
     n_tokens: int
     client: Client | None = None
     got: list[int] = attrs.field(factory=list)
-    last: dict[str, Any] | None = None
+    last: Event | None = None
     """``eos`` or ``error``; ``None``: it has not come, or the connection ended before."""
     reads: trio.Event = attrs.field(factory=trio.Event)
     done: trio.Event = attrs.field(factory=trio.Event)
@@ -137,28 +138,28 @@ class World:
         self._folder, self._n_folders = folder, n
         self.files, self.journal_fails = MemoryFiles(states), False
         await self.start()
-        found = {session["session_id"]: session for session in await self.query("list")}
+        found = {session.session_id: session for session in await self.query("list")}
         for name, story in list(self.stories.items()):
             if name not in found:
                 assert story.durable is None, f"{name} is gone"
                 del self.stories[name]
                 continue
-            assert found[name]["durable"]
-            if story.durable is not None and found[name]["tokens"] == len(story.durable):
+            assert found[name].durable
+            if story.durable is not None and found[name].tokens == len(story.durable):
                 story.said = story.durable
             else:
-                story.takes(found[name]["tokens"])
+                story.takes(found[name].tokens)
             story.durable, story.request = story.said, None
         assert set(found) == set(self.stories), (sorted(found), sorted(self.stories))
         self.failed = False
 
     # -- what clients do ------------------------------------------------------------------------
 
-    async def query(self, action: str, **fields: Any) -> list[dict[str, Any]]:
+    async def query(self, action: str, **fields: Any) -> list[SessionInfo]:
         async with self.house.client() as client:
             return await client.sessions(action, **fields)
 
-    async def attempt(self, action: str, **fields: Any) -> tuple[list[dict[str, Any]], str | None]:
+    async def attempt(self, action: str, **fields: Any) -> tuple[list[SessionInfo], str | None]:
         """The answer, or the code of the error."""
         try:
             return await self.query(action, **fields), None
@@ -190,10 +191,10 @@ class World:
                         event = await client.receive()
                         if event is None:
                             return
-                        if event["event"] != "token":
+                        if not isinstance(event, Token):
                             request.last = event
                             return
-                        request.got.append(event["token_id"])
+                        request.got.append(event.token_id)
         except BrokenProtocol:
             pass  # the server has gone
         finally:
@@ -212,7 +213,7 @@ class World:
         request = self._request(name)
         if request is not None and request.client is not None:
             request.reads.set()
-            with contextlib.suppress(BrokenProtocol, trio.ClosedResourceError):  # it has just ended
+            with contextlib.suppress(BrokenProtocol, anyio.ClosedResourceError):  # it has just ended
                 await request.client.cancel("r")
 
     async def hang_up(self, name: str) -> None:
@@ -239,8 +240,8 @@ class World:
         assert new_name not in self.stories or not self.stories[new_name].said
         source = self.stories[name]
         story = self.stories[new_name] = Story(source.said, request=source.request)
-        story.takes(found["tokens"])
-        story.request, story.durable = None, story.said if found["durable"] else None
+        story.takes(found.tokens)
+        story.request, story.durable = None, story.said if found.durable else None
 
     async def close(self, name: str) -> None:
         await self.settle_ended()
@@ -281,19 +282,19 @@ class World:
             before = [*story.said, *request.prompt]
             assert request.got == expected_continuation(before, len(request.got))
             found = await self._described(name)
-            if request.last is not None and request.last["event"] == "error":
-                self._check_error(request.last["code"], len(before) + request.n_tokens - 1)
-                assert found is None or found["tokens"] == len(story.said), "an error leaves it as it was"
+            if isinstance(request.last, Failure):
+                self._check_error(request.last.code, len(before) + request.n_tokens - 1)
+                assert found is None or found.tokens == len(story.said), "an error leaves it as it was"
             elif request.last is not None and found is not None:
                 n_told = len(request.got)
-                assert found["tokens"] == (len(before) + n_told if n_told else len(story.said)), "what was told is kept"
+                assert found.tokens == (len(before) + n_told if n_told else len(story.said)), "what was told is kept"
             if found is None:
                 assert not story.said
                 del self.stories[name]
                 continue
-            story.takes(found["tokens"])
+            story.takes(found.tokens)
             story.request = None
-            if found["durable"]:
+            if found.durable:
                 story.durable = story.said
 
     def _check_error(self, code: str, cells: int) -> None:
@@ -313,7 +314,7 @@ class World:
                 assert code in (None, "E_SESSION_NOT_FOUND")
                 if code is not None:
                     return None
-                if not answer[0]["busy"]:
+                if not answer[0].busy:
                     return answer[0]
                 await trio.sleep(0.1)
 

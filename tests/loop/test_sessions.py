@@ -9,13 +9,14 @@ import shutil
 import time
 from pathlib import Path
 
+import attrs
 import pytest
 import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import at_once
-from uma_trio.client import ServerError
+from uma_trio.client import Eos, ServerError, Token
 from uma_trio.daemon import connection
 from uma_trio.sessions.sessions import SWEEP_S
 from uma_trio.store.journal import Journal, JournalError
@@ -36,7 +37,7 @@ async def ask(house: Serving, session: str | None, prompt: str, n: int = 5, **fi
 
 
 def ids(events) -> list[int]:
-    return [event["token_id"] for event in events if "token_id" in event]
+    return [event.token_id for event in events if isinstance(event, Token) and not event.echo]
 
 
 async def told(house: Serving, session: str, *prompts: str, n: int = 5) -> list[int]:
@@ -47,7 +48,7 @@ async def told(house: Serving, session: str, *prompts: str, n: int = 5) -> list[
         said += tokens_of(prompt)
         assert ids(events) == expected_continuation(said, n)
         said += ids(events)
-        assert events[-1]["session"]["tokens"] == len(said)
+        assert events[-1].session.tokens == len(said)
     return said
 
 
@@ -65,7 +66,7 @@ async def listed(house: Serving):
 
 
 async def names(house: Serving) -> list[str]:
-    return [session["session_id"] for session in await listed(house)]
+    return [session.session_id for session in await listed(house)]
 
 
 async def query(house: Serving, action: str, **fields):
@@ -111,7 +112,7 @@ async def test_continued_it_is_one_long_prompt(autojump_clock, tmp_path):
         async with serving(memory=memory) as house:
             said = await told(house, "a", "once upon a time", " there was", " and then", "")
             found = await query(house, "describe", session_id="a")
-            assert (found["turns"], found["tokens"], found["durable"]) == (4, len(said), True)
+            assert (found.turns, found.tokens, found.durable) == (4, len(said), True)
             await house.settled()
 
 
@@ -119,16 +120,16 @@ async def test_each_turn_computes_only_what_is_new(autojump_clock):
     async with serving() as house:
         said = await told(house, "a", "a long beginning of a story " * 10)
         events = await ask(house, "a", "more")
-        assert events[-1]["usage"]["cached_tokens"] == len(said) - 1
-        assert events[-1]["usage"]["prompt_tokens"] == len(said) + 4
+        assert events[-1].usage.cached_tokens == len(said) - 1
+        assert events[-1].usage.prompt_tokens == len(said) + 4
 
 
 async def test_not_streamed_with_echo_only_what_was_said_is_kept(autojump_clock):
     async with serving() as house:
         events = await ask(house, "a", "hello", stream=False, echo=True)
         expected = expected_continuation(tokens_of("hello"), 5)
-        assert events[-1]["text"] == "hello" + "".join(f"{token} " for token in expected)
-        assert events[-1]["session"]["tokens"] == 10
+        assert events[-1].text == "hello" + "".join(f"{token} " for token in expected)
+        assert events[-1].session.tokens == 10
         await goes_on(house, "a", [*tokens_of("hello"), *expected])
 
 
@@ -139,7 +140,7 @@ async def test_of_a_stop_string_nothing_is_kept(autojump_clock, stream, echo):
     stop = f"{expected[2]} {expected[3]}"  # ends inside a token
     async with serving() as house:
         events = await ask(house, "a", "hello", stop=stop, stream=stream, echo=echo)
-        assert (events[-1]["reason"], events[-1]["stop"]) == ("stop", stop)
+        assert (events[-1].reason, events[-1].stop) == ("stop", stop)
         await goes_on(house, "a", [*tokens_of("hello"), *expected[:2]])
 
 
@@ -149,7 +150,7 @@ async def test_of_a_token_that_a_stop_string_cuts_the_rest_is_kept(autojump_cloc
     stop = str(expected[2])[1:] + " "
     async with serving() as house:
         events = await ask(house, "a", "hello", stop=stop)
-        shown = "".join(event.get("text", "") for event in events)
+        shown = "".join((getattr(event, "text", "") or "") for event in events)
         assert shown.endswith(f" {str(expected[2])[0]}")
         await goes_on(house, "a", [*tokens_of("hello"), *expected[:2], *tokens_of(str(expected[2])[0])])
 
@@ -157,9 +158,9 @@ async def test_of_a_token_that_a_stop_string_cuts_the_rest_is_kept(autojump_cloc
 async def test_a_token_that_ends_the_answer_is_no_part_of_it(autojump_clock):
     async with serving(FakeEngine(eog_after=8)) as house:
         events = await ask(house, "a", "hello", 20)
-        assert events[-1]["reason"] == "stop"
-        assert events[-1]["session"]["tokens"] == 8
-        assert events[-1]["usage"]["completion_tokens"] == 4
+        assert events[-1].reason == "stop"
+        assert events[-1].session.tokens == 8
+        assert events[-1].usage.completion_tokens == 4
         house.engine.eog_after = None
         await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 3)])
 
@@ -175,8 +176,8 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
                 said = f"{said}|{text}" if said else text
                 eos = await client.complete(messages=user(text), max_tokens=4, session_id="a", keep_alive=True)
                 expected = expected_continuation(tokens_of(said), 4)
-                assert eos["text"] == "".join(f"{token} " for token in expected)
-                said += "|" + eos["text"]
+                assert eos.text == "".join(f"{token} " for token in expected)
+                said += "|" + eos.text
             with pytest.raises(ServerError, match="begun with messages"):
                 await client.complete(prompt="plain", session_id="a", keep_alive=True)
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
@@ -191,7 +192,7 @@ async def test_a_forked_chat_is_on_disk_with_all_of_its_messages(autojump_clock,
                     messages=[{"role": "user", "content": "one"}], max_tokens=4, session_id="a", keep_alive=True
                 )
             fork = await query(house, "fork", session_id="a", new_id="b")
-            assert fork["durable"]
+            assert fork.durable
         kept = after_a_crash(tmp_path, tmp_path / "copy")
         assert kept["b"].messages == kept["a"].messages
         assert kept["b"].tokens.tolist() == kept["a"].tokens.tolist()
@@ -202,8 +203,8 @@ async def test_forked_it_is_a_replay(autojump_clock, tmp_path):
         async with serving(memory=memory) as house:
             said = await told(house, "a", "once upon a time", " there was")
             found = await query(house, "fork", session_id="a", new_id="b")
-            assert (found["session_id"], found["turns"], found["tokens"]) == ("b", 2, len(said))
-            assert found["durable"]
+            assert (found.session_id, found.turns, found.tokens) == ("b", 2, len(said))
+            assert found.durable
             one = await goes_on(house, "a", said, " a fox")
             other = await goes_on(house, "b", said, " an owl")
             assert one != other
@@ -220,7 +221,7 @@ async def test_a_fork_of_one_that_answers_begins_where_it_was_before(autojump_cl
         said = await told(house, "a", "hello")
         async with house.client() as client:
             await client.send({"id": "r", "prompt": "go on", "max_tokens": 500, "session_id": "a"})
-            assert (await client.receive())["event"] == "token"
+            assert isinstance(await client.receive(), Token)
             await query(house, "fork", session_id="a", new_id="b")
             await goes_on(house, "b", said)
 
@@ -232,15 +233,15 @@ async def test_it_answers_one_request_at_a_time(autojump_clock):
     async with serving() as house:
         async with house.client() as client:
             await client.send({"id": "r", "prompt": "hello", "max_tokens": 100, "session_id": "a"})
-            assert (await client.receive())["event"] == "token"
+            assert isinstance(await client.receive(), Token)
             with pytest.raises(ServerError, match="E_SESSION_BUSY"):
                 await ask(house, "a", "me too")
             with pytest.raises(ServerError, match="E_SESSION_BUSY"):
                 await query(house, "close", session_id="a")
             assert ids(await ask(house, "b", "me too", 1)), "others are answered"
-            while (event := await client.receive())["event"] != "eos":
+            while not isinstance(event := await client.receive(), Eos):
                 pass
-            assert event["session"] | {"tokens": 105, "busy": False} == event["session"] | {"busy": False}
+            assert event.session.tokens == 105
         await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 100)])
 
 
@@ -255,7 +256,7 @@ async def test_another_user_sees_nothing_of_it(autojump_clock, monkeypatch):
                 await query(house, action, session_id="a", **({"new_id": "b"} if action == "fork" else {}))
         theirs = await told(house, "a", "hello")
         events = await ask(house, None, "a secret that nobody else must know")
-        assert events[-1]["usage"]["cached_tokens"] == 0
+        assert events[-1].usage.cached_tokens == 0
         await query(house, "close", session_id="a")
         monkeypatch.setattr(connection, "user_of", lambda sock: 1)
         assert await names(house) == ["a"]
@@ -273,11 +274,11 @@ async def test_cancelled_what_was_told_is_kept(autojump_clock):
             await client.send({"id": "r", "prompt": "go on", "max_tokens": 500, "session_id": "a"})
             events = [await client.receive() for _ in range(7)]
             await client.cancel("r")
-            while events[-1]["event"] != "eos":
+            while not isinstance(events[-1], Eos):
                 events.append(await client.receive())
-        assert events[-1]["reason"] == "cancelled"
+        assert events[-1].reason == "cancelled"
         said += [*tokens_of("go on"), *ids(events)]
-        assert events[-1]["session"]["tokens"] == len(said)
+        assert events[-1].session.tokens == len(said)
         await goes_on(house, "a", said)
 
 
@@ -290,9 +291,9 @@ async def test_cancelled_before_the_first_token_it_is_as_before(autojump_clock):
                     await client.send({"id": "r", "prompt": prompt, "max_tokens": 5, "session_id": session})
                     await trio.sleep(wait_s)
                     await client.cancel("r")
-                    while (event := await client.receive())["event"] != "eos":
+                    while not isinstance(event := await client.receive(), Eos):
                         pass
-                    assert event["reason"] == "cancelled"
+                    assert event.reason == "cancelled"
         assert await names(house) == ["a"], "one in which nothing was said is none"
         await goes_on(house, "a", said)
         await house.settled()
@@ -307,9 +308,9 @@ async def test_who_hangs_up_cancels(autojump_clock, after_s):
             await trio.sleep(after_s)
         await house.settled()
         found = await query(house, "describe", session_id="a")
-        assert not found["busy"]
-        answered = found["tokens"] - len(said) - len("go on")
-        assert answered > 0 or found["tokens"] == len(said)
+        assert not found.busy
+        answered = found.tokens - len(said) - len("go on")
+        assert answered > 0 or found.tokens == len(said)
         if answered > 0:
             said += tokens_of("go on")
             said += expected_continuation(said, answered)
@@ -336,11 +337,11 @@ async def test_draining_lets_it_end_and_it_is_durable(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
         async with serving(memory=memory) as house, house.client() as client:
             await client.send({"id": "r", "prompt": "hello", "max_tokens": 50, "session_id": "a"})
-            assert (await client.receive())["event"] == "token"
+            assert isinstance(await client.receive(), Token)
             house.server.drain()
-            while (event := await client.receive())["event"] != "eos":
+            while not isinstance(event := await client.receive(), Eos):
                 pass
-            assert (event["reason"], event["session"]["durable"]) == ("length", True)
+            assert (event.reason, event.session.durable) == ("length", True)
     with remembering(tmp_path) as memory:
         async with serving(memory=memory) as house:
             await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 50)])
@@ -353,9 +354,9 @@ async def test_cut_off_by_the_end_of_the_server_it_is_as_before(autojump_clock, 
             async with house.client() as client:
                 await client.send({"id": "r", "prompt": "go on", "max_tokens": 2000, "session_id": "a"})
                 house.server.drain()
-                while (event := await client.receive())["event"] == "token":
+                while isinstance(event := await client.receive(), Token):
                     pass
-                assert event["code"] == "E_RUNTIME_SHUTDOWN"
+                assert event.code == "E_RUNTIME_SHUTDOWN"
     with remembering(tmp_path) as memory:
         async with serving(memory=memory) as house:
             await goes_on(house, "a", said)
@@ -394,7 +395,7 @@ async def test_eos_waits_for_the_disk_and_nobody_else_does(autojump_clock, tmp_p
             await client.cancel("r")  # too late
             written.set()
             last = await client.receive()
-            assert (last["event"], last["reason"], last["session"]["durable"]) == ("eos", "length", True)
+            assert (type(last), last.reason, last.session.durable) == (Eos, "length", True)
 
 
 async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_for_it(
@@ -414,12 +415,12 @@ async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_
                     said += tokens_of(" there")
                     assert ids(events) == expected_continuation(said, 5)
                     said += ids(events)
-                    assert events[-1]["session"]["durable"] is False
-                    assert house.server.snapshot()["sessions"]["not_durable"] == 1
+                    assert events[-1].session.durable is False
+                    assert house.server.snapshot()["conversations"]["not_durable"] == 1
                 said = await goes_on(house, session, said)
-                assert (await query(house, "describe", session_id=session))["durable"]
+                assert (await query(house, "describe", session_id=session)).durable
                 assert after_a_crash(tmp_path, tmp_path / "copy")[session].tokens.tolist() == said
-            found = house.server.snapshot()["sessions"]
+            found = house.server.snapshot()["conversations"]
             assert (found["not_durable"], found["journal_failures_total"]) == (0, 2)
 
 
@@ -433,11 +434,11 @@ async def test_what_the_disk_did_not_take_is_on_it_a_minute_later(autojump_clock
                 said = await goes_on(house, "a", said)
                 await ask(house, "new", "hello")
                 await trio.sleep(SWEEP_S + 1)
-                assert house.server.snapshot()["sessions"]["not_durable"] == 2
+                assert house.server.snapshot()["conversations"]["not_durable"] == 2
             await trio.sleep(SWEEP_S)
-            assert house.server.snapshot()["sessions"]["not_durable"] == 0
+            assert house.server.snapshot()["conversations"]["not_durable"] == 0
             before = await listed(house)
-    assert {session["session_id"]: session["turns"] for session in before} == {"new": 1, "a": 2}
+    assert {session.session_id: session.turns for session in before} == {"new": 1, "a": 2}
     with remembering(tmp_path) as memory:
         async with serving(memory=memory) as house:
             assert await listed(house) == before
@@ -451,11 +452,11 @@ async def test_what_the_disk_did_not_take_is_on_it_when_the_server_has_drained(a
                 broken.setattr(os, "fdatasync", fails)
                 await ask(house, "a", "hello")
             before = await listed(house)
-            assert not before[0]["durable"]
+            assert not before[0].durable
             await drained(house)
     with remembering(tmp_path) as memory:
         async with serving(memory=memory) as house:
-            assert await listed(house) == [before[0] | {"durable": True}]
+            assert await listed(house) == [attrs.evolve(before[0], durable=True)]
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -475,10 +476,10 @@ async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_c
             if then == "another turn":
                 said = await goes_on(house, "a", said)
                 found = await query(house, "describe", session_id="a")
-                assert (found["durable"], found["turns"]) == (True, 3)
+                assert (found.durable, found.turns) == (True, 3)
                 assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
             await trio.sleep(SWEEP_S)
-            assert house.server.snapshot()["sessions"]["journal_restored_total"] == 2
+            assert house.server.snapshot()["conversations"]["journal_restored_total"] == 2
             before = await listed(house)
             await house.settled()
     with remembering(tmp_path) as memory:
@@ -498,7 +499,7 @@ async def test_a_folder_that_cannot_be_made_again_costs_durability_only(autojump
                 (tmp_path / room).write_text("a file in its place")
             said = await goes_on(house, "a", said)
             events = await ask(house, "b", "hello")
-            assert events[-1]["session"]["durable"] is False
+            assert events[-1].session.durable is False
             await trio.sleep(SWEEP_S + 5)
             await query(house, "close", session_id="a")
             assert await names(house) == ["b"]
@@ -523,7 +524,7 @@ async def test_what_is_told_of_sessions_is_the_same_after_a_restart(autojump_clo
                     async for _ in client.generate(prompt="x" * 5000, session_id="c"):
                         pass
             before = await listed(house)
-            turns = {session["session_id"]: session["turns"] for session in before}
+            turns = {session.session_id: session.turns for session in before}
             assert turns == {"a": 5, "b": 4, "c": 4}, "a fork has those that it was forked with"
             assert list(turns) == ["a", "c", "b"]
     for _ in range(2):
@@ -538,7 +539,7 @@ async def test_messages_beyond_what_a_file_may_hold_are_refused(autojump_clock, 
     async with serving() as house, house.client() as client:
         await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
         eos = await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
-        assert eos["session"]["turns"] == 2
+        assert eos.session.turns == 2
         with pytest.raises(ServerError, match="the most are 4"):
             await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
 
@@ -555,12 +556,12 @@ async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
                     messages=[system, *new] if n == 0 else new,
                     max_tokens=8, session_id="a", n_keep=9, keep_alive=True, echo=True,
                 )  # fmt: skip
-                prompt, _, _ = eos["text"].rpartition("?")
+                prompt, _, _ = eos.text.rpartition("?")
                 shown.append(prompt + "?")
                 assert prompt.startswith("be brief|what is"), "whole messages go, and the system's never"
                 assert [f"what is {n}?"] == shown[-1].split("|")[-1:]
-                assert eos["usage"]["prompt_tokens"] == len(shown[-1]) <= 400 - 8 + 1
-                dropped += bool(eos["usage"]["dropped_tokens"])
+                assert eos.usage.prompt_tokens == len(shown[-1]) <= 400 - 8 + 1
+                dropped += bool(eos.usage.dropped_tokens)
                 [found] = house.server.sessions._book
                 n_messages.append(len(found.messages))
                 roles = [message.role for message in found.messages[1:]]
@@ -570,7 +571,7 @@ async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
             assert 5 < max(n_messages) < 40
             assert 10 < dropped < 100, "in steps, so that most turns compute only what is new"
             assert max(sizes) <= SPARE_BYTES
-            assert eos["session"]["turns"] == 300
+            assert eos.session.turns == 300
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
         assert len(found.messages) == n_messages[-1]
     with remembering(tmp_path) as memory:
@@ -582,7 +583,7 @@ async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
 async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):
     async with serving() as house:
         said = await told(house, "a", "hello", " there")
-        assert (await query(house, "describe", session_id="a"))["durable"] is False
+        assert (await query(house, "describe", session_id="a")).durable is False
         await goes_on(house, "a", said)
     async with serving() as house:
         assert await names(house) == []
@@ -603,9 +604,9 @@ async def test_a_new_server_goes_on(autojump_clock, tmp_path, at_end):
             assert await names(house) == ["s3", "s2", "s1", "s0"]
             for name, tokens in said.items():
                 found = await query(house, "describe", session_id=name)
-                assert (found["turns"], found["tokens"], found["durable"]) == (2, len(tokens), True)
+                assert (found.turns, found.tokens, found.durable) == (2, len(tokens), True)
                 await goes_on(house, name, tokens)
-            assert house.server.snapshot()["kv_offload"]["loaded_total"] == len(memory.states)
+            assert house.server.snapshot()["spill"]["loaded_total"] == len(memory.states)
             await house.settled()
 
 
@@ -628,15 +629,15 @@ async def test_closed_all_of_it_is_gone(autojump_clock, tmp_path):
             await trio.sleep(10)
             assert len(list((tmp_path / "states").glob("*.state"))) == 2
             found = await query(house, "close", session_id="a")
-            assert found["session_id"] == "a"
+            assert found.session_id == "a"
             await trio.sleep(10)
             assert len(list((tmp_path / "states").glob("*.state"))) == 1
             assert [session.key.id for session in memory.journal.load()] == ["b"]
             assert len(held(house)) == 1
             assert await names(house) == ["b"]
             events = await ask(house, "a", "the story of a, which is long enough " * 5)
-            assert events[-1]["usage"]["cached_tokens"] < 20, "what b begins with as well"
-            assert events[-1]["session"]["turns"] == 1
+            assert events[-1].usage.cached_tokens < 20, "what b begins with as well"
+            assert events[-1].session.turns == 1
             await house.settled()
 
 
@@ -646,7 +647,7 @@ async def test_closed_also_what_a_stop_string_ended_is_gone(autojump_clock, tmp_
     with remembering(tmp_path) as memory:
         async with serving(memory=memory, spill_after_s=0) as house:
             events = await ask(house, "a", prompt, 20, stop=stop)
-            assert events[-1]["reason"] == "stop"
+            assert events[-1].reason == "stop"
             await query(house, "close", session_id="a")
             await trio.sleep(10)
             assert held(house) == []
@@ -661,7 +662,7 @@ async def test_closed_what_a_fork_needs_stays(autojump_clock, tmp_path):
             await query(house, "close", session_id="a")
             await trio.sleep(10)
             events = await ask(house, "b", "on")
-            assert events[-1]["usage"]["cached_tokens"] == len(said) - 1
+            assert events[-1].usage.cached_tokens == len(said) - 1
             await query(house, "close", session_id="b")
             await trio.sleep(10)
             assert held(house) == []
@@ -698,7 +699,7 @@ async def test_those_unused_for_too_long_go_and_those_that_answer_stay(autojump_
         house.server.sessions._clock = trio.current_time
         await told(house, "a", "hello", n=2)
         events = await ask(house, "b", "hello", 20)
-        assert events[-1]["reason"] == "length"
+        assert events[-1].reason == "length"
         assert await names(house) == ["b"]
         await trio.sleep(10)
         assert await names(house) == []
@@ -723,11 +724,11 @@ async def test_one_that_is_used_while_others_are_closed_stays(autojump_clock, tm
             await closing.wait()
             async with house.client() as client:
                 await client.send({"id": "r", "prompt": "go on", "max_tokens": 300, "session_id": "b"})
-                assert (await client.receive())["event"] == "token"
+                assert isinstance(await client.receive(), Token)
                 go_on.set()
-                while (event := await client.receive())["event"] != "eos":
+                while not isinstance(event := await client.receive(), Eos):
                     pass
-                assert event["session"]["turns"] == 2
+                assert event.session.turns == 2
             assert await names(house) == ["b"]
             said += tokens_of("go on")
             await goes_on(house, "b", [*said, *expected_continuation(said, 300)])

@@ -111,7 +111,7 @@ def test_unusable_models(examine, tmp_path):
     ("script", "words"),
     [
         ("kill -SEGV $$", "crashed with SIGSEGV"),
-        ("sleep 30", "was not done within 0.5 s"),
+        ("sleep 30", "did not finish within 0.5 s"),
         ("echo nonsense; echo '{\"stage\"'; exit 3", "ended with exit code 3"),
         ("echo 'ImportError: no numpy' >&2; exit 1", "no numpy"),
     ],

@@ -53,7 +53,7 @@ async def together(daemon: Daemon, requests: list[dict[str, object]]) -> list[An
 
     async def one(n: int, fields: dict[str, object]) -> None:
         async with daemon.client() as client:
-            answers[n] = Answer([event async for event in client.generate(**fields)])
+            answers[n] = Answer.of([event async for event in client.generate(**fields)])
 
     async with trio.open_nursery() as nursery:
         for n, fields in enumerate(requests):

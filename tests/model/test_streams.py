@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from tests.support.real_daemon import Answer, real_daemon
+from uma_trio.client import Token
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 from uma_trio.models.training.skills import documents
 
@@ -64,9 +65,9 @@ async def streamed(daemon, arrivals, index, **fields):
     async with daemon.client() as client:
         async for event in client.generate(**fields):
             events.append(event)
-            if event["event"] == "token":
+            if isinstance(event, Token):
                 arrivals.append(index)
-    return Answer(events)
+    return Answer.of(events)
 
 
 async def together(daemon, requests):
@@ -132,7 +133,7 @@ async def the_same_beside(daemon, others, requests, alone):
             async with daemon.client() as client:
                 fields = {"prompt": "Hello", "max_tokens": 3000, "temperature": 1.0, "seed": seed, "ignore_eos": True}
                 async for event in client.generate(**fields):
-                    begun += event["event"] == "token"
+                    begun += isinstance(event, Token)
 
         before = daemon.metrics()
         for seed in range(others):

@@ -68,7 +68,7 @@ def test_more_than_the_cap_is_refused_from_the_header_alone(length: int) -> None
     assert frames.next_payload() is None
     frames.receive_data(header[3:])
     for _ in range(2):  # and again: nobody can go on by accident
-        with pytest.raises(FrameTooLarge, match=f"{length} bytes; at most {CAP}"):
+        with pytest.raises(FrameTooLarge, match=f"{length} bytes; the limit is {CAP}"):
             frames.next_payload()
 
 

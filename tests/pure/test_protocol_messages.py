@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from uma_trio.errors import BadRequest, UmaError
 from uma_trio.protocol.messages import (
-    MAX_COMPLAINT,
+    MAX_ERROR_CHARS,
     MAX_METADATA_BYTES,
     MAX_METADATA_DEPTH,
     Cancel,
@@ -25,11 +25,15 @@ from uma_trio.protocol.messages import (
     Metrics,
     MetricsQuery,
     ServerEvent,
+    SessionInfo,
+    SessionList,
     Slo,
     Timings,
     Token,
+    UnknownEvent,
     Usage,
     parse,
+    parse_event,
     to_fields,
 )
 from uma_trio.protocol.payload import Encoding, decode, encode
@@ -55,6 +59,7 @@ def test_a_request_with_everything() -> None:
     found = parse(
         {
             "id": "r1",
+            "model": "small",
             "messages": [
                 {"role": "system", "content": "be brief"},
                 {"role": "user", "content": "hello"},
@@ -86,11 +91,13 @@ def test_a_request_with_everything() -> None:
             "session_id": "s",
             "n_keep": 4,
             "slo": {"target_ttft_ms": 150, "target_tbt_ms": 80.5, "priority": "background"},
+            "principal": "web",
             "metadata": {"user": [1, None, {"deep": True}]},
         }
     )
     assert found == Generate(
         id="r1",
+        model="small",
         messages=[
             ChatMessage(role="system", content="be brief"),
             ChatMessage(role="user", content="hello"),
@@ -122,6 +129,7 @@ def test_a_request_with_everything() -> None:
         session_id="s",
         n_keep=4,
         slo=Slo(target_ttft_ms=150.0, target_tbt_ms=80.5, priority="background"),
+        principal="web",
         metadata={"user": [1, None, {"deep": True}]},
     )
     assert isinstance(found, Generate)
@@ -150,7 +158,20 @@ def test_unknown_fields_are_ignored_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt", "messages", "max_tokens", "logprobs", "seed", "speculate", "session_id", "n_keep", "metadata"]
+    "name",
+    [
+        "prompt",
+        "messages",
+        "max_tokens",
+        "logprobs",
+        "seed",
+        "speculate",
+        "session_id",
+        "n_keep",
+        "metadata",
+        "model",
+        "principal",
+    ],
 )
 def test_null_is_not_given(name: str) -> None:
     if name == "prompt":
@@ -176,6 +197,8 @@ AT_THE_BOUNDS = [
     ("speculate", None),
     ("speculate", False),
     ("id", "x" * 256),
+    ("model", "x" * 256),
+    ("principal", "x" * 256),
     ("id", "é"),
     ("prompt", ""),
     ("prompt", "a\0b"),
@@ -229,6 +252,8 @@ def test_values_at_the_bounds_are_taken(name: str, value: object) -> None:
 
 NOT_TAKEN = [
     ("id", ["", "x" * 257, 1, None, True, [], {}]),
+    ("model", ["", "x" * 257, 1, True, [], b"x"]),
+    ("principal", ["", "x" * 257, 1, True, [], b"x"]),
     ("prompt", [1, True, [], {}, b"x"]),
     ("max_tokens", [0, -1, 2**31, 2**63, 1.0, 1.5, "1", True, [1], math.nan]),
     ("n", [0, -1, 17, 2**64, 1.0, "1", True, None]),
@@ -296,7 +321,7 @@ NOT_TAKEN = [
 def test_values_of_the_wrong_type_or_out_of_bounds_are_refused(name: str, value: object) -> None:
     error = refused(LEAST | {name: value})
     assert name in str(error)
-    assert len(str(error)) <= MAX_COMPLAINT + 10
+    assert len(str(error)) <= MAX_ERROR_CHARS + 10
     assert error.request_id == ("r1" if name != "id" else None)
 
 
@@ -523,7 +548,7 @@ def test_whatever_the_fields_hold_it_is_a_message_or_a_bad_request(fields: dict[
     try:
         found = parse(fields)
     except UmaError as error:
-        known = isinstance(error, BadRequest) and len(str(error)) <= MAX_COMPLAINT + 10
+        known = isinstance(error, BadRequest) and len(str(error)) <= MAX_ERROR_CHARS + 10
     else:
         known = isinstance(found, Generate | Cancel | MetricsQuery)
     assert known
@@ -594,6 +619,7 @@ def plain(value: object) -> object:
 def test_an_event_survives_both_encodings(event: ServerEvent) -> None:
     told = [decode(encode(to_fields(event), encoding), encoding) for encoding in Encoding]
     assert told[0] == told[1]
+    assert parse_event(told[0]) == event
     fields = dict(told[0])
     assert type(event) is CLASSES[fields.pop("event")]
     if isinstance(event, Token):
@@ -667,3 +693,48 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_metrics_stand_beside_the_event() -> None:
     found = to_fields(Metrics(snapshot={"tokens_total": 0, "inter_token_p50_ms": None, "kv": {"cells": 5}}, id="m"))
     assert found == {"id": "m", "event": "metrics", "tokens_total": 0, "kv": {"cells": 5}}
+
+
+# -- what a client reads ------------------------------------------------------------------------------
+
+
+def test_unknown_events_and_fields_of_a_newer_server() -> None:
+    fields = {"id": "r", "event": "tool_call", "name": "search"}
+    found = parse_event(fields)
+    assert found == UnknownEvent(fields)
+    assert found.id == "r"
+    for nameless in ({}, {"event": None}, {"event": 5}, {"event": ["eos"]}):
+        assert parse_event(nameless) == UnknownEvent(nameless)
+        assert parse_event(nameless).id is None
+    token = {"id": "r", "event": "token", "text": "x", "token_id": 1, "colour": "red"}
+    assert parse_event(token) == Token(id="r", text="x", token_id=1)
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "joules": 3}
+    eos = {"id": "r", "event": "eos", "reason": "stop", "usage": usage, "timings": {"queue_ms": 1, "total_ms": 2}}
+    assert parse_event(eos) == Eos(
+        id="r",
+        reason="stop",
+        usage=Usage(prompt_tokens=1, completion_tokens=1),
+        timings=Timings(queue_ms=1, total_ms=2),
+    )
+
+
+def test_metrics_and_sessions_as_a_client_reads_them() -> None:
+    metrics = Metrics(snapshot={"tokens_total": 0, "kv": {"cells": 5}}, id="m")
+    assert parse_event(to_fields(metrics)) == metrics
+    sessions = SessionList(sessions=[SessionInfo(session_id="s", turns=1, tokens=9, durable=True)])
+    assert parse_event(to_fields(sessions)) == sessions
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"event": "token"},
+        {"event": "token", "id": "r", "text": 5},
+        {"event": "eos", "id": "r", "reason": "stop"},
+        {"event": "error", "id": "r"},
+        {"event": "sessions", "sessions": {}},
+    ],
+)
+def test_a_known_event_that_is_wrong_is_an_error(fields: dict[str, object]) -> None:
+    with pytest.raises(BadRequest, match=f"event '{fields['event']}'"):
+        parse_event(fields)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from llama_abi.library import DIRECTORY_VARIABLE
 from llama_abi.stamp import DEFAULT_DIRECTORY
 from uma_trio.client import Client, open_client
 from uma_trio.models.loaded import EMBEDDED
-from uma_trio.protocol.codec import ClientCodec
-from uma_trio.protocol.payload import Encoding
+from uma_trio.protocol.framing import FrameReader, frame
+from uma_trio.protocol.messages import ServerEvent, to_fields
+from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
@@ -58,6 +59,11 @@ class Answer:
 
     events: list[Event]
 
+    @classmethod
+    def of(cls, events: Iterable[ServerEvent]) -> Answer:
+        """From the events of ``uma_trio.client``."""
+        return cls([to_fields(event) for event in events])
+
     @property
     def text(self) -> str:
         """Streamed or not."""
@@ -83,10 +89,11 @@ class Answer:
 
 
 class Wire:
-    """A blocking connection that sends what it is told, sensible or not."""
+    """A blocking connection that sends anything, valid or not, and returns events as the plain fields on the wire."""
 
     def __init__(self, path: Path, *, encoding: str = "json", timeout_s: float = 30.0) -> None:
-        self.codec = ClientCodec(Encoding(encoding))
+        self._encoding = Encoding(encoding)
+        self._frames = FrameReader(max_frame_bytes=64 << 20)
         self.sock = socket.socket(socket.AF_UNIX)
         try:
             self.sock.connect(os.fspath(path))  # blocking: waits where the listener's queue is full
@@ -105,22 +112,22 @@ class Wire:
         self.sock.sendall(data)
 
     def send(self, **fields: Any) -> None:
-        self.send_bytes(self.codec.encode(fields))
+        self.send_bytes(self.frame(**fields))
 
     def frame(self, **fields: Any) -> bytes:
-        return self.codec.encode(fields)
+        return frame(encode(fields, self._encoding))
 
     def receive(self) -> Event | None:
         """The next event; ``None`` when the server has closed, also by a reset."""
-        while (event := self.codec.next_event()) is None:
+        while (payload := self._frames.next_payload()) is None:
             try:
                 data = self.sock.recv(1 << 16)
             except ConnectionError:
                 return None
-            self.codec.receive_data(data)
+            self._frames.receive_data(data)
             if not data:
-                return self.codec.next_event()
-        return event
+                return None
+        return decode(payload, encoding_of(payload))
 
     def rest(self) -> list[Event]:
         """All events until the server closes."""

@@ -158,10 +158,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _folders() -> Iterator[Finding]:
-    from uma_trio.daemon.listener import default_path
+    from uma_trio.protocol.address import default_socket_path
 
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    where = f"the default socket is {default_path(os.environ)}"
+    where = f"the default socket is {default_socket_path()}"
     if not runtime:
         fix = "log in through systemd, or set XDG_RUNTIME_DIR to a private folder"
         yield Finding("folders", "warning", f"XDG_RUNTIME_DIR is not set, {where}", fix)
@@ -343,9 +343,10 @@ def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Findin
 def _socket(settings: Config) -> Iterator[Finding]:
     import stat
 
-    from uma_trio.daemon.listener import MAX_PATH_BYTES, default_path
+    from uma_trio.daemon.listener import MAX_PATH_BYTES
+    from uma_trio.protocol.address import default_socket_path
 
-    path = settings.listen.socket or default_path(os.environ)
+    path = settings.listen.socket or default_socket_path()
     other = "choose another path with --socket"
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         yield Finding(
@@ -388,6 +389,7 @@ def _asked(path: Path, settings: Config) -> Finding:
 
     from uma_trio.errors import ProtocolError
     from uma_trio.protocol.codec import ClientCodec
+    from uma_trio.protocol.messages import Failure, Metrics
     from uma_trio.protocol.payload import Encoding
 
     protocol = settings.listen.protocol
@@ -426,18 +428,13 @@ def _asked(path: Path, settings: Config) -> Finding:
                 "choose another path with --socket",
             )
     ms = 1e3 * (time.monotonic() - began)
-    if event is None or event.get("event") not in ("metrics", "error"):
+    if not isinstance(event, Metrics | Failure):
         return Finding(
             "socket", "problem", f"the server on {path} is not a uma-trio daemon", "choose another path with --socket"
         )
-    if event["event"] == "error":
-        return Finding(
-            "socket",
-            "warning",
-            f"the daemon on {path} answers {event.get('code')}: {event.get('message')}",
-            "see its log",
-        )
-    message = f"a daemon is serving {event.get('model')} on {path} and answers in {ms:.1f} ms"
+    if isinstance(event, Failure):
+        return Finding("socket", "warning", f"the daemon on {path} says {event.code}: {event.message}", "see its log")
+    message = f"a daemon serves {event.snapshot.get('model')} on {path} and answers in {ms:.1f} ms"
     if ms > SLOW_MS:
         return Finding("socket", "warning", message, "the machine is busy with other work; see threads above")
     return Finding("socket", "ok", message)

@@ -51,7 +51,6 @@ async def _watch(interval: float | None, as_json: bool, socket: str | None) -> N
     while True:
         async with open_client(socket) as client:
             snapshot = await client.metrics()
-        snapshot.pop("event", None)
         if as_json:
             click.echo(json.dumps(snapshot))
         else:

@@ -1,4 +1,4 @@
-"""The part of ``uma-trio doctor`` that runs C code: in a process of its own, which may hang or crash."""
+"""The part of ``uma-trio doctor`` that runs C code, in a separate process, because it may hang or crash."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from uma_trio.config import Config
 
 LIMIT_S: Final = 60.0
-"""A large model on a slow disk takes its time, a broken driver takes for ever."""
+"""Time limit of the process.  A large model on a slow disk loads slowly; a broken driver never returns."""
 TRIAL_S: Final = 20.0
-"""For measuring layouts of the KV cache: what a start has no time for, a doctor has."""
+"""Minimum time for measuring layouts of the KV cache.  ``serve`` measures for less, to start sooner."""
 QUESTION: Final = "What is the capital of France?"
 MIB: Final = 1 << 20
 
 
 def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
-    """What each stage said, and how the process ended."""
+    """Run ``probe`` in a child process; return what each stage reported, by name, and how the process ended."""
     import signal
     import subprocess
 
@@ -35,7 +35,7 @@ def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
             timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired as expired:
-        out, ending = expired.stdout or b"", f"was not done within {LIMIT_S:g} s"
+        out, ending = expired.stdout or b"", f"did not finish within {LIMIT_S:g} s"
     else:
         out = ended.stdout
         last = ended.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
@@ -49,20 +49,20 @@ def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
             stage = json.loads(line)
             stages[stage["stage"]] = stage
         except (ValueError, TypeError, KeyError):
-            continue  # cut off by the time limit, or something else's output
+            continue  # cut off by the time limit, or printed by something else
     return stages, ending
 
 
 def probe(settings: Config) -> None:
-    """Load the library, load the model, ask it; a line of JSON for each that was reached."""
+    """Load the library, load the model and ask it a question; print a line of JSON for each stage reached."""
     from uma_trio.engine.inspect import LibraryProblem, library_directory, load_library
 
     try:
         library = load_library(library_directory(settings.model.llama_dir))
     except LibraryProblem as error:
-        _tell("library", problem=str(error))
+        _report("library", problem=str(error))
         return
-    _tell("library", **attrs.asdict(library))
+    _report("library", **attrs.asdict(library))
     _probe_model(settings)
 
 
@@ -79,23 +79,23 @@ def _probe_model(settings: Config) -> None:
         check_gguf(path)
         available = available_memory()
         if available is not None and path.stat().st_size > available:
-            _tell(
+            _report(
                 "model",
-                problem=f"{path} has {size(path.stat().st_size)}, but {size(available)} of memory are available",
+                problem=f"{path} has {size(path.stat().st_size)}, but only {size(available)} of memory are available",
             )
             return
         trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
         with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
         engine = LlamaEngine(path, with_time, choices=KnownLayouts(path))
     except FileNotFoundError:
-        _tell("model", problem=f"there is no model at {path}")
+        _report("model", problem=f"there is no model at {path}")
         return
     except (OSError, GgufError, *LOAD_ERRORS) as error:
-        _tell("model", problem=f"{path}: {error}")
+        _report("model", problem=f"{path}: {error}")
         return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     facts, choice = engine.facts, engine.layout_choice
-    _tell(
+    _report(
         "model",
         description=facts.description,
         n_params=facts.n_params,
@@ -110,10 +110,11 @@ def _probe_model(settings: Config) -> None:
 
 
 def _probe_answer(engine: Any) -> None:
-    """A few greedy tokens, in the model's chat template where it has one."""
+    """Generate a few greedy tokens, with the model's chat template if it has one."""
     from uma_trio.engine.records import Draw, Feed, Step
     from uma_trio.models.chat import BrokenTemplate, ChatTemplate
     from uma_trio.sampling import SamplingParams
+    from uma_trio.sampling.sampler import NO_TOKEN
 
     prompt = QUESTION
     if engine.chat_template is not None:
@@ -121,7 +122,7 @@ def _probe_answer(engine: Any) -> None:
             template = ChatTemplate(engine.chat_template, bos=engine.tokenizer.bos, eos=engine.tokenizer.eos)
             prompt = template.render([{"role": "user", "content": QUESTION}])
         except BrokenTemplate as error:
-            _tell("answer", problem=f"its chat template cannot be used: {error}")
+            _report("answer", problem=f"the model's chat template cannot be used: {error}")
             return
     greedy, tokens, said = SamplingParams(0.0, 0, 1.0, 0), engine.tokenizer.encode(prompt).tolist(), b""
     began, pos, parts = time.perf_counter(), 0, tokens
@@ -132,31 +133,31 @@ def _probe_answer(engine: Any) -> None:
             result = engine.step(Step((), [[Feed(0, pos, part, [Draw(greedy, n)] if last else ())]]))
             pos += len(part)
         (token,) = result.tokens
-        if token < 0 or token in engine.facts.eog_ids:
+        if token == NO_TOKEN or token in engine.facts.eog_ids:
             break
         said += engine.tokenizer.piece(token)
         parts = [token]
-    _tell("answer", text=said.decode("utf-8", "replace"), ms=1e3 * (time.perf_counter() - began))
+    _report("answer", text=said.decode("utf-8", "replace"), ms=1e3 * (time.perf_counter() - began))
 
 
-def _tell(stage: str, **fields: Any) -> None:
+def _report(stage: str, **fields: Any) -> None:
     print(json.dumps({"stage": stage, **fields}), flush=True)
 
 
 def available_memory() -> int | None:
-    """Bytes that a new process could have; ``None`` where the system does not tell."""
+    """Return how many bytes a new process can allocate; ``None`` if the system does not say."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         pass
-    try:  # all that there is: the best that can be said
+    try:  # fall back to all physical memory
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
 
 
 def size(n: int) -> str:
-    """``n`` bytes for people."""
+    """Format ``n`` bytes for people."""
     return f"{n / MIB:,.0f} MiB" if n < 10 * 1024 * MIB else f"{n / MIB / 1024:,.1f} GiB"

@@ -1,4 +1,4 @@
-"""Running trio from a command."""
+"""Runs trio from a command."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ T = TypeVar("T")
 
 
 def run(function: Callable[..., Awaitable[T]], *args: Any) -> T:
-    """``trio.run``, with an error that came alone through nurseries raised as itself.
+    """Run ``function`` with ``trio.run`` and unwrap exception groups.
 
-    Several different errors stay a group: then something is wrong that a traceback should show.
+    If all errors in a group have the same type, the first one is raised by itself, so that a command can catch it.
+    A group of different errors is raised as it is, for its traceback.
     """
     try:
         return trio.run(function, *args)

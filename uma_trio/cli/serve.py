@@ -66,9 +66,10 @@ def _serve(settings: Config) -> int:
     from uma_trio.cli.running import run
     from uma_trio.daemon import listener, logs, server
     from uma_trio.models.loaded import ModelError
+    from uma_trio.protocol.address import default_socket_path
 
     logs.configure(settings.operations)
-    path = settings.listen.socket or listener.default_path(os.environ)
+    path = settings.listen.socket or default_socket_path()
     with _progress_bar() as on_progress:
         try:
             return 0 if run(functools.partial(server.serve, settings, path, on_progress=on_progress)) else 1

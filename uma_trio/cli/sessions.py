@@ -1,4 +1,4 @@
-"""``uma-trio sessions``: what the daemon remembers."""
+"""``uma-trio sessions``: list, describe, fork and close sessions."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import datetime
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+if TYPE_CHECKING:
+    from uma_trio.client import SessionInfo
+
 
 def _options(function: Callable[..., None]) -> Callable[..., None]:
-    """Those that may stand before and behind the name of a subcommand; the one behind counts."""
+    """Add the options that can come before or after the name of a subcommand; the one after it wins."""
     function = click.option("--socket", type=click.Path(), help="The daemon's socket.")(function)
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")(function)
 
 
-@click.group(
-    "sessions", invoke_without_command=True, short_help="List, describe, fork and close what the daemon remembers."
-)
+@click.group("sessions", invoke_without_command=True, short_help="List, describe, fork and close sessions.")
 @_options
 @click.pass_context
 def command(context: click.Context, as_json: bool, socket: str | None) -> None:
     """List, describe, fork and close your sessions: conversations that the daemon remembers.
 
-    A session begins with its first request and goes on with each further one of the same name.  It survives
-    the daemon and its connections, until it is closed or was not used for session_ttl_s (30 days, unless
-    the daemon was started with another --session-ttl-s).  Without a command all are listed.
+    The first request with a session's name begins the session, and further requests continue it.  A session
+    survives restarts of the daemon.  It ends when you close it, or after session_ttl_s without use (30 days by
+    default).  Without a subcommand, all sessions are listed.
 
     \b
       uma-trio ask --session cooking "How do I make pancakes?"
@@ -45,7 +46,7 @@ def command(context: click.Context, as_json: bool, socket: str | None) -> None:
 @_options
 @click.pass_context
 def list_(context: click.Context, as_json: bool, socket: str | None) -> None:
-    """All of them, the last used first."""
+    """List all sessions, the last used first."""
     _show(_ask(context, "list", socket), as_json or context.obj[0])
 
 
@@ -54,17 +55,17 @@ def list_(context: click.Context, as_json: bool, socket: str | None) -> None:
 @_options
 @click.pass_context
 def describe(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
-    """All that is known of one."""
+    """Show the details of one session."""
     (session,) = _ask(context, "describe", socket, session_id=session_id)
     if as_json or context.obj[0]:
         _show([session], as_json=True)
         return
     for name, value in (
-        ("session", _shown(session["session_id"])),
-        ("turns", f"{session['turns']:,} (requests that were answered)"),
-        ("tokens", f"{session['tokens']:,} (what its next prompt begins with)"),
-        ("begun", _when(session["created_at"])),
-        ("last used", _when(session["used_at"])),
+        ("session", _shown(session.session_id)),
+        ("turns", f"{session.turns:,} (answered requests)"),
+        ("tokens", f"{session.tokens:,} (the beginning of its next prompt)"),
+        ("begun", _when(session.created_at)),
+        ("last used", _when(session.used_at)),
         ("state", _state(session)),
     ):
         click.echo(f"{name:<11}{value}")
@@ -76,7 +77,7 @@ def describe(context: click.Context, session_id: str, as_json: bool, socket: str
 @_options
 @click.pass_context
 def fork(context: click.Context, session_id: str, new_id: str, as_json: bool, socket: str | None) -> None:
-    """Begin NEW_ID where SESSION_ID is now; both go on by themselves."""
+    """Copy SESSION_ID to NEW_ID; both continue independently."""
     _show(_ask(context, "fork", socket, session_id=session_id, new_id=new_id), as_json or context.obj[0])
 
 
@@ -85,7 +86,7 @@ def fork(context: click.Context, session_id: str, new_id: str, as_json: bool, so
 @_options
 @click.pass_context
 def close(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
-    """Forget one: what was said, on disk too, and all that was computed of it."""
+    """Delete a session: its messages, on disk too, and its KV cache."""
     closed = _ask(context, "close", socket, session_id=session_id)
     if as_json or context.obj[0]:
         _show(closed, as_json=True)
@@ -93,12 +94,12 @@ def close(context: click.Context, session_id: str, as_json: bool, socket: str | 
         click.echo(f"closed {_shown(session_id)}")
 
 
-def _ask(context: click.Context, action: str, socket: str | None, **fields: Any) -> list[dict[str, Any]]:
+def _ask(context: click.Context, action: str, socket: str | None, **fields: Any) -> list[SessionInfo]:
     from uma_trio.cli.running import run
     from uma_trio.client import BrokenProtocol, ClientError, ServerError
 
     try:
-        found: list[dict[str, Any]] = run(_asked, socket or context.obj[1], action, fields)
+        found: list[SessionInfo] = run(_asked, socket or context.obj[1], action, fields)
         return found
     except ClientError as error:
         missing = isinstance(error, ServerError) and error.code == "E_SESSION_NOT_FOUND"
@@ -107,17 +108,19 @@ def _ask(context: click.Context, action: str, socket: str | None, **fields: Any)
         sys.exit(3 if isinstance(error, BrokenProtocol) else 2)
 
 
-async def _asked(socket: str | None, action: str, fields: dict[str, Any]) -> list[dict[str, Any]]:
+async def _asked(socket: str | None, action: str, fields: dict[str, Any]) -> list[SessionInfo]:
     from uma_trio.client import open_client
 
     async with open_client(socket) as client:
         return await client.sessions(action, **fields)
 
 
-def _show(found: list[dict[str, Any]], as_json: bool) -> None:
+def _show(found: list[SessionInfo], as_json: bool) -> None:
     if as_json:
+        import attrs
+
         for session in found:
-            click.echo(json.dumps(session, ensure_ascii=False))
+            click.echo(json.dumps(attrs.asdict(session), ensure_ascii=False))
         return
     if not found:
         click.echo('no sessions yet; begin one with: uma-trio ask --session NAME "..."')
@@ -125,9 +128,7 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
     from rich.cells import cell_len, set_cell_size
 
     rows = [("SESSION", "TURNS", "TOKENS", "LAST USED", "STATE")]
-    rows += [
-        (_shown(s["session_id"]), f"{s['turns']:,}", f"{s['tokens']:,}", _when(s["used_at"]), _state(s)) for s in found
-    ]
+    rows += [(_shown(s.session_id), f"{s.turns:,}", f"{s.tokens:,}", _when(s.used_at), _state(s)) for s in found]
     widths = [max(cell_len(row[n]) for row in rows) for n in range(5)]
     for name, turns, tokens, used, state in rows:
         cells = [
@@ -141,7 +142,7 @@ def _show(found: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def _shown(name: str) -> str:
-    """A name is whatever the client chose: nothing of it moves the cursor."""
+    """Replace control characters: a client can put anything into a name, such as terminal escapes."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
@@ -149,7 +150,7 @@ def _when(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def _state(session: dict[str, Any]) -> str:
-    if session["busy"]:
+def _state(session: SessionInfo) -> str:
+    if session.busy:
         return "answering"
-    return "on disk" if session["durable"] else "in memory only: the daemon's log says why"
+    return "on disk" if session.durable else "in memory only; see the daemon's log"

@@ -8,7 +8,7 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -26,14 +26,6 @@ BACK_OFF_S: Final = 0.1
 
 class SocketPathError(Exception):
     """The socket cannot be where it was asked for; says why and what to do."""
-
-
-def default_path(environment: Mapping[str, str]) -> Path:
-    """Where the socket is if nobody says otherwise; server and client agree on it."""
-    runtime = environment.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isdir(runtime):
-        return Path(runtime, "uma-trio", "uma.sock")
-    return Path("/tmp/uma.sock")
 
 
 @contextlib.contextmanager

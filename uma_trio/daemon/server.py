@@ -30,7 +30,7 @@ from uma_trio.daemon.connection import Connection
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.storage import NO_STORAGE, Storage, open_storage
 from uma_trio.engine.thread import EngineThread
-from uma_trio.errors import TooManySessions
+from uma_trio.errors import TooManyConnections
 from uma_trio.models import known_costs
 from uma_trio.models.loaded import LoadedModel, load_model
 from uma_trio.models.prompt import PromptMaker
@@ -130,7 +130,7 @@ class Server:
         codec = server_codec(self.config.listen.protocol, max_frame_bytes=self.limits.max_frame_bytes)
         try:
             if len(self._connections) >= self.limits.max_connections:
-                error = TooManySessions(f"{len(self._connections)} connections are open")
+                error = TooManyConnections(f"{len(self._connections)} connections are open")
                 self.runner.telemetry.rejected[error.code] += 1
                 sock.send(codec.encode(Failure.of(error)))
                 return

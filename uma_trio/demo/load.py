@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import attrs
 import trio
 
-from uma_trio.client import BrokenProtocol, Client, open_client
+from uma_trio.client import Client, Eos, Token, open_client
 from uma_trio.demo.recording import Answer, Question, Stream, Track
 from uma_trio.demo.scorecard import Counters
 
@@ -109,18 +109,15 @@ class _DaemonConnection:
     options: Mapping[str, Any]
 
     async def ask(self, question: Question, on_token: OnToken) -> End:
-        event: dict[str, Any] = {}
         async for event in self.client.generate(**self._request(question)):
-            if event["event"] == "token":
-                on_token(event["text"])
-        if event.get("event") != "eos":
-            raise BrokenProtocol(f"an answer ended with {event!r}")
-        usage = event["usage"]
+            if isinstance(event, Token):
+                on_token(event.text)
+        assert isinstance(event, Eos)  # generate() ends with eos or raises
         return End(
-            reason=event["reason"],
-            prompt_tokens=usage["prompt_tokens"],
-            completion_tokens=usage["completion_tokens"],
-            cached_tokens=usage.get("cached_tokens", 0),
+            reason=event.reason,
+            prompt_tokens=event.usage.prompt_tokens,
+            completion_tokens=event.usage.completion_tokens,
+            cached_tokens=event.usage.cached_tokens,
         )
 
     def _request(self, question: Question) -> dict[str, Any]:

@@ -1,5 +1,10 @@
 """The framed protocol of docs/PROTOCOL.md, without I/O: bytes in, messages out, and back.
 
-``messages`` says what can be said, ``payload`` turns it into JSON or CBOR, ``framing`` cuts a byte
-stream into payloads, and ``codec`` puts the three together for one connection.
+============  ==========================================================
+``messages``  requests and events, and the bounds of their fields
+``payload``   one message as JSON or CBOR
+``framing``   a byte stream as length-prefixed payloads
+``codec``     the three above combined, for one end of a connection
+``address``   where the socket is
+============  ==========================================================
 """

@@ -1,8 +1,8 @@
-"""One connection's view of the protocol: bytes to messages, events to bytes.
+"""Codecs for the two ends of a connection: bytes to messages, events to bytes.
 
-``ServerCodec`` and ``ClientCodec`` are the two ends of the framed protocol; ``NewlineCodec`` is the
-server's end of the one for people at a terminal (``nc -U``).  None of them knows a socket, and none
-knows whether a message is allowed *now*: that is the connection's affair.
+``ServerCodec`` and ``ClientCodec`` implement the framed protocol.  ``NewlineCodec`` is the server's end of the newline
+protocol, for people at a terminal (``nc -U``).  Codecs do no I/O, and do not check whether a message is allowed in the
+connection's current state.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from uma_trio.protocol.messages import (
     Cancel,
     ClientMessage,
     Eos,
+    Event,
     Failure,
     Generate,
     Metrics,
@@ -28,46 +29,46 @@ Mode = Literal["auto", "json", "cbor", "newline"]
 
 
 class Codec(Protocol):
-    """What the daemon needs of a protocol."""
+    """Interface of the server's codecs."""
 
     @property
     def mid_message(self) -> bool:
-        """Whether a message has begun to arrive and is not complete."""
+        """Whether a message has arrived in part."""
 
     def receive_data(self, data: bytes) -> None:
-        """Store ``data``; ``b""`` says that the peer has closed its side."""
+        """Buffer ``data``; ``b""`` means that the peer closed its sending side."""
 
     def next_message(self) -> ClientMessage | None:
-        """Take the next whole message; ``None`` when it takes more data.
+        """Remove and return the next complete message; ``None`` if more data is needed.
 
         Raises:
-            ProtocolError: after one of these the connection is closed.
+            ProtocolError: the peer violated the protocol.  The codec cannot be used afterwards.
         """
 
     def encode(self, event: ServerEvent) -> bytes:
-        """The bytes that tell ``event`` to the peer."""
+        """Serialize an event."""
 
 
 def server_codec(mode: Mode, *, max_frame_bytes: int) -> Codec:
-    """The server's end of one connection."""
+    """Return the codec for the server's end of a connection."""
     if mode == "newline":
         return NewlineCodec(max_line_bytes=max_frame_bytes)
     return ServerCodec(mode, max_frame_bytes=max_frame_bytes)
 
 
 class ServerCodec:
-    """The server's end of the framed protocol; answers in the encoding that was asked in.
+    """The server's end of the framed protocol.
 
-    What has no ``id`` is told in the encoding of the latest frame.
+    Events of a request have the encoding of the request; events without an ``id``, that of the latest frame received.
     """
 
     def __init__(self, mode: Literal["auto", "json", "cbor"], *, max_frame_bytes: int) -> None:
         self._frames = framing.FrameReader(max_frame_bytes=max_frame_bytes)
         self._only = None if mode == "auto" else Encoding(mode)
         self._latest = self._only or Encoding.JSON
-        self._asked_in: dict[str | None, tuple[Encoding, int]] = {}
-        """By id: of what is still to be answered, so that a cancel in JSON leaves a CBOR stream CBOR; and how many
-        answers are."""
+        self._pending: dict[str | None, tuple[Encoding, int]] = {}
+        """Request id to encoding and number of answers that have not ended.  So a cancel in JSON does not change the
+        encoding of a CBOR stream."""
 
     @property
     def mid_message(self) -> bool:
@@ -85,24 +86,24 @@ class ServerCodec:
             self._latest = encoding
         elif encoding is not self._only:
             wrong = InvalidJson if self._only is Encoding.JSON else InvalidCbor
-            raise wrong(f"this server was started with --protocol {self._only.value}")
+            raise wrong(f"this server runs with --protocol {self._only.value}")
         message = messages.parse(payload.decode(found, encoding))
         if not isinstance(message, Cancel):
             answers = message.n if isinstance(message, Generate) else 1
-            self._asked_in.setdefault(message.id, (encoding, answers))
+            self._pending.setdefault(message.id, (encoding, answers))
         return message
 
     def encode(self, event: ServerEvent) -> bytes:
-        encoding, answers = self._asked_in.get(event.id, (self._latest, 0))
+        encoding, answers = self._pending.get(event.id, (self._latest, 0))
         if type(event) is not Token:
-            self._asked_in.pop(event.id, None)
+            self._pending.pop(event.id, None)
             if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:
-                self._asked_in[event.id] = encoding, answers - 1
+                self._pending[event.id] = encoding, answers - 1
         return framing.frame(payload.encode(messages.to_fields(event), encoding))
 
 
 class ClientCodec:
-    """The client's end of the framed protocol: sends plain fields, receives plain fields."""
+    """The client's end of the framed protocol: sends plain fields, receives typed events."""
 
     def __init__(self, encoding: Encoding = Encoding.JSON, *, max_frame_bytes: int = 64 << 20) -> None:
         self._frames = framing.FrameReader(max_frame_bytes=max_frame_bytes)
@@ -111,30 +112,35 @@ class ClientCodec:
     def receive_data(self, data: bytes) -> None:
         self._frames.receive_data(data)
 
-    def next_event(self) -> dict[str, Any] | None:
-        """Take the next event; ``None`` when it takes more data.
+    def next_event(self) -> Event | None:
+        """Remove and return the next complete event; ``None`` if more data is needed.
 
         Raises:
-            ProtocolError: the server did not keep to the protocol.
+            ProtocolError: the server violated the protocol.
         """
         found = self._frames.next_payload()
-        return None if found is None else payload.decode(found, payload.encoding_of(found))
+        if found is None:
+            return None
+        return messages.parse_event(payload.decode(found, payload.encoding_of(found)))
 
     def encode(self, fields: dict[str, Any]) -> bytes:
+        """Serialize a message, given as plain fields."""
         return framing.frame(payload.encode(fields, self._encoding))
 
 
 class NewlineCodec:
-    """A prompt a line in, raw text out: ``echo 'Tell me a story' | nc -U uma.sock``.
+    """The newline protocol: each line is a prompt, the answer is raw text.
 
-    The answer to a prompt ends with a newline, an error reads ``error: CODE message``.  Only for
-    debugging: nothing tells an answer's own newline from its end but the closing connection.
+    An answer ends with a newline; an error is a line ``error: CODE message``.  For debugging only: a newline inside an
+    answer looks like its end, until the connection closes.
+
+        echo 'Tell me a story' | nc -U uma.sock
     """
 
     def __init__(self, *, max_line_bytes: int) -> None:
         self._buffer = bytearray()
         self._searched = 0
-        """Bytes at the buffer's beginning that hold no end of a line."""
+        """Length of the buffer's beginning that is known to contain no newline."""
         self._max_line_bytes = max_line_bytes
         self._closed = False
         self._requests = 0
@@ -152,17 +158,17 @@ class NewlineCodec:
         self._searched = len(self._buffer) if end < 0 else 0
         if end < 0 and not (self._closed and self._buffer):
             if len(self._buffer) > self._max_line_bytes:
-                raise FrameTooLarge(f"a line of more than {self._max_line_bytes} bytes")
+                raise FrameTooLarge(f"a line has more than {self._max_line_bytes} bytes")
             return None
         line = bytes(self._buffer[: end if end >= 0 else None])
         del self._buffer[: len(line) + 1]
         if len(line) > self._max_line_bytes:
-            raise FrameTooLarge(f"a line of more than {self._max_line_bytes} bytes")
+            raise FrameTooLarge(f"a line has more than {self._max_line_bytes} bytes")
         return self._request(line.removesuffix(b"\r"))
 
     def _request(self, line: bytes) -> Generate:
         if b"\0" in line:
-            raise BadRequest("a prompt line may not hold NUL")
+            raise BadRequest("a prompt line may not contain NUL")
         try:
             prompt = line.decode()
         except UnicodeDecodeError as error:
@@ -179,4 +185,4 @@ class NewlineCodec:
             case Failure(code=code, message=message):
                 return f"error: {code} {' '.join(message.splitlines())}\n".encode()
             case Metrics() | SessionList():
-                raise AssertionError("nobody can ask for that in the newline protocol")
+                raise AssertionError("the newline protocol has no such query")

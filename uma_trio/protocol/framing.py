@@ -1,4 +1,4 @@
-"""Cuts a byte stream into payloads: ``uint32_le length | payload``.
+"""Cuts a byte stream into length-prefixed payloads: ``uint32_le length | payload``.
 
 Source: docs/PROTOCOL.md, "Frames".
 """
@@ -13,9 +13,9 @@ HEADER_BYTES: Final = 4
 
 
 class FrameReader:
-    """Stores what arrives and tells when a payload is complete.
+    """Buffers received bytes until a payload is complete.
 
-    Knows lengths and nothing of what is inside.  Holds at most one frame and one read beyond it.
+    Does not look into payloads.  Holds at most one frame and one read beyond it.
     """
 
     def __init__(self, *, max_frame_bytes: int) -> None:
@@ -25,25 +25,25 @@ class FrameReader:
 
     @property
     def mid_frame(self) -> bool:
-        """Whether part of a frame has arrived and the rest has not."""
+        """Whether a frame has arrived in part."""
         return bool(self._buffer)
 
     def receive_data(self, data: bytes) -> None:
-        """Store ``data``; ``b""`` says that the peer has closed its side."""
+        """Buffer ``data``; ``b""`` means that the peer closed its sending side."""
         self._buffer += data
         self._closed |= not data
 
     def next_payload(self) -> bytes | None:
-        """Take the next whole payload; ``None`` when it takes more data to complete one.
+        """Remove and return the next complete payload; ``None`` if more data is needed.
 
         Raises:
-            FrameTooLarge: as soon as the length is known and before its payload is waited for.
+            FrameTooLarge: the header announces more than ``max_frame_bytes``; raised before the payload arrives.
             TruncatedFrame: the peer closed inside a frame.
         """
         if len(self._buffer) >= HEADER_BYTES:
             length = int.from_bytes(self._buffer[:HEADER_BYTES], "little")
             if length > self._max_frame_bytes:
-                raise FrameTooLarge(f"a frame of {length} bytes; at most {self._max_frame_bytes} are taken")
+                raise FrameTooLarge(f"a frame of {length} bytes; the limit is {self._max_frame_bytes}")
             end = HEADER_BYTES + length
             if len(self._buffer) >= end:
                 payload = bytes(self._buffer[HEADER_BYTES:end])
@@ -55,5 +55,5 @@ class FrameReader:
 
 
 def frame(payload: bytes) -> bytes:
-    """The bytes of one frame; the inverse of ``FrameReader.next_payload``."""
+    """Prefix ``payload`` with its length; the inverse of ``FrameReader.next_payload``."""
     return len(payload).to_bytes(HEADER_BYTES, "little") + payload

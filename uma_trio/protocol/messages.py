@@ -1,8 +1,10 @@
-"""What client and server can say to each other, as frozen records.
+"""Messages of the socket protocol, as frozen records.
 
-Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``; ``Token``, ``Eos``, ``Failure``,
-``Metrics`` and ``SessionList`` go back, and nothing else ever.  Bounds that hold for every
-server stand here, in the types; bounds that a server is configured with are ``runner.admission``'s.
+Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The server answers with ``Token``,
+``Eos``, ``Failure``, ``Metrics`` and ``SessionList``.
+
+The types hold the bounds that every server enforces, and no other module repeats them.  Limits that an operator can
+set are checked later, when a request is admitted.
 
 Source: docs/PROTOCOL.md.
 """
@@ -20,23 +22,28 @@ from msgspec import Meta
 from uma_trio.errors import BadRequest, UmaError
 
 Priority = Literal["interactive", "normal", "background"]
-Reason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_INT32: Final = 2**31 - 1
+"""llama.cpp counts and numbers tokens with 32-bit signed integers."""
+
+MAX_NAME_CHARS: Final = 256
+"""Characters of a name that a client chooses: of a request, a session, a model or a principal."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
-"""Of ``metadata`` as JSON.  It is echoed, so a client decides how much the server sends."""
+"""Size of ``metadata`` as JSON.  The server echoes it, so this bounds what a client can make it send."""
 
 MAX_METADATA_DEPTH: Final = 32
-"""Of ``metadata``: objects and lists inside each other, itself included."""
+"""Nesting of objects and lists in ``metadata``, itself included."""
 
-MAX_COMPLAINT: Final = 300
-"""Characters of an error message about a field: it may quote what the client sent."""
+MAX_ERROR_CHARS: Final = 300
+"""Length of an error message about a field.  Such a message may quote what the client sent."""
 
 BANNED: Final = -100.0
-"""A bias that means never."""
+"""The ``logit_bias`` that excludes a token, as in the OpenAI API."""
 
-Id = Annotated[str, Meta(min_length=1, max_length=256)]
-SessionId = Annotated[str, Meta(min_length=1, max_length=256)]
-TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=300)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -45,18 +52,18 @@ TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
 
 @attrs.frozen(kw_only=True)
 class Slo:
-    """What the client hopes for; advice to the scheduler, never a reason to refuse."""
+    """Latency targets of a request.  The scheduler takes them as advice; a request is never refused for them."""
 
     target_ttft_ms: TargetMs | None = None
     """Time to first token."""
     target_tbt_ms: TargetMs | None = None
-    """Time between tokens: the inter-token latency."""
+    """Time between tokens, also called inter-token latency."""
     priority: Priority = "normal"
 
 
 @attrs.frozen(kw_only=True)
 class ChatMessage:
-    """One turn of a conversation."""
+    """One message of a chat."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -66,92 +73,99 @@ class ChatMessage:
 class Generate:
     """A request for text.  Exactly one of ``prompt`` and ``messages`` is set."""
 
-    id: Id
+    id: Name
+    model: Name | None = None
+    """Which of the served models answers.  ``None`` is the default model."""
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
-    """Rendered through the model's chat template."""
+    """A chat, rendered with the model's chat template."""
     parse_special: bool = True
-    """Read control tokens that ``prompt`` spells out; else they are text.  In ``messages`` they always are."""
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    """``None``: the server's default, or what the context has room for if that is less."""
+    """Whether text in ``prompt`` that spells a control token becomes that token.  In ``messages`` it never does."""
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    """``None`` is the server's default, or the room left in the context if that is less."""
     n: Annotated[int, Meta(ge=1, le=16)] = 1
-    """Answers to the one prompt, each with a seed of its own and told by its ``index``."""
+    """Number of answers to the prompt.  Each has its own ``index`` and its own seed."""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """0 is greedy."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    """1 is off."""
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
     """0 is off."""
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """0 is off."""
     repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] = 1.0
     """1 is off."""
     repeat_last_n: Annotated[int, Meta(ge=0, le=4096)] = 64
-    """Tokens that ``repetition_penalty`` looks at, of prompt and answer together."""
+    """Window of ``repetition_penalty``: the last tokens of prompt and answer together."""
     frequency_penalty: Penalty = 0.0
-    """Of the answer's tokens, for each time; 0 is off."""
+    """Subtracted from a token's logit for each time that the answer contains it.  0 is off."""
     presence_penalty: Penalty = 0.0
-    """Of the answer's tokens; 0 is off."""
+    """Subtracted once from the logit of a token that the answer contains.  0 is off."""
     logit_bias: LogitBias = attrs.field(factory=dict)
-    """Added to the model's logits, by token id; ``BANNED`` keeps a token out."""
+    """Token id to a number that is added to its logit.  ``BANNED`` excludes the token."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """Tell how likely each token was, and so many of the most likely ones."""
+    """Report the log probability of each token and of this many most likely alternatives."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    """``None``: the server chooses one and tells it in ``eos``."""
+    """``None``: the server chooses a seed and reports it in ``eos``."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = attrs.field(factory=list)
+    """Strings that end the answer.  They are not part of it."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = attrs.field(factory=list)
-    """End the answer as the model's own end-of-generation tokens do."""
+    """Tokens that end the answer, like the model's own end-of-generation tokens."""
     ignore_eos: bool = False
     """Never sample an end-of-generation token: generate exactly ``max_tokens``."""
     stream: bool = True
+    """Whether each token is sent as an event."""
     echo: bool = False
-    """Send the prompt's text first."""
+    """Send the prompt's text before the answer."""
     return_full_text: bool = False
-    """The same, by another name."""
+    """Alias of ``echo``."""
     keep_alive: bool = False
-    """Keep the connection for further requests after this one's ``eos`` or ``error``."""
+    """Keep the connection open for further requests after this one's ``eos`` or ``error``."""
     cache_prompt: bool = True
-    """Share computed tokens with requests of the same user that begin alike."""
+    """Share the KV cache of common prefixes with other requests of the same user."""
     speculate: bool | None = None
-    """Whether to check guesses at what follows; ``None``: where they pay.  The text is the same."""
-    session_id: SessionId | None = None
-    """Goes on with what was said in this session before, and is remembered in it."""
-    n_keep: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    """Where prompt and answer do not fit into the context: the oldest tokens after so many may go.  ``None``: none."""
+    """Whether to use speculative decoding.  ``None`` is the server's setting.  The text does not depend on it."""
+    session_id: Name | None = None
+    """Session that this request continues, or begins."""
+    n_keep: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
+    """If the context is too small, drop the oldest tokens after the first ``n_keep``.  ``None``: drop nothing."""
     slo: Slo = attrs.field(factory=Slo)
+    principal: Name | None = None
+    """User on whose behalf the request is made.  Honoured only from the user that runs the daemon."""
     metadata: dict[str, Any] | None = None
     """Echoed in ``eos`` and ``error``."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """``stop`` as a tuple, however it was spelled."""
+        """``stop`` as a tuple, whether it was sent as one string or as a list."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @attrs.frozen(kw_only=True)
 class Cancel:
-    """Stop a request.  Of an id that is not running: nothing to do, and nothing is answered."""
+    """Cancels the running request ``id``.  Cancelling any other id is a no-op and gets no answer."""
 
-    id: Id
+    id: Name
 
 
 @attrs.frozen(kw_only=True)
 class MetricsQuery:
-    """Asks for one snapshot; the server closes afterwards unless ``keep_alive``."""
+    """Asks for one metrics snapshot.  The server closes the connection afterwards unless ``keep_alive`` is set."""
 
-    id: Id | None = None
+    id: Name | None = None
     keep_alive: bool = False
 
 
 @attrs.frozen(kw_only=True)
 class SessionQuery:
-    """About the user's sessions: all of them, or one."""
+    """Lists, describes, closes or forks sessions of the user."""
 
     action: Literal["list", "describe", "close", "fork"] = "list"
-    session_id: SessionId | None = None
-    """Of all but ``list``."""
-    new_id: SessionId | None = None
-    """Of ``fork``: the name of the session that goes on from where the other one is."""
-    id: Id | None = None
+    session_id: Name | None = None
+    """The session to act on; set for every action except ``list``."""
+    new_id: Name | None = None
+    """Name of the new session; set for ``fork`` alone."""
+    id: Name | None = None
     keep_alive: bool = False
 
 
@@ -160,96 +174,98 @@ ClientMessage = Generate | Cancel | MetricsQuery | SessionQuery
 
 @attrs.frozen(kw_only=True)
 class Usage:
-    """What a request cost, in tokens."""
+    """Token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
+    """Generated tokens, an end-of-generation token included."""
     cached_tokens: int = 0
-    """Prompt tokens that did not have to be computed."""
+    """Prompt tokens whose KV cache existed already."""
     dropped_tokens: int = 0
-    """Tokens of what was said before that had to go, for the rest to fit; see ``n_keep``."""
+    """Earlier tokens that were dropped to make the prompt fit; see ``Generate.n_keep``."""
 
 
 @attrs.frozen(kw_only=True)
 class SessionInfo:
-    """What there is of one session."""
+    """State of one session."""
 
     session_id: str
     turns: int
-    """Requests answered in it."""
+    """Answered requests."""
     tokens: int
-    """Of all that was said."""
+    """Length of the conversation so far."""
     durable: bool
-    """Its tokens are on disk: it survives the server."""
+    """Whether all of its tokens are on disk, so that it survives the server."""
     busy: bool = False
-    """It is answering."""
+    """Whether a request of it is running."""
     created_at: float = 0.0
-    """Seconds since 1970, as"""
+    """Seconds since 1970."""
     used_at: float = 0.0
-    """when it was last used."""
+    """Seconds since 1970, when its last answer ended."""
 
 
 @attrs.frozen(kw_only=True)
 class SessionList:
-    """The answer to a ``SessionQuery``."""
+    """Answer to a ``SessionQuery``."""
 
     sessions: list[SessionInfo]
-    """All of the user's, the last used first; or the one that was asked about, forked or closed."""
+    """All sessions of the user, the last used first; or the one that was described, closed or created by a fork."""
     id: str | None = None
 
 
 @attrs.frozen(kw_only=True)
 class Timings:
-    """Where a request's time went, in milliseconds of the server's clock."""
+    """Durations of a request in milliseconds, on the server's clock."""
 
     queue_ms: float
-    """From arrival until a sequence was given to it."""
-    ttft_ms: float | None
-    """From arrival to the first token; ``None`` when there was none."""
+    """From arrival until the request got a sequence."""
+    ttft_ms: float | None = None
+    """From arrival to the first token; ``None`` without one."""
     total_ms: float
     """From arrival to this event."""
-    tokens_per_s: float | None
-    """After the first token; ``None`` below two tokens."""
+    tokens_per_s: float | None = None
+    """Rate after the first token; ``None`` below two tokens."""
 
 
 @attrs.frozen(kw_only=True)
 class Logprob:
-    """How likely the model found a token, whatever was asked of the sampler."""
+    """Log probability of one token, as the model computed it: before biases, penalties, temperature and filters."""
 
     token_id: int
     text: str
-    """U+FFFD stands for what is no whole character by itself."""
+    """The token by itself; U+FFFD stands for bytes that are no whole character."""
     bytes: list[int]
-    """The token's own; ``text`` of the event may be held back, and more or less than that."""
+    """The token's bytes.  The text of an event can differ from them, because incomplete characters are held back."""
     logprob: float
     """Natural logarithm of the probability."""
 
 
 @attrs.frozen(kw_only=True)
 class Logprobs(Logprob):
-    """Of a token of the answer."""
+    """Log probability of a token of the answer, and of its most likely alternatives."""
 
     top_logprobs: list[Logprob]
-    """The most likely tokens there, likeliest first."""
+    """Most likely first."""
 
 
 @attrs.frozen(kw_only=True)
 class Token:
-    """One sampled token and the text that can be shown since the last one.
+    """One generated token, with the text that became complete with it.
 
-    ``text`` holds whole characters only and may be empty: the token ended inside a character, or
-    inside what may become a stop string.
+    ``text`` holds whole characters only.  It is empty when the token ends inside a character, or inside something that
+    may become a stop string.
     """
 
     id: str
     text: str
-    token_id: int | None
+    token_id: int | None = None
     """``None`` for the echoed prompt."""
     echo: bool = False
+    """Whether this is the echoed prompt."""
     index: int | None = None
-    """Of the answer, from 0; ``None`` where there is only one."""
+    """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
     logprob: float | None = None
-    """This and what follows where it was asked for: as in ``Logprobs``."""
+    """This field and the following ones are as in ``Logprobs``, if the request asked for them."""
     bytes: list[int] | None = None
     top_logprobs: list[Logprob] | None = None
 
@@ -259,12 +275,13 @@ class Token:
         id: str,
         text: str,
         token_id: int | None,
-        told: Logprobs | None,
+        logprobs: Logprobs | None,
         *,
         echo: bool = False,
         index: int | None = None,
     ) -> Token:
-        if told is None:
+        """Build the event of a token, with ``logprobs`` flattened into it."""
+        if logprobs is None:
             return cls(id=id, text=text, token_id=token_id, echo=echo, index=index)
         return cls(
             id=id,
@@ -272,48 +289,50 @@ class Token:
             token_id=token_id,
             echo=echo,
             index=index,
-            logprob=told.logprob,
-            bytes=told.bytes,
-            top_logprobs=told.top_logprobs,
+            logprob=logprobs.logprob,
+            bytes=logprobs.bytes,
+            top_logprobs=logprobs.top_logprobs,
         )
 
 
 @attrs.frozen(kw_only=True)
 class Eos:
-    """The end of a request that was served, or of one of its answers; nothing of it follows."""
+    """End of an answer.  It is the last event of the answer, and of the request when all its answers have ended."""
 
     id: str
-    reason: Reason
+    reason: FinishReason
     usage: Usage
     timings: Timings
     index: int | None = None
-    """Of the answer, where there are several."""
+    """Which answer has ended, from 0; ``None`` if the request asked for one."""
     text: str | None = None
     """The whole text, if ``stream`` was false."""
     logprobs: list[Logprobs] | None = None
-    """Of each token that would have been an event, if they were asked for and ``stream`` was false."""
+    """One entry a token, if the request asked for them and ``stream`` was false."""
     stop: str | None = None
-    """The stop string that was found, if one was."""
+    """The stop string that ended the answer."""
     seed: int | None = None
+    """The seed; ``None`` if nothing was drawn at random."""
     session: SessionInfo | None = None
-    """Of a request with a ``session_id``, after it."""
+    """The session after this request, if it has one."""
     metadata: dict[str, Any] | None = None
 
 
 @attrs.frozen(kw_only=True)
 class Failure:
-    """Something went wrong with request ``id``, or with the connection if there is no ``id``."""
+    """An error of request ``id``, or of the connection if ``id`` is ``None``.  Its event is called ``error``."""
 
     code: str
     message: str
     id: str | None = None
     index: int | None = None
-    """Of the answer, where there are several and only this one is meant."""
+    """Which answer has failed, if the others go on."""
     retry_after_ms: int | None = None
     metadata: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, error: UmaError, *, metadata: dict[str, Any] | None = None, index: int | None = None) -> Failure:
+        """Build the event that reports ``error``."""
         return cls(
             code=error.code,
             message=str(error),
@@ -326,7 +345,7 @@ class Failure:
 
 @attrs.frozen(kw_only=True)
 class Metrics:
-    """A snapshot; docs/METRICS.md names its fields."""
+    """A metrics snapshot; docs/METRICS.md lists its fields."""
 
     snapshot: Mapping[str, Any]
     id: str | None = None
@@ -334,35 +353,76 @@ class Metrics:
 
 ServerEvent = Token | Eos | Failure | Metrics | SessionList
 
+
+@attrs.frozen
+class UnknownEvent:
+    """An event of a newer server that this version does not know."""
+
+    fields: Mapping[str, Any]
+
+    @property
+    def id(self) -> str | None:
+        """The request that the event belongs to, if it names one."""
+        return self.fields.get("id")
+
+
+Event = ServerEvent | UnknownEvent
+"""Everything that a client can receive."""
+
 _EVENT_NAMES: Final = {Token: "token", Eos: "eos", Failure: "error", Metrics: "metrics", SessionList: "sessions"}
+_EVENT_TYPES: Final[Mapping[str, type[ServerEvent]]] = {name: cls for cls, name in _EVENT_NAMES.items()}
 
 
 def parse(fields: dict[str, Any]) -> ClientMessage:
-    """Read one client message from its decoded payload.
+    """Convert the decoded payload of a client's message.
 
     Unknown fields are ignored, so that a newer client can talk to an older server.
 
     Raises:
-        BadRequest: naming the field; with ``request_id`` where the payload has a usable one.
+        BadRequest: names the field, and carries ``request_id`` if the payload has a usable one.
     """
     try:
         return _parse(fields)
     except msgspec.ValidationError as error:
-        complaint = str(error).replace("`$.", "`").replace("`$", "`request")
-        wrong = BadRequest(_shortened(complaint))
+        wrong = BadRequest(_error_text(error))
     except BadRequest as error:
         wrong = error
     claimed = fields.get("id")
-    if isinstance(claimed, str) and 0 < len(claimed) <= 256:
+    if isinstance(claimed, str) and 0 < len(claimed) <= MAX_NAME_CHARS:
         wrong.request_id = claimed
     raise wrong
+
+
+def parse_event(fields: dict[str, Any]) -> Event:
+    """Convert the decoded payload of a server's event.
+
+    Unknown fields are ignored, so that an older client can talk to a newer server.
+
+    Raises:
+        BadRequest: a field of a known event is missing or has the wrong type.
+    """
+    name = fields.get("event")
+    cls = _EVENT_TYPES.get(name) if isinstance(name, str) else None
+    if cls is None:
+        return UnknownEvent(fields)
+    if cls is Metrics:  # the snapshot's fields stand in the payload itself
+        snapshot = {key: value for key, value in fields.items() if key not in ("event", "id")}
+        return Metrics(snapshot=snapshot, id=fields.get("id"))
+    try:
+        return msgspec.convert(fields, cls)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"event {name!r}: {_error_text(error)}") from None
+
+
+def _error_text(error: msgspec.ValidationError) -> str:
+    return _shortened(str(error).replace("`$.", "`").replace("`$", "`request"))
 
 
 def _parse(fields: dict[str, Any]) -> ClientMessage:
     event, kind = fields.get("event"), fields.get("type")
     if event is not None:
         if event != "cancel":
-            raise BadRequest("the only event that a client sends is 'cancel'")
+            raise BadRequest("the only event that a client may send is 'cancel'")
         return msgspec.convert(fields, Cancel)
     if kind == "metrics":
         return msgspec.convert(fields, MetricsQuery)
@@ -370,11 +430,11 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return _parse_session_query(fields)
     if kind not in (None, "generate"):
         raise BadRequest("type must be 'generate', 'metrics' or 'sessions'")
-    request = msgspec.convert(fields, Generate, str_keys=True)
+    request = msgspec.convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")
     if request.session_id is not None and request.n > 1:
-        raise BadRequest("n must be 1 with session_id: a session goes on from one answer; fork it for several")
+        raise BadRequest("n must be 1 with session_id: a session continues one answer; fork it to get several")
     if request.metadata is not None:
         _check_metadata(request.metadata)
     return request
@@ -383,27 +443,27 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
 def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
     query = msgspec.convert(fields, SessionQuery)
     if (query.session_id is None) != (query.action == "list"):
-        raise BadRequest("give session_id to describe, close or fork a session, and not to list all")
+        raise BadRequest("session_id is required to describe, close or fork a session, and not allowed to list them")
     if (query.new_id is None) != (query.action != "fork"):
-        raise BadRequest("give new_id to fork a session, and only then")
+        raise BadRequest("new_id is required to fork a session, and not allowed otherwise")
     return query
 
 
-def _shortened(complaint: str) -> str:
-    """Its beginning, which says what is wrong, and its end, which says where."""
-    if len(complaint) <= MAX_COMPLAINT:
-        return complaint
-    half = MAX_COMPLAINT // 2
-    return f"{complaint[:half]} ... {complaint[-half:]}"
+def _shortened(text: str) -> str:
+    """Cut the middle: an error text begins with what is wrong and ends with where."""
+    if len(text) <= MAX_ERROR_CHARS:
+        return text
+    half = MAX_ERROR_CHARS // 2
+    return f"{text[:half]} ... {text[-half:]}"
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """What is echoed must be small, shallow and the same in both encodings."""
+    """Require metadata that is small, shallow and the same in both encodings, because the server echoes it."""
     level: list[Any] = [metadata]
     for _ in range(MAX_METADATA_DEPTH):
         items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]
         if any(isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)) for item in items):
-            raise BadRequest("metadata must be expressible in JSON: no bytes, no NaN, no Infinity")
+            raise BadRequest("metadata must be valid JSON: no bytes, no NaN, no Infinity")
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             break
@@ -411,12 +471,12 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
         raise BadRequest(f"metadata is nested more than {MAX_METADATA_DEPTH} deep")
     size = len(msgspec.json.encode(metadata))
     if size > MAX_METADATA_BYTES:
-        raise BadRequest(f"metadata has {size} bytes; at most {MAX_METADATA_BYTES} are echoed")
+        raise BadRequest(f"metadata has {size} bytes; the limit is {MAX_METADATA_BYTES}")
 
 
 def to_fields(event: ServerEvent) -> dict[str, Any]:
-    """The payload of an event, as plain values; what is ``None`` is left out."""
-    if type(event) is Token:  # the one on every token's path
+    """Convert an event to a payload of plain values, without the fields that are ``None``."""
+    if type(event) is Token:  # spelled out, because this runs once a token
         fields: dict[str, Any] = {"id": event.id, "event": "token", "text": event.text}
         if event.token_id is not None:
             fields["token_id"] = event.token_id
@@ -438,7 +498,7 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
 
 
 def _logprob_fields(found: Logprob) -> dict[str, Any]:
-    """Up to twenty with a token, so not by ``_plain``."""
+    """Spelled out like a token's fields: up to twenty of these come with each token."""
     return {
         "token_id": found.token_id,
         "text": found.text,
@@ -448,7 +508,7 @@ def _logprob_fields(found: Logprob) -> dict[str, Any]:
 
 
 def _plain(record: attrs.AttrsInstance) -> dict[str, Any]:
-    """Unlike ``attrs.asdict``, does not go into ``metadata``: it is plain already, and not ours to walk."""
+    """Like ``attrs.asdict`` without ``None``, but leaves ``metadata`` as it is: its values are plain already."""
     found = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
     return {name: _plain_value(value) for name, value in found.items() if value is not None}
 

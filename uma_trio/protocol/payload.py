@@ -1,8 +1,8 @@
 """JSON and CBOR payloads: bytes to a plain object, and back.
 
-Both decoders take untrusted bytes.  What comes out is made of ``dict`` with text keys, ``list``,
-``str``, ``int``, ``float``, ``bool``, ``None`` (and ``bytes`` from CBOR) and nothing else: no dates, no
-shared references, no tags.  Text is valid UTF-8.  Token ids that are keys in CBOR become text, as they are in JSON.
+Both decoders accept untrusted bytes.  The result consists of ``dict`` with text keys, ``list``, ``str``, ``int``,
+``float``, ``bool``, ``None`` (and ``bytes`` from CBOR): no dates, no shared references, no tags.  Text is valid UTF-8.
+CBOR may have token ids as integer keys; they become text, as in JSON.
 
 Sources: RFC 8259 (JSON), RFC 8949 (CBOR).
 """
@@ -22,39 +22,53 @@ from uma_trio.errors import InvalidCbor, InvalidJson
 MAX_CBOR_DEPTH: Final = 64
 
 TOKEN_MAPS: Final = frozenset({"logit_bias"})
-"""Fields that are maps by token id, whose keys may be whole numbers in CBOR."""
+"""Fields that map token ids to values.  In CBOR their keys may be integers."""
 
 MAX_PAIRS: Final = 4096
-"""Of a CBOR payload, and of each of its maps by token id: they are read pair by pair, on the event loop."""
+"""Limit on the pairs of a CBOR payload, and of each map by token id.
+
+Both are decoded pair by pair on the event loop.  The limit also bounds the cost of integer keys with colliding hashes.
+"""
+
+
+# Initial bytes of CBOR items: RFC 8949, section 3 and appendix B.
+_CBOR_MAP_FIRST: Final = 0xA0
+_CBOR_MAP_LAST: Final = 0xBF
+_INFO_BITS: Final = 0b11111
+_FIRST_WIDTH: Final = 24
+"""From here to ``_LAST_WIDTH``, the length follows in 1, 2, 4 or 8 bytes; below, this is the length itself."""
+_LAST_WIDTH: Final = 27
+_INDEFINITE: Final = 31
+_BREAK: Final = b"\xff"
 
 
 class Encoding(enum.Enum):
-    """How payloads are written; an answer uses the encoding of its question."""
+    """Serialization of a payload.  The server answers in the encoding of the request."""
 
     JSON = "json"
     CBOR = "cbor"
 
 
 def encoding_of(payload: bytes) -> Encoding:
-    """JSON or CBOR, told by the first byte: 0xa0 to 0xbf opens a CBOR map (RFC 8949, 3.1).
+    """Detect the encoding by the first byte: 0xa0 to 0xbf opens a CBOR map (RFC 8949, 3.1).
 
-    Anything else is taken for JSON, whose decoder then has the better error message.
+    Everything else counts as JSON, because its decoder has the better error messages.
     """
-    return Encoding.CBOR if payload and 0xA0 <= payload[0] <= 0xBF else Encoding.JSON
+    return Encoding.CBOR if payload and _CBOR_MAP_FIRST <= payload[0] <= _CBOR_MAP_LAST else Encoding.JSON
 
 
 def decode(payload: bytes, encoding: Encoding) -> dict[str, Any]:
-    """The object in ``payload``.
+    """Decode ``payload`` to a plain object.
 
     Raises:
-        InvalidJson: not one JSON object in UTF-8 (NaN and Infinity are no JSON), or too deep.
-        InvalidCbor: not one CBOR map with text keys, a tagged value, or too deep.
+        InvalidJson: not one JSON object in UTF-8 (NaN and Infinity are not JSON), or nested too deeply.
+        InvalidCbor: not one CBOR map with text keys, contains a tagged value, or nested too deeply.
     """
     return _decode_json(payload) if encoding is Encoding.JSON else _decode_cbor(payload)
 
 
 def encode(fields: dict[str, Any], encoding: Encoding) -> bytes:
-    """The inverse of ``decode``; ``fields`` is our own and of plain values."""
+    """Encode trusted, plain values; the inverse of ``decode``."""
     return _encode_json(fields) if encoding is Encoding.JSON else cbor2.dumps(fields)
 
 
@@ -105,8 +119,10 @@ _BUILT_IN_TAGS: Final = (
     43000,
     55799,
 )
-"""Tags that cbor2 would decode: dates, big numbers, and shared references, with which a few bytes
-could spell an endless or an exponentially large value."""
+"""Tags that cbor2 decodes by default, such as dates, big numbers and shared references.
+
+With shared references, a few bytes could encode an endless or exponentially large value.
+"""
 
 
 def _decode_cbor(payload: bytes) -> dict[str, Any]:
@@ -117,7 +133,7 @@ def _decode_cbor(payload: bytes) -> dict[str, Any]:
         semantic_decoders=dict.fromkeys(_BUILT_IN_TAGS, _refuse_tag),
         max_depth=MAX_CBOR_DEPTH - 1,
         allow_duplicate_keys=False,
-        strict_hashable_types=True,  # of other keys anybody can make many that collide
+        strict_hashable_types=True,  # a sender can construct other keys so that their hashes collide
         read_size=1,
     )
     if not _at_map(stream):
@@ -128,71 +144,74 @@ def _decode_cbor(payload: bytes) -> dict[str, Any]:
         cause = error.__cause__ if isinstance(error.__cause__, InvalidCbor) else error
         raise InvalidCbor(str(cause) or type(cause).__name__) from None
     if stream.tell() != len(payload):
-        raise InvalidCbor("more bytes follow after the map")
+        raise InvalidCbor("more bytes follow the map")
     _check_plain(found)
     return found
 
 
 def _decode_fields(stream: io.BytesIO, decoder: cbor2.CBORDecoder) -> dict[str, Any]:
-    """The map that ``stream`` is at, pair by pair; what is in a pair, all at once, but for maps by token id."""
+    """Decode the payload's own map pair by pair.
+
+    cbor2 decodes each value at once, except maps by token id: it would refuse their integer keys.
+    """
     found: dict[str, Any] = {}
     for _ in _pairs(stream):
         name = decoder.decode()
         if type(name) is not str:
             raise InvalidCbor("the keys of the payload must be text")
         if name in found:
-            raise InvalidCbor("the payload has the same key twice")
+            raise InvalidCbor("the payload contains the same key twice")
         by_token = name in TOKEN_MAPS and _at_map(stream)
-        found[name] = _decode_by_token(name, stream, decoder) if by_token else decoder.decode()
+        found[name] = _decode_token_map(name, stream, decoder) if by_token else decoder.decode()
     return found
 
 
-def _decode_by_token(name: str, stream: io.BytesIO, decoder: cbor2.CBORDecoder) -> dict[str, Any]:
+def _decode_token_map(name: str, stream: io.BytesIO, decoder: cbor2.CBORDecoder) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for _ in _pairs(stream):
         token = decoder.decode()
         if type(token) not in (int, str):
-            raise InvalidCbor(f"the keys of {name} must be token ids: whole numbers, or these as text")
+            raise InvalidCbor(f"the keys of {name} must be token ids, as integers or as text")
         if str(token) in found:
-            raise InvalidCbor(f"{name} has the same token twice")
+            raise InvalidCbor(f"{name} contains the same token twice")
         found[str(token)] = decoder.decode()
     return found
 
 
 def _at_map(stream: io.BytesIO) -> bool:
-    """What comes next opens a map."""
+    """Whether the next item is a map."""
     return encoding_of(_next_byte(stream)) is Encoding.CBOR
 
 
 def _pairs(stream: io.BytesIO) -> Iterator[None]:
-    """Read what opens and what closes a map (RFC 8949, 3), and stop before each of its pairs."""
+    """Consume the header and the end of a map (RFC 8949, 3), and yield before each of its pairs."""
     size = _map_size(stream)
     n = 0
     while n < size if size is not None else not _closed(stream):
         if n == MAX_PAIRS:
-            raise InvalidCbor(f"a map of more than {MAX_PAIRS} pairs")
+            raise InvalidCbor(f"a map has more than {MAX_PAIRS} pairs")
         n += 1
         yield
 
 
 def _map_size(stream: io.BytesIO) -> int | None:
-    """How many pairs the map has that begins here; ``None`` for an indefinite length."""
-    told = stream.read(1)[0] & 31
-    if told == _INDEFINITE:
+    """Consume the header of a map and return its number of pairs; ``None`` for an indefinite length."""
+    info = stream.read(1)[0] & _INFO_BITS
+    if info == _INDEFINITE:
         return None
-    if told < 24:
-        return told
-    if told > 27:
-        raise InvalidCbor("a map of a reserved length")
-    width = 1 << told - 24
+    if info < _FIRST_WIDTH:
+        return info
+    if info > _LAST_WIDTH:
+        raise InvalidCbor("a map has a reserved length")
+    width = 1 << info - _FIRST_WIDTH
     size = stream.read(width)
     if len(size) < width:
-        raise InvalidCbor("it ends where a map begins")
+        raise InvalidCbor("the payload ends inside the header of a map")
     return int.from_bytes(size, "big")
 
 
 def _closed(stream: io.BytesIO) -> bool:
-    """Read the end of a map of indefinite length, if it is here."""
+    """Consume the end of a map of indefinite length, if it comes next."""
     if _next_byte(stream) != _BREAK:
         return False
     stream.seek(1, io.SEEK_CUR)
@@ -200,19 +219,21 @@ def _closed(stream: io.BytesIO) -> bool:
 
 
 def _next_byte(stream: io.BytesIO) -> bytes:
-    """The byte to come, which is not read; ``b""`` at the end."""
+    """Peek at the next byte; ``b""`` at the end."""
     return bytes(stream.getbuffer()[stream.tell() : stream.tell() + 1])
 
 
-_INDEFINITE: Final = 31
-_BREAK: Final = b"\xff"
 _TEXT: Final = frozenset({str})
 _CONTAINERS: Final = frozenset({dict, list})
 _PLAIN: Final = _CONTAINERS | {str, int, float, bool, bytes, type(None)}
 
 
 def _check_plain(found: dict[Any, Any]) -> None:
-    """Looks at kinds and not at values: a frame of a million small numbers takes milliseconds."""
+    """Refuse values of other types.
+
+    Looks at the set of types in each container, not at each value: a frame of a million small numbers takes
+    milliseconds.
+    """
     waiting: list[Any] = [found]
     while waiting:
         container = waiting.pop()
@@ -224,6 +245,6 @@ def _check_plain(found: dict[Any, Any]) -> None:
         kinds = set(map(type, items))
         if not kinds <= _PLAIN:
             strange = min(kind.__name__ for kind in kinds - _PLAIN)
-            raise InvalidCbor(f"a value of the kind {strange} is not part of the protocol")
+            raise InvalidCbor(f"a value of type {strange} is not part of the protocol")
         if not kinds.isdisjoint(_CONTAINERS):
             waiting.extend(item for item in items if type(item) in _CONTAINERS)

@@ -1,0 +1,289 @@
+"""The client against a scripted server: under trio, under asyncio, and blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import uma_trio
+from uma_trio.client import (
+    BrokenProtocol,
+    Client,
+    Eos,
+    Event,
+    NoServer,
+    ServerError,
+    Token,
+    UnknownEvent,
+    open_client,
+)
+from uma_trio.protocol.framing import FrameReader, frame
+
+TOKEN = {"id": "r1", "event": "token", "text": "hi", "token_id": 7}
+EOS = {
+    "id": "r1",
+    "event": "eos",
+    "reason": "stop",
+    "usage": {"prompt_tokens": 1, "completion_tokens": 2},
+    "timings": {"queue_ms": 0.1, "total_ms": 2.0},
+}
+
+
+class Server:
+    """Accepts one connection, keeps the first message, sends ``events`` and waits for the client to leave."""
+
+    def __init__(self, path: Path, events: list[dict[str, Any]], *, closes: bool = False, backlog: int = 1) -> None:
+        self.path = path
+        self.asked: dict[str, Any] = {}
+        self.left = threading.Event()
+        self._events, self._closes = events, closes
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(backlog)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        sock, _ = self._listener.accept()
+        with sock:
+            frames = FrameReader(max_frame_bytes=1 << 20)
+            while (payload := frames.next_payload()) is None:
+                data = sock.recv(1 << 16)
+                if not data:
+                    return
+                frames.receive_data(data)
+            self.asked = json.loads(payload)
+            for event in self._events:
+                sock.sendall(frame(json.dumps(event).encode()))
+            if not self._closes:
+                sock.recv(1)
+            self.left.set()
+
+    def close(self) -> None:
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+        self._listener.close()
+
+
+@contextlib.contextmanager
+def server(folder: Path, *events: dict[str, Any], **options: Any) -> Iterator[Server]:
+    found = Server(folder / "uma.sock", [*events], **options)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture(params=["trio", "asyncio"])
+def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[Any]]], Any]:
+    return lambda function: anyio.run(function, backend=request.param)
+
+
+Run = Callable[[Callable[[], Awaitable[Any]]], Any]
+
+
+def async_events(path: Path, **fields: Any) -> Callable[[], Awaitable[list[Event]]]:
+    async def ask() -> list[Event]:
+        async with open_client(path) as client:
+            return [event async for event in client.generate(**fields)]
+
+    return ask
+
+
+def test_events_are_typed_and_unknown_ones_go_through(tmp_path: Path, run: Run) -> None:
+    strange = {"id": "r1", "event": "thought", "text": "hm"}
+    others = TOKEN | {"id": "other"}
+    with server(tmp_path, TOKEN | {"new": 1}, strange, others, EOS) as found:
+        first, unknown, last = run(async_events(found.path, prompt="x", logit_bias={5: 1}))
+    assert first == Token(id="r1", text="hi", token_id=7)
+    assert unknown == UnknownEvent(strange)
+    assert isinstance(last, Eos)
+    assert (last.usage.completion_tokens, last.timings.ttft_ms) == (2, None)
+    assert found.asked == {"id": "r1", "prompt": "x", "logit_bias": {"5": 1}}
+
+
+def test_with_several_answers_all_are_read(tmp_path: Path, run: Run) -> None:
+    with server(tmp_path, EOS | {"index": 1}, TOKEN | {"index": 0}, EOS | {"index": 0}) as found:
+        events = run(async_events(found.path, prompt="x", n=2))
+    assert [event.index for event in events] == [1, 0, 0]
+
+
+def test_an_error_event_is_raised(tmp_path: Path, run: Run) -> None:
+    with (
+        server(tmp_path, {"event": "error", "code": "E_LIMIT_KV", "message": "full", "retry_after_ms": 5}) as found,
+        pytest.raises(ServerError, match="E_LIMIT_KV: full") as caught,
+    ):
+        run(async_events(found.path, prompt="x"))
+    assert (caught.value.code, caught.value.event.retry_after_ms) == ("E_LIMIT_KV", 5)
+
+
+@pytest.mark.parametrize("events", [[], [TOKEN], [{"id": "r1", "event": "token"}]])
+def test_an_answer_that_breaks_off_is_an_error(tmp_path: Path, run: Run, events: list[dict[str, Any]]) -> None:
+    with server(tmp_path, *events, closes=True) as found, pytest.raises(BrokenProtocol):
+        run(async_events(found.path, prompt="x"))
+
+
+def test_leaving_closes_the_connection_also_by_cancellation(tmp_path: Path, run: Run) -> None:
+    with server(tmp_path, TOKEN) as found:
+
+        async def leave() -> None:
+            with anyio.move_on_after(0.2) as scope:
+                async with open_client(found.path) as client:
+                    async for _ in client.generate(prompt="x"):
+                        pass
+            assert scope.cancelled_caught
+
+        run(leave)
+        assert found.left.wait(5)
+
+
+def test_nobody_there_is_said(tmp_path: Path, run: Run) -> None:
+    with pytest.raises(NoServer, match=r"no daemon at .*none.sock .*uma-trio serve"):
+        run(async_events(tmp_path / "none.sock", prompt="x"))
+
+
+def test_an_error_inside_the_block_is_not_taken_for_a_missing_server(tmp_path: Path, run: Run) -> None:
+    with server(tmp_path) as found:
+
+        async def fail() -> None:
+            async with open_client(found.path):
+                raise FileNotFoundError("something else")
+
+        with pytest.raises(FileNotFoundError, match="something else"):
+            run(fail)
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[tuple[socket.socket, Path]]:
+    """A listener whose queue of new connections is full."""
+    path = tmp_path / "full.sock"
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(path))
+        yield listener, path
+
+
+def answer_the_last(listener: socket.socket) -> threading.Thread:
+    """Accept all, a little later, and answer whoever asks."""
+
+    def serve() -> None:
+        time.sleep(0.1)
+        listener.settimeout(5)
+        while True:
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(0.2)
+                with contextlib.suppress(TimeoutError):
+                    if sock.recv(1 << 16):
+                        sock.sendall(frame(json.dumps(EOS | {"text": "at last"}).encode()))
+                        return
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_full_queue_is_tried_again(full: tuple[socket.socket, Path], run: Run) -> None:
+    thread = answer_the_last(full[0])
+
+    async def ask() -> str | None:
+        async with open_client(full[1]) as client:
+            return (await client.complete(prompt="x")).text
+
+    assert run(ask) == "at last"
+    thread.join(5)
+
+
+def test_a_full_queue_is_tried_again_blocking(full: tuple[socket.socket, Path]) -> None:
+    thread = answer_the_last(full[0])
+    assert str(uma_trio.ask("x", socket=full[1])) == "at last"
+    thread.join(5)
+
+
+# -- blocking -----------------------------------------------------------------------------------------
+
+
+def test_ask_gives_the_whole_answer(tmp_path: Path) -> None:
+    with server(tmp_path, EOS | {"text": "Paris", "seed": 3}) as found:
+        answer = uma_trio.ask("Where?", socket=found.path, max_tokens=5)
+    assert f"{answer}" == answer.text == "Paris"
+    assert (answer.reason, answer.usage.completion_tokens, answer.timings.total_ms, answer.seed) == ("stop", 2, 2.0, 3)
+    assert found.asked == {
+        "id": "r1",
+        "messages": [{"role": "user", "content": "Where?"}],
+        "max_tokens": 5,
+        "stream": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "raw", "sent"),
+    [
+        ("x", True, {"prompt": "x"}),
+        ([{"role": "user", "content": "x"}], False, {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_stream_yields_events_as_they_come(tmp_path: Path, prompt: Any, raw: bool, sent: dict[str, Any]) -> None:
+    with server(tmp_path, TOKEN, TOKEN, EOS) as found:
+        events = list(uma_trio.stream(prompt, raw=raw, socket=found.path))
+    assert [type(event) for event in events] == [Token, Token, Eos]
+    assert found.asked == {"id": "r1", **sent}
+
+
+def test_leaving_the_loop_closes_the_connection(tmp_path: Path) -> None:
+    with server(tmp_path, TOKEN) as found:
+        for _ in uma_trio.stream("x", socket=found.path):
+            break
+        assert found.left.wait(5)
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_ask_works_inside_a_running_loop(tmp_path: Path, backend: str) -> None:
+    """As in a notebook."""
+    with server(tmp_path, EOS | {"text": "yes"}) as found:
+
+        async def cell() -> str:
+            return str(uma_trio.ask("x", socket=found.path))
+
+        assert anyio.run(cell, backend=backend) == "yes"
+
+
+def test_errors_of_the_blocking_functions(tmp_path: Path) -> None:
+    with pytest.raises(NoServer):
+        uma_trio.ask("x", socket=tmp_path / "none.sock")
+    with pytest.raises(ValueError, match="one answer"):
+        uma_trio.ask("x", n=2)
+    with server(tmp_path, TOKEN, closes=True) as found, pytest.raises(BrokenProtocol, match="middle of an answer"):
+        list(uma_trio.stream("x", socket=found.path))
+    (tmp_path / "uma.sock").unlink()
+    error = {"event": "error", "id": "r1", "code": "E_X", "message": "m"}
+    with server(tmp_path, error) as found, pytest.raises(ServerError, match="E_X: m"):
+        uma_trio.ask("x", socket=found.path)
+
+
+def test_the_variable_names_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UMA_SOCKET", str(tmp_path / "uma.sock"))
+    with server(tmp_path, EOS | {"text": "here"}):
+        assert str(uma_trio.ask("x")) == "here"
+
+
+def test_the_package_offers_the_client() -> None:
+    assert uma_trio.open_client is open_client
+    assert isinstance(Client, type)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        uma_trio.nothing  # noqa: B018

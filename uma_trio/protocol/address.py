@@ -1,0 +1,28 @@
+"""Path of the daemon's socket, by the one rule that server, client and command line share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+SOCKET_VARIABLE: Final = "UMA_SOCKET"
+FALLBACK_PATH: Final = "/tmp/uma.sock"
+
+
+def default_socket_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the path to use when no socket is given explicitly.
+
+    The first of these that applies:
+
+    1. ``$UMA_SOCKET``, if it is not empty;
+    2. ``$XDG_RUNTIME_DIR/uma-trio/uma.sock``, if ``$XDG_RUNTIME_DIR`` is a folder;
+    3. ``/tmp/uma.sock``.
+    """
+    if chosen := environment.get(SOCKET_VARIABLE):
+        return Path(os.path.expanduser(chosen))
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    if runtime and os.path.isdir(runtime):
+        return Path(runtime, "uma-trio", "uma.sock")
+    return Path(FALLBACK_PATH)
