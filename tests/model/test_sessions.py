@@ -23,7 +23,7 @@ from llama_abi import Batch, Context, ContextOptions, Model
 from tests.support.real_daemon import ROOT, Answer, Daemon, Event, real_daemon
 from uma_trio.models.known_costs import circumstances
 from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.training.skills import documents
+from uma_trio.training.skills import documents
 from uma_trio.store.journal import Journal
 from uma_trio.store.spill import PAYLOAD_AT
 

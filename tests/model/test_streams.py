@@ -9,7 +9,7 @@ import trio
 
 from tests.support.real_daemon import Answer, real_daemon
 from uma_trio.models.loaded import EMBEDDED, vocabulary
-from uma_trio.models.training.skills import documents
+from uma_trio.training.skills import documents
 
 NAMES = (
     "fox",

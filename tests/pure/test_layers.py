@@ -5,6 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ ROOMS = (
     "client",
     "demo",
     "cli",
+    "training",
     "__main__",
 )
 """Each may import those before it.  A new room gets its place here and in docs/ARCHITECTURE.md."""
@@ -152,6 +154,13 @@ def test_the_modules_of_the_runner_import_one_way() -> None:
         own = [found for found in imports_of(files[name]) if found.module.startswith("uma_trio.runner")]
         wrong = [found for found in own if found.module.removeprefix("uma_trio.runner.") not in order[:n]]
         complain(wrong, f"{name} stands before these in docs/ARCHITECTURE.md, so it may not import them:")
+
+
+def test_nothing_imports_the_training_scripts_which_the_wheel_leaves_out() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert "uma_trio/training" in wheel["exclude"]
+    wrong = [found for found in ALL_IMPORTS if found.room == "training" and room_of(found.file) != "training"]
+    complain(wrong, "training is not in the wheel:")
 
 
 def test_the_package_itself_imports_nothing() -> None:

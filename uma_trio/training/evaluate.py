@@ -17,9 +17,9 @@ import numpy.typing as npt
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.records import Draw, Feed, Remove, Score, Step
-from uma_trio.models.training.chat import END, START
-from uma_trio.models.training.corpus import Question
-from uma_trio.models.training.sample import Sample
+from uma_trio.training.chat import END, START
+from uma_trio.training.corpus import Question
+from uma_trio.training.sample import Sample
 from uma_trio.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
