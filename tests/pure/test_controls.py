@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -74,6 +75,7 @@ def user(*contents: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content} for content in contents]
 
 
+@functools.cache
 def chat(source: str, texts: Sequence[str] = CONTROLS, markers: Sequence[str] = ()) -> ChatTemplate:
     return ChatTemplate(source, bos="<s>", eos="</s>", controls=Controls(texts, markers))
 
@@ -127,7 +129,7 @@ def test_no_text_spells_a_stand_in() -> None:
 
 
 def test_more_first_characters_than_stand_ins() -> None:
-    most = [chr(0x4E00 + n) + "x" for n in range(len(STAND_INS))]
+    most = tuple(chr(0x4E00 + n) + "x" for n in range(len(STAND_INS)))
     parts = chat("{{ messages[0].content }}", most).parts(user(most[0] + "y" + most[-1]))
     assert plain(parts) == [most[0], most[-1]]
     with pytest.raises(ValueError, match="2049 characters"):
@@ -204,7 +206,7 @@ def test_a_control_token_is_whose_its_first_character_is() -> None:
 
 def test_the_templates_own_is_not_swallowed() -> None:
     """What a message begins and the template's own control token ends stops short of that."""
-    parts = chat("{{ messages[0].content }}<b>", ["<a<b>", "<b>"]).parts(user("<a"))
+    parts = chat("{{ messages[0].content }}<b>", ("<a<b>", "<b>")).parts(user("<a"))
     assert parts == (Part("<a", parse_special=False), Part("<b>"))
 
 
