@@ -251,7 +251,7 @@ def test_characters_are_never_split(daemon):
             answers.append(daemon.ask(**noise))
             assert daemon.ask(stream=False, encoding="cbor", **noise).text == answers[-1].text
         for answer in answers:
-            said = b"".join(tokenizer.piece(token) for token in answer.ids)
+            said = b"".join(tokenizer.token_to_bytes(token) for token in answer.ids)
             assert answer.text == said.decode("utf-8", "replace")
 
 

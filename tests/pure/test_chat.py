@@ -284,7 +284,7 @@ def test_the_process_ends_with_the_daemon_also_after_kill_9():
 
 
 def test_lone_surrogates_come_back_as_they_are():
-    """``models.controls`` puts them into messages.  In a row they must not become one character."""
+    """``models.control_tokens`` puts them into messages.  In a row they must not become one character."""
     content = "\ud800\udc00 \udfff"
     assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == content
 

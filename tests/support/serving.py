@@ -19,9 +19,9 @@ from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
 from uma_trio.daemon.memory import NO_MEMORY, Memory
 from uma_trio.daemon.server import Server
-from uma_trio.engine.records import Part, TokenIds
+from uma_trio.engine.records import PromptPart, TokenIds
 from uma_trio.kv.shelf import Saved
-from uma_trio.models.prompt import Before, Prompt, PromptMaker, checked_size
+from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.protocol.messages import Generate
 from uma_trio.runner.spiller import InThread
 from uma_trio.runner.state_files import StateFiles
@@ -38,10 +38,10 @@ class FakeTokenizer:
     def encode(self, text: str, *, parse_special: bool = True, continues: bool = False) -> TokenIds:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + 100
 
-    def encode_parts(self, parts: Sequence[Part], *, continues: bool = False) -> TokenIds:
+    def encode_parts(self, parts: Sequence[PromptPart], *, continues: bool = False) -> TokenIds:
         return self.encode("".join(part.text for part in parts), continues=continues)
 
-    def piece(self, token: int) -> bytes:
+    def token_to_bytes(self, token: int) -> bytes:
         return piece(token)
 
     def decode(self, tokens: TokenIds, *, special: bool = False) -> str:
@@ -51,16 +51,16 @@ class FakeTokenizer:
 class FakeChat:
     """Messages with bars between them: never what the tokens of the chat so far say, so all is cut anew."""
 
-    def parts(self, messages: list[dict[str, str]]) -> tuple[Part, ...]:
-        return (Part("|".join(message["content"] for message in messages)),)
+    def parts(self, messages: list[dict[str, str]]) -> tuple[PromptPart, ...]:
+        return (PromptPart("|".join(message["content"] for message in messages)),)
 
 
 class FakePrompts(PromptMaker):
     """The real one without threads, of which virtual time knows nothing."""
 
-    async def make(self, request: Generate, before: Before | None = None) -> Prompt:
+    async def make(self, request: Generate, before: History | None = None) -> Prompt:
         await trio.lowlevel.checkpoint()
-        checked_size(request, self.limits)
+        check_prompt_size(request, self.limits)
         return self._make(request, before)
 
 
@@ -75,7 +75,7 @@ class FakeModel:
     prompts: FakePrompts
     cost: CostModel = attrs.field(factory=CostModel)
 
-    def piece(self, token: int) -> bytes:
+    def token_to_bytes(self, token: int) -> bytes:
         return piece(token)
 
 

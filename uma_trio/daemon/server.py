@@ -31,7 +31,7 @@ from uma_trio.daemon.memory import NO_MEMORY, Memory, open_memory
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.engine.thread import EngineThread
 from uma_trio.errors import TooManySessions
-from uma_trio.models import known_costs
+from uma_trio.models import tuning_cache
 from uma_trio.models.loaded import LoadedModel, load_model
 from uma_trio.models.prompt import PromptMaker
 from uma_trio.protocol.codec import server_codec
@@ -59,7 +59,7 @@ class Server:
     ) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.runner = Runner(model.engine, thread, model.piece, config, model.cost, perf, memory.files, in_thread)
+        self.runner = Runner(model.engine, thread, model.token_to_bytes, config, model.cost, perf, memory.files, in_thread)
         self.runner.cache.shelf.add_all(memory.states)
         self.prompts: PromptMaker = model.prompts
         self.sessions = Sessions(config, self.runner, model.prompts, memory.journal, in_thread=in_thread)
@@ -213,7 +213,7 @@ async def _serve_loaded(
         try:
             await server.run(sock)
         finally:
-            known_costs.keep(model.cost_name, server.runner.pace.cost)
+            tuning_cache.save_costs(model.cost_name, server.runner.pace.cost)
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
 
 

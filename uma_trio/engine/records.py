@@ -13,15 +13,15 @@ from uma_trio.kv.edits import Copy, Edit, Forget, Load, Mark, Remove, Save
 from uma_trio.sampling import Bias, Past, SamplingParams, Score
 
 __all__ = [
-    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Forget", "Load", "Mark", "ModelFacts", "Part", "Past", "Remove",
-    "Save", "Score", "Step", "StepResult", "TokenIds",
+    "Copy", "Draw", "Edit", "Engine", "EngineError", "Feed", "Forget", "Load", "Mark", "ModelFacts", "Past", "PromptPart",
+    "Remove", "Save", "Score", "Step", "StepResult", "TokenIds",
 ]  # fmt: skip
 
 TokenIds = npt.NDArray[np.int32]
 
 
 @attrs.frozen
-class Part:
+class PromptPart:
     """A stretch of a prompt's text."""
 
     text: str

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import attrs
 
-from uma_trio.engine.records import Part
+from uma_trio.engine.records import PromptPart
 from uma_trio.errors import BadRequest, InternalError
-from uma_trio.models.controls import Controls
+from uma_trio.models.control_tokens import ControlTokens
 
 WORKER: Final = Path(__file__).with_name("template_worker.py")
 
@@ -78,7 +78,7 @@ class ChatTemplate:
         *,
         bos: str,
         eos: str,
-        controls: Controls | None = None,
+        controls: ControlTokens | None = None,
         limits: TemplateLimits = TemplateLimits(),
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
@@ -87,16 +87,16 @@ class ChatTemplate:
                 f"the model's chat template has {len(source)} characters, more than {limits.source_chars}"
             )
         self._fixed = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
-        self._controls = controls or Controls()
+        self._controls = controls or ControlTokens()
         self._now = now
         self._worker = _Worker(source, limits)
         weakref.finalize(self, self._worker.stop)
         self._worker.start()
 
-    def parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[Part, ...]:
+    def parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[PromptPart, ...]:
         """The prompt text of a conversation, cut where a message spells a control token.
 
-        Renders up to three times, each time with the full ``limits``.  See ``models.controls``.
+        Renders up to three times, each time with the full ``limits``.  See ``models.control_tokens``.
 
         Raises:
             BadRequest, BrokenTemplate: as ``render``.
