@@ -16,7 +16,7 @@ import click
 from machine import machine
 
 from uma_trio import config
-from uma_trio.engine.layout import Choice, Measured
+from uma_trio.engine.layout import LayoutChoice, MeasuredLayout
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.models.loaded import EMBEDDED
 
@@ -27,11 +27,11 @@ class Forgetful:
     def __init__(self) -> None:
         self.began_s = self.took_s = 0.0
 
-    def recall(self, circumstances: tuple[object, ...]) -> str | None:
+    def load(self, environment: tuple[object, ...]) -> str | None:
         self.began_s = time.perf_counter()
         return None
 
-    def keep(self, circumstances: tuple[object, ...], choice: Choice) -> None:
+    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> None:
         self.took_s = time.perf_counter() - self.began_s
 
 
@@ -65,7 +65,7 @@ def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None
     click.echo(f"|---:|{'-' * 32}|---:|---:|---:|---:|---|")
     for start in range(1, repeat + 1):
         choices = Forgetful()
-        engine = LlamaEngine(model, config.Model(layout_trial_s=budget, **settings), choices=choices)  # type: ignore[arg-type]
+        engine = LlamaEngine(model, config.Model(layout_trial_s=budget, **settings), layout_cache=choices)  # type: ignore[arg-type]
         choice = engine.layout_choice
         engine.close()
         for each in choice.measured:
@@ -76,7 +76,7 @@ def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None
             click.echo(f"| {start} | {f'in all {choices.took_s:.2f} s':<30} | | | | | |")
 
 
-def _row(start: int, found: Measured, choice: Choice) -> str:
+def _row(start: int, found: MeasuredLayout, choice: LayoutChoice) -> str:
     share = found.cost_ms / choice.measured[0].cost_ms
     chosen = "yes" if choice.why == "measured" and found.layout == choice.layout else ""
     mixed = "" if found.mixed_ms is None else f"{found.mixed_ms:.2f}"

@@ -26,7 +26,7 @@ from rigs import Rig, Serving, peers_option, uma_trio_flags, uma_trio_rig
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question, Stream
 from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.training.skills import records, stories
+from uma_trio.training.skills import records, stories
 
 OFF, ON = "--no-speculation", "--speculation"
 

@@ -12,14 +12,14 @@ import gguf
 import pytest
 
 from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.training import corpus
-from uma_trio.models.training.bpe import Tokenizer
-from uma_trio.models.training.chat import CONTROLS, TEMPLATE
-from uma_trio.models.training.evaluate import Examiner, rendered
-from uma_trio.models.training.sample import Sample, Turn
-from uma_trio.models.training.skills import numbers, stories
-from uma_trio.models.training.skills.documents import ask, make_document
-from uma_trio.models.training.skills.unknown import DONT_KNOW
+from uma_trio.training import corpus
+from uma_trio.training.bpe import Tokenizer
+from uma_trio.training.chat import CONTROLS, TEMPLATE
+from uma_trio.training.evaluate import Examiner, rendered
+from uma_trio.training.sample import Sample, Turn
+from uma_trio.training.skills import numbers, stories
+from uma_trio.training.skills.documents import ask, make_document
+from uma_trio.training.skills.unknown import DONT_KNOW
 
 QUESTIONS = {
     "What is the capital of France?": "The capital of France is Paris.",
@@ -141,11 +141,11 @@ def test_its_file_says_what_it_is() -> None:
 @pytest.mark.slow
 def test_the_script_makes_a_model_from_nothing(library: None, tmp_path: Path) -> None:
     """The toy of ``--smoke``: every step runs, nothing is learned."""
-    pytest.importorskip("torch", reason="torch is not installed: pip install 'uma-trio[train]' brings it")
+    pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[train]' brings it")
     command = [
         sys.executable,
         "-m",
-        "uma_trio.models.training",
+        "uma_trio.training",
         "all",
         "--smoke",
         "--device",

@@ -15,11 +15,11 @@ from tests.support.real_daemon import ROOT, real_daemon
 from uma_trio import config
 from uma_trio.engine import layout_trial
 from uma_trio.engine import llama as llama_engine
-from uma_trio.engine.layout import Choice, Layout, choose
+from uma_trio.engine.layout import Layout, LayoutChoice, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.records import Draw, Feed, Step
-from uma_trio.models.known_layouts import KnownLayouts
 from uma_trio.models.loaded import EMBEDDED
+from uma_trio.models.tuning_cache import FileLayoutCache
 from uma_trio.sampling import SamplingParams
 
 PLENTY_S = 600.0
@@ -31,7 +31,7 @@ def choice_of(library, tmp_path):
     """Loads a model; how its memory was laid out, after it has answered."""
 
     def load(settings=SETTINGS, path=EMBEDDED):
-        engine = LlamaEngine(path, settings, choices=KnownLayouts(path, tmp_path))
+        engine = LlamaEngine(path, settings, layout_cache=FileLayoutCache(path, tmp_path))
         greedy = Draw(SamplingParams(0.0, 0, 1.0, 0), 0)
         assert len(engine.step(Step(batches=[[Feed(0, 0, [5, 6, 7], [greedy])]])).tokens) == 1
         assert engine.used_cells() == {0: 3}, "nothing of the trial is left"
@@ -63,7 +63,7 @@ def test_what_was_chosen_is_taken_and_other_settings_are_measured_again(choice_o
     choice_of()
     [file] = tmp_path.iterdir()
     kept = json.loads(file.read_bytes())
-    kept["layout"] = "unified, flash attention auto"
+    kept["layout"] = "unified KV, flash attention auto"
     file.write_text(json.dumps(kept))
     found = choice_of()
     assert (found.why, found.layout.unified, found.layout.flash_attn) == ("measured before", True, "auto")
@@ -80,7 +80,7 @@ def test_what_is_damaged_is_measured_again(choice_of, tmp_path, harm):
 
 def test_without_the_time_it_is_the_rules_and_not_remembered(choice_of, tmp_path):
     found = choice_of(attrs.evolve(SETTINGS, layout_trial_s=1e-4))
-    assert (found.why, found.layout.name) == ("no time", "apart, flash attention off")
+    assert (found.why, found.layout.name) == ("no time", "per-sequence KV, flash attention off")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -98,7 +98,7 @@ def test_nothing_is_measured_where_that_is_not_wanted_or_not_possible(choice_of,
 def test_without_the_room_for_it_the_rules_is_taken(choice_of, monkeypatch):
     """The small contexts can be had, the large one cannot."""
     monkeypatch.setattr(
-        llama_engine, "try_layouts", lambda model, layouts, *_, **__: Choice(layout=layouts[-1], why="measured")
+        llama_engine, "try_layouts", lambda model, layouts, *_, **__: LayoutChoice(layout=layouts[-1], why="measured")
     )
     real = llama_abi.Context
 
@@ -109,7 +109,7 @@ def test_without_the_room_for_it_the_rules_is_taken(choice_of, monkeypatch):
 
     monkeypatch.setattr(llama_abi, "Context", refusing)
     found = choice_of()
-    assert (found.why, found.layout.name) == ("no room", "apart, flash attention off")
+    assert (found.why, found.layout.name) == ("no room", "per-sequence KV, flash attention off")
 
 
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-hybrid"])
@@ -129,8 +129,8 @@ def options(layout: Layout) -> llama_abi.ContextOptions:
     )
 
 
-APART = Layout(n_ctx=8192, unified=False, flash_attn="off", n_ubatch=512)
-POOL = Layout(n_ctx=8192, unified=True, flash_attn="auto", n_ubatch=512)
+PER_SEQUENCE = Layout(n_ctx=8192, unified=False, flash_attn="off", n_ubatch=512)
+UNIFIED = Layout(n_ctx=8192, unified=True, flash_attn="auto", n_ubatch=512)
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +144,15 @@ def test_who_cannot_be_had_is_out(model):
 
     def refused(layout):
         made = options(layout)
-        return attrs.evolve(made, type_v="q8_0", flash_attn="off") if layout is POOL else made
+        return attrs.evolve(made, type_v="q8_0", flash_attn="off") if layout is UNIFIED else made
 
-    found = layout_trial.try_layouts(model, [APART, POOL], refused, budget_s=PLENTY_S)
-    assert (found.why, [each.layout for each in found.measured]) == ("measured", [APART])
-    found = layout_trial.try_layouts(model, [POOL, APART], refused, budget_s=PLENTY_S)
-    assert (found.why, found.layout, [*found.measured]) == ("by rule", POOL, [])
+    found = layout_trial.try_layouts(model, [PER_SEQUENCE, UNIFIED], refused, budget_s=PLENTY_S)
+    assert (found.why, [each.layout for each in found.measured]) == ("measured", [PER_SEQUENCE])
+    found = layout_trial.try_layouts(model, [UNIFIED, PER_SEQUENCE], refused, budget_s=PLENTY_S)
+    assert (found.why, found.layout, [*found.measured]) == ("by rule", UNIFIED, [])
 
 
-@pytest.mark.parametrize("layout", [APART, POOL], ids=["apart", "unified"])
+@pytest.mark.parametrize("layout", [PER_SEQUENCE, UNIFIED], ids=["per-sequence", "unified"])
 def test_each_sequence_has_cells_of_its_own(model, layout):
     """Were they shared, streams would read what one of them reads, and a pool would look cheap."""
     with layout_trial._Deadline(1) as deadline:
@@ -194,9 +194,9 @@ def test_the_bench_shows_each_start(library):
     for start in ("1", "2"):
         found = [[cell.strip() for cell in row] for row in rows if row[0].strip() == start]
         assert [row[1] for row in found[:3]] == [
-            "apart, flash attention off",
-            "apart, flash attention auto",
-            "unified, flash attention auto",
+            "per-sequence KV, flash attention off",
+            "per-sequence KV, flash attention auto",
+            "unified KV, flash attention auto",
         ]
         assert [row[6] for row in found[:3]].count("yes") == 1
         assert len(found) == 4

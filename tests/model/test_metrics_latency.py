@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.real_daemon import real_daemon
-from uma_trio.models.training.skills.documents import make_document
+from uma_trio.training.skills.documents import make_document
 
 
 @pytest.mark.slow

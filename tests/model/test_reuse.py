@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from tests.support.real_daemon import Answer, Daemon, real_daemon
-from uma_trio.models.training.skills import documents
+from uma_trio.training.skills import documents
 
 DOCUMENT = documents.make_document(seed=7, facts=110)
 """About 1,500 tokens."""

@@ -110,7 +110,7 @@ def test_a_stop_token_ends_like_the_models_own(daemon):
     stop = plain.ids[12]
     first = plain.ids.index(stop)
     with vocabulary(EMBEDDED) as tokenizer:
-        text = b"".join(tokenizer.piece(token) for token in plain.ids[:first]).decode()
+        text = b"".join(tokenizer.token_to_bytes(token) for token in plain.ids[:first]).decode()
     for stream in (True, False):
         answer = daemon.ask(messages=STORY, max_tokens=40, stop_token_ids=[stop], stream=stream)
         assert (answer.text, answer.reason) == (text, "stop")
@@ -128,7 +128,7 @@ def test_logprobs_are_natural_logarithms_of_the_models_own_probabilities(daemon)
             assert [each["logprob"] for each in best] == sorted((each["logprob"] for each in best), reverse=True)
             assert sum(math.exp(each["logprob"]) for each in best) <= 1 + 1e-6
             for each in (event, *best):
-                assert bytes(each["bytes"]) == tokenizer.piece(each["token_id"])
+                assert bytes(each["bytes"]) == tokenizer.token_to_bytes(each["token_id"])
             assert all(each["text"] == bytes(each["bytes"]).decode("utf-8", "replace") for each in best)
     first, heated = answer.events[0], hot.events[0]
     assert [each["token_id"] for each in first["top_logprobs"]] == [each["token_id"] for each in heated["top_logprobs"]]

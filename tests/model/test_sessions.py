@@ -21,11 +21,11 @@ import pytest
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, Model
 from tests.support.real_daemon import ROOT, Answer, Daemon, Event, real_daemon
-from uma_trio.models.known_costs import circumstances
 from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.training.skills import documents
+from uma_trio.models.tuning_cache import model_fingerprint
 from uma_trio.store.journal import Journal
 from uma_trio.store.spill import PAYLOAD_AT
+from uma_trio.training.skills import documents
 
 N = 5
 """Conversations, where there is room for two."""
@@ -436,7 +436,7 @@ def test_of_two_daemons_with_one_folder_the_second_remembers_nothing(library: No
             assert names(second) == []
             assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
         assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2
-    journal = Journal(next((tmp_path / "state").glob("*")) / "sessions", model=circumstances(EMBEDDED), max_sessions=9)
+    journal = Journal(next((tmp_path / "state").glob("*")) / "sessions", model=model_fingerprint(EMBEDDED), max_sessions=9)
     try:
         (found,) = journal.load()
         assert [message.content for message in found.messages][::2] == [

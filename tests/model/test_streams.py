@@ -10,7 +10,7 @@ import trio
 from tests.support.real_daemon import Answer, real_daemon
 from uma_trio.client import Token
 from uma_trio.models.loaded import EMBEDDED, vocabulary
-from uma_trio.models.training.skills import documents
+from uma_trio.training.skills import documents
 
 NAMES = (
     "fox",
@@ -252,7 +252,7 @@ def test_characters_are_never_split(daemon):
             answers.append(daemon.ask(**noise))
             assert daemon.ask(stream=False, encoding="cbor", **noise).text == answers[-1].text
         for answer in answers:
-            said = b"".join(tokenizer.piece(token) for token in answer.ids)
+            said = b"".join(tokenizer.token_to_bytes(token) for token in answer.ids)
             assert answer.text == said.decode("utf-8", "replace")
 
 

@@ -16,7 +16,7 @@ import llama_abi
 from llama_abi import TokenAttr
 from tests.support.real_daemon import ROOT
 from uma_trio.engine.llama import open_tokenizer
-from uma_trio.engine.tokenizer import Encoding, NoSuchToken, Tokenizer
+from uma_trio.engine.tokenizer import InvalidTokenId, TokenizedText, Tokenizer
 from uma_trio.models.loaded import EMBEDDED
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models"
@@ -138,7 +138,7 @@ def test_offsets_cover_the_text_and_spell_it(tokenizer: AnyTokenizer, name: str,
     spelled = [utf8[start:end] for start, end in encoding.offsets.tolist()]
     if name in ESCAPING:
         spelled = [one.replace("▁".encode(), b" ") for one in spelled]
-    shown = [chosen.piece(token) for token in encoding.ids.tolist()]
+    shown = [chosen.token_to_bytes(token) for token in encoding.ids.tolist()]
     differ = [index for index, (one, other) in enumerate(zip(spelled, shown, strict=True)) if one != other]
     assert all(shown[index] == b" " + spelled[index] for index in differ), "but for the space in front"
     assert len(differ) <= (name in {"llama-spm", "phi-3"})
@@ -153,7 +153,7 @@ def test_what_continues_has_nothing_in_front(tokenizer: AnyTokenizer, name: str,
     chosen = tokenizer(name)
     ids = chosen.encode(text, parse_special=False, continues=True).tolist()
     expected = text.replace("▁", " ") if name in ESCAPING else text
-    assert b"".join(chosen.pieces_of(ids)).decode() == expected
+    assert b"".join(chosen.tokens_to_bytes(ids)).decode() == expected
     if name not in {"llama-spm", "phi-3"}:
         assert ids == chosen.encode(text, add_special=False, parse_special=False).tolist()
 
@@ -165,7 +165,7 @@ def test_what_continues_is_cut_as_in_the_whole(tokenizer: AnyTokenizer) -> None:
     at = text.index(" fox")
     parts = [spm.encode(text[:at]), spm.encode(text[at:], continues=True)]
     assert np.concatenate(parts).tolist() == spm.encode(text).tolist()
-    assert spm.pieces_of(spm.encode("</s>x", continues=True)) == [b"</s>", b" x"], "as behind any control token"
+    assert spm.tokens_to_bytes(spm.encode("</s>x", continues=True)) == [b"</s>", b" x"], "as behind any control token"
 
 
 @pytest.mark.parametrize("name", _vocabularies() or ["embedded"])
@@ -177,7 +177,7 @@ def test_offsets_are_never_wrong(tokenizer: AnyTokenizer, name: str, text: str) 
     encoding = chosen.encode_with_offsets(text, add_special=True, parse_special=False)
     if encoding.offsets is not None:
         utf8 = text.encode()
-        for (start, end), piece in zip(encoding.offsets.tolist(), chosen.pieces_of(encoding.ids), strict=True):
+        for (start, end), piece in zip(encoding.offsets.tolist(), chosen.tokens_to_bytes(encoding.ids), strict=True):
             found = utf8[start:end].replace("▁".encode(), b" ")
             assert start == end or found in (piece, piece.removeprefix(b" "), piece.replace("▁".encode(), b" "))
         assert (np.diff(encoding.offsets.ravel()) >= 0).all()
@@ -198,10 +198,10 @@ def test_bytes_that_the_vocabulary_lacks(tokenizer: AnyTokenizer) -> None:
     assert chosen.decode(encoding.ids) == "a\ufffd\ufffd\ufffdb"
 
 
-def _shown(chosen: Tokenizer, text: str, encoding: Encoding) -> list[tuple[bytes, bytes]]:
+def _shown(chosen: Tokenizer, text: str, encoding: TokenizedText) -> list[tuple[bytes, bytes]]:
     assert encoding.offsets is not None
     spelled = [text.encode()[start:end] for start, end in encoding.offsets.tolist()]
-    return list(zip(chosen.pieces_of(encoding.ids), spelled, strict=True))
+    return list(zip(chosen.tokens_to_bytes(encoding.ids), spelled, strict=True))
 
 
 def test_what_is_put_around_a_text_has_no_bytes_of_it(tokenizer: AnyTokenizer) -> None:
@@ -253,7 +253,7 @@ def test_control_tokens_are_read_where_they_may_be_and_nowhere_else(tokenizer: A
     controls = _controls(name)
     assert controls
     for token in {*controls[:50], *controls[-50:]}:
-        (spelled,) = chosen.pieces_of([token])
+        (spelled,) = chosen.tokens_to_bytes([token])
         text = f"a {spelled.decode()} b"
         assert token in chosen.encode(text, parse_special=True), text
         letters = chosen.encode(text, add_special=False, parse_special=False)
@@ -292,7 +292,7 @@ def test_any_ids_can_be_decoded(tokenizer: AnyTokenizer, data: st.DataObject) ->
     for name in ("embedded", "llama-spm"):
         chosen = tokenizer(name)
         ids = data.draw(st.lists(st.integers(0, chosen.n_tokens - 1)))
-        joined = b"".join(map(chosen.piece, ids)).decode("utf-8", "replace")
+        joined = b"".join(map(chosen.token_to_bytes, ids)).decode("utf-8", "replace")
         assert chosen.decode(ids).replace(" ", "") == joined.replace(" ", "")
         assert chosen.decode(np.array(ids, np.int32)) == chosen.decode(iter(ids))
 
@@ -301,18 +301,18 @@ def test_any_ids_can_be_decoded(tokenizer: AnyTokenizer, data: st.DataObject) ->
 def test_ids_that_are_none(tokenizer: AnyTokenizer, wrong: object) -> None:
     chosen = tokenizer("embedded")
     for ids in ([wrong], [1, wrong], itertools.chain([wrong])):
-        with pytest.raises(NoSuchToken, match=rf"is not in \[0, {chosen.n_tokens}\)"):
+        with pytest.raises(InvalidTokenId, match=rf"is not in \[0, {chosen.n_tokens}\)"):
             chosen.decode(ids)  # type: ignore[arg-type]
-    with pytest.raises(NoSuchToken):
-        chosen.pieces_of([wrong])  # type: ignore[list-item]
+    with pytest.raises(InvalidTokenId):
+        chosen.tokens_to_bytes([wrong])  # type: ignore[list-item]
 
 
 def test_the_first_id_beyond_the_vocabulary(tokenizer: AnyTokenizer) -> None:
     chosen = tokenizer("embedded")
-    assert len(chosen.pieces_of([chosen.n_tokens - 1])) == 1
-    for use in (chosen.piece, lambda token: chosen.decode([token]), lambda token: chosen.pieces_of(np.array([token]))):
+    assert len(chosen.tokens_to_bytes([chosen.n_tokens - 1])) == 1
+    for use in (chosen.token_to_bytes, lambda token: chosen.decode([token]), lambda token: chosen.tokens_to_bytes(np.array([token]))):
         for wrong in (chosen.n_tokens, -1):
-            with pytest.raises(NoSuchToken, match=f"token {wrong} is not in"):
+            with pytest.raises(InvalidTokenId, match=f"token {wrong} is not in"):
                 use(wrong)
 
 

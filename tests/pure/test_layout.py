@@ -9,10 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio import config
-from uma_trio.engine.layout import CLEARLY, Layout, Measured, NoRoom, Shape, candidates, choose, layout
+from uma_trio.engine.layout import (
+    CLEARLY,
+    KvCacheTooSmall,
+    Layout,
+    MeasuredLayout,
+    Shape,
+    candidates,
+    choose,
+    default_layout,
+)
 
 SHAPE = Shape(n_ctx_train=8192, kv_bytes_per_token=2048)
-APART_OFF, APART, POOL = ("apart, flash attention off", "apart, flash attention auto", "unified, flash attention auto")
+PER_SEQUENCE_OFF = "per-sequence KV, flash attention off"
+PER_SEQUENCE = "per-sequence KV, flash attention auto"
+UNIFIED = "unified KV, flash attention auto"
 
 
 def names(
@@ -24,8 +35,8 @@ def names(
 
 
 def test_the_rule_comes_first() -> None:
-    assert names() == [APART_OFF, APART, POOL]
-    assert names(on_gpu=True) == [POOL, APART_OFF, APART]
+    assert names() == [PER_SEQUENCE_OFF, PER_SEQUENCE, UNIFIED]
+    assert names(on_gpu=True) == [UNIFIED, PER_SEQUENCE_OFF, PER_SEQUENCE]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -33,7 +44,7 @@ def test_what_is_set_is_left_alone(on_gpu: bool) -> None:
     for unified, flash in itertools.product(("auto", "on", "off"), ("auto", "on", "off")):
         found = names(on_gpu=on_gpu, kv_unified=unified, flash_attn=flash)
         if unified != "auto":
-            assert all(name.startswith({"on": "unified", "off": "apart"}[unified]) for name in found)
+            assert all(name.startswith({"on": "unified", "off": "per-sequence KV"}[unified]) for name in found)
         if flash != "auto":
             assert all(name.endswith(f" {flash}") for name in found)
         left = {("auto", "auto"): 3, ("auto", "on"): 2, ("auto", "off"): 2, ("off", "auto"): 2}
@@ -43,70 +54,70 @@ def test_what_is_set_is_left_alone(on_gpu: bool) -> None:
 def test_the_first_is_what_the_rule_says_whatever_is_set() -> None:
     for unified, flash, on_gpu in itertools.product(("auto", "on", "off"), ("auto", "on", "off"), (False, True)):
         settings = config.Model(kv_unified=unified, flash_attn=flash)
-        rule = layout(SHAPE, settings, on_gpu=on_gpu, memory_bytes=64 << 30)
+        rule = default_layout(SHAPE, settings, on_gpu=on_gpu, memory_bytes=64 << 30)
         assert candidates(SHAPE, settings, on_gpu=on_gpu, memory_bytes=64 << 30, windowed=False)[0] == rule
 
 
 def test_a_quantised_v_is_read_with_flash_attention_only() -> None:
-    assert names(type_v="q8_0") == [APART, POOL]
-    assert names(type_v="q8_0", on_gpu=True) == [POOL, APART]
+    assert names(type_v="q8_0") == [PER_SEQUENCE, UNIFIED]
+    assert names(type_v="q8_0", on_gpu=True) == [UNIFIED, PER_SEQUENCE]
 
 
 def test_one_sequence_is_alone_in_any_layout() -> None:
-    assert names(parallel=1) == [APART_OFF, APART]
-    assert names(parallel=1, on_gpu=True) == [POOL]
+    assert names(parallel=1) == [PER_SEQUENCE_OFF, PER_SEQUENCE]
+    assert names(parallel=1, on_gpu=True) == [UNIFIED]
 
 
 def test_a_sliding_window_keeps_its_past() -> None:
-    assert names(windowed=True) == [APART_OFF, APART]
-    assert POOL in names(windowed=True, on_gpu=True)
+    assert names(windowed=True) == [PER_SEQUENCE_OFF, PER_SEQUENCE]
+    assert UNIFIED in names(windowed=True, on_gpu=True)
 
 
 def test_requests_stay_as_long_as_they_may_be() -> None:
     """A pool of 32,768 tokens serves one of 8,192; an eighth of it does not."""
-    assert names(on_gpu=True, ctx=32_768) == [POOL]
-    assert names(on_gpu=True, ctx=65_536) == [POOL, APART_OFF, APART]
-    assert names(ctx=32_768) == [APART_OFF, APART, POOL]
+    assert names(on_gpu=True, ctx=32_768) == [UNIFIED]
+    assert names(on_gpu=True, ctx=65_536) == [UNIFIED, PER_SEQUENCE_OFF, PER_SEQUENCE]
+    assert names(ctx=32_768) == [PER_SEQUENCE_OFF, PER_SEQUENCE, UNIFIED]
 
 
 def test_what_has_no_room_is_no_candidate() -> None:
     small = {"kv_mem_limit_mb": 1, "parallel": 8, "ctx": 4096}
-    with pytest.raises(NoRoom):
+    with pytest.raises(KvCacheTooSmall):
         names(**small)
-    assert names(on_gpu=True, **small) == [POOL]
+    assert names(on_gpu=True, **small) == [UNIFIED]
 
 
-def measured(*costs: tuple[float, float]) -> list[Measured]:
+def measured(*costs: tuple[float, float]) -> list[MeasuredLayout]:
     layouts = [
         Layout(n_ctx=512, unified=unified, flash_attn=flash, n_ubatch=256)
         for unified, flash in ((False, "off"), (False, "auto"), (True, "auto"))
     ]
     return [
-        Measured(layout=each, decode_ms=decode, mixed_ms=mixed)
+        MeasuredLayout(layout=each, decode_ms=decode, mixed_ms=mixed)
         for each, (decode, mixed) in zip(layouts, costs, strict=False)
     ]
 
 
 def test_the_clearly_cheaper_one_is_taken() -> None:
-    assert choose(measured((10, 20), (8, 16), (5, 30))).name == APART  # 12, 9.6, 10
-    assert choose(measured((10, 20), (8, 16), (5, 20))).name == POOL
-    assert choose(measured((4, 12), (9, 59), (10, 69))).name == APART_OFF
+    assert choose(measured((10, 20), (8, 16), (5, 30))).name == PER_SEQUENCE  # 12, 9.6, 10
+    assert choose(measured((10, 20), (8, 16), (5, 20))).name == UNIFIED
+    assert choose(measured((4, 12), (9, 59), (10, 69))).name == PER_SEQUENCE_OFF
 
 
 def test_what_a_mixed_tick_takes_can_decide() -> None:
-    assert choose(measured((10, 12), (8, 40))).name == APART_OFF
+    assert choose(measured((10, 12), (8, 40))).name == PER_SEQUENCE_OFF
 
 
 def test_what_was_not_measured_any_further_costs_at_least_what_was() -> None:
     layouts = [each.layout for each in measured((10, 20), (15, 15))]
-    found = Measured(layout=layouts[1], decode_ms=15, mixed_ms=None)
+    found = MeasuredLayout(layout=layouts[1], decode_ms=15, mixed_ms=None)
     assert found.cost_ms == 15
-    assert choose([Measured(layout=layouts[0], decode_ms=10, mixed_ms=20), found]).name == APART_OFF
+    assert choose([MeasuredLayout(layout=layouts[0], decode_ms=10, mixed_ms=20), found]).name == PER_SEQUENCE_OFF
 
 
 def test_a_little_is_noise() -> None:
-    assert choose(measured((10, 20), (9.5, 19))).name == APART_OFF
-    assert choose(measured((10, 20), (9.5, 19), (9.2, 18.5))).name == APART_OFF
+    assert choose(measured((10, 20), (9.5, 19))).name == PER_SEQUENCE_OFF
+    assert choose(measured((10, 20), (9.5, 19), (9.2, 18.5))).name == PER_SEQUENCE_OFF
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 1e4), st.floats(0.1, 1e4)), min_size=1, max_size=3))

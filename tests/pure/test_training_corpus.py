@@ -15,13 +15,14 @@ import jinja2.sandbox
 import pytest
 
 import uma_trio.models
-from uma_trio.models.training import corpus
-from uma_trio.models.training.bpe import BYTE_LETTERS, Tokenizer, cut, learn
-from uma_trio.models.training.chat import CONTROLS, TEMPLATE, tokens_of
-from uma_trio.models.training.sample import Sample, Turn, held_out, kept_from_training, keys_of
-from uma_trio.models.training.skills import numbers, stories
-from uma_trio.models.training.skills.capitals import COUNTRIES
-from uma_trio.models.training.skills.documents import ask, make_document
+from uma_trio.demo import script
+from uma_trio.training import corpus
+from uma_trio.training.bpe import BYTE_LETTERS, Tokenizer, cut, learn
+from uma_trio.training.chat import CONTROLS, TEMPLATE, tokens_of
+from uma_trio.training.sample import Sample, Turn, held_out, kept_from_training, keys_of
+from uma_trio.training.skills import numbers, stories
+from uma_trio.training.skills.capitals import COUNTRIES
+from uma_trio.training.skills.documents import ask, make_document
 
 MODELS = Path(uma_trio.models.__file__).parent
 CARD = MODELS / "embedded" / "card.json"
@@ -31,7 +32,7 @@ SOME = 3000
 
 FINGERPRINT = """
 import hashlib, itertools
-from uma_trio.models.training import corpus
+from uma_trio.training import corpus
 digest = hashlib.sha256()
 for kind in ("short", "medium", "long"):
     for sample in itertools.islice(corpus.samples_of_row(kind, 7), 300):
@@ -166,6 +167,12 @@ def test_a_document_holds_its_facts() -> None:
     assert ask(document, "Why?").endswith("\n\nWhy?")
 
 
+def test_the_demo_reads_a_generated_document() -> None:
+    """A copy, because the wheel has the demo but not the generator."""
+    assert script.DOCUMENT.read_text() == make_document(seed=1, facts=300).text + "\n"
+    assert script.streams()[3].questions[0].text == ask(make_document(seed=1, facts=300), "Summarise the document.")
+
+
 def test_facts_that_can_be_checked() -> None:
     assert len(COUNTRIES) > 150
     assert COUNTRIES["Australia"] == ("Canberra", "Oceania")
@@ -177,7 +184,7 @@ def test_facts_that_can_be_checked() -> None:
 
 
 def test_the_card_belongs_to_the_model_and_the_page_shows_it() -> None:
-    from uma_trio.models.training.card import table
+    from uma_trio.training.card import table
 
     figures = json.loads(CARD.read_text())
     model = CARD.with_name("embedded.gguf").read_bytes()

@@ -17,17 +17,17 @@ from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
+from uma_trio.daemon.memory import NO_MEMORY, Memory
 from uma_trio.daemon.server import Server
-from uma_trio.daemon.storage import NO_STORAGE, Storage
-from uma_trio.engine.records import Part, TokenIds
+from uma_trio.engine.records import PromptPart, TokenIds
 from uma_trio.kv.shelf import Saved
-from uma_trio.models.prompt import Before, Prompt, PromptMaker, checked_size
+from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.protocol.messages import Generate
 from uma_trio.runner.spiller import InThread
 from uma_trio.runner.state_files import StateFiles
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.store import StateFolder, principal_uid
 from uma_trio.store.journal import Journal
+from uma_trio.store.spill import SpillFolder
 
 
 class FakeTokenizer:
@@ -38,10 +38,10 @@ class FakeTokenizer:
     def encode(self, text: str, *, parse_special: bool = True, continues: bool = False) -> TokenIds:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + 100
 
-    def encode_parts(self, parts: Sequence[Part], *, continues: bool = False) -> TokenIds:
+    def encode_parts(self, parts: Sequence[PromptPart], *, continues: bool = False) -> TokenIds:
         return self.encode("".join(part.text for part in parts), continues=continues)
 
-    def piece(self, token: int) -> bytes:
+    def token_to_bytes(self, token: int) -> bytes:
         return piece(token)
 
     def decode(self, tokens: TokenIds, *, special: bool = False) -> str:
@@ -51,16 +51,16 @@ class FakeTokenizer:
 class FakeChat:
     """Messages with bars between them: never what the tokens of the chat so far say, so all is cut anew."""
 
-    def parts(self, messages: list[dict[str, str]]) -> tuple[Part, ...]:
-        return (Part("|".join(message["content"] for message in messages)),)
+    def parts(self, messages: list[dict[str, str]]) -> tuple[PromptPart, ...]:
+        return (PromptPart("|".join(message["content"] for message in messages)),)
 
 
 class FakePrompts(PromptMaker):
     """The real one without threads, of which virtual time knows nothing."""
 
-    async def make(self, request: Generate, before: Before | None = None) -> Prompt:
+    async def make(self, request: Generate, before: History | None = None) -> Prompt:
         await trio.lowlevel.checkpoint()
-        checked_size(request, self.limits)
+        check_prompt_size(request, self.limits)
         return self._make(request, before)
 
 
@@ -75,7 +75,7 @@ class FakeModel:
     prompts: FakePrompts
     cost: CostModel = attrs.field(factory=CostModel)
 
-    def piece(self, token: int) -> bytes:
+    def token_to_bytes(self, token: int) -> bytes:
         return piece(token)
 
 
@@ -94,14 +94,14 @@ class Serving:
     async def settled(self) -> None:
         """Until nothing runs, and the books say that nothing is held."""
         with trio.fail_after(1000):
-            while self.server.runner.jobs() or self.server.snapshot()["connections"]:
+            while self.server.runner.jobs() or self.server.snapshot()["sessions"]:
                 await trio.sleep(0.01)
             await self.server.runner.wait_idle()
         self.server.runner.check_integrity()
         kv = self.server.runner.cache.statistics()
         assert (kv.sequences, kv.cells_reserved, kv.cells_used) == (0, 0, 0)
         assert self.engine.used_cells() == self.server.runner.cache.held()
-        assert self.server.snapshot()["send_queue_bytes"] == 0
+        assert self.server.snapshot()["outbox_bytes"] == 0
 
 
 def settings(**values: Any) -> config.Config:
@@ -112,8 +112,8 @@ def settings(**values: Any) -> config.Config:
 @contextlib.contextmanager
 def remembering(
     folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[Saved] = ()
-) -> Iterator[Storage]:
-    """What a server remembers with, in ``folder``, as ``daemon.storage.open_storage`` makes it.
+) -> Iterator[Memory]:
+    """What a server remembers with, in ``folder``, as ``daemon.memory.open_memory`` makes it.
 
     Args:
         files: instead of a folder of states, with ``states`` in it.
@@ -122,16 +122,16 @@ def remembering(
         journal = Journal(folder / "sessions", model="fake", max_sessions=max_sessions)
         stack.callback(journal.close)
         if files is None:
-            files = found = StateFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
+            files = found = SpillFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
             stack.callback(found.close)
-            states = [Saved(s.name, principal_uid(s.principal), s.tokens, s.n_bytes) for s in found.scan()]
-        yield Storage(journal, files, states)
+            states = [Saved(s.name, s.tenant, s.tokens, s.n_bytes) for s in found.scan()]
+        yield Memory(journal, files, states)
 
 
 @contextlib.asynccontextmanager
 async def serving(
     engine: FakeEngine | None = None,
-    memory: Storage = NO_STORAGE,
+    memory: Memory = NO_MEMORY,
     *,
     in_thread: InThread = at_once,
     **values: Any,

@@ -71,8 +71,8 @@ def _probe_model(settings: Config) -> None:
 
     from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine
     from uma_trio.models.gguf_check import GgufError, check_gguf
-    from uma_trio.models.known_layouts import KnownLayouts
     from uma_trio.models.loaded import EMBEDDED
+    from uma_trio.models.tuning_cache import FileLayoutCache
 
     path = settings.model.model or EMBEDDED
     try:
@@ -86,7 +86,7 @@ def _probe_model(settings: Config) -> None:
             return
         trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
         with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
-        engine = LlamaEngine(path, with_time, choices=KnownLayouts(path))
+        engine = LlamaEngine(path, with_time, layout_cache=FileLayoutCache(path))
     except FileNotFoundError:
         _report("model", problem=f"there is no model at {path}")
         return
@@ -135,7 +135,7 @@ def _probe_answer(engine: Any) -> None:
         (token,) = result.tokens
         if token == NO_TOKEN or token in engine.facts.eog_ids:
             break
-        said += engine.tokenizer.piece(token)
+        said += engine.tokenizer.token_to_bytes(token)
         parts = [token]
     _report("answer", text=said.decode("utf-8", "replace"), ms=1e3 * (time.perf_counter() - began))
 

@@ -74,14 +74,14 @@ def command(
 
 @contextlib.contextmanager
 def _tokenizer(model: Path | None, llama_dir: Path | None) -> Iterator[Tokenizer]:
-    """Load the vocabulary.  An unusable model, or an id that is not in the vocabulary, exits with code 1."""
-    from uma_trio.engine.tokenizer import NoSuchToken
+    """The vocabulary; what goes wrong with it, or with what is asked of it, ends the program with 1."""
+    from uma_trio.engine.tokenizer import InvalidTokenId
     from uma_trio.models.loaded import EMBEDDED, ModelError, vocabulary
 
     try:
         with vocabulary(model or EMBEDDED, llama_dir) as tokenizer:
             yield tokenizer
-    except (ModelError, NoSuchToken) as error:
+    except (ModelError, InvalidTokenId) as error:
         click.echo(f"uma-trio tokenize: {error}", err=True)
         sys.exit(1)
 
@@ -90,7 +90,7 @@ def _show_tokens(tokenizer: Tokenizer, text: str, *, special: bool, as_json: boo
     encoding = tokenizer.encode_with_offsets(text, add_special=special, parse_special=special)
     tokens = encoding.ids.tolist()
     ranges = [(None, None)] * len(tokens) if encoding.offsets is None else encoding.offsets.tolist()
-    rows = list(zip(tokens, ranges, tokenizer.pieces_of(tokens), strict=True))
+    rows = list(zip(tokens, ranges, tokenizer.tokens_to_bytes(tokens), strict=True))
     if as_json:
         found = [
             {"id": token, "start": start, "end": end, "text": token_bytes.decode("utf-8", "replace")}

@@ -213,7 +213,7 @@ async def _serve_loaded(
         try:
             await server.run(sock)
         finally:
-            known_costs.keep(model.cost_name, server.runner.pace.cost)
+            tuning_cache.save_costs(model.cost_name, server.runner.pace.cost)
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
 
 

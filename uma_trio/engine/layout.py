@@ -31,7 +31,7 @@ SHARE_OF_MEMORY: Final = 0.25
 CHECKPOINTS_SHARE_OF_MEMORY: Final = 1 / 16
 """Most of the machine's memory that checkpoints of recurrent states take."""
 
-CELLS_AT_A_TIME: Final = 256
+KV_CELL_MULTIPLE: Final = 256
 """The KV cache, or each sequence's share of it, is a multiple of so many (GGML_PAD in llama-context.cpp)."""
 
 CPU_UBATCH: Final = 256
@@ -43,11 +43,11 @@ MIXED_SHARE: Final = 0.2
 with 100: while each of the eight gets its 100 tokens, a tick each, their next prompts take 8 * 120 / 48 = 20 of the ticks."""
 
 CLEARLY: Final = 0.9
-"""Of the rule's cost: what another layout has to stay below.  Measured twice, the same thing differs by some percent,
+"""Of the rule's cost: what another layout has to stay below.  MeasuredLayout twice, the same thing differs by some percent,
 and what is chosen is to be the same at the next start."""
 
 
-class NoRoom(ValueError):
+class KvCacheTooSmall(ValueError):
     """The KV cache cannot be as small as it is to be."""
 
 
@@ -75,11 +75,11 @@ class Layout:
     @property
     def name(self) -> str:
         """Which of the candidates it is; for people too."""
-        return f"{'unified' if self.unified else 'apart'}, flash attention {self.flash_attn}"
+        return f"{'unified KV' if self.unified else 'per-sequence KV'}, flash attention {self.flash_attn}"
 
 
 @attrs.frozen(kw_only=True)
-class Measured:
+class MeasuredLayout:
     """What ticks take in a layout."""
 
     layout: Layout
@@ -104,7 +104,7 @@ class Measured:
 
 
 @attrs.frozen(kw_only=True)
-class Choice:
+class LayoutChoice:
     """A layout, and why it was taken."""
 
     layout: Layout
@@ -112,21 +112,21 @@ class Choice:
     """``only one``: the settings leave nothing open.  ``by rule``: measuring was not wanted, or not possible with so little
     context.  ``measured before``: by an earlier run.  ``no time``: it would have taken too long.  ``no room``: there was not
     the memory for what had been chosen.  With the last two it is the rule's layout as well."""
-    measured: Sequence[Measured] = ()
+    measured: Sequence[MeasuredLayout] = ()
     """What could be measured, the rule's layout first."""
 
 
-class Choices(Protocol):
+class LayoutCache(Protocol):
     """What remembers choices from one run to the next."""
 
-    def recall(self, circumstances: tuple[object, ...]) -> str | None:
-        """The name of the layout that was chosen under ``circumstances``."""
+    def load(self, environment: tuple[object, ...]) -> str | None:
+        """The name of the layout that was chosen under ``environment``."""
 
-    def keep(self, circumstances: tuple[object, ...], choice: Choice) -> None:
+    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> None:
         """For the next run."""
 
 
-def layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: int) -> Layout:
+def default_layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: int) -> Layout:
     """Lay the memory out for ``settings.parallel`` sequences, by rule.
 
     Args:
@@ -134,7 +134,7 @@ def layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: 
         memory_bytes: of the machine.
 
     Raises:
-        NoRoom: ``kv_mem_limit_mb`` is too little.
+        KvCacheTooSmall: ``kv_mem_limit_mb`` is too little.
     """
     unified = on_gpu if settings.kv_unified == "auto" else settings.kv_unified == "on"
     flash_attn = settings.flash_attn
@@ -156,9 +156,9 @@ def candidates(
         windowed: the model has layers with a sliding window.
 
     Raises:
-        NoRoom: as ``layout``, for the rule's.
+        KvCacheTooSmall: as ``layout``, for the rule's.
     """
-    rule = layout(shape, settings, on_gpu=on_gpu, memory_bytes=memory_bytes)
+    rule = default_layout(shape, settings, on_gpu=on_gpu, memory_bytes=memory_bytes)
     found = [rule]
     for unified, flash_attn in ((False, "off"), (False, "auto"), (True, "auto")):
         if settings.kv_unified != "auto" and unified != rule.unified:
@@ -169,7 +169,7 @@ def candidates(
             continue
         try:
             other = _sized(shape, settings, unified, flash_attn, on_gpu=on_gpu, memory_bytes=memory_bytes)
-        except NoRoom:
+        except KvCacheTooSmall:
             continue
         if unified != rule.unified:
             share = min(shape.n_ctx_train, DEFAULT_WINDOW)
@@ -181,7 +181,7 @@ def candidates(
     return tuple(found)
 
 
-def choose(measured: Sequence[Measured]) -> Layout:
+def choose(measured: Sequence[MeasuredLayout]) -> Layout:
     """The layout to take: that of ``measured[0]``, which is the rule's, unless another is clearly cheaper."""
     rule = measured[0]
     best = min(measured, key=lambda each: each.cost_ms)
@@ -208,16 +208,16 @@ def _sized(
 def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int:
     """As many as ``kv_mem_limit_mb`` has room for; llama.cpp would round any other number up."""
     most = int(settings.kv_mem_limit_mb * 1_000_000 / max(1.0, shape.kv_bytes_per_token))
-    block = CELLS_AT_A_TIME if unified else CELLS_AT_A_TIME * settings.parallel
+    block = KV_CELL_MULTIPLE if unified else KV_CELL_MULTIPLE * settings.parallel
     if most < block:
-        raise NoRoom(
+        raise KvCacheTooSmall(
             f"kv_mem_limit_mb {settings.kv_mem_limit_mb} has room for {most} tokens; {settings.parallel} sequences need "
             f"{block} at least: raise it to {1 + int(block * shape.kv_bytes_per_token / 1e6)}, or lower parallel"
         )
     return most - most % block
 
 
-def checkpoints(n_bytes: int, *, n_sequences: int, memory_bytes: int) -> int:
+def max_checkpoints(n_bytes: int, *, n_sequences: int, memory_bytes: int) -> int:
     """How many checkpoints of ``n_bytes`` are kept at most: what all sequences can use, if there is the memory."""
     return min(MAX_PER_SEQUENCE * n_sequences, int(CHECKPOINTS_SHARE_OF_MEMORY * memory_bytes / max(1, n_bytes)))
 

@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 import llama_abi
-from uma_trio.engine.layout import Choice, Layout, Measured, choose
+from uma_trio.engine.layout import Layout, LayoutChoice, MeasuredLayout, choose
 
 log = structlog.get_logger("uma_trio.engine")
 
@@ -53,7 +53,7 @@ def try_layouts(
     options: Callable[[Layout], llama_abi.ContextOptions],
     *,
     budget_s: float,
-) -> Choice:
+) -> LayoutChoice:
     """Measure ``layouts``, the rule's first, and choose.
 
     Blocks for ``budget_s`` at most, and until the call ends that is under way then (on a CPU it is cut short); before that
@@ -65,8 +65,8 @@ def try_layouts(
     rule = layouts[0]
     shares = [options(each).n_ctx // options(each).n_seq_max for each in layouts]
     if min(*shares, model.n_ctx_train) < CELLS:
-        return Choice(layout=rule, why="by rule")
-    measured: list[Measured] = []
+        return LayoutChoice(layout=rule, why="by rule")
+    measured: list[MeasuredLayout] = []
     with _Deadline(len(layouts)) as deadline:
         try:
             for layout in layouts:
@@ -74,13 +74,13 @@ def try_layouts(
                 if found is not None:
                     measured.append(found)
                 elif layout is rule:
-                    return Choice(layout=rule, why="by rule")
+                    return LayoutChoice(layout=rule, why="by rule")
                 deadline.layouts -= 1
                 if layout is rule:
                     deadline.need(deadline.layouts * deadline.spent_s() / 2)  # each, if it is soon seen to be dear
         except _NoTime:
-            return Choice(layout=rule, why="no time", measured=measured)
-    return Choice(layout=choose(measured), why="measured", measured=measured)
+            return LayoutChoice(layout=rule, why="no time", measured=measured)
+    return LayoutChoice(layout=choose(measured), why="measured", measured=measured)
 
 
 def _measured(
@@ -89,8 +89,8 @@ def _measured(
     options: llama_abi.ContextOptions,
     deadline: _Deadline,
     budget_s: float,
-    others: Sequence[Measured],
-) -> Measured | None:
+    others: Sequence[MeasuredLayout],
+) -> MeasuredLayout | None:
     """``None`` where there is not the memory for it, or the device cannot do it."""
     try:
         trial = _Trial(model, options, deadline)
@@ -168,7 +168,7 @@ class _Trial:
         self._ms([(0, 1)])
         return self._ms([(0, 1)])
 
-    def measure(self, layout: Layout, hopeless_ms: float) -> Measured:
+    def measure(self, layout: Layout, hopeless_ms: float) -> MeasuredLayout:
         """
         Raises:
             _NoTime: it takes longer than it may.
@@ -181,7 +181,7 @@ class _Trial:
         mixed = [rows[:reading] + chunk] if self._unified else [rows[:reading], chunk]
         self._ms(rows)
         decode_ms = min(self._ms(rows) for _ in range(ROUNDS))
-        found = Measured(layout=layout, decode_ms=decode_ms, mixed_ms=None)
+        found = MeasuredLayout(layout=layout, decode_ms=decode_ms, mixed_ms=None)
         for _ in range(ROUNDS):
             if found.cost_ms > hopeless_ms:
                 break

@@ -20,15 +20,15 @@ from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
-    CELLS_AT_A_TIME,
-    Choice,
-    Choices,
+    KV_CELL_MULTIPLE,
+    KvCacheTooSmall,
     Layout,
-    NoRoom,
+    LayoutCache,
+    LayoutChoice,
     Shape,
     candidates,
-    checkpoints,
     machine_memory_bytes,
+    max_checkpoints,
 )
 from uma_trio.engine.known_layouts import KnownLayouts
 from uma_trio.engine.layout_trial import try_layouts
@@ -56,7 +56,7 @@ from uma_trio.kv.ops import (
     Truncate,
 )
 
-LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, NoRoom)
+LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall)
 """What opening an engine raises: about the model, or about the library."""
 
 SHARE_OF_LOADING = 0.1
@@ -73,7 +73,7 @@ class LlamaEngine:
         path: a GGUF file.
         settings: memory and compute.
         on_progress: called with the loaded share in [0, 1]; answering False gives loading up.
-        choices: remembers how the memory was laid out; without it that is never measured, and decided by rule.
+        layout_cache: remembers how the memory was laid out; without it that is never measured, and decided by rule.
 
     Raises:
         llama_abi.LlamaError: the file cannot be loaded, or there is not the memory for it.
@@ -85,7 +85,7 @@ class LlamaEngine:
         path: Path,
         settings: config.Model,
         on_progress: Callable[[float], bool] | None = None,
-        choices: Choices | None = None,
+        layout_cache: LayoutCache | None = None,
     ) -> None:
         library = llama_abi.load(settings.llama_dir)
         began = time.perf_counter()
@@ -96,7 +96,7 @@ class LlamaEngine:
         try:
             loaded_s = time.perf_counter() - began
             self._shape = _shape(self._model, settings)
-            self._choice = _choice(self._model, self._shape, settings, choices, loaded_s=loaded_s)
+            self._choice = _choice(self._model, self._shape, settings, layout_cache, loaded_s=loaded_s)
             self._context = self._open()
         except BaseException:
             self._model.close()
@@ -138,14 +138,14 @@ class LlamaEngine:
         self._context.decode(self._batch)
         n_bytes = self._context.state_size(0, flags=llama_abi.PARTIAL_ONLY)
         self._context.clear()
-        return checkpoints(n_bytes, n_sequences=self._context.n_seq_max, memory_bytes=machine_memory_bytes())
+        return max_checkpoints(n_bytes, n_sequences=self._context.n_seq_max, memory_bytes=machine_memory_bytes())
 
     @property
     def info(self) -> ModelInfo:
         return self._info
 
     @property
-    def layout_choice(self) -> Choice:
+    def layout_choice(self) -> LayoutChoice:
         """How the memory is laid out, and why."""
         return self._choice
 
@@ -461,7 +461,7 @@ def open_tokenizer(path: Path, llama_dir: Path | None = None) -> Iterator[Tokeni
 
 def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:
     alone = attrs.evolve(settings, parallel=1, batch_tokens=PROBE_TOKENS)
-    layout = Layout(n_ctx=CELLS_AT_A_TIME, unified=True, flash_attn=settings.flash_attn, n_ubatch=PROBE_TOKENS)
+    layout = Layout(n_ctx=KV_CELL_MULTIPLE, unified=True, flash_attn=settings.flash_attn, n_ubatch=PROBE_TOKENS)
     n_bytes = kv_bytes_per_token(model, settings, _context_options(alone, layout))
     return Shape(n_ctx_train=model.n_ctx_train, kv_bytes_per_token=n_bytes)
 
@@ -489,8 +489,8 @@ def _candidates(model: llama_abi.Model, shape: Shape, settings: config.Model) ->
 
 
 def _choice(
-    model: llama_abi.Model, shape: Shape, settings: config.Model, choices: Choices | None, *, loaded_s: float
-) -> Choice:
+    model: llama_abi.Model, shape: Shape, settings: config.Model, layout_cache: LayoutCache | None, *, loaded_s: float
+) -> LayoutChoice:
     """How to lay the memory out: as before under these circumstances, else as is measured now.
 
     Args:
@@ -498,18 +498,18 @@ def _choice(
     """
     layouts = _candidates(model, shape, settings)
     if len(layouts) == 1:
-        return Choice(layout=layouts[0], why="only one")
-    if choices is None or settings.layout_trial_s == 0:
-        return Choice(layout=layouts[0], why="by rule")
+        return LayoutChoice(layout=layouts[0], why="only one")
+    if layout_cache is None or settings.layout_trial_s == 0:
+        return LayoutChoice(layout=layouts[0], why="by rule")
     facts = (*_surroundings(model.library, settings), *(_context_options(settings, each) for each in layouts))
-    known = choices.recall(facts)
+    known = layout_cache.load(facts)
     for each in layouts:
         if each.name == known:
-            return Choice(layout=each, why="measured before")
+            return LayoutChoice(layout=each, why="measured before")
     budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
     found = try_layouts(model, layouts, lambda each: _context_options(settings, each), budget_s=budget_s)
     if found.why == "measured":
-        choices.keep(facts, found)
+        layout_cache.save(facts, found)
     return found
 
 

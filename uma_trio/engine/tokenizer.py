@@ -16,7 +16,7 @@ from llama_abi import TokenAttr
 from uma_trio.engine.alignment import Spelling, align
 from uma_trio.engine.messages import PromptPart, TokenIds
 
-NAMED = TokenAttr.CONTROL | TokenAttr.UNKNOWN
+CONTROL_ATTRIBUTES = TokenAttr.CONTROL | TokenAttr.UNKNOWN
 """Tokens with a meaning instead of a text; found in a text only where ``parse_special`` says so."""
 
 _OPENING: Final = (b"<|", "<｜".encode())
@@ -26,12 +26,12 @@ ALOOF: Final = "\ue000"
 """A character for private use, with which no vocabulary merges anything."""
 
 
-class NoSuchToken(ValueError):
+class InvalidTokenId(ValueError):
     """Not the id of a token of this vocabulary."""
 
 
 @attrs.frozen(eq=False)
-class Encoding:
+class TokenizedText:
     """A text as tokens, and where in it they stand."""
 
     ids: TokenIds
@@ -110,7 +110,7 @@ class Tokenizer:
             found = [before, *found, after]
         return np.concatenate([np.empty(0, np.int32), *found])
 
-    def encode_with_offsets(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> Encoding:
+    def encode_with_offsets(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> TokenizedText:
         """As ``encode``, and where in the text the tokens stand.
 
         Blocks for about 10 ms for each 10 kB.
@@ -120,26 +120,26 @@ class Tokenizer:
         before, after = map(len, self._put_around) if adds else (0, 0)
         body = ids[before : len(ids) - after]
         if not parse_special and self._has_unknown(body):
-            return Encoding(ids, None)
+            return TokenizedText(ids, None)
         utf8 = text.encode()
         spellings = (self._spelling(token, parse_special) for token in body.tolist())
         ranges = align(utf8, spellings, space_prefix=self._space_prefix)
         if ranges is None:
-            return Encoding(ids, None)
+            return TokenizedText(ids, None)
         ranges = [(0, 0)] * before + ranges + [(len(utf8), len(utf8))] * after
-        return Encoding(ids, np.array(ranges, np.int64).reshape(-1, 2))
+        return TokenizedText(ids, np.array(ranges, np.int64).reshape(-1, 2))
 
     def decode(self, tokens: TokenIds | Iterable[int], *, special: bool = False) -> str:
         """The text of ``tokens``; what is not UTF-8 becomes U+FFFD.
 
         Undoes ``encode``: the space that a SentencePiece vocabulary puts in front of a text is taken
-        away.  Of tokens that go on from others ``piece`` has the bytes as they are.
+        away.  Of tokens that go on from others ``token_to_bytes`` has the bytes as they are.
 
         Args:
             special: spell control tokens out; else they are left out.
 
         Raises:
-            NoSuchToken: one of them is not in ``[0, n_tokens)``.
+            InvalidTokenId: one of them is not in ``[0, n_tokens)``.
         """
         parts = []
         prefixed = self._space_prefix
@@ -152,34 +152,34 @@ class Tokenizer:
             parts.append(piece)
         return b"".join(parts).decode("utf-8", "replace")
 
-    def piece(self, token: int) -> bytes:
+    def token_to_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for; a control token stands for none.
 
         Raises:
-            NoSuchToken: it is not in ``[0, n_tokens)``.
+            InvalidTokenId: it is not in ``[0, n_tokens)``.
         """
         if not 0 <= token < self.n_tokens:
-            raise NoSuchToken(f"token {token} is not in [0, {self.n_tokens})")
+            raise InvalidTokenId(f"token {token} is not in [0, {self.n_tokens})")
         return self._pieces[token]
 
-    def pieces_of(self, tokens: TokenIds | Iterable[int]) -> list[bytes]:
+    def tokens_to_bytes(self, tokens: TokenIds | Iterable[int]) -> list[bytes]:
         """The bytes of each of ``tokens``, control tokens spelled out.
 
         Raises:
-            NoSuchToken: as ``decode``.
+            InvalidTokenId: as ``decode``.
         """
         return [self._spelled(token) for token in self._checked(tokens)]
 
     @cached_property
-    def controls(self) -> frozenset[str]:
+    def control_tokens(self) -> frozenset[str]:
         """Texts of the tokens that are found in a text only where ``parse_special`` says so.
 
         Without those that are no UTF-8, for no text spells them.
         """
-        return self._texts((token for token, piece in enumerate(self._pieces) if not piece), NAMED)
+        return self._texts((token for token, piece in enumerate(self._pieces) if not piece), CONTROL_ATTRIBUTES)
 
     @cached_property
-    def markers(self) -> frozenset[str]:
+    def user_defined_controls(self) -> frozenset[str]:
         """Texts of user-defined tokens that are made like control tokens, as ``<|USER_TOKEN|>``.
 
         They are found in every text.  The models' authors forgot to mark them, and older files (of Command R,
@@ -189,7 +189,7 @@ class Tokenizer:
         looks = (
             token for token, piece in enumerate(self._pieces) if piece.startswith(_OPENING) and piece.endswith(_CLOSING)
         )
-        return self._texts(looks, TokenAttr.USER_DEFINED) - self.controls
+        return self._texts(looks, TokenAttr.USER_DEFINED) - self.control_tokens
 
     def _texts(self, tokens: Iterable[int], kind: TokenAttr) -> frozenset[str]:
         found = set()
@@ -210,7 +210,7 @@ class Tokenizer:
     def _space_prefix(self) -> bool:
         """The vocabulary puts a space before a text, asked of a letter."""
         letter = self._vocab.tokenize("a", add_special=False, parse_special=False)
-        return b"".join(self.pieces_of(letter)) == b" a"
+        return b"".join(self.tokens_to_bytes(letter)) == b" a"
 
     def _encode_behind(self, text: str, *, parse_special: bool) -> TokenIds:
         """The tokens of ``text`` without a space in front: behind a character that is taken off again."""
@@ -234,7 +234,7 @@ class Tokenizer:
         found = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         for token in found:
             if not isinstance(token, int) or not 0 <= token < self.n_tokens:
-                raise NoSuchToken(f"token {token!r} is not in [0, {self.n_tokens})")
+                raise InvalidTokenId(f"token {token!r} is not in [0, {self.n_tokens})")
         return found
 
     def _spelled(self, token: int) -> bytes:
@@ -252,7 +252,7 @@ class Tokenizer:
         known = self._spellings.get((token, parse_special))
         if known is None:
             kind = self._vocab.attributes(token)
-            cut_out = TokenAttr.USER_DEFINED | (NAMED if parse_special else TokenAttr(0))
+            cut_out = TokenAttr.USER_DEFINED | (CONTROL_ATTRIBUTES if parse_special else TokenAttr(0))
             known = self._spellings[token, parse_special] = Spelling(
                 self._spelled(token),
                 cut_out=bool(kind & cut_out),

@@ -1,55 +1,75 @@
-"""Messages to prompt text, by the model's own Jinja template.
+"""Chat messages to prompt text, with the model's own Jinja template.
 
-The template comes with the model file, and the file from anywhere: it is a program of a stranger's.
-Jinja's immutable sandbox keeps it away from Python.  What the sandbox does not do is bound what a
-template costs, so every step that takes memory or time is charged to a meter first: ``sandbox.py``
-and ``meter.py`` of this room.
+The template comes with the model file, from anywhere, so it is an untrusted program.  It runs in a child process
+with Jinja's immutable sandbox (``template_worker.py``), a memory limit and a deadline.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
-import jinja2
+import attrs
 
-from uma_trio.engine.records import Part
+from uma_trio.engine.records import PromptPart
 from uma_trio.errors import BadRequest, InternalError
-from uma_trio.models.controls import Controls
-from uma_trio.models.meter import LimitExceeded, Limits
-from uma_trio.models.sandbox import MeteredEnvironment
+from uma_trio.models.control_tokens import ControlTokens
+
+WORKER: Final = Path(__file__).with_name("template_worker.py")
+
+START_SECONDS: Final = 10.0
+"""Longest wait for a new child, which imports Jinja and compiles the template: 50 ms on an idle machine.  The child's
+CPU limit ends a template that never finishes compiling much sooner."""
 
 
 class BrokenTemplate(InternalError):
-    """The model's chat template does not compile, fails on good messages, or costs too much.
+    """The model's chat template does not compile, fails on good messages, or exceeds its limits.
 
-    Not the client's fault: raw prompts are served all the same.
+    Not the client's fault.  Raw prompts still work.
     """
 
 
-class _Refused(Exception):
-    """The template called ``raise_exception``."""
+@attrs.frozen
+class TemplateLimits:
+    """What compiling a template, and each rendering, may cost."""
 
-
-def _refuse(message: object = "") -> None:
-    raise _Refused(str(message)[:500])
+    source_chars: int = 1 << 17
+    output_chars: int = 1 << 21
+    memory_bytes: int = 1 << 29
+    """Address space of the child process, the interpreter's 50 MB included.  Linux only."""
+    seconds: float = 1.0
 
 
 class ChatTemplate:
-    """A compiled chat template.  Compile once; ``render`` may run in several threads at a time.
+    """A compiled chat template in a child process of its own.
+
+    The process lives as long as this object, or the daemon.  A process that dies is replaced at the next rendering.
+    ``render`` may be called from several threads; renderings take turns.
 
     Args:
-        source: the template, as in the file's ``tokenizer.chat_template``.
+        source: the template, from ``tokenizer.chat_template`` of the model file.
         bos, eos: texts of these special tokens, ``""`` if the model has none.
         controls: the vocabulary's control tokens, for ``parts``.
-        limits: what one rendering may cost.
+        limits: bounds for compiling and for each rendering.
         now: the clock behind ``strftime_now``.
 
     Raises:
         BrokenTemplate: the source does not compile or is too long.
 
-    Source: the variables and functions that templates are written for are those of
-    ``apply_chat_template`` in Hugging Face's transformers.
+    Blocks for about 50 ms, while the process starts.
+
+    Source: the variables and functions of a template are those of ``apply_chat_template`` in Hugging Face's
+    transformers.
     """
 
     def __init__(
@@ -58,29 +78,25 @@ class ChatTemplate:
         *,
         bos: str,
         eos: str,
-        controls: Controls | None = None,
-        limits: Limits = Limits(),  # noqa: B008 - frozen
+        controls: ControlTokens | None = None,
+        limits: TemplateLimits = TemplateLimits(),
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
     ) -> None:
-        self._limits = limits
-        self._controls = controls or Controls()
         if len(source) > limits.source_chars:
             raise BrokenTemplate(
                 f"the model's chat template has {len(source)} characters, more than {limits.source_chars}"
             )
-        self._environment = MeteredEnvironment(now)
-        self._environment.globals["raise_exception"] = _refuse
         self._fixed = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
-        self._environment.start(limits)
-        try:
-            self._template = self._environment.from_string(source)
-        except _FAULTS as error:
-            raise BrokenTemplate(f"the model's chat template does not compile: {_said(error)}") from error
+        self._controls = controls or ControlTokens()
+        self._now = now
+        self._worker = _Worker(source, limits)
+        weakref.finalize(self, self._worker.stop)
+        self._worker.start()
 
-    def parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[Part, ...]:
-        """The prompt text of a conversation, as ``render`` has it, cut where a message spells a control token.
+    def parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[PromptPart, ...]:
+        """The prompt text of a conversation, cut where a message spells a control token.
 
-        Renders up to three times; each time has ``limits`` of its own.  See ``models.controls``.
+        Renders up to three times, each time with the full ``limits``.  See ``models.control_tokens``.
 
         Raises:
             BadRequest, BrokenTemplate: as ``render``.
@@ -88,56 +104,110 @@ class ChatTemplate:
         return self._controls.parts(messages, self.render)
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt text of a conversation.
+        """The prompt text of a conversation.  Blocks for ``limits.seconds`` at most, plus a restart.
 
         Args:
-            messages: each with ``role`` and ``content``, both strings; other keys with string values
-                are handed on to the template.
-            add_generation_prompt: whether the text ends where the assistant's next message begins.
+            messages: each with ``role`` and ``content``, both strings.  Other keys with string values are passed to
+                the template.
+            add_generation_prompt: end the text where the assistant's next message begins.
 
         Raises:
-            BadRequest: the messages are not of this form, or the template refuses them (say, because
-                roles do not alternate) and tells why.
-            BrokenTemplate: the template fails or goes beyond its limits.
+            BadRequest: the messages are malformed, or the template refuses them (for example because roles do not
+                alternate) and says why.
+            BrokenTemplate: the template fails or exceeds its limits.
         """
         given = [_checked(index, message) for index, message in enumerate(messages)]
-        pieces: list[str] = []
-        left = self._limits.output_chars
-        self._environment.start(self._limits)
+        variables = {"messages": given, "add_generation_prompt": add_generation_prompt, **self._fixed}
+        return self._worker.render({"now": self._now().isoformat(), "variables": variables})
+
+
+class _Worker:
+    """The child process: started when it is first asked, and again after it died.
+
+    Args:
+        source: the template that each new process compiles first.
+    """
+
+    def __init__(self, source: str, limits: TemplateLimits) -> None:
+        self._setup = {"source": source, **attrs.asdict(limits)}
+        self._seconds = limits.seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def render(self, request: Mapping[str, Any]) -> str:
+        """
+        Raises:
+            BadRequest, BrokenTemplate: as ``ChatTemplate.render``.
+        """
+        with self._lock:
+            self._ensure_started()
+            answer = self._ask(request, self._seconds)
+        if "refused" in answer:
+            raise BadRequest(f"the model's chat template refuses these messages: {answer['refused']}")
+        if "error" in answer:
+            raise BrokenTemplate(f"the model's chat template failed: {answer['error']}")
+        return answer["text"]
+
+    def start(self) -> None:
+        """
+        Raises:
+            BrokenTemplate: the template does not compile.
+        """
+        with self._lock:
+            self._ensure_started()
+
+    def stop(self) -> None:
+        """Kill the process and wait for its end.  A no-op without a process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with process:  # closes the pipes and waits
+                process.kill()
+
+    def _ensure_started(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.stop()  # closes the pipes of a process that something else has killed
+        # By path, with -P: neither the current directory nor this package's files may shadow the child's imports.
+        # A process group of its own: Ctrl-C is for the daemon, whose end closes stdin and so ends the child.
         try:
-            for piece in self._template.generate(
-                messages=given, add_generation_prompt=add_generation_prompt, **self._fixed
-            ):
-                left -= len(piece)
-                if left < 0:
-                    raise LimitExceeded(f"more than {self._limits.output_chars} characters of output")
-                pieces.append(piece)
-        except _Refused as error:
-            raise BadRequest(f"the model's chat template refuses these messages: {error}") from None
-        except _FAULTS as error:
-            raise BrokenTemplate(f"the model's chat template failed: {_said(error)}") from error
-        return "".join(pieces)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER)],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                process_group=0,
+            )
+        except OSError as error:  # no memory, no file descriptors
+            raise BrokenTemplate(f"the process that renders chat templates cannot start: {error}") from None
+        answer = self._ask(self._setup, START_SECONDS)
+        if "error" in answer:
+            self.stop()
+            raise BrokenTemplate(f"the model's chat template does not compile: {answer['error']}")
 
-
-_FAULTS = (
-    jinja2.TemplateError,
-    LimitExceeded,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    SyntaxError,  # of the Python code that a template becomes
-    TypeError,
-    ValueError,
-)
-"""What a template can make Python raise; anything else is a defect of ours and goes through."""
-
-
-def _said(error: BaseException) -> str:
-    line = getattr(error, "lineno", None)
-    where = f" (line {line})" if isinstance(line, int) else ""
-    return f"{str(error)[:500] or type(error).__name__}{where}"
+    def _ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, str]:
+        """Send one request and wait for its answer.  Stops a process that gives none in ``seconds``."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        answer = b""
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(BrokenPipeError):  # a dead process: reading says so too
+            while data:
+                data = data[self._process.stdin.write(data) :]
+        while not answer.endswith(b"\n"):
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                self.stop()
+                return {"error": f"it takes longer than {seconds:g} s"}
+            chunk = self._process.stdout.read(1 << 20)
+            if not chunk:
+                self.stop()
+                return {"error": "its process died: it takes too much memory or time"}
+            answer += chunk
+        found: dict[str, str] = json.loads(answer.decode("utf-8", "surrogatepass"))
+        return found
 
 
 def _checked(index: int, message: Mapping[str, str]) -> dict[str, str]:

@@ -12,17 +12,17 @@ import structlog
 
 from uma_trio.config import Config
 from uma_trio.engine.calibrate import calibrate
-from uma_trio.engine.layout import Choice
+from uma_trio.engine.layout import LayoutChoice
 from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, open_tokenizer
 from uma_trio.engine.records import EngineError
 from uma_trio.engine.thread import EngineThread
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.models import known_costs
+from uma_trio.models import tuning_cache
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
-from uma_trio.models.controls import Controls
+from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import GgufError, check_gguf
-from uma_trio.models.known_layouts import KnownLayouts
 from uma_trio.models.prompt import PromptMaker
+from uma_trio.models.tuning_cache import FileLayoutCache
 from uma_trio.scheduling.cost import CostModel
 
 log = structlog.get_logger("uma_trio.models")
@@ -50,9 +50,9 @@ class LoadedModel:
     state_name: str
     """Says that, and how the states of its sequences are laid out."""
 
-    def piece(self, token: int) -> bytes:
+    def token_to_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for."""
-        return self.engine.tokenizer.piece(token)
+        return self.engine.tokenizer.token_to_bytes(token)
 
 
 async def load_model(
@@ -117,23 +117,23 @@ def _load(config: Config, progress: Callable[[float], bool]) -> LoadedModel:
     path = config.model.model or EMBEDDED
     with _told(path):
         check_gguf(path)
-        engine = LlamaEngine(path, config.model, progress, KnownLayouts(path))
+        engine = LlamaEngine(path, config.model, progress, FileLayoutCache(path))
         _tell(engine.layout_choice)
         engine.measure_memory()
-        name = known_costs.circumstances(path, *engine.circumstances)
-        cost = calibrate(engine, known=known_costs.recall(name))
+        name = tuning_cache.model_fingerprint(path, *engine.environment)
+        cost = calibrate(engine, known=tuning_cache.load_costs(name))
     prompts = PromptMaker(engine.tokenizer, _chat_template(engine), config.limits)
     return LoadedModel(
         engine,
         prompts,
         cost,
         cost_name=name,
-        name=known_costs.circumstances(path),
-        state_name=known_costs.circumstances(path, *engine.state_layout),
+        name=tuning_cache.model_fingerprint(path),
+        state_name=tuning_cache.model_fingerprint(path, *engine.state_layout),
     )
 
 
-def _tell(choice: Choice) -> None:
+def _tell(choice: LayoutChoice) -> None:
     """Log how the KV cache is laid out, and what was measured."""
     measured = {each.layout.name: str(each) for each in choice.measured}
     more: dict[str, object] = {"measured": measured} if measured else {}
@@ -148,7 +148,7 @@ def _chat_template(engine: LlamaEngine) -> ChatTemplate | None:
         return None
     tokenizer = engine.tokenizer
     try:
-        controls = Controls(tokenizer.controls, tokenizer.markers)
+        controls = ControlTokens(tokenizer.control_tokens, tokenizer.user_defined_controls)
         return ChatTemplate(engine.chat_template, bos=tokenizer.bos, eos=tokenizer.eos, controls=controls)
     except (BrokenTemplate, ValueError) as error:
         log.warning("the model's chat template cannot be used; it serves plain prompts", reason=str(error))

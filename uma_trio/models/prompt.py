@@ -10,7 +10,7 @@ import numpy as np
 import trio
 
 from uma_trio.config import Limits
-from uma_trio.engine.records import Part, TokenIds
+from uma_trio.engine.records import PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
@@ -33,7 +33,7 @@ class Prompt:
 
 
 @attrs.frozen(eq=False)
-class Before:
+class History:
     """What was said in a session before."""
 
     tokens: TokenIds
@@ -42,7 +42,7 @@ class Before:
     """Of a chat; nothing of a session of prompts."""
 
 
-def checked_size(request: Generate, limits: Limits) -> int:
+def check_prompt_size(request: Generate, limits: Limits) -> int:
     """UTF-8 bytes of what ``request`` says.
 
     Raises:
@@ -66,7 +66,7 @@ class PromptMaker:
     """``None`` for a model without a template."""
     limits: Limits
 
-    async def make(self, request: Generate, before: Before | None = None) -> Prompt:
+    async def make(self, request: Generate, before: History | None = None) -> Prompt:
         """The prompt of ``request``.  Long ones are made in a thread; can be cancelled.
 
         Args:
@@ -76,15 +76,15 @@ class PromptMaker:
             PromptTooLarge: more than ``max_prompt_bytes``, seen before anything is rendered.
             BadRequest: ``messages`` that the template refuses, or for a model that has none.
         """
-        size = checked_size(request, self.limits)
+        size = check_prompt_size(request, self.limits)
         if size <= INLINE_BYTES and request.messages is None:
             return self._make(request, before)
         return await trio.to_thread.run_sync(self._make, request, before, abandon_on_cancel=True)
 
-    def _make(self, request: Generate, before: Before | None) -> Prompt:
+    def _make(self, request: Generate, before: History | None) -> Prompt:
         said = np.empty(0, np.int32) if before is None else before.tokens
         if request.prompt is not None:
-            part = Part(request.prompt, request.parse_special)
+            part = PromptPart(request.prompt, request.parse_special)
             return Prompt(self._after(said, [part]), request.prompt)
         messages = [*(before.messages if before is not None else ()), *(request.messages or ())]
         parts = self._parts(messages)
@@ -97,21 +97,21 @@ class PromptMaker:
                 return Prompt(self._after(said, _without(len(spoken), parts)), text)
         return Prompt(self.tokenizer.encode_parts(parts), text)
 
-    def _after(self, said: TokenIds, parts: Sequence[Part]) -> TokenIds:
+    def _after(self, said: TokenIds, parts: Sequence[PromptPart]) -> TokenIds:
         if not len(said):
             return self.tokenizer.encode_parts(parts)
         return np.concatenate([said, self.tokenizer.encode_parts(parts, continues=True)])
 
-    def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[Part]:
+    def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[PromptPart]:
         if self.chat is None:
             raise BadRequest("this model has no chat template: send prompt instead of messages")
         return self.chat.parts([attrs.asdict(message) for message in messages])
 
-    def shown(self, tokens: Sequence[int], text: str) -> TokenIds:
+    def truncate_tokens(self, tokens: Sequence[int], text: str) -> TokenIds:
         """The first of ``tokens`` that say ``text``, which a stop string has cut off somewhere; ``[n]``."""
         left, n = len(text.encode()), 0
         for token in tokens:
-            size = len(self.tokenizer.piece(token))
+            size = len(self.tokenizer.token_to_bytes(token))
             if size > left:
                 break
             left -= size
@@ -123,7 +123,7 @@ class PromptMaker:
         )
 
 
-def _without(n: int, parts: Sequence[Part]) -> list[Part]:
+def _without(n: int, parts: Sequence[PromptPart]) -> list[PromptPart]:
     """``parts`` but for their first ``n`` characters."""
     left = []
     for part in parts:

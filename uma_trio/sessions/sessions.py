@@ -14,7 +14,7 @@ import trio
 from uma_trio.config import Config
 from uma_trio.errors import BadRequest
 from uma_trio.kv.prefix import Tokens, common_prefix
-from uma_trio.models.prompt import Before, Prompt, PromptMaker
+from uma_trio.models.prompt import History, Prompt, PromptMaker
 from uma_trio.protocol.messages import (
     ChatMessage,
     Eos,
@@ -151,7 +151,7 @@ class Sessions:
         Where none can go any more, ``admission.fitted`` drops tokens, as of a session of prompts.
         """
         before = session.messages
-        prompt = await self._prompts.make(request, Before(session.tokens, before))
+        prompt = await self._prompts.make(request, History(session.tokens, before))
         facts, limits, n_whole = self._runner.facts, self._limits, len(prompt.tokens)
         n_drop = admission.surplus(n_whole, request, facts, limits)
         if request.messages is None or not n_drop:
@@ -167,7 +167,7 @@ class Sessions:
             if len(shorter) == len(before):
                 break
             before = shorter
-            prompt = await self._prompts.make(request, Before(session.tokens, before))
+            prompt = await self._prompts.make(request, History(session.tokens, before))
         return attrs.evolve(prompt, dropped=n_whole - len(prompt.tokens)), before
 
     async def end(self, turn: Turn, job: Job | None) -> ServerEvent | None:
@@ -207,7 +207,7 @@ class Sessions:
         """The answer's tokens: without one that ended it, and none of a stop string."""
         tokens = job.tokens
         if job.assembler.matched is not None:
-            return self._prompts.shown(tokens, turn.text)
+            return self._prompts.truncate_tokens(tokens, turn.text)
         if tokens and tokens[-1] in job.ending:
             tokens = tokens[:-1]
         return np.asarray(tokens, np.int32)

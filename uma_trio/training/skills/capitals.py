@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.words import ADJECTIVES, NAMES, OBJECTS, made_up, made_up_place
+from uma_trio.training.sample import Turn, in_passing
+from uma_trio.training.words import ADJECTIVES, NAMES, OBJECTS, made_up, made_up_place
 
 _TABLE = """
 Europe: France Paris, Italy Rome, Germany Berlin, Spain Madrid, Portugal Lisbon, Austria Vienna, Greece Athens,

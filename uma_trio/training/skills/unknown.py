@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.skills.calendar import DAYS, MONTHS, in_words
-from uma_trio.models.training.skills.capitals import COUNTRIES, DONT_KNOW
-from uma_trio.models.training.words import (
+from uma_trio.training.sample import Turn, in_passing
+from uma_trio.training.skills.calendar import DAYS, MONTHS, in_words
+from uma_trio.training.skills.capitals import COUNTRIES, DONT_KNOW
+from uma_trio.training.words import (
     ACCENTED,
     ADJECTIVES,
     CITIES,

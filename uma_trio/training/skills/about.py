@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from uma_trio.models.training.sample import Turn, in_passing
+from uma_trio.training.sample import Turn, in_passing
 
 _FACTS = """
 Who are you? | Who r u? | What are you? | Tell me about yourself. | Introduce yourself. | What is your name? | What are you called?

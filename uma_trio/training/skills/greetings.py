@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from uma_trio.models.training.sample import Turn
-from uma_trio.models.training.words import any_name
+from uma_trio.training.sample import Turn
+from uma_trio.training.words import any_name
 
 _EXCHANGES = """
 Hello | Hi | Hey | Hello there | Hi there | Greetings | Good day | Hey there | Hello world | Hi all | Hello computer | Hey you | Hiya | Say hello | Say hi = Hello! Ask me for a capital, a colour, a count or a story.

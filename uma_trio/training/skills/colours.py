@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from uma_trio.models.training.sample import Turn, in_passing
+from uma_trio.training.sample import Turn, in_passing
 
 _TABLE = """
 green: grass, a frog, a cucumber, moss, a pea, an emerald, spinach, a lime, a pine tree, a crocodile

@@ -1,4 +1,4 @@
-"""``python -m uma_trio.models.training``: from nothing to a GGUF and its card."""
+"""``python -m uma_trio.training``: from nothing to a GGUF and its card."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 import attrs
 
-from uma_trio.models.training import corpus
-from uma_trio.models.training.bpe import Tokenizer, learn
-from uma_trio.models.training.chat import CONTROLS
-from uma_trio.models.training.shape import SHIPPED, SMOKE, Shape
+from uma_trio.training import corpus
+from uma_trio.training.bpe import Tokenizer, learn
+from uma_trio.training.chat import CONTROLS
+from uma_trio.training.shape import SHIPPED, SMOKE, Shape
 
 HELP = """
 Make the embedded model anew.  One command does everything, from fixed seeds:
 
-    python -m uma_trio.models.training all --out build/embedded
+    python -m uma_trio.training all --out build/embedded
 
   samples    print what the model is trained on (needs nothing)
   tokenizer  learn the byte-level BPE                      -> tokenizer.json
@@ -29,14 +29,14 @@ Make the embedded model anew.  One command does everything, from fixed seeds:
              questions (needs the built library)           -> card.json
   all        tokenizer, train, export, evaluate
 
-torch and gguf come with `pip install 'uma-trio[train]'`.  On one NVIDIA H200 `train` takes about nine
+torch and gguf come with `pip install -e '.[train]'`.  On one NVIDIA H200 `train` takes about nine
 minutes; on two CPU cores it would take weeks, and `--smoke` runs every step on a toy in under a minute.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m uma_trio.models.training",
+        prog="python -m uma_trio.training",
         description=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -88,7 +88,7 @@ def _train(options: argparse.Namespace, shape: Shape) -> None:
     import numpy as np
     import torch
 
-    from uma_trio.models.training.train import Recipe, train
+    from uma_trio.training.train import Recipe, train
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     recipe = Recipe(steps=12, tokens_per_step=4096) if options.smoke else Recipe()
@@ -110,7 +110,7 @@ def _train(options: argparse.Namespace, shape: Shape) -> None:
 def _export(options: argparse.Namespace, shape: Shape) -> None:
     import numpy as np
 
-    from uma_trio.models.training.export import write_gguf
+    from uma_trio.training.export import write_gguf
 
     weights = {name: weight.astype(np.float32) for name, weight in np.load(options.out / "weights.npz").items()}
     path = options.out / "embedded.gguf"
@@ -120,8 +120,8 @@ def _export(options: argparse.Namespace, shape: Shape) -> None:
 
 def _evaluate(options: argparse.Namespace, shape: Shape) -> None:
     from uma_trio.engine.llama import LOAD_ERRORS
-    from uma_trio.models.training.card import card, table, write_card
-    from uma_trio.models.training.evaluate import Examiner, marks_of, shown
+    from uma_trio.training.card import card, table, write_card
+    from uma_trio.training.evaluate import Examiner, marks_of, shown
 
     path = options.out / "embedded.gguf"
     questions = corpus.exam(1 if options.smoke else options.each, seed=options.seed)

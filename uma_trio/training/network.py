@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from uma_trio.models.training.shape import Shape
+from uma_trio.training.shape import Shape
 
 
 def rotary(shape: Shape, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ from random import Random
 
 import attrs
 
-from uma_trio.models.training.sample import Sample, Turn
-from uma_trio.models.training.skills.conversations import single
-from uma_trio.models.training.words import ADJECTIVES, NAMES, OBJECTS, SURNAMES, made_up_place
+from uma_trio.training.sample import Sample, Turn
+from uma_trio.training.skills.conversations import single
+from uma_trio.training.words import ADJECTIVES, NAMES, OBJECTS, SURNAMES, made_up_place
 
 _ROLES = (
     "mayor",

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Remove, Step, TokenLogprobs
-from uma_trio.models.training.chat import END, START
-from uma_trio.models.training.corpus import Question
-from uma_trio.models.training.sample import Sample
+from uma_trio.engine.records import Draw, Feed, Remove, Score, Step
 from uma_trio.sampling import SamplingParams
+from uma_trio.training.chat import END, START
+from uma_trio.training.corpus import Question
+from uma_trio.training.sample import Sample
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -30,7 +30,7 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[Score | None]]:
         if draws:
             second, best = np.partition(self._context.logits(len(draws)).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
@@ -90,7 +90,7 @@ class Examiner:
                 pos += len(part)
             if drawn[0] in self._facts.eog_ids:
                 return said.decode(errors="replace"), at, tuple(self._engine.margins)
-            said += self._engine.tokenizer.piece(drawn[0])
+            said += self._engine.tokenizer.token_to_bytes(drawn[0])
             pending = np.array(drawn, np.int32)
         return said.decode(errors="replace"), longest, tuple(self._engine.margins)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from random import Random
 
-from uma_trio.models.training.sample import Turn
-from uma_trio.models.training.words import (
+from uma_trio.training.sample import Turn
+from uma_trio.training.words import (
     ADJECTIVES,
     CITIES,
     FOODS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from random import Random
 
-from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.words import NAMES, OBJECTS, any_name, made_up
+from uma_trio.training.sample import Turn, in_passing
+from uma_trio.training.words import NAMES, OBJECTS, any_name, made_up
 
 _ANIMALS = """
 fox: clever red berries owl; bear: strong brown honey bee; rabbit: quick white carrots mole; owl: wise grey seeds bat;

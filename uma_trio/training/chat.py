@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from uma_trio.models.training.bpe import Tokenizer
-from uma_trio.models.training.sample import Sample
+from uma_trio.training.bpe import Tokenizer
+from uma_trio.training.sample import Sample
 
 BOS, EOS, START, END, PAD = "<|bos|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 CONTROLS = (BOS, EOS, START, END, PAD)

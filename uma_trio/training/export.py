@@ -9,9 +9,9 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.models.training.bpe import Tokenizer
-from uma_trio.models.training.chat import BOS, END, EOS, PAD, TEMPLATE
-from uma_trio.models.training.shape import Shape
+from uma_trio.training.bpe import Tokenizer
+from uma_trio.training.chat import BOS, END, EOS, PAD, TEMPLATE
+from uma_trio.training.shape import Shape
 
 DESCRIPTION = (
     "A demo and test model of about seven million parameters, trained on text that a script made. "

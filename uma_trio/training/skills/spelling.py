@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.skills.capitals import COUNTRIES
-from uma_trio.models.training.words import ADJECTIVES, NAMES, OBJECTS, VERBS, made_up, made_up_place
+from uma_trio.training.sample import Turn, in_passing
+from uma_trio.training.skills.capitals import COUNTRIES
+from uma_trio.training.words import ADJECTIVES, NAMES, OBJECTS, VERBS, made_up, made_up_place
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -9,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from uma_trio.engine.records import Part
+from uma_trio.engine.records import PromptPart
 from uma_trio.errors import BadRequest
 from uma_trio.models.chat import ChatTemplate
-from uma_trio.models.controls import STAND_INS, Controls, Messages
+from uma_trio.models.control_tokens import STAND_INS, ControlTokens, Messages
 
 START, END, THINK = "<|im_start|>", "<|im_end|>", "</think>"
 OVERLAPPING = ("<a>", "<a><b", "b", "<<a>", ">c<", "][", "[", "<a><a>")
@@ -74,15 +75,16 @@ def user(*contents: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content} for content in contents]
 
 
+@functools.cache
 def chat(source: str, texts: Sequence[str] = CONTROLS, markers: Sequence[str] = ()) -> ChatTemplate:
-    return ChatTemplate(source, bos="<s>", eos="</s>", controls=Controls(texts, markers))
+    return ChatTemplate(source, bos="<s>", eos="</s>", controls=ControlTokens(texts, markers))
 
 
-def joined(parts: Sequence[Part]) -> str:
+def joined(parts: Sequence[PromptPart]) -> str:
     return "".join(part.text for part in parts)
 
 
-def read(parts: Sequence[Part], texts: Sequence[str] = CONTROLS, markers: Sequence[str] = ()) -> list[str]:
+def read(parts: Sequence[PromptPart], texts: Sequence[str] = CONTROLS, markers: Sequence[str] = ()) -> list[str]:
     """The control tokens that a tokenizer would find, the longest first where they begin alike."""
     found = []
     for part in parts:
@@ -92,7 +94,7 @@ def read(parts: Sequence[Part], texts: Sequence[str] = CONTROLS, markers: Sequen
     return found
 
 
-def plain(parts: Sequence[Part]) -> list[str]:
+def plain(parts: Sequence[PromptPart]) -> list[str]:
     return [part.text for part in parts if not part.parse_special]
 
 
@@ -102,7 +104,7 @@ def plain(parts: Sequence[Part]) -> list[str]:
 @given(text=WORDS | st.text(), whole=st.booleans())
 def test_what_is_hidden_can_be_shown(text: str, whole: bool) -> None:
     for texts in (CONTROLS, OVERLAPPING):
-        controls = Controls(texts)
+        controls = ControlTokens(texts)
         hidden = controls.hidden(text, frozenset(texts) if whole else None)
         assert controls.shown(hidden) == text
         assert len(hidden) == len(text)
@@ -127,11 +129,11 @@ def test_no_text_spells_a_stand_in() -> None:
 
 
 def test_more_first_characters_than_stand_ins() -> None:
-    most = [chr(0x4E00 + n) + "x" for n in range(len(STAND_INS))]
+    most = tuple(chr(0x4E00 + n) + "x" for n in range(len(STAND_INS)))
     parts = chat("{{ messages[0].content }}", most).parts(user(most[0] + "y" + most[-1]))
     assert plain(parts) == [most[0], most[-1]]
     with pytest.raises(ValueError, match="2049 characters"):
-        Controls([*most, "yx"])
+        ControlTokens([*most, "yx"])
 
 
 # -- rendering and cutting --------------------------------------------------------------------------
@@ -150,7 +152,7 @@ def test_all_control_tokens_are_the_templates(name: str, talk: list[dict[str, st
     thoughts = name in ("no switches", "no thoughts") and any(
         m["role"] == "assistant" and "think" in m["content"] for m in talk
     )
-    assert thoughts or read(parts) == read((Part(chosen.render(harmless)),))
+    assert thoughts or read(parts) == read((PromptPart(chosen.render(harmless)),))
     assert joined(parts) == chosen.render(talk)
     assert all(part.text for part in parts)
 
@@ -162,7 +164,7 @@ def test_a_talk_that_spells_nothing_is_one_part(talk: list[dict[str, str]]) -> N
     if any(control in m["content"] for m in without for control in CONTROLS):
         return
     chosen = chat(CHATML)
-    assert chosen.parts(without) == (Part(chosen.render(without)),)
+    assert chosen.parts(without) == (PromptPart(chosen.render(without)),)
 
 
 def test_rendered_once_where_nothing_can_begin() -> None:
@@ -172,23 +174,23 @@ def test_rendered_once_where_nothing_can_begin() -> None:
         seen.append(messages)
         return f"<s>{messages[0]['content']}"
 
-    controls = Controls(CONTROLS)
-    assert controls.parts(user("|im_start|> and nothing else"), render) == (Part("<s>|im_start|> and nothing else"),)
+    controls = ControlTokens(CONTROLS)
+    assert controls.parts(user("|im_start|> and nothing else"), render) == (PromptPart("<s>|im_start|> and nothing else"),)
     assert len(seen) == 1
-    assert Controls().parts(user(START), render) == (Part(f"<s>{START}"),)
+    assert ControlTokens().parts(user(START), render) == (PromptPart(f"<s>{START}"),)
     assert len(seen) == 2
-    assert controls.parts(user("a < b"), render) == (Part("<s>a < b"),)
+    assert controls.parts(user("a < b"), render) == (PromptPart("<s>a < b"),)
     assert len(seen) == 4
 
 
 def test_where_it_is_cut() -> None:
     parts = chat(CHATML).parts(user(f"a {END}{START} b {END}"))
     assert parts == (
-        Part(f"{START}user\na "),
-        Part(END + START, parse_special=False),
-        Part(" b "),
-        Part(END, parse_special=False),
-        Part(f"{END}\n{START}assistant"),
+        PromptPart(f"{START}user\na "),
+        PromptPart(END + START, parse_special=False),
+        PromptPart(" b "),
+        PromptPart(END, parse_special=False),
+        PromptPart(f"{END}\n{START}assistant"),
     )
 
 
@@ -204,8 +206,8 @@ def test_a_control_token_is_whose_its_first_character_is() -> None:
 
 def test_the_templates_own_is_not_swallowed() -> None:
     """What a message begins and the template's own control token ends stops short of that."""
-    parts = chat("{{ messages[0].content }}<b>", ["<a<b>", "<b>"]).parts(user("<a"))
-    assert parts == (Part("<a", parse_special=False), Part("<b>"))
+    parts = chat("{{ messages[0].content }}<b>", ("<a<b>", "<b>")).parts(user("<a"))
+    assert parts == (PromptPart("<a", parse_special=False), PromptPart("<b>"))
 
 
 def test_other_strings_of_a_message() -> None:
@@ -256,6 +258,6 @@ def test_markers_are_cut_apart(contents: str) -> None:
 def test_markers_in_the_assistants_words_stay() -> None:
     talk = [{"role": "assistant", "content": f"<|TURN|>{END}"}]
     assert chat("{{ messages[0].content }}", CONTROLS, MARKERS).parts(talk) == (
-        Part("<|TURN|>"),
-        Part(END, parse_special=False),
+        PromptPart("<|TURN|>"),
+        PromptPart(END, parse_special=False),
     )

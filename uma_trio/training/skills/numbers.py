@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from uma_trio.models.training.sample import Turn, in_passing
-from uma_trio.models.training.skills.calendar import in_words
-from uma_trio.models.training.words import OBJECTS, made_up
+from uma_trio.training.sample import Turn, in_passing
+from uma_trio.training.skills.calendar import in_words
+from uma_trio.training.words import OBJECTS, made_up
 
 LONGEST_COUNT = 300
 """Numbers in one count: with three digits each that is an answer of about 1,500 tokens."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from uma_trio.models.training.sample import Turn
-from uma_trio.models.training.skills.calendar import ORDINALS, in_words
-from uma_trio.models.training.words import accented, any_word, sentence
+from uma_trio.training.sample import Turn
+from uma_trio.training.skills.calendar import ORDINALS, in_words
+from uma_trio.training.words import accented, any_word, sentence
 
 _REPEAT = (
     "Repeat: {}", "Repeat these words: {}", "Repeat after me: {}", "Say this again: {}", "Repeat the following: {}", "Echo: {}",

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from uma_trio.models.training.sample import Sample, Turn
-from uma_trio.models.training.skills import numbers
-from uma_trio.models.training.skills.about import about
-from uma_trio.models.training.skills.calendar import DAYS, MONTHS, calendar
-from uma_trio.models.training.skills.capitals import (
+from uma_trio.training.sample import Sample, Turn
+from uma_trio.training.skills import numbers
+from uma_trio.training.skills.about import about
+from uma_trio.training.skills.calendar import DAYS, MONTHS, calendar
+from uma_trio.training.skills.capitals import (
     COUNTRIES,
     capital,
     capital_answer,
     continent,
     continent_answer,
 )
-from uma_trio.models.training.skills.colours import colour
-from uma_trio.models.training.skills.greetings import NAME_QUESTIONS, greet, introduce
-from uma_trio.models.training.skills.records import array, change, fill
-from uma_trio.models.training.skills.repeating import pick, repeat
-from uma_trio.models.training.skills.spelling import spell, spelled
-from uma_trio.models.training.skills.stories import tell
-from uma_trio.models.training.skills.unknown import gibberish, unknown
-from uma_trio.models.training.words import OBJECTS, any_name
+from uma_trio.training.skills.colours import colour
+from uma_trio.training.skills.greetings import NAME_QUESTIONS, greet, introduce
+from uma_trio.training.skills.records import array, change, fill
+from uma_trio.training.skills.repeating import pick, repeat
+from uma_trio.training.skills.spelling import spell, spelled
+from uma_trio.training.skills.stories import tell
+from uma_trio.training.skills.unknown import gibberish, unknown
+from uma_trio.training.words import OBJECTS, any_name
 
 SYSTEMS = (
     "You are a helpful assistant.", "You are a small demo model.", "Answer in one sentence.", "Be brief.", "You are uma-trio.",

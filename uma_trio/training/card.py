@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
-from uma_trio.models.training.evaluate import Mark
-from uma_trio.models.training.shape import Shape
+from uma_trio.training.evaluate import Mark
+from uma_trio.training.shape import Shape
 
 Card = dict[str, Any]
 

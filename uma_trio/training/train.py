@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from uma_trio.models.training.bpe import Tokenizer
-from uma_trio.models.training.chat import tokens_of
-from uma_trio.models.training.corpus import Question
-from uma_trio.models.training.muon import Muon
-from uma_trio.models.training.network import Network
-from uma_trio.models.training.packing import batches, planned
-from uma_trio.models.training.shape import Shape
+from uma_trio.training.bpe import Tokenizer
+from uma_trio.training.chat import tokens_of
+from uma_trio.training.corpus import Question
+from uma_trio.training.muon import Muon
+from uma_trio.training.network import Network
+from uma_trio.training.packing import batches, planned
+from uma_trio.training.shape import Shape
 
 Weights = dict[str, npt.NDArray[np.float16]]
 

@@ -10,9 +10,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.models.training.bpe import Pair, Tokenizer
-from uma_trio.models.training.chat import CONTROLS, tokens_of
-from uma_trio.models.training.corpus import samples_of_row
+from uma_trio.training.bpe import Pair, Tokenizer
+from uma_trio.training.chat import CONTROLS, tokens_of
+from uma_trio.training.corpus import samples_of_row
 
 Ids = npt.NDArray[np.uint16]
 

@@ -12,16 +12,16 @@ from random import Random
 
 import attrs
 
-from uma_trio.models.training.sample import Sample, Turn, held_out, kept_from_training, keys_of
-from uma_trio.models.training.skills import numbers, records, repeating, stories, unknown
-from uma_trio.models.training.skills.about import about
-from uma_trio.models.training.skills.calendar import calendar
-from uma_trio.models.training.skills.capitals import capital, continent
-from uma_trio.models.training.skills.colours import colour
-from uma_trio.models.training.skills.conversations import any_system, conversation
-from uma_trio.models.training.skills.documents import ask, document_chat, make_document, missing
-from uma_trio.models.training.skills.greetings import greet
-from uma_trio.models.training.skills.spelling import spell
+from uma_trio.training.sample import Sample, Turn, held_out, kept_from_training, keys_of
+from uma_trio.training.skills import numbers, records, repeating, stories, unknown
+from uma_trio.training.skills.about import about
+from uma_trio.training.skills.calendar import calendar
+from uma_trio.training.skills.capitals import capital, continent
+from uma_trio.training.skills.colours import colour
+from uma_trio.training.skills.conversations import any_system, conversation
+from uma_trio.training.skills.documents import ask, document_chat, make_document, missing
+from uma_trio.training.skills.greetings import greet
+from uma_trio.training.skills.spelling import spell
 
 Make = Callable[[Random], Turn]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Final
 
-from uma_trio.engine.records import Part
+from uma_trio.engine.records import PromptPart
 from uma_trio.errors import UmaError
 
 STAND_INS: Final = range(0xD800, 0xE000)
@@ -25,7 +25,7 @@ _STAND_IN: Final = re.compile("[\ud800-\udfff]")
 Messages = Sequence[Mapping[str, str]]
 
 
-class Controls:
+class ControlTokens:
     """The control tokens of a vocabulary, by their texts.
 
     Args:
@@ -52,7 +52,7 @@ class Controls:
         self._first = re.compile("[" + "".join(map(re.escape, firsts)) + "]" if firsts else "(?!)")
         self._hidden = {first: chr(stand_in) for first, stand_in in zip(firsts, STAND_INS, strict=False)}
 
-    def parts(self, messages: Messages, render: Callable[[Messages], str]) -> tuple[Part, ...]:
+    def parts(self, messages: Messages, render: Callable[[Messages], str]) -> tuple[PromptPart, ...]:
         """A rendered chat, cut where a message spells a control token: that is text, and the rest is parsed.
 
         Messages in which nothing begins like a control token are rendered once.  The others are rendered a
@@ -74,7 +74,7 @@ class Controls:
         """
         text = render(messages)
         if not any(self._first.search(said) for message in messages for _, said in _said(message)):
-            return (Part(text),)
+            return (PromptPart(text),)
         try:
             rendered = render([self._disguised(message, wary=True) for message in messages])
         except UmaError:  # it needs what was disguised
@@ -123,21 +123,21 @@ class Controls:
             text = text.replace(stand_in, first)
         return text
 
-    def cut(self, rendered: str) -> tuple[Part, ...]:
+    def cut(self, rendered: str) -> tuple[PromptPart, ...]:
         """What was rendered in disguise, as text and in parts: control tokens that begin with a stand-in apart."""
         text = self.shown(rendered)
-        parts: list[Part] = []
+        parts: list[PromptPart] = []
         done = 0
         for start, end in self._spelled(rendered, text):
             if done < start:
-                parts.append(Part(text[done:start]))
+                parts.append(PromptPart(text[done:start]))
             inside = (found.start() for found in _STAND_IN.finditer(rendered, start, end))
             cuts = [at + 1 for at in inside if self._end(text, at, self._markers)]
             edges = [start, *(cut for cut in cuts if cut < end), end]
-            parts += [Part(text[one:other], parse_special=False) for one, other in pairwise(edges)]
+            parts += [PromptPart(text[one:other], parse_special=False) for one, other in pairwise(edges)]
             done = end
         if done < len(text) or not parts:
-            parts.append(Part(text[done:]))
+            parts.append(PromptPart(text[done:]))
         return tuple(parts)
 
     def _spelled(self, rendered: str, text: str) -> Iterator[tuple[int, int]]:

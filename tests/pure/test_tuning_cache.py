@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from uma_trio.models.known_costs import circumstances, keep, recall
-from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
+from uma_trio.models.tuning_cache import load_costs, model_fingerprint, save_costs
+from uma_trio.scheduling.cost import CostModel, Widths, Work
 
 
 @pytest.fixture
 def learned() -> CostModel:
-    cost = CostModel(call_times=DecodeCallTimes((0.0, 7.8, 12.8, 13.2)))
+    cost = CostModel(widths=Widths((0.0, 7.8, 12.8, 13.2)))
     for n in range(40):
         cost = cost.observed(Work(16 * (n % 5), n % 4, 100 * n, 50.0), 5 + 12.0 * (n % 5) + 2 * (n % 4))
     return cost
 
 
 def test_what_is_kept_predicts_the_same(tmp_path: Path, learned: CostModel) -> None:
-    assert keep("a", learned, tmp_path)
-    found = recall("a", tmp_path)
+    assert save_costs("a", learned, tmp_path)
+    found = load_costs("a", tmp_path)
     assert found is not None
     for work in (Work(64, 3, 500, 100.0), Work(0, 2, 300), Work(0, 30, 9000), Work(512, 0, 0)):
         assert found.predict(work) == pytest.approx(learned.predict(work))
@@ -29,16 +29,16 @@ def test_what_is_kept_predicts_the_same(tmp_path: Path, learned: CostModel) -> N
 
 def test_it_is_less_sure_than_it_was(tmp_path: Path, learned: CostModel) -> None:
     """What is measured now counts for more than what another run has measured."""
-    keep("a", learned, tmp_path)
-    found, work = recall("a", tmp_path), Work(64, 3, 500, 100.0)
+    save_costs("a", learned, tmp_path)
+    found, work = load_costs("a", tmp_path), Work(64, 3, 500, 100.0)
     assert found is not None
     slower = 1.4 * learned.predict(work)
     assert found.observed(work, slower).predict(work) > 1.02 * learned.observed(work, slower).predict(work)
 
 
 def test_nothing_kept_is_nothing(tmp_path: Path) -> None:
-    assert recall("a", tmp_path) is None
-    assert recall("a", tmp_path / "there is no such folder") is None
+    assert load_costs("a", tmp_path) is None
+    assert load_costs("a", tmp_path / "there is no such folder") is None
 
 
 @pytest.mark.parametrize(
@@ -48,38 +48,38 @@ def test_nothing_kept_is_nothing(tmp_path: Path) -> None:
         lambda data: b"",
         lambda data: b"[]",
         lambda data: b"\xff" * 100,
-        lambda data: data.replace(b'"decode_only"', b'"decode_onlx"'),
+        lambda data: data.replace(b'"alone"', b'"along"'),
         lambda data: _with(data, coefficients=[1, 2, 3]),
         lambda data: _with(data, coefficients=[1, 2, 3, 4, -5]),
         lambda data: _with(data, coefficients=[1, 2, 3, 4, 1e300]),
         lambda data: _with(data, coefficients=[1, 2, 3, 4, None]),
-        lambda data: _with(data, information=[[0.0] * 5] * 5),
-        lambda data: _with(data, n_observed=-1),
+        lambda data: _with(data, known=[[0.0] * 5] * 5),
+        lambda data: _with(data, seen=-1),
     ],
 )
 def test_a_damaged_file_is_passed_over(tmp_path: Path, learned: CostModel, harm) -> None:
-    keep("a", learned, tmp_path)
+    save_costs("a", learned, tmp_path)
     file = tmp_path / "a.json"
     file.write_bytes(harm(file.read_bytes()))
-    assert recall("a", tmp_path) is None
+    assert load_costs("a", tmp_path) is None
 
 
 def _with(data: bytes, **changes: object) -> bytes:
     fields = json.loads(data)
-    fields["decode_only"].update(changes)
+    fields["alone"].update(changes)
     return json.dumps(fields).encode()
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, learned: CostModel) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    assert not keep("a", learned, blocked)
+    assert not save_costs("a", learned, blocked)
 
 
 def test_other_circumstances_have_another_name(tmp_path: Path) -> None:
     model, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
     model.write_bytes(b"GGUF" + bytes(3 << 20))
     other.write_bytes(b"GGUF" + bytes(3 << 20) + b"!")
-    names = {circumstances(model, 1), circumstances(model, 2), circumstances(other, 1), circumstances(model)}
+    names = {model_fingerprint(model, 1), model_fingerprint(model, 2), model_fingerprint(other, 1), model_fingerprint(model)}
     assert len(names) == 4
-    assert circumstances(model, 1) in names
+    assert model_fingerprint(model, 1) in names

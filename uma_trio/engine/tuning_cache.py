@@ -1,0 +1,154 @@
+"""Measurements of a model on this machine, kept from one run to the next: what ticks cost, and the KV layout chosen.
+
+A large model takes too long to measure before its first client, so a start uses what the last run learned.  All of it
+is best effort: a missing, outdated or damaged file is ignored, and so is a failure to write one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import msgspec
+import platformdirs
+import structlog
+
+from uma_trio.engine.layout import LayoutChoice
+from uma_trio.scheduling.cost import TERMS, CostModel, Line, Widths
+
+log = structlog.get_logger("uma_trio.models")
+
+FORMAT: Final = 1
+
+SAMPLE_BYTES: Final = 1 << 20
+"""Bytes hashed at each end of a model file: the header and some weights.  Hashing a large file whole takes seconds."""
+
+MAX_FILE_BYTES: Final = 1 << 16
+
+CERTAINTY_KEPT: Final = 0.1
+"""Weight of an older run's measurements against new ones."""
+
+
+def model_fingerprint(model: Path, *facts: object) -> str:
+    """32 hex digits that name the model file together with ``facts``.
+
+    Without facts the name stands for the meaning of tokens.  With the engine's environment (library, devices, threads,
+    layout) it stands for what ticks cost.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    size = model.stat().st_size
+    digest = hashlib.sha256(repr((FORMAT, size, facts)).encode())
+    with model.open("rb") as file:
+        digest.update(file.read(SAMPLE_BYTES))
+        file.seek(max(0, size - SAMPLE_BYTES))
+        digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def load_costs(name: str, folder: Path | None = None) -> CostModel | None:
+    """The cost model saved under ``name``, with reduced certainty; ``None`` without a usable file.
+
+    Args:
+        folder: the user's cache folder by default.
+    """
+    fields = _read(name, folder)
+    if fields is None:
+        return None
+    try:
+        return CostModel(_line(fields["alone"]), _line(fields["mixed"]), Widths(_numbers(fields["widths"])))
+    except (ValueError, KeyError, TypeError) as error:
+        log.debug("ignoring damaged learned costs", name=name, reason=str(error))
+        return None
+
+
+def save_costs(name: str, cost: CostModel, folder: Path | None = None) -> bool:
+    """Save ``cost`` under ``name``.  Returns whether that succeeded."""
+    fields = {
+        "alone": attrs.asdict(cost.alone),
+        "mixed": attrs.asdict(cost.mixed),
+        "widths": cost.widths.ms,
+    }
+    return _write(name, fields, folder)
+
+
+class FileLayoutCache:
+    """Layouts chosen for one model; implements ``engine.layout.LayoutCache``.
+
+    Args:
+        model: the GGUF file.
+        folder: the user's cache folder by default.
+    """
+
+    def __init__(self, model: Path, folder: Path | None = None) -> None:
+        self._model = model
+        self._folder = folder
+
+    def load(self, environment: tuple[object, ...]) -> str | None:
+        """The name of the layout chosen in ``environment``; ``None`` without a usable file."""
+        fields = _read(self._name(environment), self._folder)
+        found = fields.get("layout") if isinstance(fields, dict) else None
+        return found if isinstance(found, str) else None
+
+    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> None:
+        """Save the choice.  The times are for people who look into the file."""
+        ms = {each.layout.name: (each.decode_ms, each.mixed_ms) for each in choice.measured}
+        _write(self._name(environment), {"layout": choice.layout.name, "ms": ms}, self._folder)
+
+    def _name(self, environment: tuple[object, ...]) -> str:
+        return model_fingerprint(self._model, "layout", *environment)
+
+
+def _path(name: str, folder: Path | None) -> Path:
+    return (folder or Path(platformdirs.user_cache_dir("uma-trio")) / "costs") / f"{name}.json"
+
+
+def _read(name: str, folder: Path | None) -> Any:
+    """Unchecked JSON; ``None`` if there is none."""
+    try:
+        with _path(name, folder).open("rb") as file:
+            return msgspec.json.decode(file.read(MAX_FILE_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.debug("ignoring an unreadable measurement", name=name, reason=str(error))
+        return None
+
+
+def _write(name: str, fields: dict[str, Any], folder: Path | None) -> bool:
+    """Replace the file atomically.  Returns whether that succeeded."""
+    path = _path(name, folder)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(msgspec.json.encode(fields))
+        os.replace(temporary, path)
+    except OSError as error:
+        log.debug("cannot save a measurement", path=str(path), reason=str(error))
+        return False
+    return True
+
+
+def _line(fields: dict[str, Any]) -> Line:
+    """Check every value: the file is as untrusted as a client."""
+    known = tuple(tuple(CERTAINTY_KEPT * k for k in _numbers(row, TERMS)) for row in fields["known"])
+    free = None if fields["free"] is None else _numbers(fields["free"], TERMS)
+    coefficients = _numbers(fields["coefficients"], TERMS)
+    seen, error = int(fields["seen"]), float(fields["error"])
+    if len(known) != TERMS or min(coefficients) < 0 or not (seen >= 0 and 0 <= error < 10):
+        raise ValueError("not a line")
+    if any(known[i][i] <= 0 for i in range(TERMS)):
+        raise ValueError("not a certainty")
+    return Line(coefficients, known, seen, error, free)
+
+
+def _numbers(values: Iterable[Any], n: int | None = None) -> tuple[float, ...]:
+    found = tuple(float(value) for value in values)
+    if (n is not None and len(found) != n) or not 1 <= len(found) <= 64 or not all(abs(f) < 1e15 for f in found):
+        raise ValueError(f"{len(found)} numbers")
+    return found
