@@ -109,6 +109,12 @@ class TooManyConnections(LimitError):
     code = "E_LIMIT_CONNECTIONS"
 
 
+class TooManyRequests(LimitError):
+    """The principal has as many requests in flight as it may."""
+
+    code = "E_LIMIT_REQUESTS"
+
+
 class QueueFull(LimitError):
     """``max_queue`` requests are waiting already."""
 

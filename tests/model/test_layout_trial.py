@@ -19,7 +19,7 @@ from uma_trio.engine.layout import Layout, LayoutChoice, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.records import Draw, Feed, Step
 from uma_trio.models.loaded import EMBEDDED
-from uma_trio.models.tuning_cache import FileLayoutCache
+from uma_trio.engine.tuning_cache import FileLayoutCache
 from uma_trio.sampling import SamplingParams
 
 PLENTY_S = 600.0

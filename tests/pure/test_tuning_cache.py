@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from uma_trio.models.tuning_cache import load_costs, model_fingerprint, save_costs
+from uma_trio.engine.tuning_cache import load_costs, model_fingerprint, save_costs
 from uma_trio.scheduling.cost import CostModel, Widths, Work
 
 

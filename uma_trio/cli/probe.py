@@ -70,9 +70,9 @@ def _probe_model(settings: Config) -> None:
     import resource
 
     from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine
+    from uma_trio.engine.tuning_cache import FileLayoutCache
     from uma_trio.models.gguf_check import GgufError, check_gguf
     from uma_trio.models.loaded import EMBEDDED
-    from uma_trio.models.tuning_cache import FileLayoutCache
 
     path = settings.model.model or EMBEDDED
     try:
@@ -94,13 +94,13 @@ def _probe_model(settings: Config) -> None:
         _report("model", problem=f"{path}: {error}")
         return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    facts, choice = engine.facts, engine.layout_choice
+    info, choice = engine.info, engine.layout_choice
     _report(
         "model",
-        description=facts.description,
-        n_params=facts.n_params,
-        n_ctx=facts.n_ctx,
-        n_ctx_train=facts.n_ctx_train,
+        description=info.description,
+        n_params=info.n_params,
+        n_ctx=info.n_ctx,
+        n_ctx_train=info.n_ctx_train,
         peak_bytes=peak,
         layout=choice.layout.name,
         layout_why=choice.why,
@@ -111,7 +111,7 @@ def _probe_model(settings: Config) -> None:
 
 def _probe_answer(engine: Any) -> None:
     """Generate a few greedy tokens, with the model's chat template if it has one."""
-    from uma_trio.engine.records import Draw, Feed, Step
+    from uma_trio.engine.messages import SampleRequest, Step, StepInput
     from uma_trio.models.chat import BrokenTemplate, ChatTemplate
     from uma_trio.sampling import SamplingParams
     from uma_trio.sampling.sampler import NO_TOKEN
@@ -127,13 +127,13 @@ def _probe_answer(engine: Any) -> None:
     greedy, tokens, said = SamplingParams(0.0, 0, 1.0, 0), engine.tokenizer.encode(prompt).tolist(), b""
     began, pos, parts = time.perf_counter(), 0, tokens
     for n in range(24):
-        for at in range(0, len(parts), engine.facts.n_batch):
-            part = parts[at : at + engine.facts.n_batch]
+        for at in range(0, len(parts), engine.info.n_batch):
+            part = parts[at : at + engine.info.n_batch]
             last = at + len(part) == len(parts)
-            result = engine.step(Step((), [[Feed(0, pos, part, [Draw(greedy, n)] if last else ())]]))
+            result = engine.step(Step((), [[StepInput(0, pos, part, [SampleRequest(greedy, n)] if last else ())]]))
             pos += len(part)
         (token,) = result.tokens
-        if token == NO_TOKEN or token in engine.facts.eog_ids:
+        if token == NO_TOKEN or token in engine.info.eog_ids:
             break
         said += engine.tokenizer.token_to_bytes(token)
         parts = [token]

@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import select
 import socket
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 import trio
 
 from uma_trio.config import Limits
 from uma_trio.daemon.outbox import Outbox
-from uma_trio.daemon.peers import user_of
+from uma_trio.daemon.peers import OWN_PRINCIPAL, principal_of
 from uma_trio.errors import (
+    BadRequest,
     Busy,
     IdleTimeout,
     InternalError,
-    RequestTimeout,
-    ShuttingDown,
     TruncatedFrame,
     UmaError,
     WriteFailed,
 )
-from uma_trio.models.prompt import Prompt, PromptMaker
+from uma_trio.principal import Principal
 from uma_trio.protocol.codec import Codec
 from uma_trio.protocol.messages import (
     Cancel,
     ClientMessage,
-    Eos,
     Failure,
     Generate,
     Metrics,
     MetricsQuery,
     SessionQuery,
-    Timings,
-    Usage,
 )
-from uma_trio.runner import Job, Runner, Sink
-from uma_trio.sessions import Sessions, Turn
+from uma_trio.service import Generation, ModelRegistry
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -48,20 +43,17 @@ HANGUP_POLL_S: Final = 0.05
 """How often a client that has shut down its sending side is asked whether it still listens."""
 
 
-class House(Protocol):
+class ConnectionOwner(Protocol):
     """What a connection needs of the server."""
 
     @property
-    def runner(self) -> Runner: ...
-    @property
-    def prompts(self) -> PromptMaker: ...
-    @property
-    def sessions(self) -> Sessions: ...
+    def models(self) -> ModelRegistry: ...
     @property
     def limits(self) -> Limits: ...
     @property
     def draining(self) -> bool: ...
     def snapshot(self) -> dict[str, Any]: ...
+    def record_refusal(self, error: UmaError) -> None: ...
 
 
 class Connection:
@@ -71,32 +63,33 @@ class Connection:
     cancel event, a closed socket, a timeout and shutdown have in common.
     """
 
-    def __init__(self, sock: socket.socket, codec: Codec, house: House, *, name: str) -> None:
+    def __init__(self, sock: socket.socket, codec: Codec, owner: ConnectionOwner, *, name: str) -> None:
         self._sock = sock
         self._codec = codec
-        self._house = house
-        self._limits = house.limits
-        self._tenant = user_of(sock)
+        self._owner = owner
+        self._limits = owner.limits
+        self._principal = principal_of(sock)
         self._log = log.bind(connection=name)
         self._outbox = Outbox(
             sock,
             codec.encode,
             max_bytes=self._limits.max_tx_bytes,
             write_timeout_s=self._limits.write_timeout_s,
-            on_room=house.runner.wake,
+            on_room=self._wake,
         )
-        self._request: Generate | None = None
-        self._jobs: list[Job] = []
-        """Its answers."""
-        self._request_scope = trio.CancelScope()
+        self._generation: Generation | None = None
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
         self._leaving = False
 
+    def _wake(self) -> None:
+        if self._generation is not None:
+            self._generation.service.wake()
+
     @property
     def busy(self) -> bool:
         """Whether a request is running."""
-        return self._request is not None
+        return self._generation is not None
 
     @property
     def waiting_bytes(self) -> int:
@@ -117,8 +110,10 @@ class Connection:
                 await self._outbox.flush()
                 nursery.cancel_scope.cancel()
         except* WriteFailed as group:
-            self._house.runner.telemetry.rejected[WriteFailed.code] += 1
-            self._log.warning("gave up on a client", reason=str(group.exceptions[0]))
+            failure = group.exceptions[0]
+            assert isinstance(failure, WriteFailed)
+            self._owner.record_refusal(failure)
+            self._log.warning("gave up on a client", reason=str(failure))
 
     def leave(self) -> None:
         """End the connection as soon as no request is running."""
@@ -183,21 +178,45 @@ class Connection:
                 if self.busy:
                     self._refuse(Busy("another request is running on this connection"), message)
                 elif not self._leaving:
-                    self._request, self._request_scope = message, trio.CancelScope()
-                    self._request_ended = trio.Event()
-                    nursery.start_soon(self._run, message, self._request_scope)
+                    self._start(message, nursery)
             case Cancel():
-                if self._request is not None and self._request.id == message.id:
-                    self._request_scope.cancel()
+                if self._generation is not None and self._generation.request.id == message.id:
+                    self._generation.cancel()
             case MetricsQuery():
-                self._outbox.send(Metrics(snapshot=self._house.snapshot(), id=message.id))
+                self._outbox.send(Metrics(snapshot=self._owner.snapshot(), id=message.id))
                 self._leave_after(message)
             case SessionQuery():
                 try:
-                    self._outbox.send(await self._house.sessions.answer(message, self._tenant))
+                    service = self._owner.models.get(None)
+                    self._outbox.send(await service.answer_sessions(message, self._principal))
                 except UmaError as error:
                     self._refuse(error, message)
                 self._leave_after(message)
+
+    def _start(self, request: Generate, nursery: trio.Nursery) -> None:
+        """Serve ``request`` in a task of its own."""
+        try:
+            service = self._owner.models.get(request.model)
+            principal = self._acting_for(request)
+        except UmaError as error:
+            self._refuse(error, request)
+            self._leaving = self._leaving or not request.keep_alive
+            return
+        self._generation = service.generation(request, principal, self._outbox)
+        self._request_ended = trio.Event()
+        nursery.start_soon(self._run, self._generation)
+
+    def _acting_for(self, request: Generate) -> Principal:
+        """For whom the request is: a peer with the daemon's own user id may act for others.
+
+        Raises:
+            BadRequest: another peer names a principal.
+        """
+        if request.principal is None:
+            return self._principal
+        if self._principal.name != OWN_PRINCIPAL:
+            raise BadRequest("only the user who runs the daemon may set principal")
+        return Principal(request.principal)
 
     def _leave_after(self, query: MetricsQuery | SessionQuery) -> None:
         if not query.keep_alive and not self.busy:
@@ -210,7 +229,7 @@ class Connection:
         case: one read can hold thousands of messages.
         """
         await trio.lowlevel.checkpoint()
-        if self._jobs and all(job.done.is_set() for job in self._jobs):
+        if self._generation is not None and self._generation.is_answered:
             await self._request_ended.wait()
 
     async def _outlive_half_close(self) -> None:
@@ -222,103 +241,34 @@ class Connection:
                 await self._request_ended.wait()
 
     async def _cancel_request(self) -> None:
-        if self.busy:
-            self._request_scope.cancel()
+        if self._generation is not None:
+            self._generation.cancel()
             await self._request_ended.wait()
 
     # -- the request ----------------------------------------------------------------------------
 
-    async def _run(self, request: Generate, scope: trio.CancelScope) -> None:
+    async def _run(self, generation: Generation) -> None:
+        request = generation.request
         try:
-            with scope:
-                await self._generate(request)
+            await generation.run()
+        except UmaError as error:
+            self._refuse(error, request)
+        except Exception:  # noqa: BLE001 - a defect of ours ends this request and nothing else
+            self._log.exception("a request failed", request=request.id)
+            self._refuse(InternalError("internal error; the server's log has the details"), request)
         finally:
-            self._request, self._jobs = None, []
+            self._generation = None
             self._request_ended.set()
-            if not request.keep_alive or self._house.draining:
+            if not request.keep_alive or self._owner.draining:
                 self._leaving = True
             if self._leaving:
                 self._reading.cancel()
             else:
                 self._set_deadline()
 
-    async def _generate(self, request: Generate) -> None:
-        began = trio.current_time()
-        try:
-            if self._house.draining:
-                raise ShuttingDown("the server is shutting down")
-            deadline = began + self._limits.request_timeout_s
-            if request.session_id is None:
-                prompt = await self._prepare(request, began)
-                await self._stream(request, prompt, self._outbox, deadline)
-            else:
-                await self._take_turn(request, began, deadline)
-        except UmaError as error:
-            self._refuse(error, request)
-        except Exception:  # noqa: BLE001 - a defect of ours ends this request and nothing else
-            self._log.exception("a request failed", request=request.id)
-            self._refuse(InternalError("internal error; the server's log has the details"), request)
-
-    async def _prepare(self, request: Generate, began: float) -> Prompt:
-        try:
-            return await self._house.prompts.make(request)
-        except trio.Cancelled:
-            for index in range(request.n) if request.n > 1 else (None,):
-                self._outbox.send(_nothing_done(request, index, began))
-            raise
-
-    async def _take_turn(self, request: Generate, began: float, deadline: float) -> None:
-        """A request of a session: its last event follows when what was said is on disk."""
-        sessions = self._house.sessions
-        try:
-            turn = await sessions.begin(request, self._tenant, self._outbox)
-        except trio.Cancelled:
-            self._outbox.send(_nothing_done(request, None, began))
-            raise
-        try:
-            await self._stream(request, turn.prompt, turn, deadline)
-        finally:
-            await self._end_turn(turn)
-
-    async def _end_turn(self, turn: Turn) -> None:
-        jobs, self._jobs = self._jobs, []  # it is done, but not yet answered
-        with trio.CancelScope(shield=True):
-            last = await self._house.sessions.end(turn, jobs[0] if jobs else None)
-        if last is not None:
-            self._outbox.send(last)
-
-    async def _stream(self, request: Generate, prompt: Prompt, sink: Sink, deadline: float) -> None:
-        durable = request.session_id is not None
-        self._jobs = jobs = self._house.runner.submit_all(request, prompt, sink, tenant=self._tenant, durable=durable)
-        self._log.debug("request", request=request.id, prompt_tokens=len(prompt.tokens))
-        ending: UmaError | Literal["cancelled"] = "cancelled"
-        try:
-            with trio.move_on_at(deadline) as timer:
-                for job in jobs:
-                    await job.done.wait()
-            if timer.cancelled_caught:
-                ending = RequestTimeout(f"not done after {self._limits.request_timeout_s:g} s")
-        finally:
-            if self._house.draining and not self._request_scope.cancel_called:
-                ending = ShuttingDown("the server is shutting down")
-            for job in jobs:
-                self._house.runner.cancel(job, ending)  # nothing to one that has ended
-
     def _refuse(self, error: UmaError, request: Generate | SessionQuery | None = None) -> None:
         if request is not None:
             error.request_id = request.id
-        self._house.runner.telemetry.rejected[error.code] += 1
+        self._owner.record_refusal(error)
         self._log.info("refused", code=error.code, reason=str(error), request=error.request_id)
         self._outbox.send(Failure.of(error, metadata=getattr(request, "metadata", None)))
-
-
-def _nothing_done(request: Generate, index: int | None, began: float) -> Eos:
-    waited_ms = round(1e3 * (trio.current_time() - began), 3)
-    return Eos(
-        id=request.id,
-        index=index,
-        reason="cancelled",
-        usage=Usage(prompt_tokens=0, completion_tokens=0),
-        timings=Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None),
-        metadata=request.metadata,
-    )

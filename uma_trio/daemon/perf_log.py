@@ -26,7 +26,7 @@ import trio
 import uma_trio
 from uma_trio.config import Config
 from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
-from uma_trio.engine.records import ModelFacts
+from uma_trio.engine.messages import ModelInfo
 from uma_trio.telemetry.perf_records import FIRST_BYTES, GZIP_MAGIC, Header, RequestRecord, TickRecord, Trailer, encode
 
 log = structlog.get_logger("uma_trio.daemon")
@@ -188,7 +188,7 @@ class PerfLog:
 
 
 @contextlib.contextmanager
-def perf_log(config: Config, facts: ModelFacts) -> Iterator[PerfLog | None]:
+def perf_log(config: Config, info: ModelInfo) -> Iterator[PerfLog | None]:
     """Open the log that ``config.operations`` asks for, and close it at the end.
 
     Yields ``None`` if no log is configured, and also, after a warning, if the file cannot be used.
@@ -198,7 +198,7 @@ def perf_log(config: Config, facts: ModelFacts) -> Iterator[PerfLog | None]:
         yield None
         return
     try:
-        opened = PerfLog(path, run_header(config, facts), max_bytes=config.operations.perf_log_mb * MIB)
+        opened = PerfLog(path, run_header(config, info), max_bytes=config.operations.perf_log_mb * MIB)
     except PerfLogError as error:
         log.warning("there is no perf log; the daemon continues", path=str(path), reason=str(error))
         yield None
@@ -207,7 +207,7 @@ def perf_log(config: Config, facts: ModelFacts) -> Iterator[PerfLog | None]:
         yield opened
 
 
-def run_header(config: Config, facts: ModelFacts) -> Header:
+def run_header(config: Config, info: ModelInfo) -> Header:
     """Describe a run that begins now, on trio's clock."""
     try:
         llama_cpp = read_stamp(library_directory(config.model.llama_dir)).pin
@@ -218,11 +218,11 @@ def run_header(config: Config, facts: ModelFacts) -> Header:
         llama_cpp=llama_cpp,
         started=datetime.datetime.now().astimezone().isoformat(timespec="milliseconds"),
         clock_s=trio.current_time(),
-        model=facts.name,
-        description=facts.description,
-        size_bytes=facts.size_bytes,
-        n_ctx=facts.n_ctx,
-        n_seq_max=facts.n_seq_max,
-        n_batch=facts.n_batch,
+        model=info.name,
+        description=info.description,
+        size_bytes=info.size_bytes,
+        n_ctx=info.n_ctx,
+        n_seq_max=info.n_seq_max,
+        n_batch=info.n_batch,
         scheduling=attrs.asdict(config.scheduling),
     )

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,14 @@ from uma_trio.config import Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
 from uma_trio.daemon.perf_log import PerfLog, perf_log
-from uma_trio.daemon.storage import NO_STORAGE, Storage, open_storage
-from uma_trio.engine.thread import EngineThread
-from uma_trio.errors import TooManyConnections
-from uma_trio.models import known_costs
-from uma_trio.models.loaded import LoadedModel, load_model
-from uma_trio.models.prompt import PromptMaker
+from uma_trio.daemon.storage import open_storage
+from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
+from uma_trio.engine.llama import open_engine
+from uma_trio.errors import TooManyConnections, UmaError
+from uma_trio.models.loaded import LoadedModel, open_model
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Failure
-from uma_trio.runner import Runner
-from uma_trio.runner.spiller import InThread
-from uma_trio.sessions import Sessions
+from uma_trio.service import ModelRegistry, ModelService
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -46,29 +44,17 @@ Progress = Callable[[float], None]
 
 
 class Server:
-    """One loaded model and its clients."""
+    """The models and their clients."""
 
-    def __init__(
-        self,
-        config: Config,
-        model: LoadedModel,
-        thread: EngineThread,
-        perf: PerfLog | None = None,
-        memory: Storage = NO_STORAGE,
-        in_thread: InThread = trio.to_thread.run_sync,
-    ) -> None:
+    def __init__(self, config: Config, models: ModelRegistry, perf: PerfLog | None = None) -> None:
         self.config = config
         self.limits: Limits = config.limits
-        self.runner = Runner(model.engine, thread, model.piece, config, model.cost, perf, memory.files, in_thread)
-        self.runner.cache.index.add_all(memory.states)
-        self.prompts: PromptMaker = model.prompts
-        self.sessions = Sessions(config, self.runner, model.prompts, memory.journal, in_thread=in_thread)
-        self.sessions.recall()
+        self.models = models
         self.draining = False
-        self._model = model
         self._perf = perf
         self._connections: set[Connection] = set()
-        self._accepted = 0
+        self._n_accepted = 0
+        self._refused: Counter[str] = Counter()
         self._started_at = time.time()
         self._connection_scope = trio.CancelScope()
         self._listener_scope = trio.CancelScope()
@@ -76,66 +62,74 @@ class Server:
     def snapshot(self) -> dict[str, Any]:
         """What a metrics query is answered with."""
         return {
-            **self.runner.snapshot(),
+            **self.models.get(None).snapshot(),
+            "rejected_total": dict(self._refused),
             "connections": len(self._connections),
-            "sessions": self.sessions.snapshot(),
             "send_queue_bytes": sum(connection.waiting_bytes for connection in self._connections),
             "uptime_s": round(time.time() - self._started_at, 1),
             "draining": self.draining,
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,
         }
 
+    def record_refusal(self, error: UmaError) -> None:
+        """Count a request or a connection that was refused."""
+        self._refused[error.code] += 1
+
     async def run(self, sock: socket.socket) -> None:
         """Serve on the listening ``sock``, which is closed here, until drained or cancelled."""
-        runner_scope = trio.CancelScope(shield=True)  # it outlives the connections, whoever cancels them
+        models_scope = trio.CancelScope(shield=True)  # models outlive the connections, whatever cancels these
         async with trio.open_nursery() as nursery:
-            with trio.CancelScope(shield=True):  # else it would not be handed over, and be waited for for ever
-                await nursery.start(self._run_runner, runner_scope)
+            with trio.CancelScope(shield=True):  # or a cancelled start would wait for the model's task for ever
+                for service in self.models:
+                    await nursery.start(self._run_model, service, models_scope)
             try:
-                nursery.start_soon(self.sessions.sweep_forever)
                 with self._connection_scope:
                     async with trio.open_nursery() as connections:
                         with self._listener_scope, sock:
                             await listener.accept_forever(sock, self._welcome, connections)
             finally:
                 with trio.CancelScope(shield=True):  # what was cancelled is freed within one step
-                    await self.runner.wait_idle()
-                if trio.current_effective_deadline() > -math.inf:  # nobody insists, and the runner still runs
+                    for service in self.models:
+                        await service.wait_idle()
+                if trio.current_effective_deadline() > -math.inf:  # a second signal has not come
                     with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
-                        await self.sessions.mend()
-                        await self.runner.states.save_everything()
-                runner_scope.cancel()
-                nursery.cancel_scope.cancel()
+                        for service in self.models:
+                            await service.save_everything()
+                models_scope.cancel()
 
-    async def _run_runner(self, scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
+    async def _run_model(
+        self, service: ModelService, scope: trio.CancelScope, task_status: trio.TaskStatus[None]
+    ) -> None:
         with scope:
-            await self.runner.run(task_status)
+            await service.run(task_status)
 
     def drain(self) -> None:
         """Take nothing new, let running requests end within ``drain_timeout_s``."""
         if self.draining:
             return
         self.draining = True
-        self.runner.close()
+        for service in self.models:
+            service.drain()
         self._listener_scope.cancel()
         self._connection_scope.deadline = trio.current_time() + self.limits.drain_timeout_s
         for connection in self._connections:
             connection.leave()
 
-    def abort(self) -> None:
-        """Cut the step under way short; for one who will not wait."""
-        self._model.engine.abort()
+    def stop(self) -> None:
+        """End all engines at once; for an operator who does not wait."""
+        for service in self.models:
+            service.stop()
 
     async def _welcome(self, sock: socket.socket) -> None:
         codec = server_codec(self.config.listen.protocol, max_frame_bytes=self.limits.max_frame_bytes)
         try:
             if len(self._connections) >= self.limits.max_connections:
                 error = TooManyConnections(f"{len(self._connections)} connections are open")
-                self.runner.telemetry.rejected[error.code] += 1
+                self.record_refusal(error)
                 sock.send(codec.encode(Failure.of(error)))
                 return
-            self._accepted += 1
-            connection = Connection(sock, codec, self, name=f"c{self._accepted}")
+            self._n_accepted += 1
+            connection = Connection(sock, codec, self, name=f"c{self._n_accepted}")
             self._connections.add(connection)
             try:
                 await connection.serve()
@@ -167,53 +161,57 @@ async def serve(
         ModelError: the model cannot be loaded.
     """
     stop = trio.CancelScope()
-    with listener.claimed(path), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals:
+    with (
+        listener.claimed(path),
+        trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals,
+    ):
         async with trio.open_nursery() as process:
             attendant = _Attendant(config, path, stop)
             process.start_soon(attendant.attend, signals)
-            thread = EngineThread("uma-trio engine")
-            try:
-                model = await load_model(config, thread, on_progress, attendant.loading)
+            launcher = make_launcher(config, process)
+            async with open_model(config, launcher, on_progress, attendant.loading) as model:
                 if model is not None:
-                    try:
-                        with stop:
-                            await _serve_loaded(config, path, model, thread, attendant, task_status)
-                    finally:
-                        with trio.CancelScope(shield=True):
-                            await thread.run(model.engine.close)
-            finally:
-                thread.close()
+                    with stop:
+                        await _serve_loaded(config, path, model, attendant, task_status)
             process.cancel_scope.cancel()
     return not stop.cancel_called
+
+
+def make_launcher(config: Config, nursery: trio.Nursery) -> Launcher:
+    """What starts the engines: in child processes, or in threads of this process."""
+    if config.engine.mode == "process":
+        return ProcessLauncher(nursery)
+    return ThreadLauncher(nursery, open_engine)
 
 
 async def _serve_loaded(
     config: Config,
     path: Path,
     model: LoadedModel,
-    thread: EngineThread,
     attendant: _Attendant,
     task_status: trio.TaskStatus[Server],
 ) -> None:
-    facts = model.engine.facts
-    with perf_log(config, facts) as perf, open_storage(config, model) as memory:
-        server = Server(config, model, thread, perf, memory)
+    info = model.info
+    with perf_log(config, info) as perf, open_storage(config, model) as storage:
+        service = ModelService(
+            config, model, perf=perf, journal=storage.journal, files=storage.files, states=storage.states
+        )
+        server = Server(config, ModelRegistry(service), perf)
         sock = listener.bind(path, backlog=config.listen.backlog)
         attendant.server = server
         log.info(
             "serving",
             socket=str(path),
-            model=facts.name,
-            description=facts.description,
-            ctx=facts.n_ctx,
-            parallel=facts.n_seq_max,
+            **service.describe(),
             protocol=config.listen.protocol,
+            engine=config.engine.mode,
+            engine_pid=model.engine.link.pid,
         )
         task_status.started(server)
         try:
             await server.run(sock)
         finally:
-            tuning_cache.save_costs(model.cost_name, server.runner.pace.cost)
+            service.keep_learned_costs()
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
 
 
@@ -239,7 +237,7 @@ class _Attendant:
                 log.warning("stopping at once", signal=signal.Signals(number).name)
                 self._stop.cancel()
                 if self.server is not None:
-                    self.server.abort()
+                    self.server.stop()
             else:
                 self._asked = True
                 log.info(

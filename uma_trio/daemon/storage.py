@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Final
 
 import attrs
+import msgspec
 import platformdirs
 import structlog
 
 from uma_trio.config import Config
-from uma_trio.kv.shelf import Saved
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
-from uma_trio.runner.state_files import StateFiles, saved_state
-from uma_trio.store import Journal, JournalError, StateFileError, StateFolder, StoredState, principal_uid
+from uma_trio.serving.offload import StateFiles
+from uma_trio.store import Journal, JournalError, StateFileError, StateFolder, StoredState
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -34,7 +35,7 @@ class Storage:
 
     journal: Journal | None = None
     files: StateFiles | None = None
-    states: Sequence[Saved] = ()
+    states: Sequence[SavedState] = ()
     """States that were found in ``files``, least recently used first."""
 
 
@@ -53,7 +54,7 @@ def open_storage(config: Config, model: LoadedModel) -> Iterator[Storage]:
     with contextlib.ExitStack() as stack:
         journal: Journal | None = None
         files: StateFolder | None = None
-        states: list[Saved] = []
+        states: list[SavedState] = []
         try:
             journal = Journal(folder / "sessions", model=model.name, max_sessions=config.sessions.max_stored_sessions)
             stack.callback(journal.close)
@@ -65,7 +66,7 @@ def open_storage(config: Config, model: LoadedModel) -> Iterator[Storage]:
                     folder / "states",
                     max_bytes=config.sessions.spill_max_mb * MB,
                     fingerprint=model.state_name,
-                    readers=min(MAX_READERS, model.engine.facts.spare_cores),
+                    readers=min(MAX_READERS, model.info.spare_cores),
                 )
                 stack.callback(files.close)
                 states = [*_usable(files.scan())]
@@ -76,9 +77,29 @@ def open_storage(config: Config, model: LoadedModel) -> Iterator[Storage]:
         yield Storage(journal, files, states)
 
 
-def _usable(states: Iterable[StoredState]) -> Iterator[Saved]:
-    for s in states:
+def _usable(states: Iterable[StoredState]) -> Iterator[SavedState]:
+    for state in states:
         try:
-            yield saved_state(s.name, principal_uid(s.principal), s.tokens, s.n_bytes, s.extra)
+            yield saved_state(state)
         except ValueError as error:
-            log.warning("a saved state cannot be used", reason=f"{s.name}: {error}")
+            log.warning("a saved state cannot be used", reason=f"{state.name}: {error}")
+
+
+def saved_state(stored: StoredState) -> SavedState:
+    """What a file holds, as the KV cache's offload index wants it.
+
+    Raises:
+        ValueError: the file's list of checkpoints is not possible.
+    """
+    listed = stored.extra.get("checkpoints", [])
+    try:
+        checkpoints = msgspec.convert(listed, tuple[tuple[int, int], ...])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"its checkpoints are {str(listed)[:100]}") from error
+    lengths = [0, *(length for length, _ in checkpoints), len(stored.tokens) + 1]
+    sizes = [n_bytes for _, n_bytes in checkpoints]
+    if sorted(set(lengths)) != lengths or min([1, *sizes]) < 1 or sum(sizes) >= stored.n_bytes:
+        raise ValueError(
+            f"its checkpoints are {str(listed)[:100]}, of {len(stored.tokens)} tokens in {stored.n_bytes} bytes"
+        )
+    return SavedState(stored.name, stored.principal, stored.tokens, stored.n_bytes, checkpoints)

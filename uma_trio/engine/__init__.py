@@ -1,5 +1,1 @@
-"""The model at work: the one room that knows llama_abi.
-
-The rest of the daemon speaks to it in the plain records of ``records``, so an engine can live in this
-process, in another one, or be a fake.
-"""
+"""Computes steps with llama.cpp, in a process of its own.  Only this room imports ``llama_abi``."""

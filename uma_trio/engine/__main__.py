@@ -29,6 +29,7 @@ class _ToDaemon(logging.Handler):
 
 def _end_with_the_daemon() -> None:
     """End when the daemon does, however it ends and whatever this process is doing then."""
+
     def watch() -> None:
         while os.read(0, 1):
             """The daemon never writes; the read ends when it does."""

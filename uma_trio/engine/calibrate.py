@@ -10,7 +10,7 @@ from uma_trio.engine.link import EngineLink
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.kv.ops import Truncate
 from uma_trio.sampling import SamplingParams
-from uma_trio.scheduling.cost import CostModel, Widths, Work
+from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
 
 BUDGET_S: Final = 0.5
 """For each of the two parts; no further step begins after that.  A rough guess is better than a long start."""
@@ -51,7 +51,7 @@ async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_
     await trial.clear()
     ms = await _call_widths(trial, budget_s)
     await trial.clear()
-    return CostModel(cost.alone, cost.mixed, Widths(ms + cost.widths.ms[len(ms) :]))
+    return CostModel(cost.decode_only, cost.mixed, DecodeCallTimes(ms + cost.call_times.ms[len(ms) :]))
 
 
 async def _call_widths(trial: _Trial, budget_s: float) -> tuple[float, ...]:

@@ -30,7 +30,6 @@ from uma_trio.engine.layout import (
     machine_memory_bytes,
     max_checkpoints,
 )
-from uma_trio.engine.known_layouts import KnownLayouts
 from uma_trio.engine.layout_trial import try_layouts
 from uma_trio.engine.messages import (
     EngineError,
@@ -45,6 +44,7 @@ from uma_trio.engine.messages import (
     StepOutput,
 )
 from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.engine.tuning_cache import FileLayoutCache
 from uma_trio.kv.ops import (
     CopyPrefix,
     DropCheckpoint,
@@ -121,7 +121,8 @@ class LlamaEngine:
             size_bytes=self._model.size_bytes,
             n_params=self._model.n_params,
             unified=self._options.kv_unified,
-            pads_attention=not self._options.kv_unified and self._options.flash_attn == "off",  # that skips what is masked
+            pads_attention=not self._options.kv_unified
+            and self._options.flash_attn == "off",  # that skips what is masked
             can_truncate=not recurrent and not (windowed and self._options.kv_unified),
             state_can_truncate=not recurrent and not windowed,
             max_checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
@@ -202,7 +203,7 @@ class LlamaEngine:
         started = began = time.perf_counter()
         changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []
-        scores: list[Score | None] = []
+        scores: list[sampling.TokenLogprobs | None] = []
         copied = 0
         decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
@@ -342,7 +343,7 @@ class LlamaEngine:
         if code:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
 
-    def _sample(self, samples: Sequence[SampleRequest]) -> tuple[list[int], list[Score | None]]:
+    def _sample(self, samples: Sequence[SampleRequest]) -> tuple[list[int], list[sampling.TokenLogprobs | None]]:
         """A token for each request, and its score where one is wanted; no scores where none is."""
         if not samples:
             return [], []
@@ -357,11 +358,11 @@ class LlamaEngine:
             [sample.bias for sample in samples],
             [sample.past for sample in samples],
         )
-        scores: list[Score | None] = []
+        scores: list[sampling.TokenLogprobs | None] = []
         if raw is not None:
             scores = [None] * len(samples)
             wanted = [samples[row].logprobs or 0 for row in with_logprobs]
-            found = sampling.logprobs(raw, sampled[with_logprobs], wanted)
+            found = sampling.compute_logprobs(raw, sampled[with_logprobs], wanted)
             for row, score in zip(with_logprobs, found, strict=True):
                 scores[row] = score
         tokens: list[int] = sampled.tolist()
@@ -441,22 +442,31 @@ def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngi
         LoadError: it cannot be loaded.
     """
     try:
-        engine = LlamaEngine(start.path, start.settings, on_progress, KnownLayouts(start.path, start.cache_dir))
+        engine = LlamaEngine(start.path, start.settings, on_progress, FileLayoutCache(start.path, start.cache_dir))
     except (OSError, EngineError, *LOAD_ERRORS) as error:
         raise LoadError(str(error)) from error
     engine.measure_memory()
     return engine
 
 
+@attrs.frozen(eq=False)
+class Vocabulary:
+    """What a model knows without its weights."""
+
+    tokenizer: Tokenizer
+    chat_template: str | None
+    """Jinja source; ``None`` if the file has none."""
+
+
 @contextlib.contextmanager
-def open_tokenizer(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]:
-    """The tokenizer of a GGUF alone, without its weights.
+def open_vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Vocabulary]:
+    """Load the vocabulary of a GGUF, without its weights, until the end of the context.
 
     Raises:
         llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
     """
     with llama_abi.Model(llama_abi.load(llama_dir), path, vocab_only=True) as model:
-        yield Tokenizer(model.vocab)
+        yield Vocabulary(Tokenizer(model.vocab), model.chat_template)
 
 
 def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:

@@ -20,13 +20,10 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.kv.ops import KvOp
-from uma_trio.sampling import Bias, Past, SamplingParams, Score
+from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 """Token ids, ``[n]``."""
-
-NO_TOKEN: Final = -1
-"""In place of a sampled token: the logits gave no distribution (a NaN or +inf, or nothing above -inf)."""
 
 DROPPED: Final = -2
 """In place of a sampled token: the sequence had ended in the step before, so the engine left it out."""
@@ -229,7 +226,7 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     """When it was done.  From one step's end to the next one's start is the host gap."""
     copied_rows: int = 0
     """Rows of logits that were copied before they were read."""
-    scores: Sequence[Score | None] = ()
+    scores: Sequence[TokenLogprobs | None] = ()
     """One for each sample request, ``None`` where it was not asked for; empty where no request asked."""
     copied_ms: float = 0.0
     """Time for saving and loading states; not part of ``decode_ms``."""

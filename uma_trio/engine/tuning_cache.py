@@ -18,11 +18,11 @@ import platformdirs
 import structlog
 
 from uma_trio.engine.layout import LayoutChoice
-from uma_trio.scheduling.cost import TERMS, CostModel, Line, Widths
+from uma_trio.scheduling.cost import N_FEATURES, CostModel, DecodeCallTimes, LinearModel
 
 log = structlog.get_logger("uma_trio.models")
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 SAMPLE_BYTES: Final = 1 << 20
 """Bytes hashed at each end of a model file: the header and some weights.  Hashing a large file whole takes seconds."""
@@ -61,7 +61,11 @@ def load_costs(name: str, folder: Path | None = None) -> CostModel | None:
     if fields is None:
         return None
     try:
-        return CostModel(_line(fields["alone"]), _line(fields["mixed"]), Widths(_numbers(fields["widths"])))
+        return CostModel(
+            _linear_model(fields["decode_only"]),
+            _linear_model(fields["mixed"]),
+            DecodeCallTimes(_numbers(fields["call_times"])),
+        )
     except (ValueError, KeyError, TypeError) as error:
         log.debug("ignoring damaged learned costs", name=name, reason=str(error))
         return None
@@ -70,9 +74,9 @@ def load_costs(name: str, folder: Path | None = None) -> CostModel | None:
 def save_costs(name: str, cost: CostModel, folder: Path | None = None) -> bool:
     """Save ``cost`` under ``name``.  Returns whether that succeeded."""
     fields = {
-        "alone": attrs.asdict(cost.alone),
+        "decode_only": attrs.asdict(cost.decode_only),
         "mixed": attrs.asdict(cost.mixed),
-        "widths": cost.widths.ms,
+        "call_times": cost.call_times.ms,
     }
     return _write(name, fields, folder)
 
@@ -134,17 +138,18 @@ def _write(name: str, fields: dict[str, Any], folder: Path | None) -> bool:
     return True
 
 
-def _line(fields: dict[str, Any]) -> Line:
+def _linear_model(fields: dict[str, Any]) -> LinearModel:
     """Check every value: the file is as untrusted as a client."""
-    known = tuple(tuple(CERTAINTY_KEPT * k for k in _numbers(row, TERMS)) for row in fields["known"])
-    free = None if fields["free"] is None else _numbers(fields["free"], TERMS)
-    coefficients = _numbers(fields["coefficients"], TERMS)
-    seen, error = int(fields["seen"]), float(fields["error"])
-    if len(known) != TERMS or min(coefficients) < 0 or not (seen >= 0 and 0 <= error < 10):
-        raise ValueError("not a line")
-    if any(known[i][i] <= 0 for i in range(TERMS)):
-        raise ValueError("not a certainty")
-    return Line(coefficients, known, seen, error, free)
+    rows = [_numbers(row, N_FEATURES) for row in fields["information"]]
+    information = tuple(tuple(CERTAINTY_KEPT * value for value in row) for row in rows)
+    unconstrained = None if fields["unconstrained"] is None else _numbers(fields["unconstrained"], N_FEATURES)
+    coefficients = _numbers(fields["coefficients"], N_FEATURES)
+    n_observed, error = int(fields["n_observed"]), float(fields["error"])
+    if len(information) != N_FEATURES or min(coefficients) < 0 or not (n_observed >= 0 and 0 <= error < 10):
+        raise ValueError("not a linear model")
+    if any(information[i][i] <= 0 for i in range(N_FEATURES)):
+        raise ValueError("no information about a coefficient")
+    return LinearModel(coefficients, information, n_observed, error, unconstrained)
 
 
 def _numbers(values: Iterable[Any], n: int | None = None) -> tuple[float, ...]:

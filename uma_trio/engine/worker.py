@@ -32,7 +32,6 @@ from uma_trio.engine.messages import (
     Ready,
     Revoke,
     Revoked,
-    SampleRequest,
     Start,
     Step,
     StepFailed,

@@ -11,7 +11,7 @@ sequences, ``offload`` saves and loads states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
@@ -288,6 +288,10 @@ class KvCache:
         ops = tuple(self._pool.ops)
         self._pool.ops.clear()
         return ops
+
+    def put_back(self, ops: Sequence[KvOp]) -> None:
+        """Queue operations again that ``take_ops`` returned for a step that was not begun."""
+        self._pool.ops[:0] = ops
 
     def clear(self, *, lost: bool = True) -> None:
         """Start over after a failed step: running requests keep their cells but hold no tokens.

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import attrs
 
-from uma_trio.engine.records import PromptPart
+from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import BadRequest, InternalError
 from uma_trio.models.control_tokens import ControlTokens
 

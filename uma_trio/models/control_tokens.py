@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Final
 
-from uma_trio.engine.records import PromptPart
+from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import UmaError
 
 STAND_INS: Final = range(0xD800, 0xE000)

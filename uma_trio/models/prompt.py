@@ -10,7 +10,7 @@ import numpy as np
 import trio
 
 from uma_trio.config import Limits
-from uma_trio.engine.records import PromptPart, TokenIds
+from uma_trio.engine.messages import PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate

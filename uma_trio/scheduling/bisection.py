@@ -56,7 +56,9 @@ class CrashBisection(Generic[T]):
         self._groups = [left for group in self._groups if (left := [item for item in group if item not in ends])]
         for item, end in ends.items():
             known = self._suspects.get(item)
-            self._suspects[item] = _Suspect(end) if known is None else _Suspect(max(end, known.end), known.n_crashes + 1)
+            self._suspects[item] = (
+                _Suspect(end) if known is None else _Suspect(max(end, known.end), known.n_crashes + 1)
+            )
         items = list(ends)
         if len(items) == 1 and self._suspects[items[0]].n_crashes >= FATAL_CRASHES:
             del self._suspects[items[0]]

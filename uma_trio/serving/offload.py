@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from collections.abc import Sequence as Items
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import attrs
 import structlog
@@ -25,10 +25,10 @@ from uma_trio.kv.checkpoints import Checkpoints
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.kv.ops import LoadState, MeasureState, SaveState
 from uma_trio.kv.prefix import Tokens
+from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
-from uma_trio.serving.stats import StepTimings
-from uma_trio.store.state_folder import StateFileError
-from uma_trio.telemetry.meters import OffloadMeters
+from uma_trio.store import StateFileError
+from uma_trio.telemetry.metrics import OffloadMetrics
 
 log = structlog.get_logger("uma_trio.serving")
 
@@ -51,8 +51,11 @@ GIVE_UP_S: Final = 3.0
 class StateDraft(Protocol):
     """A file that is being written."""
 
-    fd: int
-    offset: int
+    @property
+    def fd(self) -> int: ...
+    @property
+    def offset(self) -> int:
+        """Byte of the file at which the state begins."""
 
     def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> Any:
         """Make it durable; the result has a ``name``."""
@@ -63,8 +66,10 @@ class StateDraft(Protocol):
 class StateReader(Protocol):
     """A file whose bytes have been verified."""
 
-    fd: int
-    offset: int
+    @property
+    def fd(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
 
     def close(self) -> None: ...
 
@@ -136,7 +141,7 @@ class Offloader:
         self._wake = wake
         self._after_s = after_s
         self._in_thread = in_thread
-        self.meters = OffloadMeters()
+        self.metrics = OffloadMetrics()
         self._waiting: list[Transfer] = []
         self._swapped_in: list[tuple[Allocation, SavedState | None]] = []
         self._writing = trio.Semaphore(MAX_OPEN_FILES)
@@ -190,7 +195,7 @@ class Offloader:
                 self._waiting.remove(transfer)
                 return transfer
             is_load = isinstance(transfer.op, LoadState)
-            if waited > GIVE_UP_S and (is_load or self._planner.somebody_waits):
+            if waited > GIVE_UP_S and (is_load or self._planner.blocks_requests):
                 transfer.refused = "no step had time for it"
                 self._end(transfer)
         return None
@@ -216,9 +221,9 @@ class Offloader:
             transfer.refused = dict(output.refused).get(seq_id)
             if isinstance(transfer.op, SaveState):  # less than there was room for, if some was removed meanwhile
                 transfer.n_bytes = output.saved_bytes
-            way = "save" if isinstance(transfer.op, SaveState) else "load"
+            way: Literal["save", "load"] = "save" if isinstance(transfer.op, SaveState) else "load"
             self._timings.record_copy(way, transfer.n_bytes, output.copied_ms)
-            self.meters.stalled(output.copied_ms)
+            self.metrics.record_stall(output.copied_ms)
         self._end(transfer)
 
     def _makes_sense(self, transfer: Transfer) -> bool:
@@ -243,11 +248,11 @@ class Offloader:
         state = transfer.state
         assert state is not None
         if transfer.refused is None:
-            self.meters.loaded(state.n_bytes, len(state.tokens))
+            self.metrics.record_loaded(state.n_bytes, len(state.tokens))
             return state
         if self._planner.may_restore(transfer.allocation):
             log.warning("a saved state was refused; its tokens are computed again", reason=transfer.refused)
-            self.meters.unusable_total += 1
+            self.metrics.load_failed_total += 1
         return None
 
     # -- called from outside ----------------------------------------------------------------------
@@ -269,14 +274,14 @@ class Offloader:
 
     def keep(self, needed: Callable[[SavedState], bool]) -> None:
         """Drop saved states that are not needed.  ``run`` must be running."""
-        names = self._planner.index.orphans(needed)
+        names = self._planner.index.unneeded(needed)
         for name in names:
             self._planner.index.discard(name)
         self._remove_soon(names)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Numbers for the metrics; ``None`` where nothing is ever saved."""
-        return None if self._files is None else {**self.meters.snapshot(), "disk_bytes": self._files.used_bytes}
+        return None if self._files is None else {**self.metrics.snapshot(), "disk_bytes": self._files.used_bytes}
 
     # -- next to the ticks ------------------------------------------------------------------------
 
@@ -298,7 +303,7 @@ class Offloader:
     async def _swap_out(self, allocation: Allocation) -> None:
         """Have a state copied; the file is finished in the background while the next one is copied."""
         assert self._files is not None
-        self._planner.save(allocation)
+        self._planner.begin_save(allocation)
         await self._writing.acquire()
         finishing = False
         try:
@@ -313,11 +318,11 @@ class Offloader:
                 )
             )
             if measured.refused is not None:
-                self._planner.not_saved(allocation)
+                self._planner.cancel_save(allocation)
                 return
             n_bytes = sum(measured.sizes)
             if not self._timings.worth_loading(len(allocation.tokens), n_bytes):
-                self.meters.skipped_total += 1
+                self.metrics.skipped_total += 1
                 self._give_up(allocation)
                 return
             try:
@@ -340,7 +345,7 @@ class Offloader:
                 if self._is_unchanged(allocation, checkpoints):
                     self._fail(allocation, saved.refused)
                 else:
-                    self._planner.not_saved(allocation)
+                    self._planner.cancel_save(allocation)
                 return
             assert self._nursery is not None
             lengths = [[checkpoint.length, size] for checkpoint, size in kept]
@@ -372,9 +377,9 @@ class Offloader:
         except StateFileError as error:
             self._fail(allocation, error)
         else:
-            self.meters.saved(n_bytes)
+            self.metrics.record_saved(n_bytes)
             files, index = self._files, self._planner.index
-            index.keep(lambda name: name in files)
+            index.retain(lambda name: name in files)
             sizes = tuple([(length, size) for length, size in checkpoints])
             state = SavedState(written.name, allocation.principal, allocation.tokens, n_bytes, sizes)
             for name in self._planner.saved(allocation, state):
@@ -391,19 +396,17 @@ class Offloader:
             reader: StateReader = await self._in_thread(self._files.open, state.name)
         except StateFileError as error:
             log.warning("a saved state cannot be used; its tokens are computed again", reason=str(error))
-            self.meters.unusable_total += 1
+            self.metrics.load_failed_total += 1
             self._planner.index.discard(state.name)
             self._swapped_in.append((allocation, None))
             self._wake()
             return
         self._timings.record_copy("read", state.n_bytes, 1e3 * (time.perf_counter() - began))
         try:
-            ids = {checkpoint.length: checkpoint.id for checkpoint in self._planner.restoring(allocation, state)}
+            ids = {checkpoint.length: checkpoint.id for checkpoint in self._planner.begin_restore(allocation, state)}
             checkpoints = tuple([(ids.get(length), size) for length, size in state.checkpoints])
             n_bytes = state.n_bytes - sum([size for _, size in checkpoints])
-            op = LoadState(
-                allocation.seq_id, len(state.tokens), reader.fd, reader.offset, n_bytes, checkpoints
-            )
+            op = LoadState(allocation.seq_id, len(state.tokens), reader.fd, reader.offset, n_bytes, checkpoints)
             await self._made(
                 Transfer(allocation, op, state.n_bytes, trio.current_time(), allocation.checkpoints, state)
             )
@@ -418,7 +421,7 @@ class Offloader:
     def _fail(self, allocation: Allocation, reason: object) -> None:
         """It goes unsaved, and its tokens will be computed again."""
         log.warning("a sequence could not be saved", reason=str(reason), tokens=len(allocation.tokens))
-        self.meters.failed_total += 1
+        self.metrics.save_failed_total += 1
         self._give_up(allocation)
 
     async def _remove(self, name: str) -> None:

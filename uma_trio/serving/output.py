@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from uma_trio.errors import UmaError
-from uma_trio.protocol.messages import Logprob, Logprobs, Reason, Token
-from uma_trio.sampling import Score
+from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, Token
+from uma_trio.sampling import TokenLogprobs
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import NewTokens
 
@@ -25,7 +25,7 @@ def send_prompt(sequence: Sequence) -> None:
         sequence.texts.append(sequence.prompt.text)
 
 
-def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> Reason | UmaError | None:
+def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
     """Send new tokens, up to one that completes a stop string.
 
     Returns:
@@ -43,7 +43,7 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> Reason | UmaErr
 
 
 def _send_token(
-    sequence: Sequence, token: int, score: Score | None, token_to_bytes: TokenToBytes, *, last: bool
+    sequence: Sequence, token: int, score: TokenLogprobs | None, token_to_bytes: TokenToBytes, *, last: bool
 ) -> None:
     """Send ``token`` and the text that can be shown with it.
 
@@ -65,10 +65,10 @@ def _send_token(
         sequence.logprobs.append(logprobs)
 
 
-def _logprobs(token: int, score: Score, token_to_bytes: TokenToBytes) -> Logprobs:
+def _logprobs(token: int, score: TokenLogprobs, token_to_bytes: TokenToBytes) -> Logprobs:
     """The log-probability of ``token``, and of the most likely tokens."""
     top = []
-    for other, logprob in score.best:
+    for other, logprob in score.top_logprobs:
         text, octets = _shown(token_to_bytes(other))
         top.append(Logprob(token_id=other, text=text, bytes=octets, logprob=logprob))
     text, octets = _shown(token_to_bytes(token))

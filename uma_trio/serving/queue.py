@@ -108,7 +108,7 @@ class RunningSet:
     def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
         """``sequence`` need not compute the first ``n_cached`` tokens of its prompt."""
         sequence.n_cached = n_cached
-        self._telemetry.record_cached(n_cached)
+        self._telemetry.record_prefix_reuse(n_cached)
 
     def release(self, sequence: Sequence, *, keep: bool) -> None:
         """Give the cells of ``sequence`` back.
@@ -203,7 +203,7 @@ class WaitingQueue:
             now = trio.current_time()
             first = min(
                 self._sequences,
-                key=lambda waiting: fairness.rank(waiting.priority, waiting.principal.name, now - waiting.arrived_at, service),
+                key=lambda waiting: fairness.rank(waiting.view(), now - waiting.arrived_at, service),
             )
             if self._blocked == (first, self._cache.changes):
                 return

@@ -17,7 +17,7 @@ from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, Prom
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import BANNED, Generate, Slo
-from uma_trio.sampling import Bias, SamplingParams, Transcript, penalises
+from uma_trio.sampling import Bias, SamplingParams, TokenHistory
 from uma_trio.scheduling.view import Priority
 from uma_trio.serving.sequence import EventSink, Sampling, Sequence
 
@@ -160,7 +160,7 @@ def _sampling(request: Generate, seed: int, prompt: Prompt, max_tokens: int, inf
         params=params,
         banned=np.array(banned, np.int32) if banned else None,
         bias=Bias(np.array([*added], np.int32), np.array([*added.values()], np.float32)) if added else None,
-        transcript=Transcript(prompt.tokens, params, max_tokens) if penalises(params) else None,
+        history=TokenHistory(prompt.tokens, params, max_tokens) if params.has_penalties else None,
         logprobs=request.logprobs,
     )
 

@@ -9,8 +9,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Any, Final
@@ -26,18 +25,19 @@ from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, S
 from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Failure, Generate, Reason
+from uma_trio.protocol.messages import Failure, FinishReason, Generate
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.policy import Plan, PolicyState, plan
+from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
 from uma_trio.serving.offload import InThread, Offloader, StateFiles
 from uma_trio.serving.output import TokenToBytes, send_prompt, send_tokens
 from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.request import admit
 from uma_trio.serving.sequence import EventSink, Sequence, State
-from uma_trio.serving.stats import Stats, StepTimings
+from uma_trio.serving.stats import Stats
 from uma_trio.serving.step import CompletedStep, InFlightStep, build_run_ahead, build_step, complete_step, goes_on
 from uma_trio.telemetry.perf_records import PerfSink
 
@@ -114,6 +114,7 @@ class Scheduler:
         self._wake = trio.Event()
         self._idle = trio.Event()
         self._refusal: UmaError | None = None
+        self._stopping = False
         self._stopped = False
 
     # -- called from outside, between ticks -----------------------------------------------------
@@ -163,7 +164,7 @@ class Scheduler:
             if now + n > most:
                 raise TooManyRequests(f"{principal.name} has {now} answers in flight and may have {most}")
 
-    def cancel(self, sequence: Sequence, reason: Reason | UmaError = "cancelled") -> None:
+    def cancel(self, sequence: Sequence, reason: FinishReason | UmaError = "cancelled") -> None:
         """End ``sequence`` now, if it has not ended.
 
         Its last event is sent at once.  Its KV cells are freed at the end of the step in flight.
@@ -184,6 +185,12 @@ class Scheduler:
     def close(self, reason: UmaError | None = None) -> None:
         """Accept no more requests; those that were accepted go on."""
         self._refusal = reason or ShuttingDown("the server is shutting down")
+
+    def stop(self) -> None:
+        """End all requests and the engine at once; ``run`` serves nothing afterwards."""
+        self.close()
+        self._stopping = True
+        self._engine.link.kill()
 
     async def wait_idle(self) -> None:
         """Wait until no request is left and all KV cells are freed, or ``run`` has ended."""
@@ -381,7 +388,7 @@ class Scheduler:
 
     # -- the end of a sequence ------------------------------------------------------------------
 
-    def _finish(self, sequence: Sequence, reason: Reason | UmaError) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
         """Take ``sequence`` out of the plans, and send its last event."""
         was_waiting = sequence.state is State.WAITING
         sequence.state, sequence.ended_at = State.FINISHED, trio.current_time()
@@ -441,17 +448,18 @@ class Scheduler:
         """
         predicted_s = self._in_flight[0].plan.predicted_ms / 1e3
         limit_s = self._config.engine.hang_timeout_s + SLOWER_THAN_PREDICTED * predicted_s
-        waited_s, stopped = 0.0, 0
+        waited_s, n_stopped = 0.0, 0
+        killed = False
         while True:
             with trio.move_on_after(WATCH_S):
                 return await self._engine.link.receive()
             waited_s += WATCH_S
-            stopped = stopped + 1 if waited_s > predicted_s and self._engine.link.is_stopped() else 0
-            if waited_s > limit_s or stopped > 1:
-                why = "it was stopped by a signal" if stopped > 1 else f"no answer for {waited_s:.0f} s"
+            n_stopped = n_stopped + 1 if waited_s > predicted_s and self._engine.link.is_stopped() else 0
+            if not killed and (waited_s > limit_s or n_stopped > 1):
+                why = "it was stopped by a signal" if n_stopped > 1 else f"no answer for {waited_s:.0f} s"
                 log.error("the engine hangs and is killed", reason=why, predicted_s=round(predicted_s, 3))
                 self._engine.link.kill()
-                limit_s, stopped = math.inf, -math.inf
+                killed = True
 
     # -- recovery -------------------------------------------------------------------------------
 
@@ -471,7 +479,9 @@ class Scheduler:
             if row.sequence.state is State.FINISHED and row.sequence.allocation is not None:
                 self._release(row.sequence, keep=False)
         self._running.restart()
-        self._stats.record_freed([*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time())
+        self._stats.record_freed(
+            [*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time()
+        )
         self._freed = []
         self._stats.idle()
         guilty = self._bisection.crashed(suspects)
@@ -481,6 +491,11 @@ class Scheduler:
 
     async def _bring_back(self) -> None:
         """Restart the engine if it has died; where that fails for too long, tell the clients, and go on trying."""
+        if self._stopping:
+            self._fail_everything(ShuttingDown("the server is shutting down"))
+            self._stopped = True
+            self._idle.set()
+            await trio.sleep_forever()
         attempts = self._config.engine.restart_attempts
         backoff_s = FIRST_BACKOFF_S if self._bisection.n_crashes > attempts else 0.0
         unavailable: ModelUnavailable | None = None
@@ -500,11 +515,11 @@ class Scheduler:
         if unavailable is not None and self._refusal is not None and isinstance(self._refusal, ModelUnavailable):
             self._refusal = None
 
-    def _fail_everything(self, error: ModelUnavailable) -> None:
+    def _fail_everything(self, error: UmaError) -> None:
         if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
             self._refusal = error
         for sequence in [*self.sequences()]:
-            self._finish(sequence, ModelUnavailable(str(error)))
+            self._finish(sequence, type(error)(str(error)))
 
     # -- integrity ------------------------------------------------------------------------------
 

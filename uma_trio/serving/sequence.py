@@ -15,11 +15,14 @@ from uma_trio.engine.messages import SAMPLED, SampleRequest, StepInput, TokenIds
 from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Eos, Generate, Logprobs, Reason, ServerEvent, Timings, Usage
-from uma_trio.sampling import Bias, PromptLookup, SamplingParams, TextAssembler, Transcript
+from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
+from uma_trio.sampling import Bias, PromptLookup, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.view import Priority, SequenceView
 
 EWMA_WEIGHT: Final = 0.2
+
+NOT_PLACED: Final = -1
+"""In a view, instead of the sequence id of a sequence that waits."""
 
 
 class EventSink(Protocol):
@@ -54,7 +57,7 @@ class Sampling:
     banned: TokenIds | None
     """Ids that must not be sampled: ``ignore_eos``, and what ``logit_bias`` bans."""
     bias: Bias | None
-    transcript: Transcript | None
+    history: TokenHistory | None
     """The tokens that penalties look at, if there are penalties."""
     logprobs: int | None
 
@@ -146,10 +149,9 @@ class Sequence:
             n_in_flight: tokens that the step in flight computes.
             max_drafts: draft tokens that it may have.
         """
-        assert self.allocation is not None
-        n_computed = self.allocation.n_tokens + n_in_flight
+        n_computed = self.n_computed + n_in_flight
         return SequenceView(
-            seq_id=self.allocation.seq_id,
+            seq_id=NOT_PLACED if self.allocation is None else self.allocation.seq_id,
             n_pending=1 if n_in_flight else (pause if n_computed < pause else self.n_known) - n_computed,
             n_context=n_computed,
             due_s=self.due_at,
@@ -180,8 +182,8 @@ class Sequence:
     def decode_input(self, drafts: Items[int]) -> StepInput:
         """The last token, and draft tokens that the same step verifies."""
         n = len(self.tokens)
-        if self.sampling.transcript is not None:
-            self.sampling.transcript.write(n, drafts)
+        if self.sampling.history is not None:
+            self.sampling.history.write(n, drafts)
         samples = [self._sample_request(n + i) for i in range(1 + len(drafts))]
         return StepInput(self._seq_id, self.n_computed, [self.tokens[-1], *drafts], samples)
 
@@ -199,19 +201,19 @@ class Sequence:
     def _sample_request(self, n_before: int, n_past: int | None = None) -> SampleRequest:
         sampling = self.sampling
         past = None
-        if sampling.transcript is not None:
-            past = sampling.transcript.past(n_before if n_past is None else n_past)
+        if sampling.history is not None:
+            past = sampling.history.past(n_before if n_past is None else n_past)
         return SampleRequest(sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs)
 
     # -- what came of it ------------------------------------------------------------------------
 
     def append(self, token: int) -> None:
         """Add a sampled token."""
-        if self.sampling.transcript is not None:
-            self.sampling.transcript.write(len(self.tokens), (token,))
+        if self.sampling.history is not None:
+            self.sampling.history.write(len(self.tokens), (token,))
         self.tokens.append(token)
         if self.lookup is not None:
-            self.lookup.follow(token)
+            self.lookup.append(token)
 
     def cut_at_stop(self, n: int, token_to_bytes: Callable[[int], bytes]) -> None:
         """Drop the tokens behind the first ``n``, which end with or behind a stop string."""
@@ -246,7 +248,7 @@ class Sequence:
         self.last_token_at = now
         return gap_ms
 
-    def eos(self, reason: Reason, now: float) -> Eos:
+    def eos(self, reason: FinishReason, now: float) -> Eos:
         """The last event of a sequence that was served, wholly or in part."""
         first, n = self.first_token_at, len(self.tokens)
         generating_s = (self.last_token_at or 0.0) - (first or 0.0)

@@ -14,12 +14,12 @@ from typing import Final
 import attrs
 import trio
 
-from uma_trio.engine.messages import DROPPED, NO_TOKEN, Step, StepInput, StepOutput
+from uma_trio.engine.messages import DROPPED, Step, StepInput, StepOutput
 from uma_trio.errors import DecodeFailed, UmaError
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
-from uma_trio.protocol.messages import Reason
-from uma_trio.sampling import Score
+from uma_trio.protocol.messages import FinishReason
+from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.policy import Plan
 from uma_trio.serving.offload import Transfer
 from uma_trio.serving.sequence import Sequence, State
@@ -78,11 +78,11 @@ class NewTokens:
     tokens: Items[int]
     n_before: int
     """Tokens that the sequence had."""
-    reason: Reason | UmaError | None
+    reason: FinishReason | UmaError | None
     """Why the sequence ends behind these tokens, if it does."""
     paused: bool
     """The client had not read: the time since the last token is not the server's."""
-    scores: Items[Score | None]
+    scores: Items[TokenLogprobs | None]
     """Of the tokens, and perhaps of rejected drafts behind them; empty where nobody asked."""
 
 
@@ -167,7 +167,8 @@ def complete_step(step: InFlightStep, output: StepOutput, cache: KvCache, now: f
     new_tokens = []
     at = 0
     for row in step.rows:
-        sampled, scores = output.tokens[at : at + row.n_samples], output.scores[at : at + row.n_samples]
+        sampled: Items[int] = output.tokens[at : at + row.n_samples]
+        scores = output.scores[at : at + row.n_samples]
         at += row.n_samples
         sequence = row.sequence
         if row.dropped or (sampled and sampled[0] == DROPPED):
@@ -196,11 +197,11 @@ def _accepted(drafts: Items[int], sampled: Items[int]) -> Items[int]:
     return sampled[: n + 1]
 
 
-def _append(sequence: Sequence, tokens: Items[int], scores: Items[Score | None]) -> NewTokens:
+def _append(sequence: Sequence, tokens: Items[int], scores: Items[TokenLogprobs | None]) -> NewTokens:
     """Add sampled tokens to ``sequence``, up to one that ends it."""
     n_before, paused = len(sequence.tokens), sequence.paused
     sequence.paused = False
-    reason: Reason | UmaError | None = None
+    reason: FinishReason | UmaError | None = None
     for n, token in enumerate(tokens):
         if token == NO_TOKEN:
             reason, tokens = DecodeFailed("the model gave no usable logits"), tokens[:n]

@@ -11,7 +11,7 @@ import numpy as np
 from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
 from uma_trio.kv.prefix import Tokens, common_prefix
 from uma_trio.protocol.messages import ChatMessage, SessionInfo
-from uma_trio.store import SessionKey, SessionRecord, principal_uid, uid_principal
+from uma_trio.store import SessionKey, SessionRecord
 
 
 def no_tokens() -> Tokens:
@@ -22,7 +22,7 @@ def no_tokens() -> Tokens:
 class Session:
     """One conversation, as it is after its last answer."""
 
-    tenant: int
+    principal: str
     name: str
     created_at: float
     """Seconds since 1970, as all times here."""
@@ -38,7 +38,7 @@ class Session:
 
     @property
     def key(self) -> SessionKey:
-        return SessionKey(uid_principal(self.tenant), self.name)
+        return SessionKey(self.principal, self.name)
 
     @property
     def durable(self) -> bool:
@@ -61,7 +61,7 @@ class Session:
     def recalled(cls, record: SessionRecord) -> Session:
         """As it was when ``record`` was made of it; that is on disk."""
         return cls(
-            tenant=principal_uid(record.key.principal),
+            principal=record.key.principal,
             name=record.key.id,
             created_at=record.created_at,
             used_at=record.used_at,
@@ -108,32 +108,32 @@ class Book:
         """A session that was there before, used no earlier than those that were added."""
         self._sessions[session.key] = session
 
-    def of(self, tenant: int) -> list[Session]:
+    def of(self, principal: str) -> list[Session]:
         """A user's, the last used first."""
-        return [session for session in reversed(self._sessions.values()) if session.tenant == tenant]
+        return [session for session in reversed(self._sessions.values()) if session.principal == principal]
 
     def find(self, key: SessionKey) -> Session | None:
         return self._sessions.get(key)
 
-    def get(self, tenant: int, name: str) -> Session:
+    def get(self, principal: str, name: str) -> Session:
         """
         Raises:
             SessionNotFound: there is none.
         """
-        session = self._sessions.get(SessionKey(uid_principal(tenant), name))
+        session = self._sessions.get(SessionKey(principal, name))
         if session is None:
             raise SessionNotFound(f"there is no session {name!r}")
         return session
 
-    def begin(self, tenant: int, name: str, now: float) -> Session:
+    def begin(self, principal: str, name: str, now: float) -> Session:
         """The session for one more request; a new one if there is none.
 
         Raises:
             SessionBusy: it is answering.
         """
-        session = self._sessions.get(SessionKey(uid_principal(tenant), name))
+        session = self._sessions.get(SessionKey(principal, name))
         if session is None:
-            session = Session(tenant, name, now, now)
+            session = Session(principal, name, now, now)
             self._sessions[session.key] = session
         if session.busy:
             raise SessionBusy(
@@ -154,16 +154,16 @@ class Book:
         if not session.turns:
             self._sessions.pop(session.key, None)
 
-    def fork(self, tenant: int, name: str, new_name: str, now: float) -> Session:
+    def fork(self, principal: str, name: str, new_name: str, now: float) -> Session:
         """A session of another name that goes on from where ``name`` is.
 
         Raises:
             SessionNotFound, SessionExists: as they say.
         """
-        source = self.get(tenant, name)
+        source = self.get(principal, name)
         if not source.turns:
             raise SessionNotFound(f"nothing was said in session {name!r} yet")
-        if SessionKey(uid_principal(tenant), new_name) in self._sessions:
+        if SessionKey(principal, new_name) in self._sessions:
             raise SessionExists(f"there is a session {new_name!r} already: choose another name, or close it")
         forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, turns_on_disk=0, busy=False)
         self._sessions[forked.key] = forked
@@ -184,9 +184,9 @@ class Book:
         excess = len(self._sessions) - self._most
         return [session for n, session in enumerate(idle) if n < excess or now - session.used_at > self._ttl_s]
 
-    def needs(self, tokens: Tokens, *, tenant: int) -> bool:
-        """Whether some session of ``tenant`` begins with ``tokens``."""
+    def needs(self, tokens: Tokens, *, principal: str) -> bool:
+        """Whether some session of ``principal`` begins with ``tokens``."""
         return any(
-            session.tenant == tenant and common_prefix(session.tokens, tokens) == len(tokens)
+            session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )

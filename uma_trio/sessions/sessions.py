@@ -24,7 +24,10 @@ from uma_trio.protocol.messages import (
     SessionQuery,
     Token,
 )
-from uma_trio.runner import Job, Runner, Sink, admission
+from uma_trio.serving.request import prompt_room, surplus_tokens
+from uma_trio.serving.scheduler import Scheduler
+from uma_trio.serving.sequence import EventSink
+from uma_trio.serving.sequence import Sequence as Answer
 from uma_trio.sessions.book import Book, Session
 from uma_trio.sessions.forgetting import without_oldest
 from uma_trio.store.journal import Journal, JournalError
@@ -43,7 +46,7 @@ class Turn:
     """
 
     def __init__(
-        self, session: Session, before: Sequence[ChatMessage], request: Generate, prompt: Prompt, sink: Sink
+        self, session: Session, before: Sequence[ChatMessage], request: Generate, prompt: Prompt, sink: EventSink
     ) -> None:
         self.session = session
         self.before = before
@@ -88,7 +91,7 @@ class Sessions:
     def __init__(
         self,
         config: Config,
-        runner: Runner,
+        scheduler: Scheduler,
         prompts: PromptMaker,
         journal: Journal | None,
         *,
@@ -97,7 +100,7 @@ class Sessions:
     ) -> None:
         self._limits = config.limits
         self._book = Book(most=config.sessions.max_stored_sessions, ttl_s=config.sessions.session_ttl_s)
-        self._runner = runner
+        self._scheduler = scheduler
         self._prompts = prompts
         self._journal = journal
         self._clock = clock
@@ -114,7 +117,7 @@ class Sessions:
         except JournalError as error:
             log.error("sessions cannot be read; this server begins without any", reason=str(error))
             return
-        n_vocab = self._runner.facts.n_vocab
+        n_vocab = self._scheduler.info.n_vocab
         for record in records:
             if len(record.tokens) and not 0 <= record.tokens.min() <= record.tokens.max() < n_vocab:
                 log.warning("a session is passed over: it has tokens that the model has not", session=record.key.id)
@@ -126,7 +129,7 @@ class Sessions:
 
     # -- one request ----------------------------------------------------------------------------
 
-    async def begin(self, request: Generate, tenant: int, sink: Sink) -> Turn:
+    async def begin(self, request: Generate, principal: str, sink: EventSink) -> Turn:
         """Take a request with a ``session_id`` on.  ``end`` must follow.
 
         Raises:
@@ -134,7 +137,7 @@ class Sessions:
             UmaError: as ``PromptMaker.make``.
         """
         assert request.session_id is not None
-        session = self._book.begin(tenant, request.session_id, self._clock())
+        session = self._book.begin(principal, request.session_id, self._clock())
         try:
             _check(session, request)
             prompt, before = await self._prompt(session, request)
@@ -148,15 +151,15 @@ class Sessions:
 
         What the model is not shown any more is not remembered either, or a chat would take longer with each turn, and
         more memory and disk, for as long as it goes on.  Whole messages go, and what is left is a chat like any other.
-        Where none can go any more, ``admission.fitted`` drops tokens, as of a session of prompts.
+        Where none can go any more, ``request.fit_prompt`` drops tokens, as of a session of prompts.
         """
         before = session.messages
         prompt = await self._prompts.make(request, History(session.tokens, before))
-        facts, limits, n_whole = self._runner.facts, self._limits, len(prompt.tokens)
-        n_drop = admission.surplus(n_whole, request, facts, limits)
+        facts, limits, n_whole = self._scheduler.info, self._limits, len(prompt.tokens)
+        n_drop = surplus_tokens(n_whole, request, facts, limits)
         if request.messages is None or not n_drop:
             return prompt, before
-        while (n_tokens := len(prompt.tokens)) > admission.prompt_room(request, facts, limits):
+        while (n_tokens := len(prompt.tokens)) > prompt_room(request, facts, limits):
             shorter = without_oldest(
                 before,
                 request.messages,
@@ -170,45 +173,45 @@ class Sessions:
             prompt = await self._prompts.make(request, History(session.tokens, before))
         return attrs.evolve(prompt, dropped=n_whole - len(prompt.tokens)), before
 
-    async def end(self, turn: Turn, job: Job | None) -> ServerEvent | None:
+    async def end(self, turn: Turn, answer: Answer | None) -> ServerEvent | None:
         """The request has ended: what was said is made durable.
 
         Args:
-            job: as it ended; ``None`` if it was never begun.
+            answer: as it ended; ``None`` if it was never begun.
 
         Returns:
             The last event, for the client.
         """
         session = turn.session
         try:
-            if job is None or not isinstance(turn.last, Eos):
+            if answer is None or not isinstance(turn.last, Eos):
                 return turn.last
-            if job.tokens:
-                await self._remember(turn, job)
+            if answer.tokens:
+                await self._remember(turn, answer)
             return attrs.evolve(turn.last, session=attrs.evolve(session.info, busy=False))
         finally:
             self._book.end(session)
 
-    async def _remember(self, turn: Turn, job: Job) -> None:
+    async def _remember(self, turn: Turn, answer: Answer) -> None:
         session = turn.session
-        before, said = session.tokens, self._said(turn, job)
-        session.tokens = np.concatenate([job.prompt.tokens, said])
+        before, said = session.tokens, self._said(turn, answer)
+        session.tokens = np.concatenate([answer.prompt.tokens, said])
         if common_prefix(before, session.tokens) < len(
             before
         ):  # a chat was rendered differently, or something was dropped
-            self._forget(before, session.tenant)
+            self._forget(before, session.principal)
         if turn.request.messages is not None:
-            answer = ChatMessage(role="assistant", content=turn.text)
-            session.messages = (*turn.before, *turn.request.messages, answer)
+            reply = ChatMessage(role="assistant", content=turn.text)
+            session.messages = (*turn.before, *turn.request.messages, reply)
         self._book.told(session, self._clock())
         await self._write(session)
 
-    def _said(self, turn: Turn, job: Job) -> Any:
+    def _said(self, turn: Turn, answer: Answer) -> Any:
         """The answer's tokens: without one that ended it, and none of a stop string."""
-        tokens = job.tokens
-        if job.assembler.matched is not None:
+        tokens = answer.tokens
+        if answer.assembler.matched is not None:
             return self._prompts.truncate_tokens(tokens, turn.text)
-        if tokens and tokens[-1] in job.ending:
+        if tokens and tokens[-1] in answer.end_ids:
             tokens = tokens[:-1]
         return np.asarray(tokens, np.int32)
 
@@ -225,25 +228,25 @@ class Sessions:
 
     # -- asked by clients -----------------------------------------------------------------------
 
-    async def answer(self, query: SessionQuery, tenant: int) -> SessionList:
+    async def answer(self, query: SessionQuery, principal: str) -> SessionList:
         """
         Raises:
             SessionError: it cannot be done.
         """
         if query.action == "list":
-            return SessionList(sessions=[session.info for session in self._book.of(tenant)], id=query.id)
+            return SessionList(sessions=[session.info for session in self._book.of(principal)], id=query.id)
         assert query.session_id is not None
         if query.action == "fork":
             assert query.new_id is not None
-            session = await self._fork(tenant, query.session_id, query.new_id)
+            session = await self._fork(principal, query.session_id, query.new_id)
         else:
-            session = self._book.get(tenant, query.session_id)
+            session = self._book.get(principal, query.session_id)
             if query.action == "close":
                 await self._close(session)
         return SessionList(sessions=[session.info], id=query.id)
 
-    async def _fork(self, tenant: int, name: str, new_name: str) -> Session:
-        session = self._book.fork(tenant, name, new_name, self._clock())
+    async def _fork(self, principal: str, name: str, new_name: str) -> Session:
+        session = self._book.fork(principal, name, new_name, self._clock())
         session.busy = True
         try:
             await self._write(session)
@@ -253,7 +256,7 @@ class Sessions:
 
     async def _close(self, session: Session) -> None:
         self._book.remove(session)
-        self._forget(session.tokens, session.tenant)
+        self._forget(session.tokens, session.principal)
         if self._journal is not None:
             try:
                 await self._in_thread(self._journal.remove, session.key)
@@ -261,9 +264,11 @@ class Sessions:
                 self.journal_failures += 1
                 log.warning("a closed session is still on disk", session=session.name, reason=str(error))
 
-    def _forget(self, tokens: Tokens, tenant: int) -> None:
+    def _forget(self, tokens: Tokens, principal: str) -> None:
         """Nobody goes on from ``tokens``: what was computed of them goes, but for what other sessions begin with."""
-        self._runner.states.forget(tokens, tenant=tenant, needed=lambda found: self._book.needs(found, tenant=tenant))
+        self._scheduler.offloader.forget(
+            tokens, principal=principal, needed=lambda found: self._book.needs(found, principal=principal)
+        )
 
     # -- what goes by itself --------------------------------------------------------------------
 
@@ -271,7 +276,7 @@ class Sessions:
         """Close sessions that are too old or too many and mend the journal, until cancelled; first what is left of
         sessions that are gone."""
         if self._recalled:
-            self._runner.states.keep(lambda state: self._book.needs(state.tokens, tenant=int(state.principal)))
+            self._scheduler.offloader.keep(lambda state: self._book.needs(state.tokens, principal=state.principal))
         while True:
             while outdated := self._book.outdated(self._clock()):  # asked anew: closing one takes time
                 session = outdated[0]

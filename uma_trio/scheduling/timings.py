@@ -1,0 +1,60 @@
+"""What steps and copies of KV states take on this machine, as learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.view import SequenceView
+
+FIRST_BYTES_PER_MS: Final = {"save": 2e6, "load": 1e7, "read": 1e6}
+"""Copy rates that are assumed until there are measurements; reading is per thread."""
+
+LEARN_FROM_BYTES: Final = 4_000_000
+"""In a smaller copy most of the time is overhead, so it says little about the rate."""
+
+RATE_WEIGHT: Final = 0.3
+"""Weight of the latest copy in the rate."""
+
+OVERHEAD_MS: Final = 3.0
+"""Of loading a state of any size."""
+
+
+class StepTimings:
+    """What steps and copies of states take on this machine, as learned.
+
+    Args:
+        cost: what is known of steps at the start.
+        n_batch: tokens of one call.
+        readers: threads that verify one state together.
+    """
+
+    def __init__(self, cost: CostModel, n_batch: int, readers: int = 1) -> None:
+        self.cost = cost
+        self._bytes_per_ms = {**FIRST_BYTES_PER_MS, "read": readers * FIRST_BYTES_PER_MS["read"]}
+        self._n_batch = n_batch
+
+    def record_step(self, work: Work, ms: float) -> None:
+        """Learn from a step."""
+        self.cost = self.cost.observed(work, ms)
+
+    def record_copy(self, way: Literal["read", "load", "save"], n_bytes: int, ms: float) -> None:
+        """Learn from a copy."""
+        if n_bytes >= LEARN_FROM_BYTES:
+            rate = n_bytes / max(ms, 1e-3)
+            self._bytes_per_ms[way] += RATE_WEIGHT * (rate - self._bytes_per_ms[way])
+
+    def decode_ms(self, decodes: Sequence[SequenceView]) -> float:
+        """What a step of these alone is predicted to take."""
+        return self.cost.predict(Work(0, len(decodes), sum([view.n_context for view in decodes])))
+
+    def copy_ms(self, way: Literal["read", "load", "save"], n_bytes: int) -> float:
+        """What a copy is predicted to take."""
+        return n_bytes / self._bytes_per_ms[way]
+
+    def worth_loading(self, n_tokens: int, n_bytes: int) -> bool:
+        """Whether reading, verifying and loading a state is predicted to be faster than computing ``n_tokens`` of it."""
+        chunk = min(n_tokens, self._n_batch)
+        compute_ms = self.cost.predict(Work(chunk, 0, 0, mean_prefill_context=n_tokens / 2)) * n_tokens / chunk
+        return OVERHEAD_MS + self.copy_ms("read", n_bytes) + self.copy_ms("load", n_bytes) < compute_ms

@@ -1,0 +1,262 @@
+"""What a door sees: models by name, and for each of them a service that answers requests.
+
+A door (the socket, a gateway) translates between its language and these calls.  It does not see the scheduler, the KV
+cache or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable, Iterator
+from typing import Any
+
+import structlog
+import trio
+
+from uma_trio.config import Config
+from uma_trio.engine import tuning_cache
+from uma_trio.errors import ModelNotFound, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.kv.offload_index import SavedState
+from uma_trio.models.loaded import LoadedModel
+from uma_trio.models.prompt import Prompt, PromptMaker
+from uma_trio.principal import Principal
+from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Usage
+from uma_trio.serving.offload import InThread, StateFiles
+from uma_trio.serving.scheduler import Scheduler
+from uma_trio.serving.sequence import EventSink, Sequence
+from uma_trio.sessions import Sessions, Turn
+from uma_trio.store import Journal
+from uma_trio.telemetry.perf_records import PerfSink
+
+log = structlog.get_logger("uma_trio.service")
+
+
+class ModelService:
+    """Serves one model.
+
+    Args:
+        perf: gets a record of each step and each request.
+        journal: makes sessions durable; ``None``: they end with the daemon.
+        files: where KV states go; ``None``: nowhere.
+        states: those that are there.
+        in_thread: runs a blocking call.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: LoadedModel,
+        *,
+        perf: PerfSink | None = None,
+        journal: Journal | None = None,
+        files: StateFiles | None = None,
+        states: Iterable[SavedState] = (),
+        in_thread: InThread = trio.to_thread.run_sync,
+    ) -> None:
+        self.name = model.info.name.removesuffix(".gguf")
+        self._model = model
+        self._limits = config.limits
+        self._prompts: PromptMaker = model.prompts
+        self._scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, perf, files, in_thread)
+        self._scheduler.cache.index.add_all(states)
+        self._sessions = Sessions(config, self._scheduler, model.prompts, journal, in_thread=in_thread)
+        self._sessions.recall()
+        self._draining = False
+
+    # -- requests -------------------------------------------------------------------------------
+
+    def generation(self, request: Generate, principal: Principal, sink: EventSink) -> Generation:
+        """A request that has not begun: see ``Generation.run``."""
+        return Generation(self, request, principal, sink)
+
+    async def answer_sessions(self, query: SessionQuery, principal: Principal) -> SessionList:
+        """List, describe, fork or close sessions of ``principal``.
+
+        Raises:
+            SessionError: it cannot be done.
+        """
+        return await self._sessions.answer(query, principal.name)
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of ``text``.  Blocks for about 1 ms for each 10 kB."""
+        tokens: list[int] = self._prompts.tokenizer.encode(
+            text, add_special=add_special, parse_special=parse_special
+        ).tolist()
+        return tokens
+
+    def detokenize(self, tokens: list[int]) -> str:
+        """The text of ``tokens``; what is not UTF-8 becomes U+FFFD.
+
+        Raises:
+            InvalidTokenId: one of them is not in the vocabulary.
+        """
+        return self._prompts.tokenizer.decode(tokens)
+
+    # -- for the server -------------------------------------------------------------------------
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._scheduler.run)
+            nursery.start_soon(self._sessions.sweep_forever)
+            task_status.started()
+
+    def wake(self) -> None:
+        """A sink has room again."""
+        self._scheduler.wake()
+
+    def drain(self) -> None:
+        """Accept no more requests; those that were accepted go on."""
+        self._draining = True
+        self._scheduler.close()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is left."""
+        await self._scheduler.wait_idle()
+
+    async def save_everything(self) -> None:
+        """Bring sessions and their KV states to disk.  ``run`` must be running."""
+        await self._sessions.mend()
+        await self._scheduler.offloader.save_everything()
+
+    def keep_learned_costs(self) -> None:
+        """Keep what was learned of the engine's speed for the next start.  Blocks briefly."""
+        tuning_cache.save_costs(self._model.cost_name, self._scheduler.timings.cost)
+
+    def stop(self) -> None:
+        """End all requests and the engine at once."""
+        self._draining = True
+        self._scheduler.stop()
+
+    def describe(self) -> dict[str, Any]:
+        """What does not change while the model is loaded."""
+        info = self._model.info
+        return {
+            "model": self.name,
+            "description": info.description,
+            "ctx": info.n_ctx,
+            "ctx_per_request": info.max_request_tokens,
+            "parallel": info.n_seq_max,
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics.  Never waits for a step."""
+        return {**self._scheduler.snapshot(), "sessions": self._sessions.snapshot()}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the bookkeeping adds up."""
+        self._scheduler.check_integrity()
+
+
+class Generation:
+    """One request of a client while it is served."""
+
+    def __init__(self, service: ModelService, request: Generate, principal: Principal, sink: EventSink) -> None:
+        self.service = service
+        self.request = request
+        self._principal = principal
+        self._sink = sink
+        self._scope = trio.CancelScope()
+        self._sequences: list[Sequence] = []
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
+        return bool(self._sequences) and all([sequence.done.is_set() for sequence in self._sequences])
+
+    def cancel(self) -> None:
+        """End the request: the cancel event of the protocol."""
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Serve the request until its last event has gone to the sink.
+
+        Its own scope, a surrounding one and the request timeout all end it the same way: the last event says why, and
+        the KV cells are free when the step in flight is complete.
+
+        Raises:
+            UmaError: the request was refused, and nothing was sent.
+        """
+        began = trio.current_time()
+        with self._scope:
+            if self.service._draining:
+                raise ShuttingDown("the server is shutting down")
+            if self.request.session_id is None:
+                prompt = await self._before_start(self.service._prompts.make(self.request), began)
+                await self._stream(prompt, self._sink, began)
+            else:
+                sessions = self.service._sessions
+                turn = await self._before_start(sessions.begin(self.request, self._principal.name, self._sink), began)
+                try:
+                    await self._stream(turn.prompt, turn, began)
+                finally:
+                    await self._end_turn(turn)
+
+    async def _before_start(self, making: Awaitable[Any], began: float) -> Any:
+        """Wait for what comes before the first step; a request that is cancelled meanwhile has done nothing."""
+        try:
+            return await making
+        except trio.Cancelled:
+            for index in range(self.request.n) if self.request.n > 1 else (None,):
+                self._sink.send(self._nothing_done(index, began))
+            raise
+
+    async def _stream(self, prompt: Prompt, sink: EventSink, began: float) -> None:
+        scheduler = self.service._scheduler
+        durable = self.request.session_id is not None
+        self._sequences = sequences = scheduler.submit(self.request, prompt, sink, self._principal, durable=durable)
+        log.debug("request", request=self.request.id, prompt_tokens=len(prompt.tokens))
+        ending: UmaError | None = None
+        limit_s = self.service._limits.request_timeout_s
+        try:
+            with trio.move_on_at(began + limit_s) as timer:
+                for sequence in sequences:
+                    await sequence.done.wait()
+            if timer.cancelled_caught:
+                ending = RequestTimeout(f"not done after {limit_s:g} s")
+        finally:
+            if self.service._draining and not self._scope.cancel_called:
+                ending = ShuttingDown("the server is shutting down")
+            for sequence in sequences:
+                scheduler.cancel(sequence, ending or "cancelled")  # does nothing to one that has finished
+
+    async def _end_turn(self, turn: Turn) -> None:
+        """The last event of a session's turn follows when the turn is on disk."""
+        sequences, self._sequences = self._sequences, []  # finished, but not answered yet
+        with trio.CancelScope(shield=True):
+            last = await self.service._sessions.end(turn, sequences[0] if sequences else None)
+        if last is not None:
+            self._sink.send(last)
+
+    def _nothing_done(self, index: int | None, began: float) -> Eos:
+        waited_ms = round(1e3 * (trio.current_time() - began), 3)
+        return Eos(
+            id=self.request.id,
+            index=index,
+            reason="cancelled",
+            usage=Usage(prompt_tokens=0, completion_tokens=0),
+            timings=Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None),
+            metadata=self.request.metadata,
+        )
+
+
+class ModelRegistry:
+    """The services by model name.  The first one is the default."""
+
+    def __init__(self, *services: ModelService) -> None:
+        self._services = {service.name: service for service in services}
+
+    def __iter__(self) -> Iterator[ModelService]:
+        return iter(self._services.values())
+
+    def get(self, name: str | None) -> ModelService:
+        """The service of the model ``name``, with or without ``.gguf``; of the default one for ``None``.
+
+        Raises:
+            ModelNotFound: there is none; the message names those that there are.
+        """
+        if name is None:
+            return next(iter(self))
+        service = self._services.get(name.removesuffix(".gguf"))
+        if service is None:
+            raise ModelNotFound(f"there is no model {name!r} here; there is {', '.join(self._services)}")
+        return service

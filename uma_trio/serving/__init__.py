@@ -1,0 +1,1 @@
+"""Serves sequences with one engine: the tick, and what it needs.  docs/ARCHITECTURE.md lists the modules."""
