@@ -9,38 +9,48 @@ sequence holds; a bias of 50 and more decides.  The same conformance tests run o
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import outcome
 import trio
 
-from uma_trio.engine.records import (
-    CopyPrefix,
-    Draw,
-    DropCheckpoint,
+from uma_trio.engine.messages import (
+    EngineDied,
     EngineError,
-    Feed,
-    Load,
-    ModelFacts,
-    Save,
-    SaveCheckpoint,
-    Score,
+    LayoutReport,
+    LoadError,
+    ModelInfo,
+    Ready,
+    Revoked,
+    SampleRequest,
     Step,
-    StepResult,
+    StepFailed,
+    StepInput,
+    StepOutput,
+)
+from uma_trio.engine.worker import StepRunner
+from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
+from uma_trio.kv.ops import (
+    CopyPrefix,
+    DropCheckpoint,
+    KvOp,
+    LoadState,
+    MeasureState,
+    SaveCheckpoint,
+    SaveState,
     Truncate,
 )
-from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
-from uma_trio.sampling import SamplingParams
+from uma_trio.sampling import SamplingParams, TokenLogprobs
 
 N_VOCAB = 1000
 EOG = 0
 STATE_BYTES = 12_288
 """Of each token in a saved state."""
 STATE_BYTES_A_MS = 2.4e6
-MARK_BYTES = 64
+CHECKPOINT_BYTES = 64
 """Of a checkpoint."""
 
 
@@ -77,14 +87,14 @@ class Story:
     def beginning(self, length: int) -> Story:
         return Story(self._tokens[:length], self._digests[: length + 1])
 
-    def said_after(self, length: int, draw: Draw, repeats: int = 0) -> int:
+    def said_after(self, length: int, sample: SampleRequest, repeats: int = 0) -> int:
         """What the model says after the first ``length`` tokens: EOG only if it repeats one."""
         said = 1 + self._digests[length] % (N_VOCAB - 1)
         if repeats and length >= repeats and self._digests[length] % 8:
             said = self._tokens[length - repeats]
-        if draw.params.greedy or (draw.params.seed + 3 * draw.step) % 7:
+        if sample.params.greedy or (sample.params.seed + 3 * sample.n_before) % 7:
             return said
-        return 1 + (said + draw.params.seed + draw.step) % (N_VOCAB - 1)
+        return 1 + (said + sample.params.seed + sample.n_before) % (N_VOCAB - 1)
 
 
 def chosen(liked: Iterable[int], avoided: Collection[int]) -> int:
@@ -94,13 +104,13 @@ def chosen(liked: Iterable[int], avoided: Collection[int]) -> int:
 
 def said_before(params: SamplingParams, story: Sequence[int], n_prompt: int) -> set[int]:
     """What penalties look at, of a prompt with its answer."""
-    window = story[-params.window :] if params.window else ()
-    return {*window, *(story[n_prompt:] if params.counts else ())}
+    window = story[-params.repetition_window :] if params.repetition_window else ()
+    return {*window, *(story[n_prompt:] if params.counts_answer else ())}
 
 
-def expected_score(token: int, n: int) -> Score:
+def expected_score(token: int, n: int) -> TokenLogprobs:
     """What the model tells of ``token`` to who asks for ``n``."""
-    return Score(-(token % 97) / 8, tuple((token + i, -(token % 97 + i) / 8) for i in range(n)))
+    return TokenLogprobs(-(token % 97) / 8, tuple((token + i, -(token % 97 + i) / 8) for i in range(n)))
 
 
 def expected_continuation(
@@ -112,19 +122,19 @@ def expected_continuation(
     n_prompt = len(read)
     story.read(read)
     for step in range(n):
-        said = story.said_after(story.length, Draw(params, step), repeats)
+        said = story.said_after(story.length, SampleRequest(params, step), repeats)
         read.append(chosen([said], said_before(params, read, n_prompt)))
         story.read(read[-1:])
     return read[n_prompt:]
 
 
 class FakeEngine:
-    """See ``records.Engine``.
+    """See ``messages.Engine``.
 
     Args:
         cost_ms: (prompt tokens, rows of decodes) -> simulated milliseconds of a call.
         eog_after: the model ends a sequence that has grown to so many tokens.
-        rewinds: else only the whole of a sequence can be removed or copied, or what is behind a checkpoint.
+        can_truncate: otherwise only the whole of a sequence can be removed or copied, or what is behind a checkpoint.
         repeats: the model mostly says what stood so many tokens before; 0: never.
     """
 
@@ -138,10 +148,10 @@ class FakeEngine:
         cost_ms: Callable[[int, int], float] = lambda prompt, decodes: 5 + 0.1 * prompt + 0.5 * decodes,
         eog_after: int | None = None,
         repeats: int = 0,
-        rewinds: bool = True,
+        can_truncate: bool = True,
         checkpoints: int | None = None,
     ) -> None:
-        self.facts = ModelFacts(
+        self.info = ModelInfo(
             name="fake",
             description="fake",
             n_vocab=N_VOCAB,
@@ -154,187 +164,203 @@ class FakeEngine:
             size_bytes=1,
             n_params=1,
             unified=unified,
-            rewinds=rewinds,
-            states_rewind=rewinds,
-            checkpoints=0 if rewinds else MAX_PER_SEQUENCE * n_seq_max if checkpoints is None else checkpoints,
+            can_truncate=can_truncate,
+            state_can_truncate=can_truncate,
+            max_checkpoints=0 if can_truncate else MAX_PER_SEQUENCE * n_seq_max if checkpoints is None else checkpoints,
         )
         self.cost_ms = cost_ms
         self.eog_after = eog_after
         self.repeats = repeats
         self.steps: list[Step] = []
         self.cost_of_last_ms = 0.0
-        self.fail_next: EngineError | None = None
-        self.fail_reset: EngineError | None = None
+        self.fail_next: EngineError | EngineDied | None = None
+        """Raised by the next step that computes."""
+        self.poison: int | None = None
+        """A step in which this token is computed kills the engine."""
+        self.fail_restarts = 0
+        """So many attempts to start the engine again fail."""
         self.resets = 0
         self._aborted = False
         self._cache: dict[int, Story] = {}
-        self.marks: dict[int, tuple[int, int]] = {}
-        """Length and digest of what held, by number of the checkpoint."""
+        self.checkpoints: dict[int, tuple[int, int]] = {}
+        """Length and digest of what was held, by number of the checkpoint."""
 
-    def step(self, step: Step) -> StepResult:
+    def describe(self) -> Ready:
+        return Ready(self.info, LayoutReport("fake", "only one"), "fake", "fake")
+
+    def step(self, step: Step) -> StepOutput:
         self.steps.append(step)
         self.cost_of_last_ms = 0.0
         refused: list[tuple[int, str]] = []
+        sizes: list[tuple[int, list[int]]] = []
         copied_ms = 0.0
         saved_bytes = 0
-        for edit in step.edits:
-            if isinstance(edit, Save | Load):
-                if isinstance(edit, Save):
-                    saved_bytes += self.state_bytes(edit.seq_id) + sum(len(into) for _, into in edit.marks)
-                copied_ms += self._copy_state(edit, refused)
-            elif isinstance(edit, DropCheckpoint):
-                self.marks.pop(edit.checkpoint, None)
-            else:
-                self._edit(edit)
+        for op in step.ops:
+            match op:
+                case MeasureState():
+                    found = [CHECKPOINT_BYTES if number in self.checkpoints else 0 for number in op.checkpoints]
+                    sizes.append((op.seq_id, [len(self._state(op.seq_id)), *found]))
+                case SaveState() | LoadState():
+                    self._check_seq(op.seq_id)
+                    try:
+                        if isinstance(op, SaveState):
+                            saved_bytes += self._save(op)
+                            copied_ms += op.n_bytes / STATE_BYTES_A_MS
+                        else:
+                            self._load(op)
+                            copied_ms += op.n_bytes / STATE_BYTES_A_MS
+                    except ValueError as error:
+                        refused.append((op.seq_id, str(error)))
+                case DropCheckpoint():
+                    self.checkpoints.pop(op.checkpoint, None)
+                case _:
+                    self._change(op)
         self.cost_of_last_ms += copied_ms
-        feeds = [feed for batch in step.batches for feed in batch]
-        if not feeds:
-            return StepResult((), copied_ms=copied_ms, saved_bytes=saved_bytes, refused=refused)
+        inputs = [each for call in step.calls for each in call]
+        copied = {"copied_ms": copied_ms, "saved_bytes": saved_bytes, "refused": refused, "state_sizes": sizes}
+        if not inputs:
+            return StepOutput(number=step.number, **copied)
         failure, self.fail_next = self.fail_next, None
         if self._aborted:
-            failure = EngineError("aborted", fatal=False)
+            failure = EngineError("aborted")
+        if self.poison is not None and any(self.poison in each.tokens for each in inputs):
+            failure = EngineDied("poisoned")
         if failure is not None:
-            self.cost_of_last_ms = self.cost_ms(0, len(feeds))
+            self.cost_of_last_ms = self.cost_ms(0, len(inputs))
             raise failure
-        drawn = []
-        draws = [draw for feed in feeds for draw in feed.draws]
-        for batch in step.batches:
-            sizes = [len(feed.tokens) for feed in batch]
-            if not sizes or not all(sizes) or sum(sizes) > self.facts.n_batch:
-                raise EngineError(f"a batch of {sizes} tokens", fatal=True)
-            for feed in batch:
-                drawn += self._feed(feed)
-            if sum(held.length for held in self._cache.values()) > self.facts.n_ctx:
-                raise EngineError("no room in the KV cache", fatal=False)
-            decodes = sum(len(feed.draws) for feed in batch if len(feed.draws) == len(feed.tokens))
-            self.cost_of_last_ms += self.cost_ms(sum(sizes) - decodes, decodes)
+        sampled = []
+        samples = [sample for each in inputs for sample in each.samples]
+        for call in step.calls:
+            lengths = [len(each.tokens) for each in call]
+            if not lengths or not all(lengths) or sum(lengths) > self.info.n_batch:
+                raise EngineError(f"a call of {lengths} tokens")
+            for each in call:
+                sampled += self._compute(each)
+            if sum(held.length for held in self._cache.values()) > self.info.n_ctx:
+                raise EngineError("no room in the KV cache")
+            decodes = sum(len(each.samples) for each in call if len(each.samples) == len(each.tokens))
+            self.cost_of_last_ms += self.cost_ms(sum(lengths) - decodes, decodes)
         scores = [
-            None if draw.logprobs is None else expected_score(token, draw.logprobs)
-            for token, draw in zip(drawn, draws, strict=True)
+            None if sample.logprobs is None else expected_score(token, sample.logprobs)
+            for token, sample in zip(sampled, samples, strict=True)
         ]
-        return StepResult(
-            tuple(drawn),
+        return StepOutput(
+            tuple(sampled),
+            step.number,
             decode_ms=self.cost_of_last_ms - copied_ms,
             scores=scores if any(scores) else (),
-            copied_ms=copied_ms,
-            saved_bytes=saved_bytes,
-            refused=refused,
+            **copied,
         )
 
-    def _copy_state(self, edit: Save | Load, refused: list[tuple[int, str]]) -> float:
-        """Simulated milliseconds of copying a state: its tokens as text, padded."""
-        self._check_seq(edit.seq_id)
-        if isinstance(edit, Save):
-            state = self._state(edit.seq_id)
-            view = memoryview(edit.into).cast("B")
-            if len(view) < len(state):
-                refused.append((edit.seq_id, "the buffer is too small"))
-                return 0.0
-            for mark, into in edit.marks:
-                if self.mark_bytes(mark) != len(into):
-                    refused.append((edit.seq_id, f"no checkpoint {mark}, or one of another size"))
-                    return 0.0
-                into[:] = b"%d %d" % self.marks[mark] + b" " * (MARK_BYTES - len(b"%d %d" % self.marks[mark]))
-            view[: len(state)] = state
-            return len(state) / STATE_BYTES_A_MS
-        self._cache.pop(edit.seq_id, None)
-        state = bytes(edit.state)
+    def _state(self, seq_id: int) -> bytes:
+        """The tokens of a sequence as text, padded."""
+        tokens = self._cache.get(seq_id, Story()).tokens
+        return b" ".join(b"%d" % token for token in tokens).ljust(STATE_BYTES * len(tokens), b"\0")
+
+    def _save(self, op: SaveState) -> int:
+        state = self._state(op.seq_id)
+        total = op.n_bytes + sum(size for _, size in op.checkpoints)
+        if len(state) > op.n_bytes or os.fstat(op.fd).st_size < op.offset + total:
+            raise ValueError("the file is too small")
+        kept = b""
+        for number, size in op.checkpoints:
+            if number not in self.checkpoints or size != CHECKPOINT_BYTES:
+                raise ValueError(f"no checkpoint {number}, or one of another size")
+            kept += (b"%d %d" % self.checkpoints[number]).ljust(CHECKPOINT_BYTES)
+        os.pwrite(op.fd, state, op.offset)
+        os.pwrite(op.fd, kept, op.offset + op.n_bytes)
+        return total if op.checkpoints else len(state)
+
+    def _load(self, op: LoadState) -> None:
+        self._cache.pop(op.seq_id, None)
+        state = os.pread(op.fd, op.n_bytes, op.offset)
         try:
             tokens = [int(word) for word in state.rstrip(b"\0").split()]
         except ValueError:
             tokens = []
         if len(state) != STATE_BYTES * len(tokens):
             tokens = []
-        room = self.facts.n_ctx - sum(held.length for held in self._cache.values())
-        if not tokens or len(tokens) != edit.length or len(tokens) > min(room, self.facts.n_ctx_seq):
-            refused.append((edit.seq_id, "not a state, or no room for it"))
-            return 0.0
+        room = self.info.n_ctx - sum(held.length for held in self._cache.values())
+        if not tokens or len(tokens) != op.length or len(tokens) > min(room, self.info.n_ctx_seq):
+            raise ValueError("not a state, or no room for it")
         story = Story()
         story.read(tokens)
-        self._cache[edit.seq_id] = story
-        for mark, kept in edit.marks:
-            length, digest = map(int, bytes(kept).split())
-            self.marks[mark] = (length, digest)
-        return STATE_BYTES * len(tokens) / STATE_BYTES_A_MS
+        self._cache[op.seq_id] = story
+        at = op.offset + op.n_bytes
+        for number, size in op.checkpoints:
+            if number is not None:
+                length, digest = map(int, os.pread(op.fd, size, at).split())
+                self.checkpoints[number] = (length, digest)
+            at += size
 
-    def _state(self, seq_id: int) -> bytes:
-        tokens = self._cache.get(seq_id, Story()).tokens
-        return b" ".join(b"%d" % token for token in tokens).ljust(STATE_BYTES * len(tokens), b"\0")
+    def _change(self, op: KvOp) -> None:
+        match op:
+            case SaveCheckpoint():
+                held = self._cache.get(op.seq_id, Story())
+                full = len(self.checkpoints) >= self.info.max_checkpoints
+                if op.checkpoint in self.checkpoints or not held.length or full:
+                    raise EngineError(f"{op} of {held.length} tokens with {len(self.checkpoints)} others")
+                self.checkpoints[op.checkpoint] = (held.length, held.digest(held.length))
+            case CopyPrefix():
+                self._check_seq(op.source)
+                self._check_seq(op.target)
+                source = self._cache.get(op.source, Story())
+                if self._cache.get(op.target, Story()).length or op.length > source.length:
+                    raise EngineError(f"{op} of {source.length} tokens")
+                self._check_truncation(source, op.length, op.checkpoint)
+                self._cache[op.target] = source.beginning(op.length)
+            case Truncate():
+                self._check_seq(op.seq_id)
+                held = self._cache.get(op.seq_id, Story())
+                self._check_truncation(held, op.length, op.checkpoint)
+                self._cache[op.seq_id] = held.beginning(op.length)
 
-    def state_bytes(self, seq_id: int) -> int:
-        return len(self._state(seq_id))
-
-    def mark_bytes(self, mark: int) -> int:
-        return MARK_BYTES if mark in self.marks else 0
-
-    def _edit(self, edit: Truncate | CopyPrefix | SaveCheckpoint) -> None:
-        if isinstance(edit, SaveCheckpoint):
-            held = self._cache.get(edit.seq_id, Story())
-            if edit.checkpoint in self.marks or not held.length or len(self.marks) >= self.facts.checkpoints:
-                raise EngineError(f"{edit} of {held.length} tokens beside {len(self.marks)}", fatal=True)
-            self.marks[edit.checkpoint] = (held.length, held.digest(held.length))
-        elif isinstance(edit, CopyPrefix):
-            self._check_seq(edit.source)
-            self._check_seq(edit.target)
-            source = self._cache.get(edit.source, Story())
-            if self._cache.get(edit.target, Story()).length or edit.length > source.length:
-                raise EngineError(f"{edit} of {source.length} tokens", fatal=True)
-            self._check_cut(source, edit.length, edit.checkpoint)
-            self._cache[edit.target] = source.beginning(edit.length)
-        else:
-            self._check_seq(edit.seq_id)
-            held = self._cache.get(edit.seq_id, Story())
-            self._check_cut(held, edit.length, edit.checkpoint)
-            self._cache[edit.seq_id] = held.beginning(edit.length)
-
-    def _check_cut(self, held: Story, length: int, mark: int | None) -> None:
-        """A memory that cannot be cut goes back to a state that it had, and to no other."""
-        if self.facts.rewinds or not 0 < length < held.length:
+    def _check_truncation(self, held: Story, length: int, checkpoint: int | None) -> None:
+        """A memory that cannot be truncated goes back to a state that it had, and to no other."""
+        if self.info.can_truncate or not 0 < length < held.length:
             return
-        if mark is None or self.marks.get(mark) != (length, held.digest(length)):
-            raise EngineError(f"{held.length} tokens cannot be cut to {length} by {mark} of {self.marks}", fatal=True)
+        if checkpoint is None or self.checkpoints.get(checkpoint) != (length, held.digest(length)):
+            raise EngineError(f"{held.length} tokens cannot be cut to {length} by {checkpoint} of {self.checkpoints}")
 
-    def _feed(self, feed: Feed) -> list[int]:
-        self._check_seq(feed.seq_id)
-        if len(feed.draws) not in (0, 1, len(feed.tokens)):
-            raise EngineError(f"{len(feed.draws)} draws for {len(feed.tokens)} tokens", fatal=True)
-        held = self._cache.setdefault(feed.seq_id, Story())
-        if feed.pos != held.length:
-            raise EngineError(f"sequence {feed.seq_id} holds {held.length} tokens, fed at {feed.pos}", fatal=True)
-        held.read(np.asarray(feed.tokens).tolist())
-        if held.length > self.facts.n_ctx_seq:
-            raise EngineError("no room in the KV cache", fatal=False)
-        drawn = []
-        for length, draw in enumerate(feed.draws, held.length - len(feed.draws) + 1):
+    def _compute(self, each: StepInput) -> list[int]:
+        self._check_seq(each.seq_id)
+        if len(each.samples) not in (0, 1, len(each.tokens)):
+            raise EngineError(f"{len(each.samples)} samples for {len(each.tokens)} tokens")
+        held = self._cache.setdefault(each.seq_id, Story())
+        if each.position != held.length:
+            raise EngineError(f"sequence {each.seq_id} holds {held.length} tokens, continued at {each.position}")
+        held.read(np.asarray(each.tokens).tolist())
+        if held.length > self.info.n_ctx_seq:
+            raise EngineError("no room in the KV cache")
+        sampled = []
+        for length, sample in enumerate(each.samples, held.length - len(each.samples) + 1):
             ended = self.eog_after is not None and length >= self.eog_after
-            mask = set() if draw.mask is None else set(np.asarray(draw.mask).tolist())
-            said = held.said_after(length, draw, self.repeats)
+            banned = set() if sample.banned is None else set(np.asarray(sample.banned).tolist())
+            said = held.said_after(length, sample, self.repeats)
             liked = [EOG, said] if ended else [said]
-            if draw.bias is not None and draw.bias.values.max() >= 50:
-                liked.insert(0, int(draw.bias.ids[draw.bias.values.argmax()]))
-            drawn.append(chosen(liked, mask | self._seen(held, length, draw)))
-        return drawn
+            if sample.bias is not None and sample.bias.values.max() >= 50:
+                liked.insert(0, int(sample.bias.ids[sample.bias.values.argmax()]))
+            sampled.append(chosen(liked, banned | self._penalised(held, length, sample)))
+        return sampled
 
-    def _seen(self, held: Story, length: int, draw: Draw) -> set[int]:
-        if draw.past is None:
+    def _penalised(self, held: Story, length: int, sample: SampleRequest) -> set[int]:
+        if sample.past is None:
             return set()
-        past = draw.past.tokens.tolist()
+        past = sample.past.tokens.tolist()
         if past != held.before(length, len(past)):
-            raise EngineError(f"a past of {past} where {held.before(length, len(past))} is held", fatal=True)
-        return said_before(draw.params, past, draw.past.n_prompt)
+            raise EngineError(f"a past of {past} where {held.before(length, len(past))} is held")
+        return said_before(sample.params, past, sample.past.n_prompt)
 
     def _check_seq(self, seq_id: int) -> None:
-        if not 0 <= seq_id < self.facts.n_seq_max:
-            raise EngineError(f"sequence {seq_id}", fatal=True)
+        if not 0 <= seq_id < self.info.n_seq_max:
+            raise EngineError(f"sequence {seq_id}")
 
     def used_cells(self) -> dict[int, int]:
         return {seq_id: held.length for seq_id, held in self._cache.items() if held.length}
 
     def reset(self) -> None:
-        if self.fail_reset is not None:
-            raise self.fail_reset
         self._cache.clear()
-        self.marks.clear()
+        self.checkpoints.clear()
         self.resets += 1
 
     def abort(self) -> None:
@@ -344,60 +370,122 @@ class FakeEngine:
         self._cache.clear()
 
 
-class VirtualThread:
-    """Stands for ``EngineThread``: a call takes its simulated time on trio's clock, and no thread."""
+class VirtualLink:
+    """Stands for ``EngineLink``: a step takes its simulated time on trio's clock.  It has no thread and no process."""
+
+    pid = None
+    is_stopped = staticmethod(lambda: False)
 
     def __init__(self, engine: FakeEngine) -> None:
-        self._engine = engine
-        self._waiting: deque[VirtualPending] = deque()
+        self.engine = engine
+        self.ready = engine.describe()
+        self.info = engine.info
+        self.ended = trio.Event()
+        self.reason = ""
+        self._runner = StepRunner(engine)
+        self._waiting: deque[tuple[Step, float]] = deque()
+        self._answers: deque[tuple[float, Any]] = deque()
         self._free_at = -math.inf
 
-    def submit(self, call: Callable[[], Any]) -> VirtualPending:
-        pending = VirtualPending(self, call)
-        self._waiting.append(pending)
-        self.catch_up()
-        return pending
-
-    async def run(self, call: Callable[[], Any]) -> Any:
-        return await self.submit(call).wait()
-
-    def catch_up(self) -> float:
-        """Begin all calls that should have begun by now; when the last of them ends."""
-        while self._waiting and self._free_at <= trio.current_time():
-            began = max(self._free_at, self._waiting[0].submitted_at)
-            self._engine.cost_of_last_ms = 0.0
-            pending = self._waiting.popleft()
-            pending.begin()
-            pending.began_s = began
-            self._free_at = pending.ends_at = began + self._engine.cost_of_last_ms / 1e3
-        return self._free_at
-
-
-class VirtualPending:
-    """A call whose end is known as soon as it begins."""
-
-    def __init__(self, thread: VirtualThread, call: Callable[[], Any]) -> None:
-        self._thread = thread
-        self._call = call
-        self._outcome: outcome.Outcome[Any] | None = None
-        self.before_told: Callable[[], None] | None = None
-        self.submitted_at = trio.current_time()
-        self.began_s = math.nan
-        self.ends_at = math.inf
-
-    def begin(self) -> None:
-        self._outcome = outcome.capture(self._call)
-
     @property
-    def result(self) -> Any:
-        return self._outcome.value if isinstance(self._outcome, outcome.Value) else None
+    def is_usable(self) -> bool:
+        return not self.reason
 
-    async def settled(self) -> None:
-        with trio.CancelScope(shield=True):
-            while self.ends_at > trio.current_time():
-                await trio.sleep_until(min(self.ends_at, self._thread.catch_up()))
-            self._thread.catch_up()
+    def submit(self, step: Step) -> None:
+        self._waiting.append((step, trio.current_time()))
+        self._catch_up()
 
-    async def wait(self) -> Any:
-        await self.settled()
-        return self._outcome.unwrap()
+    def revoke(self, number: int) -> None:
+        self._catch_up()
+        for item in [item for item in self._waiting if item[0].number == number]:
+            self._waiting.remove(item)
+            self._answers.append((max(self._free_at, trio.current_time()), Revoked(number)))
+
+    async def receive(self) -> list[Any]:
+        self._catch_up()
+        while not self._answers:
+            await trio.sleep_forever()
+        while self._answers[0][0] > trio.current_time():
+            await trio.sleep_until(self._answers[0][0])
+            self._catch_up()
+        await trio.lowlevel.checkpoint()
+        found = []
+        while self._answers and self._answers[0][0] <= trio.current_time():
+            answer = self._answers.popleft()[1]
+            if isinstance(answer, EngineDied):
+                self.die(str(answer))
+                raise answer
+            found.append(answer)
+        return found
+
+    async def compute(self, step: Step) -> StepOutput:
+        self.submit(step)
+        [answer] = await self.receive()
+        if isinstance(answer, StepFailed):
+            raise EngineError(answer.reason)
+        assert isinstance(answer, StepOutput)
+        return answer
+
+    def die(self, reason: str) -> None:
+        """The engine ends, with its KV cache."""
+        self.reason = reason
+        self._waiting.clear()
+        self._answers.clear()
+        self.engine.reset()
+        self.ended.set()
+
+    def kill(self) -> None:
+        if not self.reason:
+            self.die("killed")
+            self._answers.append((trio.current_time(), EngineDied("killed")))
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def _catch_up(self) -> None:
+        """Begin all steps that should have begun by now."""
+        while self._waiting and self._free_at <= trio.current_time() and not self.reason:
+            step, submitted_at = self._waiting.popleft()
+            began = max(self._free_at, submitted_at)
+            answer: Any
+            try:
+                answer = self._runner.run(step)
+            except EngineError as error:
+                answer = StepFailed(step.number, str(error))
+                self.engine.reset()
+            except EngineDied as death:
+                answer = death
+            self._free_at = began + self.engine.cost_of_last_ms / 1e3
+            if isinstance(answer, StepOutput):
+                answer.started_s, answer.ended_s = began, self._free_at
+            self._answers.append((self._free_at, answer))
+            if not isinstance(answer, StepOutput):
+                self._answers.extend((self._free_at, Revoked(behind.number)) for behind, _ in self._waiting)
+                self._waiting.clear()
+
+
+class VirtualEngine:
+    """Stands for ``SupervisedEngine``.
+
+    Args:
+        restart_s: simulated time of a restart.
+    """
+
+    def __init__(self, engine: FakeEngine, *, restart_s: float = 0.5) -> None:
+        self.engine = engine
+        self.info = engine.info
+        self.link = VirtualLink(engine)
+        self.restarts = 0
+        self._restart_s = restart_s
+
+    async def restart(self) -> None:
+        self.link.kill()
+        self.restarts += 1
+        await trio.sleep(self._restart_s)
+        if self.engine.fail_restarts:
+            self.engine.fail_restarts -= 1
+            raise LoadError("no memory for it")
+        self.link = VirtualLink(self.engine)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"pid": None, "restarts_total": self.restarts}

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Remove, Score, Step
-from uma_trio.sampling import SamplingParams
+from uma_trio.engine.messages import SampleRequest, Step, StepInput
+from uma_trio.kv.ops import Truncate
+from uma_trio.sampling import SamplingParams, TokenLogprobs
 from uma_trio.training.chat import END, START
 from uma_trio.training.corpus import Question
 from uma_trio.training.sample import Sample
@@ -30,11 +31,11 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _draw(self, draws: Sequence[Draw]) -> tuple[list[int], list[Score | None]]:
-        if draws:
-            second, best = np.partition(self._context.logits(len(draws)).array, -2, axis=-1)[:, -2:].T
+    def _sample(self, samples: Sequence[SampleRequest]) -> tuple[list[int], list[TokenLogprobs | None]]:
+        if samples:
+            second, best = np.partition(self._context.logits(len(samples)).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
-        return super()._draw(draws)
+        return super()._sample(samples)
 
 
 @attrs.frozen
@@ -67,7 +68,7 @@ class Examiner:
 
     def __init__(self, path: Path) -> None:
         self._engine = WatchedEngine(path, config.Model(ctx=8192, parallel=1))
-        self._facts = self._engine.facts
+        self._info = self._engine.info
 
     def __enter__(self) -> Examiner:
         return self
@@ -81,14 +82,14 @@ class Examiner:
         self._engine.margins = []
         said, pos = b"", 0
         pending: npt.NDArray[np.int32] = tokens
-        for at in range(min(longest, self._facts.window - len(tokens))):
-            for start in range(0, len(pending), self._facts.n_batch):
-                part = pending[start : start + self._facts.n_batch]
+        for at in range(min(longest, self._info.max_request_tokens - len(tokens))):
+            for start in range(0, len(pending), self._info.n_batch):
+                part = pending[start : start + self._info.n_batch]
                 last = start + len(part) == len(pending)
-                feed = Feed(0, pos, part, [Draw(GREEDY, at)] if last else ())
-                drawn = self._engine.step(Step([Remove(0)] if pos == 0 else (), [[feed]])).tokens
+                prefill = StepInput(0, pos, part.tolist(), [SampleRequest(GREEDY, at)] if last else ())
+                drawn = self._engine.step(Step([Truncate(0)] if pos == 0 else (), [[prefill]])).tokens
                 pos += len(part)
-            if drawn[0] in self._facts.eog_ids:
+            if drawn[0] in self._info.eog_ids:
                 return said.decode(errors="replace"), at, tuple(self._engine.margins)
             said += self._engine.tokenizer.token_to_bytes(drawn[0])
             pending = np.array(drawn, np.int32)
