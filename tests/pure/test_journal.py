@@ -1,4 +1,4 @@
-"""Sessions in files: after any turns, cuts, failures and restarts they are what they should be, or are not believed."""
+"""Journals: after any turns, damage, failures and restarts a session is correct, or it is rejected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def journal(path: Path) -> Iterator[Journal]:
 def said(
     tokens: Any = (), *texts: str, n: int = 1, key: SessionKey = KEY, created: float = 1.0, used: float = 2.0
 ) -> SessionRecord:
-    """A session in which so much was said in ``n`` turns."""
+    """A session with these tokens and messages after ``n`` turns."""
     return SessionRecord(
         key=key,
         created_at=created,
@@ -85,7 +85,7 @@ def plain(session: SessionRecord) -> tuple[list[int], list[str]]:
 
 
 def reloaded(path: Path, journal: Journal, **changes: Any) -> tuple[Journal, dict[SessionKey, SessionRecord]]:
-    """After a restart."""
+    """The journal and its sessions after a restart."""
     journal.close()
     again = opened(path, **changes)
     return again, {session.key: session for session in again.load()}
@@ -95,12 +95,12 @@ def facts(session: SessionRecord) -> tuple[float, float, int]:
     return session.created_at, session.used_at, session.n_turns
 
 
-def aside(path: Path) -> list[bytes]:
-    """What was set aside, the oldest first."""
+def quarantined(path: Path) -> list[bytes]:
+    """Contents of quarantined files, oldest first."""
     return [file.read_bytes() for file in sorted(path.glob("*.bad"), key=lambda file: file.stat().st_mtime_ns)]
 
 
-def file_of(path: Path) -> Path:
+def path_of(path: Path) -> Path:
     [file] = path.glob("*.session")
     return file
 
@@ -114,7 +114,7 @@ def turns_of(*sessions: SessionRecord) -> bytes:
 WHOLE = HEADER + turns_of(*(said([*range(n), 9], *["text"] * n, n=n) for n in range(1, 4)))
 
 
-# -- there and back -----------------------------------------------------------------------------------
+# -- writing and reading ------------------------------------------------------------------------------
 
 TURNS = st.lists(
     st.tuples(
@@ -129,8 +129,8 @@ TURNS = st.lists(
     min_size=1,
     max_size=8,
 )
-"""Each: share of the tokens that stay, new ones, share of the messages that stay, new ones, when, by how many turns
-more, and what somebody does to the file before."""
+"""Each: share of tokens that stay, new tokens, share of messages that stay, new messages, time, number of turns, and
+how the file is tampered with before."""
 
 
 PRINCIPALS = st.text(min_size=1, max_size=MAX_PRINCIPAL_BYTES).filter(
@@ -139,7 +139,7 @@ PRINCIPALS = st.text(min_size=1, max_size=MAX_PRINCIPAL_BYTES).filter(
 
 
 @given(TURNS, PRINCIPALS, st.text(min_size=1, max_size=256), st.integers(1, 1000))
-def test_a_session_is_what_was_written_last(
+def test_a_session_is_restored_as_it_was_written_last(
     tmp_path_factory: pytest.TempPathFactory, turns: Any, principal: str, name: str, n: int
 ) -> None:
     path, key = tmp_path_factory.mktemp("j"), SessionKey(principal, name)
@@ -151,10 +151,10 @@ def test_a_session_is_what_was_written_last(
         tokens = [*tokens[: int(stays * len(tokens))], *new]
         texts = [*texts[: int(messages_stay * len(texts))], *more]
         n += n_more
-        spoilt = spoil(path, fate)
+        tampered = tamper(path, fate)
         last = said(tokens, *texts, n=n, key=key, created=5.0, used=when)
-        assert journal.write(last) == spoilt
-        lost += spoilt
+        assert journal.write(last) == tampered
+        lost += tampered
         assert journal.restored == lost
     journal, found = reloaded(path, journal)
     assert journal.problems == []
@@ -164,8 +164,8 @@ def test_a_session_is_what_was_written_last(
     journal.close()
 
 
-def spoil(path: Path, how: str) -> bool:
-    """Whether there was a file, and it is not as it was."""
+def tamper(path: Path, how: str) -> bool:
+    """Tampers with the file, if there is one; returns whether the journal must recreate it."""
     files = [*path.glob("*.session")]
     for file in files:
         if how == "removed":
@@ -177,7 +177,7 @@ def spoil(path: Path, how: str) -> bool:
     return bool(files) and how in ("removed", "cut")
 
 
-def test_the_longest_unused_come_first(path: Path, journal: Journal) -> None:
+def test_least_recently_used_sessions_come_first(path: Path, journal: Journal) -> None:
     for name, when in (("x", 3.0), ("y", 1.0), ("z", 2.0)):
         journal.write(said([1], key=SessionKey("uid:1", name), used=when))
     journal.write(said([1, 1], key=SessionKey("uid:1", "y"), used=9.0, n=2))
@@ -185,7 +185,7 @@ def test_the_longest_unused_come_first(path: Path, journal: Journal) -> None:
     assert [key.id for key in found] == ["z", "x", "y"]
 
 
-def test_ids_are_each_principals_own_and_never_file_names(path: Path, journal: Journal) -> None:
+def test_each_principal_has_its_own_ids_and_ids_are_never_file_names(path: Path, journal: Journal) -> None:
     names = ["a", "A", "../../etc/passwd", "/", ".", "..", "\0", "a\n", "é", "e\u0301", "🦊" * 256, "x.session"]
     keys = [SessionKey(principal, name) for name in names for principal in ("uid:0", "uid:-1", "é" * 64)]
     journal.max_sessions = len(keys)
@@ -223,20 +223,20 @@ NOBODY: Any = [ChatMessage(role="nobody", content="x")]  # type: ignore[arg-type
     ],
     ids=range(20),
 )
-def test_a_session_out_of_bounds_changes_nothing(path: Path, journal: Journal, wrong: SessionRecord) -> None:
+def test_an_invalid_session_changes_nothing(path: Path, journal: Journal, wrong: SessionRecord) -> None:
     journal.write(said([1, 2], "first"))
-    before = file_of(path).read_bytes()
+    before = path_of(path).read_bytes()
     for key in [KEY, SessionKey("uid:1", "new")] if wrong.key == KEY else [wrong.key]:
         with pytest.raises(JournalError):
             journal.write(attrs.evolve(wrong, key=key))
-    assert file_of(path).read_bytes() == before
-    assert journal.needs_repair() == [], "it is not tried again"
+    assert path_of(path).read_bytes() == before
+    assert journal.needs_repair() == [], "an invalid session is not tried again"
     journal.write(said([1, 2, 3], "first", "second", n=2))
     _, found = reloaded(path, journal)
     assert plain(found[KEY]) == ([1, 2, 3], ["first", "second"])
 
 
-def test_there_are_at_most_so_many(path: Path, journal: Journal) -> None:
+def test_the_number_of_sessions_is_limited(path: Path, journal: Journal) -> None:
     for i in range(8):
         journal.write(said([i], key=SessionKey("uid:1", str(i)), used=float(i)))
         os.utime(max(path.glob("*.session"), key=lambda file: file.stat().st_mtime_ns), (i, i))
@@ -244,7 +244,7 @@ def test_there_are_at_most_so_many(path: Path, journal: Journal) -> None:
         journal.write(said())
     journal.write(said([0, 0], key=SessionKey("uid:1", "0"), used=50.0, n=2))
     journal, found = reloaded(path, journal, max_sessions=3)
-    assert [key.id for key in found] == ["6", "7", "0"], "those used last"
+    assert [key.id for key in found] == ["6", "7", "0"], "the most recently used"
     assert len(journal.problems) == 5
     journal, found = reloaded(path, journal)
     assert len(found) == 8
@@ -264,11 +264,11 @@ def test_a_removed_session_is_gone(path: Path, journal: Journal) -> None:
     assert found[KEY].n_turns == 1
 
 
-def test_files_do_not_grow_with_what_was_replaced(path: Path, journal: Journal) -> None:
+def test_files_are_compacted_when_most_of_them_was_replaced(path: Path, journal: Journal) -> None:
     sizes = set()
     for i in range(300):
         journal.write(said([*range(min(i, 1) * 10), *range(i, 500)], f"turn {i}", n=i + 1))
-        sizes.add(file_of(path).stat().st_size)
+        sizes.add(path_of(path).stat().st_size)
     assert max(sizes) <= SPARE_BYTES
     assert max(sizes) > SPARE_BYTES - 5000
     assert journal.restored == 0
@@ -277,24 +277,24 @@ def test_files_do_not_grow_with_what_was_replaced(path: Path, journal: Journal) 
     assert found[KEY].n_turns == 300
 
 
-def test_files_that_grow_with_what_is_live_are_not_written_anew(path: Path, journal: Journal) -> None:
+def test_files_of_current_content_are_not_compacted(path: Path, journal: Journal) -> None:
     grown = np.repeat(np.arange(61), 1000)
     for i in range(60):
         journal.write(said(grown[: 1000 * (i + 1)], n=i + 1))
-    assert file_of(path).stat().st_size > 60 * 4000 > SPARE_BYTES
-    large = file_of(path).stat().st_ino
+    assert path_of(path).stat().st_size > 60 * 4000 > SPARE_BYTES
+    large = path_of(path).stat().st_ino
     for n in (61, 62):
         journal.write(said([*grown[:59_000], *[n] * 1000], n=n))
-    assert file_of(path).stat().st_ino == large
+    assert path_of(path).stat().st_ino == large
     journal.write(said([*[0] * 1000, 5], n=63))
-    assert file_of(path).stat().st_size < 2 * 4000 * WASTE
-    assert file_of(path).stat().st_ino != large
+    assert path_of(path).stat().st_size < 2 * 4000 * WASTE
+    assert path_of(path).stat().st_ino != large
     _, found = reloaded(path, journal)
     assert plain(found[KEY]) == ([0] * 1000 + [5], [])
     assert found[KEY].n_turns == 63
 
 
-def test_turns_of_many_sessions_are_written_side_by_side(path: Path, journal: Journal) -> None:
+def test_many_threads_can_write_turns(path: Path, journal: Journal) -> None:
     def work(number: int) -> None:
         for i in range(30):
             journal.write(said([number] * i, key=SessionKey(f"uid:{number}", "own"), n=i + 1))
@@ -314,15 +314,15 @@ def test_turns_of_many_sessions_are_written_side_by_side(path: Path, journal: Jo
     journal.close()
 
 
-def test_a_folder_that_is_taken_away_again_and_again_loses_nothing(path: Path, journal: Journal) -> None:
-    """Its descriptor is exchanged while others use it."""
+def test_a_folder_that_is_repeatedly_moved_away_loses_nothing(path: Path, journal: Journal) -> None:
+    """The journal replaces the folder's descriptor while other threads use it."""
     done = threading.Event()
 
     def work(number: int) -> None:
         n = 0
         while not done.is_set():
             n += 1
-            with contextlib.suppress(JournalError):  # the folder went in the middle of it
+            with contextlib.suppress(JournalError):  # the folder was moved away in the middle of the call
                 journal.write(said([number] * n, key=SessionKey(f"uid:{number}", "own"), n=n))
         turns[number] = n
 
@@ -344,12 +344,12 @@ def test_a_folder_that_is_taken_away_again_and_again_loses_nothing(path: Path, j
     journal.close()
 
 
-# -- somebody removes things while it runs --------------------------------------------------------------
+# -- changes from outside while the journal is open -----------------------------------------------------
 
 
-def test_a_file_that_was_removed_is_written_anew_with_all_that_was_said(path: Path, journal: Journal) -> None:
+def test_a_removed_file_is_recreated_with_its_full_content(path: Path, journal: Journal) -> None:
     journal.write(said([1], "a"))
-    file_of(path).unlink()
+    path_of(path).unlink()
     assert journal.write(said([1, 2], "a", "b", n=2))
     assert journal.restored == 1
     assert not journal.write(said([1, 2, 3], "a", "b", n=3))
@@ -358,10 +358,10 @@ def test_a_file_that_was_removed_is_written_anew_with_all_that_was_said(path: Pa
     assert facts(found[KEY]) == (1.0, 2.0, 3)
 
 
-def test_what_is_in_its_place_is_replaced_and_not_followed(path: Path, journal: Journal, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_file_is_replaced_and_not_followed(path: Path, journal: Journal, tmp_path: Path) -> None:
     journal.write(said([1], "a"))
     outside = tmp_path / "outside"
-    file_of(path).rename(outside)
+    path_of(path).rename(outside)
     before = outside.read_bytes()
     (path / f"{form.file_stem(MODEL, KEY)}.session").symlink_to(outside)
     assert journal.write(said([1, 2], "a", n=2))
@@ -371,7 +371,7 @@ def test_what_is_in_its_place_is_replaced_and_not_followed(path: Path, journal: 
 
 
 @pytest.mark.parametrize("how", ["file", "folder", "all folders", "moved"])
-def test_files_of_sessions_that_nobody_uses_are_repaired(path: Path, how: str, tmp_path: Path) -> None:
+def test_removed_files_of_idle_sessions_are_repaired(path: Path, how: str, tmp_path: Path) -> None:
     path = path / "below"
     journal = opened(path)
     journal.load()
@@ -401,7 +401,7 @@ def test_files_of_sessions_that_nobody_uses_are_repaired(path: Path, how: str, t
     journal.close()
 
 
-def test_a_lock_that_was_removed_is_taken_again(path: Path, journal: Journal) -> None:
+def test_a_removed_lock_is_created_again(path: Path, journal: Journal) -> None:
     journal.write(said([1]))
     (path / "lock").unlink()
     journal.write(said([1, 2], n=2))
@@ -416,7 +416,7 @@ def test_a_lock_that_was_removed_is_taken_again(path: Path, journal: Journal) ->
     other.close()
 
 
-def test_a_folder_that_is_not_this_users_alone_is_not_gone_on_in(path: Path, journal: Journal) -> None:
+def test_a_new_folder_that_others_can_write_to_is_rejected(path: Path, journal: Journal) -> None:
     journal.write(said([1]))
     shutil.rmtree(path)
     path.mkdir(0o777)
@@ -426,15 +426,13 @@ def test_a_folder_that_is_not_this_users_alone_is_not_gone_on_in(path: Path, jou
             use()
     assert list(path.iterdir()) == []
     path.chmod(0o700)
-    assert journal.needs_repair() == [KEY], "what could not be written is not forgotten"
+    assert journal.needs_repair() == [KEY], "failed writes are remembered"
     assert journal.repair(KEY) is not None
     _, found = reloaded(path, journal)
     assert plain(found[KEY]) == ([1, 2], [])
 
 
-def test_what_was_removed_stays_so_and_what_failed_to_be_is_tried_again(
-    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_removal_is_tried_again(path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.write(said([1]))
     with monkeypatch.context() as broken:
         broken.setattr(os, "unlink", fails)
@@ -447,10 +445,8 @@ def test_what_was_removed_stays_so_and_what_failed_to_be_is_tried_again(
 
 
 @pytest.mark.parametrize("call", ["fdatasync", "fsync"])
-def test_what_could_not_be_made_durable_is_tried_again(
-    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """Of a new session, of a turn more, and of a name: after a rename it is open which file is there."""
+def test_a_failed_sync_is_tried_again(path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """For a new session, for an appended turn and for a rename, after which either file may exist."""
     for session in (said([1], "a"), said([1, 2], "a", n=2), said([9] * 50_000, "b", n=3), said([7], "b", n=4)):
         with monkeypatch.context() as broken:
             broken.setattr(os, call, fails)
@@ -465,7 +461,7 @@ def test_what_could_not_be_made_durable_is_tried_again(
         assert journal.restored == 0
         journal, found = reloaded(path, journal)
         assert (plain(found[KEY]), facts(found[KEY])) == (plain(session), facts(session))
-    assert failed, "the last one is written anew, under a temporary name"
+    assert failed, "the last one is compacted, under a temporary name"
     journal.close()
 
 
@@ -477,19 +473,19 @@ def fails(*_: Any, **__: Any) -> None:
 
 
 def three_turns(path: Path, journal: Journal) -> tuple[bytes, list[int], list[tuple[list[int], list[str]]]]:
-    """A file, where its records end, and what the session is at each of these places."""
+    """A file, the ends of its records, and the session at each of these ends."""
     ends: list[int] = [len(HEADER)]
     states: list[tuple[list[int], list[str]]] = [([], [])]
     for i in range(3):
         states.append(([*range(i + 1), 77], [f"m{k}" for k in range(i + 1)]))
         journal.write(said(states[-1][0], *states[-1][1], n=i + 1))
-        ends.append(file_of(path).stat().st_size)
-    return file_of(path).read_bytes(), ends, states
+        ends.append(path_of(path).stat().st_size)
+    return path_of(path).read_bytes(), ends, states
 
 
-def test_a_file_that_was_cut_anywhere_gives_its_whole_turns(path: Path, journal: Journal) -> None:
+def test_a_file_cut_anywhere_keeps_its_complete_turns(path: Path, journal: Journal) -> None:
     data, ends, states = three_turns(path, journal)
-    file = file_of(path)
+    file = path_of(path)
     for size in range(ends[1], len(data)):
         file.write_bytes(data[:size])
         journal, found = reloaded(path, journal)
@@ -505,33 +501,33 @@ def test_a_file_that_was_cut_anywhere_gives_its_whole_turns(path: Path, journal:
     journal.close()
 
 
-def test_a_file_without_a_whole_turn_is_set_aside(path: Path, journal: Journal) -> None:
+def test_a_file_without_a_complete_turn_is_quarantined(path: Path, journal: Journal) -> None:
     data, ends, _ = three_turns(path, journal)
-    name = file_of(path)
+    name = path_of(path)
     for size in (*range(0, ends[1], 7), ends[0]):
         journal.remove(KEY)
         name.write_bytes(data[:size])
         journal, found = reloaded(path, journal)
         assert found == {}
-        assert aside(path) == [data[:size]]
+        assert quarantined(path) == [data[:size]]
         journal.write(said([1]))
     journal.close()
 
 
 @pytest.mark.parametrize("tail", [bytes(1), bytes(5000), b"\xff" * 300, MARK, MARK * 10, b"UMJ" * 50])
-def test_what_follows_the_last_record_is_cut_off(path: Path, journal: Journal, tail: bytes) -> None:
+def test_garbage_after_the_last_record_is_cut_off(path: Path, journal: Journal, tail: bytes) -> None:
     data, _, states = three_turns(path, journal)
-    file_of(path).write_bytes(data + tail)
+    path_of(path).write_bytes(data + tail)
     journal, found = reloaded(path, journal)
     assert plain(found[KEY]) == states[-1]
-    assert journal.problems == [f"{file_of(path).name}: cut off {len(tail)} bytes after the last intact record"]
-    assert aside(path) == []
-    assert file_of(path).read_bytes() == data
+    assert journal.problems == [f"{path_of(path).name}: cut off {len(tail)} bytes after the last intact record"]
+    assert quarantined(path) == []
+    assert path_of(path).read_bytes() == data
     journal.close()
 
 
-def test_a_flipped_bit_never_makes_another_session(path: Path, journal: Journal) -> None:
-    """It is set aside; in the last turn, where half a record is no surprise, that one may be missing."""
+def test_a_flipped_bit_never_changes_a_session(path: Path, journal: Journal) -> None:
+    """The file is quarantined.  In the last turn, where a crash leaves half a record, only that turn is lost."""
     data, ends, states = three_turns(path, journal)
     for at in range(len(data)):
         changed = bytearray(data)
@@ -539,24 +535,24 @@ def test_a_flipped_bit_never_makes_another_session(path: Path, journal: Journal)
         try:
             content = decode(changed, MODEL)
         except DamagedFile:
-            assert at < ends[2], "the end of the file is not to take all with it"
+            assert at < ends[2], "damage in the last turn must not cost the others"
             continue
         assert at >= ends[2]
         assert content.n_bytes == ends[2]
         assert plain(content.session) == states[2]
     changed[ends[1] + 30] ^= 1
-    file_of(path).write_bytes(changed)
+    path_of(path).write_bytes(changed)
     journal, found = reloaded(path, journal)
     assert found == {}
     assert "no record begins at byte" in journal.problems[0]
-    assert aside(path) == [bytes(changed)]
+    assert quarantined(path) == [bytes(changed)]
     journal.close()
 
 
-def test_what_a_failed_turn_has_left_is_taken_back_by_the_next(path: Path, journal: Journal) -> None:
+def test_the_next_turn_overwrites_the_remains_of_a_failed_one(path: Path, journal: Journal) -> None:
     first = said([1], "a")
     journal.write(first)
-    with file_of(path).open("ab") as file:
+    with path_of(path).open("ab") as file:
         file.write(encode_turn(turn_record(said([1, *[9] * 100], "a", n=2), first))[:-3])
     journal.write(said([1, 2], "a", "b", n=2))
     journal, found = reloaded(path, journal)
@@ -565,16 +561,16 @@ def test_what_a_failed_turn_has_left_is_taken_back_by_the_next(path: Path, journ
     journal.close()
 
 
-def test_half_written_files_are_removed(path: Path, journal: Journal) -> None:
+def test_temporary_files_are_removed(path: Path, journal: Journal) -> None:
     journal.write(said([1]))
-    (path / (file_of(path).name + ".tmp")).write_bytes(b"half")
+    (path / (path_of(path).name + ".tmp")).write_bytes(b"half")
     journal, found = reloaded(path, journal)
     assert list(found) == [KEY]
     assert not list(path.glob("*.tmp"))
     journal.close()
 
 
-def test_a_closed_journal_answers_with_its_error(journal: Journal) -> None:
+def test_methods_of_a_closed_journal_raise_its_error(journal: Journal) -> None:
     journal.write(said([1]))
     journal.close()
     for use in (
@@ -587,17 +583,17 @@ def test_a_closed_journal_answers_with_its_error(journal: Journal) -> None:
             use()
 
 
-# -- set aside ------------------------------------------------------------------------------------------
+# -- quarantine -----------------------------------------------------------------------------------------
 
 
-def test_there_are_at_most_so_many_set_aside_and_the_oldest_go(path: Path, journal: Journal) -> None:
+def test_quarantined_files_are_limited_and_the_oldest_are_removed(path: Path, journal: Journal) -> None:
     for i in range(MAX_QUARANTINED + 5):
         name = path / f"{i:032x}.{'.session' if i % 2 else 'abcd.bad'}".replace("..", ".")
         name.write_bytes(b"%d" % i)
         os.utime(name, (i, i))
     journal, found = reloaded(path, journal)
     assert found == {}
-    assert aside(path) == [b"%d" % i for i in range(5, MAX_QUARANTINED + 5)]
+    assert quarantined(path) == [b"%d" % i for i in range(5, MAX_QUARANTINED + 5)]
     for i in range(3):
         big = path / f"{i:032x}.bad"
         big.touch()
@@ -607,7 +603,7 @@ def test_there_are_at_most_so_many_set_aside_and_the_oldest_go(path: Path, journ
     journal.close()
 
 
-def test_a_closed_session_takes_with_it_what_was_set_aside_of_it(path: Path, journal: Journal) -> None:
+def test_closing_a_session_removes_its_quarantined_files(path: Path, journal: Journal) -> None:
     other = SessionKey(KEY.principal, "other")
     for _ in range(2):
         for key in (KEY, other):
@@ -616,17 +612,17 @@ def test_a_closed_session_takes_with_it_what_was_set_aside_of_it(path: Path, jou
             file.write_bytes(b"damaged")
         journal, found = reloaded(path, journal)
         assert found == {}
-    assert len(aside(path)) == 4
+    assert len(quarantined(path)) == 4
     journal.write(said([2]))
     journal.remove(KEY)
     assert [file.name.split(".")[0] for file in path.glob("*.bad")] == [form.file_stem(MODEL, other)] * 2
     journal.close()
 
 
-# -- files by others ------------------------------------------------------------------------------------
+# -- foreign files --------------------------------------------------------------------------------------
 
 
-def test_sessions_of_another_model_are_left_alone(path: Path, journal: Journal) -> None:
+def test_sessions_of_another_model_are_ignored(path: Path, journal: Journal) -> None:
     journal.write(said([1]))
     journal, found = reloaded(path, journal, model="another")
     assert found == {}
@@ -636,20 +632,20 @@ def test_sessions_of_another_model_are_left_alone(path: Path, journal: Journal) 
     assert plain(found[KEY]) == ([1], [])
     journal, found = reloaded(path, journal, model="another")
     assert plain(found[KEY]) == ([2], [])
-    assert aside(path) == []
+    assert quarantined(path) == []
     journal.close()
 
 
-def test_a_session_of_a_later_version_is_left_alone(path: Path, journal: Journal) -> None:
+def test_a_session_of_a_later_version_is_ignored(path: Path, journal: Journal) -> None:
     journal.write(said())
     later = encode_header(Header(version=form.VERSION + 1, model=MODEL, key=KEY, created_at=1.0))
-    file_of(path).write_bytes(later)
+    path_of(path).write_bytes(later)
     journal, found = reloaded(path, journal)
     assert found == {}
     assert f"format version {form.VERSION + 1}" in journal.problems[0]
     with pytest.raises(JournalError, match="remove it first"):
         journal.write(said())
-    assert file_of(path).read_bytes() == later
+    assert path_of(path).read_bytes() == later
     journal.close()
 
 
@@ -681,7 +677,7 @@ def old_file(path: Path) -> Path:
 
 
 def is_the_old_session(session: SessionRecord) -> bool:
-    """Whether it is what ``OF_VERSION_2`` contains."""
+    """Tells whether ``session`` is the content of ``OF_VERSION_2``."""
     return (session.key, plain(session), facts(session)) == (KEY, ([1, 2, 70000, 5], ["hi", "there"]), (7.0, 10.0, 2))
 
 
@@ -691,7 +687,7 @@ def test_a_session_of_version_2_is_rewritten(path: Path, journal: Journal) -> No
     journal, found = reloaded(path, journal)
     assert journal.problems == [f"{old.name}: cut off 11 bytes after the last intact record"]
     assert is_the_old_session(found[KEY])
-    assert file_of(path).name == f"{form.file_stem(MODEL, KEY)}.session" != old.name
+    assert path_of(path).name == f"{form.file_stem(MODEL, KEY)}.session" != old.name
     assert (journal.restored, journal.needs_repair()) == (0, [])
     journal.write(said([1, 2, 9], "hi", created=7.0, n=3))
     journal, found = reloaded(path, journal)
@@ -701,23 +697,23 @@ def test_a_session_of_version_2_is_rewritten(path: Path, journal: Journal) -> No
 
 
 @pytest.mark.parametrize("call", ["rename", "fsync", "fdatasync", "unlink"])
-def test_a_session_of_version_2_outlives_an_upgrade_that_fails(
+def test_a_session_of_version_2_survives_a_failed_upgrade(
     path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """The process may die at that point, or it may go on and try again."""
+    """Both if the server goes on and if it is restarted."""
     old = old_file(path)
     with monkeypatch.context() as broken:
         broken.setattr(os, call, fails)
         dying, found = reloaded(path, journal)
-    assert is_the_old_session(found[KEY]), "it is usable although it could not be rewritten"
+    assert is_the_old_session(found[KEY]), "usable although the upgrade failed"
     assert old.read_bytes() == OF_VERSION_2
     journal, found = reloaded(path, dying)
     assert is_the_old_session(found[KEY])
-    assert file_of(path) != old
+    assert path_of(path) != old
     journal.close()
 
 
-def test_a_session_of_version_2_outlives_a_crash_at_any_point_of_its_upgrade(path: Path, journal: Journal) -> None:
+def test_a_session_of_version_2_survives_a_crash_at_any_point_of_its_upgrade(path: Path, journal: Journal) -> None:
     old = old_file(path)
     crashes = 0
     for run in crash_everywhere():
@@ -727,16 +723,14 @@ def test_a_session_of_version_2_outlives_a_crash_at_any_point_of_its_upgrade(pat
         journal, found = reloaded(path, journal)
         assert journal.problems == []
         assert is_the_old_session(found[KEY])
-        assert file_of(path) != old
+        assert path_of(path) != old
         journal.remove(KEY)
         old_file(path)
     assert crashes > 5
     journal.close()
 
 
-def test_an_upgrade_that_failed_is_tried_again_by_repair(
-    path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repair_tries_a_failed_upgrade_again(path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     old = old_file(path)
     with monkeypatch.context() as broken:
         broken.setattr(os, "fdatasync", fails)
@@ -745,22 +739,22 @@ def test_an_upgrade_that_failed_is_tried_again_by_repair(
     assert problem.startswith(f"{old.name}: not rewritten in the current format yet: ")
     assert journal.needs_repair() == [KEY]
     assert journal.repair(KEY) is found[KEY]
-    assert file_of(path) != old
+    assert path_of(path) != old
     assert journal.needs_repair() == []
     journal, found = reloaded(path, journal)
     assert is_the_old_session(found[KEY])
     journal.close()
 
 
-def test_a_file_of_version_2_gives_way_to_the_one_that_replaced_it(path: Path, journal: Journal) -> None:
-    """As after a crash between writing the new file and removing the old one, in either order of their times."""
+def test_a_file_of_version_2_is_removed_if_the_current_one_exists(path: Path, journal: Journal) -> None:
+    """As after a crash between writing the current file and removing the old one, whichever is more recent."""
     for time in (1, 1 << 32):
         journal.write(said([5], "newer", n=3))
         [new] = path.glob("*.session")
         os.utime(old_file(path), (time, time))
         journal, found = reloaded(path, journal)
         assert plain(found[KEY]) == ([5], ["newer"])
-        assert file_of(path) == new
+        assert path_of(path) == new
         journal.remove(KEY)
     journal.close()
 
@@ -778,7 +772,7 @@ def test_a_closed_session_of_version_2_does_not_come_back(
     journal.close()
 
 
-def test_what_is_wrong_with_a_file_of_version_2_is_treated_like_in_any_other(path: Path, journal: Journal) -> None:
+def test_damaged_and_foreign_files_of_version_2_are_quarantined_and_ignored(path: Path, journal: Journal) -> None:
     old = old_file(path)
     old.write_bytes(OF_VERSION_2[:30] + b"?" + OF_VERSION_2[31:])
     journal, found = reloaded(path, journal)
@@ -798,13 +792,13 @@ def test_what_is_wrong_with_a_file_of_version_2_is_treated_like_in_any_other(pat
     journal.close()
 
 
-def test_a_session_whose_file_of_version_2_was_ignored_is_not_begun_anew(path: Path, journal: Journal) -> None:
+def test_a_session_whose_file_of_version_2_was_ignored_cannot_be_started(path: Path, journal: Journal) -> None:
     old = old_file(path)
     with pytest.raises(JournalError, match=f"{old.name} was ignored at the start: remove it first"):
         journal.write(said([1]))
 
 
-def test_the_principals_of_users_are_written_in_one_way() -> None:
+def test_the_principal_of_a_user_has_one_spelling() -> None:
     for uid in (0, 1000, -1):
         assert principal_uid(uid_principal(uid)) == uid
     for principal in ("", "1000", "uid:", "uid:x", "uid: 1", "uid:1_0", "uid:01", "uid:+1", "uid:\u0661"):
@@ -812,9 +806,9 @@ def test_the_principals_of_users_are_written_in_one_way() -> None:
             principal_uid(principal)
 
 
-def test_a_session_of_an_earlier_version_is_set_aside_and_told(path: Path, journal: Journal) -> None:
+def test_a_session_of_version_1_is_quarantined_and_reported(path: Path, journal: Journal) -> None:
     journal.write(said())
-    file_of(path).write_bytes(OF_VERSION_1)
+    path_of(path).write_bytes(OF_VERSION_1)
     journal, found = reloaded(path, journal)
     assert found == {}
     [problem] = journal.problems
@@ -825,32 +819,32 @@ def test_a_session_of_an_earlier_version_is_set_aside_and_told(path: Path, journ
     assert plain(reloaded(path, journal)[1][KEY]) == ([1], [])
 
 
-def test_a_file_under_another_name_is_set_aside(path: Path, journal: Journal) -> None:
+def test_a_file_under_another_name_is_quarantined(path: Path, journal: Journal) -> None:
     journal.write(said([1]))
-    file_of(path).rename(path / f"{'0' * 32}.session")
+    path_of(path).rename(path / f"{'0' * 32}.session")
     journal, found = reloaded(path, journal)
     assert found == {}
     assert "the file of another session" in journal.problems[0]
     journal.close()
 
 
-def test_links_pipes_and_strangers_are_left_alone_here_too(path: Path, journal: Journal, tmp_path: Path) -> None:
+def test_links_pipes_and_unrelated_files_are_ignored(path: Path, journal: Journal, tmp_path: Path) -> None:
     journal.write(said([1]))
     outside = tmp_path / "outside"
-    file_of(path).rename(outside)
+    path_of(path).rename(outside)
     names = {kind: f"{kind * 32}.session" for kind in "abc"}
     (path / names["a"]).symlink_to(outside)
     os.mkfifo(path / names["b"])
     (path / names["c"]).mkdir()
-    (path / "README").write_text("a stranger")
+    (path / "README").write_text("unrelated")
     journal, found = reloaded(path, journal)
     assert found == {}
     assert sorted(line.split(":")[0] for line in journal.problems) == sorted([*names.values(), "README"])
-    assert aside(path) == []
+    assert quarantined(path) == []
     journal.close()
 
 
-def test_two_processes_do_not_share_a_folder(path: Path, journal: Journal) -> None:
+def test_only_one_process_can_use_a_folder(path: Path, journal: Journal) -> None:
     with pytest.raises(JournalError, match="in use by another process"):
         opened(path)
     for model in ("", "x" * 1025):
@@ -858,9 +852,9 @@ def test_two_processes_do_not_share_a_folder(path: Path, journal: Journal) -> No
             opened(path, model=model)
 
 
-def test_a_file_too_large_to_be_ours_is_not_read(path: Path, journal: Journal) -> None:
+def test_a_file_that_is_too_large_is_not_read(path: Path, journal: Journal) -> None:
     journal.write(said([1]))
-    os.truncate(file_of(path), 1 << 40)
+    os.truncate(path_of(path), 1 << 40)
     tracemalloc.start()
     journal, found = reloaded(path, journal)
     assert tracemalloc.get_traced_memory()[1] < 1 << 22
@@ -870,8 +864,8 @@ def test_a_file_too_large_to_be_ours_is_not_read(path: Path, journal: Journal) -
     journal.close()
 
 
-def believed(data: bytes) -> None:
-    """Nothing but the two errors; what is believed is within bounds."""
+def assert_rejected_or_valid(data: bytes) -> None:
+    """Checks that ``decode`` raises one of its two errors, or returns a session within all limits."""
     try:
         content = decode(data, MODEL)
     except (DamagedFile, ForeignFile):
@@ -886,8 +880,8 @@ def believed(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300), st.integers(0, len(WHOLE)), st.integers(0, 3))
-def test_whatever_the_bytes_are_they_are_damaged_or_a_session(noise: bytes, at: int, how: int) -> None:
-    believed(
+def test_arbitrary_bytes_are_rejected_or_a_valid_session(noise: bytes, at: int, how: int) -> None:
+    assert_rejected_or_valid(
         [noise, WHOLE[:at] + noise, WHOLE[:at] + noise + WHOLE[at:], WHOLE[:at] + noise + WHOLE[at + len(noise) :]][how]
     )
 
@@ -896,12 +890,12 @@ COUNTS = st.sampled_from([0, 1, 2, 5, (1 << 24) - 1, 1 << 24, (1 << 31) - 1, (1 
 
 
 @given(COUNTS, COUNTS, COUNTS, COUNTS, st.floats(), st.binary(max_size=40), st.binary(max_size=40) | st.just(b"[]"))
-def test_records_with_the_right_codes_are_held_against_bounds(
+def test_records_with_valid_checksums_are_checked_for_their_limits(
     keep: int, n_tokens: int, keep_messages: int, n_turns: int, when: float, tokens: bytes, text: bytes
 ) -> None:
     payload = TURN.pack(keep, n_tokens, keep_messages, n_turns, when) + tokens + text
-    believed(HEADER + form._record(TURN_KIND, payload))
-    believed(WHOLE + form._record(TURN_KIND, payload))
+    assert_rejected_or_valid(HEADER + form._record(TURN_KIND, payload))
+    assert_rejected_or_valid(WHOLE + form._record(TURN_KIND, payload))
 
 
 @pytest.mark.parametrize(
@@ -931,13 +925,13 @@ def test_records_with_the_right_codes_are_held_against_bounds(
     ],
     ids=range(21),
 )
-def test_records_that_make_no_sense_are_damage(records: list[bytes]) -> None:
+def test_invalid_records_are_damage(records: list[bytes]) -> None:
     with pytest.raises(DamagedFile):
         decode(b"".join(records), MODEL)
 
 
-def test_no_payload_looks_like_a_record() -> None:
-    """So what is searched for behind a damaged record is one."""
+def test_no_payload_contains_the_mark() -> None:
+    """So a mark after a damaged record is the beginning of another record."""
     tokens = np.frombuffer(MARK * 3 + b"\0" * 4, "<u4") & MAX_TOKEN_ID
     text = "".join(map(chr, range(0xD800))) + MARK.decode("latin-1")
     record = turn_record(said(tokens, text))

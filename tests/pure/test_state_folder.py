@@ -1,4 +1,4 @@
-"""States in files: what comes back is what was saved, or it does not come back."""
+"""Saved states: a state is read back exactly as it was saved, or not at all."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def folder(path: Path) -> Iterator[StateFolder]:
 def save(folder: StateFolder, content: bytes = b"a state", *, tokens: Any = (1, 2, 3), **more: Any) -> StoredState:
     draft = folder.begin(len(content))
     draft.view[:] = content
-    return folder_agrees(folder, draft.finish(np.array(tokens, np.int32), **{"principal": "uid:1000"} | more))
+    return check_listed(folder, draft.finish(np.array(tokens, np.int32), **{"principal": "uid:1000"} | more))
 
 
-def folder_agrees(folder: StateFolder, state: StoredState) -> StoredState:
-    """What ``finish`` says is what the next ``scan`` says."""
+def check_listed(folder: StateFolder, state: StoredState) -> StoredState:
+    """Checks that the next ``scan`` lists the same state that ``finish`` returned."""
     [found] = [each for each in folder.scan() if each.name == state.name]
     assert found.tokens.tolist() == state.tokens.tolist()
     assert attrs.astuple(found, filter=not_tokens) == attrs.astuple(state, filter=not_tokens)
@@ -88,22 +88,22 @@ def content(folder: StateFolder, name: str) -> bytes:
         return bytes(loaded.view)
 
 
-def file_of(path: Path, state: StoredState) -> Path:
+def path_of(path: Path, state: StoredState) -> Path:
     return path / (state.name + SUFFIX)
 
 
 def quarantined(path: Path) -> list[str]:
-    """Files that were found damaged."""
+    """Names of quarantined files."""
     return sorted(file.name for file in path.glob(f"*{QUARANTINE_SUFFIX}"))
 
 
-# -- there and back -----------------------------------------------------------------------------------
+# -- saving and reading -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "n_bytes", [1, 4096, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 2 * PAGE_BYTES, 5 * PAGE_BYTES // 2]
 )
-def test_a_state_comes_back_also_after_a_restart(path: Path, folder: StateFolder, n_bytes: int) -> None:
+def test_a_state_survives_a_restart(path: Path, folder: StateFolder, n_bytes: int) -> None:
     data = np.random.default_rng(n_bytes).bytes(n_bytes)
     state = save(
         folder, data, tokens=range(70), principal="é" * 64, extra={"model": "m", "parts": [1, None, {"a": 0.5}]}
@@ -118,23 +118,23 @@ def test_a_state_comes_back_also_after_a_restart(path: Path, folder: StateFolder
     again.close()
 
 
-def test_a_state_may_turn_out_smaller_and_its_sequence_empty(folder: StateFolder) -> None:
+def test_a_state_can_be_smaller_than_its_draft_and_its_sequence_empty(folder: StateFolder) -> None:
     draft = folder.begin(3 * PAGE_BYTES)
     draft.view[: PAGE_BYTES + 5] = b"x" * (PAGE_BYTES + 5)
-    state = folder_agrees(folder, draft.finish([], principal="uid:0", n_bytes=PAGE_BYTES + 5))
+    state = check_listed(folder, draft.finish([], principal="uid:0", n_bytes=PAGE_BYTES + 5))
     assert content(folder, state.name) == b"x" * (PAGE_BYTES + 5)
     assert state.tokens.tolist() == []
     assert folder.used_bytes == state.file_bytes < PAYLOAD_AT + PAGE_BYTES + 200
 
 
-def test_an_unwritten_draft_is_of_zeros_and_of_its_size(folder: StateFolder) -> None:
+def test_a_new_draft_has_its_full_size_and_contains_zeros(folder: StateFolder) -> None:
     draft = folder.begin(10_000)
     assert len(draft.view) == 10_000
     assert bytes(draft.view) == bytes(10_000)
     draft.abandon()
 
 
-def test_a_state_that_was_removed_is_gone_and_who_reads_it_reads_on(path: Path, folder: StateFolder) -> None:
+def test_an_open_reader_keeps_a_removed_state(path: Path, folder: StateFolder) -> None:
     state = save(folder, b"read on")
     loaded = folder.open(state.name)
     folder.remove(state.name)
@@ -151,14 +151,14 @@ def test_a_state_that_was_removed_is_gone_and_who_reads_it_reads_on(path: Path, 
 
 
 @pytest.mark.parametrize("name", ["", "key", "../key", "A" * 32, "a" * 31, "a" * 33, "a" * 31 + "\n", "é" * 32])
-def test_only_names_of_states_are_opened(folder: StateFolder, name: str) -> None:
+def test_invalid_names_are_rejected(folder: StateFolder, name: str) -> None:
     for function in (folder.open, folder.remove, folder.touch):
         with pytest.raises(StateFileError, match="is not the name of a state"):
             function(name)
     assert name not in folder
 
 
-def test_nobody_else_may_read_or_write(path: Path, folder: StateFolder) -> None:
+def test_files_are_accessible_for_their_owner_alone(path: Path, folder: StateFolder) -> None:
     before = os.umask(0)
     try:
         save(folder)
@@ -171,7 +171,7 @@ def test_nobody_else_may_read_or_write(path: Path, folder: StateFolder) -> None:
 # -- drafts -------------------------------------------------------------------------------------------
 
 
-def test_an_abandoned_draft_leaves_nothing(path: Path, folder: StateFolder) -> None:
+def test_an_abandoned_draft_leaves_no_file(path: Path, folder: StateFolder) -> None:
     draft = folder.begin(MIB)
     assert folder.used_bytes > MIB
     draft.abandon()
@@ -183,15 +183,15 @@ def test_an_abandoned_draft_leaves_nothing(path: Path, folder: StateFolder) -> N
             use()
 
 
-def test_the_engines_process_writes_and_reads_through_descriptors(path: Path, folder: StateFolder) -> None:
-    """What it is sent are a descriptor, an offset and a size."""
+def test_another_process_can_write_and_read_through_descriptors(path: Path, folder: StateFolder) -> None:
+    """The other process only gets a descriptor, an offset and a size."""
     data = np.random.default_rng(1).bytes(2 * PAGE_BYTES + 77)
 
     draft = folder.begin(len(data) + 100_000)
     in_another_process(
         "memory = mmap.mmap(fd, size, offset=offset)\nmemory[:] = sys.stdin.buffer.read()", draft, len(data), data
     )
-    state = folder_agrees(folder, draft.finish([1], principal="p", n_bytes=len(data)))
+    state = check_listed(folder, draft.finish([1], principal="p", n_bytes=len(data)))
     with folder.open(state.name) as reader:
         assert reader.state.n_bytes == len(data)
         read = "memory = mmap.mmap(fd, size, offset=offset, prot=mmap.PROT_READ)\nsys.stdout.buffer.write(memory)"
@@ -209,13 +209,13 @@ def in_another_process(program: str, file: StateDraft | StateReader, size: int, 
     return subprocess.run(command, input=stdin, stdout=subprocess.PIPE, pass_fds=[file.fd], check=True).stdout
 
 
-def test_a_draft_has_its_room_on_disk_before_it_is_written(folder: StateFolder) -> None:
+def test_a_draft_has_its_space_on_disk_before_it_is_written(folder: StateFolder) -> None:
     draft = folder.begin(3 * PAGE_BYTES)
     assert 512 * os.fstat(draft.fd).st_blocks >= 3 * PAGE_BYTES
     draft.abandon()
 
 
-def test_descriptors_are_closed_whatever_becomes_of_drafts_and_readers(path: Path, folder: StateFolder) -> None:
+def test_descriptors_are_never_leaked(path: Path, folder: StateFolder) -> None:
     before = len(os.listdir("/dev/fd"))
     state = save(folder)
     folder.open(state.name).close()
@@ -224,7 +224,7 @@ def test_descriptors_are_closed_whatever_becomes_of_drafts_and_readers(path: Pat
         folder.begin(100).finish([-1], principal="p")
     with pytest.raises(StateFileError):
         folder.begin(ROOM)
-    file_of(path, state).write_bytes(b"damaged")
+    path_of(path, state).write_bytes(b"damaged")
     with pytest.raises(CorruptState):
         folder.open(state.name)
     dropped = folder.begin(100), folder.open(save(folder).name)
@@ -234,10 +234,10 @@ def test_descriptors_are_closed_whatever_becomes_of_drafts_and_readers(path: Pat
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_a_dropped_draft_leaves_a_file_for_the_next_scan(path: Path, folder: StateFolder) -> None:
+def test_the_next_scan_removes_the_file_of_a_dropped_draft(path: Path, folder: StateFolder) -> None:
     draft = folder.begin(MIB)
     folder.scan()
-    assert len(list(path.glob("*.tmp"))) == 1, "a scan must not take a draft's file away"
+    assert len(list(path.glob("*.tmp"))) == 1, "a scan must not remove the file of a draft in use"
     del draft
     gc.collect()
     assert folder.used_bytes == 0
@@ -269,7 +269,7 @@ def test_a_dropped_draft_leaves_a_file_for_the_next_scan(path: Path, folder: Sta
         ([1], {"extra": {1: (2,)}}),
     ],
 )
-def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
+def test_invalid_arguments_of_finish_are_rejected_and_leave_no_file(
     folder: StateFolder, path: Path, tokens: Any, more: Any
 ) -> None:
     draft = folder.begin(100)
@@ -279,7 +279,7 @@ def test_what_cannot_be_kept_is_refused_and_leaves_nothing(
     assert {file.name for file in path.iterdir()} == {"lock"}
 
 
-def test_who_still_holds_a_part_of_the_view_is_not_in_the_way(folder: StateFolder) -> None:
+def test_a_view_that_is_still_in_use_does_not_prevent_closing(folder: StateFolder) -> None:
     draft = folder.begin(5000)
     part = np.frombuffer(draft.view, np.uint8)[:100]
     part[:] = 7
@@ -290,7 +290,7 @@ def test_who_still_holds_a_part_of_the_view_is_not_in_the_way(folder: StateFolde
     assert seen[:101].tolist() == [7] * 100 + [0]
 
 
-def test_a_draft_whose_file_has_vanished_is_an_error(path: Path, folder: StateFolder) -> None:
+def test_finishing_a_draft_whose_file_was_removed_fails(path: Path, folder: StateFolder) -> None:
     draft = folder.begin(5000)
     [file] = path.glob("*.tmp")
     file.unlink()
@@ -299,10 +299,10 @@ def test_a_draft_whose_file_has_vanished_is_an_error(path: Path, folder: StateFo
     assert folder.used_bytes == 0
 
 
-# -- room ---------------------------------------------------------------------------------------------
+# -- eviction -----------------------------------------------------------------------------------------
 
 
-def test_the_longest_unused_make_room(tmp_path: Path) -> None:
+def test_least_recently_used_states_make_room(tmp_path: Path) -> None:
     folder = opened(tmp_path / "s", max_bytes=3 * (MIB + PAYLOAD_AT + 1000))
     folder.scan()
     first, second, third = (save(folder, bytes([i]) * MIB) for i in range(3))
@@ -315,14 +315,14 @@ def test_the_longest_unused_make_room(tmp_path: Path) -> None:
 
     folder.touch(third.name)
     folder.close()
-    folder = opened(tmp_path / "s", max_bytes=folder.max_bytes)  # the order outlives a restart
+    folder = opened(tmp_path / "s", max_bytes=folder.max_bytes)  # the order survives a restart
     assert [state.name for state in folder.scan()] == [first.name, fourth.name, third.name]
     save(folder, b"5" * 2 * MIB)
     assert [state.name in folder for state in (first, fourth, third)] == [False, False, True]
     folder.close()
 
 
-def test_what_can_never_fit_removes_nothing(folder: StateFolder) -> None:
+def test_a_draft_that_can_never_fit_evicts_nothing(folder: StateFolder) -> None:
     state = save(folder)
     draft = folder.begin(ROOM // 2)
     for n_bytes in (ROOM, ROOM // 2, 1 << 62, 0, -1):
@@ -332,7 +332,7 @@ def test_what_can_never_fit_removes_nothing(folder: StateFolder) -> None:
     draft.abandon()
 
 
-def test_tokens_need_room_too(tmp_path: Path) -> None:
+def test_tokens_count_towards_the_limit(tmp_path: Path) -> None:
     folder = opened(tmp_path / "s", max_bytes=2 * MIB)
     folder.scan()
     state = save(folder)
@@ -347,7 +347,7 @@ def test_tokens_need_room_too(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_what_was_found_makes_room_also_where_the_limit_was_lowered(path: Path, folder: StateFolder) -> None:
+def test_existing_states_make_room_after_the_limit_was_lowered(path: Path, folder: StateFolder) -> None:
     states = [save(folder, bytes(MIB)) for _ in range(4)]
     folder.close()
     smaller = opened(path, max_bytes=2 * MIB)
@@ -357,7 +357,7 @@ def test_what_was_found_makes_room_also_where_the_limit_was_lowered(path: Path, 
     smaller.close()
 
 
-def test_many_threads_save_and_read(path: Path, folder: StateFolder) -> None:
+def test_many_threads_can_save_and_read(path: Path, folder: StateFolder) -> None:
     names: list[str] = []
 
     def work(number: int) -> None:
@@ -376,7 +376,7 @@ def test_many_threads_save_and_read(path: Path, folder: StateFolder) -> None:
                     assert bytes(loaded.view) == bytes([loaded.tokens[0]]) * len(loaded.view)
             except CorruptState:
                 raise
-            except StateFileError:  # made room
+            except StateFileError:  # evicted
                 assert name not in folder
 
     with ThreadPoolExecutor(4) as threads:
@@ -391,7 +391,7 @@ def test_many_threads_save_and_read(path: Path, folder: StateFolder) -> None:
 # -- folders ------------------------------------------------------------------------------------------
 
 
-def test_one_process_at_a_time(path: Path, folder: StateFolder) -> None:
+def test_only_one_process_can_use_a_folder(path: Path, folder: StateFolder) -> None:
     with pytest.raises(StateFileError, match="in use by another process"):
         opened(path)
     folder.close()
@@ -399,7 +399,7 @@ def test_one_process_at_a_time(path: Path, folder: StateFolder) -> None:
     opened(path).close()
 
 
-def test_a_folder_that_others_can_write_is_refused(path: Path) -> None:
+def test_a_folder_that_others_can_write_to_is_rejected(path: Path) -> None:
     path.mkdir()
     for mode in (0o770, 0o707):
         path.chmod(mode)
@@ -410,9 +410,9 @@ def test_a_folder_that_others_can_write_is_refused(path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away: run as root")
-def test_what_belongs_to_somebody_else_is_refused(path: Path, folder: StateFolder) -> None:
+def test_files_and_folders_of_another_user_are_rejected(path: Path, folder: StateFolder) -> None:
     state = save(folder)
-    os.chown(file_of(path, state), 12345, -1)
+    os.chown(path_of(path, state), 12345, -1)
     assert folder.scan() == []
     assert folder.problems == [f"{state.name}{SUFFIX}: ignored, it is owned by another user"]
     with pytest.raises(StateFileError, match="owned by another user"):
@@ -423,14 +423,14 @@ def test_what_belongs_to_somebody_else_is_refused(path: Path, folder: StateFolde
         opened(path)
 
 
-def test_a_path_that_cannot_be_a_folder_says_so(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     for path in (tmp_path / "file", tmp_path / "file" / "states"):
         with pytest.raises(StateFileError, match=str(path)):
             opened(path)
 
 
-def test_a_folder_that_has_vanished_is_made_again(path: Path, folder: StateFolder) -> None:
+def test_a_removed_folder_is_created_again(path: Path, folder: StateFolder) -> None:
     state, draft = save(folder), folder.begin(1000)
     shutil.rmtree(path)
     with pytest.raises(StateFileError, match="it was removed while the server was running"):
@@ -449,7 +449,7 @@ def test_a_folder_that_has_vanished_is_made_again(path: Path, folder: StateFolde
     again.close()
 
 
-def test_a_folder_that_cannot_be_made_again_is_an_error_each_time(path: Path, folder: StateFolder) -> None:
+def test_a_removed_folder_that_cannot_be_created_again_is_an_error_each_time(path: Path, folder: StateFolder) -> None:
     save(folder)
     shutil.rmtree(path)
     path.write_bytes(b"a file in its place")
@@ -460,7 +460,7 @@ def test_a_folder_that_cannot_be_made_again_is_an_error_each_time(path: Path, fo
     save(folder)
 
 
-def test_a_closed_folder_answers_with_its_error(folder: StateFolder) -> None:
+def test_methods_of_a_closed_folder_raise_its_error(folder: StateFolder) -> None:
     state, draft = save(folder), folder.begin(1000)
     folder.close()
     for use in (
@@ -473,15 +473,15 @@ def test_a_closed_folder_answers_with_its_error(folder: StateFolder) -> None:
             use()
 
 
-def test_links_pipes_and_strangers_are_left_alone(path: Path, folder: StateFolder, tmp_path: Path) -> None:
+def test_links_pipes_and_unrelated_files_are_ignored(path: Path, folder: StateFolder, tmp_path: Path) -> None:
     state = save(folder)
     outside = tmp_path / "outside"
-    outside.write_bytes(file_of(path, state).read_bytes())
+    outside.write_bytes(path_of(path, state).read_bytes())
     names = {kind: f"{kind * 32}{SUFFIX}" for kind in "abc"}
     (path / names["a"]).symlink_to(outside)
     os.mkfifo(path / names["b"])
     (path / names["c"]).mkdir()
-    (path / "README").write_text("a stranger")
+    (path / "README").write_text("unrelated")
     (path / "link.tmp").symlink_to(outside)
     assert [found.name for found in folder.scan()] == [state.name]
     assert sorted(line.split(":")[0] for line in folder.problems) == sorted([*names.values(), "README", "link.tmp"])
@@ -493,17 +493,20 @@ def test_links_pipes_and_strangers_are_left_alone(path: Path, folder: StateFolde
     assert quarantined(path) == []
 
 
-# -- what was altered ---------------------------------------------------------------------------------
+# -- damage -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("readers", [2, 8, 99])
 @pytest.mark.parametrize("page", range(4))
-def test_each_page_is_checked_however_many_check_them(path: Path, readers: int, page: int) -> None:
+def test_every_page_is_verified_with_any_number_of_readers(
+    path: Path, monkeypatch: pytest.MonkeyPatch, readers: int, page: int
+) -> None:
+    monkeypatch.setattr("uma_trio.store.state_folder.PAGES_PER_READER", 1)
     folder = opened(path, readers=readers)
     whole = os.urandom(3 * PAGE_BYTES + 17)
     state = save(folder, whole)
     assert content(folder, state.name) == whole
-    file = file_of(path, state)
+    file = path_of(path, state)
     data = bytearray(file.read_bytes())
     data[PAYLOAD_AT + page * PAGE_BYTES + 16] ^= 1
     file.write_bytes(data)
@@ -517,19 +520,19 @@ SAMPLE = np.random.default_rng(3).bytes(700)
 
 @pytest.fixture(scope="module")
 def sample() -> Iterator[tuple[StateFolder, Path, bytes]]:
-    """A folder with one state: the folder, its file, and what belongs in it."""
+    """A folder with one state, the path of its file, and the intact content of that file."""
     with tempfile.TemporaryDirectory() as where:
         path = Path(where, "s")
         folder = opened(path)
         folder.scan()
         state = save(folder, SAMPLE, tokens=range(40), extra={"a": 1})
-        file = file_of(path, state)
+        file = path_of(path, state)
         yield folder, file, file.read_bytes()
         folder.close()
 
 
-def refuses(sample: tuple[StateFolder, Path, bytes], data: bytes) -> None:
-    """``data`` in the file is quarantined, by ``scan`` or at the latest by ``open``, which says so by itself too."""
+def assert_quarantined(sample: tuple[StateFolder, Path, bytes], data: bytes) -> None:
+    """Checks that a file with ``data`` is quarantined: by ``scan`` or by ``open`` after it, and by ``open`` alone."""
     folder, file, good = sample
     assert data != good
     name = file.name.removesuffix(SUFFIX)
@@ -548,9 +551,7 @@ def refuses(sample: tuple[StateFolder, Path, bytes], data: bytes) -> None:
 
 
 @given(st.data())
-def test_a_flipped_bit_is_recognised_wherever_it_is(
-    sample: tuple[StateFolder, Path, bytes], data: st.DataObject
-) -> None:
+def test_a_flipped_bit_is_detected_anywhere(sample: tuple[StateFolder, Path, bytes], data: st.DataObject) -> None:
     good = sample[2]
     parts = [(0, FIELDS.size), (FIELDS.size, PAYLOAD_AT), (PAYLOAD_AT, PAYLOAD_AT + 700), (PAYLOAD_AT + 700, len(good))]
     first, end = data.draw(st.sampled_from(parts))
@@ -558,71 +559,71 @@ def test_a_flipped_bit_is_recognised_wherever_it_is(
     changed = bytearray(good)
     for bit in bits:
         changed[bit // 8] ^= 1 << bit % 8
-    refuses(sample, bytes(changed))
+    assert_quarantined(sample, bytes(changed))
 
 
 @given(st.data())
-def test_a_shorter_or_longer_file_is_recognised(sample: tuple[StateFolder, Path, bytes], data: st.DataObject) -> None:
+def test_a_shorter_or_longer_file_is_detected(sample: tuple[StateFolder, Path, bytes], data: st.DataObject) -> None:
     good = sample[2]
     size = data.draw(st.integers(0, len(good) - 1) | st.sampled_from([0, 1, FIELDS.size, PAYLOAD_AT, len(good) - 1]))
-    refuses(sample, good[:size])
-    refuses(sample, good + data.draw(st.binary(min_size=1, max_size=50)))
-    refuses(sample, good[:size] + good[size + 1 :])
+    assert_quarantined(sample, good[:size])
+    assert_quarantined(sample, good + data.draw(st.binary(min_size=1, max_size=50)))
+    assert_quarantined(sample, good[:size] + good[size + 1 :])
 
 
 @given(st.binary(max_size=600), st.integers(0, PAYLOAD_AT + 1000), st.integers(0, 2))
-def test_whatever_the_bytes_are_nothing_but_our_error_is_raised(
+def test_arbitrary_bytes_are_quarantined(
     sample: tuple[StateFolder, Path, bytes], noise: bytes, at: int, how: int
 ) -> None:
     good = sample[2]
     made = [noise, good[:at] + noise + good[at + len(noise) :], good[:at] + noise][how]
     if made != good:
-        refuses(sample, made)
+        assert_quarantined(sample, made)
 
 
-def test_a_page_in_the_wrong_place_is_recognised(path: Path, folder: StateFolder) -> None:
+def test_swapped_pages_are_detected(path: Path, folder: StateFolder) -> None:
     state = save(folder, b"a" * PAGE_BYTES + b"b" * PAGE_BYTES + b"c")
-    file = file_of(path, state)
+    file = path_of(path, state)
     data = bytearray(file.read_bytes())
     data[PAYLOAD_AT : PAYLOAD_AT + 2 * PAGE_BYTES] = b"b" * PAGE_BYTES + b"a" * PAGE_BYTES
     file.write_bytes(data)
-    assert len(folder.scan()) == 1, "the header is as it was"
+    assert len(folder.scan()) == 1, "the header is intact"
     with pytest.raises(CorruptState, match="altered between byte 0 and"):
         folder.open(state.name)
 
 
-def test_a_file_under_another_name_is_recognised(path: Path, folder: StateFolder) -> None:
+def test_a_file_under_another_name_is_detected(path: Path, folder: StateFolder) -> None:
     one, other = save(folder, b"one"), save(folder, b"other")
-    content_of_one = file_of(path, one).read_bytes()
-    file_of(path, one).write_bytes(file_of(path, other).read_bytes())
-    file_of(path, other).write_bytes(content_of_one)
+    content_of_one = path_of(path, one).read_bytes()
+    path_of(path, one).write_bytes(path_of(path, other).read_bytes())
+    path_of(path, other).write_bytes(content_of_one)
     assert folder.scan() == []
     assert len(folder.problems) == len(quarantined(path)) == 2
     assert all("the file of another state" in line for line in folder.problems)
 
 
-def test_a_file_from_another_folder_is_a_state_like_any_other(path: Path, folder: StateFolder, tmp_path: Path) -> None:
-    """The hashes tell damage, not origin: names are random, and the folder is writable for its owner alone."""
+def test_a_file_from_another_folder_is_accepted(path: Path, folder: StateFolder, tmp_path: Path) -> None:
+    """Hashes detect damage, not origin: names are random, and only its owner can write to the folder."""
     elsewhere = opened(tmp_path / "elsewhere")
     state = save(elsewhere)
-    os.rename(file_of(tmp_path / "elsewhere", state), file_of(path, state))
+    os.rename(path_of(tmp_path / "elsewhere", state), path_of(path, state))
     elsewhere.close()
     assert [found.name for found in folder.scan()] == [state.name]
     assert content(folder, state.name) == b"a state"
 
 
-def test_what_was_set_aside_counts_and_makes_room_first(tmp_path: Path) -> None:
+def test_quarantined_files_count_and_are_evicted_first(tmp_path: Path) -> None:
     path = tmp_path / "s"
     folder = opened(path, max_bytes=3 * MIB)
     folder.scan()
     old, damaged = save(folder, b"o" * MIB), save(folder, b"d" * MIB)
-    data = bytearray(file_of(path, damaged).read_bytes())
+    data = bytearray(path_of(path, damaged).read_bytes())
     data[-1] ^= 1
-    file_of(path, damaged).write_bytes(data)
+    path_of(path, damaged).write_bytes(data)
     assert [state.name for state in folder.scan()] == [old.name]
     assert folder.used_bytes == old.file_bytes + damaged.file_bytes
     assert [state.name for state in folder.scan()] == [old.name]
-    assert folder.problems == [], "it is told once"
+    assert folder.problems == [], "a problem is reported once"
     assert folder.used_bytes == old.file_bytes + damaged.file_bytes
     new = save(folder, b"n" * MIB)
     assert old.name in folder
@@ -649,7 +650,7 @@ def test_states_of_another_model_stay_until_room_is_needed(path: Path, folder: S
     other = opened(path, max_bytes=PAYLOAD_AT + MIB + 5000, fingerprint=b"another")
     assert [state.name for state in other.scan()] == [ours.name]
     save(other, b"n" * 9000)
-    assert not file_of(path, theirs).exists(), "the longest unused"
+    assert not path_of(path, theirs).exists(), "the least recently used"
     assert ours.name in other
     other.close()
 
@@ -665,7 +666,7 @@ def old_code(data: bytes, key: bytes = OLD_KEY) -> bytes:
 
 
 def old_file(path: Path, name: str = "0f" * 16, fingerprint: str = "library, model, layout") -> Path:
-    """A state of user 1000 as the server wrote it in version 1, with the key of its folder; last used at second 5."""
+    """Writes a state of user 1000 in format version 1, last used at second 5, and the key of its folder."""
     tokens = struct.pack("<3i", 7, 8, 70000)
     extra = b'{"checkpoints":[[2,100]]}'
     tail = tokens + extra + b"".join(old_code(OLD_DATA[at : at + (1 << 20)]) for at in range(0, len(OLD_DATA), 1 << 20))
@@ -701,9 +702,9 @@ def is_the_old_state(state: StoredState) -> bool:
 
 def test_states_of_version_1_are_rewritten(path: Path, folder: StateFolder) -> None:
     old, later = old_file(path), save(folder)
-    assert [state.name for state in folder.scan()] == [old.stem, later.name], "the order of use stays"
+    assert [state.name for state in folder.scan()] == [old.stem, later.name], "the order of use is kept"
     assert folder.problems == []
-    assert {file.name for file in path.iterdir()} == {"lock", old.name, f"{later.name}{SUFFIX}"}, "the key is gone"
+    assert {file.name for file in path.iterdir()} == {"lock", old.name, f"{later.name}{SUFFIX}"}, "the key is removed"
     assert old.stat().st_mtime == 5
     assert folder.used_bytes == old.stat().st_size + later.file_bytes
     for _ in range(2):
@@ -714,7 +715,7 @@ def test_states_of_version_1_are_rewritten(path: Path, folder: StateFolder) -> N
 
 
 @pytest.mark.parametrize("call", ["rename", "pwrite", "fdatasync"])
-def test_a_state_of_version_1_outlives_an_upgrade_that_fails(
+def test_a_state_of_version_1_survives_a_failed_upgrade(
     path: Path, folder: StateFolder, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     old = old_file(path)
@@ -736,7 +737,7 @@ def test_a_state_of_version_1_outlives_an_upgrade_that_fails(
     assert content(folder, state.name) == OLD_DATA
 
 
-def test_a_state_of_version_1_outlives_a_crash_at_any_point_of_its_upgrade(path: Path) -> None:
+def test_a_state_of_version_1_survives_a_crash_at_any_point_of_its_upgrade(path: Path) -> None:
     path.mkdir(mode=0o700)
     old = old_file(path)
     crashes = 0
@@ -781,7 +782,7 @@ def test_states_of_version_1_without_their_key_are_quarantined(
     assert f"{old.name}: quarantined, its header was altered, or the key" in "\n".join(folder.problems)
 
 
-def test_states_of_version_1_and_another_model_stay_and_so_does_their_key(path: Path, folder: StateFolder) -> None:
+def test_states_of_version_1_of_another_model_stay_and_keep_the_key(path: Path, folder: StateFolder) -> None:
     theirs = old_file(path, "f0" * 16, fingerprint="another")
     before = theirs.read_bytes()
     ours = old_file(path)
@@ -797,7 +798,9 @@ def test_states_of_version_1_and_another_model_stay_and_so_does_their_key(path: 
 
 
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 32) - 1))
-def test_lengths_in_headers_of_version_1_are_held_against_the_file_too(n_bytes: int, n_tokens: int, extra: int) -> None:
+def test_sizes_in_a_header_of_version_1_are_checked_before_anything_is_read(
+    n_bytes: int, n_tokens: int, extra: int
+) -> None:
     fields = b"UMASTATE", 1, bytes(16), bytes(32), 1, 1.0, n_bytes, n_tokens, extra, bytes(32)
     header = struct.pack("<8sI4x16s32sqdQII32s", *fields).ljust(PAYLOAD_AT - 32, b"\0")
     data = bytearray(header + old_code(header))
@@ -812,14 +815,14 @@ def test_lengths_in_headers_of_version_1_are_held_against_the_file_too(n_bytes: 
     assert sum(read) <= len(data)
 
 
-# -- headers and tails with the right hashes -----------------------------------------------------------
+# -- arbitrary content with valid hashes ---------------------------------------------------------------
 
 
 EXTREMES = st.sampled_from([0, 1, 255, (1 << 31) - 1, (1 << 32) - 1, 1 << 62, (1 << 64) - 1])
 
 
 @given(EXTREMES, EXTREMES, EXTREMES, st.floats())
-def test_lengths_are_held_against_the_file_before_anything_is_read(
+def test_sizes_in_a_header_are_checked_before_anything_is_read(
     n_bytes: int, n_tokens: int, extra: int, saved_at: float
 ) -> None:
     fingerprint = fingerprint_of("f")
@@ -835,7 +838,7 @@ def test_lengths_are_held_against_the_file_before_anything_is_read(
 
 
 @given(st.binary(max_size=100), st.integers(0, 40))
-def test_a_tail_with_the_right_hash_is_read_or_refused(
+def test_an_arbitrary_tail_with_a_valid_hash_is_read_or_quarantined(
     sample: tuple[StateFolder, Path, bytes], noise: bytes, at: int
 ) -> None:
     folder, file, good = sample
@@ -855,9 +858,9 @@ def test_a_tail_with_the_right_hash_is_read_or_refused(
     folder.scan()
 
 
-def test_the_documented_layout_is_the_one_in_the_file(path: Path, folder: StateFolder) -> None:
+def test_files_have_the_documented_layout(path: Path, folder: StateFolder) -> None:
     state = save(folder, b"\x01" * 5000, tokens=[7, 8], principal="uid:42")
-    data = file_of(path, state).read_bytes()
+    data = path_of(path, state).read_bytes()
     assert data[:12] == b"UMASTATE\x02\0\0\0"
     assert bytes.fromhex(state.name) == data[16:32]
     assert data[64:72] == b"\x06uid:42\0"

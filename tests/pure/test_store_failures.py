@@ -1,4 +1,4 @@
-"""The store's processes are killed, their disk is full, their folder is not theirs: what was promised is there."""
+"""Everything that was reported as durable survives kills, a full disk and a folder that becomes read-only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 @contextmanager
 def children(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that forks one that saves and appends, whenever it is asked to."""
+    """A process that forks a child that writes, for each line of its input."""
     with subprocess.Popen(
         [*CHILD, "fork", str(folder)],
         cwd=ROOT,
@@ -43,7 +43,7 @@ def children(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def killed(parent: subprocess.Popen[str], after_s: float) -> tuple[list[str], list[int]]:
-    """What a child said it has done until it was killed: names of states, and turns of each session."""
+    """Kills a child after a while; returns what it reported: names of states, and turns of each session."""
     assert parent.stdin is not None
     assert parent.stdout is not None
     parent.stdin.write("\n")
@@ -62,7 +62,7 @@ def killed(parent: subprocess.Popen[str], after_s: float) -> tuple[list[str], li
 
 
 @pytest.mark.slow
-def test_whenever_a_process_is_killed_what_it_reported_is_there(tmp_path: Path) -> None:
+def test_a_killed_process_loses_nothing_that_it_reported(tmp_path: Path) -> None:
     rng = random.Random(5)
     promised = [0] * len(SESSIONS)
     leftovers, saved, said = 0, 0, ""
@@ -113,9 +113,9 @@ def run(*command: str, folder: Path) -> list[str]:
     return found.stdout.splitlines()
 
 
-def test_a_limit_on_the_size_of_files_breaks_nothing(tmp_path: Path) -> None:
+def test_a_file_size_limit_breaks_nothing(tmp_path: Path) -> None:
     *refused, last = run(*CHILD, "limited", folder=tmp_path)
-    assert [line.split(":")[0] for line in refused] == ["write", "begin", "finish", "write anew"]
+    assert [line.split(":")[0] for line in refused] == ["write", "begin", "finish", "compact"]
     for line in refused:
         assert str(tmp_path) in line
         assert "ulimit -f" in line
@@ -137,8 +137,8 @@ def test_a_full_disk_breaks_nothing(tmp_path: Path) -> None:
     assert last == "goes on"
 
 
-def test_folders_that_cannot_be_written_any_more_can_be_read() -> None:
-    with tempfile.TemporaryDirectory() as folder:  # tmp_path is below a folder that nobody else may enter
+def test_folders_that_become_read_only_can_be_read() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # the parent of tmp_path is inaccessible for other users
         *refused, last = run(*CHILD, "unwritable", folder=Path(folder))
     assert len(refused) == 8
     for line in refused:

@@ -1,6 +1,6 @@
-"""Processes that save states and turns, for tests that kill them, fill their disk, or take it away.
+"""Processes that save states and turns, for tests that kill them, fill their disk or make it read-only.
 
-``python -m tests.support.store_child MODE FOLDER``; what it has done it tells on its standard output, a line each.
+Run ``python -m tests.support.store_child MODE FOLDER``.  It reports each thing that is durable in a line of its output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def tokens_of(number: int) -> npt.NDArray[np.int32]:
 
 
 def state_of(tokens: npt.NDArray[np.int32]) -> bytes:
-    """What a child writes as the state of a sequence with these tokens."""
+    """The state that a child saves for a sequence with these tokens."""
     rng = np.random.default_rng(tokens[:4].tolist())
     return bytes(rng.bytes(int(rng.integers(1, MOST_STATE_BYTES))))
 
@@ -56,7 +56,7 @@ _states: dict[str, list[State]] = {}
 def after(session: str, n_turns: int) -> State:
     """Tokens and messages of ``session`` after its first turns.
 
-    Most of what was said before is replaced: files are written anew every few turns.
+    Each turn replaces most of the content, so files are compacted every few turns.
     """
     known = _states.setdefault(session, [((), ())])
     while (number := len(known) - 1) < n_turns:
@@ -87,7 +87,7 @@ def said(tokens: npt.ArrayLike, *texts: str, session: str = "a", n_turns: int = 
 # -- modes -------------------------------------------------------------------------------------------
 
 
-def tell(line: str) -> None:
+def report(line: str) -> None:
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
@@ -101,7 +101,7 @@ def save_states(folder: Path) -> None:
         draft = states.begin(len(content) + number % 3 * 1000)
         draft.view[: len(content)] = content
         state = draft.finish(tokens, principal=PRINCIPAL, n_bytes=len(content), extra={"number": number})
-        tell(f"state {state.name}")
+        report(f"state {state.name}")
 
 
 def append_turns(folder: Path) -> None:
@@ -111,29 +111,29 @@ def append_turns(folder: Path) -> None:
         for session in SESSIONS:
             done[session] = done.get(session, 0) + 1
             sessions.write(record(session, done[session]))
-            tell(f"turn {SESSIONS.index(session)} {done[session]}")
+            report(f"turn {SESSIONS.index(session)} {done[session]}")
 
 
 def fork_on_request(folder: Path) -> None:
-    """For each line of standard input a child that saves and appends until it is killed."""
+    """Forks a child for each line of standard input; the child saves and appends until it is killed."""
     for _ in sys.stdin:
         pid = os.fork()
         if not pid:
-            tell(f"begun {os.getpid()}")
+            report(f"begun {os.getpid()}")
             threading.Thread(target=save_states, args=(folder,)).start()
             append_turns(folder)
         os.waitpid(pid, 0)
-        tell("over")
+        report("over")
 
 
-def refused(doing: str, function: Callable[..., object], *arguments: Any) -> None:
-    """Tell what ``function`` says against being called."""
+def report_refusal(doing: str, function: Callable[..., object], *arguments: Any) -> None:
+    """Reports the error that ``function`` raises."""
     try:
         function(*arguments)
     except StoreError as error:
-        tell(f"{doing}: {error}")
+        report(f"{doing}: {error}")
     else:
-        raise AssertionError(f"{doing} went well")
+        raise AssertionError(f"{doing} succeeded")
 
 
 def limit_files(n_bytes: int) -> None:
@@ -141,7 +141,7 @@ def limit_files(n_bytes: int) -> None:
 
 
 def with_limited_files(folder: Path) -> None:
-    """Files may not grow beyond a limit, then they may: each thing that fails is as before, and goes on later."""
+    """Limits the size of files for a while: whatever fails changes nothing, and succeeds later."""
     states, sessions = state_folder(folder), journal(folder)
     states.scan()
     sessions.load()
@@ -150,13 +150,13 @@ def with_limited_files(folder: Path) -> None:
     limit_files(20_000)
     [file] = (folder / "sessions").glob("*.session")
     before = file.read_bytes()
-    refused("write", sessions.write, said(np.arange(8000), n_turns=2))
+    report_refusal("write", sessions.write, said(np.arange(8000), n_turns=2))
     assert file.read_bytes() == before
-    refused("begin", states.begin, 100_000)
+    report_refusal("begin", states.begin, 100_000)
     draft = states.begin(1000)
-    refused("finish", lambda: draft.finish(np.arange(4000), principal="uid:1"))
+    report_refusal("finish", lambda: draft.finish(np.arange(4000), principal="uid:1"))
     limit_files(10_000)
-    refused("write anew", sessions.write, said(np.arange(1, 4000), n_turns=2))
+    report_refusal("compact", sessions.write, said(np.arange(1, 4000), n_turns=2))
     assert states.used_bytes == 0
 
     limit_files(resource.RLIM_INFINITY)
@@ -170,24 +170,24 @@ def with_limited_files(folder: Path) -> None:
     assert found.n_turns == 4
     names = {path.name for room in ("states", "sessions") for path in (folder / room).iterdir()}
     assert not [name for name in names if name.endswith((".tmp", ".state"))], names
-    tell("as before")
+    report("as before")
 
 
 def on_full_disk(folder: Path) -> None:
-    """On a disk of a megabyte that only this process sees."""
+    """Works on a disk of one megabyte that only this process sees."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
     states, sessions = state_folder(folder), journal(folder)
     states.scan()
     sessions.load()
     kept = states.begin(600_000).finish([1, 2, 3], principal="uid:1")
-    refused("begin", states.begin, 600_000)
+    report_refusal("begin", states.begin, 600_000)
 
     turns = 1
     while True:
         try:
             sessions.write(said(np.repeat(np.arange(turns), 2000), n_turns=turns))
         except JournalError as error:
-            tell(f"write: {error}")
+            report(f"write: {error}")
             break
         turns += 1
     states.open(kept.name).close()
@@ -199,11 +199,11 @@ def on_full_disk(folder: Path) -> None:
     [found] = journal(folder).load()
     assert found.tokens.tolist() == np.repeat(np.arange(turns), 2000).tolist()
     assert found.n_turns == turns
-    tell("goes on")
+    report("goes on")
 
 
 def in_unwritable_folders(folder: Path) -> None:
-    """In folders that lose their write permission, which means nothing to root: then as nobody."""
+    """Works in folders that become read-only.  Root can always write, so root becomes another user first."""
     if os.geteuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
         os.setgid(NOBODY)
@@ -215,18 +215,18 @@ def in_unwritable_folders(folder: Path) -> None:
     sessions.write(said([1]))
     for room in folder.iterdir():
         room.chmod(0o500)
-    refused("begin", states.begin, 1000)
+    report_refusal("begin", states.begin, 1000)
     states.max_bytes = kept.file_bytes + 1000
-    refused("make room", states.begin, 1000)
+    report_refusal("make room", states.begin, 1000)
     assert kept.name in states
     assert states.used_bytes == kept.file_bytes
     sessions.write(said([1, 2], n_turns=2))
-    refused("begin a session", sessions.write, said([1], session="b"))
+    report_refusal("begin a session", sessions.write, said([1], session="b"))
     sessions.write(said(np.arange(20_000), n_turns=3))
-    refused("write anew", sessions.write, said([7], n_turns=4))
-    refused("repair", sessions.repair, key)
-    refused("remove state", states.remove, kept.name)
-    refused("remove session", sessions.remove, key)
+    report_refusal("compact", sessions.write, said([7], n_turns=4))
+    report_refusal("repair", sessions.repair, key)
+    report_refusal("remove state", states.remove, kept.name)
+    report_refusal("remove session", sessions.remove, key)
     states.open(kept.name).close()
     for room in folder.iterdir():
         room.chmod(0o700)
@@ -239,9 +239,9 @@ def in_unwritable_folders(folder: Path) -> None:
     again.close()
     folder.chmod(0o500)
     (folder / "sessions" / "lock").chmod(0o400)
-    refused("open", journal, folder)
+    report_refusal("open", journal, folder)
     folder.chmod(0o700)
-    tell("goes on")
+    report("goes on")
 
 
 MODES = {

@@ -26,7 +26,7 @@ log = structlog.get_logger("uma_trio.daemon")
 MB: Final = 1_000_000
 
 MAX_READERS: Final = 4
-"""Most threads that read one state.  Two saturate the memory; more only help to queue requests to a fast disk."""
+"""Most threads that read one large state.  A few saturate the memory, and queue enough requests for a fast disk."""
 
 
 @attrs.frozen

@@ -1,7 +1,7 @@
 """The file format of one session: a header record, followed by one record for each turn.  Files only grow.
 
-A record is HEAD and a payload.  HEAD contains a CRC-32 of the payload and one of itself, so a reader knows how much of a
-file is intact, and whether the damage is at its end: a crash leaves half a record there, and nowhere else.  MARK
+A record is HEAD and a payload.  HEAD contains a CRC-32 of the payload and one of itself, so a reader knows how much of
+a file is intact, and whether the damage is at its end: a crash leaves half a record there, and nowhere else.  MARK
 occurs in no payload, because UTF-8 text has no byte 0xFF and every fourth byte of the tokens is zero.  All numbers
 are little-endian.
 
@@ -351,7 +351,7 @@ def _records(data: bytes | bytearray) -> Iterator[tuple[int, memoryview, int]]:
 
 
 def _head(view: memoryview, at: int) -> tuple[int, int, int] | None:
-    """Returns kind, payload size and payload CRC of the record at ``at``; ``None`` if no complete record begins there."""
+    """Returns kind, payload size and payload CRC of the record at ``at``; ``None`` if there is no complete record."""
     head = view[at : at + HEAD.size]
     if len(head) < HEAD.size:
         return None

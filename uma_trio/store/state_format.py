@@ -9,11 +9,12 @@
     ...         extra_bytes         extra metadata, a JSON object
     ...         HASH_BYTES a page   hash of each PAGE_BYTES of the state
 
-All numbers are little-endian.  Every hash is XXH3-128.  The header's hash covers the hash of the tail, which is all that
-follows the state and includes the hashes of the pages, so any changed, missing or misplaced byte is detected.
+All numbers are little-endian.  Every hash is XXH3-128.  The tail is everything after the state.  The header's hash
+covers the hash of the tail, and the tail contains the hashes of the pages, so any changed, missing or misplaced byte
+is detected.
 
-The hashes detect accidents, not attacks: whoever can write to the folder can compute them.  The folder is writable
-for its owner alone, who can also replace the server.
+Hashes detect accidents, not attacks: a process that can write to the folder can also compute them.  Only the user
+of the server can write to it.
 
 This module is pure: bytes in, bytes out.
 """
