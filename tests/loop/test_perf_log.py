@@ -1,4 +1,4 @@
-"""The perf log's writer: whatever its file does, the daemon continues, and what was written can be read."""
+"""The writer of the perf log: an error of its file never stops the daemon, and what was written can be read."""
 
 from __future__ import annotations
 
@@ -349,13 +349,13 @@ def test_a_hanging_disk_does_not_block_close(path: Path) -> None:
 def test_concurrent_close_while_records_are_written(path: Path) -> None:
     for _ in range(20):
         log = PerfLog(path, HEADER, max_bytes=MIB)
-        handed = 0
+        n_written = 0
 
         def hand_over(log: PerfLog = log) -> None:
-            nonlocal handed
+            nonlocal n_written
             for n in range(2000):
                 log.write(tick(n))
-                handed += 1
+                n_written += 1
 
         threads = [threading.Thread(target=hand_over), *[threading.Thread(target=log.close) for _ in range(3)]]
         for thread in threads:
@@ -368,7 +368,7 @@ def test_concurrent_close_while_records_are_written(path: Path) -> None:
         assert run.unreadable_lines == 0
         numbers = [int(found.start_s) for found in run.ticks]
         assert numbers == list(range(len(numbers))), "a prefix, nothing twice"
-        assert handed == 2000
+        assert n_written == 2000
         assert len(numbers) + log.dropped + len(log._queue) == 2000
         path.unlink()
 

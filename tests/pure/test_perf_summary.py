@@ -41,9 +41,6 @@ REQUESTS = [
 RUN = Run(header=HEADER, ticks=TICKS, requests=REQUESTS, trailer=Trailer(dropped_records=3))
 
 
-NO_PREDICTION = {"ticks": 0, "median_error": None, "p95_error": None, "bias": None}
-
-
 def quantiles(n: int, *values: float | None) -> dict[str, Any]:
     return {"n": n} | dict(zip(("p50", "p95", "p99", "max"), values, strict=True))
 
@@ -54,17 +51,18 @@ def test_the_figures_of_a_small_run() -> None:
     assert found["duration_s"] == 2.0  # from a's arrival to c's end
     assert found["tokens_per_s"] == 5.0
     assert found["avg_batch"] == (2 + 3 + 3 + 1) / 4
-    assert found["inter_token_ms"] == quantiles(4, 25.0, 38.5, 39.7, 40.0)
-    assert found["ttft_ms"]["n"] == 3
-    assert found["ttft_ms"]["p50"] == 100.0
-    assert found["queue_ms"] == quantiles(3, 50.0, 50.0, 50.0, 50.0)
-    assert (found["tick_ms"]["p50"], found["tick_ms"]["max"]) == (26.0, 35.0)
-    assert (found["decode_ms"]["max"], found["sample_ms"]["max"]) == (34.0, 2.0)
-    assert found["host_gap_ms"] == quantiles(2, 1.0, 1.0, 1.0, 1.0)
+    assert found["latency_ms"]["inter_token"] == quantiles(4, 25.0, 38.5, 39.7, 40.0)
+    assert found["latency_ms"]["ttft"]["n"] == 3
+    assert found["latency_ms"]["ttft"]["p50"] == 100.0
+    assert found["latency_ms"]["queue"] == quantiles(3, 50.0, 50.0, 50.0, 50.0)
+    assert (found["latency_ms"]["tick"]["p50"], found["latency_ms"]["tick"]["max"]) == (26.0, 35.0)
+    assert (found["latency_ms"]["decode"]["max"], found["latency_ms"]["sample"]["max"]) == (34.0, 2.0)
+    assert found["latency_ms"]["host_gap"] == quantiles(2, 1.0, 1.0, 1.0, 1.0)
     assert (found["draft_tokens"], found["accepted_draft_tokens"]) == (4, 2)
-    assert (found["requested_prompt_tokens"], found["cached_tokens"]) == (200, 60)  # d was never admitted
+    assert (found["cached_tokens"], found["cache_hit_rate"]) == (60, 60 / 200)  # d was never admitted
+    assert found["acceptance_rate"] == 0.5
     assert found["requests"] == {"stop": 2, "length": 1, "E_LIMIT_QUEUE": 1}
-    assert found["memory_bandwidth_share"]["p50"] == 0.6
+    assert found["memory_bandwidth_share"] == 0.6
     assert (found["dropped_records"], found["closed"], found["unreadable_lines"]) == (3, True, 0)
     assert [tick["start_s"] for tick in found["longest_ticks"]] == [1.965, 1.035, 1.012, 1.0]
 
@@ -76,11 +74,10 @@ def test_where_the_time_went() -> None:
 
 
 def test_errors_of_predictions() -> None:
-    found = summarise(RUN)["prediction"]
-    assert found["decode_only"] == {"ticks": 1, "median_error": 0.0, "p95_error": 0.0, "bias": 0.0}
+    found = summarise(RUN)["prediction_error"]
+    assert found["decode_only"] == {**quantiles(1, 0.0, 0.0, 0.0, 0.0), "bias": 0.0}
     # |-0.1| and 0.2: the median is 0.15, and 95 % of the way from one to the other is 0.195; 55.8 ms of 52
-    bias = round(55.8 / 52 - 1, 4)
-    assert found["prefill"] == {"ticks": 2, "median_error": 0.15, "p95_error": 0.195, "bias": bias}
+    assert found["prefill"] == {**quantiles(2, 0.15, 0.195, 0.199, 0.2), "bias": round(55.8 / 52 - 1, 4)}
     assert np.isnan(prediction_errors(TICKS)[3])
 
 
@@ -102,34 +99,44 @@ def test_load_on_arrival(at_s: float, load: int) -> None:
     assert load_at(TICKS, np.array([at_s])).tolist() == [load]
 
 
+def loads(run: Run) -> dict[str, Any]:
+    """Quantiles by the name of a load."""
+    found = summarise(run)["latency_ms"]
+    return {name.removeprefix("ttft_load_"): row for name, row in found.items() if name.startswith("ttft_load_")}
+
+
 def test_time_to_first_token_by_load() -> None:
     # a and c met an idle daemon, b met four others
-    idle, busy = summarise(RUN)["ttft_by_load"]
-    assert idle == {"min": 0, "max": 0, "ttft_ms": quantiles(2, 100.0, 100.0, 100.0, 100.0)}
-    assert (busy["min"], busy["max"], busy["ttft_ms"]["p50"]) == (4, 7, 45.0)
+    found = loads(RUN)
+    assert list(found) == ["0", "4_to_7"]
+    assert found["0"] == quantiles(2, 100.0, 100.0, 100.0, 100.0)
+    assert (found["4_to_7"]["n"], found["4_to_7"]["p50"]) == (1, 45.0)
 
 
 @given(st.integers(0, 1000))
 def test_every_load_is_in_one_bin(load: int) -> None:
     tick = TickRecord(start_s=0.0, decode_seq_ids=tuple(range(load)), decode_ms=1000.0)
     request = RequestRecord(id="r", arrived_s=0.5, first_token_s=0.6, finished_s=1.0, finish_reason="stop")
-    [found] = summarise(Run(header=HEADER, ticks=[tick], requests=[request]))["ttft_by_load"]
-    assert found["min"] <= load <= found["max"]
+    [name] = loads(Run(header=HEADER, ticks=[tick], requests=[request]))
+    least, _, most = name.partition("_to_")
+    assert int(least) <= load <= int(most or least)
 
 
 def test_an_empty_run() -> None:
     found = summarise(Run(header=HEADER))
-    assert [found[key] for key in ("ticks", "tokens", "duration_s", "tokens_per_s")] == [0, 0, 0.0, 0.0]
+    assert [found[key] for key in ("ticks", "tokens", "duration_s", "tokens_per_s")] == [0, 0, 0.0, None]
     nothing = quantiles(0, None, None, None, None)
-    assert found["inter_token_ms"] == found["ttft_ms"] == found["tick_ms"] == nothing
+    assert found["latency_ms"]["inter_token"] == found["latency_ms"]["ttft"] == found["latency_ms"]["tick"] == nothing
     assert (found["time_share"], found["avg_batch"], found["closed"]) == (None, None, False)
-    assert found["longest_ticks"] == found["ttft_by_load"] == []
-    assert found["prediction"] == {"decode_only": NO_PREDICTION, "prefill": NO_PREDICTION}
+    assert found["longest_ticks"] == []
+    assert loads(Run(header=HEADER)) == {}
+    unknown = {**nothing, "bias": None}
+    assert found["prediction_error"] == {"decode_only": unknown, "prefill": unknown}
 
 
 def test_ticks_without_requests_and_requests_without_ticks() -> None:
     assert summarise(attrs.evolve(RUN, requests=[]))["duration_s"] == pytest.approx(1.0)
-    assert summarise(attrs.evolve(RUN, ticks=[]))["ttft_by_load"][0]["ttft_ms"]["n"] == 3
+    assert loads(attrs.evolve(RUN, ticks=[]))["0"]["n"] == 3
 
 
 @given(st.integers(1, 50))
@@ -140,7 +147,7 @@ def test_shares_add_up_and_tokens_too(seed: int) -> None:
     assert 0 <= found["time_share"]["decode"] <= 1
     completed = sum(request.completion_tokens for request in run.requests)
     assert found["tokens"] == completed + found["accepted_draft_tokens"]
-    assert sum(load["ttft_ms"]["n"] for load in found["ttft_by_load"]) == len(run.requests)
+    assert sum(row["n"] for row in loads(run).values()) == len(run.requests)
     computed = sum(max(1, request.prompt_tokens - request.cached_tokens) for request in run.requests)
     assert found["prompt_tokens"] == computed
     assert len(found["longest_ticks"]) == min(10, len(run.ticks))

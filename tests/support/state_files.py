@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,8 @@ import numpy as np
 import trio
 
 from uma_trio.kv.prefix import Tokens
-from uma_trio.kv.shelf import Saved
-from uma_trio.runner.state_files import saved_state
-from uma_trio.store import StateFileError, principal_uid
+from uma_trio.kv.offload_index import SavedState
+from uma_trio.store import StateFileError
 
 
 async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -24,9 +24,9 @@ async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
 
 @attrs.define
 class MemoryFiles:
-    """See ``runner.state_files.StateFiles``.  ``full``, ``lost`` and ``broken`` are faults to be switched on."""
+    """See ``serving.offload.StateFiles``.  ``full``, ``lost`` and ``broken`` are faults to be switched on."""
 
-    states: dict[str, tuple[Saved, bytes]] = attrs.field(factory=dict)
+    states: dict[str, tuple[SavedState, bytes]] = attrs.field(factory=dict)
     full: bool = False
     """There is no room."""
     fails_late: bool = False
@@ -35,7 +35,6 @@ class MemoryFiles:
     """What is read is not what was written, and its checksums say so."""
     garbled: bool = False
     """What is read is no state, and nothing says so."""
-    readers: int = 1
     open_files: int = 0
     _names: Any = attrs.field(factory=lambda: itertools.count(1))
 
@@ -43,7 +42,7 @@ class MemoryFiles:
         if self.full:
             raise StateFileError("no space left")
         self.open_files += 1
-        return MemoryDraft(self, bytearray(n_bytes))
+        return MemoryDraft(self, memory_file(bytes(n_bytes)))
 
     def open(self, name: str) -> MemoryReading:
         if self.broken:
@@ -52,7 +51,7 @@ class MemoryFiles:
             raise StateFileError(f"{name} cannot be read")
         self.open_files += 1
         data = self.states[name][1]
-        return MemoryReading(self, bytes(len(data)) if self.garbled else data)
+        return MemoryReading(self, memory_file(bytes(len(data)) if self.garbled else data))
 
     def remove(self, name: str) -> None:
         if self.states.pop(name, None) is None:
@@ -65,32 +64,45 @@ class MemoryFiles:
     def __contains__(self, name: str) -> bool:
         return name in self.states
 
-    def scan(self) -> list[Saved]:
+    def scan(self) -> list[SavedState]:
         return [saved for saved, _ in self.states.values()]
+
+
+def memory_file(data: bytes) -> int:
+    """A descriptor of a file that has no name."""
+    fd = os.memfd_create("state")
+    os.write(fd, data)
+    return fd
 
 
 @attrs.define
 class MemoryDraft:
     files: MemoryFiles
-    view: bytearray
+    fd: int
+    offset: int = 0
 
-    def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> Saved:
-        self.files.open_files -= 1
+    def finish(self, tokens: Tokens, *, principal: str, n_bytes: int, extra: dict[str, Any]) -> SavedState:
+        data = os.pread(self.fd, n_bytes, 0)
+        self.abandon()
         if self.files.fails_late:
             raise StateFileError("the disk failed")
+        checkpoints = tuple((length, size) for length, size in extra.get("checkpoints", []))
         name = f"state {next(self.files._names)}"
-        saved = saved_state(name, principal_uid(principal), np.array(tokens), n_bytes, extra)
-        self.files.states[saved.name] = (saved, bytes(self.view[:n_bytes]))
+        saved = SavedState(name, principal, np.array(tokens), n_bytes, checkpoints)
+        self.files.states[saved.name] = (saved, data)
         return saved
 
     def abandon(self) -> None:
         self.files.open_files -= 1
+        os.close(self.fd)
 
 
 @attrs.define
 class MemoryReading:
     files: MemoryFiles
-    view: bytes
+    fd: int
+    offset: int = 0
 
     def close(self) -> None:
         self.files.open_files -= 1
+        os.close(self.fd)

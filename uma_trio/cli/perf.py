@@ -37,12 +37,13 @@ def report(files: tuple[Path, ...], number: int | None, as_json: bool, plot: Pat
       uma-trio perf report perf.jsonl.1 perf.jsonl
 
     \b
-    latency     inter-token latency, time to first token (also by load), time in
-                the queue, duration of ticks
-    time        for what share of the run the device computed, waited or idled
-    prediction  error of the cost model, which decides how many prompt tokens
-                fit into a tick
-    longest     the ten longest ticks, and what they computed
+    time_share        where the time went: in llama_decode, in sampling, between
+                      ticks, or idle
+    latency_ms        inter-token latency, time to first token (also by load), time
+                      in the queue, duration of ticks
+    prediction_error  relative error of the cost model, which decides how many
+                      prompt tokens fit into a tick
+    longest_ticks     the ten longest ticks, and what they computed
 
     --plot writes a PNG, SVG or PDF file with the distribution of inter-token latencies, a timeline of ticks, time to
     first token against load, and predicted against measured ticks.
@@ -94,98 +95,36 @@ def _plot(run: Run, target: Path) -> None:
         _fail(f"cannot write {target}: {getattr(error, 'strerror', None) or error}")
 
 
-# -- text --------------------------------------------------------------------------------------------
-
-
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    header, shares = found["header"], found["time_share"] or {}
-    yield f"{header['model']}  {header['description']}".rstrip()
-    started = header["started"].replace("T", " ")
-    yield f"started {started}, run {found['run']} of {found['runs_in_log']}, {found['duration_s']:,.1f} s"
-    llama_cpp = header["llama_cpp"] or "llama.cpp of unknown origin"
-    sizes = f"ctx {header['n_ctx']:,}, parallel {header['n_seq_max']}, batch {header['n_batch']:,} tokens"
-    yield f"uma-trio {header['uma_trio']}, {llama_cpp}; {sizes}"
-    if not found["closed"]:
-        yield "no end: the daemon still runs, was killed, or could not write"
-    if found["unreadable_lines"]:
-        yield f"incomplete: {found['unreadable_lines']:,} lines are damaged"
-    if found["dropped_records"]:
-        yield f"incomplete: {found['dropped_records']:,} records were dropped because the disk was too slow"
-
-    finished = ", ".join(f"{n:,} {reason}" for reason, n in found["requests"].items()) or "none finished"
-    yield f"\nrequests   {finished}"
-    speed = f"{found['tokens_per_s']:,.1f} a second"
-    yield f"tokens     {found['tokens']:,} generated, {speed}; {found['prompt_tokens']:,} prompt tokens computed"
-    batch = f"{_number(found['avg_batch'], 2)} sequences on average"
-    yield f"ticks      {found['ticks']:,} with {batch}; {found['decode_calls']:,} llama_decode calls"
-    if found["cached_tokens"]:
-        yield f"cache      {_ratio(found['cached_tokens'], found['requested_prompt_tokens'])} prompt tokens hit"
-    if found["draft_tokens"]:
-        yield f"drafts     {_ratio(found['accepted_draft_tokens'], found['draft_tokens'])} tokens accepted"
-    if found["memory_bandwidth_share"]["p50"] is not None:
-        yield f"bandwidth  {_percent(found['memory_bandwidth_share']['p50'])} of the device's, in the median tick"
-
-    latencies = {
-        "inter-token": found["inter_token_ms"],
-        "time to first token": found["ttft_ms"],
-        **{f"  {_others(load)}": load["ttft_ms"] for load in found["ttft_by_load"]},
-        "in the queue": found["queue_ms"],
-        "tick": found["tick_ms"],
-        "  llama_decode": found["decode_ms"],
-        "  sampling": found["sample_ms"],
-        "between ticks": found["host_gap_ms"],
-    }
-    quantiles = ("p50", "p95", "p99", "max")
-    rows = [[name, f"{row['n']:,}", *[_number(row[q]) for q in quantiles]] for name, row in latencies.items()]
-    yield from _table("Latency in ms", ["", "n", *quantiles], rows)
-    idle = _percent(1 - shares["decode"] if shares else None)
-    names = {"decode": "llama_decode", "sample": "sampling", "host_gap": "between ticks", "idle": "no work"}
-    rows = [[names[key], _percent(share)] for key, share in shares.items()]
-    yield from _table(f"Time: the device was idle for {idle} of the run", ["", "share"], rows)
-    errors = ("median_error", "p95_error", "bias")
-    rows = [
-        [name.replace("_", " "), f"{row['ticks']:,}", *[_percent(row[error]) for error in errors]]
-        for name, row in found["prediction"].items()
-    ]
-    yield from _table("Error of predicted tick durations", ["", "ticks", "median", "p95", "bias"], rows)
-    rows = [
-        [
-            f"{tick['start_s']:,.3f}",
-            _number(tick["duration_ms"]),
-            _number(tick["predicted_ms"]),
-            str(tick["decodes"]),
-            f"{tick['context_tokens']:,}",
-            str(tick["queue_depth"]),
-            ", ".join(f"{n} of seq {seq_id}" for seq_id, n in tick["prefill_chunks"]) or "-",
-        ]
-        for tick in found["longest_ticks"]
-    ]
-    yield from _table("Longest ticks", ["at s", "ms", "predicted", "decodes", "context", "queued", "prefill"], rows)
+    """Numbers as lines. Objects and lists of objects as tables."""
+    for name, value in found.items():
+        if not isinstance(value, dict | list):
+            yield f"{name:<24} {_text(value)}"
+        elif not value:
+            yield f"\n{name}\n  none"
+        elif isinstance(value, list):
+            yield from _table(name, [list(value[0]), *[list(row.values()) for row in value]])
+        elif isinstance(next(iter(value.values())), dict):
+            columns = next(iter(value.values()))
+            yield from _table("", [[name, *columns], *[[row, *cells.values()] for row, cells in value.items()]])
+        else:
+            yield f"\n{name}"
+            yield from (f"  {key:<22} {_text(each)}" for key, each in value.items() if not isinstance(each, dict))
 
 
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """The first column is aligned to the left, the others to the right."""
-    yield f"\n{title}\n"
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
+def _table(title: str, rows: list[list[Any]]) -> Iterator[str]:
+    """A table whose first row has the names of the columns."""
+    yield f"\n{title}" if title else ""
+    texts = [[_text(cell) for cell in row] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*texts, strict=True)]
+    for row in texts:
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        yield "   ".join([row[0].ljust(widths[0]), *cells])
+        yield "  " + "  ".join([row[0].ljust(widths[0]), *cells])
 
 
-def _others(load: dict[str, Any]) -> str:
-    low, high = load["min"], load["max"]
-    return "with no other request" if not high else "with 1 other" if high == 1 else f"with {low} to {high} others"
-
-
-def _number(value: float | None, digits: int | None = None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.{digits or (1 if value >= 10 else 2)}f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _ratio(part: int, total: int) -> str:
-    return f"{part:,} of {total:,} ({_percent(part / total if total else None)})"
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "-"}[value]
+    if isinstance(value, list):
+        return ", ".join(f"{n} of seq {seq_id}" for seq_id, n in value) or "-"
+    return f"{value:,.3f}" if isinstance(value, float) else f"{value}"

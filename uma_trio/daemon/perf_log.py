@@ -193,18 +193,17 @@ def perf_log(config: Config, info: ModelInfo) -> Iterator[PerfLog | None]:
 
     Yields ``None`` if no log is configured, and also, after a warning, if the file cannot be used.
     """
-    path = config.operations.perf_log
-    if path is None:
-        yield None
-        return
+    path, opened = config.operations.perf_log, None
+    if path is not None:
+        try:
+            opened = PerfLog(path, run_header(config, info), max_bytes=config.operations.perf_log_mb * MIB)
+        except PerfLogError as error:
+            log.warning("there is no perf log; the daemon continues", path=str(path), reason=str(error))
     try:
-        opened = PerfLog(path, run_header(config, info), max_bytes=config.operations.perf_log_mb * MIB)
-    except PerfLogError as error:
-        log.warning("there is no perf log; the daemon continues", path=str(path), reason=str(error))
-        yield None
-        return
-    with contextlib.closing(opened):
         yield opened
+    finally:
+        if opened is not None:
+            opened.close()
 
 
 def run_header(config: Config, info: ModelInfo) -> Header:

@@ -411,7 +411,8 @@ def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False) -> Iterat
         OSError, ValueError: the file cannot be mapped, or is shorter.
     """
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    populate = getattr(mmap, "MAP_POPULATE", 0)  # one system call instead of a page fault every 4 KiB
+    # one system call instead of a page fault every 4 KiB; for writing it would fault every page in twice
+    populate = 0 if write else getattr(mmap, "MAP_POPULATE", 0)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     size = offset - start + n_bytes
     with mmap.mmap(fd, size, mmap.MAP_SHARED | populate, protection, offset=start) as mapping:

@@ -8,8 +8,8 @@ from typing import Final, Literal
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.view import SequenceView
 
-FIRST_BYTES_PER_MS: Final = {"save": 2e6, "load": 1e7, "read": 1e6}
-"""Copy rates that are assumed until there are measurements; reading is per thread."""
+FIRST_BYTES_PER_MS: Final = {"save": 2e6, "load": 1e7, "read": 2e6}
+"""Copy rates that are assumed until there are measurements."""
 
 LEARN_FROM_BYTES: Final = 4_000_000
 """In a smaller copy most of the time is overhead, so it says little about the rate."""
@@ -27,12 +27,11 @@ class StepTimings:
     Args:
         cost: what is known of steps at the start.
         n_batch: tokens of one call.
-        readers: threads that verify one state together.
     """
 
-    def __init__(self, cost: CostModel, n_batch: int, readers: int = 1) -> None:
+    def __init__(self, cost: CostModel, n_batch: int) -> None:
         self.cost = cost
-        self._bytes_per_ms = {**FIRST_BYTES_PER_MS, "read": readers * FIRST_BYTES_PER_MS["read"]}
+        self._bytes_per_ms = dict(FIRST_BYTES_PER_MS)
         self._n_batch = n_batch
 
     def record_step(self, work: Work, ms: float) -> None:

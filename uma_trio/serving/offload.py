@@ -78,10 +78,6 @@ class StateFiles(Protocol):
     """Where states are kept.  All methods block, and raise ``StateFileError`` with the reason."""
 
     @property
-    def readers(self) -> int:
-        """Threads that verify one state together."""
-
-    @property
     def used_bytes(self) -> int:
         """Size of all files that count towards the limit; does not block for long."""
 

@@ -92,7 +92,7 @@ class Scheduler:
         self._config = config
         self._stats = Stats(self.info, perf, debug=config.operations.debug)
         self.telemetry = self._stats.telemetry
-        self.timings = StepTimings(cost or CostModel(), self.info.n_batch, 1 if files is None else files.readers)
+        self.timings = StepTimings(cost or CostModel(), self.info.n_batch)
         self.cache = _cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)
         self.offloader = Offloader(
             self.cache,

@@ -30,8 +30,8 @@ class NotAPerfLog(ValueError):
 
 
 class _Record(msgspec.Struct, tag_field="kind", omit_defaults=True):
-    """Fields that equal their default are left out of the file. A name that ends in ``_s`` counts seconds since the
-    start of the run."""
+    """A line of the log. docs/PERF_LOG.md explains each field. A name that ends in ``_s`` counts seconds since the
+    start of the run; one that ends in ``_ms`` is a duration."""
 
 
 class Header(_Record, kw_only=True, tag="header", omit_defaults=False):
@@ -40,34 +40,26 @@ class Header(_Record, kw_only=True, tag="header", omit_defaults=False):
     format: str = FORMAT
     version: int = VERSION
     uma_trio: str
-    """Version of uma-trio."""
     llama_cpp: str | None
-    """What the llama.cpp library was built from; ``None`` if unknown."""
     started: str
-    """Wall-clock time of the start, ISO 8601."""
     clock_s: float
     """The monotonic clock at the start. The writer subtracts it from all times of the run."""
     model: str
-    """File name."""
     description: str = ""
-    """llama.cpp's description: architecture, size, quantisation."""
     size_bytes: int | None = None
-    """Size of the weights."""
     n_ctx: int
     n_seq_max: int
     n_batch: int
     scheduling: dict[str, Any] = {}
-    """The settings of the section ``scheduling``."""
 
 
 class TickRecord(_Record, kw_only=True, tag="tick"):
     """One tick: what it computed, and where its time went."""
 
     start_s: float
-    decode_seq_ids: Sequence[int] = ()
-    """Sequences that decoded."""
-    prefill_chunks: Sequence[tuple[int, int]] = ()
-    """One pair (sequence id, number of prompt tokens) for each prompt that was prefilled."""
+    decode_seq_ids: Sequence[int] = []
+    prefill_chunks: Sequence[tuple[int, int]] = []
+    """Pairs of a sequence id and a number of prompt tokens."""
     tokens: int = 0
     """Generated tokens, accepted draft tokens included."""
     context_tokens: int = 0
@@ -75,21 +67,17 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     prefill_context: float = 0.0
     """Mean number of tokens in front of a prompt token of this tick."""
     decode_calls: int = 1
-    """Calls of ``llama_decode``."""
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     predicted_ms: float | None = None
-    """The cost model's prediction of ``decode_ms + sample_ms``."""
+    """The cost model's prediction of ``duration_ms``."""
     decode_ms: float = 0.0
-    """Time in ``llama_decode``."""
     sample_ms: float = 0.0
     host_gap_ms: float | None = None
     """Time since the end of the previous tick; ``None`` if there was no work in between."""
     queue_depth: int = 0
     bytes_moved: float | None = None
-    """Estimated memory traffic."""
     memory_bandwidth_share: float | None = None
-    """Estimated memory traffic as a fraction of what the device can move in that time."""
 
     @property
     def n_decodes(self) -> int:
@@ -116,22 +104,17 @@ class RequestRecord(_Record, kw_only=True, tag="request"):
     """One finished request. It holds no prompt and no text."""
 
     id: str
-    """As the client named it."""
     principal: str = ""
     priority: str = "normal"
     arrived_s: float
     admitted_s: float | None = None
-    """When the request left the queue."""
     first_token_s: float | None = None
     finished_s: float
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that were in the KV cache already."""
     completion_tokens: int = 0
     finish_reason: str
-    """``stop``, ``length``, ``cancelled``, or an error code."""
-    inter_token_ms: Sequence[float] = ()
-    """Times between tokens. Pauses in which the client did not read are left out."""
+    inter_token_ms: Sequence[float] = []
 
     @property
     def ttft_ms(self) -> float | None:
@@ -142,26 +125,12 @@ class Trailer(_Record, kw_only=True, tag="end", omit_defaults=False):
     """The last line of a run that ended in order."""
 
     dropped_records: int = 0
-    """Records that were not written, because the disk was too slow."""
 
 
 class PerfSink(Protocol):
     """Takes records. ``write`` neither blocks nor fails, and owns the record from then on."""
 
     def write(self, record: TickRecord | RequestRecord) -> None: ...
-
-
-@attrs.define(kw_only=True)
-class Run:
-    """What one start of the daemon wrote."""
-
-    header: Header
-    ticks: list[TickRecord] = attrs.field(factory=list)
-    requests: list[RequestRecord] = attrs.field(factory=list)
-    """In the order in which they finished."""
-    trailer: Trailer | None = None
-    """``None`` if the daemon still runs or was killed."""
-    unreadable_lines: int = 0
 
 
 _encoder: Final = msgspec.json.Encoder()
@@ -179,6 +148,19 @@ def encode(record: Header | TickRecord | RequestRecord | Trailer, origin_s: floa
         if isinstance(record, RequestRecord):
             record.inter_token_ms = [round(value, 2) for value in record.inter_token_ms]
     return _encoder.encode(record) + b"\n"
+
+
+@attrs.define(kw_only=True)
+class Run:
+    """What one start of the daemon wrote."""
+
+    header: Header
+    ticks: list[TickRecord] = attrs.field(factory=list)
+    requests: list[RequestRecord] = attrs.field(factory=list)
+    """In the order in which they finished."""
+    trailer: Trailer | None = None
+    """``None`` if the daemon still runs or was killed."""
+    unreadable_lines: int = 0
 
 
 def decode(*parts: bytes) -> list[Run]:
@@ -200,22 +182,21 @@ def decode(*parts: bytes) -> list[Run]:
         try:
             record = _decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            if runs and line:
-                runs[-1].unreadable_lines += 1
+            if not runs:
+                raise NotAPerfLog("its first header is damaged") from None
+            runs[-1].unreadable_lines += bool(line)
             continue
         if isinstance(record, Header):
             if record.version != VERSION:
                 raise NotAPerfLog(f"its format has version {record.version}; this uma-trio reads version {VERSION}")
-            if not (runs and runs[-1].header == record):
+            if not runs or runs[-1].header != record:
                 runs.append(Run(header=record))
-        elif runs:
-            run = runs[-1]
-            if isinstance(record, TickRecord):
-                run.ticks.append(record)
-            elif isinstance(record, RequestRecord):
-                run.requests.append(record)
-            else:
-                run.trailer = record
+        elif isinstance(record, TickRecord):
+            runs[-1].ticks.append(record)
+        elif isinstance(record, RequestRecord):
+            runs[-1].requests.append(record)
+        else:
+            runs[-1].trailer = record
     if not runs:
         raise NotAPerfLog("its first header is incomplete")
     return runs

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
-import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 
@@ -19,46 +18,57 @@ from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord
 Floats = npt.NDArray[np.float64]
 
 N_LONGEST: Final = 10
+LONGEST_FIELDS: Final = (
+    *("start_s", "duration_ms", "predicted_ms"),
+    *("n_decodes", "context_tokens", "queue_depth", "prefill_chunks"),
+)
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """The figures of a run, as ``uma-trio perf report --json`` prints them. Figures without data are ``None``."""
+    """The figures of a run, as ``uma-trio perf report --json`` prints them. A figure without data is ``None``."""
     ticks, requests = run.ticks, run.requests
-    duration_s = _duration_s(run)
-    tokens = sum(tick.tokens for tick in ticks)
     admitted = [request for request in requests if request.admitted_s is not None]
     has_prefill = column(ticks, "n_prefills") > 0
-    n_sequences = column(ticks, "n_decodes") + column(ticks, "n_prefills")
+    total = {
+        name: sum(getattr(tick, name) for tick in ticks)
+        for name in ("tokens", "prompt_tokens", "draft_tokens", "accepted_draft_tokens", "decode_calls")
+    }
+    cached_tokens = sum(request.cached_tokens for request in admitted)
+    n_sequences = sum(tick.n_decodes + tick.n_prefills for tick in ticks)
+    bandwidth = quantiles(column(ticks, "memory_bandwidth_share"))
+    duration_s = _duration_s(run)
     return {
-        "header": msgspec.to_builtins(run.header),
         "closed": run.trailer is not None,
         "dropped_records": run.trailer.dropped_records if run.trailer is not None else 0,
         "unreadable_lines": run.unreadable_lines,
         "duration_s": duration_s,
-        "requests": dict(Counter(request.finish_reason for request in requests)),
-        "tokens": tokens,
-        "tokens_per_s": round(tokens / duration_s, 3) if duration_s else 0.0,
-        "prompt_tokens": sum(tick.prompt_tokens for tick in ticks),
-        "requested_prompt_tokens": sum(request.prompt_tokens for request in admitted),
-        "cached_tokens": sum(request.cached_tokens for request in admitted),
-        "draft_tokens": sum(tick.draft_tokens for tick in ticks),
-        "accepted_draft_tokens": sum(tick.accepted_draft_tokens for tick in ticks),
         "ticks": len(ticks),
-        "decode_calls": sum(tick.decode_calls for tick in ticks),
-        "avg_batch": round(float(n_sequences.mean()), 3) if ticks else None,
-        "inter_token_ms": quantiles(inter_token_ms(requests)),
-        "ttft_ms": quantiles(column(requests, "ttft_ms")),
-        "ttft_by_load": _ttft_by_load(run),
-        "queue_ms": quantiles(1e3 * (column(admitted, "admitted_s") - column(admitted, "arrived_s"))),
-        "tick_ms": quantiles(column(ticks, "duration_ms")),
-        "decode_ms": quantiles(column(ticks, "decode_ms")),
-        "sample_ms": quantiles(column(ticks, "sample_ms")),
-        "host_gap_ms": quantiles(column(ticks, "host_gap_ms")),
-        "memory_bandwidth_share": quantiles(column(ticks, "memory_bandwidth_share")),
+        **total,
+        "tokens_per_s": _ratio(total["tokens"], duration_s),
+        "cached_tokens": cached_tokens,
+        "cache_hit_rate": _ratio(cached_tokens, sum(request.prompt_tokens for request in admitted)),
+        "acceptance_rate": _ratio(total["accepted_draft_tokens"], total["draft_tokens"]),
+        "avg_batch": _ratio(n_sequences, len(ticks)),
+        "memory_bandwidth_share": bandwidth["p50"],
+        "header": msgspec.to_builtins(run.header),
+        "requests": dict(Counter(request.finish_reason for request in requests)),
         "time_share": _time_share(ticks, duration_s),
-        "prediction": {"decode_only": _prediction(ticks, ~has_prefill), "prefill": _prediction(ticks, has_prefill)},
+        "latency_ms": {
+            "inter_token": quantiles(inter_token_ms(requests)),
+            "ttft": quantiles(column(requests, "ttft_ms")),
+            **_ttft_by_load(run),
+            "queue": quantiles(1e3 * (column(admitted, "admitted_s") - column(admitted, "arrived_s"))),
+            "tick": quantiles(column(ticks, "duration_ms")),
+            "decode": quantiles(column(ticks, "decode_ms")),
+            "sample": quantiles(column(ticks, "sample_ms")),
+            "host_gap": quantiles(column(ticks, "host_gap_ms")),
+        },
+        "prediction_error": {
+            "decode_only": _prediction_error(ticks, ~has_prefill),
+            "prefill": _prediction_error(ticks, has_prefill),
+        },
         "longest_ticks": [
-            msgspec.structs.asdict(tick) | {"duration_ms": tick.duration_ms, "decodes": tick.n_decodes}
+            {name: getattr(tick, name) for name in LONGEST_FIELDS}
             for tick in sorted(ticks, key=lambda tick: -tick.duration_ms)[:N_LONGEST]
         ],
     }
@@ -69,15 +79,13 @@ def column(records: Sequence[TickRecord] | Sequence[RequestRecord], name: str) -
     return np.array([getattr(record, name) for record in records], dtype=np.float64)
 
 
-def quantiles(values: Iterable[float] | Floats) -> dict[str, Any]:
+def quantiles(values: Floats) -> dict[str, Any]:
     """Count, p50, p95, p99 and maximum. NaN counts as not measured."""
-    found = np.asarray(values, dtype=np.float64)
-    found = found[~np.isnan(found)]
-    at = np.percentile(found, (50, 95, 99, 100)) if len(found) else (None,) * 4
-    names = ("p50", "p95", "p99", "max")
-    return {"n": len(found)} | {
-        name: None if value is None else round(float(value), 4) for name, value in zip(names, at, strict=True)
-    }
+    found = values[~np.isnan(values)]
+    if not len(found):
+        return {"n": 0, "p50": None, "p95": None, "p99": None, "max": None}
+    p50, p95, p99, top = [round(float(value), 4) for value in np.percentile(found, (50, 95, 99, 100))]
+    return {"n": len(found), "p50": p50, "p95": p95, "p99": p99, "max": top}
 
 
 def inter_token_ms(requests: Iterable[RequestRecord]) -> Floats:
@@ -109,8 +117,8 @@ def prediction_errors(ticks: Sequence[TickRecord]) -> Floats:
 
 def _duration_s(run: Run) -> float:
     """Time from the first recorded event to the last."""
-    begins = [*[tick.start_s for tick in run.ticks[:1]], *[request.arrived_s for request in run.requests]]
-    ends = [*[tick.end_s for tick in run.ticks[-1:]], *[request.finished_s for request in run.requests]]
+    begins = [tick.start_s for tick in run.ticks[:1]] + [request.arrived_s for request in run.requests]
+    ends = [tick.end_s for tick in run.ticks[-1:]] + [request.finished_s for request in run.requests]
     return round(max(ends) - min(begins), 6) if begins else 0.0
 
 
@@ -125,24 +133,25 @@ def _time_share(ticks: Sequence[TickRecord], duration_s: float) -> dict[str, flo
     return shares | {"idle": max(0.0, round(1 - sum(shares.values()), 4))}
 
 
-def _prediction(ticks: Sequence[TickRecord], selected: npt.NDArray[np.bool_]) -> dict[str, Any]:
+def _prediction_error(ticks: Sequence[TickRecord], selected: npt.NDArray[np.bool_]) -> dict[str, Any]:
     """Relative errors of the cost model. A bias above 0 means that ticks were faster than predicted."""
     errors = prediction_errors(ticks)
     selected = selected & ~np.isnan(errors)
-    if not selected.any():
-        return {"ticks": 0, "median_error": None, "p95_error": None, "bias": None}
-    median, p95 = np.percentile(np.abs(errors[selected]), (50, 95))
-    bias = column(ticks, "predicted_ms")[selected].sum() / column(ticks, "duration_ms")[selected].sum() - 1
-    figures = {"median_error": median, "p95_error": p95, "bias": bias}
-    return {"ticks": int(selected.sum())} | {name: round(float(value), 4) for name, value in figures.items()}
+    sizes = quantiles(np.abs(errors[selected]))
+    predicted, measured = (column(ticks, name)[selected].sum() for name in ("predicted_ms", "duration_ms"))
+    return {**sizes, "bias": _ratio(predicted - measured, measured)}
 
 
-def _ttft_by_load(run: Run) -> list[dict[str, Any]]:
+def _ttft_by_load(run: Run) -> dict[str, Any]:
     """Time to first token by the number of other requests: 0, 1, 2 to 3, 4 to 7 and so on."""
     answered = [request for request in run.requests if request.ttft_ms is not None]
     bins = np.ceil(np.log2(load_at(run.ticks, column(answered, "arrived_s")) + 1)).astype(int)
     ttft_ms = column(answered, "ttft_ms")
-    return [
-        {"min": 1 << n - 1 if n else 0, "max": (1 << n) - 1, "ttft_ms": quantiles(ttft_ms[bins == n])}
+    return {
+        f"ttft_load_{1 << n - 1}_to_{(1 << n) - 1}" if n > 1 else f"ttft_load_{n}": quantiles(ttft_ms[bins == n])
         for n in sorted(set(bins.tolist()))
-    ]
+    }
+
+
+def _ratio(part: float, total: float) -> float | None:
+    return round(float(part / total), 4) if total else None
