@@ -1,4 +1,4 @@
-"""The commands as people run them: processes, pipes, exit codes, Ctrl-C."""
+"""The commands as processes: pipes, exit codes, signals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_question_is_answered(ask, daemon):
     assert found.stdout == expected + "\n"
 
 
-def test_the_question_by_prompt_or_stdin_is_the_same(ask):
+def test_the_question_can_come_from_prompt_or_stdin(ask):
     answer = ask(QUESTION).stdout
     for found in (
         ask("--prompt", QUESTION),
@@ -81,18 +81,18 @@ def test_json_prints_the_events(ask):
     assert json.loads(whole)["text"]
 
 
-def test_raw_completes_the_text_itself(ask, daemon):
+def test_raw_continues_the_text(ask, daemon):
     found = ask("--raw", "--max-tokens", 12, "Once upon a time")
     assert found.stdout.rstrip("\n") == daemon.ask(prompt="Once upon a time", max_tokens=12).text.rstrip("\n")
 
 
-def test_system_goes_before_the_question(ask, daemon):
+def test_system_message(ask, daemon):
     found = ask("--system", "Answer briefly.", "--max-tokens", 20, QUESTION)
     chat = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": QUESTION}]
     assert found.stdout.strip() == daemon.ask(messages=chat, max_tokens=20).text.strip()
 
 
-def test_sampling_options_arrive(ask):
+def test_sampling_options(ask):
     sampled = [
         ask("--raw", "--temp", 5, "--top-k", 50, "--seed", seed, "--max-tokens", 12, "x").stdout for seed in (1, 1, 2)
     ]
@@ -105,7 +105,7 @@ def test_sampling_options_arrive(ask):
     )
 
 
-def test_several_answers_one_after_another(ask, daemon):
+def test_several_answers(ask, daemon):
     options = ("--n", 3, "--temp", 2, "--seed", 5, "--max-tokens", 12)
     found = ask(*options, QUESTION)
     chat = [{"role": "user", "content": QUESTION}]
@@ -115,10 +115,10 @@ def test_several_answers_one_after_another(ask, daemon):
     events = [json.loads(line) for line in ask("--json", *options, QUESTION).stdout.splitlines()]
     assert {event["index"] for event in events} == {0, 1, 2}
     assert sum(event["event"] == "eos" for event in events) == 3
-    assert len(events) > 3, "as JSON they are streamed"
+    assert len(events) > 3, "JSON events are streamed"
 
 
-def test_logprobs_are_in_the_events(ask):
+def test_logprobs_in_events(ask):
     events = [
         json.loads(line) for line in ask("--json", "--logprobs", 2, "--max-tokens", 3, QUESTION).stdout.splitlines()
     ]
@@ -138,7 +138,7 @@ def test_stats_go_to_stderr(ask):
         (["--raw", "x " * 20_000], "E_LIMIT_CONTEXT"),
     ],
 )
-def test_what_the_server_refuses_is_2(ask, arguments, words):
+def test_a_refused_request_exits_with_2(ask, arguments, words):
     found = ask(*arguments)
     assert found.returncode == 2
     assert found.stdout == ""
@@ -147,13 +147,13 @@ def test_what_the_server_refuses_is_2(ask, arguments, words):
     assert found.stderr.count("\n") == 1
 
 
-def test_a_question_larger_than_a_frame_is_2_and_says_so(ask):
+def test_a_question_larger_than_a_frame_exits_with_2(ask):
     found = ask(stdin="x" * (3 << 20))
     assert (found.returncode, found.stdout) == (2, "")
     assert "E_PROTO_FRAME_TOO_LARGE" in found.stderr
 
 
-def test_no_server_is_2(tmp_path):
+def test_no_server_exits_with_2(tmp_path):
     for path in (tmp_path / "none", tmp_path):
         found = uma("ask", "--socket", path, QUESTION)
         assert found.returncode == 2
@@ -176,7 +176,7 @@ TOKEN = frame(b'{"id":"ask","event":"token","text":"Par","token_id":1}')
         frame(b"\xa1\x62id\xff"),
     ],
 )
-def test_a_server_that_breaks_the_protocol_is_3(tmp_path, answer):
+def test_a_server_that_breaks_the_protocol_exits_with_3(tmp_path, answer):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -201,7 +201,7 @@ def test_a_server_that_breaks_the_protocol_is_3(tmp_path, answer):
     "arguments",
     [[QUESTION, "--prompt", "x"], ["--temp", "-1", "x"], ["--top-p", "0", "x"], ["--raw", "--system", "x", "y"]],
 )
-def test_misuse_is_told_at_once(arguments):
+def test_wrong_usage_fails_before_connecting(arguments):
     found = uma("ask", "--socket", "/nowhere", *arguments)
     assert found.returncode == 2
     assert "Usage:" in found.stderr
@@ -226,8 +226,8 @@ def test_an_interrupt_cancels_on_the_server(daemon, number):
     assert rest.endswith("\n")
 
 
-def test_a_reader_that_leaves_ends_it_quietly(daemon):
-    """As with ``| head -1``."""
+def test_a_closed_stdout_ends_the_command_quietly(daemon):
+    """Like ``| head -1``."""
     with start(
         *("ask", "--socket", daemon.socket, "--max-tokens", "3000", "Count from 1 to 990."),
         stdout=subprocess.PIPE,
@@ -242,10 +242,10 @@ def test_a_reader_that_leaves_ends_it_quietly(daemon):
     daemon.settled()
 
 
-# -- the others -----------------------------------------------------------------------------------
+# -- other commands ----------------------------------------------------------------------------------
 
 
-def test_metrics_for_people_and_for_programs(daemon):
+def test_metrics_as_text_and_as_json(daemon):
     found = uma("metrics", "--socket", daemon.socket)
     assert found.returncode == 0
     assert "tokens_total" in found.stdout
@@ -288,7 +288,7 @@ def test_tokenize(library):
     assert len(lines) == count == len(ids) == len(rows)
     assert [int(token) for token in ids] == [row["id"] for row in rows] == [int(line.split()[0]) for line in lines]
     utf8 = text.encode()
-    assert (rows[0]["start"], rows[0]["end"]) == (0, 0), "BOS stands for no bytes"
+    assert (rows[0]["start"], rows[0]["end"]) == (0, 0), "BOS has an empty byte range"
     assert b"".join(utf8[row["start"] : row["end"]] for row in rows) == utf8
     assert [line.split()[1] for line in lines] == [f"{row['start']}-{row['end']}" for row in rows]
 
@@ -303,7 +303,7 @@ def test_tokenize_and_back(library):
     assert found == {"ids": [int(word) for word in ids.split()], "text": "<|bos|>" + text}
 
 
-def test_tokenize_control_tokens_as_letters(library):
+def test_tokenize_control_tokens_as_text(library):
     text = "<|im_end|>"
     assert uma("tokenize", "--count", text).stdout == "2\n"
     letters = uma("tokenize", "--no-special", "--ids", text).stdout
@@ -318,18 +318,18 @@ def test_tokenize_control_tokens_as_letters(library):
         (["--decode", "9" * 20], 1, "is not in [0, "),
         (["--decode", "1 two"], 2, "'two' is not a token id"),
         (["--decode", "9" * 5000], 2, "is not a token id"),
-        (["--decode", "1", "text"], 2, "--decode takes ids"),
-        (["--decode", "1", "--count"], 2, "--decode takes ids"),
+        (["--decode", "1", "text"], 2, "--decode takes token ids"),
+        (["--decode", "1", "--count"], 2, "--decode takes token ids"),
     ],
 )
-def test_tokenize_ids_that_are_none(library, arguments, code, said):
+def test_tokenize_wrong_ids(library, arguments, code, said):
     found = uma("tokenize", *arguments)
     assert (found.returncode, found.stdout) == (code, "")
     assert said in found.stderr
 
 
-def test_tokenize_what_is_not_utf8(library):
-    """As an argument and from stdin: a replacement character for each byte that is wrong."""
+def test_tokenize_invalid_utf8(library):
+    """Each invalid byte becomes a replacement character, in an argument and from stdin."""
     command = [sys.executable, "-m", "uma_trio", "tokenize", "--ids"]
     options = {"cwd": ROOT, "capture_output": True, "timeout": 60, "env": environment()}
     given = subprocess.run([*command, b"a\xffb"], **options).stdout
@@ -344,7 +344,7 @@ def test_tokenize_without_a_model(library, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["serve", "ask", "demo", "metrics", "tokenize", "doctor", "completion"])
-def test_each_command_has_its_help(name):
+def test_each_command_has_help(name):
     found = uma(name, "--help")
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("Usage: ")
@@ -362,14 +362,14 @@ def test_each_command_has_its_help(name):
         (["--config", "/nowhere.yaml"], "cannot read"),
     ],
 )
-def test_serve_names_what_is_wrong_with_a_flag(arguments, words):
+def test_serve_explains_a_wrong_flag(arguments, words):
     found = uma("serve", *arguments)
     assert found.returncode == 2
     assert words in found.stderr
     assert "Traceback" not in found.stderr
 
 
-def test_serve_names_the_nearest_key_of_a_file_and_a_variable(tmp_path):
+def test_serve_suggests_the_nearest_key_and_variable(tmp_path):
     file = tmp_path / "uma.yaml"
     file.write_text("model:\n  treads: 3\n")
     assert "did you mean threads?" in uma("serve", "--config", file).stderr
@@ -384,7 +384,7 @@ def test_serve_names_the_nearest_key_of_a_file_and_a_variable(tmp_path):
     assert (found.returncode, "did you mean UMA_MAX_CONNECTIONS?" in found.stderr) == (2, True)
 
 
-def test_help_is_quick_because_it_imports_little():
+def test_help_imports_little():
     code = (
         "import sys\nfrom uma_trio.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
@@ -404,6 +404,6 @@ def test_version():
     assert uma("--version").stdout.strip()
 
 
-def test_the_fixtures_say_what_is_missing(monkeypatch, tmp_path):
+def test_the_fixtures_explain_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("UMA_LLAMA_DIR", str(tmp_path))
     assert "build_llama.sh" in missing()

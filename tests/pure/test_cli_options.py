@@ -1,4 +1,4 @@
-"""The command line: a flag for every setting, a help text for every option, no command that is slow to say so."""
+"""The command line: every setting has a flag, and every command and option has a help text."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ from uma_trio import config
 from uma_trio.cli import COMMANDS, main
 from uma_trio.cli.serve import command as serve
 
-HERE = [name for name in COMMANDS if importlib.util.find_spec(f"uma_trio.cli.{name}") is not None]
+INSTALLED = [name for name in COMMANDS if importlib.util.find_spec(f"uma_trio.cli.{name}") is not None]
 
 
 def run(*args: str, env: dict[str, str] | None = None) -> tuple[int, str]:
@@ -34,8 +34,8 @@ def test_help_lists_every_command_without_importing_it() -> None:
     assert run("-h") == (code, shown)
 
 
-@pytest.mark.parametrize("name", HERE)
-def test_each_command_explains_itself(name: str) -> None:
+@pytest.mark.parametrize("name", INSTALLED)
+def test_each_command_has_a_help_text(name: str) -> None:
     command = importlib.import_module(f"uma_trio.cli.{name}").command
     assert isinstance(command, click.Command)
     assert command.name == name
@@ -50,7 +50,7 @@ def test_each_command_explains_itself(name: str) -> None:
     assert flags_of(command) <= set(re.findall(r"--?[a-z][a-z-]*", shown))
 
 
-def test_a_command_that_there_is_not() -> None:
+def test_an_unknown_command() -> None:
     code, shown = run("server")
     assert code == 2
     assert "server" in shown
@@ -84,7 +84,7 @@ def test_the_help_of_serve_shows_defaults_and_choices() -> None:
             assert f"[default: {text}]" in flat
 
 
-def test_print_config_is_a_file_that_means_the_same(tmp_path: Path) -> None:
+def test_print_config_writes_a_file_with_the_same_settings(tmp_path: Path) -> None:
     code, shown = run(
         "serve", "--print-config", "--ctx", "2000", "--no-mmap", env={"UMA_MAX_QUEUE": "7", "UMA_CTX": "5000"}
     )
@@ -97,7 +97,7 @@ def test_print_config_is_a_file_that_means_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["--max-queue", "-1"], "--max-queue: max_queue must be a whole number from 0 to 1000000, not '-1'"),
         (["--protocol", "http"], "protocol must be one of auto, json, cbor, newline, not 'http'"),
@@ -106,15 +106,15 @@ def test_print_config_is_a_file_that_means_the_same(tmp_path: Path) -> None:
         (["--max-que", "1"], "--max-que"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], said: str) -> None:
+def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], message: str) -> None:
     code, shown = run("serve", *args)
     assert code == 2
-    assert said in " ".join(shown.split())
+    assert message in " ".join(shown.split())
     assert "Traceback" not in shown
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["a", "--prompt", "b"], "give the question once"),
         (["a", "--raw", "--system", "b"], "no place for --system"),
@@ -134,14 +134,14 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], said: 
         (["a", "--priority", "high"], "--priority"),
     ],
 )
-def test_ask_refuses_before_it_connects(args: list[str], said: str) -> None:
+def test_ask_refuses_before_it_connects(args: list[str], message: str) -> None:
     code, shown = run("ask", *args)
     assert code == 2
-    assert said in shown
+    assert message in shown
 
 
 @pytest.mark.parametrize("command", [["ask", "hello"], ["metrics"]])
-def test_no_daemon_is_one_sentence_with_the_remedy(command: list[str], tmp_path: Path) -> None:
+def test_without_a_daemon_the_error_is_one_sentence_with_a_remedy(command: list[str], tmp_path: Path) -> None:
     code, shown = run(*command, "--socket", str(tmp_path / "none.sock"))
     assert code == 2
     assert shown.count("\n") == 1
@@ -170,7 +170,7 @@ def test_the_request_that_ask_sends() -> None:
     assert (found.stops, found.slo.priority, found.stream) == (("x", "y"), "background", True)
 
 
-def test_ask_says_nothing_of_what_it_was_not_told() -> None:
+def test_ask_sends_only_the_fields_that_are_given() -> None:
     from uma_trio.cli.ask import _request
     from uma_trio.cli.ask import command as ask
 

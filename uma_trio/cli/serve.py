@@ -34,7 +34,24 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command("serve", short_help="Load a model once and serve it to many clients.")
+class _ServeCommand(click.Command):
+    """A command whose help groups the flags by the sections of the configuration."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections = {setting.name: setting.section for setting in config.settings()}
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None:
+                section = sections.get(option.name or "")
+                title = f"{section.capitalize()} options" if section else "Options"
+                groups.setdefault(title, []).append(record)
+        for title in sorted(groups, key=lambda title: title != "Options"):
+            with formatter.section(title):
+                formatter.write_dl(groups[title])
+
+
+@click.command("serve", cls=_ServeCommand, short_help="Load a model once and serve it to many clients.")
 @click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings.")
 @click.option("--print-config", is_flag=True, help="Print all settings as a YAML file, and exit.")
 @_options
