@@ -12,14 +12,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import trio
+from uma_trio.scheduler.state_files import saved_state
 
 from tests.support.asking import Client, asking
 from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
-from uma_trio.engine.records import EngineError, Mark
+from uma_trio.engine.messages import EngineError, Mark
 from uma_trio.kv.checkpoints import BEFORE_END
-from uma_trio.runner.state_files import saved_state
 
 LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
 TELLS = 150
@@ -29,7 +29,7 @@ TELLS = 150
 @pytest.fixture
 def make() -> Callable[..., FakeEngine]:
     """As the contract of engines wants it."""
-    return functools.partial(FakeEngine, rewinds=False)
+    return functools.partial(FakeEngine, can_truncate=False)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def story(n: int, length: int = 300) -> list[int]:
 
 
 def engine_of(unified: bool, checkpoints: int = 64) -> FakeEngine:
-    return FakeEngine(n_ctx=16_384, unified=unified, rewinds=False, checkpoints=checkpoints)
+    return FakeEngine(n_ctx=16_384, unified=unified, can_truncate=False, checkpoints=checkpoints)
 
 
 def is_right(client: Client) -> bool:
@@ -51,76 +51,76 @@ def is_right(client: Client) -> bool:
 
 @LAYOUTS
 async def test_a_chat_with_everything_that_happens_to_one(autojump_clock, unified):
-    async with asking(engine_of(unified)) as house:
-        first = await house.answer(story(1), TELLS)
-        again = await house.answer(story(1), TELLS)
+    async with asking(engine_of(unified)) as harness:
+        first = await harness.answer(story(1), TELLS)
+        again = await harness.answer(story(1), TELLS)
         turn = [*story(1), *first.tokens, *story(2, 100)]
-        second = await house.answer(turn, TELLS)
-        rewritten = await house.answer([*story(1), *first.tokens, *story(3, 90)], TELLS)
-        without_thoughts = await house.answer([*story(1), *first.tokens[-20:], *story(4, 50)], TELLS)
+        second = await harness.answer(turn, TELLS)
+        rewritten = await harness.answer([*story(1), *first.tokens, *story(3, 90)], TELLS)
+        without_thoughts = await harness.answer([*story(1), *first.tokens[-20:], *story(4, 50)], TELLS)
         clients = [first, again, second, rewritten, without_thoughts]
         assert all(is_right(client) for client in clients)
         ended = 300 + TELLS - 1
         assert [client.cached for client in clients] == [0, 300 - BEFORE_END, ended, ended, 300 - BEFORE_END]
-        await house.clean()
+        await harness.clean()
 
 
 def computed(engine: FakeEngine) -> int:
     """Tokens that were fed."""
-    return sum(len(feed.tokens) for step in engine.steps for batch in step.batches for feed in batch)
+    return sum(len(feed.tokens) for step in engine.steps for batch in step.calls for feed in batch)
 
 
 @LAYOUTS
 @pytest.mark.parametrize("early", [False, True])
 async def test_what_many_begin_with_is_computed_once(autojump_clock, unified, early):
     """Whether they come together or while the first is being read."""
-    async with asking(engine_of(unified)) as house:
+    async with asking(engine_of(unified)) as harness:
         shared = story(1, 700)
         prompts = [[*shared, *story(n, 90)] for n in range(2, 10)]
-        clients = [house.ask(prompts[0], TELLS)]
+        clients = [harness.ask(prompts[0], TELLS)]
         if early:
-            while len(house.engine.steps) < 1:
+            while len(harness.engine.steps) < 1:
                 await trio.sleep(0.001)
-        clients += [house.ask(prompt, TELLS) for prompt in prompts[1:]]
-        await house.ended(*clients)
+        clients += [harness.ask(prompt, TELLS) for prompt in prompts[1:]]
+        await harness.ended(*clients)
         assert all(is_right(client) for client in clients)
         assert [client.cached for client in clients] == [0, *([700] * 7)]
-        assert computed(house.engine) == 700 + 8 * (90 + TELLS - 1)
-        await house.clean()
+        assert computed(harness.engine) == 700 + 8 * (90 + TELLS - 1)
+        await harness.clean()
 
 
 @LAYOUTS
 async def test_if_the_one_that_is_waited_for_goes_the_others_compute_it_once(autojump_clock, unified):
-    async with asking(engine_of(unified)) as house:
+    async with asking(engine_of(unified)) as harness:
         shared = story(1, 1500)
-        clients = [house.ask([*shared, *story(n, 90)], TELLS) for n in range(2, 6)]
-        while len(house.engine.steps) < 2:
+        clients = [harness.ask([*shared, *story(n, 90)], TELLS) for n in range(2, 6)]
+        while len(harness.engine.steps) < 2:
             await trio.sleep(0.001)
-        house.runner.cancel(clients[0].job)
-        await house.ended(*clients)
+        harness.scheduler.cancel(clients[0].sequence)
+        await harness.ended(*clients)
         assert all(is_right(client) for client in clients)
         assert [client.cached for client in clients[1:]] == [0, 1500, 1500]
-        await house.clean()
+        await harness.clean()
 
 
 @LAYOUTS
 async def test_one_after_another_with_one_beginning(autojump_clock, unified):
     """The second goes back to a place inside; where it leaves the first one the others begin."""
-    async with asking(engine_of(unified)) as house:
+    async with asking(engine_of(unified)) as harness:
         shared = story(1, 700)
-        clients = [await house.answer([*shared, *story(n, 90)], TELLS) for n in range(2, 6)]
+        clients = [await harness.answer([*shared, *story(n, 90)], TELLS) for n in range(2, 6)]
         assert all(is_right(client) for client in clients)
         assert [client.cached for client in clients] == [0, 384, 700, 700]
-        await house.clean()
+        await harness.clean()
 
 
 async def test_a_memory_that_can_be_cut_has_no_checkpoints(autojump_clock):
-    async with asking(FakeEngine()) as house:
+    async with asking(FakeEngine()) as harness:
         for n in (1, 2, 1):
-            await house.answer(story(n), TELLS)
-        assert not [edit for step in house.engine.steps for edit in step.edits if isinstance(edit, Mark)]
-        assert len(house.engine.steps) == 3 * TELLS, "and no prompt pauses"
-        await house.clean()
+            await harness.answer(story(n), TELLS)
+        assert not [edit for step in harness.engine.steps for edit in step.ops if isinstance(edit, Mark)]
+        assert len(harness.engine.steps) == 3 * TELLS, "and no prompt pauses"
+        await harness.clean()
 
 
 @LAYOUTS
@@ -128,69 +128,69 @@ async def test_a_memory_that_can_be_cut_has_no_checkpoints(autojump_clock):
 async def test_many_at_once(autojump_clock, unified, checkpoints):
     """The fake engine refuses one checkpoint more than there may be."""
     chance = random.Random(5)
-    async with asking(engine_of(unified, checkpoints)) as house:
+    async with asking(engine_of(unified, checkpoints)) as harness:
         told = [story(n, 120) for n in range(4)]
         for turn in range(12):
             clients = []
             for _ in range(6):
                 old = chance.choice(told)
                 prompt = [*old[: chance.choice([len(old), 130, 90])], *story(turn, chance.choice([3, 80]))]
-                clients.append(house.ask(prompt[:1500], chance.choice([5, 90])))
+                clients.append(harness.ask(prompt[:1500], chance.choice([5, 90])))
             await trio.sleep(chance.choice([0.0, 0.05]))
-            house.runner.cancel(clients[0].job)
+            harness.scheduler.cancel(clients[0].sequence)
             if turn % 5 == 4:
-                house.engine.fail_next = EngineError("it failed", fatal=turn > 6)
-            await house.ended(*clients)
+                harness.engine.fail_next = EngineError("it failed", fatal=turn > 6)
+            await harness.ended(*clients)
             assert all(is_right(client) for client in clients)
             told = [[*client.prompt, *client.tokens] for client in clients if client.tokens] or told
-        await house.clean()
-        assert house.engine.resets == 1
-        assert house.runner.telemetry.prefix_cache_hits_total > 12
-        assert len(house.engine.marks) == len(house.runner.cache._pool.marks) <= checkpoints
+        await harness.clean()
+        assert harness.engine.resets == 1
+        assert harness.scheduler.telemetry.prefix_cache_hits_total > 12
+        assert len(harness.engine.checkpoints) == len(harness.scheduler.cache._pool.checkpoints) <= checkpoints
 
 
 @LAYOUTS
 async def test_saved_and_loaded_again(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(engine_of(unified), files, spill_after_s=1e8) as house:
-        first = await house.answer(story(1), TELLS, durable=True)
+    async with asking(engine_of(unified), files, spill_after_s=1e8) as harness:
+        first = await harness.answer(story(1), TELLS, durable=True)
         turn = [*story(1), *first.tokens, *story(2, 100)]
-        await house.answer(turn, TELLS, durable=True)
+        await harness.answer(turn, TELLS, durable=True)
         with trio.fail_after(100):
-            await house.runner.states.save_everything()
+            await harness.scheduler.offloader.save_everything()
         assert len(files.states) == 1
     for prompt, cached in (
         (story(1) + story(3, 5), 300 - BEFORE_END),
         (turn, len(turn) - BEFORE_END),
         ([*story(1), *first.tokens, 5], 300 + TELLS - 1),
     ):
-        async with asking(engine_of(unified), files, spill_after_s=1e8) as house:
-            client = await house.answer(prompt, 2 * TELLS + 100)
+        async with asking(engine_of(unified), files, spill_after_s=1e8) as harness:
+            client = await harness.answer(prompt, 2 * TELLS + 100)
             assert is_right(client)
             assert client.cached == cached
-            await house.clean()
-            assert len(house.engine.marks) == len(house.runner.cache._pool.marks)
+            await harness.clean()
+            assert len(harness.engine.checkpoints) == len(harness.scheduler.cache._pool.checkpoints)
             assert files.open_files == 0
 
 
 async def test_cancelled_while_it_is_loaded_nothing_is_left(autojump_clock):
     files = MemoryFiles()
-    async with asking(engine_of(True), files, spill_after_s=1e8) as house:
-        first = await house.answer(story(1), TELLS, durable=True)
+    async with asking(engine_of(True), files, spill_after_s=1e8) as harness:
+        first = await harness.answer(story(1), TELLS, durable=True)
         with trio.fail_after(100):
-            await house.runner.states.save_everything()
+            await harness.scheduler.offloader.save_everything()
     prompt = [*story(1), *first.tokens, 5]
-    async with asking(engine_of(True), files, spill_after_s=1e8) as house:
+    async with asking(engine_of(True), files, spill_after_s=1e8) as harness:
         for patience in range(8):
-            client = house.ask(prompt, 50)
+            client = harness.ask(prompt, 50)
             for _ in range(patience):
                 await trio.lowlevel.checkpoint()
-            house.runner.cancel(client.job)
-            await house.clean()
-            assert len(house.engine.marks) == len(house.runner.cache._pool.marks)
-        client = await house.answer(prompt, 8)
+            harness.scheduler.cancel(client.sequence)
+            await harness.clean()
+            assert len(harness.engine.checkpoints) == len(harness.scheduler.cache._pool.checkpoints)
+        client = await harness.answer(prompt, 8)
         assert is_right(client)
-        await house.clean()
+        await harness.clean()
 
 
 @pytest.mark.parametrize(

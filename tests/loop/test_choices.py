@@ -11,7 +11,7 @@ import trio
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, serving
 from uma_trio.client import Eos, Event, Failure, ServerError, Token
-from uma_trio.engine.records import EngineError
+from uma_trio.engine.messages import EngineError
 from uma_trio.sampling import SamplingParams
 
 TEXT = "a prompt that is long enough to be shared"
@@ -32,15 +32,15 @@ async def asked(client: Any, **fields: Any) -> dict[int, list[Event]]:
     return found
 
 
-def prompt_tokens_computed(house: Serving) -> int:
-    return house.server.runner.telemetry.prompt_tokens_total
+def prompt_tokens_computed(harness: Serving) -> int:
+    return harness.scheduler.telemetry.prompt_tokens_total
 
 
 @pytest.mark.parametrize("n", [2, 5, 8])
 @pytest.mark.parametrize("encoding", ["json", "cbor"])
 async def test_each_answer_is_that_of_its_seed_alone(autojump_clock, encoding, n):
-    async with serving() as house:
-        async with house.client(encoding=encoding) as client:
+    async with serving() as harness:
+        async with harness.client(encoding=encoding) as client:
             found = await asked(client, n=n, max_tokens=9, **HOT)
             assert await client.receive() is None, "without keep_alive the server closes after the last"
         assert sorted(found) == [*range(n)]
@@ -49,68 +49,68 @@ async def test_each_answer_is_that_of_its_seed_alone(autojump_clock, encoding, n
             eos = events[-1]
             assert (type(eos), eos.seed, eos.reason) == (Eos, 7 + i, "length")
             assert eos.usage.completion_tokens == 9
-            async with house.client() as client:
+            async with harness.client() as client:
                 alone = await client.complete(prompt=TEXT, max_tokens=9, temperature=1.0, seed=7 + i)
             assert alone.text == said(i, 9)
             assert alone.index is None
-        await house.settled()
+        await harness.settled()
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
 async def test_the_prompt_is_computed_once(autojump_clock, unified):
     engine = FakeEngine(unified=unified, n_ctx=8192)
-    async with serving(engine) as house:
+    async with serving(engine) as harness:
         long = TEXT * 4
-        async with house.client() as client:
+        async with harness.client() as client:
             ends = await client.choices(prompt=long, n=8, max_tokens=5, **HOT)
-        assert prompt_tokens_computed(house) <= len(long) + 8
+        assert prompt_tokens_computed(harness) <= len(long) + 8
         assert sorted(eos.usage.cached_tokens for eos in ends) == [0] + [len(long) - 1] * 7
-        await house.settled()
+        await harness.settled()
 
 
 async def test_kept_apart_each_computes_its_own(autojump_clock):
-    async with serving() as house:
-        async with house.client() as client:
+    async with serving() as harness:
+        async with harness.client() as client:
             ends = await client.choices(prompt=TEXT, n=3, max_tokens=5, cache_prompt=False, **HOT)
         assert [eos.text for eos in ends] == [said(i, 5) for i in range(3)]
-        assert prompt_tokens_computed(house) == 3 * len(TEXT)
-        await house.settled()
+        assert prompt_tokens_computed(harness) == 3 * len(TEXT)
+        await harness.settled()
 
 
 async def test_more_than_there_are_sequences_queue(autojump_clock):
-    async with serving(FakeEngine(n_seq_max=2)) as house:
-        async with house.client() as client:
+    async with serving(FakeEngine(n_seq_max=2)) as harness:
+        async with harness.client() as client:
             ends = await client.choices(prompt=TEXT, n=16, max_tokens=5, echo=True, **HOT)
         assert [eos.text for eos in ends] == [TEXT + said(i, 5) for i in range(16)]
-        await house.settled()
+        await harness.settled()
 
 
 @pytest.mark.parametrize("free", [0, 1, 2])
 async def test_all_answers_are_taken_on_or_none(autojump_clock, free):
     """There are two sequences, and the queue has two places."""
-    async with serving(FakeEngine(n_seq_max=2), max_queue=2) as house, trio.open_nursery() as nursery:
+    async with serving(FakeEngine(n_seq_max=2), max_queue=2) as harness, trio.open_nursery() as nursery:
         others = []
         for _ in range(2 - free):
-            client = await house_client(nursery, house)
+            client = await house_client(nursery, harness)
             await client.send({"id": "o", "prompt": "other", "max_tokens": 200})
             others.append(client)
         await trio.sleep(0.05)
-        async with house.client() as client:
+        async with harness.client() as client:
             with pytest.raises(ServerError, match="E_LIMIT_QUEUE"):
                 await asked(client, n=free + 3, max_tokens=5, echo=True, **HOT)
-        house.server.runner.check_integrity()
-        assert len(house.server.runner.jobs()) == len(others)
-        async with house.client() as client:
+        harness.scheduler.check_integrity()
+        assert len(harness.scheduler.sequences()) == len(others)
+        async with harness.client() as client:
             ends = await client.choices(prompt=TEXT, n=free + 2, max_tokens=5, **HOT)
         assert len(ends) == free + 2
         nursery.cancel_scope.cancel()
 
 
-async def house_client(nursery: trio.Nursery, house: Serving) -> Any:
+async def house_client(nursery: trio.Nursery, harness: Serving) -> Any:
     """One that stays until the end."""
 
     async def hold(task_status: trio.TaskStatus[Any]) -> None:
-        async with house.client() as client:
+        async with harness.client() as client:
             task_status.started(client)
             await trio.sleep_forever()
 
@@ -119,8 +119,8 @@ async def house_client(nursery: trio.Nursery, house: Serving) -> Any:
 
 @pytest.mark.parametrize("after", [0, 1, 20])
 async def test_a_cancel_ends_all(autojump_clock, after):
-    async with serving(FakeEngine(n_seq_max=4)) as house:
-        async with house.client() as client:
+    async with serving(FakeEngine(n_seq_max=4)) as harness:
+        async with harness.client() as client:
             await client.send({"id": "a", "prompt": TEXT, "n": 6, "max_tokens": 300, "keep_alive": True, **HOT})
             events = [await client.receive() for _ in range(after)]
             await client.cancel("a")
@@ -130,36 +130,36 @@ async def test_a_cancel_ends_all(autojump_clock, after):
             assert {event.index for event in ends} == {*range(6)}
             assert {event.reason for event in ends} == {"cancelled"}
             assert len(await client.choices(prompt=TEXT, n=2, max_tokens=2)) == 2, "and the connection goes on"
-        await house.settled()
+        await harness.settled()
 
 
 async def test_a_closed_socket_ends_all(autojump_clock):
-    async with serving(FakeEngine(n_seq_max=4)) as house:
-        async with house.client() as client:
+    async with serving(FakeEngine(n_seq_max=4)) as harness:
+        async with harness.client() as client:
             await client.send({"id": "a", "prompt": TEXT, "n": 6, "max_tokens": 300, **HOT})
             await client.receive()
-        await house.settled()
-        assert house.server.runner.telemetry.requests["cancelled"] == 6
+        await harness.settled()
+        assert harness.scheduler.telemetry.requests["cancelled"] == 6
 
 
 async def test_answers_end_each_for_itself(autojump_clock):
     """One finds its stop token early; the others go on."""
     stops = {i: expected_continuation(PROMPT, 20, params=SamplingParams(1.0, seed=7 + i)) for i in range(4)}
     stop = next(token for token in stops[2] if all(token not in stops[i] for i in (0, 1, 3)))
-    async with serving() as house:
-        async with house.client() as client:
+    async with serving() as harness:
+        async with harness.client() as client:
             ends = await client.choices(prompt=TEXT, n=4, max_tokens=20, stop_token_ids=[stop], **HOT)
         assert [eos.reason for eos in ends] == ["length", "length", "stop", "length"]
         assert [eos.text for eos in ends] == [said(i, stops[2].index(stop) if i == 2 else 20) for i in range(4)]
-        await house.settled()
+        await harness.settled()
 
 
 async def test_a_failed_step_ends_those_that_were_in_it(autojump_clock):
-    async with serving(FakeEngine(n_seq_max=2)) as house:
-        async with house.client() as client:
+    async with serving(FakeEngine(n_seq_max=2)) as harness:
+        async with harness.client() as client:
             await client.send({"id": "a", "prompt": TEXT, "n": 4, "max_tokens": 40, "keep_alive": True, **HOT})
             events = [await client.receive() for _ in range(10)]
-            house.engine.fail_next = EngineError("gone", fatal=True)
+            harness.engine.fail_next = EngineError("gone", fatal=True)
             while len(ends := [event for event in events if not isinstance(event, Token)]) < 4:
                 events.append(await client.receive())
             assert [type(event) for event in ends] == [Failure, Failure, Eos, Eos]
@@ -168,27 +168,27 @@ async def test_a_failed_step_ends_those_that_were_in_it(autojump_clock):
                 3, 40
             )
             assert len(await client.choices(prompt=TEXT, n=2, max_tokens=2)) == 2
-        await house.settled()
+        await harness.settled()
 
 
 async def test_seeds_go_round_at_the_greatest(autojump_clock):
-    async with serving() as house:
-        async with house.client() as client:
+    async with serving() as harness:
+        async with harness.client() as client:
             ends = await client.choices(prompt=TEXT, n=3, max_tokens=2, temperature=1.0, seed=2**63 - 2)
         assert [eos.seed for eos in ends] == [2**63 - 2, 2**63 - 1, 0]
-        async with house.client() as client:
+        async with harness.client() as client:
             ends = await client.choices(prompt=TEXT, n=3, max_tokens=2, temperature=1.0)
         assert len({eos.seed for eos in ends}) == 3
-        await house.settled()
+        await harness.settled()
 
 
 async def test_a_timeout_ends_all(autojump_clock):
-    async with serving(request_timeout_s=1.0) as house:
-        async with house.client() as client:
+    async with serving(request_timeout_s=1.0) as harness:
+        async with harness.client() as client:
             await client.send({"id": "a", "prompt": TEXT, "n": 3, "max_tokens": 1000, **HOT})
             events = []
             while (event := await client.receive()) is not None:
                 events.append(event)
         ends = [event for event in events if not isinstance(event, Token)]
         assert [(event.code, event.index) for event in ends] == [("E_LIMIT_REQUEST_TIMEOUT", i) for i in range(3)]
-        await house.settled()
+        await harness.settled()

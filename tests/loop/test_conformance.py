@@ -10,7 +10,7 @@ from tests.support.engine_contract import *  # noqa: F403  (the tests)
 from tests.support.engine_contract import step
 from tests.support.fake_engine import FakeEngine
 from uma_trio.engine.calibrate import calibrate
-from uma_trio.engine.records import EngineError, Feed
+from uma_trio.engine.messages import EngineError, StepInput
 
 
 @pytest.fixture(
@@ -26,9 +26,9 @@ def prompts():
 
 
 def test_stricter_than_llama_cpp_it_wants_every_sequence_to_begin_at_zero():
-    """llama.cpp computes one that begins later, as if something stood before it; for the runner that is a defect."""
+    """llama.cpp computes one that begins later, as if something stood before it; for the scheduler that is a defect."""
     with pytest.raises(EngineError, match="fed at 3"):
-        FakeEngine().step(step(Feed(0, 3, [1, 2], ())))
+        FakeEngine().step(step(StepInput(0, 3, [1, 2], ())))
 
 
 @pytest.mark.parametrize("n_batch", [16, 32, 48, 64, 512])

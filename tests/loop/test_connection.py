@@ -14,7 +14,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import BrokenProtocol, Eos, Metrics, ServerError, Token, open_client
 from uma_trio.daemon import listener
-from uma_trio.engine.records import EngineError
+from uma_trio.engine.messages import EngineError
 from uma_trio.protocol import framing
 from uma_trio.protocol.codec import ClientCodec
 
@@ -42,18 +42,18 @@ async def until_closed(client):
 
 @pytest.mark.parametrize("encoding", ["json", "cbor"])
 async def test_an_answer_streams_in_either_encoding(autojump_clock, encoding):
-    async with serving() as house:
-        async with house.client(encoding=encoding) as client:
+    async with serving() as harness:
+        async with harness.client(encoding=encoding) as client:
             events = await all_of(client.generate(prompt="hello", max_tokens=5, metadata={"k": [1, "ü"]}))
             assert texts(events) == said(expected_continuation(PROMPT, 5))
             assert events[-1].reason == "length"
             assert events[-1].metadata == {"k": [1, "ü"]}
             assert await client.receive() is None, "without keep_alive the server closes"
-        await house.settled()
+        await harness.settled()
 
 
 async def test_kept_alive_a_connection_serves_again(autojump_clock):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         for _ in range(3):
             events = await all_of(client.generate(prompt="hello", max_tokens=3, keep_alive=True))
             assert texts(events) == said(expected_continuation(PROMPT, 3))
@@ -62,13 +62,13 @@ async def test_kept_alive_a_connection_serves_again(autojump_clock):
 
 
 async def test_not_streamed_there_is_one_event(autojump_clock):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         eos = await client.complete(prompt="hello", max_tokens=4, echo=True)
         assert eos.text == "hello" + said(expected_continuation(PROMPT, 4))
 
 
 async def test_a_second_request_is_refused_and_the_first_goes_on(autojump_clock):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         await client.send({"id": "first", "prompt": "hello", "max_tokens": 20})
         await client.send({"id": "second", "prompt": "hello", "max_tokens": 20})
         events = await until_closed(client)
@@ -79,8 +79,8 @@ async def test_a_second_request_is_refused_and_the_first_goes_on(autojump_clock)
 
 
 async def test_cancelled_by_event_its_eos_says_so(autojump_clock):
-    async with serving() as house:
-        async with house.client() as client:
+    async with serving() as harness:
+        async with harness.client() as client:
             await client.send({"id": "a", "prompt": "hello", "max_tokens": 1000, "keep_alive": True})
             assert isinstance(await client.receive(), Token)
             await client.cancel("someone else's")
@@ -92,24 +92,24 @@ async def test_cancelled_by_event_its_eos_says_so(autojump_clock):
             assert events[-1].usage.completion_tokens < 1000
             again = await all_of(client.generate(prompt="hello", max_tokens=3))
             assert texts(again) == said(expected_continuation(PROMPT, 3))
-        await house.settled()
+        await harness.settled()
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.001, 0.01, 0.1, 1.0])
 async def test_a_closed_socket_cancels(autojump_clock, after_s):
-    async with serving() as house:
-        async with house.client() as client:
+    async with serving() as harness:
+        async with harness.client() as client:
             await client.send({"id": "a", "prompt": "x" * 2000, "max_tokens": 1000})
             await trio.sleep(after_s)
         began = trio.current_time()
-        await house.settled()
+        await harness.settled()
         assert trio.current_time() - began < 0.2
-        assert house.server.runner.telemetry.requests["cancelled"] <= 1
+        assert harness.scheduler.telemetry.requests["cancelled"] <= 1
 
 
 async def test_a_client_that_sends_no_more_may_still_read(autojump_clock):
-    async with serving() as house:
-        async with await trio.open_unix_socket(house.path) as stream:
+    async with serving() as harness:
+        async with await trio.open_unix_socket(harness.path) as stream:
             await stream.send_all(ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 50}))
             await stream.send_eof()
             data = b""
@@ -117,35 +117,35 @@ async def test_a_client_that_sends_no_more_may_still_read(autojump_clock):
                 data += chunk
             assert data.count(b'"token_id"') == 50
             assert b'"length"' in data
-        await house.settled()
+        await harness.settled()
 
 
 async def test_half_closed_and_then_gone_it_is_cancelled(autojump_clock):
-    async with serving() as house:
-        async with await trio.open_unix_socket(house.path) as stream:
+    async with serving() as harness:
+        async with await trio.open_unix_socket(harness.path) as stream:
             await stream.send_all(ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 3000}))
             await stream.send_eof()
             await trio.sleep(0.1)
-        await house.settled()
-        assert house.server.runner.telemetry.requests["cancelled"] == 1
+        await harness.settled()
+        assert harness.scheduler.telemetry.requests["cancelled"] == 1
 
 
 async def test_newline_protocol_is_a_prompt_in_and_text_out(autojump_clock):
-    async with serving(protocol="newline", default_max_tokens=4) as house:
-        async with await trio.open_unix_socket(house.path) as stream:
+    async with serving(protocol="newline", default_max_tokens=4) as harness:
+        async with await trio.open_unix_socket(harness.path) as stream:
             await stream.send_all(b"hello\r\n")
             data = b""
             while chunk := await stream.receive_some():
                 data += chunk
             assert data.decode() == said(expected_continuation(PROMPT, 4)) + "\n"
-        async with await trio.open_unix_socket(house.path) as stream:
+        async with await trio.open_unix_socket(harness.path) as stream:
             await stream.send_all(b"hel\0lo\n")
             assert (await stream.receive_some()).startswith(b"error: E_PROTO_BAD_REQUEST")
-        await house.settled()
+        await harness.settled()
 
 
 async def test_metrics_are_answered_while_a_request_runs(autojump_clock):
-    async with serving() as house, house.client() as busy, house.client() as asking:
+    async with serving() as harness, harness.client() as busy, harness.client() as asking:
         await busy.send({"id": "a", "prompt": "x" * 3000, "max_tokens": 10})
         await trio.sleep(0.001)
         began = trio.current_time()
@@ -156,7 +156,7 @@ async def test_metrics_are_answered_while_a_request_runs(autojump_clock):
 
 
 async def test_metrics_on_a_busy_connection_leave_its_request_alone(autojump_clock):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         await client.send({"id": "a", "prompt": "hello", "max_tokens": 5})
         await client.send({"type": "metrics", "id": "m"})
         events = await until_closed(client)
@@ -165,7 +165,7 @@ async def test_metrics_on_a_busy_connection_leave_its_request_alone(autojump_clo
 
 
 async def test_idle_for_too_long_it_is_told_and_closed(autojump_clock):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         began = trio.current_time()
         events = await until_closed(client)
         assert [event.code for event in events] == ["E_LIMIT_IDLE_TIMEOUT"]
@@ -174,7 +174,7 @@ async def test_idle_for_too_long_it_is_told_and_closed(autojump_clock):
 
 async def test_idle_time_counts_from_the_last_answer(autojump_clock):
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 100_000)
-    async with serving(slow) as house, house.client() as client:
+    async with serving(slow) as harness, harness.client() as client:
         await all_of(client.generate(prompt="hello", max_tokens=5, keep_alive=True))  # 500 s
         began = trio.current_time()
         assert [event.code for event in await until_closed(client)] == ["E_LIMIT_IDLE_TIMEOUT"]
@@ -183,7 +183,7 @@ async def test_idle_time_counts_from_the_last_answer(autojump_clock):
 
 @pytest.mark.parametrize("sent", [b"\x05", b"\x05\0\0", b"\x05\0\0\0{"])
 async def test_a_frame_that_stops_arriving_ends_the_connection(autojump_clock, sent):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         await client._stream.send(sent)
         began = trio.current_time()
         assert [event.code for event in await until_closed(client)] == ["E_PROTO_TRUNCATED"]
@@ -191,18 +191,18 @@ async def test_a_frame_that_stops_arriving_ends_the_connection(autojump_clock, s
 
 
 async def test_a_byte_a_second_is_not_enough(autojump_clock):
-    async with serving() as house:
-        async with house.client() as client:
+    async with serving() as harness:
+        async with harness.client() as client:
             with pytest.raises(anyio.BrokenResourceError):
                 for byte in ClientCodec().encode({"id": "a", "prompt": "x" * 1000}):
                     await client._stream.send(bytes([byte]))
                     await trio.sleep(1)
             assert trio.current_time() < 60
-        await house.settled()
+        await harness.settled()
 
 
 async def test_each_frame_has_its_own_time_to_arrive(autojump_clock):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         frame = ClientCodec().encode({"event": "cancel", "id": "nobody"})
         await client._stream.send(frame[:5])
         for _ in range(10):  # every read ends inside a frame, and every frame is whole within 20 s
@@ -216,37 +216,37 @@ async def test_each_frame_has_its_own_time_to_arrive(autojump_clock):
 
 async def test_a_request_that_takes_too_long_is_ended(autojump_clock):
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000)
-    async with serving(slow, request_timeout_s=10) as house:
-        async with house.client() as client:
+    async with serving(slow, request_timeout_s=10) as harness:
+        async with harness.client() as client:
             with pytest.raises(ServerError) as refused:
                 await all_of(client.generate(prompt="hello", max_tokens=100))
             assert refused.value.code == "E_LIMIT_REQUEST_TIMEOUT"
             assert trio.current_time() < 13
-        await house.settled()
+        await harness.settled()
 
 
 async def test_who_never_reads_slows_only_itself_and_is_given_up(autojump_clock):
-    async with serving(FakeEngine(n_ctx=1 << 22), max_tx_bytes=4096, max_tokens=1_000_000) as house:
-        async with house.client() as deaf, house.client() as other:
+    async with serving(FakeEngine(n_ctx=1 << 22), max_tx_bytes=4096, max_tokens=1_000_000) as harness:
+        async with harness.client() as deaf, harness.client() as other:
             await deaf.send({"id": "deaf", "prompt": "hello", "max_tokens": 900_000})
             events = await all_of(other.generate(prompt="hello", max_tokens=300))
             assert texts(events) == said(expected_continuation(PROMPT, 300))
             with trio.fail_after(10_000):
-                while house.server.snapshot()["send_queue_bytes"] < 4096:
+                while harness.server.snapshot()["send_queue_bytes"] < 4096:
                     await trio.sleep(1)
-            job = house.server.runner.jobs()[0]
-            had = len(job.tokens)
+            sequence = harness.scheduler.sequences()[0]
+            had = len(sequence.tokens)
             await trio.sleep(30)
-            assert len(job.tokens) <= had + 1, "it generates for nobody"
-            assert house.server.snapshot()["send_queue_bytes"] < 5000
+            assert len(sequence.tokens) <= had + 1, "it generates for nobody"
+            assert harness.server.snapshot()["send_queue_bytes"] < 5000
             await trio.sleep(60)
-            assert house.server.snapshot()["connections"] == 0
-        await house.settled()
-        assert house.server.runner.telemetry.rejected["E_IO_WRITE"] == 1
+            assert harness.server.snapshot()["connections"] == 0
+        await harness.settled()
+        assert harness.scheduler.telemetry.rejected["E_IO_WRITE"] == 1
 
 
 async def test_who_reads_slowly_gets_everything(autojump_clock):
-    async with serving(max_tx_bytes=4096) as house, house.client() as slow:
+    async with serving(max_tx_bytes=4096) as harness, harness.client() as slow:
         await slow.send({"id": "slow", "prompt": "hello", "max_tokens": 3000})
         await trio.sleep(50)
         events = await until_closed(slow)
@@ -255,12 +255,12 @@ async def test_who_reads_slowly_gets_everything(autojump_clock):
 
 
 async def test_too_many_sessions_are_refused(autojump_clock):
-    async with serving(max_connections=2) as house:
-        async with house.client(), house.client() as second:
+    async with serving(max_connections=2) as harness:
+        async with harness.client(), harness.client() as second:
             await all_of(second.generate(prompt="hello", max_tokens=1, keep_alive=True))
-            async with house.client() as third:
+            async with harness.client() as third:
                 assert [event.code for event in await until_closed(third)] == ["E_LIMIT_CONNECTIONS"]
-        await house.settled()
+        await harness.settled()
 
 
 @pytest.mark.parametrize(
@@ -276,19 +276,19 @@ async def test_too_many_sessions_are_refused(autojump_clock):
     ],
 )
 async def test_what_cannot_be_served_is_refused_with_its_code(autojump_clock, fields, code):
-    async with serving() as house:
-        async with house.client() as client:
+    async with serving() as harness:
+        async with harness.client() as client:
             await client.send(fields)
             events = await until_closed(client)
             assert [event.code for event in events] == [code]
             assert events[0].id == fields.get("id")
-        await house.settled()
-        assert house.server.snapshot()["rejected_total"] == {code: 1}
+        await harness.settled()
+        assert harness.server.snapshot()["rejected_total"] == {code: 1}
 
 
 async def test_garbage_ends_the_connection_and_its_request(autojump_clock):
-    async with serving() as house:
-        async with house.client() as client, house.client() as other:
+    async with serving() as harness:
+        async with harness.client() as client, harness.client() as other:
             await client.send({"id": "a", "prompt": "hello", "max_tokens": 1000})
             await other.send({"id": "b", "prompt": "hello", "max_tokens": 30})
             await trio.sleep(0.05)
@@ -296,16 +296,16 @@ async def test_garbage_ends_the_connection_and_its_request(autojump_clock):
             events = await until_closed(client)
             assert events[-1].code == "E_PROTO_INVALID_JSON"
             assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 30))
-        await house.settled()
+        await harness.settled()
 
 
 async def test_reset_by_the_client_nothing_is_left(autojump_clock):
-    async with serving() as house:
+    async with serving() as harness:
         with socket.socket(socket.AF_UNIX) as raw:
-            raw.connect(str(house.path))
+            raw.connect(str(harness.path))
             raw.sendall(ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 2000}))
             await trio.sleep(1)  # unread answers make the kernel reset instead of close
-        await house.settled()
+        await harness.settled()
 
 
 @pytest.mark.parametrize("session", [{}, {"session_id": "s"}], ids=["plain", "session"])
@@ -314,9 +314,9 @@ async def test_where_the_model_cannot_go_on_its_clients_hear_of_it(autojump_cloc
     engine = FakeEngine(n_seq_max=1)
     with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
         with pytest.raises(ExceptionGroup) as caught:
-            async with serving(engine) as house:
+            async with serving(engine) as harness:
                 for n, raw in enumerate((first, second)):
-                    raw.connect(str(house.path))
+                    raw.connect(str(harness.path))
                     raw.sendall(ClientCodec().encode({"id": f"r{n}", "prompt": "hello", "max_tokens": 50, **session}))
                     session = {name: value + "2" for name, value in session.items()}
                     await trio.sleep(0.05)
@@ -334,46 +334,46 @@ async def test_where_the_model_cannot_go_on_its_clients_hear_of_it(autojump_cloc
 
 
 async def test_draining_lets_requests_end_and_takes_no_more(autojump_clock):
-    async with serving() as house:
-        async with house.client() as running, house.client() as idle, house.client() as kept:
+    async with serving() as harness:
+        async with harness.client() as running, harness.client() as idle, harness.client() as kept:
             await running.send({"id": "a", "prompt": "hello", "max_tokens": 100, "keep_alive": True})
             await kept.send({"id": "k", "prompt": "hello", "max_tokens": 10, "keep_alive": True})
             await trio.sleep(0.01)
-            house.server.drain()
+            harness.server.drain()
             assert await idle.receive() is None, "idle connections are closed"
             await kept.send({"id": "late", "prompt": "hello"})
             late = await until_closed(kept)
             assert {getattr(event, "code", None) for event in late} == {None, "E_PROTO_BUSY"}
             assert texts(await until_closed(running)) == said(expected_continuation(PROMPT, 100))
-        await house.settled()
+        await harness.settled()
 
 
 async def test_what_does_not_end_in_time_is_cancelled(autojump_clock):
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000)
-    async with serving(slow, drain_timeout_s=5) as house, house.client() as client:
+    async with serving(slow, drain_timeout_s=5) as harness, harness.client() as client:
         await client.send({"id": "a", "prompt": "hello", "max_tokens": 1000})
         await trio.sleep(1.5)
-        house.server.drain()
+        harness.server.drain()
         events = await until_closed(client)
         assert events[-1].code == "E_RUNTIME_SHUTDOWN"
         assert trio.current_time() < 8
 
 
 async def test_a_defect_while_preparing_ends_one_request(autojump_clock):
-    async with serving() as house:
+    async with serving() as harness:
 
         async def broken(request):
             raise RuntimeError("a defect")
 
-        right, house.server.prompts = house.server.prompts, SimpleNamespace(make=broken)
-        async with house.client() as client:
+        right, harness.server.prompts = harness.server.prompts, SimpleNamespace(make=broken)
+        async with harness.client() as client:
             with pytest.raises(ServerError) as refused:
                 await all_of(client.generate(prompt="hello"))
             assert refused.value.code == "E_RUNTIME_INTERNAL"
-        house.server.prompts = right
-        async with house.client() as client:
+        harness.server.prompts = right
+        async with harness.client() as client:
             await all_of(client.generate(prompt="hello", max_tokens=2))
-        await house.settled()
+        await harness.settled()
 
 
 async def test_the_client_tells_an_answer_that_broke_off(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import trio
-
 from uma_trio.engine.thread import EngineThread
 
 

@@ -13,7 +13,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import BrokenProtocol, ServerError
 from uma_trio.daemon.outbox import Outbox
-from uma_trio.engine.records import Remove
+from uma_trio.engine.messages import Remove
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.messages import Eos, Failure, Token
 
@@ -41,7 +41,7 @@ async def test_the_next_request_may_come_with_the_last_event(autojump_clock, mon
     """A client that asks again before the server's task of its first request has woken up is not busy."""
     frame = ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 2, "keep_alive": True})
     rounds = 0
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         raw = client._stream.extra(anyio.abc.SocketAttribute.raw_socket)
         send = Outbox.send
 
@@ -67,63 +67,63 @@ async def test_the_next_request_may_come_with_the_last_event(autojump_clock, mon
 async def test_the_first_step_after_a_cancel_frees_it(autojump_clock, way):
     """Whatever else runs: the step under way is the only one that a cancelled request still takes part in."""
     engine = FakeEngine(cost_ms=lambda prompt, decodes: 100)
-    async with serving(engine) as house, house.client() as other:
+    async with serving(engine) as harness, harness.client() as other:
         await other.send({"id": "on", "prompt": "hello", "max_tokens": 200})
         for after_s in (0.0, 0.01, 0.09, 0.11, 0.35):
-            async with house.client() as client:
+            async with harness.client() as client:
                 await client.send({"id": "a", "prompt": "x" * 900, "max_tokens": 1000})
                 await trio.sleep(after_s + 0.0001)
-                (job,) = (job for job in house.server.runner.jobs() if job.request.id == "a")
+                (sequence,) = (sequence for sequence in harness.scheduler.sequences() if sequence.request.id == "a")
                 begun = len(engine.steps)
                 if way == "cancel event":
                     await client.cancel("a")
             with trio.fail_after(0.25):
-                while job.seq_id in engine.used_cells() or job in house.server.runner.jobs():
+                while sequence.seq_id in engine.used_cells() or sequence in harness.scheduler.sequences():
                     await trio.sleep(0.001)
-            if job.n_fed:
+            if sequence.n_fed:
                 after = engine.steps[begun:]
-                assert [Remove(job.seq_id) in step.edits for step in after] == [True]
-        house.server.runner.check_integrity()
+                assert [Remove(sequence.seq_id) in step.ops for step in after] == [True]
+        harness.scheduler.check_integrity()
         assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 200))
 
 
 @pytest.mark.parametrize("bad", hostile.ALL, ids=str)
 async def test_it_is_told_what_is_wrong_and_a_neighbour_does_not_notice(autojump_clock, bad):
-    async with serving(max_frame_bytes=hostile.CAP) as house, house.client() as other:
+    async with serving(max_frame_bytes=hostile.CAP) as harness, harness.client() as other:
         await other.send({"id": "on", "prompt": "hello", "max_tokens": 20})
-        async with house.client() as client:
+        async with harness.client() as client:
             await client._stream.send(bad.data)
             events = await until_closed(client)
         assert [(type(event), event.code, event.id) for event in events] == [(Failure, bad.code, bad.id)]
         assert 0 < len(events[0].message) < 500
         assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 20))
-        await house.settled()
+        await harness.settled()
 
 
 @pytest.mark.parametrize(("name", "data"), hostile.HARMLESS, ids=[name for name, _ in hostile.HARMLESS])
 async def test_strange_but_allowed(autojump_clock, name, data):
-    async with serving(max_frame_bytes=hostile.CAP) as house:
-        async with house.client() as client:
+    async with serving(max_frame_bytes=hostile.CAP) as harness:
+        async with harness.client() as client:
             await client._stream.send(data)
             events = await until_closed(client)
         assert [type(event) for event in events] == [Token, Token, Eos]
-        await house.settled()
+        await harness.settled()
 
 
 async def test_a_frame_of_all_bad_things_one_after_another_gets_one_answer(autojump_clock):
-    async with serving(max_frame_bytes=hostile.CAP) as house:
-        async with house.client() as client:
+    async with serving(max_frame_bytes=hostile.CAP) as harness:
+        async with harness.client() as client:
             for bad in hostile.ALL[:20]:
                 with contextlib.suppress(anyio.BrokenResourceError):
                     await client._stream.send(bad.data)
             assert len(await until_closed(client)) == 1
-        await house.settled()
+        await harness.settled()
 
 
 async def test_ten_thousand_cancels_cost_nothing(autojump_clock):
     """Unknown ids, ids of others, ids of the past: nothing happens and nothing is answered."""
     cancel = ClientCodec().encode({"event": "cancel", "id": "on"})
-    async with serving() as house, house.client() as other, house.client() as client:
+    async with serving() as harness, harness.client() as other, harness.client() as client:
         await other.send({"id": "on", "prompt": "hello", "max_tokens": 50})
         await client._stream.send(10_000 * cancel)
         await client.send({"id": "mine", "prompt": "hello", "max_tokens": 3, "keep_alive": True})
@@ -133,49 +133,49 @@ async def test_ten_thousand_cancels_cost_nothing(autojump_clock):
         await client.send({"id": "mine", "prompt": "hello", "max_tokens": 3})
         assert [type(event) for event in await until_closed(client)] == [Token] * 3 + [Eos]
         assert texts(await until_closed(other)) == said(expected_continuation(PROMPT, 50))
-        await house.settled()
+        await harness.settled()
 
 
 async def test_a_flood_of_second_requests_is_refused_one_by_one(autojump_clock):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         flood = [{"id": f"r{n}", "prompt": "hello", "max_tokens": 30} for n in range(500)]
         await client._stream.send(b"".join(map(ClientCodec().encode, flood)))
         events = await until_closed(client)
         assert sum(getattr(event, "code", None) == "E_PROTO_BUSY" for event in events) == 499
         assert texts(event for event in events if event.id == "r0") == said(expected_continuation(PROMPT, 30))
-        await house.settled()
+        await harness.settled()
 
 
 async def test_metrics_asked_for_and_not_read_do_not_pile_up_for_ever(autojump_clock):
     """Each question is small and each answer is not: who asks and never reads is given up."""
     ask = ClientCodec().encode({"type": "metrics", "keep_alive": True})
-    async with serving(max_tx_bytes=8192) as house:
-        async with house.client() as deaf:
+    async with serving(max_tx_bytes=8192) as harness:
+        async with harness.client() as deaf:
             most = 0
             with contextlib.suppress(anyio.BrokenResourceError), trio.move_on_after(300):
                 while True:
                     await deaf._stream.send(100 * ask)
-                    most = max(most, house.server.snapshot()["outbox_bytes"])
-            assert house.server.snapshot()["sessions"] == 0, "it is still served"
+                    most = max(most, harness.server.snapshot()["outbox_bytes"])
+            assert harness.server.snapshot()["sessions"] == 0, "it is still served"
             assert most < 500_000
-        await house.settled()
+        await harness.settled()
 
 
 async def test_a_client_whose_frame_was_refused_half_way_reads_why(autojump_clock):
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         with pytest.raises(ServerError, match="E_PROTO_FRAME_TOO_LARGE"):
             async for _ in client.generate(prompt="x" * (8 << 20)):
                 pass
 
 
 async def test_more_clients_at_once_than_the_backlog_holds(autojump_clock):
-    async with serving(max_connections=500) as house:  # with a backlog of 16
+    async with serving(max_connections=500) as harness:  # with a backlog of 16
         async with trio.open_nursery() as nursery:
 
             async def ask():
-                async with house.client() as client:
+                async with harness.client() as client:
                     assert (await client.complete(prompt="hello", max_tokens=2)).reason == "length"
 
             for _ in range(200):
                 nursery.start_soon(ask)
-        await house.settled()
+        await harness.settled()

@@ -377,7 +377,7 @@ def test_concurrent_close_while_records_are_written(path: Path) -> None:
 
 
 async def test_the_daemon_opens_the_configured_file(path: Path) -> None:
-    facts = FakeEngine().facts
+    info = FakeEngine().facts
     with perf_log(settings(), facts) as log:
         assert log is None
     with perf_log(settings(perf_log=path, perf_log_mb=2, target_tbt_ms=77.0), facts) as log:
@@ -387,9 +387,9 @@ async def test_the_daemon_opens_the_configured_file(path: Path) -> None:
     header = run.header
     assert (header.model, header.n_ctx, header.n_seq_max, header.n_batch) == (
         "fake",
-        facts.n_ctx,
-        facts.n_seq_max,
-        facts.n_batch,
+        info.n_ctx,
+        info.n_seq_max,
+        info.n_batch,
     )
     assert header.scheduling["target_tbt_ms"] == 77.0
     assert header.started[:2] == "20"

@@ -28,7 +28,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import MemoryFiles
 from uma_trio.client import BrokenProtocol, Client, Event, Failure, ServerError, SessionInfo, Token
-from uma_trio.engine.records import EngineError
+from uma_trio.engine.messages import EngineError
 from uma_trio.store.journal import JournalError
 
 CELLS = 3 * 768
@@ -89,7 +89,7 @@ class World:
         self._n_folders = 0
         self._unified = unified
         self._stack = contextlib.AsyncExitStack()
-        self.house: Serving
+        self.harness: Serving
         self.journal_fails = False
 
     # -- the server -----------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class World:
             return settle(entry)
 
         memory.journal._settle = settles  # type: ignore[method-assign]
-        self.house = await self._stack.enter_async_context(
+        self.harness = await self._stack.enter_async_context(
             serving(engine, memory, spill_after_s=20, drain_timeout_s=3, request_timeout_s=1e6, max_tx_bytes=4096)
         )
 
@@ -116,12 +116,12 @@ class World:
 
     async def restart(self, how: str) -> None:
         if how == "drained":
-            self.house.server.drain()
+            self.harness.server.drain()
             for story in self.stories.values():
                 if story.request is not None:
                     story.request.reads.set()
             with trio.fail_after(1000):
-                while self.house.nursery.child_tasks:
+                while self.harness.nursery.child_tasks:
                     await trio.sleep(0.1)
         states, n = copy.copy(self.files.states), self._n_folders + 1
         folder = self._folder
@@ -156,7 +156,7 @@ class World:
     # -- what clients do ------------------------------------------------------------------------
 
     async def query(self, action: str, **fields: Any) -> list[SessionInfo]:
-        async with self.house.client() as client:
+        async with self.harness.client() as client:
             return await client.sessions(action, **fields)
 
     async def attempt(self, action: str, **fields: Any) -> tuple[list[SessionInfo], str | None]:
@@ -183,7 +183,7 @@ class World:
     async def _converse(self, request: Request, fields: dict[str, Any]) -> None:
         try:
             with request.scope:
-                async with self.house.client() as client:
+                async with self.harness.client() as client:
                     request.client = client
                     await client.send({"id": "r", **fields})
                     while True:
@@ -256,14 +256,14 @@ class World:
 
     async def crowd(self, n_tokens: int) -> None:
         """Somebody else needs the room."""
-        async with self.house.client() as client:
+        async with self.harness.client() as client:
             prompt = "".join(random.Random(n_tokens).choices("ghijkl", k=n_tokens))
             with contextlib.suppress(ServerError):  # the engine may fail
                 async for _ in client.generate(prompt=prompt, max_tokens=4):
                     pass
 
     async def fail(self, fatal: bool) -> None:
-        self.house.engine.fail_next, self.failed = EngineError("it failed", fatal=fatal), True
+        self.harness.engine.fail_next, self.failed = EngineError("it failed", fatal=fatal), True
 
     async def fault(self, what: str, there: bool) -> None:
         if what == "journal":
@@ -298,9 +298,9 @@ class World:
                 story.durable = story.said
 
     def _check_error(self, code: str, cells: int) -> None:
-        facts = self.house.engine.facts
+        info = self.harness.engine.info
         if code == "E_LIMIT_CONTEXT":
-            assert cells > facts.window
+            assert cells > info.max_request_tokens
         elif code == "E_RUNTIME_DECODE":
             assert self.failed
         else:
@@ -319,11 +319,11 @@ class World:
                 await trio.sleep(0.1)
 
     def check(self) -> None:
-        runner = self.house.server.runner
-        runner.check_integrity()
-        kv = runner.cache.statistics()
+        scheduler = self.harness.scheduler
+        scheduler.check_integrity()
+        kv = scheduler.cache.statistics()
         assert kv.cells_reserved + kv.cached_cells <= kv.cells == CELLS
-        assert sum(self.house.engine.used_cells().values()) <= CELLS
+        assert sum(self.harness.engine.used_cells().values()) <= CELLS
         assert self.files.open_files <= 1 + kv.sequences, "one is saved at a time, and each that waits reads one"
 
     async def finish(self) -> None:
@@ -336,13 +336,13 @@ class World:
                     await story.request.done.wait()
         await self.settle_ended()
         await trio.sleep(100)
-        await self.house.settled()
+        await self.harness.settled()
         self.check()
         assert self.files.open_files == 0
-        shelf = self.house.server.runner.cache.index
+        shelf = self.harness.scheduler.cache.index
         assert all(name in shelf for name in self.files.states), "a file that nobody knows"
         assert len(shelf) == len(self.files.states)
-        self.house.engine.fail_next = None
+        self.harness.engine.fail_next = None
         for name in list(self.stories):
             await self.arrive(name, 1, 3)
             story = self.stories[name]

@@ -29,10 +29,10 @@ def tokens_of(text: str) -> list[int]:
     return [byte + 100 for byte in text.encode()]
 
 
-async def ask(house: Serving, session: str | None, prompt: str, n: int = 5, **fields):
+async def ask(harness: Serving, session: str | None, prompt: str, n: int = 5, **fields):
     """All events of one request on a connection of its own."""
     name = {} if session is None else {"session_id": session}
-    async with house.client() as client:
+    async with harness.client() as client:
         return [event async for event in client.generate(prompt=prompt, max_tokens=n, **name, **fields)]
 
 
@@ -40,11 +40,11 @@ def ids(events) -> list[int]:
     return [event.token_id for event in events if isinstance(event, Token) and not event.echo]
 
 
-async def told(house: Serving, session: str, *prompts: str, n: int = 5) -> list[int]:
+async def told(harness: Serving, session: str, *prompts: str, n: int = 5) -> list[int]:
     """Some turns, of which each must be what one long prompt would be answered; all that was said."""
     said: list[int] = []
     for prompt in prompts:
-        events = await ask(house, session, prompt, n)
+        events = await ask(harness, session, prompt, n)
         said += tokens_of(prompt)
         assert ids(events) == expected_continuation(said, n)
         said += ids(events)
@@ -52,25 +52,25 @@ async def told(house: Serving, session: str, *prompts: str, n: int = 5) -> list[
     return said
 
 
-async def goes_on(house: Serving, session: str, said: list[int], prompt: str = "on", n: int = 5) -> list[int]:
+async def goes_on(harness: Serving, session: str, said: list[int], prompt: str = "on", n: int = 5) -> list[int]:
     """One more turn is right behind ``said``; all that was said."""
-    events = await ask(house, session, prompt, n)
+    events = await ask(harness, session, prompt, n)
     before = [*said, *tokens_of(prompt)]
     assert ids(events) == expected_continuation(before, n)
     return [*before, *ids(events)]
 
 
-async def listed(house: Serving):
-    async with house.client() as client:
+async def listed(harness: Serving):
+    async with harness.client() as client:
         return await client.sessions()
 
 
-async def names(house: Serving) -> list[str]:
-    return [session.session_id for session in await listed(house)]
+async def names(harness: Serving) -> list[str]:
+    return [session.session_id for session in await listed(harness)]
 
 
-async def query(house: Serving, action: str, **fields):
-    async with house.client() as client:
+async def query(harness: Serving, action: str, **fields):
+    async with harness.client() as client:
         return (await client.sessions(action, **fields))[0]
 
 
@@ -87,11 +87,11 @@ def after_a_crash(folder: Path, copy: Path) -> dict[str, SessionRecord]:
         shutil.rmtree(copy)
 
 
-async def drained(house: Serving) -> None:
+async def drained(harness: Serving) -> None:
     """As after the first signal: the server ends by itself."""
-    house.server.drain()
+    harness.server.drain()
     with trio.fail_after(1000):
-        while house.nursery.child_tasks:
+        while harness.nursery.child_tasks:
             await trio.sleep(0.1)
 
 
@@ -99,9 +99,9 @@ def fails(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def held(house: Serving) -> list[list[int]]:
+def held(harness: Serving) -> list[list[int]]:
     """The stories in the engine's cache."""
-    return [house.engine._cache[seq_id].tokens for seq_id in house.engine.used_cells()]
+    return [harness.engine._cache[seq_id].tokens for seq_id in harness.engine.used_cells()]
 
 
 # -- what a session is ------------------------------------------------------------------------------
@@ -109,28 +109,28 @@ def held(house: Serving) -> list[list[int]]:
 
 async def test_continued_it_is_one_long_prompt(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            said = await told(house, "a", "once upon a time", " there was", " and then", "")
-            found = await query(house, "describe", session_id="a")
+        async with serving(memory=memory) as harness:
+            said = await told(harness, "a", "once upon a time", " there was", " and then", "")
+            found = await query(harness, "describe", session_id="a")
             assert (found.turns, found.tokens, found.durable) == (4, len(said), True)
-            await house.settled()
+            await harness.settled()
 
 
 async def test_each_turn_computes_only_what_is_new(autojump_clock):
-    async with serving() as house:
-        said = await told(house, "a", "a long beginning of a story " * 10)
-        events = await ask(house, "a", "more")
+    async with serving() as harness:
+        said = await told(harness, "a", "a long beginning of a story " * 10)
+        events = await ask(harness, "a", "more")
         assert events[-1].usage.cached_tokens == len(said) - 1
         assert events[-1].usage.prompt_tokens == len(said) + 4
 
 
 async def test_not_streamed_with_echo_only_what_was_said_is_kept(autojump_clock):
-    async with serving() as house:
-        events = await ask(house, "a", "hello", stream=False, echo=True)
+    async with serving() as harness:
+        events = await ask(harness, "a", "hello", stream=False, echo=True)
         expected = expected_continuation(tokens_of("hello"), 5)
         assert events[-1].text == "hello" + "".join(f"{token} " for token in expected)
         assert events[-1].session.tokens == 10
-        await goes_on(house, "a", [*tokens_of("hello"), *expected])
+        await goes_on(harness, "a", [*tokens_of("hello"), *expected])
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -138,31 +138,31 @@ async def test_not_streamed_with_echo_only_what_was_said_is_kept(autojump_clock)
 async def test_of_a_stop_string_nothing_is_kept(autojump_clock, stream, echo):
     expected = expected_continuation(tokens_of("hello"), 5)
     stop = f"{expected[2]} {expected[3]}"  # ends inside a token
-    async with serving() as house:
-        events = await ask(house, "a", "hello", stop=stop, stream=stream, echo=echo)
+    async with serving() as harness:
+        events = await ask(harness, "a", "hello", stop=stop, stream=stream, echo=echo)
         assert (events[-1].reason, events[-1].stop) == ("stop", stop)
-        await goes_on(house, "a", [*tokens_of("hello"), *expected[:2]])
+        await goes_on(harness, "a", [*tokens_of("hello"), *expected[:2]])
 
 
 async def test_of_a_token_that_a_stop_string_cuts_the_rest_is_kept(autojump_clock):
     expected = expected_continuation(tokens_of("hello"), 3)
     assert len(str(expected[2])) > 1
     stop = str(expected[2])[1:] + " "
-    async with serving() as house:
-        events = await ask(house, "a", "hello", stop=stop)
+    async with serving() as harness:
+        events = await ask(harness, "a", "hello", stop=stop)
         shown = "".join((getattr(event, "text", "") or "") for event in events)
         assert shown.endswith(f" {str(expected[2])[0]}")
-        await goes_on(house, "a", [*tokens_of("hello"), *expected[:2], *tokens_of(str(expected[2])[0])])
+        await goes_on(harness, "a", [*tokens_of("hello"), *expected[:2], *tokens_of(str(expected[2])[0])])
 
 
 async def test_a_token_that_ends_the_answer_is_no_part_of_it(autojump_clock):
-    async with serving(FakeEngine(eog_after=8)) as house:
-        events = await ask(house, "a", "hello", 20)
+    async with serving(FakeEngine(eog_after=8)) as harness:
+        events = await ask(harness, "a", "hello", 20)
         assert events[-1].reason == "stop"
         assert events[-1].session.tokens == 8
         assert events[-1].usage.completion_tokens == 4
-        house.engine.eog_after = None
-        await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 3)])
+        harness.engine.eog_after = None
+        await goes_on(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 3)])
 
 
 async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
@@ -170,7 +170,7 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
         return [{"role": "user", "content": text}]
 
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house, house.client() as client:
+        async with serving(memory=memory) as harness, harness.client() as client:
             said = ""
             for text in ("one", "two", "three"):
                 said = f"{said}|{text}" if said else text
@@ -186,12 +186,12 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
 
 async def test_a_forked_chat_is_on_disk_with_all_of_its_messages(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            async with house.client() as client:
+        async with serving(memory=memory) as harness:
+            async with harness.client() as client:
                 await client.complete(
                     messages=[{"role": "user", "content": "one"}], max_tokens=4, session_id="a", keep_alive=True
                 )
-            fork = await query(house, "fork", session_id="a", new_id="b")
+            fork = await query(harness, "fork", session_id="a", new_id="b")
             assert fork.durable
         kept = after_a_crash(tmp_path, tmp_path / "copy")
         assert kept["b"].messages == kept["a"].messages
@@ -200,77 +200,77 @@ async def test_a_forked_chat_is_on_disk_with_all_of_its_messages(autojump_clock,
 
 async def test_forked_it_is_a_replay(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            said = await told(house, "a", "once upon a time", " there was")
-            found = await query(house, "fork", session_id="a", new_id="b")
+        async with serving(memory=memory) as harness:
+            said = await told(harness, "a", "once upon a time", " there was")
+            found = await query(harness, "fork", session_id="a", new_id="b")
             assert (found.session_id, found.turns, found.tokens) == ("b", 2, len(said))
             assert found.durable
-            one = await goes_on(house, "a", said, " a fox")
-            other = await goes_on(house, "b", said, " an owl")
+            one = await goes_on(harness, "a", said, " a fox")
+            other = await goes_on(harness, "b", said, " an owl")
             assert one != other
             with pytest.raises(ServerError, match="E_SESSION_EXISTS"):
-                await query(house, "fork", session_id="a", new_id="b")
+                await query(harness, "fork", session_id="a", new_id="b")
             with pytest.raises(ServerError, match="E_SESSION_NOT_FOUND"):
-                await query(house, "fork", session_id="c", new_id="d")
+                await query(harness, "fork", session_id="c", new_id="d")
             found = after_a_crash(tmp_path, tmp_path / "copy")
             assert {name: session.tokens.tolist() for name, session in found.items()} == {"a": one, "b": other}
 
 
 async def test_a_fork_of_one_that_answers_begins_where_it_was_before(autojump_clock):
-    async with serving() as house:
-        said = await told(house, "a", "hello")
-        async with house.client() as client:
+    async with serving() as harness:
+        said = await told(harness, "a", "hello")
+        async with harness.client() as client:
             await client.send({"id": "r", "prompt": "go on", "max_tokens": 500, "session_id": "a"})
             assert isinstance(await client.receive(), Token)
-            await query(house, "fork", session_id="a", new_id="b")
-            await goes_on(house, "b", said)
+            await query(harness, "fork", session_id="a", new_id="b")
+            await goes_on(harness, "b", said)
 
 
 # -- one at a time, each his own --------------------------------------------------------------------
 
 
 async def test_it_answers_one_request_at_a_time(autojump_clock):
-    async with serving() as house:
-        async with house.client() as client:
+    async with serving() as harness:
+        async with harness.client() as client:
             await client.send({"id": "r", "prompt": "hello", "max_tokens": 100, "session_id": "a"})
             assert isinstance(await client.receive(), Token)
             with pytest.raises(ServerError, match="E_SESSION_BUSY"):
-                await ask(house, "a", "me too")
+                await ask(harness, "a", "me too")
             with pytest.raises(ServerError, match="E_SESSION_BUSY"):
-                await query(house, "close", session_id="a")
-            assert ids(await ask(house, "b", "me too", 1)), "others are answered"
+                await query(harness, "close", session_id="a")
+            assert ids(await ask(harness, "b", "me too", 1)), "others are answered"
             while not isinstance(event := await client.receive(), Eos):
                 pass
             assert event.session.tokens == 105
-        await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 100)])
+        await goes_on(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 100)])
 
 
 async def test_another_user_sees_nothing_of_it(autojump_clock, monkeypatch):
-    async with serving() as house:
+    async with serving() as harness:
         monkeypatch.setattr(connection, "user_of", lambda sock: 1)
-        mine = await told(house, "a", "a secret that nobody else must know")
+        mine = await told(harness, "a", "a secret that nobody else must know")
         monkeypatch.setattr(connection, "user_of", lambda sock: 2)
-        assert await names(house) == []
+        assert await names(harness) == []
         for action in ("describe", "close", "fork"):
             with pytest.raises(ServerError, match="E_SESSION_NOT_FOUND"):
-                await query(house, action, session_id="a", **({"new_id": "b"} if action == "fork" else {}))
-        theirs = await told(house, "a", "hello")
-        events = await ask(house, None, "a secret that nobody else must know")
+                await query(harness, action, session_id="a", **({"new_id": "b"} if action == "fork" else {}))
+        theirs = await told(harness, "a", "hello")
+        events = await ask(harness, None, "a secret that nobody else must know")
         assert events[-1].usage.cached_tokens == 0
-        await query(house, "close", session_id="a")
+        await query(harness, "close", session_id="a")
         monkeypatch.setattr(connection, "user_of", lambda sock: 1)
-        assert await names(house) == ["a"]
+        assert await names(harness) == ["a"]
         assert mine != theirs
-        await goes_on(house, "a", mine)
+        await goes_on(harness, "a", mine)
 
 
 # -- how a turn can end -----------------------------------------------------------------------------
 
 
 async def test_cancelled_what_was_told_is_kept(autojump_clock):
-    async with serving() as house:
-        said = await told(house, "a", "hello")
-        async with house.client() as client:
+    async with serving() as harness:
+        said = await told(harness, "a", "hello")
+        async with harness.client() as client:
             await client.send({"id": "r", "prompt": "go on", "max_tokens": 500, "session_id": "a"})
             events = [await client.receive() for _ in range(7)]
             await client.cancel("r")
@@ -279,87 +279,87 @@ async def test_cancelled_what_was_told_is_kept(autojump_clock):
         assert events[-1].reason == "cancelled"
         said += [*tokens_of("go on"), *ids(events)]
         assert events[-1].session.tokens == len(said)
-        await goes_on(house, "a", said)
+        await goes_on(harness, "a", said)
 
 
 async def test_cancelled_before_the_first_token_it_is_as_before(autojump_clock):
-    async with serving() as house:
-        said = await told(house, "a", "hello")
+    async with serving() as harness:
+        said = await told(harness, "a", "hello")
         for wait_s in (0.0, 0.01):
             for session, prompt in (("a", "x" * 3000), ("new", "y" * 3000)):
-                async with house.client() as client:
+                async with harness.client() as client:
                     await client.send({"id": "r", "prompt": prompt, "max_tokens": 5, "session_id": session})
                     await trio.sleep(wait_s)
                     await client.cancel("r")
                     while not isinstance(event := await client.receive(), Eos):
                         pass
                     assert event.reason == "cancelled"
-        assert await names(house) == ["a"], "one in which nothing was said is none"
-        await goes_on(house, "a", said)
-        await house.settled()
+        assert await names(harness) == ["a"], "one in which nothing was said is none"
+        await goes_on(harness, "a", said)
+        await harness.settled()
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 1.0])
 async def test_who_hangs_up_cancels(autojump_clock, after_s):
-    async with serving() as house:
-        said = await told(house, "a", "hello")
-        async with house.client() as client:
+    async with serving() as harness:
+        said = await told(harness, "a", "hello")
+        async with harness.client() as client:
             await client.send({"id": "r", "prompt": "go on", "max_tokens": 2000, "session_id": "a"})
             await trio.sleep(after_s)
-        await house.settled()
-        found = await query(house, "describe", session_id="a")
+        await harness.settled()
+        found = await query(harness, "describe", session_id="a")
         assert not found.busy
         answered = found.tokens - len(said) - len("go on")
         assert answered > 0 or found.tokens == len(said)
         if answered > 0:
             said += tokens_of("go on")
             said += expected_continuation(said, answered)
-        await goes_on(house, "a", said)
+        await goes_on(harness, "a", said)
 
 
 async def test_an_error_leaves_it_as_it_was(autojump_clock):
-    async with serving(request_timeout_s=2.0, max_tokens=100_000) as house:
-        said = await told(house, "a", "hello")
+    async with serving(request_timeout_s=2.0, max_tokens=100_000) as harness:
+        said = await told(harness, "a", "hello")
         for fields, code in (
             ({"max_tokens": 3000}, "E_LIMIT_REQUEST_TIMEOUT"),
             ({"max_tokens": 100_000}, "E_LIMIT_CONTEXT"),
             ({"prompt": "x" * 5000}, "E_LIMIT_CONTEXT"),
         ):
-            async with house.client() as client:
+            async with harness.client() as client:
                 with pytest.raises(ServerError, match=code):
                     async for _ in client.generate(**{"prompt": "go on", "session_id": "a", **fields}):
                         pass
-        await goes_on(house, "a", said)
-        await house.settled()
+        await goes_on(harness, "a", said)
+        await harness.settled()
 
 
 async def test_draining_lets_it_end_and_it_is_durable(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house, house.client() as client:
+        async with serving(memory=memory) as harness, harness.client() as client:
             await client.send({"id": "r", "prompt": "hello", "max_tokens": 50, "session_id": "a"})
             assert isinstance(await client.receive(), Token)
-            house.server.drain()
+            harness.server.drain()
             while not isinstance(event := await client.receive(), Eos):
                 pass
             assert (event.reason, event.session.durable) == ("length", True)
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            await goes_on(house, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 50)])
+        async with serving(memory=memory) as harness:
+            await goes_on(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 50)])
 
 
 async def test_cut_off_by_the_end_of_the_server_it_is_as_before(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, drain_timeout_s=0.5) as house:
-            said = await told(house, "a", "hello")
-            async with house.client() as client:
+        async with serving(memory=memory, drain_timeout_s=0.5) as harness:
+            said = await told(harness, "a", "hello")
+            async with harness.client() as client:
                 await client.send({"id": "r", "prompt": "go on", "max_tokens": 2000, "session_id": "a"})
-                house.server.drain()
+                harness.server.drain()
                 while isinstance(event := await client.receive(), Token):
                     pass
                 assert event.code == "E_RUNTIME_SHUTDOWN"
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            await goes_on(house, "a", said)
+        async with serving(memory=memory) as harness:
+            await goes_on(harness, "a", said)
 
 
 # -- what is on disk --------------------------------------------------------------------------------
@@ -367,10 +367,10 @@ async def test_cut_off_by_the_end_of_the_server_it_is_as_before(autojump_clock, 
 
 async def test_when_eos_comes_it_is_on_disk(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
+        async with serving(memory=memory) as harness:
             said: list[int] = []
             for prompt in ("once", " upon", " a", " time"):
-                said = await goes_on(house, "a", said, prompt)
+                said = await goes_on(harness, "a", said, prompt)
                 assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
 
 
@@ -383,15 +383,15 @@ async def test_eos_waits_for_the_disk_and_nobody_else_does(autojump_clock, tmp_p
         return await at_once(call, *arguments)
 
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, in_thread=slow_disk) as house, house.client() as client:
+        async with serving(memory=memory, in_thread=slow_disk) as harness, harness.client() as client:
             await client.send({"id": "r", "prompt": "hello", "max_tokens": 5, "session_id": "a"})
             events = [await client.receive() for _ in range(5)]
             assert ids(events) == expected_continuation(tokens_of("hello"), 5), "tokens do not wait"
             with trio.move_on_after(60):
                 raise AssertionError(f"{await client.receive()} came before it was on disk")
-            assert ids(await ask(house, None, "others go on", 3))
+            assert ids(await ask(harness, None, "others go on", 3))
             with pytest.raises(ServerError, match="E_SESSION_BUSY"):
-                await ask(house, "a", "not yet")
+                await ask(harness, "a", "not yet")
             await client.cancel("r")  # too late
             written.set()
             last = await client.receive()
@@ -402,70 +402,70 @@ async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_
     autojump_clock, tmp_path, monkeypatch
 ):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
+        async with serving(memory=memory) as harness:
             for session in ("old", "new"):
-                said = await told(house, session, "hello") if session == "old" else []
+                said = await told(harness, session, "hello") if session == "old" else []
                 with monkeypatch.context() as broken:
 
                     def fails(self, session):
                         raise JournalError("the disk failed")
 
                     broken.setattr(Journal, "write", fails)
-                    events = await ask(house, session, " there")
+                    events = await ask(harness, session, " there")
                     said += tokens_of(" there")
                     assert ids(events) == expected_continuation(said, 5)
                     said += ids(events)
                     assert events[-1].session.durable is False
-                    assert house.server.snapshot()["conversations"]["not_durable"] == 1
-                said = await goes_on(house, session, said)
-                assert (await query(house, "describe", session_id=session)).durable
+                    assert harness.server.snapshot()["conversations"]["not_durable"] == 1
+                said = await goes_on(harness, session, said)
+                assert (await query(harness, "describe", session_id=session)).durable
                 assert after_a_crash(tmp_path, tmp_path / "copy")[session].tokens.tolist() == said
-            found = house.server.snapshot()["conversations"]
+            found = harness.server.snapshot()["conversations"]
             assert (found["not_durable"], found["journal_failures_total"]) == (0, 2)
 
 
 async def test_what_the_disk_did_not_take_is_on_it_a_minute_later(autojump_clock, tmp_path, monkeypatch):
     """Nobody says anything more in the session meanwhile."""
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            said = await told(house, "a", "hello")
+        async with serving(memory=memory) as harness:
+            said = await told(harness, "a", "hello")
             with monkeypatch.context() as broken:
                 broken.setattr(os, "fdatasync", fails)
-                said = await goes_on(house, "a", said)
-                await ask(house, "new", "hello")
+                said = await goes_on(harness, "a", said)
+                await ask(harness, "new", "hello")
                 await trio.sleep(SWEEP_S + 1)
-                assert house.server.snapshot()["conversations"]["not_durable"] == 2
+                assert harness.server.snapshot()["conversations"]["not_durable"] == 2
             await trio.sleep(SWEEP_S)
-            assert house.server.snapshot()["conversations"]["not_durable"] == 0
-            before = await listed(house)
+            assert harness.server.snapshot()["conversations"]["not_durable"] == 0
+            before = await listed(harness)
     assert {session.session_id: session.turns for session in before} == {"new": 1, "a": 2}
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            assert await listed(house) == before
-            await goes_on(house, "a", said)
+        async with serving(memory=memory) as harness:
+            assert await listed(harness) == before
+            await goes_on(harness, "a", said)
 
 
 async def test_what_the_disk_did_not_take_is_on_it_when_the_server_has_drained(autojump_clock, tmp_path, monkeypatch):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
+        async with serving(memory=memory) as harness:
             with monkeypatch.context() as broken:
                 broken.setattr(os, "fdatasync", fails)
-                await ask(house, "a", "hello")
-            before = await listed(house)
+                await ask(harness, "a", "hello")
+            before = await listed(harness)
             assert not before[0].durable
-            await drained(house)
+            await drained(harness)
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            assert await listed(house) == [attrs.evolve(before[0], durable=True)]
+        async with serving(memory=memory) as harness:
+            assert await listed(harness) == [attrs.evolve(before[0], durable=True)]
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
 @pytest.mark.parametrize("then", ["another turn", "nothing"])
 async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_clock, tmp_path, what, then):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as house:
-            said = await told(house, "a", "once upon a time", " there was")
-            other = await told(house, "b", "hello")
+        async with serving(memory=memory, spill_after_s=0) as harness:
+            said = await told(harness, "a", "once upon a time", " there was")
+            other = await told(harness, "b", "hello")
             await trio.sleep(5)
             if what == "file":
                 for file in (tmp_path / "sessions").glob("*.session"):
@@ -474,69 +474,69 @@ async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_c
                 shutil.rmtree(tmp_path / "sessions")
                 shutil.rmtree(tmp_path / "states")
             if then == "another turn":
-                said = await goes_on(house, "a", said)
-                found = await query(house, "describe", session_id="a")
+                said = await goes_on(harness, "a", said)
+                found = await query(harness, "describe", session_id="a")
                 assert (found.durable, found.turns) == (True, 3)
                 assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
             await trio.sleep(SWEEP_S)
-            assert house.server.snapshot()["conversations"]["journal_restored_total"] == 2
-            before = await listed(house)
-            await house.settled()
+            assert harness.server.snapshot()["conversations"]["journal_restored_total"] == 2
+            before = await listed(harness)
+            await harness.settled()
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
-            assert await listed(house) == before
-            await goes_on(house, "a", said)
-            await goes_on(house, "b", other)
+        async with serving(memory=memory) as harness:
+            assert await listed(harness) == before
+            await goes_on(harness, "a", said)
+            await goes_on(harness, "b", other)
 
 
 async def test_a_folder_that_cannot_be_made_again_costs_durability_only(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as house:
-            said = await told(house, "a", "hello")
+        async with serving(memory=memory, spill_after_s=0) as harness:
+            said = await told(harness, "a", "hello")
             await trio.sleep(5)
             for room in ("sessions", "states"):
                 shutil.rmtree(tmp_path / room)
                 (tmp_path / room).write_text("a file in its place")
-            said = await goes_on(house, "a", said)
-            events = await ask(house, "b", "hello")
+            said = await goes_on(harness, "a", said)
+            events = await ask(harness, "b", "hello")
             assert events[-1].session.durable is False
             await trio.sleep(SWEEP_S + 5)
-            await query(house, "close", session_id="a")
-            assert await names(house) == ["b"]
-            await house.settled()
+            await query(harness, "close", session_id="a")
+            assert await names(harness) == ["b"]
+            await harness.settled()
 
 
 async def test_what_is_told_of_sessions_is_the_same_after_a_restart(autojump_clock, tmp_path, monkeypatch):
     times = itertools.count(time.time(), 0.125)
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill=False) as house:
-            house.server.sessions._clock = lambda: next(times)
-            await told(house, "a", "once", " upon", " a time")
-            await query(house, "fork", session_id="a", new_id="b")
-            await ask(house, "b", " there was")
-            await query(house, "fork", session_id="b", new_id="c")
+        async with serving(memory=memory, spill=False) as harness:
+            harness.server.sessions._clock = lambda: next(times)
+            await told(harness, "a", "once", " upon", " a time")
+            await query(harness, "fork", session_id="a", new_id="b")
+            await ask(harness, "b", " there was")
+            await query(harness, "fork", session_id="b", new_id="c")
             with monkeypatch.context() as broken:
                 broken.setattr(Journal, "write", lambda self, session: (_ for _ in ()).throw(JournalError("no disk")))
-                await ask(house, "a", " in vain")
-            await ask(house, "a", " and then")
-            async with house.client() as client:  # what fails is no turn
+                await ask(harness, "a", " in vain")
+            await ask(harness, "a", " and then")
+            async with harness.client() as client:  # what fails is no turn
                 with pytest.raises(ServerError, match="E_LIMIT_CONTEXT"):
                     async for _ in client.generate(prompt="x" * 5000, session_id="c"):
                         pass
-            before = await listed(house)
+            before = await listed(harness)
             turns = {session.session_id: session.turns for session in before}
             assert turns == {"a": 5, "b": 4, "c": 4}, "a fork has those that it was forked with"
             assert list(turns) == ["a", "c", "b"]
     for _ in range(2):
         with remembering(tmp_path) as memory:
-            async with serving(memory=memory, spill=False) as house:
-                assert await listed(house) == before
+            async with serving(memory=memory, spill=False) as harness:
+                assert await listed(harness) == before
 
 
 async def test_messages_beyond_what_a_file_may_hold_are_refused(autojump_clock, monkeypatch):
     monkeypatch.setattr("uma_trio.sessions.sessions.MAX_MESSAGES", 4)
     user = [{"role": "user", "content": "hello"}]
-    async with serving() as house, house.client() as client:
+    async with serving() as harness, harness.client() as client:
         await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
         eos = await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
         assert eos.session.turns == 2
@@ -547,7 +547,7 @@ async def test_messages_beyond_what_a_file_may_hold_are_refused(autojump_clock, 
 async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
     """Neither what is remembered nor what is on disk, nor with it what a turn takes."""
     with remembering(tmp_path) as memory:
-        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as house, house.client() as client:
+        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as harness, harness.client() as client:
             system = {"role": "system", "content": "be brief"}
             shown, sizes, n_messages, dropped = [], [], [], 0
             for n in range(300):
@@ -562,7 +562,7 @@ async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
                 assert [f"what is {n}?"] == shown[-1].split("|")[-1:]
                 assert eos.usage.prompt_tokens == len(shown[-1]) <= 400 - 8 + 1
                 dropped += bool(eos.usage.dropped_tokens)
-                [found] = house.server.sessions._book
+                [found] = harness.server.sessions._book
                 n_messages.append(len(found.messages))
                 roles = [message.role for message in found.messages[1:]]
                 assert roles == ["user", "assistant"] * (len(roles) // 2), "they still take turns"
@@ -575,47 +575,47 @@ async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
         assert len(found.messages) == n_messages[-1]
     with remembering(tmp_path) as memory:
-        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as house, house.client() as client:
-            [session] = house.server.sessions._book
+        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as harness, harness.client() as client:
+            [session] = harness.server.sessions._book
             assert list(session.messages) == list(found.messages)
 
 
 async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):
-    async with serving() as house:
-        said = await told(house, "a", "hello", " there")
-        assert (await query(house, "describe", session_id="a")).durable is False
-        await goes_on(house, "a", said)
-    async with serving() as house:
-        assert await names(house) == []
+    async with serving() as harness:
+        said = await told(harness, "a", "hello", " there")
+        assert (await query(harness, "describe", session_id="a")).durable is False
+        await goes_on(harness, "a", said)
+    async with serving() as harness:
+        assert await names(harness) == []
 
 
 @pytest.mark.parametrize("at_end", ["drained", "at once"])
 async def test_a_new_server_goes_on(autojump_clock, tmp_path, at_end):
     said = {}
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=NEVER) as house:
+        async with serving(memory=memory, spill_after_s=NEVER) as harness:
             for n in range(4):
-                said[f"s{n}"] = await told(house, f"s{n}", f"{n} is the beginning " * 20, " and then")
+                said[f"s{n}"] = await told(harness, f"s{n}", f"{n} is the beginning " * 20, " and then")
             if at_end == "drained":
-                await drained(house)
+                await drained(harness)
     with remembering(tmp_path) as memory:
         assert (len(memory.states) == 4) == (at_end == "drained")
-        async with serving(memory=memory, spill_after_s=NEVER) as house:
-            assert await names(house) == ["s3", "s2", "s1", "s0"]
+        async with serving(memory=memory, spill_after_s=NEVER) as harness:
+            assert await names(harness) == ["s3", "s2", "s1", "s0"]
             for name, tokens in said.items():
-                found = await query(house, "describe", session_id=name)
+                found = await query(harness, "describe", session_id=name)
                 assert (found.turns, found.tokens, found.durable) == (2, len(tokens), True)
-                await goes_on(house, name, tokens)
-            assert house.server.snapshot()["spill"]["loaded_total"] == len(memory.states)
-            await house.settled()
+                await goes_on(harness, name, tokens)
+            assert harness.server.snapshot()["kv_offload"]["loaded_total"] == len(memory.states)
+            await harness.settled()
 
 
 async def test_what_two_servers_have_said_is_one_long_prompt(autojump_clock, tmp_path):
     said: list[int] = []
     for n in range(5):
         with remembering(tmp_path) as memory:
-            async with serving(memory=memory) as house:
-                said = await goes_on(house, "a", said, f"part {n}")
+            async with serving(memory=memory) as harness:
+                said = await goes_on(harness, "a", said, f"part {n}")
 
 
 # -- closed -----------------------------------------------------------------------------------------
@@ -623,86 +623,86 @@ async def test_what_two_servers_have_said_is_one_long_prompt(autojump_clock, tmp
 
 async def test_closed_all_of_it_is_gone(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as house:
+        async with serving(memory=memory, spill_after_s=0) as harness:
             for name in ("a", "b"):
-                await told(house, name, f"the story of {name}, which is long enough " * 5, " and then")
+                await told(harness, name, f"the story of {name}, which is long enough " * 5, " and then")
             await trio.sleep(10)
             assert len(list((tmp_path / "states").glob("*.state"))) == 2
-            found = await query(house, "close", session_id="a")
+            found = await query(harness, "close", session_id="a")
             assert found.session_id == "a"
             await trio.sleep(10)
             assert len(list((tmp_path / "states").glob("*.state"))) == 1
             assert [session.key.id for session in memory.journal.load()] == ["b"]
-            assert len(held(house)) == 1
-            assert await names(house) == ["b"]
-            events = await ask(house, "a", "the story of a, which is long enough " * 5)
+            assert len(held(harness)) == 1
+            assert await names(harness) == ["b"]
+            events = await ask(harness, "a", "the story of a, which is long enough " * 5)
             assert events[-1].usage.cached_tokens < 20, "what b begins with as well"
             assert events[-1].session.turns == 1
-            await house.settled()
+            await harness.settled()
 
 
 async def test_closed_also_what_a_stop_string_ended_is_gone(autojump_clock, tmp_path):
     prompt = "the story of a fox, which is long enough " * 5
     stop = str(expected_continuation(tokens_of(prompt), 5)[3])
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as house:
-            events = await ask(house, "a", prompt, 20, stop=stop)
+        async with serving(memory=memory, spill_after_s=0) as harness:
+            events = await ask(harness, "a", prompt, 20, stop=stop)
             assert events[-1].reason == "stop"
-            await query(house, "close", session_id="a")
+            await query(harness, "close", session_id="a")
             await trio.sleep(10)
-            assert held(house) == []
+            assert held(harness) == []
             assert list((tmp_path / "states").glob("*.state")) == []
 
 
 async def test_closed_what_a_fork_needs_stays(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as house:
-            said = await told(house, "a", "the story of a fox, which is long enough " * 5)
-            await query(house, "fork", session_id="a", new_id="b")
-            await query(house, "close", session_id="a")
+        async with serving(memory=memory, spill_after_s=0) as harness:
+            said = await told(harness, "a", "the story of a fox, which is long enough " * 5)
+            await query(harness, "fork", session_id="a", new_id="b")
+            await query(harness, "close", session_id="a")
             await trio.sleep(10)
-            events = await ask(house, "b", "on")
+            events = await ask(harness, "b", "on")
             assert events[-1].usage.cached_tokens == len(said) - 1
-            await query(house, "close", session_id="b")
+            await query(harness, "close", session_id="b")
             await trio.sleep(10)
-            assert held(house) == []
+            assert held(harness) == []
             assert list((tmp_path / "states").glob("*.state")) == []
 
 
 async def test_closed_its_name_is_free(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as house:
+        async with serving(memory=memory) as harness:
             for text in ("hello", "again", "once more"):
-                said = await told(house, "a", text)
+                said = await told(harness, "a", text)
                 if text != "once more":
-                    await query(house, "close", session_id="a")
+                    await query(harness, "close", session_id="a")
             assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
 
 
 async def test_the_oldest_go_when_there_are_too_many(autojump_clock, tmp_path):
     with remembering(tmp_path, max_sessions=3) as memory:
-        async with serving(memory=memory, max_stored_sessions=3) as house:
+        async with serving(memory=memory, max_stored_sessions=3) as harness:
             for n in range(3):
-                await told(house, f"s{n}", f"hello {n}")
-            await goes_on(house, "s0", [*tokens_of("hello 0"), *expected_continuation(tokens_of("hello 0"), 5)])
-            said = await told(house, "s3", "hello 3")
+                await told(harness, f"s{n}", f"hello {n}")
+            await goes_on(harness, "s0", [*tokens_of("hello 0"), *expected_continuation(tokens_of("hello 0"), 5)])
+            said = await told(harness, "s3", "hello 3")
             await trio.sleep(61)
-            assert await names(house) == ["s3", "s0", "s2"]
-            await goes_on(house, "s3", said)
+            assert await names(harness) == ["s3", "s0", "s2"]
+            await goes_on(harness, "s3", said)
             assert set(after_a_crash(tmp_path, tmp_path / "copy")) == {"s0", "s2", "s3"}
 
 
 async def test_those_unused_for_too_long_go_and_those_that_answer_stay(autojump_clock, monkeypatch):
     monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 1.0)
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000.0)
-    async with serving(slow, session_ttl_s=5, request_timeout_s=1000) as house:
-        house.server.sessions._clock = trio.current_time
-        await told(house, "a", "hello", n=2)
-        events = await ask(house, "b", "hello", 20)
+    async with serving(slow, session_ttl_s=5, request_timeout_s=1000) as harness:
+        harness.server.sessions._clock = trio.current_time
+        await told(harness, "a", "hello", n=2)
+        events = await ask(harness, "b", "hello", 20)
         assert events[-1].reason == "length"
-        assert await names(house) == ["b"]
+        assert await names(harness) == ["b"]
         await trio.sleep(10)
-        assert await names(house) == []
+        assert await names(harness) == []
 
 
 async def test_one_that_is_used_while_others_are_closed_stays(autojump_clock, tmp_path, monkeypatch):
@@ -717,18 +717,18 @@ async def test_one_that_is_used_while_others_are_closed_stays(autojump_clock, tm
 
     monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 10.0)
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, in_thread=slow_disk, session_ttl_s=5, spill=False) as house:
-            house.server.sessions._clock = trio.current_time
-            await told(house, "a", "hello")
-            said = await told(house, "b", "hello")
+        async with serving(memory=memory, in_thread=slow_disk, session_ttl_s=5, spill=False) as harness:
+            harness.server.sessions._clock = trio.current_time
+            await told(harness, "a", "hello")
+            said = await told(harness, "b", "hello")
             await closing.wait()
-            async with house.client() as client:
+            async with harness.client() as client:
                 await client.send({"id": "r", "prompt": "go on", "max_tokens": 300, "session_id": "b"})
                 assert isinstance(await client.receive(), Token)
                 go_on.set()
                 while not isinstance(event := await client.receive(), Eos):
                     pass
                 assert event.session.turns == 2
-            assert await names(house) == ["b"]
+            assert await names(harness) == ["b"]
             said += tokens_of("go on")
-            await goes_on(house, "b", [*said, *expected_continuation(said, 300)])
+            await goes_on(harness, "b", [*said, *expected_continuation(said, 300)])

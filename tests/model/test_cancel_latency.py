@@ -65,7 +65,11 @@ def test_cancelled_the_kv_is_free_within_a_tick(library, way):
                 lambda found, n=n: cancelled(found) > n and found["kv"]["sequences"] == 4, "it is free"
             )
             if not in_prompt:
-                median_ms, tick_ms, slow_tick_ms = found.get("cancel_to_free_p50_ms"), found["inter_token_p50_ms"], found["inter_token_p95_ms"]
+                median_ms, tick_ms, slow_tick_ms = (
+                    found.get("cancel_to_free_p50_ms"),
+                    found["inter_token_p50_ms"],
+                    found["inter_token_p95_ms"],
+                )
         said = found["tokens_total"]
         found = daemon.wait_until(lambda found: found["tokens_total"] > said + 20, "the last tick's tokens have come")
         gaps_ms = sorted(gap for reader in readers for gap in reader.gaps_ms)

@@ -177,7 +177,14 @@ TEXTS = st.lists(st.sampled_from(["a", " ", "  b", "<s>", "</s>", "é", "🚀", 
 
 @pytest.mark.parametrize("name", ["embedded", "gpt-2", "llama-bpe", "llama-spm"])
 @given(parts=st.lists(st.builds(PromptPart, TEXTS, st.booleans()), max_size=5))
-@example(parts=[PromptPart("<s>"), PromptPart(" </s> x", parse_special=False), PromptPart("</s>"), PromptPart("<s>", parse_special=False)])
+@example(
+    parts=[
+        PromptPart("<s>"),
+        PromptPart(" </s> x", parse_special=False),
+        PromptPart("</s>"),
+        PromptPart("<s>", parse_special=False),
+    ]
+)
 def test_parts_say_their_text(speaker: AnySpeaker, name: str, parts: list[PromptPart]) -> None:
     tokenizer = speaker(name).tokenizer
     text = "".join(part.text for part in parts)

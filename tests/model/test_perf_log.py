@@ -59,7 +59,10 @@ def test_the_log_agrees_with_clients_and_counters(library, tmp_path):
     assert figures["decode_calls"] == metrics["decode_calls_total"]
     assert figures["tokens"] == metrics["tokens_total"]
     assert figures["prompt_tokens"] == metrics["prompt_tokens_total"]
-    assert (figures["draft_tokens"], figures["accepted_draft_tokens"]) == (metrics["draft_tokens_total"], metrics["accepted_draft_tokens_total"])
+    assert (figures["draft_tokens"], figures["accepted_draft_tokens"]) == (
+        metrics["draft_tokens_total"],
+        metrics["accepted_draft_tokens_total"],
+    )
     assert figures["draft_tokens"] > 0, "repetitive text is drafted"
     assert all(before.start_s < after.start_s for before, after in pairwise(run.ticks))
 

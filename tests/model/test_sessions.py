@@ -436,7 +436,9 @@ def test_of_two_daemons_with_one_folder_the_second_remembers_nothing(library: No
             assert names(second) == []
             assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
         assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2
-    journal = Journal(next((tmp_path / "state").glob("*")) / "sessions", model=model_fingerprint(EMBEDDED), max_sessions=9)
+    journal = Journal(
+        next((tmp_path / "state").glob("*")) / "sessions", model=model_fingerprint(EMBEDDED), max_sessions=9
+    )
     try:
         (found,) = journal.load()
         assert [message.content for message in found.messages][::2] == [
@@ -482,9 +484,7 @@ def test_the_commands_of_sessions(library: None, tmp_path: Path) -> None:
         assert (gone.returncode, "E_SESSION_NOT_FOUND" in gone.stderr) == (2, True)
         assert "uma-trio sessions lists yours" in gone.stderr
         shown = uma("metrics", "--socket", daemon.socket).stdout.splitlines()
-        assert [line.split() for line in shown if line.startswith("connections ")] == [
-            ["connections", "1"]
-        ]
+        assert [line.split() for line in shown if line.startswith("connections ")] == [["connections", "1"]]
         assert shown[[line.split()[0] for line in shown].index("sessions") + 1].split() == ["stored", "1"]
     nobody = uma("sessions", "--socket", tmp_path / "none")
     assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)

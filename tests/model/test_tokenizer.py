@@ -310,7 +310,11 @@ def test_ids_that_are_none(tokenizer: AnyTokenizer, wrong: object) -> None:
 def test_the_first_id_beyond_the_vocabulary(tokenizer: AnyTokenizer) -> None:
     chosen = tokenizer("embedded")
     assert len(chosen.tokens_to_bytes([chosen.n_tokens - 1])) == 1
-    for use in (chosen.token_to_bytes, lambda token: chosen.decode([token]), lambda token: chosen.tokens_to_bytes(np.array([token]))):
+    for use in (
+        chosen.token_to_bytes,
+        lambda token: chosen.decode([token]),
+        lambda token: chosen.tokens_to_bytes(np.array([token])),
+    ):
         for wrong in (chosen.n_tokens, -1):
             with pytest.raises(InvalidTokenId, match=f"token {wrong} is not in"):
                 use(wrong)

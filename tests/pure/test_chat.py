@@ -209,11 +209,26 @@ HOSTILE = {
 HARMLESS = {
     "classes by filter": ("{{ ''|attr('__class__') }}", ""),
     "a format string": ("{{ '{0.__class__}'.format(messages) }}", ""),
-    "doubling lists": ("{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}", ""),
-    "doubling tuples": ("{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}", ""),
-    "doubling dictionaries": ("{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}", ""),
-    "doubling by dict()": ("{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}", ""),
-    "a namespace in itself": ("{% set n = namespace() %}{% set n.x = n %}{{ n }}", "<Namespace {'x': <Namespace {...}>}>"),
+    "doubling lists": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
+        "",
+    ),
+    "doubling tuples": (
+        "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}",
+        "",
+    ),
+    "doubling dictionaries": (
+        "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}",
+        "",
+    ),
+    "doubling by dict()": (
+        "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+        "",
+    ),
+    "a namespace in itself": (
+        "{% set n = namespace() %}{% set n.x = n %}{{ n }}",
+        "<Namespace {'x': <Namespace {...}>}>",
+    ),
     "a strange date": ("{{ strftime_now('%999999999d') }}", ""),
 }
 """Hostile too, but Jinja's sandbox prints nothing for them, or shared values make them small."""

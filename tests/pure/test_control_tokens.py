@@ -175,7 +175,9 @@ def test_rendered_once_where_nothing_can_begin() -> None:
         return f"<s>{messages[0]['content']}"
 
     controls = ControlTokens(CONTROLS)
-    assert controls.parts(user("|im_start|> and nothing else"), render) == (PromptPart("<s>|im_start|> and nothing else"),)
+    assert controls.parts(user("|im_start|> and nothing else"), render) == (
+        PromptPart("<s>|im_start|> and nothing else"),
+    )
     assert len(seen) == 1
     assert ControlTokens().parts(user(START), render) == (PromptPart(f"<s>{START}"),)
     assert len(seen) == 2

@@ -51,7 +51,9 @@ def test_a_new_one_has_measured_nothing() -> None:
     assert snapshot["requests_total"] == snapshot["rejected_total"] == {}
     measured = {key for key, value in snapshot.items() if value is None}
     assert measured == {
-        key for key in snapshot if key.endswith(("_ms", "_ms_avg", "_share", "_rate", "_per_token")) or key == "avg_batch"
+        key
+        for key in snapshot
+        if key.endswith(("_ms", "_ms_avg", "_share", "_rate", "_per_token")) or key == "avg_batch"
     }
 
 

@@ -80,6 +80,11 @@ def test_other_circumstances_have_another_name(tmp_path: Path) -> None:
     model, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
     model.write_bytes(b"GGUF" + bytes(3 << 20))
     other.write_bytes(b"GGUF" + bytes(3 << 20) + b"!")
-    names = {model_fingerprint(model, 1), model_fingerprint(model, 2), model_fingerprint(other, 1), model_fingerprint(model)}
+    names = {
+        model_fingerprint(model, 1),
+        model_fingerprint(model, 2),
+        model_fingerprint(other, 1),
+        model_fingerprint(model),
+    }
     assert len(names) == 4
     assert model_fingerprint(model, 1) in names

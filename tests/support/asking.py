@@ -1,4 +1,4 @@
-"""A runner over a fake engine in virtual time, and clients that keep what they are told."""
+"""A scheduler over a fake engine in virtual time, and clients that keep what they are told."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import attrs
 import numpy as np
 import trio
 
-from tests.support.fake_engine import FakeEngine, VirtualThread
-from tests.support.serving import piece, settings
+from tests.support.fake_engine import FakeEngine, VirtualEngine
+from tests.support.serving import settings, token_to_bytes
 from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.models.prompt import Prompt
+from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Failure, Generate, Token
-from uma_trio.runner import Job, Runner
-from uma_trio.runner.spiller import InThread
+from uma_trio.serving.offload import InThread
+from uma_trio.serving.scheduler import Scheduler
+from uma_trio.serving.sequence import Sequence as Answer
 
 
 @attrs.define(eq=False)
@@ -26,7 +28,7 @@ class Client:
     prompt: list[int]
     events: list[Any] = attrs.field(factory=list)
     has_room: bool = True
-    job: Job = attrs.field(init=False)
+    sequence: Answer = attrs.field(init=False)
 
     def send(self, event: Any) -> None:
         self.events.append(event)
@@ -56,22 +58,22 @@ class Client:
 
 
 @attrs.define
-class House:
-    """What asks the runner and looks at its books."""
+class Harness:
+    """What asks the scheduler and looks at its books."""
 
-    runner: Runner
+    scheduler: Scheduler
     engine: FakeEngine
     n: int = 0
 
     def ask(
-        self, prompt: Sequence[int], n: int = 8, *, tenant: int = 0, durable: bool = False, **fields: Any
+        self, prompt: Sequence[int], n: int = 8, *, principal: str = "uid:0", durable: bool = False, **fields: Any
     ) -> Client:
         """A request for ``n`` tokens; events go to the client that is returned."""
         self.n += 1
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
         tokens = Prompt(np.asarray(prompt, dtype=np.int32), "")
-        client.job = self.runner.submit(request, tokens, client, tenant=tenant, durable=durable)
+        [client.sequence] = self.scheduler.submit(request, tokens, client, Principal(principal), durable=durable)
         return client
 
     async def answer(self, prompt: Sequence[int], n: int = 8, **fields: Any) -> Client:
@@ -83,43 +85,43 @@ class House:
     async def ended(self, *clients: Client) -> None:
         with trio.fail_after(1000):
             for client in clients:
-                await client.job.done.wait()
+                await client.sequence.done.wait()
 
     def read_on(self, client: Client) -> None:
         """A client that did not read does again."""
         client.has_room = True
-        self.runner.wake()
+        self.scheduler.wake()
 
     async def clean(self) -> None:
         """Nothing runs, and the books say what the engine holds."""
         with trio.fail_after(1000):
-            await self.runner.wait_idle()
-        self.runner.check_integrity()
-        kv = self.runner.cache.statistics()
+            await self.scheduler.wait_idle()
+        self.scheduler.check_integrity()
+        kv = self.scheduler.cache.statistics()
         assert (kv.sequences, kv.cells_reserved, kv.cells_used) == (0, 0, 0)
-        assert self.engine.used_cells() == self.runner.cache.held()
+        assert self.engine.used_cells() == self.scheduler.cache.held()
 
     @property
     def computed(self) -> int:
         """Prompt tokens since the start."""
-        return self.runner.telemetry.prompt_tokens_total
+        return self.scheduler.telemetry.prompt_tokens_total
 
 
 @contextlib.asynccontextmanager
 async def asking(
     engine: FakeEngine | None = None, files: MemoryFiles | None = None, in_thread: InThread = at_once, **values: Any
-) -> AsyncIterator[House]:
-    """A runner with settings by flat names; cancelled at the end.
+) -> AsyncIterator[Harness]:
+    """A scheduler with settings by flat names; cancelled at the end.
 
     Args:
         files: where idle sequences are saved to; the states there are found again.
         in_thread: runs what blocks.
     """
     engine = engine or FakeEngine()
-    runner = Runner(engine, VirtualThread(engine), piece, settings(**values), files=files, in_thread=in_thread)
+    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values), files=files, in_thread=in_thread)
     if files is not None:
-        runner.cache.index.add_all(files.scan())
+        scheduler.cache.index.add_all(files.scan())
     async with trio.open_nursery() as nursery:
-        await nursery.start(runner.run)
-        yield House(runner, engine)
+        await nursery.start(scheduler.run)
+        yield Harness(scheduler, engine)
         nursery.cancel_scope.cancel()

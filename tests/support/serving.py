@@ -12,22 +12,22 @@ import attrs
 import numpy as np
 import trio
 
-from tests.support.fake_engine import FakeEngine, VirtualThread
+from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
-from uma_trio.daemon.memory import NO_MEMORY, Memory
 from uma_trio.daemon.server import Server
-from uma_trio.engine.records import PromptPart, TokenIds
-from uma_trio.kv.shelf import Saved
+from uma_trio.daemon.storage import NO_STORAGE, Storage, saved_state
+from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
+from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.protocol.messages import Generate
-from uma_trio.runner.spiller import InThread
-from uma_trio.runner.state_files import StateFiles
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.store.journal import Journal
-from uma_trio.store.spill import SpillFolder
+from uma_trio.service import ModelRegistry, ModelService
+from uma_trio.serving.offload import InThread, StateFiles
+from uma_trio.serving.scheduler import Scheduler
+from uma_trio.store import Journal, StateFolder
 
 
 class FakeTokenizer:
@@ -42,10 +42,10 @@ class FakeTokenizer:
         return self.encode("".join(part.text for part in parts), continues=continues)
 
     def token_to_bytes(self, token: int) -> bytes:
-        return piece(token)
+        return token_to_bytes(token)
 
     def decode(self, tokens: TokenIds, *, special: bool = False) -> str:
-        return b"".join(piece(token) for token in tokens.tolist()).decode()
+        return b"".join(token_to_bytes(token) for token in tokens.tolist()).decode()
 
 
 class FakeChat:
@@ -64,19 +64,24 @@ class FakePrompts(PromptMaker):
         return self._make(request, before)
 
 
-def piece(token: int) -> bytes:
+def token_to_bytes(token: int) -> bytes:
     """The fake model's tokens read as numbers."""
     return b"" if token == 0 else f"{token} ".encode()
 
 
 @attrs.frozen
 class FakeModel:
-    engine: FakeEngine
+    engine: VirtualEngine
     prompts: FakePrompts
     cost: CostModel = attrs.field(factory=CostModel)
+    cost_name: str = "fake"
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.engine.info
 
     def token_to_bytes(self, token: int) -> bytes:
-        return piece(token)
+        return token_to_bytes(token)
 
 
 @attrs.frozen
@@ -84,9 +89,14 @@ class Serving:
     """A running server and how to reach it."""
 
     server: Server
+    service: ModelService
     engine: FakeEngine
     path: Path
     nursery: trio.Nursery
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.service._scheduler
 
     def client(self, **options: Any) -> contextlib.AbstractAsyncContextManager[Client]:
         return open_client(self.path, **options)
@@ -94,14 +104,14 @@ class Serving:
     async def settled(self) -> None:
         """Until nothing runs, and the books say that nothing is held."""
         with trio.fail_after(1000):
-            while self.server.runner.jobs() or self.server.snapshot()["sessions"]:
+            while list(self.scheduler.sequences()) or self.server.snapshot()["connections"]:
                 await trio.sleep(0.01)
-            await self.server.runner.wait_idle()
-        self.server.runner.check_integrity()
-        kv = self.server.runner.cache.statistics()
+            await self.service.wait_idle()
+        self.service.check_integrity()
+        kv = self.scheduler.cache.statistics()
         assert (kv.sequences, kv.cells_reserved, kv.cells_used) == (0, 0, 0)
-        assert self.engine.used_cells() == self.server.runner.cache.held()
-        assert self.server.snapshot()["outbox_bytes"] == 0
+        assert self.engine.used_cells() == self.scheduler.cache.held()
+        assert self.server.snapshot()["send_queue_bytes"] == 0
 
 
 def settings(**values: Any) -> config.Config:
@@ -111,9 +121,9 @@ def settings(**values: Any) -> config.Config:
 
 @contextlib.contextmanager
 def remembering(
-    folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[Saved] = ()
-) -> Iterator[Memory]:
-    """What a server remembers with, in ``folder``, as ``daemon.memory.open_memory`` makes it.
+    folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[SavedState] = ()
+) -> Iterator[Storage]:
+    """The storage of a server, in ``folder``, as ``daemon.storage.open_storage`` makes it.
 
     Args:
         files: instead of a folder of states, with ``states`` in it.
@@ -122,16 +132,16 @@ def remembering(
         journal = Journal(folder / "sessions", model="fake", max_sessions=max_sessions)
         stack.callback(journal.close)
         if files is None:
-            files = found = SpillFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
+            files = found = StateFolder(folder / "states", max_bytes=1 << 30, fingerprint="fake")
             stack.callback(found.close)
-            states = [Saved(s.name, s.tenant, s.tokens, s.n_bytes) for s in found.scan()]
-        yield Memory(journal, files, states)
+            states = [saved_state(stored) for stored in found.scan()]
+        yield Storage(journal, files, states)
 
 
 @contextlib.asynccontextmanager
 async def serving(
     engine: FakeEngine | None = None,
-    memory: Memory = NO_MEMORY,
+    storage: Storage = NO_STORAGE,
     *,
     in_thread: InThread = at_once,
     **values: Any,
@@ -139,7 +149,7 @@ async def serving(
     """A server on a socket of its own, cancelled at the end.
 
     Args:
-        memory: what survives it; see ``remembering``.
+        storage: what survives it; see ``remembering``.
         in_thread: where what blocks is done.
         values: of the configuration, by flat names.
     """
@@ -147,11 +157,14 @@ async def serving(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "uma.sock")
         chosen = settings(**values)
-        model = FakeModel(engine, FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits))
-        server = Server(chosen, model, VirtualThread(engine), memory=memory, in_thread=in_thread)
+        model = FakeModel(VirtualEngine(engine), FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits))
+        service = ModelService(
+            chosen, model, journal=storage.journal, files=storage.files, states=storage.states, in_thread=in_thread
+        )
+        server = Server(chosen, ModelRegistry(service))
         with listener.claimed(path):
             sock = listener.bind(path, backlog=16)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(server.run, sock)
-                yield Serving(server, engine, path, nursery)
+                yield Serving(server, service, engine, path, nursery)
                 nursery.cancel_scope.cancel()

@@ -11,8 +11,8 @@ import attrs
 import numpy as np
 import trio
 
-from uma_trio.kv.prefix import Tokens
 from uma_trio.kv.offload_index import SavedState
+from uma_trio.kv.prefix import Tokens
 from uma_trio.store import StateFileError
 
 

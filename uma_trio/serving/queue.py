@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 
 import trio
@@ -72,13 +72,10 @@ class RunningSet:
         if sequence.n_computed == 0:
             self._cache.settle(sequence.allocation)
 
-    def ready(self, only: Collection[Sequence] = ()) -> tuple[list[Sequence], list[Sequence]]:
+    def ready(self) -> tuple[list[Sequence], list[Sequence]]:
         """Sequences that the next step can decode, and those that it can prefill; by sequence id.
 
         Call it before each step is planned, when the steps before are complete.
-
-        Args:
-            only: if there are any, only these.
         """
         for allocation, state in self._offloader.take_swapped_in():
             if self._cache.restored(allocation, state):
@@ -101,8 +98,6 @@ class RunningSet:
                 self._start_prefill(sequence, allocation.n_tokens)
                 if sequence.sink.has_room:
                     prefills.append(sequence)
-        if only:
-            return [s for s in decodes if s in only], [s for s in prefills if s in only]
         return decodes, prefills
 
     def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:

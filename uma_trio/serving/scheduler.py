@@ -297,7 +297,11 @@ class Scheduler:
     def _plan_and_submit(self) -> None:
         """Submit the next step, if there is anything to do."""
         self._waiting.admit(self._policy.service)
-        decodes, prefills = self._running.ready(self._bisection.current([*self._running]))
+        decodes, prefills = self._running.ready()
+        if self._bisection.is_active:
+            suspects = self._bisection.current({*decodes, *prefills})
+            decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
+            prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
         max_drafts = MAX_DRAFTS if len(decodes) <= DRAFTS_UP_TO else 0
         decode_views = [sequence.view(max_drafts=max_drafts) for sequence in decodes]
         transfer = self.offloader.next_transfer(decode_views)

@@ -11,14 +11,14 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from uma_trio.scheduler.wishes import sampling_params
 
 from tests.support.asking import Client, asking
 from tests.support.fake_engine import EOG, N_VOCAB, FakeEngine, expected_continuation, expected_score
 from tests.support.serving import piece
-from uma_trio.engine.records import EngineError
+from uma_trio.engine.messages import EngineError
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.messages import Eos, Generate, Token
-from uma_trio.runner.wishes import sampling_params
 
 REPEATS = 20
 PROMPT = random.Random(5).choices(range(1, 900), k=40)
@@ -36,8 +36,8 @@ def engine(**options: Any) -> FakeEngine:
     return FakeEngine(**{"repeats": REPEATS, "n_ctx": 32_768, **options})
 
 
-def expected(n: int, prompt: list[int] = PROMPT, **draws: Any) -> list[int]:
-    params = sampling_params(Generate(id="x", **{"seed": 0, **draws}))
+def expected(n: int, prompt: list[int] = PROMPT, **samples: Any) -> list[int]:
+    params = sampling_params(Generate(id="x", **{"seed": 0, **samples}))
     return expected_continuation(prompt, n, repeats=REPEATS, params=params)
 
 
@@ -48,68 +48,68 @@ def token_events(client: Client) -> list[Token]:
 # -- penalties ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draws", [{}, HOT], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("samples", [{}, HOT], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("penalties", PENALTIES, ids=str)
-async def test_penalties_look_at_what_was_said(autojump_clock, penalties, draws):
+async def test_penalties_look_at_what_was_said(autojump_clock, penalties, samples):
     """One token after another, with guesses, and in chained steps."""
-    said = expected(120, **penalties, **draws)
-    assert (said != expected(120, **draws)) == (penalties != SHORT), "the model repeats what is further back"
-    async with asking(engine()) as house:
+    said = expected(120, **penalties, **samples)
+    assert (said != expected(120, **samples)) == (penalties != SHORT), "the model repeats what is further back"
+    async with asking(engine()) as harness:
         for speculate in (False, True):
-            client = await house.answer(PROMPT, 120, speculate=speculate, cache_prompt=False, **penalties, **draws)
+            client = await harness.answer(PROMPT, 120, speculate=speculate, cache_prompt=False, **penalties, **samples)
             assert client.tokens == said
-        telemetry = house.runner.telemetry
+        telemetry = harness.scheduler.telemetry
         assert telemetry.run_ahead_steps_total > 50
         assert telemetry.accepted_draft_tokens_total > (10 if penalties == SHORT else -1)
-        await house.clean()
+        await harness.clean()
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
 async def test_streams_with_different_wishes_are_what_they_are_alone(autojump_clock, unified):
-    async with asking(engine(unified=unified, n_seq_max=32)) as house:
+    async with asking(engine(unified=unified, n_seq_max=32)) as harness:
         clients = []
         for i in range(32):
             wishes = {**PENALTIES[i % 4], **(HOT if i % 3 else {})} if i % 5 else {}
-            clients.append((house.ask(PROMPT[i:], 30 + i, **wishes), wishes))
+            clients.append((harness.ask(PROMPT[i:], 30 + i, **wishes), wishes))
             await trio.sleep(0.01)
         for client, wishes in clients:
-            await house.ended(client)
-            assert client.tokens == expected(client.job.max_tokens, client.prompt, **wishes)
-        await house.clean()
+            await harness.ended(client)
+            assert client.tokens == expected(client.sequence.max_tokens, client.prompt, **wishes)
+        await harness.clean()
 
 
 @pytest.mark.parametrize("fatal", [True, False])
 async def test_the_past_survives_a_lost_cache(autojump_clock, fatal):
-    async with asking(engine()) as house:
+    async with asking(engine()) as harness:
         for after_s in (0.2, 0.3):
-            paused = house.ask(PROMPT, 80, speculate=True, **PENALTIES[3])
-            failing = house.ask(PROMPT[1:], 300, **PENALTIES[0])
+            paused = harness.ask(PROMPT, 80, speculate=True, **PENALTIES[3])
+            failing = harness.ask(PROMPT[1:], 300, **PENALTIES[0])
             await trio.sleep(after_s)
             paused.has_room = False
             await trio.sleep(0.1)
-            house.engine.fail_next = EngineError("gone", fatal=fatal)
-            await house.ended(failing)
+            harness.engine.fail_next = EngineError("gone", fatal=fatal)
+            await harness.ended(failing)
             assert failing.reason == "E_RUNTIME_DECODE"
-            house.read_on(paused)
-            await house.ended(paused)
+            harness.read_on(paused)
+            await harness.ended(paused)
             assert paused.tokens == expected(80, **PENALTIES[3])
-            await house.clean()
+            await harness.clean()
 
 
 # -- biases and ends ----------------------------------------------------------------------------------
 
 
 async def test_a_bias_reaches_the_sampler_and_a_ban_is_a_mask(autojump_clock):
-    async with asking(engine()) as house:
+    async with asking(engine()) as harness:
         plain = expected(5)
-        forced = await house.answer(PROMPT, 5, logit_bias={7: 100.0, 9: -100.0, 8: 0.0})
+        forced = await harness.answer(PROMPT, 5, logit_bias={7: 100.0, 9: -100.0, 8: 0.0})
         assert forced.tokens == [7] * 5
-        bias, mask = (getattr(forced.job, name) for name in ("bias", "mask"))
+        bias, mask = (getattr(forced.sequence, name) for name in ("bias", "mask"))
         assert (bias.ids.tolist(), bias.values.tolist(), mask.tolist()) == ([7], [100.0], [9])
-        without = await house.answer(PROMPT, 5, logit_bias={plain[0]: -100.0}, ignore_eos=True)
+        without = await harness.answer(PROMPT, 5, logit_bias={plain[0]: -100.0}, ignore_eos=True)
         assert plain[0] not in without.tokens
-        assert sorted(without.job.mask.tolist()) == sorted([plain[0], EOG])
-        await house.clean()
+        assert sorted(without.sequence.mask.tolist()) == sorted([plain[0], EOG])
+        await harness.clean()
 
 
 @pytest.mark.parametrize("speculate", [False, True])
@@ -118,9 +118,9 @@ async def test_a_stop_token_ends_the_answer_before_it(autojump_clock, at, specul
     said = expected(60, **HOT)
     stop = said[at]
     first = said.index(stop)
-    async with asking(engine()) as house:
+    async with asking(engine()) as harness:
         for stream in (True, False):
-            client = await house.answer(
+            client = await harness.answer(
                 PROMPT, 60, stop_token_ids=[stop, 999], ignore_eos=True, speculate=speculate, stream=stream, **HOT
             )
             assert client.reason == "stop"
@@ -130,31 +130,31 @@ async def test_a_stop_token_ends_the_answer_before_it(autojump_clock, at, specul
                 assert (client.tokens, client.text) == (said[:first], text)
             else:
                 assert client.last.text == text
-            await house.clean()
+            await harness.clean()
 
 
 async def test_a_stop_token_is_of_its_own_request_alone(autojump_clock):
     said = expected(40)
-    async with asking(engine()) as house:
-        stopped = house.ask(PROMPT, 40, stop_token_ids=[said[10]])
-        other = house.ask(PROMPT, 40)
-        await house.ended(stopped, other)
+    async with asking(engine()) as harness:
+        stopped = harness.ask(PROMPT, 40, stop_token_ids=[said[10]])
+        other = harness.ask(PROMPT, 40)
+        await harness.ended(stopped, other)
         assert stopped.tokens == said[: said.index(said[10])]
         assert other.tokens == said
-        await house.clean()
+        await harness.clean()
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
 @pytest.mark.parametrize("token", [N_VOCAB, N_VOCAB + 1, 2**31 - 1])
 async def test_tokens_that_there_are_not_are_refused_by_number(autojump_clock, field, token):
-    async with asking(engine()) as house:
+    async with asking(engine()) as harness:
         wish = {"logit_bias": {0: 1.0, token: 1.0}, "stop_token_ids": [0, token]}[field]
         with pytest.raises(BadRequest, match=f"^{field} names the token {token}; this model has 0 to {N_VOCAB - 1}$"):
-            house.ask(PROMPT, 5, **{field: wish})
-        assert house.runner.jobs() == []
+            harness.ask(PROMPT, 5, **{field: wish})
+        assert harness.scheduler.sequences() == []
         edge = {"logit_bias": {N_VOCAB - 1: 1.0}, "stop_token_ids": [N_VOCAB - 1]}[field]
-        await house.answer(PROMPT, 5, **{field: edge})
-        await house.clean()
+        await harness.answer(PROMPT, 5, **{field: edge})
+        await harness.clean()
 
 
 # -- what is told -------------------------------------------------------------------------------------
@@ -163,9 +163,9 @@ async def test_tokens_that_there_are_not_are_refused_by_number(autojump_clock, f
 @pytest.mark.parametrize("n", [0, 1, 5])
 @pytest.mark.parametrize("speculate", [False, True])
 async def test_each_token_comes_with_its_own_logprobs(autojump_clock, speculate, n):
-    async with asking(engine()) as house:
-        plain = house.ask(PROMPT[1:], 300)
-        client = await house.answer(PROMPT, 120, speculate=speculate, logprobs=n)
+    async with asking(engine()) as harness:
+        plain = harness.ask(PROMPT[1:], 300)
+        client = await harness.answer(PROMPT, 120, speculate=speculate, logprobs=n)
         assert client.tokens == expected(120)
         for event in token_events(client):
             score = expected_score(event.token_id, n)
@@ -173,39 +173,39 @@ async def test_each_token_comes_with_its_own_logprobs(autojump_clock, speculate,
             assert event.bytes == list(piece(event.token_id))
             assert [(each.token_id, each.logprob) for each in event.top_logprobs] == list(score.top_logprobs)
             assert all(bytes(each.bytes).decode() == each.text == f"{each.token_id} " for each in event.top_logprobs)
-        await house.ended(plain)
+        await harness.ended(plain)
         assert all(event.logprob is event.top_logprobs is event.bytes is None for event in token_events(plain))
-        assert (house.runner.telemetry.accepted_draft_tokens_total > 10) == speculate or not speculate
-        await house.clean()
+        assert (harness.scheduler.telemetry.accepted_draft_tokens_total > 10) == speculate or not speculate
+        await harness.clean()
 
 
 async def test_not_streamed_they_are_a_list_at_the_end(autojump_clock):
-    async with asking(engine(eog_after=60)) as house:
-        streamed = await house.answer(PROMPT, 120, logprobs=2)
-        whole = await house.answer(PROMPT, 120, logprobs=2, stream=False)
+    async with asking(engine(eog_after=60)) as harness:
+        streamed = await harness.answer(PROMPT, 120, logprobs=2)
+        whole = await harness.answer(PROMPT, 120, logprobs=2, stream=False)
         assert [event.token_id for event in token_events(streamed)] == [each.token_id for each in whole.last.logprobs]
         for event, each in zip(token_events(streamed), whole.last.logprobs, strict=True):
             assert (event.logprob, event.bytes, event.top_logprobs) == (each.logprob, each.bytes, each.top_logprobs)
         assert isinstance(streamed.last, Eos)
         assert streamed.last.logprobs is None
-        assert (await house.answer(PROMPT, 5, stream=False)).last.logprobs is None
-        await house.clean()
+        assert (await harness.answer(PROMPT, 5, stream=False)).last.logprobs is None
+        await harness.clean()
 
 
 @pytest.mark.parametrize("name", ["echo", "return_full_text"])
 async def test_the_prompt_comes_first_if_it_is_asked_for(autojump_clock, name):
-    async with asking(engine()) as house:
+    async with asking(engine()) as harness:
         n_cells = len(PROMPT)
         for stream in (True, False):
             client = Client(list(PROMPT))
-            prompt = attrs.evolve((await house.answer(PROMPT, 1)).job.prompt, text="said before: ")
-            client.job = house.runner.submit(
+            prompt = attrs.evolve((await harness.answer(PROMPT, 1)).sequence.prompt, text="said before: ")
+            client.sequence = harness.scheduler.submit(
                 Generate(id="e", prompt="", max_tokens=5, stream=stream, logprobs=0, **{name: True}), prompt, client
             )
-            await house.ended(client)
+            await harness.ended(client)
             text = client.text if stream else client.last.text
             assert text == "said before: " + "".join(f"{token} " for token in expected(5))
             assert client.last.usage.prompt_tokens == n_cells
             if not stream:
                 assert len(client.last.logprobs) == 5, "the prompt has none"
-        await house.clean()
+        await harness.clean()

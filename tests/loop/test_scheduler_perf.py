@@ -1,4 +1,4 @@
-"""What the runner writes to the perf log: every tick and every request, and no idle time as a gap."""
+"""What the scheduler writes to the perf log: every tick and every request, and no idle time as a gap."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import trio
 
-from tests.support.fake_engine import FakeEngine, VirtualThread
-from tests.support.serving import piece, settings
+from tests.support.fake_engine import FakeEngine, VirtualEngine
+from tests.support.serving import settings, token_to_bytes
 from uma_trio.models.prompt import Prompt
 from uma_trio.protocol.messages import Generate
-from uma_trio.runner import Job, Runner
+from uma_trio.serving.scheduler import Scheduler
+from uma_trio.serving.sequence import Sequence as Answer
 from uma_trio.telemetry.perf_records import RequestRecord, TickRecord
 
 
@@ -44,28 +45,28 @@ class NullClient:
 
 
 @contextlib.asynccontextmanager
-async def recorded(engine: FakeEngine | None = None, **values: Any) -> AsyncIterator[tuple[Runner, Records]]:
+async def recorded(engine: FakeEngine | None = None, **values: Any) -> AsyncIterator[tuple[Scheduler, Records]]:
     engine, records = engine or FakeEngine(), Records()
-    runner = Runner(engine, VirtualThread(engine), piece, settings(**values), perf=records)
+    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values), perf=records)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(runner.run)
-        yield runner, records
+        nursery.start_soon(scheduler.run)
+        yield scheduler, records
         nursery.cancel_scope.cancel()
 
 
-def ask(runner: Runner, name: str, n_prompt: int, n_tokens: int, *, tenant: int = 0, **fields: Any) -> Job:
+def ask(scheduler: Scheduler, name: str, n_prompt: int, n_tokens: int, *, principal: int = 0, **fields: Any) -> Answer:
     tokens = np.arange(n_prompt, dtype=np.int32) + 100 * len(name)
     request = Generate(id=name, prompt="", max_tokens=n_tokens, **fields)
-    return runner.submit(request, Prompt(tokens, ""), NullClient(), tenant=tenant)
+    return scheduler.submit(request, Prompt(tokens, ""), NullClient(), principal=principal)
 
 
 async def test_ticks_and_requests_add_up(autojump_clock):
-    async with recorded(speculation=False) as (runner, records):
-        jobs = [ask(runner, "r" * n, 40 * n, 5 * n, tenant=n) for n in (1, 2, 3)]
-        for job in jobs:
-            await job.done.wait()
-        await runner.wait_idle()
-    assert len(records.ticks) == runner.telemetry.decode_calls_total
+    async with recorded(speculation=False) as (scheduler, records):
+        sequences = [ask(scheduler, "r" * n, 40 * n, 5 * n, principal=n) for n in (1, 2, 3)]
+        for sequence in sequences:
+            await sequence.done.wait()
+        await scheduler.wait_idle()
+    assert len(records.ticks) == scheduler.telemetry.decode_calls_total
     assert sum(tick.tokens for tick in records.ticks) == 30
     assert sum(tick.prompt_tokens for tick in records.ticks) == 240
     assert sum(tick.n_decodes for tick in records.ticks) == 30 - 3
@@ -82,11 +83,11 @@ async def test_ticks_and_requests_add_up(autojump_clock):
 
 
 async def test_a_tick_starts_when_its_step_starts(autojump_clock):
-    async with recorded(speculation=False) as (runner, records):
+    async with recorded(speculation=False) as (scheduler, records):
         await trio.sleep(1)
         asked = trio.current_time()
-        await ask(runner, "a", 700, 20).done.wait()
-        await runner.wait_idle()
+        await ask(scheduler, "a", 700, 20).done.wait()
+        await scheduler.wait_idle()
     assert [tick.prompt_tokens > 0 for tick in records.ticks] == [True, True] + [False] * 19
     assert records.ticks[0].start_s == pytest.approx(asked)
     for before, after in pairwise(records.ticks):
@@ -94,15 +95,15 @@ async def test_a_tick_starts_when_its_step_starts(autojump_clock):
 
 
 async def test_each_request_is_one_record_however_it_ends(autojump_clock):
-    async with recorded(FakeEngine(n_seq_max=1, eog_after=60), parallel=1) as (runner, records):
-        stopped = ask(runner, "a", 50, 100)
-        waiting = ask(runner, "b", 50, 100)
-        runner.cancel(waiting)
+    async with recorded(FakeEngine(n_seq_max=1, eog_after=60), parallel=1) as (scheduler, records):
+        stopped = ask(scheduler, "a", 50, 100)
+        waiting = ask(scheduler, "b", 50, 100)
+        scheduler.cancel(waiting)
         await stopped.done.wait()
-        running = ask(runner, "c", 20, 100)
+        running = ask(scheduler, "c", 20, 100)
         await trio.sleep(0.1)
-        runner.cancel(running)
-        await runner.wait_idle()
+        scheduler.cancel(running)
+        await scheduler.wait_idle()
     found = {request.id: request for request in records.requests}
     assert len(records.requests) == len(found) == 3
     assert {name: request.finish_reason for name, request in found.items()} == {
@@ -115,10 +116,10 @@ async def test_each_request_is_one_record_however_it_ends(autojump_clock):
 
 
 async def test_idle_time_is_no_gap(autojump_clock):
-    async with recorded() as (runner, records):
+    async with recorded() as (scheduler, records):
         for name in ("a", "b", "c"):
-            await ask(runner, name, 10, 5).done.wait()
-            await runner.wait_idle()
+            await ask(scheduler, name, 10, 5).done.wait()
+            await scheduler.wait_idle()
             await trio.sleep(60)
     without = [n for n, tick in enumerate(records.ticks) if tick.host_gap_ms is None]
     begins = [n for n, tick in enumerate(records.ticks) if tick.prefill_chunks]
@@ -127,16 +128,16 @@ async def test_idle_time_is_no_gap(autojump_clock):
 
 
 async def test_time_in_which_the_client_does_not_read_is_no_gap(autojump_clock):
-    async with recorded(speculation=False) as (runner, records):
+    async with recorded(speculation=False) as (scheduler, records):
         sink = NullClient()
         tokens = np.arange(10, dtype=np.int32)
-        job = runner.submit(Generate(id="a", prompt="", max_tokens=20), Prompt(tokens, ""), sink)
+        sequence = scheduler.submit(Generate(id="a", prompt="", max_tokens=20), Prompt(tokens, ""), sink)
         await trio.sleep(0.04)
         sink.has_room = False
         await trio.sleep(60)
         n_before = len(records.ticks)
         sink.has_room = True
-        runner.wake()
-        await job.done.wait()
+        scheduler.wake()
+        await sequence.done.wait()
     assert 0 < n_before < 20
     assert [n for n, tick in enumerate(records.ticks) if tick.host_gap_ms is None] == [0, n_before]

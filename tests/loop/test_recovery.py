@@ -1,0 +1,214 @@
+"""What clients see when the engine fails, dies or cannot be started: over a fake engine in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import trio
+
+from tests.support.asking import asking
+from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
+from tests.support.state_files import MemoryFiles
+from uma_trio import errors
+from uma_trio.engine.messages import EngineDied, EngineError
+from uma_trio.sampling import SamplingParams
+
+POISON = 5000
+"""A token that the model itself never says."""
+
+FAILURES = [EngineError("no room"), EngineDied("SIGKILL")]
+
+
+def kill(harness) -> None:
+    """The engine process is gone."""
+    harness.scheduler._engine.link.kill()
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=str)
+async def test_a_step_that_fails_once_is_made_up_for(autojump_clock, failure):
+    async with asking(FakeEngine(n_seq_max=2)) as harness:
+        stuck = harness.ask([3], 30)
+        await trio.sleep(0.05)
+        stuck.has_room = False
+        await trio.sleep(0.05)
+        running, waiting = harness.ask([1], 30), harness.ask([2], 10)
+        harness.engine.fail_next = failure
+        await harness.ended(running, waiting)
+        assert running.tokens == expected_continuation([1], 30)
+        assert waiting.tokens == expected_continuation([2], 10)
+        harness.read_on(stuck)
+        await harness.ended(stuck)
+        assert stuck.tokens == expected_continuation([3], 30), "its KV cells were lost, so they are computed again"
+        assert harness.engine.resets >= 1
+        assert harness.scheduler._engine.restarts == isinstance(failure, EngineDied)
+        await harness.clean()
+
+
+@pytest.mark.parametrize("after_s", [0.001, 0.02, 0.05, 0.0551, 0.09, 0.2])
+async def test_texts_are_the_same_with_a_crash_in_between(autojump_clock, after_s):
+    """Greedy, sampled and penalised ones, in prefill and decode; run-ahead steps among those that are lost."""
+    sampled = SamplingParams(temperature=1.0, seed=5)
+    penalised = SamplingParams(repetition_penalty=1.5, repeat_last_n=8)
+    async with asking() as harness:
+        clients = [harness.ask([10 + i] * (1 + 90 * i), 40) for i in range(4)]
+        clients.append(harness.ask([5], 40, temperature=1.0, seed=5))
+        clients.append(harness.ask([6], 40, repetition_penalty=1.5, repeat_last_n=8))
+        await trio.sleep(after_s)
+        kill(harness)
+        await harness.ended(*clients)
+        for client, params in zip(clients, [None] * 4 + [sampled, penalised], strict=True):
+            assert client.tokens == expected_continuation(client.prompt, 40, params=params)
+        await harness.clean()
+
+
+async def test_many_crashes_lose_nothing(autojump_clock):
+    async with asking(FakeEngine(n_seq_max=8)) as harness:
+        clients = [harness.ask([20 + i], 150) for i in range(12)]
+
+        async def kill_now_and_then() -> None:
+            for n in itertools.count():
+                await trio.sleep(0.61 + 0.017 * (n % 7))
+                kill(harness)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill_now_and_then)
+            await harness.ended(*clients)
+            nursery.cancel_scope.cancel()
+        assert harness.scheduler._engine.restarts > 3
+        assert all(client.tokens == expected_continuation(client.prompt, 150) for client in clients)
+        await harness.clean()
+
+
+@pytest.mark.parametrize("n_others", [0, 1, 6])
+async def test_a_request_that_kills_the_engine_fails_alone(autojump_clock, n_others):
+    engine = FakeEngine(n_seq_max=8)
+    engine.poison = POISON
+    async with asking(engine) as harness:
+        others = [harness.ask([30 + i] * 5, 30) for i in range(n_others)]
+        await trio.sleep(0.03)
+        poisoned = harness.ask([1, POISON, 2], 5)
+        later = harness.ask([99], 5)
+        await harness.ended(poisoned, later, *others)
+        assert poisoned.reason == "E_RUNTIME_DECODE"
+        assert "twice" in poisoned.last.message
+        assert all(client.tokens == expected_continuation(client.prompt, 30) for client in others)
+        assert later.tokens == expected_continuation([99], 5)
+        await harness.clean()
+
+
+async def test_two_that_kill_the_engine_both_fail(autojump_clock):
+    engine = FakeEngine(n_seq_max=8)
+    engine.poison = POISON
+    async with asking(engine) as harness:
+        good = [harness.ask([40 + i], 30) for i in range(5)]
+        bad = [harness.ask([POISON, i], 5) for i in range(1, 3)]
+        await harness.ended(*good, *bad)
+        assert [client.reason for client in bad] == ["E_RUNTIME_DECODE"] * 2
+        assert all(client.tokens == expected_continuation(client.prompt, 30) for client in good)
+        await harness.clean()
+
+
+async def test_suspects_whose_client_does_not_read_hold_nobody_up(autojump_clock):
+    async with asking() as harness:
+        first, second = harness.ask([1], 30), harness.ask([2], 30)
+        await trio.sleep(0.05)
+        first.has_room = second.has_room = False
+        kill(harness)
+        await trio.sleep(0.6)
+        third = harness.ask([3], 10)
+        await harness.ended(third)
+        harness.read_on(first)
+        harness.read_on(second)
+        await harness.ended(first, second)
+        assert first.tokens == expected_continuation([1], 30)
+        assert second.tokens == expected_continuation([2], 30)
+        await harness.clean()
+
+
+async def test_an_idle_engine_that_dies_is_started_again_at_once(autojump_clock):
+    async with asking() as harness:
+        await harness.answer([1], 5)
+        kill(harness)
+        await trio.sleep(1)
+        assert harness.scheduler._engine.restarts == 1
+        assert (await harness.answer([2], 5)).tokens == expected_continuation([2], 5)
+        await harness.clean()
+
+
+async def test_requests_that_come_during_the_restart_are_served(autojump_clock):
+    async with asking() as harness:
+        kill(harness)
+        await trio.sleep(0.1)
+        client = harness.ask([2], 5)
+        await harness.ended(client)
+        assert client.tokens == expected_continuation([2], 5)
+        await harness.clean()
+
+
+async def test_cancelled_during_the_restart(autojump_clock):
+    async with asking() as harness:
+        first, second = harness.ask([1], 30), harness.ask([2], 30)
+        await trio.sleep(0.05)
+        kill(harness)
+        await trio.sleep(0.2)
+        harness.scheduler.cancel(first.sequence)
+        assert first.reason == "cancelled"
+        await harness.ended(second)
+        assert second.tokens == expected_continuation([2], 30)
+        await harness.clean()
+
+
+async def test_where_the_engine_cannot_be_started_everybody_is_told_and_it_is_tried_again(autojump_clock):
+    """One in the fatal step, one whose client does not read, one that waits, and one that comes later."""
+    engine = FakeEngine(n_seq_max=2)
+    async with asking(engine) as harness:
+        stuck = harness.ask([3], 30)
+        await trio.sleep(0.05)
+        stuck.has_room = False
+        running, waiting = harness.ask([1], 30), harness.ask([2], 10)
+        await trio.sleep(0.05)
+        engine.fail_restarts = 6
+        kill(harness)
+        await harness.ended(stuck, running, waiting)
+        assert [client.reason for client in (stuck, running, waiting)] == ["E_MODEL_UNAVAILABLE"] * 3
+        with pytest.raises(errors.ModelUnavailable, match="no memory") as caught:
+            harness.ask([4])
+        assert caught.value.retry_after_ms > 0
+        await trio.sleep(120)
+        assert (await harness.answer([5], 5)).tokens == expected_continuation([5], 5), "it came up in the end"
+        await harness.clean()
+
+
+async def test_an_end_token_in_the_step_before_a_crash_still_ends(autojump_clock):
+    engine = FakeEngine(eog_after=12)
+    async with asking(engine) as harness:
+        client = harness.ask([1] * 5, 50)
+        await trio.sleep(0.05)
+        kill(harness)
+        await harness.ended(client)
+        assert client.last.reason == "stop"
+        assert [*client.sequence.tokens][-1] == EOG
+        assert client.tokens == expected_continuation([1] * 5, 7)
+        await harness.clean()
+
+
+async def test_a_session_whose_state_is_on_its_way_survives(autojump_clock):
+    """A crash while a state is saved and while one is loaded: tokens are computed again instead."""
+    files = MemoryFiles()
+    engine = FakeEngine(n_ctx=1024, n_seq_max=2, unified=False)
+    async with asking(engine, files, spill_after_s=0.0) as harness:
+        first = await harness.answer([7] * 200, 5, durable=True)
+        kill(harness)
+        await trio.sleep(5)
+        again = await harness.answer([7] * 200 + first.tokens + [8], 5, durable=True)
+        assert again.tokens == expected_continuation([7] * 200 + first.tokens + [8], 5)
+        await trio.sleep(5)
+        assert files.states
+        for n in range(3):
+            client = harness.ask([50 + n] * 300, 3)
+            await trio.sleep(0.01)
+            kill(harness)
+            await harness.ended(client)
+        assert files.open_files == 0
+        await harness.clean()

@@ -1,0 +1,323 @@
+"""The tick, over a fake engine in virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import trio
+
+from tests.support.fake_engine import FakeEngine, VirtualEngine, expected_continuation
+from tests.support.serving import settings, token_to_bytes
+from uma_trio import errors
+from uma_trio.engine.messages import EngineError
+from uma_trio.models.prompt import Prompt
+from uma_trio.principal import Principal
+from uma_trio.protocol.messages import Eos, Failure, Generate, Token
+from uma_trio.serving.scheduler import Scheduler
+from uma_trio.serving.sequence import Sequence as Answer
+
+ANYBODY = Principal("uid:0")
+
+
+@attrs.define
+class Collector:
+    """A sink that keeps everything; ``open`` says whether it has room."""
+
+    events: list[Any] = attrs.field(factory=list)
+    open: bool = True
+
+    def send(self, event: Any) -> None:
+        self.events.append(event)
+
+    @property
+    def has_room(self) -> bool:
+        return self.open
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.token_id for event in self.events if isinstance(event, Token) and not event.echo]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Token))
+
+    @property
+    def last(self) -> Any:
+        return self.events[-1]
+
+
+@attrs.frozen
+class Harness:
+    scheduler: Scheduler
+    engine: FakeEngine
+
+    def ask(self, prompt: list[int], sink: Collector, n: int = 8, **fields: Any) -> Answer:
+        request = Generate(id=fields.pop("id", "r"), prompt="", max_tokens=n, **fields)
+        return self.scheduler.submit(request, Prompt(np.asarray(prompt, dtype=np.int32), "the prompt"), sink, ANYBODY)[
+            0
+        ]
+
+    async def clean(self) -> None:
+        with trio.fail_after(1000):
+            await self.scheduler.wait_idle()
+        self.scheduler.check_integrity()
+        assert self.engine.used_cells() == self.scheduler.cache.held()
+        assert self.scheduler.cache.statistics().cells_reserved == 0
+
+
+def most_together(harness: Harness) -> int:
+    """Sequences of one call, at most."""
+    return max(len(batch) for step in harness.engine.steps for batch in step.calls)
+
+
+@contextlib.asynccontextmanager
+async def running(engine: FakeEngine | None = None, **values: Any):
+    engine = engine or FakeEngine()
+    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(scheduler.run)
+        yield Harness(scheduler, engine)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_stream_is_what_the_model_says_after_its_prompt(autojump_clock):
+    async with running() as harness:
+        sink = Collector()
+        sequence = harness.ask([5, 6, 7], sink, n=10)
+        await sequence.done.wait()
+        assert sink.tokens == expected_continuation([5, 6, 7], 10)
+        assert isinstance(sink.last, Eos)
+        assert sink.last.reason == "length"
+        assert sink.last.usage.prompt_tokens == 3
+        assert sink.last.usage.completion_tokens == 10
+        await harness.clean()
+
+
+async def test_streams_together_are_what_they_are_alone(autojump_clock):
+    prompts = [[10 + i] * (1 + 40 * i) for i in range(8)]
+    async with running() as harness:
+        sinks = [Collector() for _ in prompts]
+        sequences = [harness.ask(prompt, sink, n=30) for prompt, sink in zip(prompts, sinks, strict=True)]
+        for sequence in sequences:
+            await sequence.done.wait()
+        for prompt, sink in zip(prompts, sinks, strict=True):
+            assert sink.tokens == expected_continuation(prompt, 30)
+        assert most_together(harness) == 8
+        await harness.clean()
+
+
+async def test_more_requests_than_sequences_wait_their_turn(autojump_clock):
+    async with running(FakeEngine(n_seq_max=2)) as harness:
+        sinks = [Collector() for _ in range(7)]
+        sequences = [harness.ask([i + 1], sink, n=5) for i, sink in enumerate(sinks)]
+        for sequence in sequences:
+            await sequence.done.wait()
+        assert [sequence.ended_at for sequence in sequences] == sorted(sequence.ended_at for sequence in sequences)
+        assert all(sink.tokens == expected_continuation([i + 1], 5) for i, sink in enumerate(sinks))
+        assert most_together(harness) == 2
+        await harness.clean()
+
+
+async def test_room_is_reserved_for_the_whole_answer(autojump_clock):
+    async with running(FakeEngine(n_ctx=100, n_seq_max=4), max_queue=10) as harness:
+        sinks = [Collector() for _ in range(5)]
+        sequences = [harness.ask([1] * 20, sink, n=30) for sink in sinks]  # two fit at a time
+        for sequence in sequences:
+            await sequence.done.wait()
+        assert all(sink.last.reason == "length" for sink in sinks)
+        assert most_together(harness) == 2
+        await harness.clean()
+
+
+async def test_a_full_queue_refuses(autojump_clock):
+    async with running(FakeEngine(n_seq_max=1), max_queue=2) as harness:
+        sequences = [harness.ask([1], Collector(), n=5) for _ in range(3)]
+        with pytest.raises(errors.QueueFull):
+            harness.ask([1], Collector(), n=5)
+        for sequence in sequences:
+            await sequence.done.wait()
+        await harness.clean()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.02, 0.2, 0.5, 1.0])
+async def test_cancelled_at_any_moment_everything_is_given_back(autojump_clock, after_s):
+    async with running() as harness:
+        sink, other = Collector(), Collector()
+        sequence = harness.ask([1] * 2000, sink, n=1000)
+        neighbour = harness.ask([2], other, n=100)
+        await trio.sleep(after_s)
+        harness.scheduler.cancel(sequence)
+        assert sink.last.reason == "cancelled"
+        sent = len(sink.events)
+        await neighbour.done.wait()
+        assert len(sink.events) == sent, "something was sent after the last event"
+        assert sink.tokens == expected_continuation([1] * 2000, 1000)[: len(sink.tokens)]
+        assert other.tokens == expected_continuation([2], 100)
+        await harness.clean()
+
+
+async def test_from_cancel_to_freed_is_at_most_one_step(autojump_clock):
+    engine = FakeEngine(cost_ms=lambda prompt, decodes: 100)
+    async with running(engine) as harness:
+        sequence = harness.ask([1] * 2000, Collector(), n=50)
+        await trio.sleep(0.05)  # in the middle of a step
+        harness.scheduler.cancel(sequence)
+        began = trio.current_time()
+        await harness.scheduler.wait_idle()
+        assert trio.current_time() - began <= 0.1
+        await harness.clean()
+
+
+async def test_cancelled_while_it_waits(autojump_clock):
+    async with running(FakeEngine(n_seq_max=1)) as harness:
+        first, second = harness.ask([1], Collector(), n=5), harness.ask([2], sink := Collector(), n=5)
+        harness.scheduler.cancel(second)
+        assert sink.last.reason == "cancelled"
+        await first.done.wait()
+        assert all(feed.seq_id == 0 for step in harness.engine.steps for batch in step.calls for feed in batch)
+        await harness.clean()
+
+
+async def test_who_does_not_read_slows_only_itself(autojump_clock):
+    async with running() as harness:
+        stuck, quick = Collector(), Collector()
+        slow_job, quick_job = harness.ask([1], stuck, n=20), harness.ask([2], quick, n=200)
+        await trio.sleep(0.05)
+        stuck.open = False
+        had = len(stuck.tokens)
+        await quick_job.done.wait()
+        assert quick.tokens == expected_continuation([2], 200)
+        assert len(stuck.tokens) <= had + 2  # one was under way, and one made ready behind it
+        stuck.open = True
+        harness.scheduler.wake()
+        await slow_job.done.wait()
+        assert stuck.tokens == expected_continuation([1], 20)
+        p99 = harness.scheduler.telemetry.inter_token_ms.percentiles(99)[0]
+        assert p99 < 20, "the pause of a slow client counts as the server's"
+        await harness.clean()
+
+
+async def test_the_end_of_generation_token_ends(autojump_clock):
+    async with running(FakeEngine(eog_after=10)) as harness:
+        sequence = harness.ask([1, 2, 3], sink := Collector(), n=50)
+        await sequence.done.wait()
+        assert sink.last.reason == "stop"
+        assert sink.tokens == expected_continuation([1, 2, 3], 7)
+        assert sink.last.usage.completion_tokens == 8
+        await harness.clean()
+
+
+async def test_ignore_eos_generates_all(autojump_clock):
+    async with running(FakeEngine(eog_after=10)) as harness:
+        sequence = harness.ask([1, 2, 3], sink := Collector(), n=50, ignore_eos=True)
+        await sequence.done.wait()
+        assert sink.last.reason == "length"
+        assert len(sink.tokens) == 50
+        await harness.clean()
+
+
+async def test_a_stop_string_ends_and_is_not_shown(autojump_clock):
+    expected = expected_continuation([1], 20)
+    stop = f"{expected[5]} {expected[6]}"
+    async with running() as harness:
+        sequence = harness.ask([1], sink := Collector(), n=20, stop=[stop])
+        await sequence.done.wait()
+        assert sink.text == "".join(f"{token} " for token in expected[:5])
+        assert sink.last.reason == "stop"
+        assert sink.last.stop == stop
+        await harness.clean()
+
+
+async def test_not_streamed_is_the_streamed_text(autojump_clock):
+    async with running() as harness:
+        await harness.ask([1], streamed := Collector(), n=20, echo=True).done.wait()
+        await harness.ask([1], whole := Collector(), n=20, echo=True, stream=False).done.wait()
+        assert [type(event) for event in whole.events] == [Eos]
+        assert whole.last.text == streamed.text
+        assert streamed.text.startswith("the prompt")
+
+
+async def test_a_prompt_of_the_whole_window_and_one_token_more(autojump_clock):
+    async with running(FakeEngine(n_ctx=64)) as harness:
+        await harness.ask([1] * 64, sink := Collector(), n=1).done.wait()
+        assert sink.tokens == expected_continuation([1] * 64, 1)
+        with pytest.raises(errors.ContextTooSmall, match="64"):
+            harness.ask([1] * 65, Collector(), n=1)
+        with pytest.raises(errors.ContextTooSmall, match="at most 1"):
+            harness.ask([1] * 64, Collector(), n=2)
+        await harness.clean()
+
+
+async def test_closed_it_takes_no_more_and_finishes_the_rest(autojump_clock):
+    async with running() as harness:
+        sequence = harness.ask([1], sink := Collector(), n=5)
+        harness.scheduler.close()
+        with pytest.raises(errors.ShuttingDown):
+            harness.ask([1], Collector())
+        await sequence.done.wait()
+        assert sink.last.reason == "length"
+        await harness.clean()
+
+
+# -- steps that begin by themselves ---------------------------------------------------------------------
+
+
+async def test_streams_that_go_on_need_no_plan_in_between(autojump_clock):
+    async with running() as harness:
+        sinks = [Collector(), Collector()]
+        sequences = [harness.ask([n + 1], sink, n=60) for n, sink in enumerate(sinks)]
+        for sequence in sequences:
+            await sequence.done.wait()
+        assert [sink.tokens for sink in sinks] == [expected_continuation([n + 1], 60) for n in range(2)]
+        assert harness.scheduler.telemetry.run_ahead_steps_total > 50
+        assert len(harness.engine.steps) <= 62
+        await harness.clean()
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.052, 0.0549, 0.055, 0.0551, 0.056])
+async def test_who_comes_in_the_middle_is_in_the_next_step(autojump_clock, after_s):
+    """The step that was made ready does not begin."""
+    async with running(FakeEngine(cost_ms=lambda prompt, decodes: 5)) as harness:
+        harness.ask([1], on := Collector(), n=100)
+        await trio.sleep(after_s)
+        assert harness.scheduler.telemetry.run_ahead_steps_total > 5
+        begun = len(harness.engine.steps)
+        sequence = harness.ask([2, 3], sink := Collector(), n=5)
+        await sequence.done.wait()
+        computed = [{each.seq_id for call in step.calls for each in call} for step in harness.engine.steps[begun:]]
+        assert any(1 in seq_ids for seq_ids in computed[:2])
+        assert sequence.first_token_at - sequence.arrived_at <= 0.0101
+        assert sink.tokens == expected_continuation([2, 3], 5)
+        await trio.sleep(1)
+        assert on.tokens == expected_continuation([1], 100)
+        await harness.clean()
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.052, 0.0549, 0.055, 0.0551, 0.056])
+async def test_who_is_cancelled_in_the_middle_is_not_in_the_next_step(autojump_clock, after_s):
+    async with running(FakeEngine(cost_ms=lambda prompt, decodes: 5)) as harness:
+        sequence, other = harness.ask([1], Collector(), n=100), harness.ask([2], on := Collector(), n=100)
+        await trio.sleep(after_s)
+        begun = len(harness.engine.steps)
+        harness.scheduler.cancel(sequence)
+        await other.done.wait()
+        computed = [{each.seq_id for call in step.calls for each in call} for step in harness.engine.steps[begun:]]
+        assert not any(0 in seq_ids for seq_ids in computed)
+        assert on.tokens == expected_continuation([2], 100)
+        await harness.clean()
+
+
+async def test_a_token_that_ends_a_stream_is_followed_by_nothing_of_it(autojump_clock):
+    async with running(FakeEngine(eog_after=30)) as harness:
+        sequence, other = harness.ask([1] * 5, ended := Collector(), n=100), harness.ask([2], on := Collector(), n=25)
+        await sequence.done.wait()
+        assert ended.tokens == expected_continuation([1] * 5, 25)
+        computed = [each.seq_id for step in harness.engine.steps for call in step.calls for each in call]
+        assert computed.count(0) == 26, "the prompt, and every token but the one that ends it"
+        await other.done.wait()
+        assert on.tokens == expected_continuation([2], 25)
+        await harness.clean()
