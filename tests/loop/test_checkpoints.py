@@ -152,7 +152,7 @@ async def test_many_at_once(autojump_clock, unified, checkpoints):
 @LAYOUTS
 async def test_saved_and_loaded_again(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(engine_of(unified), files, spill_after_s=1e8) as harness:
+    async with asking(engine_of(unified), files, offload_after_s=1e8) as harness:
         first = await harness.answer(story(1), TELLS, durable=True)
         turn = [*story(1), *first.tokens, *story(2, 100)]
         await harness.answer(turn, TELLS, durable=True)
@@ -164,7 +164,7 @@ async def test_saved_and_loaded_again(autojump_clock, unified):
         (turn, len(turn) - BEFORE_END),
         ([*story(1), *first.tokens, 5], 300 + TELLS - 1),
     ):
-        async with asking(engine_of(unified), files, spill_after_s=1e8) as harness:
+        async with asking(engine_of(unified), files, offload_after_s=1e8) as harness:
             client = await harness.answer(prompt, 2 * TELLS + 100)
             assert is_right(client)
             assert client.cached == cached
@@ -175,12 +175,12 @@ async def test_saved_and_loaded_again(autojump_clock, unified):
 
 async def test_cancelled_while_it_is_loaded_nothing_is_left(autojump_clock):
     files = MemoryFiles()
-    async with asking(engine_of(True), files, spill_after_s=1e8) as harness:
+    async with asking(engine_of(True), files, offload_after_s=1e8) as harness:
         first = await harness.answer(story(1), TELLS, durable=True)
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
     prompt = [*story(1), *first.tokens, 5]
-    async with asking(engine_of(True), files, spill_after_s=1e8) as harness:
+    async with asking(engine_of(True), files, offload_after_s=1e8) as harness:
         for patience in range(8):
             client = harness.ask(prompt, 50)
             for _ in range(patience):

@@ -54,7 +54,7 @@ async def settled(harness: Harness) -> None:
 @LAYOUTS
 async def test_what_had_to_go_comes_back(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
         said = [await told(harness, n) for n in range(12)]
         await settled(harness)
         assert len(files.states) >= 9
@@ -72,7 +72,7 @@ async def test_what_had_to_go_comes_back(autojump_clock, unified):
 @LAYOUTS
 async def test_who_needs_the_room_waits_until_it_is_saved(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
         for n in range(2):
             await told(harness, n)
         big = harness.ask(story(7, 1000 if not unified else 2500), 8)
@@ -91,7 +91,7 @@ def held_stories(harness: Harness) -> list[list[int]]:
 
 async def test_only_what_is_to_last_is_saved(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=0) as harness:
+    async with asking(small(), files, offload_after_s=0) as harness:
         for n in range(12):
             assert is_right(await harness.answer(story(n), 8))
         await trio.sleep(10)
@@ -101,7 +101,7 @@ async def test_only_what_is_to_last_is_saved(autojump_clock):
 
 async def test_idle_for_long_enough_it_is_saved_although_its_room_is_not_needed(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=16), files, spill_after_s=20) as harness:
+    async with asking(small(n_seq_max=16), files, offload_after_s=20) as harness:
         tokens = await told(harness, 1)
         await trio.sleep(19)
         assert not files.states
@@ -118,12 +118,12 @@ async def test_idle_for_long_enough_it_is_saved_although_its_room_is_not_needed(
 
 async def test_a_new_server_finds_what_the_old_one_saved(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as harness:
+    async with asking(small(n_seq_max=16), files, offload_after_s=NEVER) as harness:
         said = [await told(harness, n) for n in range(5)]
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
         assert len(files.states) == 5
-    async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as harness:
+    async with asking(small(n_seq_max=16), files, offload_after_s=NEVER) as harness:
         for n, tokens in enumerate(said):
             client = await harness.answer([*tokens, 900 + n], 8)
             assert is_right(client)
@@ -135,7 +135,7 @@ async def test_a_new_server_finds_what_the_old_one_saved(autojump_clock):
 async def test_what_cannot_be_saved_goes_and_is_computed_again(autojump_clock, fault):
     files = MemoryFiles()
     setattr(files, fault, True)
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = [await told(harness, n) for n in range(8)]
         for n, tokens in enumerate(said):
             assert is_right(await harness.answer([*tokens, 900 + n], 8, durable=True))
@@ -150,7 +150,7 @@ async def test_what_cannot_be_saved_goes_and_is_computed_again(autojump_clock, f
 @pytest.mark.parametrize("fault", ["broken", "garbled"])
 async def test_what_cannot_be_loaded_is_computed_again(autojump_clock, fault):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = [await told(harness, n) for n in range(8)]
         await settled(harness)
         setattr(files, fault, True)
@@ -165,7 +165,7 @@ async def test_what_cannot_be_loaded_is_computed_again(autojump_clock, fault):
 async def test_where_computing_is_quicker_nothing_is_saved(autojump_clock):
     quick = FakeEngine(n_ctx=3072, n_seq_max=3, cost_ms=lambda prompt, decodes: 0.1 + 1e-4 * (prompt + decodes))
     files = MemoryFiles()
-    async with asking(quick, files, spill_after_s=0) as harness:
+    async with asking(quick, files, offload_after_s=0) as harness:
         for n in range(12):
             await told(harness, n)
         await trio.sleep(10)
@@ -175,7 +175,7 @@ async def test_where_computing_is_quicker_nothing_is_saved(autojump_clock):
 
 async def test_a_cancel_while_it_is_being_loaded(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = [await told(harness, n) for n in range(8)]
         await settled(harness)
         for patience in range(12):
@@ -193,7 +193,7 @@ async def test_streams_are_not_made_late_by_copies(autojump_clock):
     """A copy takes 200 ms here, a step 5: it waits for a moment with nobody to wait for it, or is given up."""
     files = MemoryFiles()
     engine = FakeEngine(n_ctx=65_536, n_seq_max=3)
-    async with asking(engine, files, spill_after_s=NEVER) as harness:
+    async with asking(engine, files, offload_after_s=NEVER) as harness:
         first = await harness.answer(story(1, 20_000), 8, durable=True)
         harness.scheduler.pace.bytes_a_ms["save"] = 20_000 * 12_288 / 200
         talker = harness.ask(story(2), 400, slo={"target_tbt_ms": 50} and talks())
@@ -215,7 +215,7 @@ def talks():
 @LAYOUTS
 async def test_a_failing_step_with_a_copy_in_it(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
         said = [await told(harness, n) for n in range(8)]
         await settled(harness)
         for fatal in (False, True):
@@ -237,10 +237,10 @@ async def test_a_context_made_anew_holds_no_state_that_was_loaded_before(autojum
         return call(*arguments)
 
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = await told(harness, 1)
         await harness.scheduler.offloader.save_everything()
-    async with asking(small(), files, in_thread=slowly, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, in_thread=slowly, offload_after_s=NEVER) as harness:
         talker = harness.ask(story(2), 600)
         client = harness.ask([*said, 900], 8)
         client.has_room = False
@@ -260,7 +260,7 @@ async def test_a_context_made_anew_holds_no_state_that_was_loaded_before(autojum
 
 async def test_at_most_one_copy_a_step(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=6), files, spill_after_s=0) as harness:
+    async with asking(small(n_seq_max=6), files, offload_after_s=0) as harness:
         said = [await told(harness, n) for n in range(20)]
         clients = [harness.ask([*said[n], 900], 20) for n in range(6)]
         await harness.ended(*clients)
@@ -274,7 +274,7 @@ async def test_at_most_one_copy_a_step(autojump_clock):
 async def test_an_hour_of_500_conversations_in_room_for_20(autojump_clock):
     files, rng = MemoryFiles(), random.Random(5)
     engine = FakeEngine(n_ctx=20 * 256, n_seq_max=20, unified=False)
-    async with asking(engine, files, spill_after_s=30, max_queue=1000) as harness:
+    async with asking(engine, files, offload_after_s=30, max_queue=1000) as harness:
         seen = 0
 
         async def watch() -> None:

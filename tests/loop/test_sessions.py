@@ -463,7 +463,7 @@ async def test_what_the_disk_did_not_take_is_on_it_when_the_server_has_drained(a
 @pytest.mark.parametrize("then", ["another turn", "nothing"])
 async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_clock, tmp_path, what, then):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+        async with serving(memory=memory, offload_after_s=0) as harness:
             said = await told(harness, "a", "once upon a time", " there was")
             other = await told(harness, "b", "hello")
             await trio.sleep(5)
@@ -491,7 +491,7 @@ async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_c
 
 async def test_a_folder_that_cannot_be_made_again_costs_durability_only(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+        async with serving(memory=memory, offload_after_s=0) as harness:
             said = await told(harness, "a", "hello")
             await trio.sleep(5)
             for room in ("sessions", "states"):
@@ -509,7 +509,7 @@ async def test_a_folder_that_cannot_be_made_again_costs_durability_only(autojump
 async def test_what_is_told_of_sessions_is_the_same_after_a_restart(autojump_clock, tmp_path, monkeypatch):
     times = itertools.count(time.time(), 0.125)
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill=False) as harness:
+        async with serving(memory=memory, offload=False) as harness:
             harness.server.sessions._clock = lambda: next(times)
             await told(harness, "a", "once", " upon", " a time")
             await query(harness, "fork", session_id="a", new_id="b")
@@ -529,7 +529,7 @@ async def test_what_is_told_of_sessions_is_the_same_after_a_restart(autojump_clo
             assert list(turns) == ["a", "c", "b"]
     for _ in range(2):
         with remembering(tmp_path) as memory:
-            async with serving(memory=memory, spill=False) as harness:
+            async with serving(memory=memory, offload=False) as harness:
                 assert await listed(harness) == before
 
 
@@ -547,7 +547,7 @@ async def test_messages_beyond_what_a_file_may_hold_are_refused(autojump_clock, 
 async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
     """Neither what is remembered nor what is on disk, nor with it what a turn takes."""
     with remembering(tmp_path) as memory:
-        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as harness, harness.client() as client:
+        async with serving(FakeEngine(n_ctx=400), memory=memory, offload=False) as harness, harness.client() as client:
             system = {"role": "system", "content": "be brief"}
             shown, sizes, n_messages, dropped = [], [], [], 0
             for n in range(300):
@@ -575,7 +575,7 @@ async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
         assert len(found.messages) == n_messages[-1]
     with remembering(tmp_path) as memory:
-        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as harness, harness.client() as client:
+        async with serving(FakeEngine(n_ctx=400), memory=memory, offload=False) as harness, harness.client() as client:
             [session] = harness.server.sessions._book
             assert list(session.messages) == list(found.messages)
 
@@ -593,14 +593,14 @@ async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):
 async def test_a_new_server_goes_on(autojump_clock, tmp_path, at_end):
     said = {}
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=NEVER) as harness:
+        async with serving(memory=memory, offload_after_s=NEVER) as harness:
             for n in range(4):
                 said[f"s{n}"] = await told(harness, f"s{n}", f"{n} is the beginning " * 20, " and then")
             if at_end == "drained":
                 await drained(harness)
     with remembering(tmp_path) as memory:
         assert (len(memory.states) == 4) == (at_end == "drained")
-        async with serving(memory=memory, spill_after_s=NEVER) as harness:
+        async with serving(memory=memory, offload_after_s=NEVER) as harness:
             assert await names(harness) == ["s3", "s2", "s1", "s0"]
             for name, tokens in said.items():
                 found = await query(harness, "describe", session_id=name)
@@ -623,7 +623,7 @@ async def test_what_two_servers_have_said_is_one_long_prompt(autojump_clock, tmp
 
 async def test_closed_all_of_it_is_gone(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+        async with serving(memory=memory, offload_after_s=0) as harness:
             for name in ("a", "b"):
                 await told(harness, name, f"the story of {name}, which is long enough " * 5, " and then")
             await trio.sleep(10)
@@ -645,7 +645,7 @@ async def test_closed_also_what_a_stop_string_ended_is_gone(autojump_clock, tmp_
     prompt = "the story of a fox, which is long enough " * 5
     stop = str(expected_continuation(tokens_of(prompt), 5)[3])
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+        async with serving(memory=memory, offload_after_s=0) as harness:
             events = await ask(harness, "a", prompt, 20, stop=stop)
             assert events[-1].reason == "stop"
             await query(harness, "close", session_id="a")
@@ -656,7 +656,7 @@ async def test_closed_also_what_a_stop_string_ended_is_gone(autojump_clock, tmp_
 
 async def test_closed_what_a_fork_needs_stays(autojump_clock, tmp_path):
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+        async with serving(memory=memory, offload_after_s=0) as harness:
             said = await told(harness, "a", "the story of a fox, which is long enough " * 5)
             await query(harness, "fork", session_id="a", new_id="b")
             await query(harness, "close", session_id="a")
@@ -717,7 +717,7 @@ async def test_one_that_is_used_while_others_are_closed_stays(autojump_clock, tm
 
     monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 10.0)
     with remembering(tmp_path) as memory:
-        async with serving(memory=memory, in_thread=slow_disk, session_ttl_s=5, spill=False) as harness:
+        async with serving(memory=memory, in_thread=slow_disk, session_ttl_s=5, offload=False) as harness:
             harness.server.sessions._clock = trio.current_time
             await told(harness, "a", "hello")
             said = await told(harness, "b", "hello")
