@@ -1,73 +1,55 @@
-"""How a request wants its tokens to be chosen."""
+"""Sampling parameters of one request."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any
-
 import attrs
-
-MAX_SEED = 2**64 - 1
-
-
-def _within(low: float, high: float, *, above: bool = False) -> Callable[[object, attrs.Attribute[Any], float], None]:
-    """A finite number of at least ``low`` (or ``above`` it) and at most ``high``; NaN is neither."""
-
-    def check(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-        if not (math.isfinite(value) and low <= value <= high) or (above and value == low):
-            least = f"above {low:g}" if above else f"at least {low:g}"
-            raise ValueError(f"{attribute.name} must be {least} and at most {high:g}, not {value}")
-
-    return check
 
 
 @attrs.frozen
 class SamplingParams:
-    """What is done to the logits of one request, and what is drawn from.
+    """How the next token is chosen from the logits.
 
-    Raises:
-        ValueError: a value out of its bounds.  The protocol tells clients before it gets here.
+    The values are within the bounds that ``protocol.messages.Generate`` declares; nothing is checked here.
     """
 
-    temperature: float = attrs.field(default=0.0, validator=_within(0, math.inf))
-    """Logits are divided by it; 0 takes the most likely token, and the filters have nothing to do."""
+    temperature: float = 0.0
+    """Divides the logits.  0 takes the most likely token; the filters then have no effect."""
 
-    top_k: int = attrs.field(default=0, validator=attrs.validators.ge(0))
-    """Only the so many most likely tokens can be drawn; 0 is off.  May exceed the vocabulary."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 is off.  May exceed the vocabulary."""
 
-    top_p: float = attrs.field(default=1.0, validator=_within(0, 1, above=True))
-    """Only the fewest most likely tokens that together reach this probability; 1 is off."""
+    top_p: float = 1.0
+    """Sample from the smallest set of most likely tokens that together reach this probability; 1 is off."""
 
-    seed: int = attrs.field(default=0, validator=[attrs.validators.ge(0), attrs.validators.le(MAX_SEED)])
-    """Of 64 bits.  It and the number of the draw alone decide the random numbers."""
+    seed: int = 0
+    """Unsigned 64 bits.  The random numbers depend on the seed and the index of the draw alone."""
 
-    min_p: float = attrs.field(default=0.0, validator=_within(0, 1))
-    """Only tokens at least so many times as likely as the likeliest; 0 is off."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this fraction of the most likely token's probability; 0 is off."""
 
-    repetition_penalty: float = attrs.field(default=1.0, validator=_within(0.1, 10))
-    """Logits of tokens that stand in the window are divided by it if positive, else multiplied; 1 is off."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the window; 1 is off."""
 
-    repeat_last_n: int = attrs.field(default=64, validator=[attrs.validators.ge(0), attrs.validators.le(4096)])
-    """The window: the last so many tokens of prompt and answer together."""
+    repeat_last_n: int = 64
+    """Length of the window: the last tokens of prompt and answer together."""
 
-    frequency_penalty: float = attrs.field(default=0.0, validator=_within(-2, 2))
-    """Taken off a token's logit for each time that the answer has it; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the answer contains it; 0 is off."""
 
-    presence_penalty: float = attrs.field(default=0.0, validator=_within(-2, 2))
-    """Taken off a token's logit once if the answer has it; 0 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that the answer contains; 0 is off."""
 
     @property
     def greedy(self) -> bool:
-        """Whether there is nothing to draw: the most likely token is taken."""
+        """Whether the most likely token is taken, without a draw."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def window(self) -> int:
-        """Tokens before a draw that the repetition penalty looks at; 0 where it is off."""
+        """Number of tokens that the repetition penalty looks at; 0 if it is off."""
         return self.repeat_last_n if self.repetition_penalty != 1 else 0
 
     @property
     def counts(self) -> bool:
-        """Whether it matters how often the answer has which token."""
+        """Whether the penalties need to know how often the answer contains each token."""
         return self.frequency_penalty != 0 or self.presence_penalty != 0
