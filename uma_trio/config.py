@@ -92,7 +92,7 @@ class Listen:
     """Where clients come in."""
 
     socket: Path | None = setting(
-        None, "Unix socket; $XDG_RUNTIME_DIR/uma-trio/uma.sock, else /tmp/uma.sock, if not given."
+        None, "Unix socket. Default: $XDG_RUNTIME_DIR/uma-trio/uma.sock, or /tmp/uma.sock without $XDG_RUNTIME_DIR."
     )
     protocol: Literal["auto", "json", "cbor", "newline"] = setting(
         "auto", "auto tells JSON from CBOR by a payload's first byte; newline is for nc -U."

@@ -10,7 +10,7 @@ COMMANDS = {
     "serve": "Load a model once and serve it to many clients.",
     "ask": "Ask the daemon and stream the answer.",
     "sessions": "List, describe, fork and close sessions.",
-    "demo": "Watch short chats stay quick beside a long document.",
+    "demo": "Watch short chats stay fast next to a long document.",
     "metrics": "Show what the daemon measures.",
     "perf": "Make tables and pictures of a perf log.",
     "bench": "Measure this machine, and write a report.",

@@ -146,7 +146,7 @@ def _run(benches: Sequence[Bench], settings: Settings) -> int:
     """The exit code."""
     from uma_trio.cli import bench_report, running
     from uma_trio.cli.bench_runs import run
-    from uma_trio.demo.own_daemon import Interrupted, until_interrupted
+    from uma_trio.demo.temporary_daemon import Interrupted, until_interrupted
 
     outcomes: list[Outcome] = []
 

@@ -1,4 +1,4 @@
-"""``uma-trio demo``: short chats beside a long document, and the go/no-go gate."""
+"""``uma-trio demo``: short chats next to a long document, and a go/no-go scorecard."""
 
 from __future__ import annotations
 
@@ -21,37 +21,36 @@ GO, NO_GO, SERVER_ERROR, PROTOCOL_ERROR = 0, 1, 2, 3
 FRAME_S = 0.1
 COUNT_S = 0.25
 GIL_TURN_S = 0.001
-"""Frames are drawn in a thread of their own; a token's time should not wait 5 ms for it."""
+"""Python's switch interval while a thread draws frames.  The default of 5 ms would delay the timestamps of tokens."""
 
 
-@click.command("demo", short_help="Watch short chats stay quick beside a long document.")
-@click.option("--no-live", is_flag=True, help="Plain lines; so it is anyway where the output is no terminal.")
+@click.command("demo", short_help="Watch short chats stay fast next to a long document.")
+@click.option("--no-live", is_flag=True, help="Print plain lines; the default if the output is not a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print the scorecard as JSON and nothing else.")
 @click.option(
     "--max-gap-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Longest silence allowed in a chat while the document is read.  [default: 1.5 times target_tbt_ms, 150]",
+    help="Maximum time between two tokens of a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 150]",
 )
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also save this run as an SVG file.")
-@click.option("--socket", type=click.Path(), help="A running daemon's socket, instead of a daemon of its own.")
+@click.option("--socket", type=click.Path(), help="Use the running daemon at this socket instead of starting one.")
 def command(**options: Any) -> None:
-    """Watch short chats stay quick beside a long document.
+    """Watch short chats stay fast next to a long document.
 
-    Starts a daemon of its own on the embedded model, talks to it as four clients at once, then as each of
-    them alone, and prints the scorecard of docs/SCORECARD.md.  Takes some 15 seconds where nothing else
-    computes.
+    Starts a daemon with the embedded model, runs four clients at once, then each of them alone, and prints the
+    scorecard of docs/SCORECARD.md.  Takes about 15 seconds on an idle machine.
 
     Exit codes: 0 go, 1 no-go, 2 server error (or no server), 3 protocol error.
     """
     from uma_trio.cli.running import run
     from uma_trio.client import BrokenProtocol, ClientError
-    from uma_trio.demo.own_daemon import Interrupted, NoDaemon, until_interrupted
+    from uma_trio.demo.temporary_daemon import DaemonStartError, Interrupted, until_interrupted
 
     try:
         card = run(until_interrupted, lambda: _demo(options))
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except (ClientError, NoDaemon) as error:
+    except (ClientError, DaemonStartError) as error:
         click.echo(f"uma-trio demo: {error}", err=True)
         sys.exit(PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR)
     sys.exit(GO if card.go else NO_GO)
@@ -63,21 +62,21 @@ async def _demo(options: dict[str, Any]) -> Scorecard:
     from rich.console import Console
 
     from uma_trio.demo.load import Daemon
-    from uma_trio.demo.own_daemon import own_daemon
+    from uma_trio.demo.temporary_daemon import temporary_daemon
 
     console = Console(quiet=options["as_json"], highlight=False)
     async with AsyncExitStack() as stack:
         path = options["socket"]
         if path is None:
             with console.status("loading the model"):
-                path = (await stack.enter_async_context(own_daemon())).path
+                path = (await stack.enter_async_context(temporary_daemon())).path
         card, scene = await _play(Daemon(path), console, options)
     _show(card, scene, console, options)
     return card
 
 
 async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tuple[Scorecard, Scene]:
-    """All streams side by side, then each alone."""
+    """Run all streams at once, then each alone."""
     import trio
 
     from uma_trio.demo.load import one_by_one, together
@@ -99,14 +98,14 @@ async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tu
         wall_s = trio.current_time() - began
         nursery.cancel_scope.cancel()
     counted = (await daemon.counters()).since(before)
-    with console.status("asking each of them again, alone, to compare the texts"):
+    with console.status("running each stream alone, to compare the texts"):
         alone = await one_by_one(script, daemon)
     max_gap_ms = options["max_gap_ms"] or _longest_gap_ms()
     return score(tracks, alone, counted, wall_s=wall_s, max_gap_ms=max_gap_ms), scene
 
 
 async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
-    """Keep the status line's figures fresh."""
+    """Update the status line until cancelled."""
     import trio
 
     from uma_trio.demo.scorecard import Counters
@@ -118,7 +117,7 @@ async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
 
 
 async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
-    """Draw until cancelled; the last frame stays."""
+    """Draw until cancelled.  The last frame stays on the screen."""
     import functools
 
     import trio

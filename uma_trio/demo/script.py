@@ -1,4 +1,4 @@
-"""What the demo asks: three short chats, and a long document with a question at its end."""
+"""The demo's script: three short chats, and a long document with a question at its end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from uma_trio.demo.recording import Question, Stream
 from uma_trio.models.training.skills.documents import ask, make_document
 
 DOCUMENT_FACTS: Final = 300
-"""About 4,000 tokens of the embedded model."""
+"""Makes about 4,000 tokens of the embedded model."""
 
 DOCUMENT_SEED: Final = 1
 
 HEAD_START: Final = 30
-"""Tokens that each chat has before the document arrives: it must find them talking."""
+"""Tokens that each chat has when the document arrives, so that all chats are streaming by then."""
 
 _COUNTS = ("Count from 1 to 120",)
 _TALES = tuple(
@@ -33,7 +33,7 @@ _THIS_AND_THAT = (
 
 
 def streams() -> tuple[Stream, ...]:
-    """The same each time."""
+    """Return the script's streams, the same each time."""
     return (
         *(
             Stream(name=f"chat {number}", questions=tuple(Question(text=text) for text in texts))
