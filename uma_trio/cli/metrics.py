@@ -19,7 +19,9 @@ NOTES: Final = {
 @click.option("--watch", is_flag=True, help="Show again every --interval until Ctrl-C.")
 @click.option("--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a snapshot.")
-@click.option("--socket", type=click.Path(), help="The daemon's socket.")
+@click.option(
+    "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
+)
 def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> None:
     """Show what the daemon measures.  docs/METRICS.md explains every field.
 
