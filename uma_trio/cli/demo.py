@@ -30,7 +30,7 @@ GIL_TURN_S = 0.001
 @click.option(
     "--max-gap-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Maximum time between two tokens of a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 150]",
+    help="Maximum gap in a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 150]",
 )
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also save this run as an SVG file.")
 @click.option("--socket", type=click.Path(), help="Use the running daemon at this socket instead of starting one.")
