@@ -55,13 +55,13 @@ class Forgetful:
 def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None:
     """What is measured and chosen in each of some starts, in ms.
 
-    Cost is that of the mean tick; the first line of each start is the rule's layout.  Where streams alone already take too
+    Cost is that of the mean tick; the first line of each start is the default layout.  Where streams alone already take too
     long, mixed ticks are not measured, and the cost is the least that it can be.
     """
     for line in machine():
         click.echo(line)
     click.echo(f"model     {model.name}, {', '.join(f'{name} {value}' for name, value in settings.items())}\n")
-    click.echo(f"| start | {'layout':<30} | decode | mixed | cost | of the rule's | chosen |")
+    click.echo(f"| start | {'layout':<30} | decode | mixed | cost | of default | chosen |")
     click.echo(f"|---:|{'-' * 32}|---:|---:|---:|---:|---|")
     for start in range(1, repeat + 1):
         choices = Forgetful()

@@ -303,12 +303,12 @@ def _memory(found: dict[str, Any]) -> Finding:
 
 
 LAYOUT_WHY: Final = {
-    "only one": "as it is set",
-    "by rule": "by rule, nothing was measured",
+    "only one": "fixed by the settings",
+    "default": "the default, not measured",
     "measured": "measured now, for the next starts too",
     "measured before": "measured by an earlier start",
-    "no time": "by rule, for measuring takes too long; a longer layout_trial_s has the time",
-    "no room": "by rule, for there is no room in the one that was measured to be quicker",
+    "no time": "the default, because measuring takes longer than layout_trial_s",
+    "no room": "the default, because the faster layout does not fit into memory",
 }
 
 
