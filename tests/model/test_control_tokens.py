@@ -177,7 +177,14 @@ TEXTS = st.lists(st.sampled_from(["a", " ", "  b", "<s>", "</s>", "é", "🚀", 
 
 @pytest.mark.parametrize("name", ["embedded", "gpt-2", "llama-bpe", "llama-spm"])
 @given(parts=st.lists(st.builds(PromptPart, TEXTS, st.booleans()), max_size=5))
-@example(parts=[PromptPart("<s>"), PromptPart(" </s> x", parse_special=False), PromptPart("</s>"), PromptPart("<s>", parse_special=False)])
+@example(
+    parts=[
+        PromptPart("<s>"),
+        PromptPart(" </s> x", parse_special=False),
+        PromptPart("</s>"),
+        PromptPart("<s>", parse_special=False),
+    ]
+)
 def test_the_tokens_of_parts_decode_to_their_text(speaker: AnySpeaker, name: str, parts: list[PromptPart]) -> None:
     tokenizer = speaker(name).tokenizer
     text = "".join(part.text for part in parts)
@@ -220,7 +227,9 @@ def test_which_tokens_are_control_tokens(speaker: AnySpeaker) -> None:
     assert speaker("llama-spm").tokenizer.control_tokens == {"<s>", "</s>", "<unk>"}
     gemma = speaker("gemma-4").tokenizer
     assert '<|"|>' in gemma.user_defined_controls
-    assert "<|tool_call>" not in gemma.control_tokens | gemma.user_defined_controls, "plain text that is always one token"
+    assert "<|tool_call>" not in gemma.control_tokens | gemma.user_defined_controls, (
+        "plain text that is always one token"
+    )
     with llama_abi.Model(llama_abi.load(), EMBEDDED, vocab_only=True) as model:
         kinds = [model.vocab.attributes(token) for token in range(model.vocab.n_tokens)]
     assert len(speaker("embedded").tokenizer.control_tokens) == sum(TokenAttr.CONTROL in kind for kind in kinds)

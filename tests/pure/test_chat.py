@@ -1,4 +1,4 @@
-"""Chat templates: what good ones give, and what bad ones do not get."""
+"""Chat templates: what common ones render, and the limits of hostile ones."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_mistral_like():
         ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
     ],
 )
-def test_what_templates_use(source, expected):
+def test_features_that_templates_use(source, expected):
     assert render(source) == expected
 
 
@@ -209,14 +209,29 @@ HOSTILE = {
 HARMLESS = {
     "classes by filter": ("{{ ''|attr('__class__') }}", ""),
     "a format string": ("{{ '{0.__class__}'.format(messages) }}", ""),
-    "doubling lists": ("{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}", ""),
-    "doubling tuples": ("{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}", ""),
-    "doubling dictionaries": ("{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}", ""),
-    "doubling by dict()": ("{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}", ""),
-    "a namespace in itself": ("{% set n = namespace() %}{% set n.x = n %}{{ n }}", "<Namespace {'x': <Namespace {...}>}>"),
+    "doubling lists": (
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
+        "",
+    ),
+    "doubling tuples": (
+        "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}",
+        "",
+    ),
+    "doubling dictionaries": (
+        "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}",
+        "",
+    ),
+    "doubling by dict()": (
+        "{% set n = namespace(x={}) %}{% for i in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}",
+        "",
+    ),
+    "a namespace in itself": (
+        "{% set n = namespace() %}{% set n.x = n %}{{ n }}",
+        "<Namespace {'x': <Namespace {...}>}>",
+    ),
     "a strange date": ("{{ strftime_now('%999999999d') }}", ""),
 }
-"""Hostile too, but Jinja's sandbox prints nothing for them, or shared values make them small."""
+"""Templates that look hostile but render to little: the sandbox prints nothing, or the values are shared."""
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -228,18 +243,18 @@ def test_hostile_templates(name):
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_hostile_templates_that_come_to_nothing(name):
+def test_hostile_templates_that_do_no_harm(name):
     source, expected = HARMLESS[name]
     assert render(source, limits=TemplateLimits(seconds=0.3)) == expected
 
 
-def test_a_broken_template_is_not_the_clients_fault():
+def test_a_broken_template_is_an_internal_error():
     assert issubclass(BrokenTemplate, InternalError)
     with pytest.raises(BrokenTemplate, match=r"does not compile: .*line 2"):
         template("a\n{% nope %}")
 
 
-def test_limits_are_for_each_rendering_not_for_all():
+def test_each_rendering_has_its_own_time_limit():
     chat = template("{% for i in range(99999) %}{% endfor %}x", limits=TemplateLimits(seconds=0.3))
     started = time.perf_counter()
     while time.perf_counter() - started < 0.6:
@@ -277,14 +292,14 @@ def test_the_process_ends_with_the_template():
     assert process.returncode is not None
 
 
-def test_the_process_ends_with_the_daemon_also_after_kill_9():
+def test_the_process_ends_with_the_daemon_even_after_kill_9():
     code = "import os\nfrom uma_trio.models.chat import ChatTemplate\nchat = ChatTemplate('x', bos='', eos='')\nos.kill(os.getpid(), 9)"
     ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=30)
-    assert ended.returncode == -9, "the child has closed the pipe as well, or this would still wait"
+    assert ended.returncode == -9, "run() waits until the child has closed stderr too"
 
 
-def test_lone_surrogates_come_back_as_they_are():
-    """``models.control_tokens`` puts them into messages.  In a row they must not become one character."""
+def test_lone_surrogates_survive_the_process_boundary():
+    """``models.control_tokens`` masks with them.  Two in a row must not become one character."""
     content = "\ud800\udc00 \udfff"
     assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == content
 
@@ -294,13 +309,13 @@ def test_a_limit_on_output():
         render("{{ 'x' * 101 }}", limits=TemplateLimits(output_chars=100))
 
 
-def test_long_conversations_are_no_problem():
+def test_long_conversations():
     messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "x" * 1000} for i in range(901)]
     assert len(render(MISTRAL_LIKE, messages)) > 900_000
     assert len(render(CHATML, messages)) > 900_000
 
 
-def test_renderings_in_several_threads():
+def test_rendering_in_several_threads():
     chat = template("{% for m in messages %}{% for i in range(200) %}{{ m.content }}{% endfor %}{% endfor %}")
     results = {}
 
@@ -325,6 +340,6 @@ def test_renderings_in_several_threads():
         (["a"], "must be an object"),
     ],
 )
-def test_messages_of_another_form(messages, says):
+def test_malformed_messages(messages, says):
     with pytest.raises(BadRequest, match=says):
         render(CHATML, messages)

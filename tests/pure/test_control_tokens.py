@@ -84,7 +84,9 @@ def joined(parts: Sequence[PromptPart]) -> str:
     return "".join(part.text for part in parts)
 
 
-def found_tokens(parts: Sequence[PromptPart], texts: Sequence[str] = CONTROLS, user_defined: Sequence[str] = ()) -> list[str]:
+def found_tokens(
+    parts: Sequence[PromptPart], texts: Sequence[str] = CONTROLS, user_defined: Sequence[str] = ()
+) -> list[str]:
     """The control tokens that a tokenizer would find.  The longest wins where several begin at one place."""
     found = []
     for part in parts:
@@ -148,7 +150,9 @@ def test_all_control_tokens_come_from_the_template(name: str, messages: list[dic
     """The same ones in the same order as around harmless messages, and the text is that of a plain rendering."""
     chosen = chat(TEMPLATES[name])
     parts = chosen.parts(messages)
-    harmless = [{**message, "content": "x" if message["content"].strip() else message["content"]} for message in messages]
+    harmless = [
+        {**message, "content": "x" if message["content"].strip() else message["content"]} for message in messages
+    ]
     thoughts = name in ("no switches", "no thoughts") and any(
         m["role"] == "assistant" and "think" in m["content"] for m in messages
     )
@@ -175,7 +179,9 @@ def test_rendered_once_without_a_first_character() -> None:
         return f"<s>{messages[0]['content']}"
 
     controls = ControlTokens(CONTROLS)
-    assert controls.parts(user("|im_start|> and nothing else"), render) == (PromptPart("<s>|im_start|> and nothing else"),)
+    assert controls.parts(user("|im_start|> and nothing else"), render) == (
+        PromptPart("<s>|im_start|> and nothing else"),
+    )
     assert len(seen) == 1
     assert ControlTokens().parts(user(START), render) == (PromptPart(f"<s>{START}"),)
     assert len(seen) == 2
@@ -244,7 +250,9 @@ USER_DEFINED = ("<|TURN|>", "<|USER|>", "<|<|TURN|>|>")
 
 
 @given(
-    contents=st.lists(st.sampled_from([*USER_DEFINED, START, "<|", "|>", "<", "TURN", " ", "é"]), max_size=9).map("".join)
+    contents=st.lists(st.sampled_from([*USER_DEFINED, START, "<|", "|>", "<", "TURN", " ", "é"]), max_size=9).map(
+        "".join
+    )
 )
 @example(contents="<|TURN|><|USER|><|im_start|><|<|TURN|>|>")
 def test_user_defined_control_tokens_are_split(contents: str) -> None:
