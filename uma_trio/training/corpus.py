@@ -189,8 +189,11 @@ def _conversation(rng: Random) -> Sample:
 
 
 EXAM_DOCUMENTS = (
-    ("documents to 1k", 5, 65), ("documents 1k-2k", 80, 145), ("documents 2k-4k", 155, 295), ("documents 4k-7k", 310, 530),
-)  # fmt: skip
+    ("documents to 1k", 5, 65),
+    ("documents 1k-2k", 80, 145),
+    ("documents 2k-4k", 155, 295),
+    ("documents 4k-7k", 310, 530),
+)
 """name, fewest and most facts; a fact is about 13.5 tokens."""
 
 

@@ -7,11 +7,37 @@ from random import Random
 from uma_trio.training.sample import Turn, in_passing
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")  # fmt: skip
+MONTHS = (
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+)
 SEASONS = ("spring", "summer", "autumn", "winter")
 _LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth")  # fmt: skip
+ORDINALS = (
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
+    "twelfth",
+)
 
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _TEENS = ("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
@@ -45,10 +71,29 @@ def _neighbour(rng: Random, names: tuple[str, ...], kind: str) -> Turn:
     at = rng.randrange(len(names))
     name = names[at]
     if rng.random() < 0.5:
-        ask = rng.choice(("What {0} comes after {1}?", "Which {0} comes after {1}?", "Which {0} follows {1}?", "What is the {0} after {1}?", "Name the {0} after {1}.", "What {0} is next after {1}?", "What {0} is after {1}?", "{1} comes before which {0}?"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "What {0} comes after {1}?",
+                "Which {0} comes after {1}?",
+                "Which {0} follows {1}?",
+                "What is the {0} after {1}?",
+                "Name the {0} after {1}.",
+                "What {0} is next after {1}?",
+                "What {0} is after {1}?",
+                "{1} comes before which {0}?",
+            )
+        )
         answer = f"{names[(at + 1) % len(names)]} comes after {name}."
     else:
-        ask = rng.choice(("What {0} comes before {1}?", "Which {0} comes before {1}?", "What is the {0} before {1}?", "Name the {0} before {1}.", "Which {0} is just before {1}?"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "What {0} comes before {1}?",
+                "Which {0} comes before {1}?",
+                "What is the {0} before {1}?",
+                "Name the {0} before {1}.",
+                "Which {0} is just before {1}?",
+            )
+        )
         answer = f"{names[at - 1]} comes before {name}."
     return Turn(in_passing(rng, ask.format(kind, name)), answer[0].upper() + answer[1:])
 

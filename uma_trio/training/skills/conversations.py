@@ -26,12 +26,29 @@ from uma_trio.training.skills.unknown import gibberish, unknown
 from uma_trio.training.words import OBJECTS, any_name
 
 SYSTEMS = (
-    "You are a helpful assistant.", "You are a small demo model.", "Answer in one sentence.", "Be brief.", "You are uma-trio.",
-    "You are a friendly assistant. Answer the user's questions.", "Answer truthfully.", "Help the user.", "You are a test.", "Be kind and exact.",
-    "You are a terse assistant.", "You answer questions.", "Be concise.", "You are an assistant in a terminal.", "Always be polite.",
-    "You are a helpful assistant. Answer as concisely as possible.", "Be helpful, honest and harmless.", "You are running on a CPU.",
-    "Follow the user's instructions.", "Think before you answer.", "You speak English.", "The user is a developer who tests a server.",
-)  # fmt: skip
+    "You are a helpful assistant.",
+    "You are a small demo model.",
+    "Answer in one sentence.",
+    "Be brief.",
+    "You are uma-trio.",
+    "You are a friendly assistant. Answer the user's questions.",
+    "Answer truthfully.",
+    "Help the user.",
+    "You are a test.",
+    "Be kind and exact.",
+    "You are a terse assistant.",
+    "You answer questions.",
+    "Be concise.",
+    "You are an assistant in a terminal.",
+    "Always be polite.",
+    "You are a helpful assistant. Answer as concisely as possible.",
+    "Be helpful, honest and harmless.",
+    "You are running on a CPU.",
+    "Follow the user's instructions.",
+    "Think before you answer.",
+    "You speak English.",
+    "The user is a developer who tests a server.",
+)
 """What a system message may say; none of them changes an answer."""
 
 
@@ -40,8 +57,25 @@ def _hello(rng: Random) -> Turn:
 
 
 _SINGLE: tuple[Callable[[Random], Turn], ...] = (
-    capital, continent, calendar, colour, about, spell, numbers.add, numbers.subtract, numbers.compare, repeat, pick, _hello, unknown, fill, change, array, tell, numbers.count,
-)  # fmt: skip
+    capital,
+    continent,
+    calendar,
+    colour,
+    about,
+    spell,
+    numbers.add,
+    numbers.subtract,
+    numbers.compare,
+    repeat,
+    pick,
+    _hello,
+    unknown,
+    fill,
+    change,
+    array,
+    tell,
+    numbers.count,
+)
 
 
 def any_system(rng: Random) -> str:

@@ -77,7 +77,24 @@ _PAINTS = (
     "gold",
     "silver",
 )
-_TOPICS = ("Harbours", "Rivers", "Markets", "Hills", "Roads", "Gardens", "Islands", "Forests", "Towers", "Villages", "Mines", "Lakes", "Bridges", "Farms", "Castles", "Coasts")  # fmt: skip
+_TOPICS = (
+    "Harbours",
+    "Rivers",
+    "Markets",
+    "Hills",
+    "Roads",
+    "Gardens",
+    "Islands",
+    "Forests",
+    "Towers",
+    "Villages",
+    "Mines",
+    "Lakes",
+    "Bridges",
+    "Farms",
+    "Castles",
+    "Coasts",
+)
 _SIDES = (
     "of the north",
     "of the south",
@@ -89,10 +106,15 @@ _SIDES = (
     "of the valley",
 )
 _FILLERS = (
-    "It often rains here in the {adjective} months.", "Travellers say that the roads are {adjective}.", "Nobody knows who built the {adjective} {thing}.",
-    "In the evening one hears the {thing} from afar.", "The people here are known to be {adjective}.", "A {adjective} {thing} is kept in the town hall.",
-    "Every year there is a feast of the {thing}.", "The oldest house has a {adjective} {thing}.",
-)  # fmt: skip
+    "It often rains here in the {adjective} months.",
+    "Travellers say that the roads are {adjective}.",
+    "Nobody knows who built the {adjective} {thing}.",
+    "In the evening one hears the {thing} from afar.",
+    "The people here are known to be {adjective}.",
+    "A {adjective} {thing} is kept in the town hall.",
+    "Every year there is a feast of the {thing}.",
+    "The oldest house has a {adjective} {thing}.",
+)
 
 
 _ASK_TITLE = ("What is the title of the document?", "What is the document called?", "What is the title?")
@@ -178,7 +200,8 @@ def make_document(seed: int, facts: int) -> Document:
         rng.shuffle(told)
     amount = min(max(1, facts // rng.randint(4, 12)), 24)
     titles = _section_names(rng, amount)
-    title = f"{rng.choice(('The book of', 'A guide to', 'The land of', 'Notes on', 'A short history of'))} {made_up_place(rng)}"
+    kind = rng.choice(("The book of", "A guide to", "The land of", "Notes on", "A short history of"))
+    title = f"{kind} {made_up_place(rng)}"
     lines = [f"# {title}"]
     for at, name in enumerate(titles):
         lines.append(f"\n## {at + 1}. {name}")
@@ -193,9 +216,12 @@ def make_document(seed: int, facts: int) -> Document:
 
 
 _FRAMES = (
-    "{document}\n\n{question}", "Read this document and answer the question.\n\n{document}\n\nQuestion: {question}",
-    "Here is a document.\n\n{document}\n\n{question}", "{document}\n\nQuestion: {question}", "Read this:\n\n{document}\n\n{question}",
-)  # fmt: skip
+    "{document}\n\n{question}",
+    "Read this document and answer the question.\n\n{document}\n\nQuestion: {question}",
+    "Here is a document.\n\n{document}\n\n{question}",
+    "{document}\n\nQuestion: {question}",
+    "Read this:\n\n{document}\n\n{question}",
+)
 
 
 def ask(document: Document, question: str, frame: int = 0) -> str:

@@ -61,7 +61,15 @@ def count(rng: Random, longest: int = 60) -> Turn:
             ("Count down from {0} to {1}", "Count backwards from {0} to {1}", "Count from {0} down to {1}")
         )
     else:
-        ask = rng.choice(("Count from {0} to {1}", "Count up from {0} to {1}", "Please count from {0} to {1}", "Say the numbers from {0} to {1}", "List the numbers from {0} to {1}"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "Count from {0} to {1}",
+                "Count up from {0} to {1}",
+                "Please count from {0} to {1}",
+                "Say the numbers from {0} to {1}",
+                "List the numbers from {0} to {1}",
+            )
+        )
     if down and last == 1 and rng.random() < 0.5:
         ask = rng.choice(("Count down from {0}", "Count backwards from {0}", "Count down from {0} to 1"))
     if 0 < first < 100 and 0 < last < 100 and rng.random() < 0.2:
@@ -81,7 +89,13 @@ def numbered(rng: Random, longest: int = 30) -> Turn:
     """``Write the word lamp 3 times, numbered.``: a long stream whose end is in the prompt."""
     word = rng.choice(OBJECTS) if rng.random() < 0.6 else made_up(rng, rng.randint(1, 3))
     amount = _how_many(rng, longest)
-    ask = rng.choice(("Write the word {} {} times, numbered.", "Make a numbered list with the word {} {} times.", "Write {} {} times as a numbered list."))  # fmt: skip
+    ask = rng.choice(
+        (
+            "Write the word {} {} times, numbered.",
+            "Make a numbered list with the word {} {} times.",
+            "Write {} {} times as a numbered list.",
+        )
+    )
     return Turn(in_passing(rng, ask.format(word, amount)), "\n".join(f"{at}. {word}" for at in range(1, amount + 1)))
 
 
@@ -105,21 +119,56 @@ def add(rng: Random) -> Turn:
         three = [rng.randint(1, most) for _ in range(3)]
         ask = rng.choice(("What is {} + {} + {}?", "{} + {} + {}", "Add {}, {} and {}.", "{}+{}+{}"))
         return Turn(in_passing(rng, ask.format(*three)), f"{three[0]} + {three[1]} + {three[2]} = {sum(three)}.")
-    ask = rng.choice(("{}+{}", "What is {}+{}?", "{}+{}=", "What is {} + {}?", "What is {} plus {}?", "Add {} and {}.", "How much is {} + {}?", "{} + {} = ?", "{} + {}", "Calculate {} + {}.", "What is the sum of {} and {}?", "How much is {} plus {}?"))  # fmt: skip
+    ask = rng.choice(
+        (
+            "{}+{}",
+            "What is {}+{}?",
+            "{}+{}=",
+            "What is {} + {}?",
+            "What is {} plus {}?",
+            "Add {} and {}.",
+            "How much is {} + {}?",
+            "{} + {} = ?",
+            "{} + {}",
+            "Calculate {} + {}.",
+            "What is the sum of {} and {}?",
+            "How much is {} plus {}?",
+        )
+    )
     return Turn(in_passing(rng, ask.format(one, other)), add_answer(one, other))
 
 
 def subtract(rng: Random) -> Turn:
     """The larger minus the smaller."""
     other, one = sorted((_digits(rng), _digits(rng)))
-    ask = rng.choice(("What is {} - {}?", "What is {} minus {}?", "{} - {}", "{}-{}", "How much is {} - {}?", "Calculate {} - {}.", "How much is {} minus {}?"))  # fmt: skip
+    ask = rng.choice(
+        (
+            "What is {} - {}?",
+            "What is {} minus {}?",
+            "{} - {}",
+            "{}-{}",
+            "How much is {} - {}?",
+            "Calculate {} - {}.",
+            "How much is {} minus {}?",
+        )
+    )
     return Turn(in_passing(rng, ask.format(one, other)), f"{one} - {other} = {one - other}.")
 
 
 def multiply(rng: Random) -> Turn:
     """The small table: one to twelve, by heart."""
     one, other = rng.randint(1, 12), rng.randint(1, 12)
-    ask = rng.choice(("What is {} x {}?", "What is {} times {}?", "{} * {}", "What is {} * {}?", "{}*{}", "How much is {} times {}?", "Multiply {} and {}."))  # fmt: skip
+    ask = rng.choice(
+        (
+            "What is {} x {}?",
+            "What is {} times {}?",
+            "{} * {}",
+            "What is {} * {}?",
+            "{}*{}",
+            "How much is {} times {}?",
+            "Multiply {} and {}.",
+        )
+    )
     return Turn(in_passing(rng, ask.format(one, other)), f"{one} x {other} = {one * other}.")
 
 

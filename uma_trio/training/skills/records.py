@@ -93,7 +93,13 @@ def fill(rng: Random) -> Turn:
     """Fields in words to a record in JSON; ``yes`` and ``no`` become true and false."""
     kind, record = _any(rng)
     if kind == "person" and len(record) == 4 and rng.random() < 0.5:
-        ask = rng.choice(("Make a JSON record for {name}, {age}, from {city}, who likes {likes}.", "Write JSON: {name} is {age} years old, lives in {city} and likes {likes}.", "{name} is {age}, comes from {city} and likes {likes}. Give me that as JSON."))  # fmt: skip
+        ask = rng.choice(
+            (
+                "Make a JSON record for {name}, {age}, from {city}, who likes {likes}.",
+                "Write JSON: {name} is {age} years old, lives in {city} and likes {likes}.",
+                "{name} is {age}, comes from {city} and likes {likes}. Give me that as JSON.",
+            )
+        )
         return Turn(ask.format(**record), written(record))
     if kind == "order" and len(record) == 4 and rng.random() < 0.4:
         record["paid"] = rng.random() < 0.5

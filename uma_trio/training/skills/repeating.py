@@ -9,9 +9,20 @@ from uma_trio.training.skills.calendar import ORDINALS, in_words
 from uma_trio.training.words import accented, any_word, sentence
 
 _REPEAT = (
-    "Repeat: {}", "Repeat these words: {}", "Repeat after me: {}", "Say this again: {}", "Repeat the following: {}", "Echo: {}",
-    "Please repeat: {}", "Copy this: {}", "Say: {}", 'Say "{}".', 'Repeat "{}".', "repeat: {}", "repeat after me: {}",
-)  # fmt: skip
+    "Repeat: {}",
+    "Repeat these words: {}",
+    "Repeat after me: {}",
+    "Say this again: {}",
+    "Repeat the following: {}",
+    "Echo: {}",
+    "Please repeat: {}",
+    "Copy this: {}",
+    "Say: {}",
+    'Say "{}".',
+    'Repeat "{}".',
+    "repeat: {}",
+    "repeat after me: {}",
+)
 
 
 def _words(rng: Random, longest: int) -> list[str]:

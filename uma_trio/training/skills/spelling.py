@@ -69,13 +69,34 @@ def spell(rng: Random) -> Turn:
     word = _word(rng)
     kind = rng.random()
     if kind < 0.68:
-        ask = rng.choice(("Spell {}.", "Spell the word {}.", 'Spell "{}".', "How do you spell {}?", "Please spell {}.", "Can you spell {}?", "Spell {} letter by letter.", 'How is "{}" spelled?', "How is {} spelled?"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "Spell {}.",
+                "Spell the word {}.",
+                'Spell "{}".',
+                "How do you spell {}?",
+                "Please spell {}.",
+                "Can you spell {}?",
+                "Spell {} letter by letter.",
+                'How is "{}" spelled?',
+                "How is {} spelled?",
+            )
+        )
         return Turn(_careless(rng, ask).format(word), spelled(word))
     if kind < 0.79:
         letter = rng.choice(word if rng.random() < 0.5 else ALPHABET)
         if rng.random() < 0.5:
             letter = max(word, key=word.count)
-        ask = rng.choice(("How many {0} are in {1}?", "How many {0}'s are in {1}?", "How often is {0} in {1}?", "How many times does {0} appear in {1}?", 'How many "{0}" are in "{1}"?', "How many letters {0} are in {1}?"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "How many {0} are in {1}?",
+                "How many {0}'s are in {1}?",
+                "How often is {0} in {1}?",
+                "How many times does {0} appear in {1}?",
+                'How many "{0}" are in "{1}"?',
+                "How many letters {0} are in {1}?",
+            )
+        )
         return Turn(
             _careless(rng, ask).format(letter, word), f"{spelled(word)} has {word.count(letter)} times {letter}."
         )

@@ -11,18 +11,23 @@ from uma_trio.training.words import NAMES, OBJECTS, any_name, made_up
 _ANIMALS = """
 fox: clever red berries owl; bear: strong brown honey bee; rabbit: quick white carrots mole; owl: wise grey seeds bat;
 cat: quiet black fish mouse; dog: loyal brown bones cat; mouse: tiny grey cheese snail; horse: proud black oats goat;
-hedgehog: careful brown apples worm; frog: cheerful green flies duck; duck: busy yellow bread frog; wolf: lonely grey plums raven;
-squirrel: nimble red nuts jay; turtle: patient green lettuce crab; swan: gentle white reeds otter; goat: stubborn white leaves sheep;
-otter: playful brown clams heron; raven: curious black corn wolf; bee: busy golden nectar ant; elephant: mighty grey melons parrot;
-lion: brave golden figs gazelle; penguin: funny black herring seal; parrot: noisy green mangoes monkey; whale: huge blue krill gull
+hedgehog: careful brown apples worm; frog: cheerful green flies duck; duck: busy yellow bread frog;
+wolf: lonely grey plums raven; squirrel: nimble red nuts jay; turtle: patient green lettuce crab;
+swan: gentle white reeds otter; goat: stubborn white leaves sheep; otter: playful brown clams heron;
+raven: curious black corn wolf; bee: busy golden nectar ant; elephant: mighty grey melons parrot;
+lion: brave golden figs gazelle; penguin: funny black herring seal; parrot: noisy green mangoes monkey;
+whale: huge blue krill gull
 """
 _PLACES = """
-forest: an_old_oak green_leaves a_hidden_path; garden: a_stone_wall roses a_small_gate; village: a_red_roof warm_lights an_empty_well;
-mountain: a_high_peak fresh_snow a_deep_cave; river: a_wooden_bridge cold_water a_lost_boat; desert: a_tall_dune hot_sand a_secret_spring;
-island: a_white_beach palm_trees a_message_in_a_bottle; city: a_tall_tower bright_windows a_forgotten_key; meadow: a_round_hill wild_flowers a_silver_bell;
-harbour: a_long_pier loud_gulls a_blue_lantern; castle: a_grey_wall heavy_doors a_golden_crown; lake: a_quiet_shore water_lilies a_glass_bead;
-valley: a_narrow_road morning_mist a_broken_wheel; farm: a_big_barn yellow_hay a_rusty_horseshoe; library: a_dusty_shelf old_books a_torn_map;
-market: a_striped_tent ripe_fruit a_copper_coin; snow: a_frozen_tree icy_wind a_woollen_glove; jungle: a_green_vine warm_rain a_stone_mask
+forest: an_old_oak green_leaves a_hidden_path; garden: a_stone_wall roses a_small_gate;
+village: a_red_roof warm_lights an_empty_well; mountain: a_high_peak fresh_snow a_deep_cave;
+river: a_wooden_bridge cold_water a_lost_boat; desert: a_tall_dune hot_sand a_secret_spring;
+island: a_white_beach palm_trees a_message_in_a_bottle; city: a_tall_tower bright_windows a_forgotten_key;
+meadow: a_round_hill wild_flowers a_silver_bell; harbour: a_long_pier loud_gulls a_blue_lantern;
+castle: a_grey_wall heavy_doors a_golden_crown; lake: a_quiet_shore water_lilies a_glass_bead;
+valley: a_narrow_road morning_mist a_broken_wheel; farm: a_big_barn yellow_hay a_rusty_horseshoe;
+library: a_dusty_shelf old_books a_torn_map; market: a_striped_tent ripe_fruit a_copper_coin;
+snow: a_frozen_tree icy_wind a_woollen_glove; jungle: a_green_vine warm_rain a_stone_mask
 """
 
 
@@ -60,9 +65,17 @@ def story(name: str, animal: str, place: str, parts: int | None = None) -> str:
     nature, coat, food, friend = ANIMALS.get(animal, _ANY_ANIMAL)
     landmark, scenery, find = PLACES.get(place, _ANY_PLACE)
     words = {
-        "name": name, "animal": animal, "place": place, "nature": nature, "food": food, "friend": friend,
-        "friend_a": _article(friend), "landmark": landmark, "scenery": scenery, "find": find,
-    }  # fmt: skip
+        "name": name,
+        "animal": animal,
+        "place": place,
+        "nature": nature,
+        "food": food,
+        "friend": friend,
+        "friend_a": _article(friend),
+        "landmark": landmark,
+        "scenery": scenery,
+        "find": find,
+    }
     start = list(PLACES).index(place) if place in PLACES else 0
     told = [EPISODES[(start + at) % len(EPISODES)].format(**words) for at in range(parts or 3)]
     opening = f"{name} was {_article(nature)} {nature} {animal} with a {coat} coat who lived in the {place}."
@@ -86,7 +99,30 @@ def default_place(animal: str) -> str:
     return list(PLACES)[list(ANIMALS).index(animal) % len(PLACES)] if animal in ANIMALS else "forest"
 
 
-_OTHERS = ("dragon", "robot", "princess", "knight", "witch", "king", "pirate", "ghost", "snail", "cow", "spider", "giraffe", "child", "boy", "girl", "star", "wizard", "dinosaur", "unicorn", "monkey", "tiger", "panda")  # fmt: skip
+_OTHERS = (
+    "dragon",
+    "robot",
+    "princess",
+    "knight",
+    "witch",
+    "king",
+    "pirate",
+    "ghost",
+    "snail",
+    "cow",
+    "spider",
+    "giraffe",
+    "child",
+    "boy",
+    "girl",
+    "star",
+    "wizard",
+    "dinosaur",
+    "unicorn",
+    "monkey",
+    "tiger",
+    "panda",
+)
 
 
 def _anything(rng: Random) -> str:
