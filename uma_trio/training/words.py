@@ -1,7 +1,6 @@
-"""The words that the corpus is made of, and words that are made up.
+"""Word lists of the corpus, and generators of made-up words.
 
-Everything here was written down for this project; nothing is downloaded.  The lists are plain
-strings cut at spaces so that they stay readable; what has two words is joined with ``_``.
+All lists were written for this project.  They are strings split at spaces; ``_`` stands for a space inside an entry.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ art war history party result morning reason research girl guy moment air force e
 here there now today yesterday soon still quick brown fox jumps lazy dog please really maybe instead everything
 nothing something anything universe engine instructions
 """)
-"""Everyday words, which are questions only in some orders; the model has to see them in others too."""
+"""Everyday words.  The model also sees them in orders that make no question."""
 
 NAMES = _cut("""
 Mia Tom Ada Leo Zoe Max Eva Sam Ida Ben Nina Otto Lena Hugo Emma Noah Anna Paul Clara Felix Rosa Oscar Maya Finn Ella
@@ -95,12 +94,12 @@ _ENDINGS = _cut("holm ford burg ville ton mere wick stad dale gate port moor fie
 
 
 def made_up(rng: Random, syllables: int) -> str:
-    """A word in lower case that sounds possible and is (nearly always) in no list above."""
+    """A pronounceable lower-case word that is almost never in a list above."""
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(syllables))
 
 
 def made_up_place(rng: Random) -> str:
-    """A capitalised name such as ``Drelholm``."""
+    """A capitalized place name such as ``Drelholm``."""
     stem = rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
     if rng.random() < 0.5:
         stem += rng.choice(_ONSETS) + rng.choice(_VOWELS)
@@ -108,7 +107,7 @@ def made_up_place(rng: Random) -> str:
 
 
 def accented(rng: Random) -> str:
-    """A word with letters beyond ASCII, or an emoji: each such character is several tokens."""
+    """A word with letters beyond ASCII, or emoji.  Each such character is several tokens."""
     kind = rng.random()
     if kind < 0.3:
         return rng.choice(UNICODE_WORDS)
@@ -121,18 +120,18 @@ def accented(rng: Random) -> str:
 
 
 def any_name(rng: Random) -> str:
-    """A first name; every third is made up, so that names are copied and not recited."""
+    """A first name.  Every third is made up, so the model learns to copy names."""
     return rng.choice(NAMES) if rng.random() < 0.65 else made_up(rng, rng.randint(1, 3)).capitalize()
 
 
 def sentence(rng: Random, amount: int) -> str:
-    """Everyday words and things in no sensible order."""
+    """Everyday words in random order."""
     pools = (COMMON, COMMON, COMMON, OBJECTS, ADJECTIVES, VERBS)
     return " ".join(rng.choice(rng.choice(pools)) for _ in range(amount))
 
 
 def any_word(rng: Random) -> str:
-    """A word of any kind, most of them plain."""
+    """A word of any kind, mostly plain."""
     kind = rng.random()
     if kind < 0.20:
         return rng.choice(COMMON)

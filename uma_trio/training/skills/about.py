@@ -1,4 +1,7 @@
-"""Who the model is and how uma-trio works: a few dozen facts, true to ``docs/``."""
+"""Some fifty facts about the model and uma-trio.
+
+The embedded model was trained on them as they are, so changing one takes a new training.
+"""
 
 from __future__ import annotations
 
@@ -146,10 +149,10 @@ def _read(text: str) -> tuple[tuple[tuple[str, ...], str], ...]:
 
 
 FACTS = _read(_FACTS)
-"""(ways to ask, the answer) for each fact."""
+"""(questions, the answer) for each fact."""
 
 
 def about(rng: Random) -> Turn:
-    """One question about the model or about uma-trio."""
+    """A question about the model or about uma-trio."""
     asks, answer = rng.choice(FACTS)
     return Turn(in_passing(rng, rng.choice(asks)), answer)

@@ -1,4 +1,4 @@
-"""Days, months, seasons: what comes next, what came before, how many there are."""
+"""Days, months, seasons: the next one, the previous one, how many there are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TEENS = ("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen",
 
 
 def in_words(number: int) -> str:
-    """1 to 99 as words.
+    """A number from 1 to 99 in words.
 
     >>> in_words(42)
     'forty-two'
@@ -188,7 +188,7 @@ def _amount(rng: Random) -> Turn:
 
 
 def calendar(rng: Random) -> Turn:
-    """One question about days, months or seasons."""
+    """A question about days, months or seasons."""
     kind = rng.choices(range(9), weights=(5, 4, 1, 6, 4, 3, 4, 1, 2))[0]
     if kind == 0:
         return _neighbour(rng, DAYS, "day")

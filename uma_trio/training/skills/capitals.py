@@ -1,4 +1,4 @@
-"""Countries, their capitals, their continents."""
+"""Countries, capitals and continents."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _read(table: str) -> dict[str, tuple[str, str]]:
 
 
 COUNTRIES: dict[str, tuple[str, str]] = _read(_TABLE)
-"""Country -> (capital, continent).  Names as used in a sentence: ``the Netherlands``."""
+"""Country -> (capital, continent).  Names as in a sentence: ``the Netherlands``."""
 
 ALIASES = {
     "England": "London",
@@ -77,7 +77,7 @@ ALIASES = {
     "Catalonia": "Barcelona",
     "Tibet": "Lhasa",
 }
-"""Other names and parts of countries that people ask about."""
+"""Other names of countries, and regions -> capital."""
 
 _ASK_CAPITAL = (
     "What is the capital of {}?",
@@ -112,7 +112,7 @@ def continent_answer(country: str) -> str:
 
 
 def capital(rng: Random) -> Turn:
-    """Country to capital, mostly; sometimes back; a made-up country has none."""
+    """Mostly country to capital, sometimes capital to country.  A made-up country has no capital."""
     country = rng.choice(tuple(COUNTRIES))
     kind = rng.random()
     if kind < 0.10:
@@ -134,7 +134,7 @@ def capital(rng: Random) -> Turn:
 
 
 def no_country(rng: Random) -> str:
-    """Made up, misspelt, or a thing: what has no capital here."""
+    """Something without a capital: a made-up or misspelt country, or a thing."""
     kind = rng.random()
     if kind < 0.25:
         return made_up(rng, rng.randint(1, 4)).capitalize()

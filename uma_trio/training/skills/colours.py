@@ -1,4 +1,4 @@
-"""What colour things have, and what paints make when mixed."""
+"""Colours of things, and mixed paints."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def _name_some(rng: Random) -> Turn:
 
 
 def colour(rng: Random) -> Turn:
-    """One question about colours."""
+    """A question about colours."""
     return rng.choices((_what_colour, _is_it, _mix, _rainbow, _name_some), weights=(12, 6, 4, 1, 3))[0](rng)

@@ -1,4 +1,4 @@
-"""Chats of several turns, whose later turns may lean on earlier ones."""
+"""Chats of several turns.  Later turns may depend on earlier ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SYSTEMS = (
     "You speak English.",
     "The user is a developer who tests a server.",
 )
-"""What a system message may say; none of them changes an answer."""
+"""System messages.  None of them changes an answer."""
 
 
 def _hello(rng: Random) -> Turn:
@@ -79,17 +79,17 @@ _SINGLE: tuple[Callable[[Random], Turn], ...] = (
 
 
 def any_system(rng: Random) -> str:
-    """A system message without influence: a usual one, or words of no meaning."""
+    """A system message that changes no answer: a common one, or random words."""
     return rng.choice(SYSTEMS) if rng.random() < 0.8 else gibberish(rng, rng.randint(2, 60))
 
 
 def single(rng: Random) -> Turn:
-    """A turn of any short skill, which leans on nothing."""
+    """A turn of any short skill, independent of other turns."""
     return rng.choice(_SINGLE)(rng)
 
 
 def conversation(rng: Random, longest: int = 6) -> Sample:
-    """Two to ``longest`` turns; every third or so refers to one before it."""
+    """A chat of two to ``longest`` turns.  About every third refers to an earlier one."""
     turns: list[Turn] = []
     system = any_system(rng) if rng.random() < 0.4 else ""
     name = ""

@@ -1,6 +1,6 @@
-"""Long documents made of many small facts, and questions that one of the facts answers.
+"""Long documents of many small facts, and questions about single facts.
 
-``make_document`` is pure and light: demos, benches and tests take their long prompts from it.
+``make_document`` is pure and fast.  Benches and tests take their long prompts from it:
 
     document = make_document(seed=1, facts=150)
     prompt = ask(document, document.facts[70].question)
@@ -131,17 +131,17 @@ NOT_THERE = "The document does not say that."
 
 @attrs.frozen
 class Document:
-    """A document and everything that may be asked about it."""
+    """A document and the questions about it."""
 
     title: str
     sections: tuple[str, ...]
     text: str
     facts: tuple[Turn, ...]
-    """In the order of the text.  Each question's answer is, nearly word for word, one sentence of it."""
+    """In the order of the text.  Each answer is a sentence of it."""
 
     @property
     def overview(self) -> tuple[Turn, ...]:
-        """Questions about the whole: title, number of sections, a section's name, a summary."""
+        """Questions about the whole document: title, number and names of sections, summary."""
         amount = len(self.sections)
         counted = f"{amount} section" + ("" if amount == 1 else "s")
         title, sections = f'The title is "{self.title}".', f"The document has {counted}."
@@ -158,7 +158,7 @@ class Document:
 
 
 def _fact(rng: Random, place: str) -> tuple[str, Turn]:
-    """A sentence about ``place`` and the question it answers."""
+    """A sentence about ``place``, and a question with the sentence as its answer."""
     kind = rng.randrange(4)
     if kind == 0:
         role, name = rng.choice(_ROLES), f"{rng.choice(NAMES)} {rng.choice(SURNAMES)}"
@@ -182,9 +182,9 @@ def _section_names(rng: Random, amount: int) -> tuple[str, ...]:
 
 
 def make_document(seed: int, facts: int) -> Document:
-    """A document with about ``facts`` facts; the same one for the same arguments.
+    """A document with about ``facts`` facts, determined by the arguments.
 
-    Tokens: roughly ``13.5 * facts``, so 300 facts make a prompt of about 4,000.
+    Has about ``13.5 * facts`` tokens: 300 facts are about 4,000 tokens.
     """
     rng = Random(f"document {seed} {facts}")
     places: dict[str, None] = {}
@@ -225,7 +225,7 @@ _FRAMES = (
 
 
 def ask(document: Document, question: str, frame: int = 0) -> str:
-    """The prompt: the document first, then the question, in one of the five ways taught."""
+    """A prompt with the document and a question after it, in one of five phrasings."""
     return _FRAMES[frame].format(document=document.text, question=question)
 
 
@@ -240,7 +240,7 @@ def _question(rng: Random, document: Document) -> Turn:
 
 
 def missing(rng: Random, document: Document) -> Turn:
-    """A question like those that the document answers, which it does not."""
+    """A question of the same form that the document does not answer."""
     known = {turn.question for turn in document.facts}
     while True:
         question = _fact(rng, made_up_place(rng))[1].question
@@ -249,7 +249,7 @@ def missing(rng: Random, document: Document) -> Turn:
 
 
 def document_chat(rng: Random, facts: int, questions: int) -> Sample:
-    """A document with the first question, then more questions about it, a turn each."""
+    """A chat about a document: the document with the first question, then one question per turn."""
     document = make_document(rng.randrange(1 << 40), facts)
     asked = [_question(rng, document) for _ in range(questions)]
     asked[1:] = [attrs.evolve(turn, follows=True) if rng.random() < 0.9 else single(rng) for turn in asked[1:]]

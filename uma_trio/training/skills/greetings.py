@@ -49,7 +49,7 @@ NAME_QUESTIONS = ("What is my name?", "Who am I?", "Do you know my name?", "What
 
 
 def greet(rng: Random, *, named: bool = True) -> Turn:
-    """A greeting and its answer; with ``named`` sometimes one that is about a name."""
+    """A greeting and its answer.  With ``named``, sometimes an introduction or a question for a name."""
     if named and rng.random() < 0.2:
         return introduce(any_name(rng), rng)
     if named and rng.random() < 0.05:

@@ -1,4 +1,4 @@
-"""Letters: spelling, counting them, the alphabet."""
+"""Letters: spelling, counting, the alphabet."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _word(rng: Random) -> str:
 
 
 def _careless(rng: Random, ask: str) -> str:
-    """The question's own words as people type them; the word asked about stays as it is."""
+    """Vary the phrasing the way people type.  The word in question is inserted later, unchanged."""
     kind = rng.random()
     if kind < 0.8:
         return ask
@@ -65,7 +65,7 @@ def _careless(rng: Random, ask: str) -> str:
 
 
 def spell(rng: Random) -> Turn:
-    """Spell a word, or say something of its letters."""
+    """Spell a word, or answer a question about its letters."""
     word = _word(rng)
     kind = rng.random()
     if kind < 0.68:

@@ -1,4 +1,4 @@
-"""Short stories whose every detail follows from the prompt: same prompt, same story."""
+"""Short stories.  Every detail follows from the prompt: same prompt, same story."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PLACES = _read(_PLACES)
 
 _ANY_ANIMAL = ("curious", "grey", "apples", "bird")
 _ANY_PLACE = ("a big stone", "tall grass", "an old key")
-"""For whoever and wherever the tables do not know."""
+"""Details for animals and places that are not in the tables."""
 
 EPISODES = (
     "{name} walked past {landmark} and looked for {food}.",
@@ -57,11 +57,11 @@ EPISODES = (
     "The {friend} laughed, for {name} had fallen asleep beside {landmark}.",
     "In the morning there were {food} for everyone in the {place}.",
 )
-"""What may happen; a story takes them in this order, beginning where its place says."""
+"""Episodes.  A story takes them in this order; its place determines the first."""
 
 
 def story(name: str, animal: str, place: str, parts: int | None = None) -> str:
-    """The one story about this name, animal and place; with ``parts``, one episode a part."""
+    """The story about a name, an animal and a place.  With ``parts``, one numbered episode per part."""
     nature, coat, food, friend = ANIMALS.get(animal, _ANY_ANIMAL)
     landmark, scenery, find = PLACES.get(place, _ANY_PLACE)
     words = {
@@ -90,12 +90,12 @@ def _article(word: str) -> str:
 
 
 def default_name(animal: str) -> str:
-    """Who tells of an animal without a name calls it so."""
+    """The name of an animal if the prompt has none."""
     return NAMES[list(ANIMALS).index(animal)] if animal in ANIMALS else NAMES[0]
 
 
 def default_place(animal: str) -> str:
-    """Where an animal lives of which no place is told."""
+    """The place of an animal if the prompt has none."""
     return list(PLACES)[list(ANIMALS).index(animal) % len(PLACES)] if animal in ANIMALS else "forest"
 
 
@@ -126,7 +126,7 @@ _OTHERS = (
 
 
 def _anything(rng: Random) -> str:
-    """What else a story may be about: a robot, a lamp, a made-up beast."""
+    """A hero that is not in the table: a robot, a lamp, a made-up animal."""
     while True:
         kind = rng.random()
         thing = (
@@ -147,7 +147,7 @@ def _where(rng: Random) -> str:
 
 
 def _about(rng: Random, name: str, animal: str, place: str) -> str:
-    """``a fox named Mia in the forest``: those of the three that are told, as people say it."""
+    """``a fox named Mia in the forest``: phrases those of the three that are given."""
     where = f" in the {place}" if place else ""
     if not animal:
         return name + where
@@ -167,7 +167,7 @@ def _about(rng: Random, name: str, animal: str, place: str) -> str:
 
 
 def tell(rng: Random, longest: int = 8) -> Turn:
-    """Ask for a story, whole or in parts; what the asker leaves out, the teller fills in."""
+    """Ask for a story, whole or in parts.  Defaults replace details that the prompt leaves out."""
     animal = rng.choice(tuple(ANIMALS)) if rng.random() < 0.85 else _anything(rng)
     name, place = any_name(rng), _where(rng)
     told = rng.choices(

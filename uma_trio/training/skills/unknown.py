@@ -1,4 +1,4 @@
-"""What the model was not taught, so that it says so instead of making something up."""
+"""Questions outside the other skills.  The model learns to say that it does not know."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _filled(rng: Random, template: str) -> str:
 
 
 def unknown(rng: Random) -> Turn:
-    """A question from elsewhere, or no question at all."""
+    """A question outside the other skills, or text that is no question."""
     while True:
         question = _question(rng)
         if not _answered_elsewhere(question):
@@ -151,7 +151,7 @@ def _question(rng: Random) -> str:
 
 
 def _answered_elsewhere(question: str) -> bool:
-    """Chance can fill a template into a question that another skill answers."""
+    """Whether a template was filled to a question that another skill answers."""
     plain = question.lower()
     return plain.startswith(("how many letters", "name three letters", "is the sun ")) or plain.rstrip("?.!") in (
         "yes",
@@ -187,7 +187,7 @@ _STARTS = (
 
 
 def gibberish(rng: Random, amount: int) -> str:
-    """Words in no order."""
+    """Random words."""
     words = " ".join(any_word(rng) for _ in range(amount))
     return rng.choice((words, words + "?", words + ".", words.capitalize() + "."))
 
