@@ -161,7 +161,8 @@ HOSTILE = {
     "a long list": "{{ [1] * 10**9 }}",
     "a long tuple": "{{ (1,) * 10**9 }}",
     "a huge number": "{{ 10 ** 100000000 }}",
-    "a huge number by squaring": "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a huge number by squaring": "{% set n = namespace(x=9) %}{% for i in range(99) %}"
+    "{% set n.x = n.x * n.x %}{% endfor %}",
     "a huge range": "{{ range(10**9) | list }}",
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops without calls": "{% set r = range(99999) %}" + "{% for a in r %}" * 3 + "{% endfor %}" * 3,
@@ -173,8 +174,10 @@ HOSTILE = {
     "text without end in a block": "{% set s %}{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
     "doubling by ~": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "doubling by +": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "doubling by a macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = m(n.x) %}{% endfor %}",
-    "doubling namespaces": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}",
+    "doubling by a macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}"
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = m(n.x) %}{% endfor %}",
+    "doubling namespaces": "{% set n = namespace(x=1) %}{% for i in range(60) %}"
+    "{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}",
     "deep lists": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
     "replace": "{% set s = 'x' * 100000 %}{{ s.replace('x', s) }}",
     "replace as a filter": "{% set s = 'x' * 100000 %}{{ s|replace('x', s) }}",
@@ -263,8 +266,12 @@ def test_each_rendering_has_its_own_time_limit():
 
 BY_CONTENT = """
 {%- set ns = namespace(x='x') %}
-{%- if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}
-{%- if messages[0].content == 'fill' %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{% endif %}
+{%- if messages[0].content == 'loop' %}
+    {%- for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
+{%- endif %}
+{%- if messages[0].content == 'fill' %}
+    {%- for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}
+{%- endif %}
 {{- messages[0].content }}"""
 
 
@@ -293,7 +300,12 @@ def test_the_process_ends_with_the_template():
 
 
 def test_the_process_ends_with_the_daemon_even_after_kill_9():
-    code = "import os\nfrom uma_trio.models.chat import ChatTemplate\nchat = ChatTemplate('x', bos='', eos='')\nos.kill(os.getpid(), 9)"
+    code = """
+import os
+from uma_trio.models.chat import ChatTemplate
+chat = ChatTemplate('x', bos='', eos='')
+os.kill(os.getpid(), 9)
+"""
     ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=30)
     assert ended.returncode == -9, "run() waits until the child has closed stderr too"
 

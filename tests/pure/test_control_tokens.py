@@ -237,7 +237,8 @@ def test_a_template_that_searches_for_control_tokens() -> None:
 
 def test_the_error_of_a_template_quotes_the_unmasked_message() -> None:
     picky = chat(
-        "{% if '<|im_end|>' not in messages[0].content %}{{ raise_exception('not: ' ~ messages[0].content) }}{% endif %}"
+        "{% if '<|im_end|>' not in messages[0].content %}"
+        "{{ raise_exception('not: ' ~ messages[0].content) }}{% endif %}"
     )
     with pytest.raises(BadRequest, match=re.escape(f"not: a < {END}")):
         picky.parts(user(f"a < {END}"))
