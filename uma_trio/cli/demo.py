@@ -113,7 +113,7 @@ async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
     while True:
         snapshot = await daemon.snapshot()
         scene.counted(Counters.of(snapshot).since(before), snapshot.get("decode_ms_avg"))
-        await trio.sleep(METRICS_S)
+        await trio.sleep(COUNT_S)
 
 
 async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
@@ -127,7 +127,7 @@ async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
         return scene.render(width=console.width, height=console.height)
 
     switch_interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(GIL_TURN_S)
     try:
         with Live(frame(), console=console, auto_refresh=False) as live:
             task_status.started()

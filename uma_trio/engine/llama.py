@@ -511,7 +511,7 @@ def _choice(
     if len(layouts) == 1:
         return LayoutChoice(layout=layouts[0], why="only one")
     if layout_cache is None or settings.layout_trial_s == 0:
-        return LayoutChoice(layout=layouts[0], why="by rule")
+        return LayoutChoice(layout=layouts[0], why="default")
     facts = (*_surroundings(model.library, settings), *(_context_options(settings, each) for each in layouts))
     known = layout_cache.load(facts)
     for each in layouts:
