@@ -347,9 +347,9 @@ state() {
   "$python" - "$prefix" "$origin_of_source" "$backend" "${options[@]}" <<'PY'
 import sys
 from pathlib import Path
-from llama_abi.stamp import state
+from llama_abi.stamp import required_action
 directory, source, backend, *options = sys.argv[1:]
-print(*state(Path(directory), source=source, backend=backend, options=tuple(options)), sep="\n")
+print(*required_action(Path(directory), source=source, backend=backend, options=tuple(options)), sep="\n")
 PY
 }
 todo=$(state) || die "the package does not import in $python: run this script with --clean"

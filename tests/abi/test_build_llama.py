@@ -132,7 +132,8 @@ class TestVulkan:
 
     @staticmethod
     def headers(sdk: Path, minor: int, patch: int) -> None:
-        version = f"((((uint32_t)(0)) << 29U) | (((uint32_t)(1)) << 22U) | (((uint32_t)({minor})) << 12U) | ((uint32_t)({patch})))"
+        parts = ("(((uint32_t)(0)) << 29U)", "(((uint32_t)(1)) << 22U)", f"(((uint32_t)({minor})) << 12U)")
+        version = f"({' | '.join(parts)} | ((uint32_t)({patch})))"
         new = "#define VK_EXT_layer_settings 1\n" if (minor, patch) >= (3, 261) else ""
         (sdk / "include" / "vulkan" / "vulkan_core.h").write_text(
             f"#define VK_HEADER_VERSION_COMPLETE {version}\n{new}"

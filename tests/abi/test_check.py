@@ -12,7 +12,7 @@ import pytest
 
 from llama_abi import LibraryError
 from llama_abi.check import check
-from llama_abi.ctext import Declarations, prototypes
+from llama_abi.declarations import Declarations, prototypes
 from llama_abi.functions import FUNCTIONS
 from llama_abi.types import C
 
@@ -132,7 +132,7 @@ def test_missing_symbols_are_all_reported_at_once() -> None:
         size_t strlen(const char * text);
         void llama_gone_too(int32_t n);
     """
-    with pytest.raises(LibraryError, match=r"lacks llama_gone, llama_gone_too; .*Run \./build_llama\.sh"):
+    with pytest.raises(LibraryError, match=r"lacks llama_gone, llama_gone_too, .*run \./build_llama\.sh"):
         Declarations().bind(ctypes.CDLL(None), table)
 
 

@@ -18,13 +18,13 @@ import llama_abi
 from llama_abi import (
     AbortFlag,
     Batch,
-    Closed,
     Context,
     ContextOptions,
+    HandleClosed,
     Library,
     LlamaError,
-    LogitsPassed,
     Model,
+    StaleLogits,
 )
 
 PROMPT = [464, 3290, 318, 257, 845, 922, 5044, 13]
@@ -98,9 +98,9 @@ class TestDecode:
             assert context.decode(batch) == llama_abi.OK
         batch.clear()
         batch.add([1], pos=256, seq=0)
-        assert context.decode(batch) == llama_abi.NO_ROOM
+        assert context.decode(batch) == llama_abi.NO_KV_SLOT
         assert context.seq_pos_max(0) == 255
-        with pytest.raises(LlamaError, match="gave 0 rows"):
+        with pytest.raises(LlamaError, match="returned 0 rows"):
             context.logits(1)
         decode(context, PROMPT, seq=1)
 
@@ -132,7 +132,7 @@ class TestDecode:
 
     def test_abort(self, context: Context) -> None:
         flag = AbortFlag()
-        context.set_abort(flag)
+        context.set_abort_flag(flag)
         decode(context, PROMPT)
         flag.set()
         assert flag.is_set()
@@ -140,18 +140,18 @@ class TestDecode:
         batch.add(OTHER, pos=0, seq=1)
         assert context.decode(batch) == llama_abi.ABORTED
         assert context.seq_pos_max(1) == -1
-        with pytest.raises(LlamaError, match="gave 0 rows"):
+        with pytest.raises(LlamaError, match="returned 0 rows"):
             context.logits(1)
         flag.clear()
         decode(context, OTHER, seq=1)
-        context.set_abort(None)
+        context.set_abort_flag(None)
         flag.set()
         decode(context, OTHER, seq=2)
 
     def test_abort_from_another_thread(self, model: Model) -> None:
         with Context(model, ContextOptions(n_ctx=2048, n_batch=2048, n_ubatch=64)) as context:
             flag = AbortFlag()
-            context.set_abort(flag)
+            context.set_abort_flag(flag)
             batch = Batch(2048)
             batch.add([1] * 2000, pos=0, seq=0)
             timer = threading.Timer(0.01, flag.set)
@@ -185,7 +185,7 @@ class TestDecode:
                         return
 
             started = threading.Thread(target=try_to_close)
-            context._held.busy = True  # so that the thread cannot come first
+            context._resource.busy = True  # so that the thread cannot come first
             started.start()
             assert context.decode(batch) == llama_abi.OK
             done.set()
@@ -194,31 +194,31 @@ class TestDecode:
 
 
 class TestLogits:
-    def test_a_view_passes_with_the_next_decode(self, context: Context) -> None:
+    def test_the_next_decode_makes_a_view_stale(self, context: Context) -> None:
         decode(context, PROMPT)
         view = context.logits(1)
-        assert (view.rows, len(view), view.passed) == (1, 1, False)
+        assert (view.rows, len(view), view.stale) == (1, 1, False)
         assert view.array.dtype == np.float32
         decode(context, OTHER, seq=1)
-        assert view.passed
-        with pytest.raises(LogitsPassed, match="decoded again"):
+        assert view.stale
+        with pytest.raises(StaleLogits, match="decoded again"):
             _ = view.array
 
-    def test_a_view_passes_with_a_decode_that_failed(self, context: Context) -> None:
+    def test_a_failed_decode_makes_a_view_stale(self, context: Context) -> None:
         decode(context, PROMPT)
         view = context.logits(1)
         batch = Batch(1)
         batch.add([1], pos=99, seq=0)
         with pytest.raises(LlamaError):
             context.decode(batch)
-        assert view.passed
+        assert view.stale
 
-    def test_a_view_passes_with_closing(self, model: Model) -> None:
+    def test_closing_makes_a_view_stale(self, model: Model) -> None:
         context = Context(model, ContextOptions(n_ctx=256))
         decode(context, PROMPT)
         view = context.logits(1)
         context.close()
-        with pytest.raises(LogitsPassed, match="closed"):
+        with pytest.raises(StaleLogits, match="closed"):
             _ = view.array
 
     def test_no_copy(self, context: Context) -> None:
@@ -234,11 +234,11 @@ class TestLogits:
         assert context.logits(3).array.shape[0] == 3
         assert context.logits(0).array.shape[0] == 0
         for rows in (-1, len(PROMPT) + 1):
-            with pytest.raises(LlamaError, match=f"gave {len(PROMPT)} rows"):
+            with pytest.raises(LlamaError, match=f"returned {len(PROMPT)} rows"):
                 context.logits(rows)
 
     def test_none_before_a_decode(self, context: Context) -> None:
-        with pytest.raises(LlamaError, match="gave 0 rows"):
+        with pytest.raises(LlamaError, match="returned 0 rows"):
             context.logits(1)
 
 
@@ -276,7 +276,7 @@ class TestSequences:
     def test_a_part_is_not_copied_between_streams(self, context: Context) -> None:
         decode(context, PROMPT)
         for p0, p1 in ((0, 5), (2, -1), (1, 3)):
-            with pytest.raises(LlamaError, match="cannot be copied between streams"):
+            with pytest.raises(LlamaError, match="can only be copied whole"):
                 context.seq_copy(0, 1, p0, p1)
         context.seq_copy(0, 1, 0, len(PROMPT))  # bounds that hold all of it
         assert context.seq_pos_max(1) == 7
@@ -354,14 +354,14 @@ class TestState:
             context.save_state_into(0, bytearray(size - 1))
         with pytest.raises(LlamaError, match="not writable"):
             context.save_state_into(0, bytes(size))
-        with pytest.raises(LlamaError, match="not a buffer"):
+        with pytest.raises(LlamaError, match="a state needs"):
             context.save_state_into(0, "text")
-        with pytest.raises(LlamaError, match="not a buffer"):
+        with pytest.raises(LlamaError, match="a state needs"):
             context.load_state_from(1, None)
         with pytest.raises(LlamaError, match="unknown state flags"):
             context.state_size(0, flags=2)
         for broken in (b"", bytes(buffer[: size // 2]), bytes(size), b"\xff" * 64):
-            with pytest.raises(LlamaError, match=r"a state was refused|not a buffer"):
+            with pytest.raises(LlamaError, match=r"refused a state|needs a buffer"):
                 context.load_state_from(1, broken)
             assert context.seq_pos_max(1) == -1
         assert context.seq_pos_max(0) == 7
@@ -371,9 +371,9 @@ class TestState:
         buffer = bytearray(context.state_size(0))
         context.save_state_into(0, buffer)
         context.seq_copy(0, 1)
-        with pytest.raises(LlamaError, match="the next decode completes"):
+        with pytest.raises(LlamaError, match="the target of a copy"):
             context.save_state_into(1, bytearray(len(buffer)))
-        with pytest.raises(LlamaError, match="is being copied"):
+        with pytest.raises(LlamaError, match="is the source of a copy"):
             context.load_state_from(0, buffer)
         decode(context, OTHER, seq=2)
         copied = bytearray(context.state_size(1))
@@ -391,7 +391,7 @@ class TestState:
             decode(context, PROMPT, seq=2)
             context.seq_copy(2, 1)
             since()
-            with pytest.raises(LlamaError, match="a copy that the next decode completes"):
+            with pytest.raises(LlamaError, match="the target of a copy"):
                 context.load_state_from(1, buffer)
             decode(context, PROMPT, seq=3)
             context.load_state_from(1, buffer)
@@ -434,9 +434,9 @@ class TestContext:
             lambda: context.clear(),
             lambda: context.state_size(0),
             lambda: context.set_threads(1, 1),
-            lambda: context.set_abort(None),
+            lambda: context.set_abort_flag(None),
         ):
-            with pytest.raises(Closed, match="this Context is closed"):
+            with pytest.raises(HandleClosed, match="this Context is closed"):
                 use()
 
     @pytest.mark.parametrize(
@@ -462,14 +462,14 @@ class TestContext:
             Context(model, ContextOptions(n_ctx=256, n_seq_max=257))
 
     def test_llama_cpp_says_why(self, model: Model) -> None:
-        with pytest.raises(LlamaError, match=r"cannot make a context: .*V cache"):
+        with pytest.raises(LlamaError, match=r"cannot create a context: .*V cache"):
             Context(model, ContextOptions(n_ctx=256, type_v="q8_0", flash_attn="off"))
 
     def test_more_outputs_than_reserved(self, model: Model) -> None:
         with Context(model, ContextOptions(n_ctx=256, n_batch=64, n_outputs_max=4, n_seq_max=4)) as context:
             batch = Batch(64)
             batch.add(PROMPT, pos=0, seq=0, logits="all")
-            with pytest.raises(LlamaError, match="8 tokens want logits, and n_outputs_max is 4"):
+            with pytest.raises(LlamaError, match="8 tokens need logits, and n_outputs_max is 4"):
                 context.decode(batch)
 
     def test_threads(self, context: Context) -> None:
@@ -481,4 +481,4 @@ class TestContext:
         for _ in range(20):
             with Context(model, ContextOptions(n_ctx=256, n_seq_max=2)) as context:
                 decode(context, PROMPT)
-        assert model._held.children == 0
+        assert model._resource.children == 0

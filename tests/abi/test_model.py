@@ -11,9 +11,9 @@ import pytest
 
 import llama_abi
 from llama_abi import (
-    Closed,
     Context,
     ContextOptions,
+    HandleClosed,
     Library,
     LlamaError,
     Model,
@@ -84,8 +84,8 @@ class TestModel:
         model.close()
         model.close()
         assert model.closed
-        for use in (lambda: model.description, lambda: model.vocab.piece(1), lambda: model.vocab.bos):
-            with pytest.raises(Closed, match="this Model is closed"):
+        for use in (lambda: model.description, lambda: model.vocab.token_to_bytes(1), lambda: model.vocab.bos):
+            with pytest.raises(HandleClosed, match="this Model is closed"):
                 use()
 
     def test_not_closed_under_a_context(self, library: Library, tiny: Path) -> None:
@@ -98,7 +98,7 @@ class TestModel:
 
     def test_garbage_is_freed_in_order(self, library: Library, tiny: Path) -> None:
         model = Model(library, tiny)
-        held = model._held
+        held = model._resource
         context = Context(model, ContextOptions(n_ctx=256))
         del model
         gc.collect()
@@ -119,7 +119,7 @@ class TestPieces:
     def test_pieces_put_the_text_together(self, vocab: AnyVocab, vocabularies: Path, name: str) -> None:
         text = (vocabularies / f"ggml-vocab-{name}.gguf.inp").read_bytes()
         tokens = vocab(name).tokenize(text, add_special=False, parse_special=False)
-        assert b"".join(vocab(name).piece(int(token)) for token in tokens) == text
+        assert b"".join(vocab(name).token_to_bytes(int(token)) for token in tokens) == text
 
 
 class TestVocab:
@@ -138,8 +138,8 @@ class TestVocab:
         spm = vocab("llama-spm")
         assert spm.tokenize("</s>", add_special=False, parse_special=True).tolist() == [2]
         assert 2 not in spm.tokenize("</s>", add_special=False, parse_special=False)
-        assert spm.piece(2) == b""
-        assert spm.piece(2, special=True) == b"</s>"
+        assert spm.token_to_bytes(2) == b""
+        assert spm.token_to_bytes(2, special=True) == b"</s>"
 
     def test_nul_and_broken_utf8(self, vocab: AnyVocab) -> None:
         for name in ("llama-spm", "gpt-2", "qwen2", "bert-bge"):
@@ -175,7 +175,7 @@ class TestVocab:
     def test_ids_out_of_range(self, vocab: AnyVocab) -> None:
         gpt = vocab("gpt-2")
         for wrong in (-1, gpt.n_tokens, 2**31 - 1, -(2**31), 2**40):
-            for use in (gpt.piece, gpt.is_eog, gpt.is_control, gpt.attributes):
+            for use in (gpt.token_to_bytes, gpt.is_eog, gpt.is_control, gpt.attributes):
                 with pytest.raises(LlamaError, match=r"is not in \[0, 50257\)"):
                     use(wrong)
         for wrong_ids in ([-1], [1, gpt.n_tokens]):
@@ -186,9 +186,9 @@ class TestVocab:
 
     def test_pieces(self, vocab: AnyVocab) -> None:
         gpt = vocab("gpt-2")
-        pieces = gpt.pieces(special=True)
+        pieces = gpt.tokens_to_bytes(special=True)
         assert len(pieces) == gpt.n_tokens
-        assert all(pieces[token] == gpt.piece(token, special=True) for token in range(0, gpt.n_tokens, 997))
+        assert all(pieces[token] == gpt.token_to_bytes(token, special=True) for token in range(0, gpt.n_tokens, 997))
         assert pieces[50256] == b"<|endoftext|>"
 
     def test_attributes(self, vocab: AnyVocab) -> None:

@@ -198,7 +198,7 @@ def _packed(kind: int, value: Any) -> bytes:
     layout = "<" + FORMATS[kind]
     number = value if isinstance(value, int | float) else len(value)
     if kind in FLOATS:
-        with contextlib.suppress(OverflowError):
+        with contextlib.suppress(OverflowError, struct.error):
             return struct.pack(layout, number)
         return struct.pack(layout, math.inf)
     if kind == 7:

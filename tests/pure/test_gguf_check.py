@@ -122,6 +122,7 @@ HOSTILE = {
     "a string of an array at the end of numbers": (
         gguf([pair("k", ARRAY, array(STRING, 1, struct.pack("<Q", 2**64 - 1)))]), "cut off"),
     "alignment 0": (gguf([pair("general.alignment", U32, bytes(4))]), "power of two"),
+    "alignment 16": (gguf([pair("general.alignment", U32, struct.pack("<I", 16))]), "power of two"),
     "alignment 48": (gguf([pair("general.alignment", U32, struct.pack("<I", 48))]), "power of two"),
     "alignment 2**31": (gguf([pair("general.alignment", U32, struct.pack("<I", 2**31))]), "power of two"),
     "alignment of another type": (gguf([pair("general.alignment", U64, struct.pack("<Q", 32))]), "uint32"),
@@ -152,7 +153,11 @@ BYTES = b"".join(text(b"<0x%02X>" % byte) for byte in range(256))
 
 
 def with_values(**values):
-    """A sound file with other hyperparameters; a list becomes an array, a dot is written as ``__``."""
+    return gguf(_pairs(**values))
+
+
+def _pairs(**values):
+    """Hyperparameters; a list becomes an array, and ``__`` in a name a dot."""
     pairs = [PAIRS[0]]
     for name, value in values.items():
         key = "llama." + name.replace("__", ".")
@@ -164,7 +169,7 @@ def with_values(**values):
             pairs.append(pair(key, F32, struct.pack("<f", value)))
         else:
             pairs.append(pair(key, U32 if value >= 0 else I32, struct.pack("<I" if value >= 0 else "<i", value)))
-    return gguf(pairs)
+    return pairs
 
 
 def with_vocabulary(tokens, *, model="gpt2", n=None, types=()):
@@ -177,9 +182,11 @@ def with_vocabulary(tokens, *, model="gpt2", n=None, types=()):
     return gguf(pairs)
 
 
-def with_tensor(name, dimensions, kind):
+def with_tensor(name, dimensions, kind, **values):
     block, size = {0: (1, 4), 1: (1, 2), 8: (32, 34), 9: (32, 36), 24: (1, 1), 26: (1, 4), 30: (1, 2)}[kind]
-    return gguf(tensors=[tensor(name, dimensions, kind, 0)], data=bytes(math.prod(dimensions) // block * size))
+    return gguf(
+        _pairs(**values), tensors=[tensor(name, dimensions, kind, 0)], data=bytes(math.prod(dimensions) // block * size)
+    )
 
 
 NAN, INF = math.nan, math.inf
@@ -199,6 +206,11 @@ DEADLY = {
     "experts used of none": (with_values(expert_used_count=2), "experts"),
     "more experts used than there are": (with_values(expert_count=4, expert_used_count=5), "experts"),
     "more experts used in one layer": (with_values(expert_count=4, expert_used_count=[2, 5]), "experts"),
+    "no experts in a layer that has them": (
+        with_tensor("blk.1.ffn_down_exps.weight", [32, 2], 8, expert_count=4, expert_used_count=[2, 0]), "layer 1"),
+    "no experts where the architecture needs them": (
+        gguf([pair("general.architecture", STRING, text("grovemoe"))]), "experts"),
+    "no sections for RoPE": (gguf([pair("general.architecture", STRING, text("qwen3vl"))]), "sections"),
     "groups of no experts": (with_values(expert_group_count=1), "experts"),
     "groups that do not divide the experts": (
         with_values(expert_count=4, expert_used_count=2, expert_group_count=3, expert_group_used_count=1), "experts"),

@@ -92,7 +92,7 @@ class LlamaEngine:
             self._model.close()
             raise
         self._abort = llama_abi.AbortFlag()
-        self._context.set_abort(self._abort)
+        self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._marks: dict[int, bytearray] = {}
         self.tokenizer = Tokenizer(self._model.vocab)
@@ -282,7 +282,7 @@ class LlamaEngine:
         at = 0
         while at < len(feeds):
             if single := list(itertools.takewhile(_is_single, feeds[at:] if at else feeds)):
-                batch.add_each(
+                batch.add_decodes(
                     [feed.tokens[0] for feed in single],
                     positions=[feed.pos for feed in single],
                     seqs=[feed.seq_id for feed in single],
@@ -331,7 +331,7 @@ class LlamaEngine:
             self._context = llama_abi.Context(self._model, self._options)
         except llama_abi.LlamaError as error:
             raise EngineError(str(error), fatal=True) from error
-        self._context.set_abort(self._abort)
+        self._context.set_abort_flag(self._abort)
 
     def abort(self) -> None:
         self._abort.set()

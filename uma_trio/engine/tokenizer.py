@@ -52,7 +52,7 @@ class Tokenizer:
 
     def __init__(self, vocab: llama_abi.Vocab) -> None:
         self._vocab = vocab
-        self._pieces = vocab.pieces(special=False)
+        self._pieces = vocab.tokens_to_bytes(special=False)
         self._spellings: dict[tuple[int, bool], Spelling] = {}
         self.n_tokens = vocab.n_tokens
         """Ids are in ``[0, n_tokens)``."""
@@ -238,7 +238,7 @@ class Tokenizer:
         return found
 
     def _spelled(self, token: int) -> bytes:
-        return self._pieces[token] or self._vocab.piece(token, special=True)
+        return self._pieces[token] or self._vocab.token_to_bytes(token, special=True)
 
     def _starts_itself(self, text: str) -> bool:
         """The text spells the token that it is to begin with."""

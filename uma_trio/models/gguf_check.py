@@ -37,6 +37,13 @@ ROPE_SCALING = frozenset({"none", "linear", "yarn", "longrope"})
 BYTE_TOKEN = 6
 """``LLAMA_TOKEN_TYPE_BYTE``"""
 
+SECTIONED_ROPE = frozenset(
+    {"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp", "qwen3tts"}
+)
+"""Architectures that rotate sections of a head with positions of their own (M-RoPE)."""
+NEED_EXPERTS = frozenset({"bailingmoe2", "grovemoe", "llada-moe", "smallthinker"})
+"""Architectures that assert that they have experts; others report an error."""
+
 NOT_MULTIPLIED = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})
 """Tensor types without a matrix product in ggml's CPU backend."""
 INDEX_TABLES = ("tid2eid", "d2t", "masked_embd", "token_ordering")
@@ -187,16 +194,25 @@ def _check_experts(header: GgufHeader) -> None:
     if count <= 1 and header.text("general.architecture") in ("hunyuan-dense", "hunyuan_vl"):
         used = count = 0  # these have the keys without having experts
     consistent = (
-        0 <= used <= count <= MAX_EXPERTS
+        (count > 0 or header.text("general.architecture") not in NEED_EXPERTS)
+        and 0 <= used <= count <= MAX_EXPERTS
         and bool(used) == bool(count)
         and (groups < count or groups == count == 0)
         and (groups <= 1 or (count % groups == 0 and 0 < groups_used < groups))
     )
     if not consistent:
         raise GgufError(
-            f"it claims {count} experts, of which {used} are used, in {groups} groups, of which {groups_used} are used; "
+            f"it claims {count} experts in {groups} groups, of which {used} experts in {groups_used} groups are used; "
             f"{REMEDY}"
         )
+
+
+def _check_layers_with_experts(header: GgufHeader) -> None:
+    """A layer that has experts and uses none of them crashes the kernel of ``GGML_OP_MUL_MAT_ID``."""
+    names = {tensor.name for tensor in header.tensors}
+    for layer, used in enumerate(_numbers(header, "expert_used_count")):
+        if not used and f"blk.{layer}.ffn_down_exps.weight" in names:
+            raise GgufError(f"its layer {layer} has experts and uses none of them; {REMEDY}")
 
 
 def _check_epsilons(header: GgufHeader) -> None:
@@ -216,6 +232,9 @@ def _check_rope(header: GgufHeader) -> None:
     scaling = header.text(f"{header.text('general.architecture')}.rope.scaling.type")
     if scaling and scaling not in ROPE_SCALING:
         raise GgufError(f"its RoPE scaling is {scaling!r:.40}, not one of {', '.join(sorted(ROPE_SCALING))}; {REMEDY}")
+    sections = _numbers(header, "rope.dimension_sections")
+    if header.text("general.architecture") in SECTIONED_ROPE and not any(section > 0 for section in sections[:3]):
+        raise GgufError(f"its architecture rotates sections of each head, and it claims none; {REMEDY}")
     heads = _numbers(header, "attention.head_count")
     width = _integer(header, "embedding_length")
     if not heads or not heads[0] or width is None:
@@ -276,6 +295,7 @@ VOCABULARY_RULES: tuple[Rule, ...] = (_check_tokenizer_model, _check_tokens, _ch
 MODEL_RULES: tuple[Rule, ...] = (
     _check_layers,
     _check_experts,
+    _check_layers_with_experts,
     _check_epsilons,
     _check_rope,
     _check_window,

@@ -16,6 +16,7 @@ from pathlib import Path
 import attrs
 
 DEFAULT_ALIGNMENT = 32
+"""Bytes; also the smallest alignment that ggml's buffers accept."""
 MAX_ALIGNMENT = 1 << 20
 MAX_HEADER_BYTES = 128 << 20
 """The largest headers known, with 256k tokens and their merges, take about 20 MiB."""
@@ -198,8 +199,10 @@ class GgufHeader:
     def _read_tensors(self, n_tensors: int) -> None:
         alignment = self.values.get("general.alignment", DEFAULT_ALIGNMENT)
         assert isinstance(alignment, int)
-        if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise GgufError(f"its alignment {alignment} is not a power of two up to {MAX_ALIGNMENT}")
+        if not DEFAULT_ALIGNMENT <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise GgufError(
+                f"its alignment {alignment} is not a power of two from {DEFAULT_ALIGNMENT} to {MAX_ALIGNMENT}"
+            )
         names: set[str] = set()
         expected = end = 0
         for _ in range(n_tensors):
