@@ -103,8 +103,8 @@ class Stamp:
             )
         if self.declarations_sha256 != declarations_sha256():
             raise LibraryError(
-                f"the declarations in llama_abi have changed since they were checked against the header in {directory}: "
-                f"{remedy} (this only repeats the check, and takes a second)"
+                f"the declarations in llama_abi have changed since the library in {directory} was checked: {remedy} "
+                "(this only repeats the check, and takes a second)"
             )
         if self.libraries != _sizes(directory):
             raise LibraryError(f"the library files in {directory} have changed since the check: {remedy} --clean")

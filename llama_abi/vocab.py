@@ -125,13 +125,15 @@ class Vocab:
 
         Raises:
             TooManyTokens: there are more than ``limit``.
-            LlamaError: the model has no tokenizer, ``text`` has a lone surrogate, or the number of bytes or tokens
-                exceeds an int32.
+            LlamaError: the model has no tokenizer or lacks a token that ``add_special`` needs, ``text`` has a lone
+                surrogate, or the number of bytes or tokens exceeds an int32.
 
         Source: llama.h, ``llama_tokenize``.
         """
         pointer = self._pointer
         self._need_tokenizer()
+        if add_special and ((self.add_bos and self.bos is None) or (self.add_eos and self.eos is None)):
+            raise LlamaError("the model adds bos or eos to a text, and its vocabulary has no such token")
         if isinstance(text, str):
             try:
                 text = text.encode()

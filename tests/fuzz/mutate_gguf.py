@@ -312,6 +312,7 @@ def word(rng: Random, before: object) -> bytes:
             lambda: rng.choice(ARCHITECTURES).encode(),
             lambda: old + rng.randbytes(rng.choice((1, 2, 3))),
             lambda: old[:-1],
+            lambda: old + b"\0",
             lambda: rng.randbytes(rng.randrange(20)),
             lambda: b"x" * rng.choice((100, 5000)),
         )
@@ -346,8 +347,8 @@ def change_key(rng: Random, model: Gguf) -> str:
     if rng.random() < 0.3:
         model.pairs.remove(pair)
         return f"{before}: removed"
-    pair.key = _key(rng, model)
-    return f"{before}: renamed to {pair.key}"
+    pair.key = _key(rng, model) if rng.random() < 0.9 else pair.key + "\0"
+    return f"{before}: renamed to {pair.key!r}"
 
 
 def add_pair(rng: Random, model: Gguf) -> str:

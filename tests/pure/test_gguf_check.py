@@ -107,6 +107,7 @@ HOSTILE = {
     "pairs without end": (gguf(n_kv=2**64 - 1), "claims"),
     "more pairs than there are": (gguf(n_kv=8), "damaged|type|cut off"),
     "a key without end": (gguf([struct.pack("<Q", HUGE)]), "bytes, more than"),
+    "a key with a NUL": (gguf([pair("a\0b", U32, bytes(4))]), "NUL"),
     "an empty key": (gguf([pair("", U32, bytes(4))]), "empty"),
     "a key twice": (gguf([PAIRS[0], PAIRS[0]]), "duplicate"),
     "a text without end": (gguf([text("k") + struct.pack("<IQ", STRING, HUGE)]), "bytes, more than"),
@@ -172,13 +173,17 @@ def _pairs(**values):
     return pairs
 
 
-def with_vocabulary(tokens, *, model="gpt2", n=None, types=()):
+def with_vocabulary(tokens, *, model="gpt2", n=None, types=(), adds=None, bos=None):
     pairs = [
         *PAIRS[:2],
         pair("tokenizer.ggml.model", STRING, text(model)),
         pair("tokenizer.ggml.tokens", ARRAY, array(STRING, n, tokens)),
         pair("tokenizer.ggml.token_type", ARRAY, array(I32, len(types), struct.pack(f"<{len(types)}i", *types))),
     ]
+    if adds:
+        pairs.append(pair(f"tokenizer.ggml.add_{adds}_token", 7, b"\1"))
+    if bos is not None:
+        pairs.append(pair("tokenizer.ggml.bos_token_id", U32, struct.pack("<I", bos)))
     return gguf(pairs)
 
 
@@ -219,6 +224,9 @@ DEADLY = {
     "an epsilon that is no number": (with_values(**{EPSILON: NAN}), "epsilon is nan"),
     "an infinite epsilon": (with_values(**{EPSILON: INF}), "epsilon is inf"),
     "another negative epsilon": (with_values(attention__group_norm_epsilon=-1.0), "epsilon is -1"),
+    "layers of an architecture with a NUL": (
+        gguf([pair("general.architecture", STRING, text("llama\0x")), *_pairs(block_count=0)[1:]]), "0 layers"),
+    "an empty RoPE scaling": (with_values(rope__scaling__type=""), "RoPE scaling is ''"),
     "an unknown RoPE scaling": (with_values(rope__scaling__type="round"), "RoPE scaling is 'round'"),
     "no rotated dimensions": (with_values(rope__dimension_count=0, **HEADS), "rotates 0"),
     "negative rotated dimensions": (with_values(rope__dimension_count=-2, **HEADS), "rotates -2"),
@@ -238,6 +246,10 @@ DEADLY = {
     "the tokenizer of RWKV": (with_vocabulary(text("a"), n=1, model="rwkv"), "tokenizer is 'rwkv'.*gpt2"),
     "SentencePiece without bytes": (with_vocabulary(text("a"), n=1, model="llama"), "255 of the 256 bytes"),
     "byte tokens in a WordPiece vocabulary": (with_vocabulary(text("a"), n=1, model="bert", types=[6]), "byte tokens"),
+    "no BOS where the tokenizer adds it": (with_vocabulary(text("a"), n=1, adds="bos"), "adds the token bos"),
+    "a BOS outside the vocabulary": (with_vocabulary(text("a"), n=1, adds="bos", bos=1), "adds the token bos"),
+    "no EOS where the tokenizer adds it": (with_vocabulary(text("a"), n=1, adds="eos"), "adds the token eos"),
+    "no BOS for a tokenizer that always adds it": (with_vocabulary(text("a"), n=1, model="gemma4"), "adds the token bos"),
     "a norm in half precision": (with_tensor("blk.0.attn_norm.weight", [32], 1), "type F16, not F32"),
     "a norm of several heads, quantized": (with_tensor("blk.0.attn_q_norm.weight", [32, 2], 8), "type Q8_0, not F32"),
     "a bias in bfloat16": (with_tensor("blk.0.attn_q.bias", [32], 30), "type BF16, not F32"),
@@ -267,11 +279,15 @@ def test_values_that_llama_cpp_asserts(check, name):
         with_values(rope__dimension_count=32, **HEADS),
         with_values(rope__dimension_count=64, attention__key_length=128, **HEADS),
         with_values(rope__dimension_count=0),
+        with_values(rope__dimension_count=32, embedding_length=64, attention__head_count=NAN),
         with_values(**{WINDOW: 0, PATTERN: [0, 0]}),
         with_values(**{WINDOW: 4096, PATTERN: [1, 0]}),
         with_values(**{WINDOW: 4096, PATTERN: 6}),
         with_vocabulary(BYTES, n=256, model="llama", types=[6] * 256),
         with_vocabulary(text("a") + text("") + text(""), n=3),
+        with_vocabulary(text("a"), n=1),
+        with_vocabulary(text("a"), n=1, adds="bos", bos=0),
+        with_vocabulary(text("a"), n=1, model="gemma4", bos=0),
         with_tensor("token_embd.weight", [32, 2], 8),
         with_tensor("blk.0.ffn_gate_tid2eid.weight", [32, 2], 26),
     ],

@@ -33,6 +33,17 @@ TOKENIZER_MODELS = frozenset(
     {"llama", "bert", "gpt2", "t5", "plamo2", "gemma4", "hybriddna", "whitespace", "none", "no_vocab"}
 )
 """Values of ``tokenizer.ggml.model`` that can be served."""
+DEFAULT_SPECIAL_TOKENS: dict[str, dict[str, int | None]] = {
+    "llama": {"bos": 1, "eos": 2},
+    "bert": {"bos": 101, "eos": None, "seperator": 102},
+    "gpt2": {"bos": 11, "eos": 11},
+    "hybriddna": {"bos": 11, "eos": 11},
+    "whitespace": {"bos": 11, "eos": 11},
+    "t5": {"bos": None, "eos": 1},
+    "plamo2": {"bos": 1, "eos": 2},
+    "gemma4": {"bos": None, "eos": None},
+}
+"""Ids that llama.cpp uses where the file has none, or one outside the vocabulary."""
 ROPE_SCALING = frozenset({"none", "linear", "yarn", "longrope"})
 BYTE_TOKEN = 6
 """``LLAMA_TOKEN_TYPE_BYTE``"""
@@ -170,6 +181,25 @@ def _check_byte_tokens(header: GgufHeader) -> None:
         raise GgufError(f"its vocabulary has byte tokens, which the tokenizer 'bert' does not know; {REMEDY}")
 
 
+def _check_special_tokens(header: GgufHeader) -> None:
+    """llama-vocab.cpp, ``tokenize``: ``GGML_ASSERT(special_bos_id != LLAMA_TOKEN_NULL)`` and its like."""
+    model = header.text("tokenizer.ggml.model")
+    if model not in DEFAULT_SPECIAL_TOKENS:
+        return
+    adds = {name: header.values.get(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")}
+    needed = {
+        "bos": model in ("bert", "gemma4") or adds["bos"] is True or (model == "llama" and adds["bos"] is None),
+        "eos": adds["eos"] is True or (model == "t5" and adds["eos"] is None),
+        "seperator": model == "bert",  # as the key is spelled
+    }
+    n_tokens = header.count("tokenizer.ggml.tokens") or 0
+    for name, default in DEFAULT_SPECIAL_TOKENS[model].items():
+        token = header.values.get(f"tokenizer.ggml.{name}_token_id")
+        usable = any(isinstance(each, int) and 0 <= each < n_tokens for each in (token, default))
+        if needed[name] and n_tokens and not usable:
+            raise GgufError(f"its tokenizer adds the token {name}, and its vocabulary has none; {REMEDY}")
+
+
 # -- hyperparameters ----------------------------------------------------------------------------
 
 
@@ -229,22 +259,23 @@ def _check_rope(header: GgufHeader) -> None:
 
     With 0 or a negative number of rotated dimensions the kernel does not return.
     """
-    scaling = header.text(f"{header.text('general.architecture')}.rope.scaling.type")
-    if scaling and scaling not in ROPE_SCALING:
+    key = f"{header.text('general.architecture')}.rope.scaling.type"
+    scaling = header.text(key)
+    if key in header.values and scaling not in ROPE_SCALING:
         raise GgufError(f"its RoPE scaling is {scaling!r:.40}, not one of {', '.join(sorted(ROPE_SCALING))}; {REMEDY}")
     sections = _numbers(header, "rope.dimension_sections")
     if header.text("general.architecture") in SECTIONED_ROPE and not any(section > 0 for section in sections[:3]):
         raise GgufError(f"its architecture rotates sections of each head, and it claims none; {REMEDY}")
-    heads = _numbers(header, "attention.head_count")
+    heads = next(iter(_numbers(header, "attention.head_count")), 0)
     width = _integer(header, "embedding_length")
-    if not heads or not heads[0] or width is None:
+    if not isinstance(heads, int) or heads < 1 or width is None:
         return
     for suffix in ("", "_swa"):
         n_rotated = _integer(header, f"rope.dimension_count{suffix}")
         head = _integer(header, f"attention.key_length{suffix}")
         if head is None:
             head = _integer(header, "attention.key_length")
-        head = int(width // heads[0]) if head is None else head
+        head = width // heads if head is None else head
         if n_rotated is not None and not (2 <= n_rotated <= head and n_rotated % 2 == 0):
             raise GgufError(
                 f"it rotates {n_rotated} dimensions of heads of {head}, not an even number of them from 2; {REMEDY}"
@@ -291,7 +322,12 @@ def _numbers(header: GgufHeader, name: str) -> tuple[int | float, ...]:
 
 Rule = Callable[[GgufHeader], None]
 
-VOCABULARY_RULES: tuple[Rule, ...] = (_check_tokenizer_model, _check_tokens, _check_byte_tokens)
+VOCABULARY_RULES: tuple[Rule, ...] = (
+    _check_tokenizer_model,
+    _check_tokens,
+    _check_byte_tokens,
+    _check_special_tokens,
+)
 MODEL_RULES: tuple[Rule, ...] = (
     _check_layers,
     _check_experts,

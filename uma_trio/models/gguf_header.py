@@ -118,9 +118,9 @@ class GgufHeader:
         return len(self.values) + len(self._arrays)
 
     def text(self, key: str) -> str:
-        """The text value of ``key``; ``""`` where the file has none."""
+        """The text value of ``key`` up to a NUL, as C reads it; ``""`` where the file has none."""
         value = self.values.get(key)
-        return value if isinstance(value, str) else ""
+        return value.partition("\0")[0] if isinstance(value, str) else ""
 
     def count(self, key: str) -> int | None:
         """Number of items in the array ``key``; ``None`` where the file has no such array."""
@@ -166,8 +166,8 @@ class GgufHeader:
 
     def _read_pair(self) -> None:
         key = self._read_string(MAX_KEY_BYTES, "a key")
-        if not key or key in self.values or key in self._arrays:
-            raise GgufError(f"the key {key!r} is empty or duplicate; the file is damaged")
+        if not key or "\0" in key or key in self.values or key in self._arrays:
+            raise GgufError(f"the key {key!r} is empty, duplicate, or contains a NUL; the file is damaged")
         (kind,) = self._unpack("I", f"the type of {key}")
         if key == "general.alignment" and kind != _UINT32:
             raise GgufError("general.alignment is not a uint32; the file is damaged")
