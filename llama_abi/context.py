@@ -75,8 +75,8 @@ class Context(Handle):
     Not thread-safe. Use it from one thread only: llama.cpp keeps a team of compute threads for each calling thread.
 
     Raises:
-        LlamaError: the model has no weights, options contradict each other, or memory is short. The message includes
-            llama.cpp's errors.
+        LlamaError: the model has no weights or has an encoder, options contradict each other, or memory is short. The
+            message includes llama.cpp's errors.
 
     Source: llama.h, ``llama_context_params``.
     """
@@ -89,8 +89,8 @@ class Context(Handle):
         self._c = model.library.c
         if model.vocab_only:
             raise LlamaError("this model was loaded without its weights")
-        if not model.has_decoder:
-            raise LlamaError("this model is an encoder; it cannot generate")
+        if model.has_encoder or not model.has_decoder:
+            raise LlamaError("this model has an encoder; only decoder-only models can generate here")
         if options.n_seq_max > model.library.max_sequences:
             raise LlamaError(
                 f"n_seq_max is {options.n_seq_max}; a context has at most {model.library.max_sequences} sequences"

@@ -3,8 +3,6 @@
 The comment after a function is its error rule; see ``declarations``. A test reports functions that are not called.
 """
 
-# ruff: noqa: E501  (a declaration stands on one line, as in llama.h)
-
 from __future__ import annotations
 
 FUNCTIONS = """

@@ -1,4 +1,4 @@
-"""Batches: what is in them, and what is refused before it reaches C."""
+"""Tests for batches: their content as C sees it, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llama_abi import Batch, LlamaError
 
 
 def content(batch: Batch) -> list[tuple[int, int, int, int]]:
-    """(token, position, sequence, wants logits) as C reads them, through the struct's pointers."""
+    """(token, position, sequence, needs logits) of every token, read through the struct's pointers."""
     filled = batch._filled()
     return [
         (filled.token[i], filled.pos[i], filled.seq_id[i][0], filled.logits[i])

@@ -156,7 +156,9 @@ class TestVulkan:
         assert f"==> Backend: cpu (not Vulkan: {complaint}" in self.auto(sdk, tmp_path)
 
     def test_all_requirements_are_met(self, sdk: Path, tmp_path: Path) -> None:
-        assert self.auto(sdk, tmp_path) == "==> Backend: vulkan (Vulkan headers 1.4.309, glslc and a loader are installed)"
+        assert (
+            self.auto(sdk, tmp_path) == "==> Backend: vulkan (Vulkan headers 1.4.309, glslc and a loader are installed)"
+        )
 
     def test_the_cpu_on_request(self, sdk: Path, tmp_path: Path) -> None:
         assert self.auto(sdk, tmp_path, "--backend=cpu") == "==> Backend: cpu (as requested)"

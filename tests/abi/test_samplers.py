@@ -1,4 +1,4 @@
-"""llama.cpp's sampler chain, against what its filters are defined to do."""
+"""Tests for llama.cpp's sampler chain: every filter does what its definition says."""
 
 from __future__ import annotations
 

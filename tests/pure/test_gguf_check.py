@@ -226,6 +226,10 @@ DEADLY = {
     "another negative epsilon": (with_values(attention__group_norm_epsilon=-1.0), "epsilon is -1"),
     "layers of an architecture with a NUL": (
         gguf([pair("general.architecture", STRING, text("llama\0x")), *_pairs(block_count=0)[1:]]), "0 layers"),
+    "KV heads that do not match a layer's keys": (
+        with_tensor("blk.1.attn_k.weight", [32, 32], 0, attention__head_count_kv=[1, 2], **HEADS), "layer 1 claims 2"),
+    "an encoder": (gguf([pair("general.architecture", STRING, text("t5"))]), "encoder"),
+    "the tokenizer of encoders": (with_vocabulary(text("a") + text("b"), n=2, model="t5"), "encoder"),
     "an empty RoPE scaling": (with_values(rope__scaling__type=""), "RoPE scaling is ''"),
     "an unknown RoPE scaling": (with_values(rope__scaling__type="round"), "RoPE scaling is 'round'"),
     "no rotated dimensions": (with_values(rope__dimension_count=0, **HEADS), "rotates 0"),
@@ -285,6 +289,7 @@ def test_values_that_llama_cpp_asserts(check, name):
         with_values(**{WINDOW: 4096, PATTERN: 6}),
         with_vocabulary(BYTES, n=256, model="llama", types=[6] * 256),
         with_vocabulary(text("a") + text("") + text(""), n=3),
+        with_tensor("blk.0.attn_k.weight", [32, 32], 0, attention__head_count_kv=[1, 0], **HEADS),
         with_vocabulary(text("a"), n=1),
         with_vocabulary(text("a"), n=1, adds="bos", bos=0),
         with_vocabulary(text("a"), n=1, model="gemma4", bos=0),

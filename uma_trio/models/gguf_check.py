@@ -52,6 +52,8 @@ SECTIONED_ROPE = frozenset(
     {"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp", "qwen3tts"}
 )
 """Architectures that rotate sections of a head with positions of their own (M-RoPE)."""
+WITH_ENCODER = frozenset({"t5", "t5encoder", "eagle3", "dflash"})
+"""Architectures of ``llama_model_has_encoder``."""
 NEED_EXPERTS = frozenset({"bailingmoe2", "grovemoe", "llada-moe", "smallthinker"})
 """Architectures that assert that they have experts; others report an error."""
 
@@ -282,6 +284,21 @@ def _check_rope(header: GgufHeader) -> None:
             )
 
 
+def _check_kv_heads(header: GgufHeader) -> None:
+    """llama-kv-cache.cpp, ``cpy_k``: some architectures compare only the first layer with its tensors."""
+    heads = _numbers(header, "attention.head_count")
+    kv_heads = _numbers(header, "attention.head_count_kv")
+    if len(kv_heads) < 2:
+        return
+    widths = {_integer(header, f"attention.key_length{suffix}") for suffix in ("", "_swa")}
+    widths |= {(_integer(header, "embedding_length") or 0) // n for n in heads if isinstance(n, int) and n > 0}
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    for layer, n in enumerate(kv_heads):
+        keys = tensors.get(f"blk.{layer}.attn_k.weight")
+        if n and keys is not None and keys.shape[-1] not in {n * width for width in widths if width}:
+            raise GgufError(f"its layer {layer} claims {n} KV heads, which does not match {keys.name}; {REMEDY}")
+
+
 def _check_window(header: GgufHeader) -> None:
     """llama-kv-cache-iswa.cpp computes the size of the cache in 32 bits; llama-model.cpp, ``is_swa_any()``."""
     window = _integer(header, "attention.sliding_window")
@@ -293,6 +310,13 @@ def _check_window(header: GgufHeader) -> None:
     exempts_all = header.values.get(key) == 1  # a single n exempts every n-th layer
     if window and (exempts_all or (header.count(key) is not None and not any(header.numbers(key)))):
         raise GgufError(f"it claims a sliding window of {window} tokens, and no layer that has one; {REMEDY}")
+
+
+def _check_decoder_only(header: GgufHeader) -> None:
+    """llama-graph.cpp: a decoder asserts the output of its encoder, which nobody computes here."""
+    architecture = header.text("general.architecture")
+    if architecture in WITH_ENCODER or header.text("tokenizer.ggml.model") == "t5":
+        raise GgufError(f"it is a model with an encoder ({architecture}); only decoder-only models can be served")
 
 
 # -- tensors ------------------------------------------------------------------------------------
@@ -329,11 +353,13 @@ VOCABULARY_RULES: tuple[Rule, ...] = (
     _check_special_tokens,
 )
 MODEL_RULES: tuple[Rule, ...] = (
+    _check_decoder_only,
     _check_layers,
     _check_experts,
     _check_layers_with_experts,
     _check_epsilons,
     _check_rope,
+    _check_kv_heads,
     _check_window,
     _check_tensor_types,
 )
