@@ -168,7 +168,7 @@ def test_each_sequence_has_cells_of_its_own(model, layout):
             code = context.decode(batch)
             if code != llama_abi.OK:
                 break
-        assert code == llama_abi.NO_ROOM
+        assert code == llama_abi.NO_KV_SLOT
         assert n == (4 if layout.unified else 1) * room
         trial.close()
 

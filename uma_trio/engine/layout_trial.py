@@ -158,7 +158,7 @@ class _Trial:
         self._rows = min(options.n_seq_max, ROWS)
         self._unified = options.kv_unified
         self._context = llama_abi.Context(model, attrs.evolve(options, n_ctx=self._rows * CELLS, n_seq_max=self._rows))
-        self._context.set_abort(deadline.flag)
+        self._context.set_abort_flag(deadline.flag)
         self._deadline = deadline
         self._n_vocab = model.vocab.n_tokens
         self._batch = llama_abi.Batch(self._context.n_batch)

@@ -54,7 +54,7 @@ class Tokenizer:
 
     def __init__(self, vocab: llama_abi.Vocab) -> None:
         self._vocab = vocab
-        self._bytes = vocab.pieces(special=False)
+        self._bytes = vocab.tokens_to_bytes(special=False)
         self._spellings: dict[tuple[int, bool], Spelling] = {}
         self.n_tokens = vocab.n_tokens
         """Ids are in ``[0, n_tokens)``."""
@@ -242,7 +242,7 @@ class Tokenizer:
         return found
 
     def _spelled(self, token: int) -> bytes:
-        return self._bytes[token] or self._vocab.piece(token, special=True)
+        return self._bytes[token] or self._vocab.token_to_bytes(token, special=True)
 
     def _spells_bos(self, text: str) -> bool:
         """Whether the text begins with the spelling of BOS."""
