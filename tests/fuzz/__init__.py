@@ -1,1 +1,1 @@
-"""Random abuse, seeded: ``python -m tests.fuzz.fuzz``."""
+"""Fuzzer of the protocol, seeded: ``python -m tests.fuzz.fuzz``."""

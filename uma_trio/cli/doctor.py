@@ -310,12 +310,12 @@ def _memory(found: dict[str, Any]) -> Finding:
 
 
 LAYOUT_WHY: Final = {
-    "only one": "as configured",
-    "by rule": "by default, without a measurement",
-    "measured": "measured now, and stored for later starts",
-    "measured before": "measured at an earlier start",
-    "no time": "by default, since measuring takes too long; a longer layout_trial_s gives it time",
-    "no room": "by default, since the one that was measured to be faster has too little room",
+    "only one": "fixed by the settings",
+    "default": "the default, not measured",
+    "measured": "measured now, for the next starts too",
+    "measured before": "measured by an earlier start",
+    "no time": "the default, because measuring takes longer than layout_trial_s",
+    "no room": "the default, because the faster layout does not fit into memory",
 }
 
 

@@ -102,7 +102,7 @@ class LlamaEngine:
             self._model.close()
             raise
         self._abort = llama_abi.AbortFlag()
-        self._context.set_abort(self._abort)
+        self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
         self.tokenizer = Tokenizer(self._model.vocab)
@@ -327,7 +327,7 @@ class LlamaEngine:
         at = 0
         while at < len(inputs):
             if single := list(itertools.takewhile(_is_decode, inputs[at:] if at else inputs)):
-                batch.add_each(
+                batch.add_decodes(
                     [each.tokens[0] for each in single],
                     positions=[each.position for each in single],
                     seqs=[each.seq_id for each in single],
@@ -379,7 +379,7 @@ class LlamaEngine:
             self._context = llama_abi.Context(self._model, self._options)
         except llama_abi.LlamaError as error:
             raise EngineError(str(error)) from error
-        self._context.set_abort(self._abort)
+        self._context.set_abort_flag(self._abort)
 
     def abort(self) -> None:
         self._abort.set()
@@ -511,7 +511,7 @@ def _choice(
     if len(layouts) == 1:
         return LayoutChoice(layout=layouts[0], why="only one")
     if layout_cache is None or settings.layout_trial_s == 0:
-        return LayoutChoice(layout=layouts[0], why="by rule")
+        return LayoutChoice(layout=layouts[0], why="default")
     facts = (*_surroundings(model.library, settings), *(_context_options(settings, each) for each in layouts))
     known = layout_cache.load(facts)
     for each in layouts:
