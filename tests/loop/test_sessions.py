@@ -178,7 +178,7 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
                 expected = expected_continuation(tokens_of(said), 4)
                 assert eos.text == "".join(f"{token} " for token in expected)
                 said += "|" + eos.text
-            with pytest.raises(ServerError, match="begun with messages"):
+            with pytest.raises(ServerError, match="began with messages"):
                 await client.complete(prompt="plain", session_id="a", keep_alive=True)
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
         assert "|".join(message.content for message in found.messages) == said
@@ -540,7 +540,7 @@ async def test_messages_beyond_what_a_file_may_hold_are_refused(autojump_clock, 
         await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
         eos = await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
         assert eos.session.turns == 2
-        with pytest.raises(ServerError, match="the most are 4"):
+        with pytest.raises(ServerError, match="at most 4"):
             await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
 
 

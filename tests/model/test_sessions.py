@@ -328,7 +328,7 @@ def test_a_state_folder_that_is_removed_while_it_runs_is_made_again(
         shutil.rmtree(state)
         assert say(victim, "a", texts[1]).last["session"]["durable"]
         assert victim.settled()["sessions"]["journal_restored_total"] == 1
-        assert "a session's file was gone or cut; it was written anew" in victim.events_logged()
+        assert "a session's file was missing or cut; it was written again" in victim.events_logged()
         before = sessions(victim)
         victim.process.kill()
         victim.process.wait()
