@@ -161,7 +161,7 @@ class Generation:
     @property
     def is_answered(self) -> bool:
         """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
-        return bool(self._sequences) and all([sequence.done.is_set() for sequence in self._sequences])
+        return bool(self._sequences) and all(sequence.done.is_set() for sequence in self._sequences)
 
     def cancel(self) -> None:
         """End the request: the cancel event of the protocol."""

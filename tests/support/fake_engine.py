@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import trio
 
+from uma_trio.engine.masks import MaskBuffer
 from uma_trio.engine.messages import (
+    MASK_LATE,
     EngineDied,
     EngineError,
     LayoutReport,
@@ -30,6 +32,7 @@ from uma_trio.engine.messages import (
     StepFailed,
     StepInput,
     StepOutput,
+    WhileComputing,
 )
 from uma_trio.engine.worker import StepRunner
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
@@ -181,14 +184,16 @@ class FakeEngine:
         """So many attempts to start the engine again fail."""
         self.resets = 0
         self._aborted = False
+        self._masks_ready = False
         self._cache: dict[int, Story] = {}
+        self.masks: MaskBuffer | None = None
         self.checkpoints: dict[int, tuple[int, int]] = {}
         """Length and digest of what was held, by number of the checkpoint."""
 
     def describe(self) -> Ready:
         return Ready(self.info, LayoutReport("fake", "only one"), "fake", "fake")
 
-    def step(self, step: Step) -> StepOutput:
+    def step(self, step: Step, link: WhileComputing | None = None) -> StepOutput:
         self.steps.append(step)
         self.cost_of_last_ms = 0.0
         refused: list[tuple[int, str]] = []
@@ -234,6 +239,10 @@ class FakeEngine:
             lengths = [len(each.tokens) for each in call]
             if not lengths or not all(lengths) or sum(lengths) > self.info.n_batch:
                 raise EngineError(f"a call of {lengths} tokens")
+            if link is not None:
+                link.read()
+            late = any(sample.late_mask for each in call for sample in each.samples)
+            self._masks_ready = late and link is not None and link.wait_for_masks(step.number, step.mask_timeout_ms)
             for each in call:
                 sampled += self._compute(each)
             if sum(held.length for held in self._cache.values()) > self.info.n_ctx:
@@ -340,6 +349,13 @@ class FakeEngine:
             liked = [EOG, said] if ended else [said]
             if sample.bias is not None and sample.bias.values.max() >= 50:
                 liked.insert(0, int(sample.bias.ids[sample.bias.values.argmax()]))
+            if sample.late_mask:
+                if not self._masks_ready or self.masks is None:
+                    sampled.append(MASK_LATE)
+                    continue
+                logits = np.zeros(N_VOCAB, np.float32)
+                self.masks.apply(each.seq_id, logits)
+                banned |= set(np.flatnonzero(logits == -np.inf).tolist())
             sampled.append(chosen(liked, banned | self._penalised(held, length, sample)))
         return sampled
 

@@ -23,7 +23,7 @@ class _ToDaemon(logging.Handler):
             text = self.format(record)
             line = LOG_MARK + msgspec.json.encode((record.levelno, record.name, text)).decode() + "\n"
             os.write(sys.stderr.fileno(), line.encode())
-        except Exception:  # logging must not end the engine
+        except OSError:  # the daemon has gone
             self.handleError(record)
 
 

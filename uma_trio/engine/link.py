@@ -26,7 +26,9 @@ import psutil
 import trio
 
 import uma_trio
+from uma_trio.engine.masks import MaskBuffer, MaskKind, create_mask_file
 from uma_trio.engine.messages import (
+    AttachMasks,
     Decoder,
     EngineDied,
     EngineError,
@@ -35,6 +37,7 @@ from uma_trio.engine.messages import (
     LoadError,
     LoadFailed,
     Loading,
+    MasksReady,
     ModelInfo,
     Ready,
     Revoke,
@@ -131,6 +134,7 @@ class EngineLink:
         Raises:
             LoadError: the model cannot be loaded, or the engine died of it.
         """
+        loaded = False
         try:
             self._send(start)
             while go_on():
@@ -142,16 +146,15 @@ class EngineLink:
                             raise LoadError(message.reason)
                         case Ready():
                             self.ready = message
+                            loaded = True
                             return True
+            return False
         except EngineDied as death:
             raise LoadError(str(death)) from death
-        except BaseException:
-            self.kill()
-            await self.aclose()
-            raise
-        self.kill()
-        await self.aclose()
-        return False
+        finally:
+            if not loaded:
+                self.kill()
+                await self.aclose()
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -163,6 +166,19 @@ class EngineLink:
     def revoke(self, number: int) -> None:
         """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""
         self._send(Revoke(number))
+
+    def attach_masks(self, kind: MaskKind) -> MaskBuffer:
+        """A buffer for late masks that the engine shares; see ``engine.masks``."""
+        fd = create_mask_file(kind, self.info.n_seq_max, self.info.n_vocab)
+        try:
+            self._send(AttachMasks(kind), [fd])
+            return MaskBuffer(fd, kind, self.info.n_seq_max, self.info.n_vocab)
+        finally:
+            os.close(fd)
+
+    def masks_ready(self, number: int) -> None:
+        """Tell the engine that the late masks of step ``number`` are in the buffer."""
+        self._send(MasksReady(number))
 
     async def receive(self) -> list[FromEngine]:
         """The next messages of the engine, at least one.
@@ -226,6 +242,7 @@ class EngineLink:
         with trio.CancelScope(shield=True):
             trio.lowlevel.notify_closing(self._sock)
             self._sock.close()
+            self._discard_unsent()
             with trio.move_on_after(EXIT_S):
                 await self.ended.wait()
             if not self.ended.is_set():
@@ -240,7 +257,7 @@ class EngineLink:
     # -- sending --------------------------------------------------------------------------------
 
     def _send(self, message: FromDaemon, fds: Sequence[int] = ()) -> None:
-        self._unsent.append((encode(message), fds))
+        self._unsent.append((encode(message), [os.dup(fd) for fd in fds]))
         self._send_some()
 
     def _send_some(self) -> None:
@@ -254,11 +271,20 @@ class EngineLink:
                 self._unsent.appendleft((data, fds))
                 return
             except OSError:  # the engine has died; ``receive`` says so
-                self._unsent.clear()
+                self._unsent.appendleft((data, fds))
+                self._discard_unsent()
                 return
+            for fd in fds:
+                os.close(fd)
             if sent < len(data):
                 self._unsent.appendleft((data[sent:], ()))
                 return
+
+    def _discard_unsent(self) -> None:
+        for _, fds in self._unsent:
+            for fd in fds:
+                os.close(fd)
+        self._unsent.clear()
 
     async def _flush(self) -> None:
         """Send the rest.  An engine that computes does not read; it answers first, so that is no reason to wait."""
@@ -466,6 +492,7 @@ class WorkerThread:
 
         self._trio = trio.lowlevel.current_trio_token()
         self._ended = trio.Event()
+        self._sock = sock
         self._worker = Worker(sock, open_engine)
         self._thread = threading.Thread(target=self._run, name="uma-trio engine", daemon=True)
         self._thread.start()
@@ -473,6 +500,8 @@ class WorkerThread:
     def kill(self) -> None:
         if self._worker.engine is not None:
             self._worker.engine.abort()
+        with contextlib.suppress(OSError):  # it has ended
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     async def wait(self) -> str:
         await self._ended.wait()

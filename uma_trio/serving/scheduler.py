@@ -280,7 +280,7 @@ class Scheduler:
         for ahead in self._in_flight:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
-        if step.rows and not any([row.dropped for row in step.rows]):
+        if step.rows and not any(row.dropped for row in step.rows):
             self.timings.record_step(step.plan.work, completed.duration_ms)
         return completed
 
@@ -379,7 +379,7 @@ class Scheduler:
         if len(live) != sum([each.state is not State.FINISHED for each in self._running]):
             return  # others have come, or can go on again
         sequences = [sequence for sequence in live if goes_on(sequence)]
-        if not sequences or any([sequence.lookup is not None and sequence.drafts(1) for sequence in sequences]):
+        if not sequences or any(sequence.lookup is not None and sequence.drafts(1) for sequence in sequences):
             return
         chosen = self._plan([sequence.view(n_in_flight=1) for sequence in sequences])
         if len(chosen.decodes) < len(sequences):
@@ -402,7 +402,7 @@ class Scheduler:
             if isinstance(reason, UmaError):
                 sequence.keep_computed = False
             self._release_when_computed(sequence)
-        if not any([other.principal.name == sequence.principal.name for other in self.sequences()]):
+        if not any(other.principal.name == sequence.principal.name for other in self.sequences()):
             self._policy = self._policy.without(sequence.principal.name)
         if isinstance(reason, UmaError):
             reason.request_id = sequence.request.id
@@ -414,7 +414,7 @@ class Scheduler:
 
     def _release_when_computed(self, sequence: Sequence) -> None:
         """Give the cells of a finished sequence back, unless a step in flight still writes to them."""
-        if not any([step.computes(sequence) for step in self._in_flight]):
+        if not any(step.computes(sequence) for step in self._in_flight):
             was_cancelled = sequence.cancelled_at is not None
             # a session goes on from what its client has seen, also of an answer that was cancelled
             keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
