@@ -90,7 +90,7 @@ def test_what_is_in_the_way_is_named_and_stays(library, tmp_path):
     folder.mkdir()
     link.symlink_to(file)
     for path in (file, folder, link):
-        refused(path, "no socket", str(path))
+        refused(path, "not a socket", str(path))
     assert file.read_text() == "kept"
     assert link.is_symlink()
     refused(tmp_path / ("x" * 120), "bytes")
