@@ -26,7 +26,7 @@ from command import (
     places,
     repeat_option,
     rival_option,
-    tell_rival,
+    show_rival,
 )
 from comparison import US, RunsFile
 from measure import warm_up
@@ -249,14 +249,14 @@ def main(csv_file: Path | None, **options: Any) -> None:
     """
     place = Place.of(options)
     load = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})
-    place.tell()
+    place.show()
 
     async def work() -> dict[Case, Found]:
         serving = load.serving(place)
         flags = [*uma_trio_flags(serving), *options["serve_flags"]]
         rigs = {US: partial(uma_trio_rig, flags)}
         if options["rival"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
             rigs[SERVER] = partial(llama_server_rig, options["peers"], serving, shlex.split(options["rival_flags"]))
         click.echo(f"servers   {serving}\nload      {load}\n")
         file = RunsFile(csv_file, ["server", "moment", "way", "next_first_token_ms"])

@@ -76,13 +76,13 @@ class Place:
             raise click.BadParameter(str(error), param_hint="--pin") from None
         return cls(model=options["model"], threads=threads, pins=pins)
 
-    def tell(self) -> None:
+    def show(self) -> None:
         """The machine: a figure without it is none."""
         for line in [*machine(), f"pin       {self.pins or 'none'}"]:
             click.echo(line)
 
 
-def tell_rival(folder: Path) -> None:
+def show_rival(folder: Path) -> None:
     """Where llama-server is.
 
     Raises:

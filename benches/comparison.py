@@ -80,7 +80,7 @@ class Figures:
             itl_max_ms=max(itl, default=None),
             ttft_p50_ms=percentile(ttft, 50),
             ttft_max_ms=max(ttft, default=None),
-            generator_cpu=cpu.us / wall_s,
+            generator_cpu=cpu.generator / wall_s,
             server_cpu=None if cpu.server is None else cpu.server / wall_s,
             others_cpu=cpu.others / wall_s,
         )

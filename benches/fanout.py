@@ -15,12 +15,12 @@ from typing import Any
 import attrs
 import click
 import contenders
-from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, tell_rival
+from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, show_rival
 from comparison import Contender, RunsFile, interleaved, medians
 from measure import Result, measure, warm_up
 from prompts import of_tokens
 from report import cell, table
-from rigs import Serving, peers_option, sharing
+from rigs import Serving, peers_option, with_prefix_reuse
 
 from uma_trio.demo.recording import Question, Stream
 from uma_trio.models.loaded import vocabulary
@@ -168,13 +168,13 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     """
     place = Place.of(options)
     fan = Fan(**{field.name: options[field.name] for field in attrs.fields(Fan)})
-    place.tell()
+    place.show()
 
     async def work() -> dict[Contender, Figures]:
         streams = fan.make(place.model)
         serving = Serving(model=place.model, threads=place.threads, parallel=fan.requests, ctx=fan.requests * fan.room)
         if options["rival"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
         click.echo(f"servers   {serving}\nload      {fan}\nideal     {fan.ideal:.2f} prompts computed\n")
         ours = contenders.ours(serving, options["ours"])
         rivals = contenders.rivals(options["peers"], serving, options["rival_flags"] if options["rival"] else ())
@@ -183,7 +183,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         for contender in interleaved(ours, rivals, repeat):
             async with contender.rig() as rig:
                 await warm_up(rig)
-                result = await measure(sharing(rig), streams, every_s=fan.stagger, pins=place.pins)
+                result = await measure(with_prefix_reuse(rig), streams, every_s=fan.stagger, pins=place.pins)
             for line in result.unfinished():
                 click.echo(f"WARNING: {line}", err=True)
             figures = Figures.of(result)

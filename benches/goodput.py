@@ -25,7 +25,7 @@ from command import (
     places,
     repeat_option,
     rival_option,
-    tell_rival,
+    show_rival,
 )
 from comparison import Contender, RunsFile, interleaved, medians
 from measure import warm_up
@@ -292,7 +292,7 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
         drain=options["drain"],
         seed=options["seed"],
     )
-    place.tell()
+    place.show()
     with_rival = options["rival"] and not options["as_tenants"]
     ours = contenders.ours(serving, options["ours"])
     rivals = contenders.rivals(options["peers"], serving, options["rival_flags"] if with_rival else ())
@@ -300,7 +300,7 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
 
     async def work() -> str:
         if with_rival:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
         click.echo(f"servers   {serving}\nload      {mix}, seed {test.seed}\ngood      {test.slo}\n")
         if options["as_tenants"]:
             return await two_users(test, sizes, test.seconds, options["ours"][0])

@@ -21,7 +21,7 @@ import anyio.abc
 import attrs
 import click
 import trio
-from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, tell_rival
+from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, show_rival
 from comparison import RunsFile, medians
 from llama_http import LlamaServer
 from measure import Result, measure, stream, warm_up
@@ -133,10 +133,10 @@ class Figures:
         server = cpu.server or 0.0
         return cls(
             ttft_ms=ttft_ms,
-            cpu_pct=100 * (server + cpu.us) / streams.wall_s,
+            cpu_pct=100 * (server + cpu.generator) / streams.wall_s,
             tokens_per_s=streams.tokens_per_s,
             server_us=1e6 * server / n,
-            client_us=1e6 * cpu.us / n,
+            client_us=1e6 * cpu.generator / n,
             bytes_per_token=n_bytes / n,
             others_cpu=cpu.others / streams.wall_s,
         )
@@ -242,7 +242,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     """
     place = Place.of(options)
     asked = Asked(**{field.name: options[field.name] for field in attrs.fields(Asked)})
-    place.tell()
+    place.show()
 
     async def work() -> dict[str, Figures]:
         serving = Serving(
@@ -254,7 +254,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         encodings: tuple[Protocol, ...] = ("json", "cbor")
         paths = {f"uds-{name}": partial(uma_trio_rig, uma_trio_flags(serving), protocol=name) for name in encodings}
         if options["rival"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
             paths["http-sse"] = partial(
                 llama_server_rig, options["peers"], serving, shlex.split(options["rival_flags"])
             )

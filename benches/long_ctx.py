@@ -28,13 +28,13 @@ from command import (
     places,
     repeat_option,
     rival_option,
-    tell_rival,
+    show_rival,
 )
 from comparison import Contender, RunsFile, interleaved
 from measure import WORDS, decode_rate, measure, warm_up
 from prompts import cut
 from report import cell, table
-from rigs import Rig, Serving, peers_option, sharing
+from rigs import Rig, Serving, peers_option, with_prefix_reuse, without_speculation
 
 from uma_trio.demo.recording import Answer, Question, Stream
 from uma_trio.models.loaded import vocabulary
@@ -70,11 +70,6 @@ async def climb(rig: Rig, questions: dict[int, Question], place: Place) -> dict[
             click.echo(f"WARNING: {line}", err=True)
         (found[ctx],) = result.tracks[0].answers
     return found
-
-
-def without_guesses(rig: Rig) -> Rig:
-    """Guesses at the next tokens make a stream as fast as its text is dull, which is another bench's affair."""
-    return attrs.evolve(rig, transport=attrs.evolve(rig.transport, speculate=False))
 
 
 def show(speeds: dict[Contender, Speeds], contexts: Sequence[int]) -> str:
@@ -152,13 +147,13 @@ def main(
         )
     ]
     ladder = Ladder(contexts=contexts, tokens=options["tokens"], seed=options["seed"])
-    place.tell()
+    place.show()
 
     async def work() -> dict[Contender, Speeds]:
         questions = ladder.questions(place.model)
         serving = Serving(model=place.model, threads=place.threads, parallel=1, ctx=max(contexts))
         if options["rival"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
         click.echo(
             f"servers   {serving}\nload      1 stream, {ladder.tokens} tokens at each context, seed {ladder.seed}\n"
         )
@@ -169,7 +164,7 @@ def main(
         for contender in interleaved(ours, rivals, repeat):
             async with contender.rig() as rig:
                 await warm_up(rig)
-                asked = sharing(without_guesses(rig) if contender.ours else rig)
+                asked = with_prefix_reuse(without_speculation(rig) if contender.ours else rig)
                 answers = await climb(asked, questions, place)
             for ctx, answer in answers.items():
                 speeds[contender][ctx].append(decode_rate([answer]))

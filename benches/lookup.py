@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import click
 import contenders
-from command import Place, bench, carry_out, csv_option, places, repeat_option, tell_rival
+from command import Place, bench, carry_out, csv_option, places, repeat_option, show_rival
 from comparison import Contender, RunsFile, interleaved, medians
 from measure import WORDS, Result, decode_rate, measure, warm_up
 from report import cell, table
@@ -222,7 +222,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     """
     place = Place.of(options)
     n, tokens, seed = options["questions"], options["tokens"], options["seed"]
-    place.tell()
+    place.show()
 
     async def tasks(serving: Serving) -> list[Task]:
         if place.model == EMBEDDED:
@@ -236,7 +236,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         ctx = 8192 if place.model == EMBEDDED else -(-(2 * WORD_TIMES + tokens) // 256) * 256
         serving = Serving(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
         if options["rival_flags"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
         click.echo(f"servers   {serving}\nload      {n} questions of each kind, at most {tokens} tokens, seed {seed}\n")
         asked = await tasks(serving)
         ours = contenders.ours(serving, [" ".join([setting, *options["serve_flags"]]) for setting in (OFF, ON)])

@@ -10,6 +10,7 @@ import attrs
 import psutil
 import trio
 from pinning import Pins, pinned
+from processes import cpu_s
 from rigs import Rig
 
 from uma_trio.demo import load
@@ -156,35 +157,32 @@ def stream(rng: random.Random, name: str, words: int, tokens: int, *, interactiv
 
 @attrs.frozen(kw_only=True)
 class Cpu:
-    """Seconds of processor time so far."""
+    """Processor time so far, in seconds."""
 
-    us: float
+    generator: float
+    """Of this process, the load generator."""
     server: float | None
+    """Of the server and its child processes; ``None`` if its process is not known."""
     machine: float
-    """Of everybody."""
+    """Of all processes."""
 
     @classmethod
     def now(cls, pid: int | None) -> Cpu:
-        everybody = psutil.cpu_times()
+        all_cores = psutil.cpu_times()
         return cls(
-            us=time.process_time(),
-            server=None if pid is None else _busy(psutil.Process(pid)),
-            machine=sum(everybody) - everybody.idle - getattr(everybody, "iowait", 0.0),
+            generator=time.process_time(),
+            server=None if pid is None else cpu_s(pid),
+            machine=sum(all_cores) - all_cores.idle - getattr(all_cores, "iowait", 0.0),
         )
 
     def since(self, before: Cpu) -> Cpu:
         server = self.server - before.server if self.server is not None and before.server is not None else None
-        return Cpu(us=self.us - before.us, server=server, machine=self.machine - before.machine)
+        return Cpu(generator=self.generator - before.generator, server=server, machine=self.machine - before.machine)
 
     @property
     def others(self) -> float:
-        """Neither we nor the server: noise in every figure.  Where the server is not known, it is in here."""
-        return max(0.0, self.machine - self.us - (self.server or 0.0))
-
-
-def _busy(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+        """Time of all other processes, which is noise in every figure; includes the server if its process is not known."""
+        return max(0.0, self.machine - self.generator - (self.server or 0.0))
 
 
 @attrs.frozen(kw_only=True)

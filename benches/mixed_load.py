@@ -162,8 +162,8 @@ def _show_cpu(result: Result) -> None:
     told = "-" if cpu.server is None else f"{cpu.server / wall_s:.0%}"
     others = "server and others" if cpu.server is None else "others"
     click.echo(
-        f"cpu           server {told}, this load generator {cpu.us / wall_s:.1%} "
-        f"({1e6 * cpu.us / result.n_tokens:.0f} us a token), {others} {cpu.others / wall_s:.0%} of one core"
+        f"cpu           server {told}, this load generator {cpu.generator / wall_s:.1%} "
+        f"({1e6 * cpu.generator / result.n_tokens:.0f} us a token), {others} {cpu.others / wall_s:.0%} of one core"
     )
 
 

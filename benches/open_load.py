@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import attrs
-import psutil
 import trio
 from measure import Cpu, stream
 from pinning import Pins, pinned
+from processes import rss_bytes
 from rigs import Rig, room
 
 from uma_trio.client import BrokenProtocol, ServerError
@@ -211,7 +211,7 @@ async def _ask(transport: Transport, request: Request, outcome: Outcome) -> None
 
 
 def _rss(pid: int | None) -> int | None:
-    return None if pid is None else int(psutil.Process(pid).memory_info().rss)
+    return None if pid is None else rss_bytes(pid)
 
 
 @attrs.frozen(kw_only=True)
@@ -272,7 +272,7 @@ class Figures:
             tokens_per_s=sum(len(outcome.answer.token_s) for outcome in admitted) / wall_s,
             rss_start_mib=_mib(offered.rss_start),
             rss_end_mib=_mib(offered.rss_end),
-            generator_cpu=offered.cpu.us / wall_s,
+            generator_cpu=offered.cpu.generator / wall_s,
             others_cpu=offered.cpu.others / wall_s,
         )
 

@@ -51,9 +51,14 @@ class Rig:
     description: str
 
 
-def sharing(rig: Rig) -> Rig:
-    """The same server, asked to use what it has computed for prompts that began alike."""
+def with_prefix_reuse(rig: Rig) -> Rig:
+    """Return the same server with requests that allow prefix reuse."""
     return attrs.evolve(rig, transport=attrs.evolve(rig.transport, cache_prompt=True))
+
+
+def without_speculation(rig: Rig) -> Rig:
+    """Return the same daemon with requests that forbid draft tokens, whose gain depends on the text."""
+    return attrs.evolve(rig, transport=attrs.evolve(rig.transport, speculate=False))
 
 
 @attrs.frozen(kw_only=True)

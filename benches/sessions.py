@@ -18,10 +18,10 @@ from typing import Any
 
 import attrs
 import click
-import psutil
 import trio
 from command import Place, bench, carry_out, csv_option, places, repeat_option
 from comparison import RunsFile
+from processes import rss_bytes
 from prompts import of_tokens
 from report import cell, table
 from rigs import Rig, Serving, uma_trio_flags, uma_trio_rig
@@ -180,7 +180,7 @@ class Watch:
             self.most_cells = max(self.most_cells, kv["cells_reserved"] + kv["cached_cells"])
             self.most_saved_mb = max(self.most_saved_mb, kv["saved_bytes"] / MB)
             if pid is not None:
-                self.rss_mb.append(psutil.Process(pid).memory_info().rss / MB)
+                self.rss_mb.append(rss_bytes(pid) / MB)
             await trio.sleep(SAMPLE_S)
 
 
@@ -286,7 +286,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     --room sequences. Every answer is checked: nothing of what was said may be missing. Ends with 1 if something is.
     """
     place = Place.of(options)
-    place.tell()
+    place.show()
     rng = random.Random(options["seed"])
     with vocabulary(place.model) as tokenizer, tempfile.TemporaryDirectory(dir=options["state_dir"]) as folder:
         if options["churns"]:

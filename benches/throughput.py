@@ -86,7 +86,7 @@ class Figures:
             tokens_per_s=result.tokens_per_s,
             decode_tokens_per_s=decode_rate(result.tracks),
             ttft_p50_ms=percentile([answer.ttft_ms for answer in answers if answer.ttft_ms is not None], 50),
-            generator_us=1e6 * cpu.us / result.n_tokens,
+            generator_us=1e6 * cpu.generator / result.n_tokens,
             server_cpu=None if cpu.server is None else cpu.server / result.wall_s,
             others_cpu=cpu.others / result.wall_s,
         )
