@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import logging
+import math
 import os
 import select
 import socket
@@ -212,11 +213,12 @@ class Worker:
         return True
 
     def _report_revoked(self, *before: FromEngine) -> None:
-        """Send ``before`` and all withdrawn steps in one write."""
-        answers = [*before, *self._revoked]
-        if answers:
-            self._revoked.clear()
-            self._sock.sendall(b"".join([encode(each) for each in answers]))
+        """Send ``before``, and withdrawn steps as far as it is their turn, in one write."""
+        waiting = self._steps[0].number if self._steps else math.inf
+        turn = [each for each in self._revoked if each.number < waiting]
+        self._revoked = [each for each in self._revoked if each.number > waiting]
+        if before or turn:
+            self._sock.sendall(b"".join([encode(each) for each in (*before, *turn)]))
 
     def _send(self, message: FromEngine) -> None:
         self._sock.sendall(encode(message))
