@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import trio
-from uma_trio.scheduler.state_files import saved_state
 
 from tests.support.asking import Client, asking
 from tests.support.checkpoint_contract import *  # noqa: F403  (the tests)
@@ -118,7 +117,7 @@ async def test_a_memory_that_can_be_cut_has_no_checkpoints(autojump_clock):
     async with asking(FakeEngine()) as harness:
         for n in (1, 2, 1):
             await harness.answer(story(n), TELLS)
-        assert not [edit for step in harness.engine.steps for edit in step.ops if isinstance(edit, Mark)]
+        assert not [op for step in harness.engine.steps for op in step.ops if isinstance(edit, Mark)]
         assert len(harness.engine.steps) == 3 * TELLS, "and no prompt pauses"
         await harness.clean()
 
@@ -139,7 +138,7 @@ async def test_many_at_once(autojump_clock, unified, checkpoints):
             await trio.sleep(chance.choice([0.0, 0.05]))
             harness.scheduler.cancel(clients[0].sequence)
             if turn % 5 == 4:
-                harness.engine.fail_next = EngineError("it failed", fatal=turn > 6)
+                harness.engine.fail_next = EngineError("it failed")
             await harness.ended(*clients)
             assert all(is_right(client) for client in clients)
             told = [[*client.prompt, *client.tokens] for client in clients if client.tokens] or told

@@ -32,7 +32,7 @@ def is_right(client: Client) -> bool:
 
 
 def copies(harness: Harness, kind: type) -> list[float]:
-    return [edit for step in harness.engine.steps for edit in step.ops if isinstance(edit, kind)]
+    return [op for step in harness.engine.steps for op in step.ops if isinstance(edit, kind)]
 
 
 async def told(harness: Harness, n: int, n_tokens: int = 8, **fields: object) -> list[int]:
@@ -195,7 +195,7 @@ async def test_streams_are_not_made_late_by_copies(autojump_clock):
     engine = FakeEngine(n_ctx=65_536, n_seq_max=3)
     async with asking(engine, files, spill_after_s=NEVER) as harness:
         first = await harness.answer(story(1, 20_000), 8, durable=True)
-        harness.scheduler.pace.bytes_a_ms["save"] = 20_000 * 12_288 / 200
+        harness.scheduler.timings.bytes_a_ms["save"] = 20_000 * 12_288 / 200
         talker = harness.ask(story(2), 400, slo={"target_tbt_ms": 50} and talks())
         other = harness.ask(story(3, 60_000), 8)  # needs the room
         await harness.ended(talker)
@@ -221,7 +221,7 @@ async def test_a_failing_step_with_a_copy_in_it(autojump_clock, unified):
         for fatal in (False, True):
             clients = [harness.ask([*said[n], 950], 30) for n in range(3)]
             await trio.sleep(0.02)
-            harness.engine.fail_next = EngineError("it failed", fatal=fatal)
+            harness.engine.fail_next = EngineError("it failed")
             await harness.ended(*clients)
         again = await harness.answer([*said[5], 900], 8)
         assert is_right(again)
@@ -246,7 +246,7 @@ async def test_a_context_made_anew_holds_no_state_that_was_loaded_before(autojum
         client.has_room = False
         while not copies(harness, Load):
             await trio.sleep(0.001)
-        harness.engine.fail_next = EngineError("it failed", fatal=True)
+        harness.engine.fail_next = EngineError("it failed")
         await harness.ended(talker)
         await trio.sleep(5)
         assert harness.engine.resets == 1
@@ -266,7 +266,7 @@ async def test_at_most_one_copy_a_step(autojump_clock):
         await harness.ended(*clients)
         assert all(is_right(client) for client in clients)
         for step in harness.engine.steps:
-            assert sum(isinstance(edit, Save | Load) for edit in step.ops) <= 1
+            assert sum(isinstance(op, Save | Load) for op in step.ops) <= 1
         await harness.clean()
 
 
