@@ -65,7 +65,13 @@ async def test_a_chat_is_repeated_continued_edited_and_shortened(autojump_clock,
         clients = [first, again, second, edited, shortened]
         assert all(is_right(client) for client in clients)
         n_first = 300 + N_TOKENS - 1
-        assert [client.cached for client in clients] == [0, 300 - TOKENS_AFTER_LAST, n_first, n_first, 300 - TOKENS_AFTER_LAST]
+        assert [client.cached for client in clients] == [
+            0,
+            300 - TOKENS_AFTER_LAST,
+            n_first,
+            n_first,
+            300 - TOKENS_AFTER_LAST,
+        ]
         await harness.clean()
 
 
