@@ -80,7 +80,7 @@ async def test_the_first_step_after_a_cancel_frees_it(autojump_clock, way):
             with trio.fail_after(0.25):
                 while sequence.seq_id in engine.used_cells() or sequence in harness.scheduler.sequences():
                     await trio.sleep(0.001)
-            if sequence.n_fed:
+            if sequence.n_computed:
                 after = engine.steps[begun:]
                 assert [Remove(sequence.seq_id) in step.ops for step in after] == [True]
         harness.scheduler.check_integrity()

@@ -87,7 +87,7 @@ async def test_the_past_survives_a_lost_cache(autojump_clock, fatal):
             await trio.sleep(after_s)
             paused.has_room = False
             await trio.sleep(0.1)
-            harness.engine.fail_next = EngineError("gone", fatal=fatal)
+            harness.engine.fail_next = EngineError("gone")
             await harness.ended(failing)
             assert failing.reason == "E_RUNTIME_DECODE"
             harness.read_on(paused)
@@ -151,7 +151,7 @@ async def test_tokens_that_there_are_not_are_refused_by_number(autojump_clock, f
         wish = {"logit_bias": {0: 1.0, token: 1.0}, "stop_token_ids": [0, token]}[field]
         with pytest.raises(BadRequest, match=f"^{field} names the token {token}; this model has 0 to {N_VOCAB - 1}$"):
             harness.ask(PROMPT, 5, **{field: wish})
-        assert harness.scheduler.sequences() == []
+        assert [*harness.scheduler.sequences()] == []
         edge = {"logit_bias": {N_VOCAB - 1: 1.0}, "stop_token_ids": [N_VOCAB - 1]}[field]
         await harness.answer(PROMPT, 5, **{field: edge})
         await harness.clean()
