@@ -1,8 +1,8 @@
 """How a context's memory is laid out, where the configuration leaves it open.
 
 There is a rule: on a CPU each sequence gets a share of its own and attention is computed without flash attention; on
-a GPU all sequences share one pool, with flash attention where llama.cpp has it.  docs/BENCHMARKS.md, "Laying out the KV
-cache", has the figures behind it.  In short: llama.cpp's CPU flash attention takes queries in tiles of 64 and computes
+a GPU all sequences share one pool, with flash attention where llama.cpp has it.  docs/benchmarks/kv-layout.md has the
+figures behind it.  In short: llama.cpp's CPU flash attention takes queries in tiles of 64 and computes
 smaller batches row by row, which made a decode at 1,600 tokens 2.4 times slower and a chunk of 16 seven times; and a
 shared pool makes every row scan all sequences' cells.  A GPU would read the weights once more for every sequence that
 a mixed batch cuts apart.
