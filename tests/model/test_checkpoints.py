@@ -100,7 +100,7 @@ async def asking(unified: str, states: Path | None = None) -> AsyncIterator[Aski
         stack.callback(thread.close)
         # loading a state of so small a model is slower than computing it
         stack.enter_context(patch.object(Pace, "worth_loading", lambda self, tokens, n_bytes: True))
-        runner = Runner(engine, thread, engine.tokenizer.token_to_bytes, settings(spill_after_s=1e8), files=files)
+        runner = Runner(engine, thread, engine.tokenizer.token_to_bytes, settings(offload_after_s=1e8), files=files)
         if files is not None:
             found = [
                 saved_state(s.name, principal_uid(s.principal), s.tokens, s.n_bytes, s.extra) for s in files.scan()

@@ -99,7 +99,7 @@ class Scheduler:
             files,
             self.timings,
             self.wake,
-            after_s=config.sessions.spill_after_s,
+            after_s=config.sessions.offload_after_s,
             in_thread=in_thread,
         )
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
