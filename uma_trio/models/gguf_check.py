@@ -48,6 +48,11 @@ ROPE_SCALING = frozenset({"none", "linear", "yarn", "longrope"})
 BYTE_TOKEN = 6
 """``LLAMA_TOKEN_TYPE_BYTE``"""
 
+NO_ROPE = frozenset(
+    "arwkv7 bloom clip glm5-next gpt2 gptj jais jamba jina-bert-v2 kimi-k3 kimi-linear mamba mamba2 mpt nemotron_h "
+    "nemotron_h_moe refact rwkv6 rwkv6qwen2 rwkv7 wavtokenizer-dec".split()
+)
+"""Architectures without RoPE (``llama_model_rope_type``), which may claim 0 rotated dimensions."""
 SECTIONED_ROPE = frozenset(
     {"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp", "qwen3tts"}
 )
@@ -270,7 +275,7 @@ def _check_rope(header: GgufHeader) -> None:
         raise GgufError(f"its architecture rotates sections of each head, and it claims none; {REMEDY}")
     heads = next(iter(_numbers(header, "attention.head_count")), 0)
     width = _integer(header, "embedding_length")
-    if not isinstance(heads, int) or heads < 1 or width is None:
+    if header.text("general.architecture") in NO_ROPE or not isinstance(heads, int) or heads < 1 or width is None:
         return
     for suffix in ("", "_swa"):
         n_rotated = _integer(header, f"rope.dimension_count{suffix}")
@@ -308,7 +313,8 @@ def _check_window(header: GgufHeader) -> None:
         raise GgufError(f"it claims a sliding window of {window} tokens, more than {MAX_WINDOW}; {REMEDY}")
     key = f"{header.text('general.architecture')}.attention.sliding_window_pattern"
     exempts_all = header.values.get(key) == 1  # a single n exempts every n-th layer
-    if window and (exempts_all or (header.count(key) is not None and not any(header.numbers(key)))):
+    pattern = header.numbers(key)[: _integer(header, "block_count")]
+    if window and (exempts_all or (header.count(key) is not None and not any(pattern))):
         raise GgufError(f"it claims a sliding window of {window} tokens, and no layer that has one; {REMEDY}")
 
 
