@@ -213,6 +213,10 @@ DEADLY = {
     "more experts used in one layer": (with_values(expert_count=4, expert_used_count=[2, 5]), "experts"),
     "no experts in a layer that has them": (
         with_tensor("blk.1.ffn_down_exps.weight", [32, 2], 8, expert_count=4, expert_used_count=[2, 0]), "layer 1"),
+    "a negative number of experts used": (
+        gguf([*_pairs(), pair("llama.expert_used_count", ARRAY, array(I32, 2, struct.pack("<2i", -1, 0)))]),
+        "experts",
+    ),
     "no experts where the architecture needs them": (gguf(_pairs("grovemoe")), "experts"),
     "no sections for RoPE": (gguf(_pairs("qwen3vl")), "sections"),
     "groups of no experts": (with_values(expert_group_count=1), "experts"),
@@ -235,6 +239,7 @@ DEADLY = {
     "an unknown RoPE scaling": (with_values(rope__scaling__type="round"), "RoPE scaling is 'round'"),
     "no rotated dimensions": (with_values(rope__dimension_count=0, **HEADS), "rotates 0"),
     "negative rotated dimensions": (with_values(rope__dimension_count=-2, **HEADS), "rotates -2"),
+    "part of a head rotated where all must be": (with_values(rope__dimension_count=16, **HEADS), "rotates all 32"),
     "an odd number of rotated dimensions": (with_values(rope__dimension_count=31, **HEADS), "rotates 31"),
     "more rotated dimensions than a head has": (with_values(rope__dimension_count=34, **HEADS), "rotates 34"),
     "more than a shorter head has": (
@@ -284,7 +289,8 @@ def test_values_that_llama_cpp_asserts(check, name):
         with_values(expert_count=8, expert_used_count=2, expert_group_count=1),
         with_values(**{EPSILON: 0.0}, rope__scaling__type="yarn"),
         with_values(rope__dimension_count=32, **HEADS),
-        with_values(rope__dimension_count=64, attention__key_length=128, **HEADS),
+        with_values(rope__dimension_count=128, attention__key_length=128, **HEADS),
+        gguf(_pairs("phi3", rope__dimension_count=16, **HEADS)),
         with_values(rope__dimension_count=0),
         gguf(_pairs("glm5-next", rope__dimension_count=0, **HEADS)),
         with_values(rope__dimension_count=32, embedding_length=64, attention__head_count=NAN),
