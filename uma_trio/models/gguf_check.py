@@ -48,18 +48,21 @@ ROPE_SCALING = frozenset({"none", "linear", "yarn", "longrope"})
 BYTE_TOKEN = 6
 """``LLAMA_TOKEN_TYPE_BYTE``"""
 
-NO_ROPE = frozenset(
-    "arwkv7 bloom clip glm5-next gpt2 gptj jais jamba jina-bert-v2 kimi-k3 kimi-linear mamba mamba2 mpt nemotron_h "
-    "nemotron_h_moe refact rwkv6 rwkv6qwen2 rwkv7 wavtokenizer-dec".split()
-)
+NO_ROPE = frozenset({
+    "arwkv7", "bloom", "clip", "glm5-next", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "kimi-k3", "kimi-linear",
+    "mamba", "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2", "rwkv7",
+    "wavtokenizer-dec",
+})  # fmt: skip
 """Architectures without RoPE (``llama_model_rope_type``), which may claim 0 rotated dimensions."""
-FULL_ROPE = frozenset(
-    "apertus arcee arctic baichuan chameleon codeshell cogvlm cohere2moe dbrx deci deepseek dots1 dream ernie4_5 "
-    "ernie4_5-moe exaone exaone-moe exaone4 falcon granite granite_swa graniteswitch grok grovemoe hunyuan-dense "
-    "hunyuan-moe hunyuan_vl hy_v3 internlm2 jais2 llada llada-moe llama llama4 maincoder mellum mistral3 olmo olmo2 "
-    "olmoe orion paddleocr pangu-embedded plamo pockettts qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe "
-    "rnd1 seed_oss smallthinker smollm3 starcoder2 talkie xverse".split()
-)
+FULL_ROPE = frozenset({
+    "apertus", "arcee", "arctic", "baichuan", "chameleon", "codeshell", "cogvlm", "cohere2moe", "dbrx", "deci",
+    "deepseek", "dots1", "dream", "ernie4_5", "ernie4_5-moe", "exaone", "exaone-moe", "exaone4", "falcon", "granite",
+    "granite_swa", "graniteswitch", "grok", "grovemoe", "hunyuan-dense", "hunyuan-moe", "hunyuan_vl", "hy_v3",
+    "internlm2", "jais2", "llada", "llada-moe", "llama", "llama4", "maincoder", "mellum", "mistral3", "olmo", "olmo2",
+    "olmoe", "orion", "paddleocr", "pangu-embedded", "plamo", "pockettts", "qwen2", "qwen2moe", "qwen2vl", "qwen3",
+    "qwen3moe", "qwen3vl", "qwen3vlmoe", "rnd1", "seed_oss", "smallthinker", "smollm3", "starcoder2", "talkie",
+    "xverse",
+})  # fmt: skip
 """Architectures whose graph asserts ``n_embd_head == n_rot``."""
 SECTIONED_ROPE = frozenset(
     {"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp", "qwen3tts"}
