@@ -439,7 +439,9 @@ def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False) -> Iterat
         yield view
     finally:
         view.release()
-        with contextlib.suppress(BufferError):  # an error's traceback refers to a part of it, and unmaps it when it goes
+        with contextlib.suppress(
+            BufferError
+        ):  # an error's traceback refers to a part of it, and unmaps it when it goes
             mapping.close()
 
 
