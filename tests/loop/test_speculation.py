@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import attrs
 import pytest
 import trio
 from uma_trio.scheduler.guessing import GUESSES_UP_TO, MOST_GUESSES
