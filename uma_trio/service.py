@@ -18,9 +18,9 @@ from uma_trio.errors import ModelNotFound, RequestTimeout, ShuttingDown, UmaErro
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
+from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Usage
-from uma_trio.serving.offload import InThread, StateFiles
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
 from uma_trio.sessions import Sessions, SessionTurn

@@ -40,7 +40,7 @@ async def link(nursery):
     await link.aclose()
 
 
-async def test_progress_is_reported_and_loading_can_be_given_up(nursery):
+async def test_progress_is_reported(nursery):
     shares = []
 
     def load(start, progress):
@@ -56,10 +56,19 @@ async def test_progress_is_reported_and_loading_can_be_given_up(nursery):
     assert len(shares) == 100
     await link.aclose()
 
-    other = launcher.launch("fake")
+
+async def test_loading_can_be_given_up(nursery):
+    shares = []
+
+    def load(start, progress):
+        while progress(0.5):
+            time.sleep(0.001)
+        raise LoadError("given up")
+
+    link = ThreadLauncher(nursery, load).launch("fake")
     with trio.fail_after(10):
-        assert not await other.load(START, shares.append, lambda: len(shares) < 105)
-    assert other.ended.is_set()
+        assert not await link.load(START, shares.append, lambda: len(shares) < 5)
+    assert link.ended.is_set()
 
 
 async def test_a_model_that_cannot_be_loaded(nursery):

@@ -12,11 +12,13 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trio
 
+from uma_trio import config
 from uma_trio.engine.masks import MaskBuffer
 from uma_trio.engine.messages import (
     MASK_LATE,
@@ -28,12 +30,14 @@ from uma_trio.engine.messages import (
     Ready,
     Revoked,
     SampleRequest,
+    Start,
     Step,
     StepFailed,
     StepInput,
     StepOutput,
     WhileComputing,
 )
+from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 from uma_trio.kv.ops import (
@@ -392,8 +396,9 @@ class VirtualLink:
     pid = None
     is_stopped = staticmethod(lambda: False)
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, start_s: float = 0.0) -> None:
         self.engine = engine
+        self._start_s = start_s
         self.ready = engine.describe()
         self.info = engine.info
         self.ended = trio.Event()
@@ -455,8 +460,18 @@ class VirtualLink:
             self.die("killed")
             self._answers.append((trio.current_time(), EngineDied("killed")))
 
+    async def load(self, start: Start, on_progress: Any, go_on: Any) -> bool:
+        await trio.sleep(self._start_s)
+        if self.engine.fail_restarts:
+            self.engine.fail_restarts -= 1
+            raise LoadError("no memory for it")
+        return True
+
     async def aclose(self) -> None:
         await trio.lowlevel.checkpoint()
+
+    def usage(self) -> dict[str, float]:
+        return {}
 
     def _catch_up(self) -> None:
         """Begin all steps that should have begun by now."""
@@ -464,6 +479,9 @@ class VirtualLink:
             step, submitted_at = self._waiting.popleft()
             began = max(self._free_at, submitted_at)
             answer: Any
+            if self._runner.is_stale(step):
+                self._answers.append((began, Revoked(step.number)))
+                continue
             try:
                 answer = self._runner.run(step)
             except EngineError as error:
@@ -480,28 +498,30 @@ class VirtualLink:
                 self._waiting.clear()
 
 
-class VirtualEngine:
-    """Stands for ``SupervisedEngine``.
+class VirtualLauncher:
+    """Stands for ``ProcessLauncher``.
 
     Args:
-        restart_s: simulated time of a restart.
+        start_s: simulated time of a start.
     """
 
-    def __init__(self, engine: FakeEngine, *, restart_s: float = 0.5) -> None:
+    def __init__(self, engine: FakeEngine, start_s: float) -> None:
+        self._engine = engine
+        self._start_s = start_s
+
+    def launch(self, model: str) -> VirtualLink:
+        return VirtualLink(self._engine, self._start_s)
+
+
+class VirtualEngine(SupervisedEngine):
+    """The real supervisor over virtual links.
+
+    Args:
+        start_s: simulated time of a restart.
+        settings: of the configuration's section ``engine``.
+    """
+
+    def __init__(self, engine: FakeEngine, *, start_s: float = 0.5, settings: config.Engine | None = None) -> None:
         self.engine = engine
-        self.info = engine.info
-        self.link = VirtualLink(engine)
-        self.restarts = 0
-        self._restart_s = restart_s
-
-    async def restart(self) -> None:
-        self.link.kill()
-        self.restarts += 1
-        await trio.sleep(self._restart_s)
-        if self.engine.fail_restarts:
-            self.engine.fail_restarts -= 1
-            raise LoadError("no memory for it")
-        self.link = VirtualLink(self.engine)
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"pid": None, "restarts_total": self.restarts}
+        launcher, start = VirtualLauncher(engine, start_s), Start(Path("fake"), config.Model())
+        super().__init__(launcher, start, VirtualLink(engine), settings or config.Engine())

@@ -73,17 +73,15 @@ async def test_the_model_is_described(link):
 async def test_a_step_that_runs_ahead_gets_the_sampled_tokens(link, prompts):
     expected = [await alone(link, prompt, 8) for prompt in prompts[:3]]
     link.submit(Step((), [[prefill(seq, prompts[seq]) for seq in range(3)]], 1))
-    said: list[list[int]] = [[], [], []]
+    outputs: list[object] = []
     for n in range(1, 9):
         inputs = [ahead(seq, len(prompts[seq]) + n - 1, n) for seq in range(3)]
         link.submit(Step((), [inputs], n + 1))
-        [output] = await answers(link, 1)
-        assert isinstance(output, StepOutput)
-        assert output.number == n
-        for seq, token in enumerate(output.tokens):
-            said[seq].append(token)
-    await answers(link, 1)
-    assert said == expected
+        while len(outputs) < n:
+            outputs += await link.receive()
+    outputs = [output for output in outputs if isinstance(output, StepOutput)][:8]
+    assert [output.number for output in outputs] == list(range(1, 9))
+    assert [[output.tokens[seq] for output in outputs] for seq in range(3)] == expected
 
 
 async def test_a_sequence_that_has_ended_is_dropped_and_the_others_go_on(link, prompts):
@@ -215,8 +213,9 @@ async def test_a_mask_that_does_not_come_in_time_costs_its_own_row_alone(link, p
 async def test_a_message_larger_than_the_socket_takes_at_once(link, prompts):
     past = Past(np.zeros(500_000, np.int32), 0)
     params = SamplingParams(presence_penalty=0.1)
-    plain = await alone(link, prompts[0], 1)
-    inputs = [StepInput(seq, 0, prompts[0], [SampleRequest(params, past=past if seq else None)]) for seq in range(4)]
+    prompt = prompts[0][:8]
+    plain = await alone(link, prompt, 1)
+    inputs = [StepInput(seq, 0, prompt, [SampleRequest(params, past=past if seq else None)]) for seq in range(4)]
     if link.info.name == "fake":  # it checks the past
         for each in inputs:
             each.samples[0].past = None

@@ -18,7 +18,7 @@ import structlog
 from uma_trio.config import Config
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
-from uma_trio.serving.offload import StateFiles
+from uma_trio.offload import StateFiles
 from uma_trio.store import Journal, JournalError, StateFileError, StateFolder, StoredState
 
 log = structlog.get_logger("uma_trio.daemon")

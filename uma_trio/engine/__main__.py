@@ -44,7 +44,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_the_daemon()
     setproctitle.setproctitle(f"uma-trio engine: {model}")
-    logging.basicConfig(level=logging.DEBUG, handlers=[_ToDaemon()])
+    handler = _ToDaemon()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.DEBUG, handlers=[handler])
     from uma_trio.engine.llama import open_engine
     from uma_trio.engine.worker import Worker
 

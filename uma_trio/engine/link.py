@@ -312,45 +312,6 @@ class Launcher(Protocol):
         """
 
 
-class SupervisedEngine:
-    """One model's engine, and how to start it again.
-
-    Args:
-        launcher: starts it.
-        start: what it loads.
-        link: to the engine that runs now.
-    """
-
-    def __init__(self, launcher: Launcher, start: Start, link: EngineLink) -> None:
-        self._launcher = launcher
-        self._start = start
-        self.link = link
-        self.info = link.info
-        self.restarts = 0
-
-    async def restart(self) -> None:
-        """Replace an engine that has died or hangs.  The new one has an empty KV cache.
-
-        Raises:
-            LoadError: there is no engine now; it may be tried again.
-        """
-        self.link.kill()
-        await self.link.aclose()
-        self.restarts += 1
-        link = self._launcher.launch(self.info.name)
-        if not await link.load(self._start, lambda share: None, lambda: True):
-            raise LoadError("loading was given up")
-        if msgspec.structs.replace(link.info, memory_bytes_per_s=self.info.memory_bytes_per_s) != self.info:
-            link.kill()
-            await link.aclose()
-            raise LoadError(f"{self._start.path} is another model now; restart the server")
-        self.link = link
-
-    def snapshot(self) -> dict[str, Any]:
-        """Numbers for the metrics."""
-        return {"pid": self.link.pid, "restarts_total": self.restarts, **self.link.usage()}
-
-
 # -- in a process of its own -----------------------------------------------------------------------
 
 

@@ -259,7 +259,9 @@ class Revoked(msgspec.Struct, array_like=True, tag="revoked"):
 
 
 FromDaemon: TypeAlias = Start | Step | Revoke | AttachMasks | MasksReady
-FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepOutput | StepFailed | Revoked
+StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
+"""What comes after ``Ready``: one for each step, in order."""
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepAnswer
 
 
 class WhileComputing(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import logging
+import math
 import os
 import select
 import socket
@@ -75,6 +76,12 @@ class StepRunner:
         self._last: dict[int, int] = {}
         """Sequence -> the token that the last step sampled for it."""
         self._end_ids = frozenset(engine.info.eog_ids)
+        self._failed = False
+        """The last step failed, so there are no tokens for a step that ran ahead of it."""
+
+    def is_stale(self, step: Step) -> bool:
+        """Whether ``step`` ran ahead of a step that failed: the daemon sent it before it knew."""
+        return self._failed and any([each.tokens[0] == SAMPLED for inputs in step.calls for each in inputs])
 
     def run(self, step: Step, **options: Any) -> StepOutput:
         """Compute ``step``.
@@ -89,6 +96,7 @@ class StepRunner:
             EngineError: what the KV cache holds is unknown.
         """
         last, self._last = self._last, {}
+        self._failed = True
         kept: list[list[StepInput]] = []
         dropped = False
         for inputs in step.calls:
@@ -97,6 +105,7 @@ class StepRunner:
             if runnable:
                 kept.append(runnable)
         output = self._engine.step(Step(step.ops, kept, step.number, step.mask_timeout_ms), **options)
+        self._failed = False
         tokens = iter(output.tokens)
         for inputs in kept:
             for each in inputs:
@@ -195,6 +204,10 @@ class Worker:
 
     def _compute(self, runner: StepRunner, engine: LoadedEngine, step: Step) -> bool:
         """Compute one step and answer; whether the engine can go on."""
+        if runner.is_stale(step):
+            self._close_fds_of([step])
+            self._report_revoked(Revoked(step.number))
+            return True
         try:
             output = runner.run(step, link=self)
         except EngineError as error:
@@ -212,11 +225,12 @@ class Worker:
         return True
 
     def _report_revoked(self, *before: FromEngine) -> None:
-        """Send ``before`` and all withdrawn steps in one write."""
-        answers = [*before, *self._revoked]
-        if answers:
-            self._revoked.clear()
-            self._sock.sendall(b"".join([encode(each) for each in answers]))
+        """Send ``before``, and withdrawn steps as far as it is their turn, in one write."""
+        waiting = self._steps[0].number if self._steps else math.inf
+        turn = [each for each in self._revoked if each.number < waiting]
+        self._revoked = [each for each in self._revoked if each.number > waiting]
+        if before or turn:
+            self._sock.sendall(b"".join([encode(each) for each in (*before, *turn)]))
 
     def _send(self, message: FromEngine) -> None:
         self._sock.sendall(encode(message))

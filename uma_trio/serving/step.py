@@ -18,10 +18,10 @@ from uma_trio.engine.messages import Step, StepInput, StepOutput
 from uma_trio.errors import DecodeFailed, UmaError
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
+from uma_trio.offload import Transfer
 from uma_trio.protocol.messages import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.policy import Plan
-from uma_trio.serving.offload import Transfer
 from uma_trio.serving.sequence import Sequence, State
 
 OUTLIER: Final = 0.5

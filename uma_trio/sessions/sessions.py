@@ -14,7 +14,7 @@ import trio
 from uma_trio.config import Config
 from uma_trio.errors import BadRequest
 from uma_trio.kv.prefix import Tokens, common_prefix
-from uma_trio.models.prompt import History, Prompt, PromptMaker
+from uma_trio.models.prompt import History, Prompt, PromptMaker, prompt_room, surplus_tokens
 from uma_trio.protocol.messages import (
     ChatMessage,
     Eos,
@@ -24,7 +24,6 @@ from uma_trio.protocol.messages import (
     SessionQuery,
     Token,
 )
-from uma_trio.serving.request import prompt_room, surplus_tokens
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink
 from uma_trio.serving.sequence import Sequence as Answer
