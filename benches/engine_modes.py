@@ -121,7 +121,7 @@ async def compare(test: Test, counts: Sequence[int], rounds: int, file: RunsFile
                 runs[mode].append(figures)
                 file.add(number, mode, n_streams, *attrs.astuple(figures))
                 click.echo(
-                    f"round {number}  {mode:<7} {n_streams:>3} streams: {figures.tokens_per_s:.1f} tok/s, "
+                    f"round {number}  {name_of(n_streams)}, {mode}: {figures.tokens_per_s:.1f} tok/s, "
                     f"ITL p99 {cell(figures.itl_p99_ms)} ms, host gap p50 {cell(figures.host_gap_p50_ms, 3)} ms"
                 )
         measured[n_streams] = {mode: medians(found) for mode, found in runs.items()}
@@ -148,11 +148,15 @@ def show(measured: Measured) -> str:
     for n_streams, by_mode in measured.items():
         for mode, figures in by_mode.items():
             values = [cell(getattr(figures, name), digits) for name, (_, digits) in columns.items()]
-            lines.append([f"{n_streams} streams, {mode}", *values])
+            lines.append([f"{name_of(n_streams)}, {mode}", *values])
         process, thread = (by_mode[mode] for mode in MODES)
         ratios = [_ratio(getattr(process, name), getattr(thread, name)) for name in columns if name != "others_cpu"]
-        lines.append([f"{n_streams} streams, process / thread", *ratios, ""])
+        lines.append([f"{name_of(n_streams)}, process / thread", *ratios, ""])
     return table(["", *[title for title, _ in columns.values()]], lines)
+
+
+def name_of(n_streams: int) -> str:
+    return f"{n_streams} stream{'s' * (n_streams > 1)}"
 
 
 def _ratio(value: float | None, base: float | None) -> str:
