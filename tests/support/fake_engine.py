@@ -448,6 +448,9 @@ class VirtualLink:
             step, submitted_at = self._waiting.popleft()
             began = max(self._free_at, submitted_at)
             answer: Any
+            if self._runner.is_stale(step):
+                self._answers.append((began, Revoked(step.number)))
+                continue
             try:
                 answer = self._runner.run(step)
             except EngineError as error:

@@ -415,12 +415,14 @@ def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False) -> Iterat
     populate = 0 if write else getattr(mmap, "MAP_POPULATE", 0)
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
     size = offset - start + n_bytes
-    with mmap.mmap(fd, size, mmap.MAP_SHARED | populate, protection, offset=start) as mapping:
-        view = memoryview(mapping)[offset - start :]
-        try:
-            yield view
-        finally:
-            view.release()
+    mapping = mmap.mmap(fd, size, mmap.MAP_SHARED | populate, protection, offset=start)
+    view = memoryview(mapping)[offset - start :]
+    try:
+        yield view
+    finally:
+        view.release()
+        with contextlib.suppress(BufferError):  # an error's traceback refers to a part of it, and unmaps it when it goes
+            mapping.close()
 
 
 def _is_decode(each: StepInput) -> bool:

@@ -70,6 +70,12 @@ class StepRunner:
         self._last: dict[int, int] = {}
         """Sequence -> the token that the last step sampled for it."""
         self._end_ids = frozenset(engine.info.eog_ids)
+        self._failed = False
+        """The last step failed, so there are no tokens for a step that ran ahead of it."""
+
+    def is_stale(self, step: Step) -> bool:
+        """Whether ``step`` ran ahead of a step that failed: the daemon sent it before it knew."""
+        return self._failed and any([each.tokens[0] == SAMPLED for inputs in step.calls for each in inputs])
 
     def run(self, step: Step, **options: Any) -> StepOutput:
         """Compute ``step``.
@@ -84,6 +90,7 @@ class StepRunner:
             EngineError: what the KV cache holds is unknown.
         """
         last, self._last = self._last, {}
+        self._failed = True
         kept: list[list[StepInput]] = []
         dropped = False
         for inputs in step.calls:
@@ -92,6 +99,7 @@ class StepRunner:
             if runnable:
                 kept.append(runnable)
         output = self._engine.step(Step(step.ops, kept, step.number, step.mask_timeout_ms), **options)
+        self._failed = False
         tokens = iter(output.tokens)
         for inputs in kept:
             for each in inputs:
@@ -190,6 +198,10 @@ class Worker:
 
     def _compute(self, runner: StepRunner, engine: LoadedEngine, step: Step) -> bool:
         """Compute one step and answer; whether the engine can go on."""
+        if runner.is_stale(step):
+            self._close_fds_of([step])
+            self._report_revoked(Revoked(step.number))
+            return True
         try:
             output = runner.run(step, while_computing=self._read)
         except EngineError as error:

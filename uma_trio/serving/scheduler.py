@@ -250,6 +250,8 @@ class Scheduler:
         completed = []
         try:
             for answer in await self._receive():
+                if not self._in_flight or answer.number != self._in_flight[0].number:
+                    continue  # the step ran ahead of one that failed
                 match answer:
                     case StepOutput():
                         completed.append(self._complete_step(self._in_flight.pop(0), answer))
@@ -442,7 +444,7 @@ class Scheduler:
         if self._engine.link.ended.is_set():
             await self._recover(self._engine.link.reason)
 
-    async def _receive(self) -> Items[object]:
+    async def _receive(self) -> Items[Any]:
         """The engine's next answers; an engine that hangs is killed.
 
         Time is counted in looks, not by the clock: where the whole machine or the daemon was stopped, the engine was too.
