@@ -118,8 +118,11 @@ class EngineLink:
 
     async def run(self) -> None:
         """Watch the engine until it ends.  To be started once, in a nursery that outlives the link."""
-        self.reason = await self._process.wait()
-        self.ended.set()
+        try:
+            self.reason = await self._process.wait()
+        finally:  # also if this task is cancelled, or ``aclose`` would wait for ever
+            self.reason = self.reason or "it is not watched any more"
+            self.ended.set()
 
     async def load(self, start: Start, on_progress: Callable[[float], None], go_on: Callable[[], bool]) -> bool:
         """Have the model loaded; ``run`` must have been started.
