@@ -33,7 +33,7 @@ from measure import warm_up
 from pinning import pinned
 from prompts import of_tokens
 from report import cell, table
-from rigs import Rig, Serving, llama_server_rig, peers_option, uma_trio_flags, uma_trio_rig
+from rigs import Rig, ServerSettings, llama_server_rig, peers_option, uma_trio_flags, uma_trio_rig
 
 from uma_trio.client import Client, Token, open_client
 from uma_trio.demo.load import Daemon
@@ -127,10 +127,10 @@ class Load:
             free_max_ms=snapshot.get("cancel_to_free_max_ms"),
         )
 
-    def serving(self, place: Place) -> Serving:
+    def serving(self, place: Place) -> ServerSettings:
         """One sequence: whoever comes second has to wait."""
         ctx = -(-(self.long_tokens + MOST_TOKENS + 16) // 256) * 256
-        return Serving(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
+        return ServerSettings(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
 
     def __str__(self) -> str:
         return f"a prompt of {self.long_tokens} tokens, cancelled {self.repeat} times in each case, seed {self.seed}"

@@ -19,7 +19,7 @@ from command import Place, bench, carry_out, csv_option, numbers, places
 from comparison import RunsFile, medians
 from measure import Result, measure, stream, warm_up
 from report import cell, table
-from rigs import Serving, room, uma_trio_flags, uma_trio_rig, without_speculation
+from rigs import ServerSettings, room, uma_trio_flags, uma_trio_rig, without_speculation
 from throughput import decode_rate
 
 from uma_trio.demo.load import Daemon
@@ -93,7 +93,9 @@ class Test:
     async def run(self, mode: Mode, n_streams: int) -> Figures:
         """Start a daemon and measure it once."""
         each = room(self.words, self.tokens)
-        serving = Serving(model=self.place.model, threads=self.place.threads, parallel=n_streams, ctx=n_streams * each)
+        serving = ServerSettings(
+            model=self.place.model, threads=self.place.threads, parallel=n_streams, ctx=n_streams * each
+        )
         rng = random.Random(self.seed)
         streams = [stream(rng, f"s{n}", self.words, self.tokens) for n in range(1, n_streams + 1)]
         began = trio.current_time()

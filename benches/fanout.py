@@ -20,7 +20,7 @@ from comparison import Contender, RunsFile, interleaved, medians
 from measure import Result, measure, warm_up
 from prompts import of_tokens
 from report import cell, table
-from rigs import Serving, peers_option, with_prefix_reuse
+from rigs import ServerSettings, peers_option, with_prefix_reuse
 
 from uma_trio.demo.recording import Question, Stream
 from uma_trio.models.loaded import vocabulary
@@ -172,7 +172,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
 
     async def work() -> dict[Contender, Figures]:
         streams = fan.make(place.model)
-        serving = Serving(model=place.model, threads=place.threads, parallel=fan.requests, ctx=fan.requests * fan.room)
+        serving = ServerSettings(
+            model=place.model, threads=place.threads, parallel=fan.requests, ctx=fan.requests * fan.room
+        )
         if options["rival"]:
             show_rival(options["peers"])
         click.echo(f"servers   {serving}\nload      {fan}\nideal     {fan.ideal:.2f} prompts computed\n")

@@ -31,7 +31,7 @@ from comparison import Contender, RunsFile, interleaved, medians
 from measure import warm_up
 from open_load import Figures, Mix, Slo, capacity, offer
 from report import cell, table
-from rigs import Serving, peers_option
+from rigs import ServerSettings, peers_option
 
 from uma_trio.models.loaded import vocabulary
 
@@ -45,7 +45,7 @@ class Test:
     """What all runs have in common."""
 
     place: Place
-    serving: Serving
+    serving: ServerSettings
     mix: Mix
     slo: Slo
     seconds: float
@@ -280,7 +280,7 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
                 "each of --tenant-clients must be at least --parallel and 2, or a user may have nothing waiting"
             )
     mix = Mix(**{field.name: options[field.name] for field in attrs.fields(Mix)})
-    serving = Serving(
+    serving = ServerSettings(
         model=place.model, threads=place.threads, parallel=options["parallel"], ctx=options["parallel"] * mix.room
     )
     test = Test(

@@ -27,7 +27,7 @@ from llama_http import LlamaServer
 from measure import Result, measure, stream, warm_up
 from pinning import pinned
 from report import cell, table
-from rigs import Protocol, Rig, Serving, llama_server_rig, peers_option, room, uma_trio_flags, uma_trio_rig
+from rigs import Protocol, Rig, ServerSettings, llama_server_rig, peers_option, room, uma_trio_flags, uma_trio_rig
 
 from uma_trio.client import Client
 from uma_trio.demo import load
@@ -245,7 +245,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     place.show()
 
     async def work() -> dict[str, Figures]:
-        serving = Serving(
+        serving = ServerSettings(
             model=place.model,
             threads=place.threads,
             parallel=asked.streams,

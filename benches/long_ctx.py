@@ -34,7 +34,7 @@ from comparison import Contender, RunsFile, interleaved
 from measure import WORDS, decode_rate, measure, warm_up
 from prompts import cut
 from report import cell, table
-from rigs import Rig, Serving, peers_option, with_prefix_reuse, without_speculation
+from rigs import Rig, ServerSettings, peers_option, with_prefix_reuse, without_speculation
 
 from uma_trio.demo.recording import Answer, Question, Stream
 from uma_trio.models.loaded import vocabulary
@@ -151,7 +151,7 @@ def main(
 
     async def work() -> dict[Contender, Speeds]:
         questions = ladder.questions(place.model)
-        serving = Serving(model=place.model, threads=place.threads, parallel=1, ctx=max(contexts))
+        serving = ServerSettings(model=place.model, threads=place.threads, parallel=1, ctx=max(contexts))
         if options["rival"]:
             show_rival(options["peers"])
         click.echo(

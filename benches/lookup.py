@@ -21,7 +21,7 @@ from command import Place, bench, carry_out, csv_option, places, repeat_option, 
 from comparison import Contender, RunsFile, interleaved, medians
 from measure import WORDS, Result, decode_rate, measure, warm_up
 from report import cell, table
-from rigs import Rig, Serving, peers_option, uma_trio_flags, uma_trio_rig
+from rigs import Rig, ServerSettings, peers_option, uma_trio_flags, uma_trio_rig
 
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question, Stream
@@ -224,7 +224,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     n, tokens, seed = options["questions"], options["tokens"], options["seed"]
     place.show()
 
-    async def tasks(serving: Serving) -> list[Task]:
+    async def tasks(serving: ServerSettings) -> list[Task]:
         if place.model == EMBEDDED:
             return known_tasks(n, tokens, seed)
         several = attrs.evolve(serving, parallel=TRIED_AT_ONCE, ctx=TRIED_AT_ONCE * serving.ctx)
@@ -234,7 +234,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     async def work() -> tuple[str, bool]:
         """The table, and whether a text of ours differs."""
         ctx = 8192 if place.model == EMBEDDED else -(-(2 * WORD_TIMES + tokens) // 256) * 256
-        serving = Serving(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
+        serving = ServerSettings(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
         if options["rival_flags"]:
             show_rival(options["peers"])
         click.echo(f"servers   {serving}\nload      {n} questions of each kind, at most {tokens} tokens, seed {seed}\n")

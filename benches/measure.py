@@ -1,4 +1,4 @@
-"""One load on one server: when every token came, and who used the processor meanwhile."""
+"""Run one load on one server; record when each token arrives, and the processor time of the processes."""
 
 from __future__ import annotations
 
@@ -17,139 +17,20 @@ from uma_trio.demo import load
 from uma_trio.demo.recording import Answer, Question, Stream, Track
 from uma_trio.demo.scorecard import Counters
 
-WORDS = [
-    "the",
-    "a",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "was",
-    "on",
-    "for",
-    "with",
-    "by",
-    "from",
-    "at",
-    "as",
-    "that",
-    "it",
-    "his",
-    "her",
-    "they",
-    "are",
-    "this",
-    "have",
-    "had",
-    "not",
-    "but",
-    "all",
-    "one",
-    "two",
-    "can",
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "man",
-    "thing",
-    "woman",
-    "life",
-    "child",
-    "world",
-    "school",
-    "state",
-    "family",
-    "student",
-    "group",
-    "country",
-    "problem",
-    "hand",
-    "part",
-    "place",
-    "case",
-    "week",
-    "company",
-    "system",
-    "program",
-    "question",
-    "work",
-    "government",
-    "number",
-    "night",
-    "point",
-    "home",
-    "water",
-    "room",
-    "mother",
-    "area",
-    "money",
-    "story",
-    "fact",
-    "month",
-    "lot",
-    "right",
-    "study",
-    "book",
-    "eye",
-    "job",
-    "word",
-    "business",
-    "issue",
-    "side",
-    "kind",
-    "head",
-    "house",
-    "service",
-    "friend",
-    "father",
-    "power",
-    "hour",
-    "game",
-    "line",
-    "end",
-    "member",
-    "law",
-    "car",
-    "city",
-    "community",
-    "name",
-    "president",
-    "team",
-    "minute",
-    "idea",
-    "body",
-    "information",
-    "back",
-    "parent",
-    "face",
-    "others",
-    "level",
-    "office",
-    "door",
-    "health",
-    "person",
-    "art",
-    "war",
-    "history",
-    "party",
-    "result",
-    "change",
-    "morning",
-    "reason",
-    "research",
-    "girl",
-    "guy",
-    "moment",
-    "air",
-    "teacher",
-]
+WORDS = (
+    "the a of and to in is was on for with by from at as that it his her they are this have had not but all one "
+    "two can time year people way day man thing woman life child world school state family student group country "
+    "problem hand part place case week company system program question work government number night point home "
+    "water room mother area money story fact month lot right study book eye job word business issue side kind "
+    "head house service friend father power hour game line end member law car city community name president team "
+    "minute idea body information back parent face others level office door health person art war history party "
+    "result change morning reason research girl guy moment air teacher"
+).split()
+"""Common English words, a token each in most vocabularies."""
 
 
 def stream(rng: random.Random, name: str, words: int, tokens: int, *, interactive: bool = True) -> Stream:
-    """A raw prompt of common words and an exact number of tokens: any model can serve it."""
+    """A stream with a raw prompt of common words that generates exactly ``tokens`` tokens with any model."""
     text = " ".join(rng.choices(WORDS, k=words))
     question = Question(text=text, raw=True, max_tokens=tokens, ignore_eos=True)
     return Stream(name=name, questions=(question,), interactive=interactive)
@@ -187,7 +68,7 @@ class Cpu:
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """All that was measured."""
+    """Measurements of one load."""
 
     tracks: list[Track]
     wall_s: float
@@ -196,7 +77,7 @@ class Result:
 
     @property
     def n_tokens(self) -> int:
-        """Generated, as the server counts them."""
+        """Generated tokens, as the server counts them."""
         return sum(answer.completion_tokens for track in self.tracks for answer in track.answers)
 
     @property
@@ -204,9 +85,10 @@ class Result:
         return self.n_tokens / self.wall_s
 
     def unfinished(self) -> list[str]:
-        """What is not as it was asked for, a line each."""
+        """A line for each answer that failed or has the wrong length."""
         return [
-            f"{track.stream.name} got {answer.completion_tokens} of {answer.question.max_tokens} tokens, ended: {answer.reason}"
+            f"{track.stream.name} got {answer.completion_tokens} of {answer.question.max_tokens} tokens and ended with "
+            f"{answer.reason}"
             for track in self.tracks
             for answer in track.answers
             if (answer.reason, answer.completion_tokens) != ("length", answer.question.max_tokens)
@@ -214,9 +96,9 @@ class Result:
 
 
 def decode_rate(answers: Sequence[Answer]) -> float:
-    """Tokens a second from each one's first token to its last, of answers that were alone.
+    """Tokens per second from the first token of each answer to its last one, for answers that ran one at a time.
 
-    A token that came with the next one's event counts where that came.
+    Several tokens may arrive in one event; they count at its time.
     """
     tokens = sum((len(answer.token_s) - 1) * answer.completion_tokens / len(answer.token_s) for answer in answers)
     return tokens / sum(answer.token_s[-1] - answer.token_s[0] for answer in answers)
@@ -225,7 +107,7 @@ def decode_rate(answers: Sequence[Answer]) -> float:
 async def measure(
     rig: Rig, streams: Sequence[Stream], *, head_start: int = 0, every_s: float = 0.0, pins: Pins | None = None
 ) -> Result:
-    """Put ``streams`` on the server; the arguments are those of ``load.together``."""
+    """Run ``streams`` on the server and measure them.  ``head_start`` and ``every_s`` are those of ``load.together``."""
     counters = await rig.transport.counters()
     with pinned(rig.pid, pins):
         before, began = Cpu.now(rig.pid), trio.current_time()
@@ -237,5 +119,5 @@ async def measure(
 
 
 async def warm_up(rig: Rig) -> None:
-    """A short request that is not counted: the weights are in memory, the first allocations done."""
+    """Send a short request that is not measured, so that weights are loaded and first allocations done."""
     await measure(rig, [stream(random.Random("warm up"), "warm up", 16, 8)])

@@ -24,7 +24,7 @@ from measure import Result, measure, stream, warm_up
 from pinning import Pins, parse_pins
 from report import cell, quantiles, table, write_csv
 from rigs import (
-    Serving,
+    ServerSettings,
     llama_server_rig,
     peer,
     peers_option,
@@ -188,11 +188,11 @@ def serve_flags(options: dict[str, Any]) -> list[str]:
     return [*flags, *options["serve_flags"]]
 
 
-def contenders(options: dict[str, Any], serving: Serving) -> tuple[list[Contender], list[Contender]]:
+def contenders(options: dict[str, Any], serving: ServerSettings) -> tuple[list[Contender], list[Contender]]:
     """Ours and theirs; the rival's default first.
 
     Raises:
-        NoPeer: there is no rival.
+        RivalError: there is no rival.
     """
     peer(options["peers"], RIVAL)
     ours = options["ours"] or [f"--target-tbt-ms {ms}" for ms in OUR_TARGETS_MS]
@@ -222,7 +222,7 @@ def contenders(options: dict[str, Any], serving: Serving) -> tuple[list[Contende
 
 async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Comparison:
     """All contenders, interleaved; each run starts its server anew."""
-    serving = Serving(
+    serving = ServerSettings(
         model=options["model"] or EMBEDDED,
         threads=options["threads"] or default_threads(),
         parallel=options["parallel"] or asked.parallel,

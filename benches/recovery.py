@@ -26,7 +26,7 @@ from command import Place, bench, carry_out, csv_option, places
 from comparison import RunsFile
 from measure import WORDS, warm_up
 from report import cell, quantiles, table
-from rigs import Rig, Serving, room, uma_trio_flags, uma_trio_rig
+from rigs import Rig, ServerSettings, room, uma_trio_flags, uma_trio_rig
 
 from uma_trio.client import ServerError
 from uma_trio.demo.load import Connection, Daemon
@@ -310,7 +310,9 @@ def main(csv_file: Path | None, n_streams: int, tokens: int, **options: Any) -> 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     signals = list(SIGNALS) if options["name"] == "all" else [options["name"]]
     test = Test(count=options["count"], signals=signals, interval_s=options["interval_s"], seed=options["seed"])
-    serving = Serving(model=place.model, threads=place.threads, parallel=n_streams, ctx=n_streams * room(64, tokens))
+    serving = ServerSettings(
+        model=place.model, threads=place.threads, parallel=n_streams, ctx=n_streams * room(64, tokens)
+    )
     flags = [
         *uma_trio_flags(serving), "--engine", "process", "--engine-hang-timeout-s", str(options["hang_timeout_s"]),
         *options["serve_flags"],

@@ -24,7 +24,7 @@ from comparison import RunsFile
 from processes import rss_bytes
 from prompts import of_tokens
 from report import cell, table
-from rigs import Rig, Serving, uma_trio_flags, uma_trio_rig
+from rigs import Rig, ServerSettings, uma_trio_flags, uma_trio_rig
 
 from uma_trio.client import Client, Eos, ServerError, Token, open_client
 from uma_trio.engine.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Times:
 
 
 async def three_ways(
-    serving: Serving, texts: Sequence[str], state: Path, spill_mb: int
+    serving: ServerSettings, texts: Sequence[str], state: Path, spill_mb: int
 ) -> tuple[list[Times], dict[str, Any]]:
     """Each text a session: begun, gone on with, and gone on with in a server that was started anew; what the first saved."""
     flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--offload-max-mb", str(spill_mb), *SPILL_NOW]
@@ -185,7 +185,7 @@ class Watch:
 
 
 async def churn(
-    serving: Serving, talkers: list[Talker], hour_s: float, answer: int, state: Path, spill_mb: int, seed: int
+    serving: ServerSettings, talkers: list[Talker], hour_s: float, answer: int, state: Path, spill_mb: int, seed: int
 ) -> Watch:
     """All of them talk, each turn at a random moment of the hour."""
     rng = random.Random(seed)
@@ -294,7 +294,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
             return
         texts = [of_tokens(tokenizer, rng, options["tokens"]) for _ in range(repeat)]
         window = -(-(options["tokens"] + 64) // 256) * 256
-        serving = Serving(model=place.model, threads=place.threads, parallel=repeat + 1, ctx=(repeat + 1) * window)
+        serving = ServerSettings(
+            model=place.model, threads=place.threads, parallel=repeat + 1, ctx=(repeat + 1) * window
+        )
         click.echo(
             f"server    {serving}\nload      {repeat} sessions of {options['tokens']} tokens, seed {options['seed']}\n"
         )
@@ -319,7 +321,9 @@ def _churn(
     ]
     most = 1.5 * (options["first"] + (turns - 1) * options["later"]) + turns * (answer + 2)
     window = -(-int(most + 64) // 256) * 256
-    serving = Serving(model=place.model, threads=place.threads, parallel=options["room"], ctx=options["room"] * window)
+    serving = ServerSettings(
+        model=place.model, threads=place.threads, parallel=options["room"], ctx=options["room"] * window
+    )
     hour_s = 3600 * options["hour"]
     click.echo(
         f"server    {serving}\nload      {len(talkers)} sessions of {turns} turns in {hour_s:.0f} s, {options['first']} tokens first, "

@@ -25,8 +25,8 @@ from measure import Result, measure, stream, warm_up
 from pinning import Pins, parse_pins
 from report import cell, table
 from rigs import (
-    NoPeer,
-    Serving,
+    RivalError,
+    ServerSettings,
     llama_flags,
     llama_server_rig,
     peer,
@@ -53,9 +53,9 @@ class Shape:
     words: int
     tokens: int
 
-    def serving(self, model: Path, threads: int) -> Serving:
+    def serving(self, model: Path, threads: int) -> ServerSettings:
         each = room(self.words, self.tokens)
-        return Serving(model=model, threads=threads, parallel=self.streams, ctx=self.streams * each)
+        return ServerSettings(model=model, threads=threads, parallel=self.streams, ctx=self.streams * each)
 
 
 @attrs.frozen(kw_only=True)
@@ -156,7 +156,7 @@ class Bench:
         return Figures.of(result)
 
     async def _batched_bench(
-        self, peers: Path, serving: Serving, shape: Shape, prompt_tokens: int, flags: Sequence[str]
+        self, peers: Path, serving: ServerSettings, shape: Shape, prompt_tokens: int, flags: Sequence[str]
     ) -> Figures:
         """No server and no sampling: what the library can do at this shape."""
         arguments = [
@@ -166,7 +166,7 @@ class Bench:
         said = await run_peer(peer(peers, BENCH), arguments, None if self.pins is None else self.pins.server)
         lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
         if not lines:
-            raise NoPeer(f"{BENCH} {' '.join(arguments)} measured nothing: {said[-1000:] or 'it said nothing'}")
+            raise RivalError(f"{BENCH} {' '.join(arguments)} measured nothing: {said[-1000:] or 'it said nothing'}")
         found = lines[0]
         return Figures(
             prompt_tokens=found["pp"],
