@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# Builds the pinned llama.cpp into a shared library, installs the Python package into the active
-# environment, and checks that the two agree.  See --help.  Written for bash 3.2 (macOS) and newer.
+# Builds the pinned llama.cpp as a shared library, installs the Python package into the active environment, and checks
+# that the two match. See --help. Works with bash 3.2 (macOS) and newer.
 set -euo pipefail
 
 usage() {
   cat <<'END'
 usage: ./build_llama.sh [options]
 
-Builds libllama from the pinned llama.cpp source, installs this package (editable) into the active
-Python environment, checks the package's declarations against llama.h with the C compiler, and
-stamps the library.  Needs Python 3.11 or newer and a C++ compiler; fetches everything else with pip.
-A second run does only what is left to do.
+Builds libllama from the pinned llama.cpp source, installs this package (editable) into the active Python
+environment, checks the package's declarations against llama.h with the C compiler, and stamps the library.
+Requires Python 3.11 or newer and a C++ compiler; downloads everything else with pip. A second run skips
+the steps that are up to date.
 
-  --backend NAME   auto (default), cpu, metal, vulkan or cuda.  auto takes Metal on Apple Silicon, Vulkan
-                   on Linux where headers, glslc and a loader are usable, and the CPU otherwise
-  --dev            also install what the tests, benches and notebooks need
+  --backend NAME   auto (default), cpu, metal, vulkan or cuda. auto selects Metal on Apple Silicon, Vulkan on
+                   Linux if its headers, glslc and a loader are installed, and the CPU otherwise
+  --dev            also install the requirements of tests, benches and notebooks
   --peers          also build llama-server, llama-batched-bench and llama-bench, which benches/ compares with,
-                   from the same source with the same flags, and put them into build/peers/bin
-  --prefix DIR     where the library goes (default: llama_abi/lib, where the package looks by itself;
-                   for another place set UMA_LLAMA_DIR=DIR when running)
-  --jobs N         compilers at a time (default: one a CPU, fewer when memory is short)
+                   from the same source with the same flags, in build/peers/bin
+  --prefix DIR     install the library in DIR (default: llama_abi/lib, where the package finds it; for another
+                   directory set UMA_LLAMA_DIR=DIR at run time)
+  --jobs N         run N compilers in parallel (default: one per CPU, fewer if memory is short)
   --source DIR     build this llama.cpp checkout instead of the pinned source
-  --clean          build again from nothing; the downloaded archive is kept
-  --help           this text
+  --clean          rebuild everything, except for the downloaded archive
+  --help           show this text
 
-Environment: PYTHON (interpreter to use), CC and CXX, CMAKE_ARGS (more options for cmake), VULKAN_SDK (folder
-whose include/, lib/ and bin/ are looked into first), and pip's own variables.
+Environment variables: PYTHON (interpreter), CC and CXX, CMAKE_ARGS (further options for cmake), VULKAN_SDK
+(directory with include/, lib/ and bin/ that is searched first), and those of pip.
 END
 }
 
@@ -38,15 +38,15 @@ archive=$work/download/llama_cpp_python-${pin#*==}.tar.gz
 started=$SECONDS
 ticker=''
 
-# ── talking ───────────────────────────────────────────────────────────────────────────────────
+# ── messages ───────────────────────────────────────────────────────────────────────────────────
 
 say() { printf '==> %s\n' "$*"; }
 
-# One clear sentence, the remedy in it; a second argument is a log to look into.
+# Fails with one sentence that includes the remedy. The optional second argument is a log file.
 die() {
   stop_ticker
   printf 'error: %s\n' "$1" >&2
-  if [ $# -gt 1 ]; then printf '       The whole output is in %s\n' "$2" >&2; fi
+  if [ $# -gt 1 ]; then printf '       See %s for the full output\n' "$2" >&2; fi
   exit 1
 }
 
@@ -64,7 +64,7 @@ trap stop_ticker EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# quietly LOG COMMAND...: its output goes to LOG, and the seconds tick on a terminal.
+# quietly LOG COMMAND...: runs COMMAND with its output in LOG, and shows the elapsed seconds on a terminal.
 quietly() {
   local log=$1 status=0
   shift
@@ -78,44 +78,44 @@ quietly() {
   return $status
 }
 
-# ── what goes wrong ───────────────────────────────────────────────────────────────────────────
+# ── errors ───────────────────────────────────────────────────────────────────────────
 
 free_mib() { df -Pk "$1" 2>/dev/null | awk 'NR == 2 { print int($4 / 1024) }'; }
 
-no_room() { die "there is no room to write in $1 ($(free_mib "$(dirname "$1")") MiB free, about $need_mib needed): free some, or make it writable"; }
+no_room() { die "cannot write to $1 ($(free_mib "$(dirname "$1")") MiB free, about $need_mib MiB needed): free some space, or make it writable"; }
 
 need_room() {
   local free
   free=$(free_mib "$1")
   if [ -n "$free" ] && [ "$free" -lt "$2" ]; then
-    die "the disk is too full: $1 has $free MiB free and this build needs about $2; free some and run again"
+    die "not enough disk space: $1 has $free MiB free, and this build needs about $2 MiB; free some space and run this script again"
   fi
 }
 
-# After a failed step: say the common reasons in one sentence, else what the tool said last.
+# Explains a failed step: a known cause in one sentence, or the last line of the log.
 explain() {
   local what=$1 log=$2 last
   last=$(grep -A1 'CMake Error' "$log" 2>/dev/null | sed -n '2s/^ *//p' || true)
   if [ -z "$last" ]; then last=$(grep -v '^[[:space:]]*$' "$log" 2>/dev/null | tail -n 1 || true); fi
   if grep -Eqi 'no space left on device|disk quota exceeded|Errno 28' "$log" 2>/dev/null; then
-    die "the disk is full ($(free_mib "$work") MiB free in $work): free about $need_mib MiB and run again"
+    die "the disk is full ($(free_mib "$work") MiB free in $work): free about $need_mib MiB and run this script again"
   fi
   if [ "$(free_mib "$work")" = 0 ]; then no_room "$work"; fi
   if grep -q 'externally-managed-environment' "$log"; then managed; fi
   if grep -Eq 'DO NOT MATCH THE HASHES|Expected sha256' "$log"; then
-    die "pip got another file for $pin than the pinned one (SHA-256 differs): your index or proxy serves a changed file; use another index" "$log"
+    die "the downloaded $pin does not have the pinned SHA-256: your package index or proxy serves a changed file; use another index" "$log"
   fi
   if grep -Eqi 'Failed to establish|NewConnectionError|Name or service not known|name resolution|Network is unreachable|Connection refused|timed out|ProxyError|SSLError|Could not find a version|No matching distribution' "$log"; then
-    die "$what failed because pip reached no package index that has it ($(grep -Em1 'No matching distribution|Could not find a version|Connection|resolution' "$log" | sed 's/^ *\(ERROR: \)*//' | cut -c1-120)): connect to the network, unset PIP_NO_INDEX, or set PIP_INDEX_URL to a mirror" "$log"
+    die "$what failed because pip found no package index that has it ($(grep -Em1 'No matching distribution|Could not find a version|Connection|resolution' "$log" | sed 's/^ *\(ERROR: \)*//' | cut -c1-120)): connect to the network, unset PIP_NO_INDEX, or set PIP_INDEX_URL to a mirror" "$log"
   fi
   if grep -qi 'permission denied' "$log"; then
-    die "$what was not permitted to write: use a virtual environment of your own (python3 -m venv .venv && . .venv/bin/activate)" "$log"
+    die "$what failed because a directory is not writable: use a virtual environment (python3 -m venv .venv && . .venv/bin/activate)" "$log"
   fi
   die "$what failed: $last" "$log"
 }
 
 managed() {
-  die "this Python is managed by the operating system, which forbids pip to install into it: run  python3 -m venv .venv && . .venv/bin/activate  and then this script again"
+  die "the operating system manages this Python, and pip must not install into it: run  python3 -m venv .venv && . .venv/bin/activate  and then this script again"
 }
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────
@@ -138,16 +138,16 @@ while [ $# -gt 0 ]; do
         --source) source=$2 ;;
       esac
       shift ;;
-    *) die "there is no option $1; see --help" ;;
+    *) die "unknown option $1; see --help" ;;
   esac
   shift
 done
 
-case $backend in auto | cpu | metal | vulkan | cuda) ;; *) die "there is no backend '$backend': auto, cpu, metal, vulkan or cuda" ;; esac
-case $jobs in '') ;; 0* | *[!0-9]*) die "--jobs takes a number from 1, not '$jobs'" ;; esac
+case $backend in auto | cpu | metal | vulkan | cuda) ;; *) die "unknown backend '$backend': use auto, cpu, metal, vulkan or cuda" ;; esac
+case $jobs in '') ;; 0* | *[!0-9]*) die "--jobs must be a number from 1, not '$jobs'" ;; esac
 case $prefix in /*) ;; *) prefix=$PWD/$prefix ;; esac
 if [ -n "$source" ]; then
-  [ -f "$source/include/llama.h" ] || die "--source $source is no llama.cpp checkout: it has no include/llama.h"
+  [ -f "$source/include/llama.h" ] || die "--source $source is not a llama.cpp checkout: it has no include/llama.h"
   source=$(cd "$source" && pwd -P)
 fi
 
@@ -158,10 +158,11 @@ elif [ -n "${VIRTUAL_ENV:-}" ] && [ -x "$VIRTUAL_ENV/bin/python" ]; then python=
 elif have python3; then python=python3
 else python=python
 fi
-have "$python" || die "there is no Python: install Python 3.11 or newer (Debian: apt install python3 python3-venv; macOS: brew install python)"
+have "$python" || die "no Python found: install Python 3.11 or newer (Debian: apt install python3 python3-venv; macOS: brew install python)"
 
-# Prints: version, whether it is new enough, whether pip may install, whether the package is installed
-# from here with pyproject.toml and extras as they are now, where scripts go, a name for the environment.
+# Prints one line each: the version; whether it is new enough; whether pip can install; whether the package is installed
+# from this directory with the present pyproject.toml and extras; the scripts directory; an id of the environment; a
+# digest of pyproject.toml.
 probe() {
   "$python" - "$root" "$work" "$extra" <<'PY'
 import hashlib, os, sys, sysconfig
@@ -198,7 +199,7 @@ print(wanted)
 PY
 }
 
-found=$(probe) || die "$python does not run: install Python 3.11 or newer, or set PYTHON to one"
+found=$(probe) || die "$python does not start: install Python 3.11 or newer, or set PYTHON to one"
 version=$(printf '%s\n' "$found" | sed -n 1p)
 newness=$(printf '%s\n' "$found" | sed -n 2p)
 pip_state=$(printf '%s\n' "$found" | sed -n 3p)
@@ -210,10 +211,10 @@ pyproject=$(printf '%s\n' "$found" | sed -n 7p)
 if [ "$newness" = old ]; then
   for newer in python3.14 python3.13 python3.12 python3.11; do
     if have "$newer"; then
-      die "Python 3.11 or newer is needed and $python is $version, but $newer is here: run  $newer -m venv .venv && . .venv/bin/activate  and then this script again"
+      die "Python 3.11 or newer is required and $python is $version, but $newer is installed: run  $newer -m venv .venv && . .venv/bin/activate  and then this script again"
     fi
   done
-  die "Python 3.11 or newer is needed, and $python is $version: install a newer one, or set PYTHON to one"
+  die "Python 3.11 or newer is required, and $python is $version: install a newer one, or set PYTHON to one"
 fi
 [ "$pip_state" != managed ] || managed
 [ "$pip_state" != no-pip ] || die "$python has no pip: run  $python -m ensurepip  (Debian: apt install python3-pip python3-venv), then this script again"
@@ -223,13 +224,13 @@ need_mib=400
 install_package() {
   local what=.
   if [ -n "$extra" ]; then what=".[$extra]"; fi
-  say "Installing the package${extra:+ with what tests and notebooks need} into $(dirname "$scripts")"
+  say "Installing the package${extra:+ with the requirements of tests and notebooks} into $(dirname "$scripts")"
   need_room "$root" 50
   quietly "$logs/install.log" in_root "$python" -m pip install --disable-pip-version-check -e "$what" || explain "Installing the package" "$logs/install.log"
   mkdir -p "$work/installed" || no_room "$work"
   printf '%s\n%s\n' "$pyproject" "$extra" >"$work/installed/$environment" || no_room "$work"
 }
-# shellcheck disable=SC2317  # "quietly" calls it
+# shellcheck disable=SC2317  # called by "quietly"
 in_root() { cd "$root" && "$@"; }
 
 # ── backend ───────────────────────────────────────────────────────────────────────────────────
@@ -238,7 +239,7 @@ cc=${CC:-cc}
 cxx=${CXX:-c++}
 need_compiler() {
   if [ "$(uname)" = Darwin ] && ! xcode-select -p >/dev/null 2>&1; then
-    die "there is no C++ compiler: run  xcode-select --install  and then this script again"
+    die "no C++ compiler found: run  xcode-select --install  and then this script again"
   fi
   if ! have "${cc%% *}"; then
     if have gcc; then cc=gcc; elif have clang; then cc=clang; else no_compiler; fi
@@ -247,12 +248,12 @@ need_compiler() {
     if have g++; then cxx=g++; elif have clang++; then cxx=clang++; else no_compiler; fi
   fi
 }
-no_compiler() { die "there is no C++ compiler: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), or set CC and CXX"; }
+no_compiler() { die "no C++ compiler found: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), or set CC and CXX"; }
 
-vulkan_wrong='' vulkan_library='' vulkan_version=''
+vulkan_problem='' vulkan_library='' vulkan_version=''
 
-# Sets vulkan_wrong to what is missing, with the remedy; empty when Vulkan can be built.
-look_at_vulkan() {
+# Sets vulkan_problem to the missing requirement and its remedy; empty if Vulkan can be built.
+check_vulkan() {
   local answer include=-DUMA
   if [ -n "${VULKAN_SDK:-}" ]; then include="-I$VULKAN_SDK/include"; fi
   answer=$(printf '%s\n' '#if !__has_include(<vulkan/vulkan.hpp>)' 'uma no-headers' '#else' '#include <vulkan/vulkan_core.h>' \
@@ -261,38 +262,38 @@ look_at_vulkan() {
   vulkan_version=$(printf '%s\n' "$answer" | sed -n 's/.*uma .*( *\([0-9]*\)U*)* *<< *22.*( *\([0-9]*\)U*)* *<< *12.*( *\([0-9][0-9]*\)).*/\1.\2.\3/p' | head -n 1)
   case $answer in
     *too-old*)
-      vulkan_wrong="the Vulkan headers here (${vulkan_version:-older than 1.3.261}) are too old, llama.cpp needs 1.3.261 or newer: install newer ones (Debian 13, Ubuntu 24.04: libvulkan-dev spirv-headers), or unpack the .deb files of these anywhere with 'dpkg -x' and set VULKAN_SDK to the usr folder that comes out" ;;
-    *no-spirv*) vulkan_wrong="the SPIR-V headers are missing: apt install spirv-headers, or set VULKAN_SDK to a folder with include/spirv" ;;
-    *usable*) vulkan_wrong='' ;;
-    *) vulkan_wrong="there are no Vulkan headers: apt install libvulkan-dev spirv-headers glslc, or set VULKAN_SDK" ;;
+      vulkan_problem="the installed Vulkan headers (${vulkan_version:-older than 1.3.261}) are too old, llama.cpp needs 1.3.261 or newer: install newer ones (Debian 13, Ubuntu 24.04: libvulkan-dev spirv-headers), or unpack their .deb files anywhere with 'dpkg -x' and set VULKAN_SDK to the resulting usr directory" ;;
+    *no-spirv*) vulkan_problem="the SPIR-V headers are missing: apt install spirv-headers, or set VULKAN_SDK to a directory with include/spirv" ;;
+    *usable*) vulkan_problem='' ;;
+    *) vulkan_problem="the Vulkan headers are missing: apt install libvulkan-dev spirv-headers glslc, or set VULKAN_SDK" ;;
   esac
-  [ -z "$vulkan_wrong" ] || return 0
+  [ -z "$vulkan_problem" ] || return 0
   if ! have glslc && ! [ -x "${VULKAN_SDK:-/nowhere}/bin/glslc" ]; then
-    vulkan_wrong="there is no shader compiler: apt install glslc"
+    vulkan_problem="the shader compiler is missing: apt install glslc"
     return 0
   fi
   for vulkan_library in "${VULKAN_SDK:-/nowhere}/lib/libvulkan.so" "$($cc -print-file-name=libvulkan.so)" "$($cc -print-file-name=libvulkan.so.1)"; do
     case $vulkan_library in /*) if [ -e "$vulkan_library" ]; then return 0; fi ;; esac
   done
-  vulkan_wrong="there is no Vulkan loader: apt install libvulkan1"
+  vulkan_problem="the Vulkan loader is missing: apt install libvulkan1"
 }
 
 need_compiler
-reason='as asked'
+reason='as requested'
 case $backend in
   auto)
     if [ "$(uname)" = Darwin ]; then
-      if [ "$(uname -m)" = arm64 ]; then backend=metal reason='Apple Silicon'; else backend=cpu reason='Metal on Intel Macs is not reliable'; fi
+      if [ "$(uname -m)" = arm64 ]; then backend=metal reason='Apple Silicon'; else backend=cpu reason='Metal is not reliable on Intel Macs'; fi
     else
-      look_at_vulkan
-      if [ -z "$vulkan_wrong" ]; then backend=vulkan reason="Vulkan headers $vulkan_version, glslc and a loader are here"
-      else backend=cpu reason="not Vulkan: $vulkan_wrong"; fi
+      check_vulkan
+      if [ -z "$vulkan_problem" ]; then backend=vulkan reason="Vulkan headers $vulkan_version, glslc and a loader are installed"
+      else backend=cpu reason="not Vulkan: $vulkan_problem"; fi
     fi ;;
   vulkan)
-    look_at_vulkan
-    [ -z "$vulkan_wrong" ] || die "$vulkan_wrong; or use --backend cpu" ;;
-  metal) [ "$(uname)" = Darwin ] || die "Metal is macOS only: use --backend vulkan, cuda or cpu" ;;
-  cuda) have nvcc || [ -n "${CUDACXX:-}" ] || die "there is no CUDA compiler: install the CUDA toolkit and put nvcc on the PATH, or use --backend vulkan or cpu" ;;
+    check_vulkan
+    [ -z "$vulkan_problem" ] || die "$vulkan_problem; or use --backend cpu" ;;
+  metal) [ "$(uname)" = Darwin ] || die "Metal exists on macOS only: use --backend vulkan, cuda or cpu" ;;
+  cuda) have nvcc || [ -n "${CUDACXX:-}" ] || die "no CUDA compiler found: install the CUDA toolkit and put nvcc on the PATH, or use --backend vulkan or cpu" ;;
 esac
 
 origin=\$ORIGIN
@@ -302,10 +303,10 @@ options=(
   -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
   -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF
   -DGGML_RPC=ON
-  # One file a library, and each finds the others beside it, wherever the folder is moved.
+  # One file per library. Each finds the others in its own directory, wherever that is.
   -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=$origin"
 )
-cxx_flags="${CXXFLAGS:+$CXXFLAGS }-w"      # -w: another project's warnings help nobody here
+cxx_flags="${CXXFLAGS:+$CXXFLAGS }-w"      # -w: no warnings for code of another project
 on() { if [ "$backend" = "$1" ]; then echo ON; else echo OFF; fi; }
 options+=("-DGGML_METAL=$(on metal)" "-DGGML_VULKAN=$(on vulkan)" "-DGGML_CUDA=$(on cuda)")
 if [ "$backend" = vulkan ]; then
@@ -323,7 +324,7 @@ if [ -n "${CMAKE_ARGS:-}" ]; then
   for option in $CMAKE_ARGS; do options+=("$option"); done
 fi
 
-# The peers are more targets of the same build folder, so they are linked with the very objects of the library.
+# The peers are further targets of the same build directory, so they link the same objects as the library.
 configure=("${options[@]}") targets=()
 peers_dir=$work/peers
 if [ -n "$peers" ]; then
@@ -336,7 +337,7 @@ say "Backend: $backend ($reason)"
 
 if [ "$installed" != installed ]; then install_package; fi
 
-# ── is there anything to do? ──────────────────────────────────────────────────────────────────
+# ── what is left to do ──────────────────────────────────────────────────────────────────
 
 origin_of_source=$pin
 if [ -n "$source" ]; then
@@ -347,30 +348,30 @@ state() {
   "$python" - "$prefix" "$origin_of_source" "$backend" "${options[@]}" <<'PY'
 import sys
 from pathlib import Path
-from llama_abi.stamp import state
+from llama_abi.stamp import required_action
 directory, source, backend, *options = sys.argv[1:]
-print(*state(Path(directory), source=source, backend=backend, options=tuple(options)), sep="\n")
+print(*required_action(Path(directory), source=source, backend=backend, options=tuple(options)), sep="\n")
 PY
 }
-todo=$(state) || die "the package does not import in $python: run this script with --clean"
+todo=$(state) || die "the package cannot be imported in $python: run this script with --clean"
 why=$(printf '%s\n' "$todo" | sed -n 2p)
 todo=$(printf '%s\n' "$todo" | sed -n 1p)
 if [ -n "$clean" ]; then
   todo=build why='--clean'
 elif [ -n "$source" ]; then
-  todo=build why='a checkout may have changed'
+  todo=build why='the checkout may have changed'
 fi
 
 check_and_stamp() {
   local arguments option
   arguments=("$prefix/include" --stamp "$backend" --source "$origin_of_source")
   for option in "${options[@]}"; do arguments+=("--option=$option"); done
-  CC=$cc "$python" -m llama_abi.check "${arguments[@]}" || die "the library is built, but its header and llama_abi disagree (see above), so it is not stamped and will not be loaded"
+  CC=$cc "$python" -m llama_abi.check "${arguments[@]}" || die "the library is built, but its header and the declarations in llama_abi differ (see above), so it is not stamped and cannot be loaded"
 }
 
 peers_wanted=$(printf '%s\n' "$origin_of_source" "$backend" "$cc" "$cxx" "${configure[@]}")
 
-# Whether they are there, from this source with these flags, and run on the same library files.
+# Whether the peers exist, were built from this source with these flags, and use the same library files.
 peers_are_ready() {
   local library
   if [ -n "$clean$source" ] || [ "$(cat "$peers_dir/built-from" 2>/dev/null)" != "$peers_wanted" ]; then return 1; fi
@@ -378,8 +379,8 @@ peers_are_ready() {
 }
 
 finish() {
-  say "Ready after $((SECONDS - started)) s: $backend library in $prefix"
-  if [ -n "$peers" ]; then say "The peers that benches/ compares with are in $peers_dir/bin"; fi
+  say "Done in $((SECONDS - started)) s: $backend library in $prefix"
+  if [ -n "$peers" ]; then say "The peers for benches/ are in $peers_dir/bin"; fi
   if [ "$prefix" != "$root/llama_abi/lib" ]; then say "To use it: export UMA_LLAMA_DIR=$prefix"; fi
   case ":$PATH:" in
     *":$scripts:"*) say "Next: uma-trio serve" ;;
@@ -398,11 +399,11 @@ if [ "$todo" = build ]; then
 elif [ -z "$peers" ] || peers_are_ready; then
   finish
 else
-  why='the peers are missing or were built otherwise'
+  why='the peers are missing or outdated'
 fi
 
 if [ -d "$prefix" ] && [ -n "$(ls -A "$prefix")" ] && ! [ -d "$prefix/include" ]; then
-  die "$prefix is not empty and no folder of this script: choose another --prefix"
+  die "$prefix is not empty and was not made by this script: choose another --prefix"
 fi
 
 # ── source ────────────────────────────────────────────────────────────────────────────────────
@@ -410,7 +411,7 @@ fi
 sha256() { if have sha256sum; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d' ' -f1; }
 
 mkdir -p "$work" "$logs" 2>/dev/null || no_room "$work"
-tree=$work/llama.cpp            # the source, also for whoever wants its models/ggml-vocab-*.gguf
+tree=$work/llama.cpp            # the source; tests also use its models/ggml-vocab-*.gguf
 
 if [ -n "$source" ]; then
   if [ -L "$tree" ] || ! [ -e "$tree" ]; then rm -f "$tree"; ln -s "$source" "$tree"; fi
@@ -420,17 +421,17 @@ else
   if [ -L "$tree" ] || [ "$(cat "$tree/.unpacked" 2>/dev/null)" != "$pin_sha256" ]; then
     need_room "$work" "$need_mib"
     if ! [ -f "$archive" ]; then
-      say "Fetching the source of $pin"
+      say "Downloading the source of $pin"
       quietly "$logs/fetch.log" "$python" -m pip download --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
-        --require-hashes -r "$root/llama_abi/pin.txt" -d "$work/download" || explain "Fetching $pin" "$logs/fetch.log"
+        --require-hashes -r "$root/llama_abi/pin.txt" -d "$work/download" || explain "Downloading $pin" "$logs/fetch.log"
     fi
-    [ -f "$archive" ] || die "pip fetched no $(basename "$archive")" "$logs/fetch.log"
+    [ -f "$archive" ] || die "pip did not download $(basename "$archive")" "$logs/fetch.log"
     actual=$(sha256 "$archive")
     if [ "$actual" != "$pin_sha256" ]; then
       rm -f "$archive"
-      die "the archive of $pin had SHA-256 $actual, but $pin_sha256 is pinned; it was removed, so run again, and if this repeats use another package index"
+      die "the archive of $pin had the SHA-256 $actual instead of $pin_sha256, and was removed: run this script again, and if this repeats use another package index"
     fi
-    say "Unpacking it"
+    say "Unpacking the source"
     rm -rf "$tree" "$tree.new"
     mkdir "$tree.new"
     inside=$(basename "$archive" .tar.gz)/vendor/llama.cpp
@@ -441,14 +442,14 @@ else
   fi
 fi
 
-# The AMX kernels hand their tile configuration to the CPU through an intrinsic whose memory operand GCC 12
-# declares 8 bytes long, so the compiler drops the stores to the other 56 as dead, and the first quantized
-# matrix product crashes on a CPU with AMX.  (Without AMX it would be two to three times slower.)
+# Two defects of the AMX kernels:
 #
-# And where one matrix of weights is multiplied with several of activations, as recurrent and hybrid models do with
-# the sequences of a batch, they take what lies behind the weights in memory for those of the second one, and add
-# offsets in bytes to pointers to floats: all sequences but the first get garbage, and what lies behind the result
-# is overwritten.
+# - They load the tile configuration with an intrinsic whose memory operand GCC 12 declares as 8 bytes long. The compiler
+#   then removes the stores to the other 56 bytes, and the first quantized matrix product crashes on a CPU with AMX.
+#   (Without AMX the product would be two to three times slower.)
+# - One weight matrix may be multiplied with several activation matrices, as recurrent and hybrid models do with the
+#   sequences of a batch. The kernels then read behind the weights, and add byte offsets to pointers to floats. All
+#   sequences but the first one are wrong, and memory behind the result is overwritten.
 repair_source() {
   local file=$tree/ggml/src/ggml-cpu/amx/mmq.cpp load='    _tile_loadconfig(&tc);'
   local first='    const int64_t i2 = batch_idx % ne2;' second='    const int64_t i3 = batch_idx / ne2;'
@@ -466,7 +467,7 @@ repair_source() {
 if [ -z "$source" ]; then
   repair_source
 elif grep -q amx_tile /proc/cpuinfo 2>/dev/null && $cc --version | grep -q 'Free Software Foundation'; then
-  say "Note: this CPU has AMX, and GCC 12 miscompiles llama.cpp for it; if decoding crashes, set CFLAGS and CXXFLAGS to '-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'"
+  say "Note: this CPU has AMX, and GCC 12 miscompiles llama.cpp for it. If decoding crashes, set CFLAGS and CXXFLAGS to '-mno-amx-tile -mno-amx-int8 -mno-amx-bf16'"
 fi
 
 # ── cmake, ninja ──────────────────────────────────────────────────────────────────────────────
@@ -480,11 +481,11 @@ missing=''
 if [ "$cmake" != cmake ] && ! "$cmake" --version >/dev/null 2>&1; then missing="$missing cmake"; fi
 if [ "$ninja" != ninja ] && ! "$ninja" --version >/dev/null 2>&1; then missing="$missing ninja"; fi
 if [ -n "$missing" ]; then
-  say "Fetching$missing"
+  say "Downloading$missing"
   rm -rf "$tools"
-  "$python" -m venv --without-pip "$tools" >"$logs/tools.log" 2>&1 || explain "Making a place for$missing" "$logs/tools.log"
+  "$python" -m venv --without-pip "$tools" >"$logs/tools.log" 2>&1 || explain "Creating an environment for$missing" "$logs/tools.log"
   # shellcheck disable=SC2086  # two words are two packages
-  quietly "$logs/tools.log" "$python" -m pip --python "$tools/bin/python" install --disable-pip-version-check cmake ninja || explain "Fetching$missing" "$logs/tools.log"
+  quietly "$logs/tools.log" "$python" -m pip --python "$tools/bin/python" install --disable-pip-version-check cmake ninja || explain "Downloading$missing" "$logs/tools.log"
 fi
 
 # ── build ─────────────────────────────────────────────────────────────────────────────────────
@@ -493,7 +494,7 @@ build=$work/cmake-$backend
 if [ -n "$clean" ]; then rm -rf "$build"; fi
 wanted=$(printf '%s\n' "$build" "$code" "$cc" "$cxx" "$cmake" "$ninja" "${options[@]}")
 if [ "$(cat "$build/.wanted" 2>/dev/null)" != "$wanted" ]; then
-  rm -rf "$build"               # other options, other tools, or the checkout has moved
+  rm -rf "$build"               # options, tools or the checkout have changed
   need_room "$work" 300
 fi
 
@@ -509,15 +510,15 @@ if ! [ -f "$build/.wanted" ] || [ -n "$peers" ]; then
   say "Configuring ($why)"
   if ! CC=$cc CXX=$cxx quietly "$logs/configure-$backend.log" "$cmake" -S "$code" -B "$build" -G Ninja "-DCMAKE_MAKE_PROGRAM=$(command -v "$ninja")" "${configure[@]}"; then
     log=$logs/configure-$backend.log
-    if grep -q 'SPIRV-Headers' "$log"; then die "cmake does not find the SPIR-V headers: apt install spirv-headers, or set VULKAN_SDK" "$log"; fi
+    if grep -q 'SPIRV-Headers' "$log"; then die "cmake cannot find the SPIR-V headers: apt install spirv-headers, or set VULKAN_SDK" "$log"; fi
     if grep -Eq 'is not able to compile a simple test program|broken' "$log"; then die "the C++ compiler $cxx does not work: install a complete one (Debian, Ubuntu: apt install g++)" "$log"; fi
-    if grep -q 'no GPU was detected' "$log"; then die "there is no GPU here to build for: name one, as in  CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 ./build_llama.sh --backend cuda" "$log"; fi
+    if grep -q 'no GPU was detected' "$log"; then die "no GPU found to build for: name one, as in  CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 ./build_llama.sh --backend cuda" "$log"; fi
     explain "Configuring" "$log"
   fi
   printf '%s\n' "$wanted" >"$build/.wanted" || no_room "$work"
 fi
 
-say "Compiling with $jobs at a time"
+say "Compiling with $jobs jobs"
 log=$logs/compile-$backend.log
 status=0
 if [ -t 1 ]; then
@@ -527,14 +528,14 @@ else
 fi
 if [ $status -ne 0 ]; then
   free=$(free_mib "$work")
-  if [ -n "$free" ] && [ "$free" -lt 20 ]; then die "the disk is full ($free MiB free in $work): free about $need_mib MiB and run again"; fi
-  if grep -Eq 'Killed signal|internal compiler error: Killed' "$log" 2>/dev/null; then die "the compiler ran out of memory: run again with --jobs 1"; fi
-  die "compiling failed: the first 'error:' above says why; when it speaks of memory, use --jobs 1"
+  if [ -n "$free" ] && [ "$free" -lt 20 ]; then die "the disk is full ($free MiB free in $work): free about $need_mib MiB and run this script again"; fi
+  if grep -Eq 'Killed signal|internal compiler error: Killed' "$log" 2>/dev/null; then die "the compiler ran out of memory: run this script again with --jobs 1"; fi
+  die "compiling failed: see the first 'error:' above; if it is about memory, use --jobs 1"
 fi
 
-# ── the finished set ──────────────────────────────────────────────────────────────────────────
+# ── installation ──────────────────────────────────────────────────────────────────────────
 
-# Beside the old one, then exchanged: a daemon that has the old files mapped keeps them.
+# Copies to a new directory and then renames it: a daemon that has mapped the old files keeps them.
 install_library() {
   local fresh=$prefix.new
   rm -rf "$fresh"
@@ -543,13 +544,13 @@ install_library() {
   if [ -d "$prefix" ]; then
     rm -rf "$prefix/include"
     rm -f "$prefix"/lib* "$prefix/stamp.json"
-    rmdir "$prefix" || die "$prefix holds files that are not this script's: move them away, or choose another --prefix"
+    rmdir "$prefix" || die "$prefix has files that this script did not make: move them away, or choose another --prefix"
   fi
   mv "$fresh" "$prefix"
   check_and_stamp
 }
 
-# The library's own files last: who is compared runs on what we run on.
+# Copies the installed library last, so that the peers run on the same library files.
 install_peers() {
   local fresh=$peers_dir.new
   rm -rf "$fresh"

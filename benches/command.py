@@ -15,7 +15,7 @@ from rigs import NoPeer, peer, same_library
 
 from uma_trio.cli.running import run
 from uma_trio.client import ClientError
-from uma_trio.demo.own_daemon import Interrupted, NoDaemon, until_interrupted
+from uma_trio.demo.temporary_daemon import DaemonStartError, Interrupted, until_interrupted
 from uma_trio.engine.cores import default_threads
 from uma_trio.models.loaded import EMBEDDED, ModelError
 
@@ -99,7 +99,7 @@ def carry_out(work: Callable[[], Awaitable[T]]) -> T:
         return run(until_interrupted, work)
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except (ClientError, NoDaemon, NoPeer, ModelError) as error:
+    except (ClientError, DaemonStartError, NoPeer, ModelError) as error:
         raise click.ClickException(str(error)) from None
 
 

@@ -15,7 +15,7 @@ from measure import Result
 from report import cell, table
 from rigs import Rig
 
-from uma_trio.demo.recording import lengths_ms, percentile
+from uma_trio.demo.recording import durations_ms, percentile
 
 US = "uma-trio"
 
@@ -68,7 +68,7 @@ class Figures:
     def of(cls, result: Result) -> Figures:
         short = [track for track in result.tracks if track.stream.interactive]
         long = [track for track in result.tracks if not track.stream.interactive]
-        itl = lengths_ms(gap for track in short for gap in track.gaps)
+        itl = durations_ms(gap for track in short for gap in track.gaps)
         ttft = [answer.ttft_ms for track in long for answer in track.answers if answer.ttft_ms is not None]
         cpu, wall_s = result.cpu, result.wall_s
         return cls(

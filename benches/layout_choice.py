@@ -55,14 +55,14 @@ class Forgetful:
 def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None:
     """What is measured and chosen in each of some starts, in ms.
 
-    Cost is that of the mean tick; the first line of each start is the rule's layout.  Where streams alone already take too
+    Cost is that of the mean tick; the first line of each start is the default layout.  Where streams alone already take too
     long, mixed ticks are not measured, and the cost is the least that it can be.
     """
     for line in machine():
         click.echo(line)
     click.echo(f"model     {model.name}, {', '.join(f'{name} {value}' for name, value in settings.items())}\n")
-    click.echo(f"| start | {'layout':<30} | decode | mixed | cost | of the rule's | chosen |")
-    click.echo(f"|---:|{'-' * 32}|---:|---:|---:|---:|---|")
+    click.echo(f"| start | {'layout':<38} | decode | mixed | cost | of default | chosen |")
+    click.echo(f"|---:|{'-' * 40}|---:|---:|---:|---:|---|")
     for start in range(1, repeat + 1):
         choices = Forgetful()
         engine = LlamaEngine(model, config.Model(layout_trial_s=budget, **settings), layout_cache=choices)  # type: ignore[arg-type]
@@ -71,9 +71,9 @@ def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None
         for each in choice.measured:
             click.echo(_row(start, each, choice))
         if choice.why != "measured":
-            click.echo(f"| {start} | {choice.layout.name:<30} | | | | | {choice.why} |")
+            click.echo(f"| {start} | {choice.layout.name:<38} | | | | | {choice.why} |")
         elif choice.measured:
-            click.echo(f"| {start} | {f'in all {choices.took_s:.2f} s':<30} | | | | | |")
+            click.echo(f"| {start} | {f'in all {choices.took_s:.2f} s':<38} | | | | | |")
 
 
 def _row(start: int, found: MeasuredLayout, choice: LayoutChoice) -> str:
@@ -81,7 +81,7 @@ def _row(start: int, found: MeasuredLayout, choice: LayoutChoice) -> str:
     chosen = "yes" if choice.why == "measured" and found.layout == choice.layout else ""
     mixed = "" if found.mixed_ms is None else f"{found.mixed_ms:.2f}"
     return (
-        f"| {start} | {found.layout.name:<30} | {found.decode_ms:.2f} | {mixed} | {found.cost_ms:.2f} "
+        f"| {start} | {found.layout.name:<38} | {found.decode_ms:.2f} | {mixed} | {found.cost_ms:.2f} "
         f"| {share:.2f} | {chosen} |"
     )
 

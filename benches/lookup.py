@@ -156,7 +156,7 @@ async def run(rig: Rig, task: Task, place: Place) -> tuple[Figures, Texts]:
         accepted=None if after is None or before is None else after[1] - before[1],
         others_cpu=result.cpu.others / result.wall_s,
     )
-    return figures, [answer.pieces for answer in answers]
+    return figures, [answer.texts for answer in answers]
 
 
 def first_difference(texts: Texts, others: Texts) -> int | None:

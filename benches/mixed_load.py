@@ -39,11 +39,11 @@ from uma_trio.demo.recording import (
     Stream,
     Track,
     arrivals,
-    lengths_ms,
+    durations_ms,
+    overlapping,
     possible_switches,
-    reading_windows,
+    prefill_windows,
     switches,
-    within,
 )
 from uma_trio.demo.scorecard import Counters
 from uma_trio.engine.cores import default_threads
@@ -103,17 +103,17 @@ def show(result: Result) -> None:
     tracks = result.tracks
     short = [track for track in tracks if track.stream.interactive]
     long = [track for track in tracks if not track.stream.interactive]
-    windows = reading_windows(tracks)
+    windows = prefill_windows(tracks)
     gaps = [gap for track in short for gap in track.gaps]
-    reading = within(gaps, windows)
+    reading = overlapping(gaps, windows)
     beside = set(reading)
     lines = [
-        _line("interactive", short, lengths_ms(gaps)),
-        _line("- while a long prompt is read", None, lengths_ms(reading)),
-        _line("- otherwise", None, lengths_ms(gap for gap in gaps if gap not in beside)),
+        _line("interactive", short, durations_ms(gaps)),
+        _line("- while a long prompt is read", None, durations_ms(reading)),
+        _line("- otherwise", None, durations_ms(gap for gap in gaps if gap not in beside)),
     ]
     if long:
-        lines.append(_line("long", long, lengths_ms(gap for track in long for gap in track.gaps)))
+        lines.append(_line("long", long, durations_ms(gap for track in long for gap in track.gaps)))
     header = ("class", "streams", "prompt tok", "TTFT p50 ms", "max", "gaps", "ITL p50 ms", "p95", "p99", "max")
     click.echo(table(header, lines))
     click.echo()

@@ -17,7 +17,7 @@ from rigs import Rig, room
 
 from uma_trio.client import BrokenProtocol, ServerError
 from uma_trio.demo.load import Transport
-from uma_trio.demo.recording import Answer, Question, lengths_ms, percentile
+from uma_trio.demo.recording import Answer, Question, durations_ms, percentile
 
 NO_CONNECTION = "connection"
 """Why a request was refused where the server said nothing."""
@@ -87,7 +87,7 @@ class Slo:
         return answer.ttft_ms is not None and answer.ttft_ms <= self.ttft_ms
 
     def steady(self, answer: Answer) -> bool:
-        gaps = lengths_ms(answer.gaps)
+        gaps = durations_ms(answer.gaps)
         if not gaps:
             return True
         found = statistics.fmean(gaps) if self.of == "mean" else percentile(gaps, 99)
@@ -192,7 +192,7 @@ async def _ask(transport: Transport, request: Request, outcome: Outcome) -> None
 
     def on_token(text: str) -> None:
         answer.token_s.append(trio.current_time())
-        answer.pieces.append(text)
+        answer.texts.append(text)
 
     try:
         async with transport.connect(interactive=request.interactive) as connection:
@@ -250,7 +250,7 @@ class Figures:
         refused = [outcome for outcome in outcomes if outcome.refused is not None]
         good = sum(slo.good(outcome) for outcome in outcomes)
         ttft = [outcome.answer.ttft_ms for outcome in admitted if outcome.answer.ttft_ms is not None]
-        gaps = lengths_ms(gap for outcome in admitted for gap in outcome.answer.gaps)
+        gaps = durations_ms(gap for outcome in admitted for gap in outcome.answer.gaps)
         refused_ms = [outcome.refused_ms for outcome in refused if outcome.refused_ms is not None]
         retry_ms = [outcome.retry_after_ms for outcome in refused if outcome.retry_after_ms is not None]
         return cls(

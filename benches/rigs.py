@@ -24,7 +24,7 @@ from pinning import Cores
 from llama_abi.library import DIRECTORY_VARIABLE
 from llama_abi.stamp import DEFAULT_DIRECTORY
 from uma_trio.demo import load
-from uma_trio.demo.own_daemon import own_daemon
+from uma_trio.demo.temporary_daemon import temporary_daemon
 from uma_trio.models.loaded import EMBEDDED
 
 PEERS_VARIABLE = "LLAMA_PEERS_DIR"
@@ -95,9 +95,9 @@ async def uma_trio_rig(flags: Sequence[str] = (), *, protocol: Protocol = "json"
     """A daemon of our own for as long as this lasts.
 
     Raises:
-        NoDaemon: it did not come up.
+        DaemonStartError: it did not come up.
     """
-    async with own_daemon(flags) as own:
+    async with temporary_daemon(flags) as own:
         yield await _rig(own.path, own.pid, " ".join(flags) or "no flags", protocol)
 
 

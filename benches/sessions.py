@@ -30,7 +30,7 @@ from uma_trio.client import Client, Eos, ServerError, Token, open_client
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.loaded import vocabulary
 
-SPILL_NOW = ("--spill-after-s", "0")
+SPILL_NOW = ("--offload-after-s", "0")
 """So that nobody has to wait for it."""
 
 SAMPLE_S = 0.25
@@ -78,7 +78,7 @@ async def three_ways(
     serving: Serving, texts: Sequence[str], state: Path, spill_mb: int
 ) -> tuple[list[Times], dict[str, Any]]:
     """Each text a session: begun, gone on with, and gone on with in a server that was started anew; what the first saved."""
-    flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--spill-max-mb", str(spill_mb), *SPILL_NOW]
+    flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--offload-max-mb", str(spill_mb), *SPILL_NOW]
     found = []
     async with uma_trio_rig(flags) as rig, open_client(path_of(rig)) as client:
         await ttft(client, "warm up", "Hello")
@@ -193,7 +193,7 @@ async def churn(
         *uma_trio_flags(serving),
         "--state-dir",
         str(state),
-        "--spill-max-mb",
+        "--offload-max-mb",
         str(spill_mb),
         "--max-queue",
         "1000",

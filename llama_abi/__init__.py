@@ -1,7 +1,6 @@
-"""llama.cpp for Python: declarations of llama.h as text, loading, and owned handles.
+"""Python bindings for llama.cpp: checked declarations of llama.h, loading, and handles with owners.
 
-Knows C; knows nothing of sessions, schedulers or sockets.  Nothing outside this package touches
-ctypes.
+This package knows C. It knows nothing of requests, schedulers or sockets, and no other package uses ctypes.
 
     library = llama_abi.load()
     with llama_abi.Model(library, path) as model:
@@ -16,16 +15,9 @@ from __future__ import annotations
 
 from llama_abi.abort import AbortFlag
 from llama_abi.batch import Batch
-from llama_abi.context import (
-    ABORTED,
-    NO_ROOM,
-    OK,
-    PARTIAL_ONLY,
-    Context,
-)
-from llama_abi.errors import Closed, LibraryError, LlamaError, LogitsPassed, TooManyTokens
+from llama_abi.context import ABORTED, NO_KV_SLOT, OK, PARTIAL_ONLY, Context, LogitsView
+from llama_abi.errors import HandleClosed, LibraryError, LlamaError, StaleLogits, TooManyTokens
 from llama_abi.library import Device, DeviceType, Library, load
-from llama_abi.logits import LogitsView
 from llama_abi.model import Model
 from llama_abi.options import ContextOptions
 from llama_abi.samplers import SamplerChain
@@ -34,23 +26,23 @@ from llama_abi.vocab import TokenAttr, Tokens, Vocab
 
 __all__ = [
     "ABORTED",
-    "NO_ROOM",
+    "NO_KV_SLOT",
     "OK",
     "PARTIAL_ONLY",
     "AbortFlag",
     "Batch",
-    "Closed",
     "Context",
     "ContextOptions",
     "Device",
     "DeviceType",
+    "HandleClosed",
     "Library",
     "LibraryError",
     "LlamaError",
-    "LogitsPassed",
     "LogitsView",
     "Model",
     "SamplerChain",
+    "StaleLogits",
     "Stamp",
     "TokenAttr",
     "Tokens",

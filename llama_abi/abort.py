@@ -1,4 +1,4 @@
-"""Cutting a decode short without running Python in it."""
+"""A flag that interrupts a running decode."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from llama_abi.types import ggml_abort_callback
 
 
 class AbortFlag:
-    """Cuts a running decode short, from any thread; on the CPU only.
+    """Interrupts decodes. Any thread may set it. Works on the CPU backend only.
 
-    The compute threads read one byte of this object.  No Python runs for it, so that a busy event
-    loop cannot hold them up: llama.cpp asks after every operation of the graph.
+    The compute threads read one byte of this object after every operation of the graph. They run no Python, so a busy
+    event loop does not delay them.
     """
 
     def __init__(self) -> None:
         self._bytes = ctypes.create_string_buffer(2)
 
     def set(self) -> None:
-        """The running decode and all later ones return ``ABORTED`` soon."""
+        """Make the running decode and all later ones return ``ABORTED``."""
         self._bytes[0] = b"\1"
 
     def clear(self) -> None:
-        """Later decodes run to their end."""
+        """Let later decodes run to their end."""
         self._bytes[0] = b"\0"
 
     def is_set(self) -> bool:
-        """Whether decodes are cut short."""
+        """Whether decodes are interrupted."""
         return self._bytes[0] != b"\0"
 
     @property
     def callback(self) -> tuple[Any, int]:
-        """For ``llama_set_abort_callback``: a C function of type ``bool (*)(void *)``, and its argument.
+        """The two arguments of ``llama_set_abort_callback``: a C function of type ``bool (*)(void *)``, and its data.
 
-        It is ``strlen``, which reads the flag's bytes and answers 1 when it is set and 0 when not.
+        The function is ``strlen`` and the data are the flag's bytes: it returns 1 if the flag is set, and 0 otherwise.
         """
         return ctypes.cast(_strlen, ggml_abort_callback), ctypes.addressof(self._bytes)
 

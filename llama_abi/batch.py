@@ -1,4 +1,4 @@
-"""What goes into one decode: tokens, their positions, their sequences, and which want logits."""
+"""The input of one decode: tokens with their positions and sequences, and which of them need logits."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Integers = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class Batch:
-    """Room for ``capacity`` tokens, filled and cleared again and again; one thread at a time.
+    """Up to ``capacity`` tokens for one decode. Clear and fill it again for the next one. Not thread-safe.
 
-    It owns numpy arrays, and a ``llama_batch`` that points into them.  Logits come back in the
-    order in which their tokens were added: the first that asked is row 0.
+    The batch owns numpy arrays and a ``llama_batch`` that points into them. Rows of logits have the order in which
+    their tokens were added.
 
         batch.clear()
-        batch.add(prompt_chunk, pos=128, seq=3)
-        batch.add_each(tokens=[17, 9], positions=[40, 41], seqs=[0, 1])    # two decoding streams
+        batch.add(prefill_chunk, pos=128, seq=3)
+        batch.add_decodes(tokens=[17, 9], positions=[40, 41], seqs=[0, 1])    # two decoding sequences
     """
 
     def __init__(self, capacity: int) -> None:
         if not 1 <= capacity <= INT32_MAX:
-            raise LlamaError(f"a batch of {capacity} tokens cannot be made")
+            raise LlamaError(f"a batch has a capacity of 1 to {INT32_MAX} tokens, not {capacity}")
         self.capacity = capacity
-        """Most tokens it holds; also bounded by the context's ``n_batch``."""
+        """Most tokens it can hold. A decode takes at most the context's ``n_batch``."""
         self.n_tokens = 0
-        """Tokens in it now."""
+        """Number of tokens in it."""
         self.n_outputs = 0
-        """Of these, tokens that want logits: rows that the decode will give."""
+        """Number of tokens that need logits, and of rows that the decode returns."""
         self.max_seq = -1
-        """Highest sequence id in it; -1 while empty."""
+        """Highest sequence id in it; -1 if it is empty."""
         self._token = np.zeros(capacity, np.int32)
         self._pos = np.zeros(capacity, np.int32)
         self._seq = np.zeros(capacity, np.int32)
-        self._wants = np.zeros(capacity, np.int8)
+        self._needs_logits = np.zeros(capacity, np.int8)
         self._n_seq = np.ones(capacity, np.int32)
         self._seq_pointers = self._seq.ctypes.data + np.arange(capacity, dtype=np.uintp) * 4
         int32s, int32_pointers = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))
@@ -51,11 +51,11 @@ class Batch:
             pos=ctypes.cast(self._pos.ctypes.data, int32s),
             n_seq_id=ctypes.cast(self._n_seq.ctypes.data, int32s),
             seq_id=ctypes.cast(self._seq_pointers.ctypes.data, int32_pointers),
-            logits=ctypes.cast(self._wants.ctypes.data, ctypes.POINTER(ctypes.c_int8)),
+            logits=ctypes.cast(self._needs_logits.ctypes.data, ctypes.POINTER(ctypes.c_int8)),
         )
 
     def clear(self) -> None:
-        """Empty it."""
+        """Remove all tokens."""
         self.n_tokens = 0
         self.n_outputs = 0
         self.max_seq = -1
@@ -64,16 +64,16 @@ class Batch:
         """Append consecutive tokens of one sequence.
 
         Args:
-            tokens: ids ``[n]``, at least one; a numpy array is copied without a loop.
-            pos: position of the first; the others follow.
+            tokens: ids of shape ``[n]``, at least one. A numpy array is copied without a Python loop.
+            pos: position of the first token; the others follow it.
             seq: sequence id.
-            logits: after which of these tokens logits are wanted.
+            logits: which of these tokens need logits.
 
         Returns:
-            The index of the last one in the batch.
+            Index of the last token in the batch.
 
         Raises:
-            LlamaError: no room, nothing to add, or a value out of bounds.  The batch is unchanged.
+            LlamaError: the batch is full, there are no tokens, or a value is out of bounds. The batch is unchanged.
         """
         ids = _int32(tokens, "token ids")
         n = len(ids)
@@ -87,37 +87,38 @@ class Batch:
         self._token[start:end] = ids
         self._pos[start:end] = np.arange(pos, pos + n, dtype=np.int32)
         self._seq[start:end] = seq
-        self._wants[start:end] = logits == "all"
+        self._needs_logits[start:end] = logits == "all"
         if logits == "last":
-            self._wants[end - 1] = 1
+            self._needs_logits[end - 1] = 1
         self.n_outputs += {"none": 0, "last": 1, "all": n}[logits]
         self.max_seq = max(self.max_seq, seq)
         self.n_tokens = end
         return end - 1
 
-    def add_each(self, tokens: Integers, *, positions: Integers, seqs: Integers, logits: bool = True) -> int:
-        """Append one token for each of several sequences: what all decoding streams add to a tick.
+    def add_decodes(self, tokens: Integers, *, positions: Integers, seqs: Integers, logits: bool = True) -> int:
+        """Append one token for each of several sequences, as every decode step does.
 
         Args:
-            tokens, positions, seqs: three of one length, at least one.
-            logits: whether these tokens want logits.
+            tokens, positions, seqs: integers of shape ``[n]``, at least one.
+            logits: whether these tokens need logits.
 
         Returns:
-            The index of the first one in the batch; the others follow.
+            Index of the first token in the batch; the others follow it.
 
         Raises:
-            LlamaError: no room, unequal lengths, or a value out of bounds.  The batch is unchanged.
+            LlamaError: the batch is full, the lengths differ, or a value is out of bounds. The batch is unchanged.
         """
-        ids, where, who = _int32(tokens, "token ids"), _int32(positions, "positions"), _int32(seqs, "sequences")
-        if not len(ids) == len(where) == len(who):
-            raise LlamaError(f"{len(ids)} tokens, {len(where)} positions and {len(who)} sequences")
+        ids, where = _int32(tokens, "token ids"), _int32(positions, "positions")
+        seq_ids = _int32(seqs, "sequences")
+        if not len(ids) == len(where) == len(seq_ids):
+            raise LlamaError(f"{len(ids)} tokens, {len(where)} positions and {len(seq_ids)} sequences do not match")
         start, end = self._room(len(ids))
         self._token[start:end] = ids
         self._pos[start:end] = where
-        self._seq[start:end] = who
-        self._wants[start:end] = logits
+        self._seq[start:end] = seq_ids
+        self._needs_logits[start:end] = logits
         self.n_outputs += len(ids) if logits else 0
-        self.max_seq = max(self.max_seq, int(who.max()))
+        self.max_seq = max(self.max_seq, int(seq_ids.max()))
         self.n_tokens = end
         return start
 
@@ -129,16 +130,16 @@ class Batch:
         return self.n_tokens, self.n_tokens + n
 
     def _filled(self) -> Any:
-        """The ``llama_batch`` for C; valid until the batch is changed."""
+        """The ``llama_batch`` for C. Valid until the batch changes."""
         self._struct.n_tokens = self.n_tokens
         return self._struct
 
     def __repr__(self) -> str:
-        return f"<Batch {self.n_tokens} of {self.capacity} tokens, {self.n_outputs} want logits>"
+        return f"<Batch {self.n_tokens} of {self.capacity} tokens, {self.n_outputs} need logits>"
 
 
 def _int32(values: Integers, what: str) -> npt.NDArray[np.int32]:
-    """As one row of non-negative int32."""
+    """Convert to a one-dimensional array of non-negative int32."""
     try:
         found = np.asarray(values)
     except (ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""A context: sequences of tokens that a model has seen, and the decoding of more."""
+"""A context: the KV cache and recurrent states of some sequences, and the decodes that extend them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from llama_abi.abort import AbortFlag
 from llama_abi.batch import Batch
-from llama_abi.errors import LlamaError
-from llama_abi.handles import Owned
-from llama_abi.logits import LogitsView
+from llama_abi.errors import LlamaError, StaleLogits
+from llama_abi.handles import Handle
 from llama_abi.model import Model
 from llama_abi.options import ContextOptions
 from llama_abi.types import MACROS, ggml_abort_callback
@@ -19,25 +19,64 @@ from llama_abi.types import MACROS, ggml_abort_callback
 INT32_MAX = 2**31 - 1
 
 PARTIAL_ONLY = MACROS["LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY"]
-"""State flag: only what cannot be rolled back (sliding windows, recurrent states).  A model with
-neither saves all it has."""
+"""State flag: only the parts that cannot be truncated (sliding windows, recurrent states). For a model with neither it
+means the whole state."""
 
-OK, NO_ROOM, ABORTED = 0, 1, 2
-"""What ``Context.decode`` returns."""
+OK, NO_KV_SLOT, ABORTED = 0, 1, 2
+"""Return values of ``Context.decode``."""
 
-MEANINGS = {-1: "the batch is invalid; the context is as it was"}
-FATAL = "the backend failed; what had been computed before stays, so ask seq_pos_max for every sequence"
+ERRORS = {-1: "the batch is invalid; the context is unchanged"}
+FATAL = "the backend failed; some of the batch may be in the KV cache, so ask seq_pos_max for every sequence"
 
 
-class Context(Owned):
-    """The working memory of a model: up to ``n_seq_max`` sequences, and their decoding.
+class LogitsView:
+    """Rows of logits in llama.cpp's memory, valid until the next ``decode()`` or ``close()``.
 
-    Not thread-safe, and better used from one thread always: llama.cpp keeps a team of compute
-    threads for each thread that calls it.
+    Read ``array`` where it is used, not earlier: the view knows when it is stale, but an array taken from it does not.
+    Copy what you keep.
+    """
+
+    def __init__(self, context: Context, array: npt.NDArray[np.float32]) -> None:
+        self._context = context
+        self._decode = context.n_decodes
+        self._array = array
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens that needed logits."""
+        return len(self._array)
+
+    @property
+    def stale(self) -> bool:
+        """Whether their memory has been reused."""
+        return self._context.closed or self._context.n_decodes != self._decode
+
+    @property
+    def array(self) -> npt.NDArray[np.float32]:
+        """float32 ``[rows, n_vocab]``, unnormalised, in batch order, without a copy.
+
+        It may be written to: llama.cpp reads it again only in its own samplers.
+
+        Raises:
+            StaleLogits: the context has decoded again, or is closed.
+        """
+        if self.stale:
+            cause = "was closed" if self._context.closed else "has decoded again"
+            raise StaleLogits(f"these logits belong to an earlier decode; the context {cause} since")
+        return self._array
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+class Context(Handle):
+    """The state of up to ``n_seq_max`` sequences, and the decodes that extend them.
+
+    Not thread-safe. Use it from one thread only: llama.cpp keeps a team of compute threads for each calling thread.
 
     Raises:
-        LlamaError: the model has no weights, options contradict each other, or memory is short.
-            The message has llama.cpp's own words.
+        LlamaError: the model has no weights or has an encoder, options contradict each other, or memory is short. The
+            message includes llama.cpp's errors.
 
     Source: llama.h, ``llama_context_params``.
     """
@@ -46,21 +85,21 @@ class Context(Owned):
         self.model = model
         self.options = options
         self.n_decodes = 0
-        """Decodes so far; what tells an old view of logits from the present one."""
+        """Number of decodes so far. It identifies the decode that a ``LogitsView`` belongs to."""
         self._c = model.library.c
         if model.vocab_only:
             raise LlamaError("this model was loaded without its weights")
-        if not model.has_decoder:
-            raise LlamaError("this model only encodes; it cannot generate")
+        if model.has_encoder or not model.has_decoder:
+            raise LlamaError("this model has an encoder; only decoder-only models can generate here")
         if options.n_seq_max > model.library.max_sequences:
             raise LlamaError(
                 f"n_seq_max is {options.n_seq_max}; a context has at most {model.library.max_sequences} sequences"
             )
-        with model.library.logs.complaints() as complaints:
+        with model.library.logs.capture_warnings() as captured:
             try:
                 pointer = self._c.llama_init_from_model(model._pointer, options.c_params(self._c))
             except LlamaError:
-                raise LlamaError(f"cannot make a context: {str(complaints) or 'no reason given'}") from None
+                raise LlamaError(f"cannot create a context: {str(captured) or 'no reason given'}") from None
         super().__init__(pointer, self._c.llama_free, parent=model)
         self._memory = self._c.llama_get_memory(pointer)
         self._outputs = np.zeros(0, np.int8)
@@ -69,83 +108,88 @@ class Context(Owned):
         self._copied_into: set[int] = set()
         self._copied_from: set[int] = set()
         self.n_ctx = int(self._c.llama_n_ctx(pointer))
-        """KV cells in all."""
+        """KV cells for all sequences together."""
         self.n_ctx_seq = int(self._c.llama_n_ctx_seq(pointer))
-        """KV cells that one sequence can have."""
+        """Most KV cells of one sequence."""
         self.n_batch = int(self._c.llama_n_batch(pointer))
         self.n_ubatch = int(self._c.llama_n_ubatch(pointer))
         self.n_seq_max = int(self._c.llama_n_seq_max(pointer))
-        self._most = self.n_batch if self._c.llama_get_causal_attn(pointer) else self.n_ubatch
+        self._max_batch_tokens = self.n_batch if self._c.llama_get_causal_attn(pointer) else self.n_ubatch
 
     # ── decoding ────────────────────────────────────────────────────────────────────────────
 
     def decode(self, batch: Batch) -> int:
-        """Run the model over ``batch``; all earlier logits pass.
+        """Run the model over ``batch``. Earlier logits become stale.
 
-        Blocks without the GIL; on a device it may return before the end, see ``synchronize``.
+        Blocks without the GIL. On a device it may return before the computation ends; see ``synchronize``.
 
         Returns:
-            ``OK``; ``NO_ROOM``: no KV cells for this batch, the context is as it was; ``ABORTED``:
-            an ``AbortFlag`` was set, and the passes that had ended stay in the KV cache: ask
-            ``seq_pos_max`` what was kept.  Logits are there after ``OK`` only.
+            One of these codes. Logits exist after ``OK`` only.
+
+            - ``OK``: the whole batch was computed.
+            - ``NO_KV_SLOT``: there are not enough free KV cells, and the context is unchanged.
+            - ``ABORTED``: an ``AbortFlag`` was set. Passes that had finished stay in the KV cache; ``seq_pos_max``
+              tells how far each sequence got.
 
         Raises:
-            LlamaError: the batch is empty, longer than ``n_batch``, or names a sequence that there
-                is not: refused here, for llama.cpp would end the process.  With ``code`` -1: a
-                token id out of range, or positions that do not follow those in the KV cache; the
-                context is as it was.  With ``code`` below -1: the backend failed, and an unknown
-                part of the batch is in the KV cache; drop every sequence in it.
+            LlamaError: one of these. llama.cpp would abort the process in the first case.
+
+                - ``code`` is ``None``: the batch is empty, too long, or has a sequence out of range.
+                - ``code`` is -1: a token id is out of range, or positions do not follow those in the KV cache. The
+                  context is unchanged.
+                - ``code`` is below -1: the backend failed, and an unknown part of the batch is in the KV cache. Remove
+                  all sequences of the batch.
 
         Source: llama.h, above ``llama_decode``.
         """
         pointer = self._pointer
-        if not 1 <= batch.n_tokens <= self._most:
-            raise LlamaError(f"a decode takes 1 to {self._most} tokens, not {batch.n_tokens}")
+        if not 1 <= batch.n_tokens <= self._max_batch_tokens:
+            raise LlamaError(f"a decode takes 1 to {self._max_batch_tokens} tokens, not {batch.n_tokens}")
         if batch.max_seq >= self.n_seq_max:
             raise LlamaError(f"sequence {batch.max_seq} is not in [0, {self.n_seq_max})")
-        most_outputs = self.options.n_outputs_max
-        if most_outputs and batch.n_outputs > most_outputs:
-            raise LlamaError(f"{batch.n_outputs} tokens want logits, and n_outputs_max is {most_outputs}")
+        max_outputs = self.options.n_outputs_max
+        if max_outputs and batch.n_outputs > max_outputs:
+            raise LlamaError(f"{batch.n_outputs} tokens need logits, and n_outputs_max is {max_outputs}")
         self.n_decodes += 1
         self._rows = 0
-        self._held.busy = True
-        with self.model.library.logs.complaints() as complaints:
+        self._resource.busy = True
+        with self.model.library.logs.capture_warnings() as captured:
             try:
                 code = int(self._c.llama_decode(pointer, batch._filled()))
             finally:
-                self._held.busy = False
+                self._resource.busy = False
             if code == ABORTED:
-                complaints.expected = True
+                captured.expected = True
             elif code < 0:
-                said = f" ({complaints})" if str(complaints) else ""
-                raise LlamaError(f"llama_decode returned {code}: {MEANINGS.get(code, FATAL)}{said}", code=code)
+                details = f" ({captured})" if str(captured) else ""
+                raise LlamaError(f"llama_decode returned {code}: {ERRORS.get(code, FATAL)}{details}", code=code)
         if code == OK:
             self._rows = batch.n_outputs
-            self._outputs = batch._wants[: batch.n_tokens].copy()
+            self._outputs = batch._needs_logits[: batch.n_tokens].copy()
             self._copied_into.clear()
             self._copied_from.clear()
         return code
 
     def synchronize(self) -> None:
-        """Wait until the last decode has been computed; without the GIL."""
-        self._held.busy = True
+        """Block until the last decode is computed, without the GIL."""
+        self._resource.busy = True
         try:
             self._c.llama_synchronize(self._pointer)
         finally:
-            self._held.busy = False
+            self._resource.busy = False
 
     def logits(self, rows: int | None = None) -> LogitsView:
-        """The first ``rows`` rows of the last decode's logits, or all; waits for them.
+        """The first ``rows`` rows of the last decode's logits; ``None`` for all rows. Blocks until they are computed.
 
-        A row for each token that wanted logits, in batch order, whatever order they were computed in.
+        There is one row for each token that needed logits, in batch order.
 
         Raises:
-            LlamaError: the last decode gave fewer rows, or did not end with ``OK``.
+            LlamaError: the last decode returned fewer rows, or did not return ``OK``.
         """
         pointer = self._pointer
         wanted = self._rows if rows is None else rows
         if not 0 <= wanted <= self._rows:
-            raise LlamaError(f"the last decode gave {self._rows} rows of logits, not {wanted}")
+            raise LlamaError(f"the last decode returned {self._rows} rows of logits, not {wanted}")
         width = self.model.vocab.n_tokens
         if wanted == 0:
             return LogitsView(self, np.empty((0, width), np.float32))
@@ -157,9 +201,9 @@ class Context(Owned):
         return self._rows > 0 and 0 <= index < len(self._outputs) and bool(self._outputs[index])
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
-        """From the next decode on; as in ``ContextOptions``."""
+        """Set the numbers of compute threads from the next decode on. See ``ContextOptions``."""
         if not (1 <= n_threads <= 512 and 1 <= n_threads_batch <= 512):
-            raise LlamaError(f"{n_threads} and {n_threads_batch} threads: 1 to 512 are possible")
+            raise LlamaError(f"numbers of threads must be from 1 to 512, not {n_threads} and {n_threads_batch}")
         self._c.llama_set_n_threads(self._pointer, n_threads, n_threads_batch)
 
     @property
@@ -170,8 +214,8 @@ class Context(Owned):
     def n_threads_batch(self) -> int:
         return int(self._c.llama_n_threads_batch(self._pointer))
 
-    def set_abort(self, flag: AbortFlag | None) -> None:
-        """Let ``flag`` cut decodes short; ``None`` for never.  Between decodes only."""
+    def set_abort_flag(self, flag: AbortFlag | None) -> None:
+        """Let ``flag`` interrupt decodes; ``None`` for no flag. Call it between decodes only."""
         if flag is None:
             self._c.llama_set_abort_callback(self._pointer, ggml_abort_callback(), None)
         else:
@@ -181,27 +225,26 @@ class Context(Owned):
     # ── sequences ───────────────────────────────────────────────────────────────────────────
 
     def seq_remove(self, seq: int, p0: int = -1, p1: int = -1) -> bool:
-        """Forget the tokens of ``seq`` at positions ``[p0, p1)``; a negative bound is open.
+        """Remove the tokens of ``seq`` at positions ``[p0, p1)``. A negative bound is open.
+
+        A whole sequence can always be removed. A recurrent state cannot be truncated, except by ``n_rs_seq`` tokens.
+        A sliding window can be truncated at ``seq_pos_min(seq) + n_swa - 1`` or later, or anywhere while
+        ``seq_pos_min`` is 0. llama.cpp does not check that: it returns true, and later decodes are wrong.
 
         Returns:
-            ``False`` when the model's memory is recurrent and ``p0`` is not behind its end: nothing has
-            changed then, unless ``n_rs_seq`` snapshots reach so far.  A whole sequence always goes.
-
-        A sliding window never refuses: the answer is ``True`` also where the tokens before ``p0`` are no
-        longer there, and what is decoded next is wrong.  Sound is a ``p0`` of ``seq_pos_min(seq) + n_swa - 1``
-        or more, or any where ``seq_pos_min`` is 0.
+            Whether the tokens were removed. ``False`` means that the state is recurrent, and nothing has changed.
         """
         return bool(self._c.llama_memory_seq_rm(self._mem(), self._seq(seq), _pos(p0), _pos(p1)))
 
     def seq_copy(self, source: int, target: int, p0: int = -1, p1: int = -1) -> None:
-        """Let ``target`` have the tokens of ``source`` at ``[p0, p1)`` too; a negative bound is open.
+        """Copy the tokens of ``source`` at positions ``[p0, p1)`` to ``target``. A negative bound is open.
 
-        In a unified cache the cells are shared, any range is possible, and ``target`` keeps what it
-        had.  Otherwise the whole of ``source`` replaces ``target``, computed with the next decode.
-        A recurrent state is copied as it is, whatever the range: that of the end of ``source``.
+        With a unified KV cache the two sequences share the cells, any range is possible, and ``target`` keeps its other
+        tokens. With per-sequence KV the whole of ``source`` replaces ``target``; the next decode makes the copy.
+        A recurrent state is copied from the end of ``source``, whatever the range.
 
         Raises:
-            LlamaError: a part is to be copied between streams, where llama.cpp would end the process.
+            LlamaError: the range is a part of ``source``, and the KV cache is per sequence. llama.cpp would abort.
         """
         memory, source, target = self._mem(), self._seq(source), self._seq(target)
         if source == target:
@@ -210,8 +253,8 @@ class Context(Owned):
         if not self.options.kv_unified:
             if p0 > max(0, int(self._c.llama_memory_seq_pos_min(memory, source))) or 0 <= p1 <= last:
                 raise LlamaError(
-                    "a part of a sequence cannot be copied between streams; copy it whole and remove "
-                    "from the copy, or use kv_unified"
+                    "with per-sequence KV a sequence can only be copied whole; remove tokens from the copy afterwards, "
+                    "or use kv_unified"
                 )
             p0 = p1 = -1
             self._copied_from.add(source)
@@ -219,74 +262,74 @@ class Context(Owned):
         self._c.llama_memory_seq_cp(memory, source, target, _pos(p0), _pos(p1))
 
     def seq_keep(self, seq: int) -> None:
-        """Forget every sequence but ``seq``."""
+        """Remove all sequences except ``seq``."""
         memory, seq = self._mem(), self._seq(seq)
         if self.options.kv_unified:
             self._c.llama_memory_seq_keep(memory, seq)
-        else:  # llama.cpp looks at that sequence's stream only
+        else:  # llama.cpp would look at the cells of that sequence only
             for other in range(self.n_seq_max):
                 if other != seq:
                     self._c.llama_memory_seq_rm(memory, other, -1, -1)
 
     def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
-        """Move the tokens of ``seq`` at ``[p0, p1)`` by ``delta`` positions.
+        """Shift the positions of the tokens of ``seq`` at ``[p0, p1)`` by ``delta``.
 
         Raises:
-            LlamaError: this model's memory cannot shift, or a position would become negative.
+            LlamaError: this model's positions cannot be shifted, or a position would become negative.
         """
         memory = self._mem()
         if not self._c.llama_memory_can_shift(memory):
-            raise LlamaError("this model's memory cannot shift positions")
+            raise LlamaError("this model's positions cannot be shifted")
         if abs(delta) > INT32_MAX or (delta < 0 and max(p0, 0) + delta < 0):
-            raise LlamaError(f"moving positions from {p0} by {delta} is out of bounds")
+            raise LlamaError(f"shifting positions from {p0} by {delta} is out of bounds")
         self._c.llama_memory_seq_add(memory, self._seq(seq), _pos(p0), _pos(p1), delta)
 
     @property
     def can_shift(self) -> bool:
-        """Whether ``seq_add`` is possible."""
+        """Whether ``seq_add`` works for this model."""
         return bool(self._c.llama_memory_can_shift(self._mem()))
 
     def seq_pos_min(self, seq: int) -> int:
-        """Lowest position of ``seq`` in memory; -1 when empty."""
+        """Lowest position of ``seq`` in the cache; -1 if it is empty."""
         return int(self._c.llama_memory_seq_pos_min(self._mem(), self._seq(seq)))
 
     def seq_pos_max(self, seq: int) -> int:
-        """Highest position of ``seq`` in memory; -1 when empty."""
+        """Highest position of ``seq`` in the cache; -1 if it is empty."""
         return int(self._c.llama_memory_seq_pos_max(self._mem(), self._seq(seq)))
 
     def clear(self, *, data: bool = False) -> None:
-        """Forget every sequence; with ``data`` also overwrite what was stored.
+        """Remove all sequences. With ``data`` also overwrite their cells with zeros.
 
-        Copies that the next decode completes are still made, into what is empty then.
+        The next decode still makes the copies that ``seq_copy`` has queued, but their targets stay empty.
         """
         self._c.llama_memory_clear(self._mem(), data)
 
     # ── the state of one sequence ───────────────────────────────────────────────────────────
 
     def state_size(self, seq: int, *, flags: int = 0) -> int:
-        """Bytes that ``save_state_into`` needs for ``seq`` as it is now."""
+        """Bytes that ``save_state_into`` needs for ``seq`` now."""
         return int(self._c.llama_state_seq_get_size_ext(self._pointer, self._seq(seq), _flags(flags)))
 
     def save_state_into(self, seq: int, buffer: Any, *, flags: int = 0) -> int:
-        """Write the KV of ``seq`` into a writable buffer (bytearray, mmap, numpy); without the GIL.
+        """Write the state of ``seq`` into a writable buffer (bytearray, mmap, numpy array), without the GIL.
 
-        Of layers with a sliding window the last window: what is loaded from it can go on, and back by
-        one token.
+        Sliding-window layers save their last window. A sequence that is loaded from it can be extended, and truncated
+        by one token.
 
         Returns:
             Bytes written.
 
         Raises:
-            LlamaError: the buffer is too small or not writable, or ``seq`` was copied from another
-                stream and not decoded since: its data are not there yet.
+            LlamaError: the buffer is too small or not writable, or ``seq`` is the target of a copy that the next decode
+                makes.
         """
         pointer = self._pointer
         if self._seq(seq) in self._copied_into and not self._without_kv(flags):
-            raise LlamaError(f"sequence {seq} is a copy that the next decode completes; save it after that")
+            raise LlamaError(f"sequence {seq} is the target of a copy that the next decode makes; save it after that")
         try:
             view = memoryview(buffer).cast("B")
         except (TypeError, ValueError) as error:
-            raise LlamaError(f"not a buffer for a state: {error}") from None
+            raise LlamaError(f"a state needs a writable buffer: {error}") from None
         if view.readonly:
             raise LlamaError("the buffer for a state is not writable")
         needed = self.state_size(seq, flags=flags)
@@ -296,60 +339,63 @@ class Context(Owned):
         return self._state(self._c.llama_state_seq_get_data_ext, pointer, target, view.nbytes, seq, _flags(flags))
 
     def load_state_from(self, seq: int, buffer: Any, *, flags: int = 0) -> int:
-        """Replace ``seq`` by a state that this kind of context has saved; without the GIL.
+        """Replace ``seq`` with a state that a context of the same model and options has saved, without the GIL.
 
-        The bytes are trusted: keep a checksum, the model's hash and the options beside them.
+        The bytes are trusted, so verify them first: store a checksum and the identity of model and options with them.
 
-        With ``PARTIAL_ONLY`` a recurrent state or a window goes back to where it was saved, and what can
-        be rolled back stays as it is: ``seq_remove`` the positions behind *after* that, for before it
-        a recurrent memory refuses.
+        With ``PARTIAL_ONLY`` recurrent states and windows return to the position where they were saved, and the other
+        layers keep their cells. Call ``seq_remove`` for the positions behind it *afterwards*: before it, a recurrent
+        state refuses.
 
         Returns:
             Bytes read.
 
         Raises:
-            LlamaError: not a state, of another shape, or no room.  ``seq`` is empty then; with
-                ``PARTIAL_ONLY`` it is of no use, and has to be removed.  Or ``seq`` takes part in a copy
-                between streams that the next decode completes, and would overwrite what was loaded:
-                nothing has changed then.  A part without KV is no part of such a copy.
+            LlamaError: the buffer is no state or one of another shape, or there are not enough free cells. ``seq`` is
+                then empty; with ``PARTIAL_ONLY`` it is unusable and must be removed. Or the next decode makes a copy
+                from or to ``seq``, which would overwrite the loaded state. Nothing has changed in that case.
         """
         pointer = self._pointer
         if self._seq(seq) in self._copied_from and not self._without_kv(flags):
-            raise LlamaError(f"sequence {seq} is being copied; load into it after the next decode")
+            raise LlamaError(
+                f"sequence {seq} is the source of a copy that the next decode makes; load into it after that"
+            )
         if seq in self._copied_into and not self._without_kv(flags):
-            raise LlamaError(f"sequence {seq} is a copy that the next decode completes; load into it after that")
+            raise LlamaError(
+                f"sequence {seq} is the target of a copy that the next decode makes; load into it after that"
+            )
         try:
             view = np.frombuffer(buffer, np.uint8)
         except (TypeError, ValueError) as error:
-            raise LlamaError(f"not a buffer with a state: {error}") from None
+            raise LlamaError(f"a state needs a buffer: {error}") from None
         source = ctypes.cast(view.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
-        if not flags & PARTIAL_ONLY:  # of a state without tokens llama.cpp would keep those that are there
+        if not flags & PARTIAL_ONLY:  # a state without tokens would leave the old ones in place
             self._c.llama_memory_seq_rm(self._mem(), seq, -1, -1)
         return self._state(self._c.llama_state_seq_set_data_ext, pointer, source, view.nbytes, seq, _flags(flags))
 
     def _without_kv(self, flags: int) -> bool:
-        """The state that is meant has no KV, which copies between streams are made of."""
+        """Whether these flags mean a state without KV, which queued copies do not touch."""
         return (
             bool(flags & PARTIAL_ONLY) and (self.model.is_recurrent or self.model.is_hybrid) and self.model.n_swa == 0
         )
 
     def _state(self, function: Any, *arguments: Any) -> int:
-        self._held.busy = True
+        self._resource.busy = True
         try:
-            with self.model.library.logs.complaints() as complaints:
+            with self.model.library.logs.capture_warnings() as captured:
                 try:
                     return int(function(*arguments))
                 except LlamaError as error:
-                    raise LlamaError(f"a state was refused: {str(complaints) or error}", code=0) from None
+                    raise LlamaError(f"llama.cpp refused a state: {str(captured) or error}", code=0) from None
         finally:
-            self._held.busy = False
+            self._resource.busy = False
 
     # ── bounds ──────────────────────────────────────────────────────────────────────────────
 
     def _mem(self) -> Any:
-        self._pointer  # noqa: B018  raises Closed
+        self._pointer  # noqa: B018  raises HandleClosed
         if not self._memory:
-            raise LlamaError("this model keeps no memory of a sequence")
+            raise LlamaError("this model keeps no state of a sequence")
         return self._memory
 
     def _seq(self, seq: int) -> int:

@@ -1,21 +1,21 @@
-"""What can go wrong between Python and llama.cpp.
+"""Exceptions of this package.
 
-``LibraryError`` is about the installation: the library is absent, stale, or not the one that the
-declarations were checked against.  Its message names the fix.  Everything else is a ``LlamaError``:
-one call was refused, by us before it reached C or by llama.cpp itself.
+``LibraryError`` is about the installation: libllama is missing, outdated, or not the one that the declarations were
+checked against. Its message names the command that repairs it. ``LlamaError`` is about one call, which either this
+package or llama.cpp refused.
 """
 
 from __future__ import annotations
 
 
 class LibraryError(Exception):
-    """No usable libllama; ``str()`` says why and what to run."""
+    """There is no usable libllama. The message says why, and which command to run."""
 
 
 class LlamaError(Exception):
-    """A call was refused or failed; the process and every other handle are unharmed.
+    """A call was refused or failed. The process and all other handles stay usable.
 
-    ``code`` is what the C function returned, or ``None`` where we refused before calling it.
+    ``code`` is the C function's return value, or ``None`` if the call never reached C.
     """
 
     def __init__(self, message: str, *, code: int | None = None) -> None:
@@ -23,16 +23,16 @@ class LlamaError(Exception):
         self.code = code
 
 
-class Closed(LlamaError):
+class HandleClosed(LlamaError):
     """A handle was used after ``close()``."""
 
 
-class LogitsPassed(LlamaError):
-    """Logits were read after the ``decode()`` or ``close()`` that took their memory back."""
+class StaleLogits(LlamaError):
+    """Logits were read after a later ``decode()``, or after ``close()``."""
 
 
 class TooManyTokens(LlamaError):
-    """A text has more tokens than the caller allowed; ``n_tokens`` is how many it has."""
+    """A text has more tokens than the caller allows. ``n_tokens`` is their number."""
 
     def __init__(self, n_tokens: int, limit: int) -> None:
         super().__init__(f"the text has {n_tokens} tokens, and {limit} are allowed")

@@ -1,6 +1,6 @@
-"""The function table: one line a C function, its error rule behind it, grouped as in llama.h.
+"""The C functions that this package calls: one per line, grouped as in llama.h.
 
-Only what is called stands here; a test lists what is declared and unused.
+The comment after a function is its error rule; see ``declarations``. A test reports functions that are not called.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ FUNCTIONS = """
     int32_t      llama_token_to_piece(const struct llama_vocab * vocab, llama_token token, char * buf, int32_t length, int32_t lstrip, bool special);
     int32_t      llama_detokenize(const struct llama_vocab * vocab, const llama_token * tokens, int32_t n_tokens, char * text, int32_t text_len_max, bool remove_special, bool unparse_special);
 
-    // samplers: the reference that our own sampling is held to
+    // samplers, for tests
     struct llama_sampler * llama_sampler_chain_init(struct llama_sampler_chain_params params);      // !null
     void         llama_sampler_chain_add(struct llama_sampler * chain, struct llama_sampler * smpl);
     struct llama_sampler * llama_sampler_init_greedy(void);                                         // !null

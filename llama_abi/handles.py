@@ -1,4 +1,4 @@
-"""Owning a C object: one owner, freed once, in the right order, and a clear error afterwards."""
+"""Ownership of C objects: each is freed once, in the right order, and any later use is a clear error."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
-from llama_abi.errors import Closed, LlamaError
+from llama_abi.errors import HandleClosed, LlamaError
 
 
-class _Held:
-    """The C object and who counts on it; outlives its handle until it is freed.
+class _Resource:
+    """A C object with the number of objects that depend on it. It outlives its handle until it is freed.
 
-    ``busy`` while a call into it runs.  Only the interpreter's end can release a busy one (a
-    daemon thread still computes); it is then left to the operating system.
+    ``busy`` is true during a call into the object. Only the end of the interpreter can release a busy one, while a
+    daemon thread still computes. The object is then left to the operating system.
     """
 
-    def __init__(self, pointer: Any, free: Callable[[Any], None], parent: _Held | None) -> None:
+    def __init__(self, pointer: Any, free: Callable[[Any], None], parent: _Resource | None) -> None:
         self.pointer = pointer
         self.free = free
         self.parent = parent
@@ -27,7 +27,7 @@ class _Held:
             parent.children += 1
 
     def release(self) -> None:
-        """Free it, unless something made from it is in use; the last of those then frees it."""
+        """Free the object. If others depend on it, the last of them frees it."""
         self.released = True
         if self.busy or self.children:
             return
@@ -38,17 +38,17 @@ class _Held:
                 self.parent.release()
 
 
-class Owned:
-    """Base of every handle that frees something.
+class Handle:
+    """Base class for the owner of a C object.
 
-    ``close()`` frees; so does leaving a ``with`` block; so does the garbage collector, for what
-    nobody closed.  A child keeps its parent's C object alive, whatever the order of collection.
+    ``close()`` frees the object. So does the end of a ``with`` block, and the garbage collector frees what nobody
+    closed. A child keeps its parent's C object alive, in whatever order they are collected.
     """
 
-    def __init__(self, pointer: Any, free: Callable[[Any], None], *, parent: Owned | None = None) -> None:
-        self._held: _Held = _Held(pointer, free, parent._held if parent is not None else None)
+    def __init__(self, pointer: Any, free: Callable[[Any], None], *, parent: Handle | None = None) -> None:
+        self._resource: _Resource = _Resource(pointer, free, parent._resource if parent is not None else None)
         self._parent = parent
-        self._finalizer = weakref.finalize(self, self._held.release)
+        self._finalizer = weakref.finalize(self, self._resource.release)
 
     @property
     def closed(self) -> bool:
@@ -60,26 +60,26 @@ class Owned:
         """The C object.
 
         Raises:
-            Closed: it has been freed.
+            HandleClosed: it has been freed.
         """
         if not self._finalizer.alive:
-            raise Closed(f"this {type(self).__name__} is closed")
-        return self._held.pointer
+            raise HandleClosed(f"this {type(self).__name__} is closed")
+        return self._resource.pointer
 
     def close(self) -> None:
-        """Free the C object.  A second call does nothing.
+        """Free the C object. Closing it twice is a no-op.
 
         Raises:
-            LlamaError: something made from it is still open, or a call into it is running in
-                another thread.  Nothing is freed then.
+            LlamaError: another handle depends on it, or another thread is in a call into it. It stays open.
         """
         if not self._finalizer.alive:
             return
-        if self._held.children:
+        if self._resource.children:
             raise LlamaError(
-                f"this {type(self).__name__} is in use: close what was made from it first ({self._held.children} open)"
+                f"this {type(self).__name__} is in use: close what was made from it first "
+                f"({self._resource.children} open)"
             )
-        if self._held.busy:
+        if self._resource.busy:
             raise LlamaError(f"this {type(self).__name__} is computing; close it when that call has returned")
         self._finalizer()
 

@@ -1,7 +1,7 @@
-"""Find, verify, load and bind libllama.
+"""Finds, verifies, loads and binds libllama.
 
-The order matters: the stamp is read before any code of the library runs, libstdc++ is loaded
-before libllama, and the log callback is set before the backends start to talk.
+The order matters: the stamp is verified before any code of the library runs, libstdc++ is loaded before libllama, and
+the log callback is set before the backends log anything.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from llama_abi.stamp import DEFAULT_DIRECTORY, Stamp, fix
 from llama_abi.types import DEVICE_TYPE, C, ggml_log_callback
 
 DIRECTORY_VARIABLE = "UMA_LLAMA_DIR"
+BACKTRACE_VARIABLE = "GGML_NO_BACKTRACE"
 
-CANARY = {
+EXPECTED_DEFAULTS = {
     "n_ctx": 512,
     "n_batch": 2048,
     "n_ubatch": 512,
@@ -34,12 +35,12 @@ CANARY = {
     "no_perf": True,
     "swa_full": True,
 }
-"""Defaults of ``llama_context_params``, from its first field to its last booleans.  A library whose
-struct is laid out otherwise answers with other numbers here, before anything depends on it."""
+"""Defaults of ``llama_context_params``, from its first field to its last booleans. A library with another struct layout
+returns other numbers."""
 
 
 class DeviceType(enum.Enum):
-    """What llama.cpp says a device is."""
+    """Kind of a device."""
 
     CPU = DEVICE_TYPE["GGML_BACKEND_DEVICE_TYPE_CPU"]
     GPU = DEVICE_TYPE["GGML_BACKEND_DEVICE_TYPE_GPU"]
@@ -50,72 +51,72 @@ class DeviceType(enum.Enum):
 
 @attrs.frozen
 class Device:
-    """Something that computes."""
+    """A compute device."""
 
     name: str
     description: str
     type: DeviceType
     memory_free: int
-    """Bytes, at the moment of asking; 0 where the backend does not know."""
+    """Free memory in bytes when ``Library.devices`` was called; 0 if the backend does not know."""
     memory_total: int
-    """Bytes."""
+    """Memory in bytes."""
 
 
 class Library:
-    """A loaded libllama.  One process has one; ``load`` gives it out.
+    """The loaded libllama. A process has one; ``load`` returns it.
 
-    ``c`` is the ctypes library with every declared function bound; only this package uses it.
+    ``c`` is the ctypes library with all declared functions bound. Only this package uses it.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        """Where it was loaded from."""
+        """Directory that it was loaded from."""
         self.stamp = Stamp.read(directory)
-        """What it was built from."""
+        """Source, backend and options of the build."""
         self.stamp.verify(directory)
         self.logs = LogRouter()
         self.c = _open(directory)
         C.bind(self.c, FUNCTIONS)
-        self._sing()
+        self._check_defaults()
         self.c.llama_log_set(self.logs.callback, None)
-        atexit.register(self.close_logging)
+        atexit.register(self.silence_logging)
         self.c.llama_backend_init()
         self.max_sequences = int(self.c.llama_max_parallel_sequences())
-        """Most sequences that one context can have; compiled in."""
+        """Most sequences in one context, a constant of the build."""
 
-    def _sing(self) -> None:
+    def _check_defaults(self) -> None:
         params = self.c.llama_context_default_params()
         wrong = [
-            f"{name} is {getattr(params, name)} and not {value}"
-            for name, value in CANARY.items()
+            f"{name} is {getattr(params, name)}, not {value}"
+            for name, value in EXPECTED_DEFAULTS.items()
             if getattr(params, name) != value
         ]
         if wrong:
             raise LibraryError(
-                f"the library in {self.directory} has other defaults than its header promises "
+                f"the library in {self.directory} does not have the defaults of its header "
                 f"({'; '.join(wrong)}): {fix(self.directory, self.stamp.backend)} --clean"
             )
 
     @property
     def system_info(self) -> str:
-        """What the CPU backend was compiled with, in llama.cpp's words."""
+        """CPU features that the library was compiled with, as llama.cpp prints them."""
         return _text(self.c.llama_print_system_info())
 
     @property
     def supports_gpu_offload(self) -> bool:
-        """A GPU was found, or the RPC backend is compiled in: llama.cpp counts that as one.
+        """Whether a GPU was found or the RPC backend is compiled in, which llama.cpp counts as a GPU.
 
-        Whether there is a GPU here, ``devices`` tells.
+        ``devices`` lists the GPUs of this machine.
         """
         return bool(self.c.llama_supports_gpu_offload())
 
     @property
     def supports_rpc(self) -> bool:
-        """The RPC backend is compiled in."""
+        """Whether the RPC backend is compiled in."""
         return bool(self.c.llama_supports_rpc())
 
     def devices(self) -> tuple[Device, ...]:
-        """All devices that the backends have found, in their order; asks for memory each time."""
+        """List the devices of all backends, with their free memory now."""
         found = []
         for index in range(self.c.ggml_backend_dev_count()):
             device = self.c.ggml_backend_dev_get(index)
@@ -132,11 +133,11 @@ class Library:
             )
         return tuple(found)
 
-    def close_logging(self) -> None:
-        """Stop calling Python from C's log; nothing that llama.cpp says is seen afterwards.
+    def silence_logging(self) -> None:
+        """Discard everything that llama.cpp logs from now on.
 
-        Called by itself when the interpreter ends.  Unsetting the callback would send every later
-        line to stderr, so a C function stands in that takes no notice of its arguments.
+        Runs when the interpreter ends, because C must not call Python afterwards. Without any callback llama.cpp would
+        write to stderr, so the callback becomes a C function that ignores its arguments.
         """
         silent = ctypes.cast(self.c.llama_supports_rpc, ggml_log_callback)
         self.c.llama_log_set(silent, None)
@@ -150,24 +151,29 @@ _loading = threading.Lock()
 
 
 def load(directory: Path | None = None) -> Library:
-    """The library in ``directory``, else in ``$UMA_LLAMA_DIR``, else beside this package.
+    """Load libllama, or return the loaded one.
 
-    Loads once and gives the same object from then on.
+    Sets ``GGML_NO_BACKTRACE=1`` unless the environment has it: otherwise an assertion in llama.cpp starts a debugger,
+    which blocks the dying process for seconds and writes pages of stack frames to its terminal.
+
+    Args:
+        directory: where it is; by default ``$UMA_LLAMA_DIR``, or ``lib`` in this package.
 
     Raises:
-        LibraryError: none is there, its stamp does not hold, it lacks symbols, or another one is
-            loaded in this process already.  The message names the fix.
+        LibraryError: there is no library, it does not match its stamp, it lacks symbols, or the process has loaded
+            another one. The message names the remedy.
     """
     global _loaded
     named = directory or os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY
     place = Path(named).resolve()
     with _loading:
         if _loaded is None:
+            os.environ.setdefault(BACKTRACE_VARIABLE, "1")
             _loaded = Library(place)
         elif _loaded.directory != place:
             raise LibraryError(
-                f"this process has loaded the library in {_loaded.directory} and cannot take the one in "
-                f"{place} too: use another process"
+                f"this process has loaded the library in {_loaded.directory} and cannot load the one in {place} too: "
+                "use another process"
             )
         return _loaded
 
@@ -175,15 +181,15 @@ def load(directory: Path | None = None) -> Library:
 def _open(directory: Path) -> ctypes.CDLL:
     suffix = "dylib" if sys.platform == "darwin" else "so"
     if sys.platform != "darwin":
-        # A CUDA build carries libstdc++ symbols of its own.  Unless the real ones are global
-        # already, libllama's streams resolve into them, and loading a model crashes.
+        # A CUDA build has libstdc++ symbols of its own. Unless the real ones are global already, libllama's streams
+        # resolve to them, and loading a model crashes.
         with contextlib.suppress(OSError):
             ctypes.CDLL("libstdc++.so.6", mode=ctypes.RTLD_GLOBAL)
     path = directory / f"libllama.{suffix}"
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise LibraryError(f"{path} does not load ({error}): {fix(directory)} --clean") from None
+        raise LibraryError(f"{path} cannot be loaded ({error}): {fix(directory)} --clean") from None
 
 
 def _text(value: bytes | None) -> str:

@@ -1,7 +1,7 @@
-"""llama.cpp's log lines, as Python logging: logger ``llama_abi``, level by level.
+"""Routes llama.cpp's log to Python's ``logging``, as the logger ``llama_abi``.
 
-The callback is called from C, on any thread, in pieces that need not end with a newline.  It is
-global to the library and must not be called any more once the interpreter ends.
+C calls the callback from any thread, with text that need not end at the end of a line. The callback is global to the
+library, and C must not call it after the interpreter has ended.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ LEVELS = {
     LOG_LEVEL["GGML_LOG_LEVEL_ERROR"]: logging.ERROR,
 }
 CONT = LOG_LEVEL["GGML_LOG_LEVEL_CONT"]
-MAX_KEPT = 20
-"""Error lines that go into one exception: the first are the ones that say why."""
+MAX_ERROR_LINES = 20
+"""Error lines in one exception message. The first ones give the reason."""
 
 
 class LogRouter:
-    """Puts pieces together to lines and hands the lines to ``logging``."""
+    """Joins fragments of log text into lines, and passes the lines to ``logging``."""
 
     def __init__(self) -> None:
         self._unfinished: dict[int, tuple[int, str]] = {}
-        self._complaints: dict[int, Complaints] = {}
+        self._captured: dict[int, CapturedWarnings] = {}
         self._callback = ggml_log_callback(self._called)
 
     @property
     def callback(self) -> Any:
-        """For ``llama_log_set``; lives as long as this router."""
+        """The argument of ``llama_log_set``. Valid for as long as this router."""
         return self._callback
 
     def feed(self, level: int, text: str) -> None:
-        """One piece from C.  ``level`` is a ``GGML_LOG_LEVEL``; CONT goes on with the line before."""
+        """Take a fragment from C. ``level`` is a ``GGML_LOG_LEVEL``; CONT continues the line before."""
         thread = threading.get_ident()
         before, start = self._unfinished.pop(thread, (LOG_LEVEL["GGML_LOG_LEVEL_INFO"], ""))
         if level == CONT:
@@ -60,7 +60,7 @@ class LogRouter:
     def _called(self, level: int, text: bytes, _: object) -> None:
         try:
             self.feed(level, text.decode("utf-8", "replace"))
-        except Exception:  # it must not travel into C
+        except Exception:  # an exception must not pass through C
             log.exception("a log line of llama.cpp was lost")
 
     def _line(self, level: int, line: str) -> None:
@@ -68,41 +68,40 @@ class LogRouter:
         if not line:
             return
         logged = LEVELS.get(level, logging.INFO)
-        complaints = self._complaints.get(threading.get_ident())
-        if complaints is not None and logged >= logging.WARNING:
-            complaints.lines.append((logged, line))
+        captured = self._captured.get(threading.get_ident())
+        if captured is not None and logged >= logging.WARNING:
+            captured.lines.append((logged, line))
         else:
             log.log(logged, "%s", line)
 
     @contextlib.contextmanager
-    def complaints(self) -> Iterator[Complaints]:
-        """Keep this thread's warnings and errors back while a call into C may fail.
+    def capture_warnings(self) -> Iterator[CapturedWarnings]:
+        """Hold this thread's warnings and errors back during a call into C that may fail.
 
-        Who raises an exception puts them into it (``str(complaints)``), and they are logged as
-        DEBUG only; the same when ``expected`` is set.  When the block just ends, they are logged
-        as what they are.  Blocks do not nest.
+        The lines are logged when the block ends: with their own level if it succeeded, as DEBUG if it raised an
+        exception or set ``expected``. An exception carries them in its message (``str(captured)``). Blocks do not nest.
         """
         thread = threading.get_ident()
-        complaints = self._complaints[thread] = Complaints()
+        captured = self._captured[thread] = CapturedWarnings()
         try:
-            yield complaints
+            yield captured
         except BaseException:
-            complaints.expected = True
+            captured.expected = True
             raise
         finally:
-            del self._complaints[thread]
-            for level, line in complaints.lines:
-                log.log(logging.DEBUG if complaints.expected else level, "%s", line)
+            del self._captured[thread]
+            for level, line in captured.lines:
+                log.log(logging.DEBUG if captured.expected else level, "%s", line)
 
 
 @attrs.define
-class Complaints:
-    """What llama.cpp said during one call."""
+class CapturedWarnings:
+    """Warnings and errors that llama.cpp logged during one call. ``str()`` joins the errors."""
 
     expected: bool = False
-    """The call failed, or ended as somebody had wished: nothing to alarm an operator."""
+    """The caller reports the outcome, so the lines need no operator's attention."""
     lines: list[tuple[int, str]] = attrs.Factory(list)
 
     def __str__(self) -> str:
         errors = [line for level, line in self.lines if level >= logging.ERROR]
-        return "; ".join(errors[:MAX_KEPT])
+        return "; ".join(errors[:MAX_ERROR_LINES])

@@ -1,4 +1,4 @@
-"""A loaded model: its weights, its metadata, and its vocabulary."""
+"""A loaded model: weights, metadata and vocabulary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llama_abi.errors import LlamaError
-from llama_abi.handles import Owned
+from llama_abi.handles import Handle
 from llama_abi.library import Library
 from llama_abi.types import LOAD_MODE, llama_progress_callback
 from llama_abi.vocab import Vocab
@@ -16,26 +16,26 @@ from llama_abi.vocab import Vocab
 INT32_MAX = 2**31 - 1
 
 
-class Model(Owned):
-    """A GGUF file, loaded.  Shared by any number of contexts; safe to read from any thread.
+class Model(Handle):
+    """A loaded GGUF file. Any number of contexts share it, and any thread may read it.
 
         with Model(load(), "model.gguf") as model:
             print(model.description, model.vocab.n_tokens)
 
     Args:
-        path: the file; of a split model its first part.
-        n_gpu_layers: layers to put on devices; -1 for all.  Without a device it does nothing.
-        use_mmap: map the file instead of reading it.  The file must then stay as it is.
-        vocab_only: no weights; enough to tokenize, not for a ``Context``.
-        check_tensors: look for NaN and broken blocks in the weights (slow).
-        on_progress: called in this thread with 0.0 to 1.0; ``False`` stops loading, ``None`` and
-            anything else goes on.  What it raises stops loading, and comes out of here.
+        path: the file, or the first part of a split model.
+        n_gpu_layers: number of layers to put on devices; -1 for all. Ignored without a device.
+        use_mmap: map the file instead of reading it. The file must not change while the model is open.
+        vocab_only: load the vocabulary without weights. Such a model can tokenize, but cannot have a ``Context``.
+        check_tensors: search the weights for NaN and invalid blocks, which is slow.
+        on_progress: called in this thread with a share from 0.0 to 1.0. Loading stops if it returns ``False``, or
+            raises; the exception is passed on.
 
     Raises:
-        LlamaError: the file is not there, not a model, or does not fit into memory; or loading
-            was stopped.  The message has llama.cpp's own words.  Nothing is left behind.
+        LlamaError: the file does not exist, is not a model, or does not fit into memory; or loading was stopped. The
+            message includes llama.cpp's errors.
 
-    A GGUF is untrusted input, and llama.cpp's own checks are few: validate the header first.
+    A GGUF file is untrusted input, and some values in it abort the process: check the file first.
     Source: llama.h, ``llama_model_load_from_file``.
     """
 
@@ -53,7 +53,7 @@ class Model(Owned):
         self.library = library
         self.path = os.fspath(path)
         self.vocab_only = vocab_only
-        """Loaded without weights."""
+        """Whether it was loaded without weights."""
         self._c = library.c
         progress = _Progress(on_progress)
         params = self._c.llama_model_default_params()
@@ -66,7 +66,7 @@ class Model(Owned):
             raise LlamaError("a path cannot contain a NUL character")
         if not os.path.isfile(self.path):
             raise LlamaError(f"there is no file {self.path}")
-        with library.logs.complaints() as complaints:
+        with library.logs.capture_warnings() as captured:
             try:
                 pointer = self._c.llama_model_load_from_file(os.fsencode(self.path), params)
             except LlamaError:
@@ -74,29 +74,29 @@ class Model(Owned):
                     raise progress.error from None
                 if progress.stopped:
                     raise LlamaError(f"loading {self.path} was stopped") from None
-                raise LlamaError(f"cannot load {self.path}: {str(complaints) or 'no reason given'}") from None
+                raise LlamaError(f"cannot load {self.path}: {str(captured) or 'no reason given'}") from None
         super().__init__(pointer, self._c.llama_model_free)
-        self.vocab = Vocab(self)
-        """Its tokens; usable for as long as the model is open."""
+        self.vocab = Vocab(self._c, self)
+        """Its vocabulary, usable while the model is open."""
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantization, in llama.cpp's words."""
+        """Architecture, size and quantization, as llama.cpp prints them."""
         return self._string(self._c.llama_model_desc, self._pointer) or ""
 
     @property
     def n_params(self) -> int:
-        """Weights, counted one by one."""
+        """Number of weights."""
         return int(self._c.llama_model_n_params(self._pointer))
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors, as stored."""
+        """Size of all tensors in the file, in bytes."""
         return int(self._c.llama_model_size(self._pointer))
 
     @property
     def n_ctx_train(self) -> int:
-        """Tokens of context that it was trained for."""
+        """Context length in tokens that it was trained with."""
         return int(self._c.llama_model_n_ctx_train(self._pointer))
 
     @property
@@ -106,58 +106,58 @@ class Model(Owned):
 
     @property
     def n_layer(self) -> int:
-        """Transformer blocks."""
+        """Number of layers."""
         return int(self._c.llama_model_n_layer(self._pointer))
 
     @property
     def n_head(self) -> int:
-        """Query heads of the first layer."""
+        """Number of query heads of the first layer."""
         return int(self._c.llama_model_n_head(self._pointer))
 
     @property
     def n_head_kv(self) -> int:
-        """Key and value heads of the first layer."""
+        """Number of KV heads of the first layer."""
         return int(self._c.llama_model_n_head_kv(self._pointer))
 
     @property
     def n_swa(self) -> int:
-        """Tokens of the sliding attention window; 0 without one."""
+        """Length of the sliding attention window in tokens; 0 without one."""
         return int(self._c.llama_model_n_swa(self._pointer))
 
     @property
     def is_recurrent(self) -> bool:
-        """Its memory is a state and not a list of tokens (Mamba, RWKV): no rolling back."""
+        """Whether all layers are recurrent (Mamba, RWKV), so that sequences cannot be truncated."""
         return bool(self._c.llama_model_is_recurrent(self._pointer))
 
     @property
     def is_hybrid(self) -> bool:
-        """Attention and recurrent layers both."""
+        """Whether it has both attention and recurrent layers."""
         return bool(self._c.llama_model_is_hybrid(self._pointer))
 
     @property
     def has_encoder(self) -> bool:
-        """Needs ``llama_encode`` first, which this package does not offer."""
+        """Whether it needs ``llama_encode``, which this package does not offer."""
         return bool(self._c.llama_model_has_encoder(self._pointer))
 
     @property
     def has_decoder(self) -> bool:
-        """Can generate."""
+        """Whether it can generate."""
         return bool(self._c.llama_model_has_decoder(self._pointer))
 
     @property
     def chat_template(self) -> str | None:
-        """The Jinja source in the file; untrusted, so render it in a sandbox only."""
+        """Jinja source of its chat template. It is untrusted: render it in a sandbox only."""
         found = self._c.llama_model_chat_template(self._pointer, None)
         return None if found is None else found.decode("utf-8", "replace")
 
     def meta(self, key: str) -> str | None:
-        """A scalar of the file's metadata as text, or ``None``.  Arrays are not given."""
+        """The metadata value of ``key`` as text; ``None`` if there is none, or it is an array."""
         if "\0" in key:
             return None
         return self._string(self._c.llama_model_meta_val_str, self._pointer, key.encode())
 
     def metadata(self) -> dict[str, str]:
-        """All scalars of the file's metadata, as text."""
+        """All metadata of the file as text, except arrays."""
         found = {}
         for index in range(self._c.llama_model_meta_count(self._pointer)):
             key = self._string(self._c.llama_model_meta_key_by_index, self._pointer, index)
@@ -167,7 +167,7 @@ class Model(Owned):
         return found
 
     def _string(self, function: Any, *arguments: Any) -> str | None:
-        """Call a C function that fills a buffer like snprintf and returns the whole length."""
+        """Call a C function that works like snprintf: it fills a buffer and returns the full length."""
         size = 256
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -183,7 +183,7 @@ class Model(Owned):
 
 
 class _Progress:
-    """Keeps what a progress function raises out of C and for the caller."""
+    """Keeps exceptions of the progress function away from C, for the caller."""
 
     def __init__(self, function: Callable[[float], bool | None] | None) -> None:
         self.error: BaseException | None = None
@@ -196,6 +196,6 @@ class _Progress:
             return True
         try:
             self.stopped = self._function(progress) is False
-        except BaseException as error:  # noqa: BLE001  handed to the caller once C has returned
+        except BaseException as error:  # noqa: BLE001  (re-raised once C has returned)
             self.error = error
         return not self.stopped and self.error is None

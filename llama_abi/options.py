@@ -1,4 +1,4 @@
-"""How a context is to be made: our words for ``llama_context_params``, with their bounds."""
+"""Options of a context: ``llama_context_params`` with bounds that are checked in Python."""
 
 from __future__ import annotations
 
@@ -25,44 +25,46 @@ def _count(low: int = 0, high: int = UINT32_MAX) -> Any:
 
 @attrs.frozen(kw_only=True)
 class ContextOptions:
-    """How a context is made; what it then really has, its properties say."""
+    """Options of a context. llama.cpp may round some of them; the context's properties have the final values."""
 
     n_ctx: int = attrs.field(default=0, validator=_count())
-    """KV cells in all, over all sequences; 0 for as many as the model was trained for."""
+    """KV cells for all sequences together; 0 for the model's training context."""
     n_batch: int = attrs.field(default=2048, validator=_count(1, INT32_MAX))
     """Most tokens in one decode."""
     n_ubatch: int = attrs.field(default=512, validator=_count(1, INT32_MAX))
-    """Most tokens computed at once; a decode of more is cut into several passes."""
+    """Most tokens in one pass over the weights. A larger decode takes several passes."""
     n_seq_max: int = attrs.field(default=1, validator=_count(1))
-    """Sequences; ids are in ``[0, n_seq_max)``.  At most ``Library.max_sequences``."""
+    """Number of sequences, at most ``Library.max_sequences``. Ids are in ``[0, n_seq_max)``."""
     n_threads: int = attrs.field(default=1, validator=_count(1, 512))
-    """For decodes of one token a sequence."""
+    """Compute threads for decodes with one token per sequence."""
     n_threads_batch: int = attrs.field(default=1, validator=_count(1, 512))
-    """For decodes with more."""
+    """Compute threads for larger decodes."""
     kv_unified: bool = False
-    """One pool of cells for all sequences, instead of ``n_ctx / n_seq_max`` for each."""
+    """Share all KV cells between the sequences, instead of ``n_ctx / n_seq_max`` cells for each."""
     type_k: str = attrs.field(default="f16", validator=attrs.validators.in_(tuple(KV_TYPES)))
+    """Type of the keys in the KV cache, from ``KV_TYPES``."""
     type_v: str = attrs.field(default="f16", validator=attrs.validators.in_(tuple(KV_TYPES)))
-    """A quantized ``type_v`` needs flash attention."""
+    """Type of the values in the KV cache. A quantized type needs flash attention."""
     flash_attn: str = attrs.field(default="auto", validator=attrs.validators.in_(tuple(FLASH_ATTN)))
     """``auto``, ``on`` or ``off``."""
     offload_kqv: bool = True
-    """KV cache and attention on the device."""
+    """Put the KV cache and attention on the device."""
     op_offload: bool = True
-    """Large prompt passes on the device even where weights are on the host."""
+    """Compute large prefill passes on the device even where the weights are on the host."""
     swa_full: bool = True
-    """Have cells for all of a sliding window's past, so that a sequence can be rolled back.  In a unified cache others
-    may take those behind its window all the same: ``seq_pos_min`` says what is left."""
+    """Keep cells for the whole past of sliding-window layers, so that a sequence can be truncated. In a unified cache
+    other sequences may still take the cells behind a window; ``seq_pos_min`` gives the lowest position left."""
     n_outputs_max: int = attrs.field(default=0, validator=_count())
-    """Most rows of logits in one pass; 0 for ``n_batch``.  Fewer save memory; more than it abort."""
+    """Most rows of logits in one pass; 0 for ``n_batch``. A lower limit saves memory. ``decode`` enforces it."""
     n_outputs_max_per_seq: int = attrs.field(default=0, validator=_count())
-    """The same for one sequence; 0 for ``n_outputs_max``."""
+    """Most rows of logits in one pass for one sequence; 0 for ``n_outputs_max``."""
     n_rs_seq: int = attrs.field(default=0, validator=_count())
-    """Tokens that a recurrent state can be rolled back by, once between two decodes, if the last pass had more than those
-    of the sequence: where it had fewer, ``seq_remove`` does not notice.  0 for architectures that keep no snapshots."""
+    """Most tokens that a recurrent state can be rolled back by, once between two decodes. The last pass must have had
+    more tokens of the sequence than that; ``seq_remove`` does not notice if it had fewer. llama.cpp sets it to 0 for
+    architectures without such snapshots."""
 
     def c_params(self, c: Any) -> Any:
-        """A ``llama_context_params``: llama.cpp's defaults, and these on top."""
+        """Make a ``llama_context_params``: llama.cpp's defaults, overwritten with these options."""
         params = c.llama_context_default_params()
         for name, value in attrs.asdict(self).items():
             if name in ("type_k", "type_v"):

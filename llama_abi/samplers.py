@@ -1,6 +1,6 @@
-"""llama.cpp's own samplers: the reference that ours are held to.
+"""llama.cpp's samplers, as a reference for tests.
 
-Serving does not use them; sampling all rows at once in numpy is several times faster.
+Serving does not use them: sampling all rows of a step at once in numpy is several times faster.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from llama_abi.context import Context
 from llama_abi.errors import LlamaError
-from llama_abi.handles import Owned
+from llama_abi.handles import Handle
 from llama_abi.library import Library
 from llama_abi.types import llama_token_data, llama_token_data_array
 
@@ -21,8 +21,8 @@ TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32
 UINT32_MAX = 2**32 - 1
 
 
-class SamplerChain(Owned):
-    """Samplers in the order of adding.  Filters first, and one that chooses (greedy, dist) last.
+class SamplerChain(Handle):
+    """A chain of samplers, applied in the order in which they were added. The last one must choose (greedy or dist).
 
     chain = SamplerChain(library).add_top_k(40).add_top_p(0.9).add_temp(0.8).add_dist(seed=1)
     """
@@ -44,28 +44,28 @@ class SamplerChain(Owned):
         return self._add(self._c.llama_sampler_init_top_p(p, max(min_keep, 0)))
 
     def add_min_p(self, p: float, *, min_keep: int = 1) -> Self:
-        """Keep tokens at least ``p`` times as likely as the likeliest."""
+        """Keep tokens that are at least ``p`` times as likely as the likeliest."""
         return self._add(self._c.llama_sampler_init_min_p(p, max(min_keep, 0)))
 
     def add_temp(self, temperature: float) -> Self:
-        """Divide logits by ``temperature``; at 0 or less only the likeliest stays."""
+        """Divide the logits by ``temperature``. At 0 or less only the likeliest token is kept."""
         return self._add(self._c.llama_sampler_init_temp(temperature))
 
     def add_penalties(
         self, n_vocab: int, *, last_n: int, repeat: float = 1.0, frequency: float = 0.0, presence: float = 0.0
     ) -> Self:
-        """Make tokens unlikelier that ``accept`` has seen among the last ``last_n``."""
+        """Make the last ``last_n`` accepted tokens less likely."""
         if repeat <= 0 or last_n < 0:
-            raise LlamaError("repeat must be above 0, and last_n not negative")
+            raise LlamaError("repeat must be above 0, and last_n must not be negative")
         return self._add(self._c.llama_sampler_init_penalties(n_vocab, last_n, repeat, frequency, presence))
 
     def add_dist(self, *, seed: int) -> Self:
-        """Choose at random; the same ``seed`` makes the same choices."""
+        """Choose at random. The same ``seed`` makes the same choices."""
         self._chooses = True
         return self._add(self._c.llama_sampler_init_dist(seed & UINT32_MAX))
 
     def add_greedy(self) -> Self:
-        """Choose the likeliest."""
+        """Choose the likeliest token."""
         self._chooses = True
         return self._add(self._c.llama_sampler_init_greedy())
 
@@ -73,24 +73,23 @@ class SamplerChain(Owned):
         """Choose a token after batch position ``index`` of the context's last decode, and accept it.
 
         Raises:
-            LlamaError: nothing in the chain chooses, or no logits were asked for at ``index``.
+            LlamaError: no sampler of the chain chooses, or the token at ``index`` has no logits.
         """
         pointer = self._pointer
         if not self._chooses:
-            raise LlamaError("the chain has no sampler that chooses: add_greedy or add_dist")
+            raise LlamaError("no sampler of the chain chooses; call add_greedy or add_dist")
         if not context._has_logits(index):
-            raise LlamaError(f"the last decode gave no logits at batch position {index}")
+            raise LlamaError(f"the last decode returned no logits for batch position {index}")
         return int(self._c.llama_sampler_sample(pointer, context._pointer, index))
 
     def apply(self, logits: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-        """What the chain leaves of one row of logits.
+        """Filter one row of logits.
 
         Args:
-            logits: ``[n_vocab]``; not changed.
+            logits: shape ``[n_vocab]``; not changed.
 
         Returns:
-            ``(ids, probabilities)`` of the tokens that are left, likeliest first; the
-            probabilities are renormalised and sum to one.
+            ``(ids, probabilities)`` of the tokens that the chain keeps, likeliest first. Probabilities sum to one.
         """
         pointer = self._pointer
         if logits.ndim != 1 or len(logits) < 1:
@@ -105,21 +104,21 @@ class SamplerChain(Owned):
             sorted=False,
         )
         self._c.llama_sampler_apply(pointer, ctypes.byref(array))
-        # A sampler may have pointed the array at memory of its own.
+        # A sampler may have replaced the array's data with memory of its own.
         address = ctypes.cast(array.data, ctypes.c_void_p).value or 0
         size = array.size * TOKEN_DATA.itemsize
-        left = np.frombuffer((ctypes.c_char * size).from_address(address), TOKEN_DATA).copy()
-        left = left[np.isfinite(left["logit"])]
-        left = left[np.argsort(-left["logit"], kind="stable")]
-        weights = np.exp(left["logit"].astype(np.float64) - left["logit"][0])
-        return left["id"].copy(), weights / weights.sum()
+        kept = np.frombuffer((ctypes.c_char * size).from_address(address), TOKEN_DATA).copy()
+        kept = kept[np.isfinite(kept["logit"])]
+        kept = kept[np.argsort(-kept["logit"], kind="stable")]
+        weights = np.exp(kept["logit"].astype(np.float64) - kept["logit"][0])
+        return kept["id"].copy(), weights / weights.sum()
 
     def accept(self, token: int) -> None:
-        """Tell the chain that ``token`` follows; ``sample`` has done so already."""
+        """Record that ``token`` follows, for penalties. ``sample`` does so itself."""
         self._c.llama_sampler_accept(self._pointer, token)
 
     def reset(self) -> None:
-        """Forget accepted tokens, and start random numbers anew."""
+        """Forget the accepted tokens, and restart the random numbers."""
         self._c.llama_sampler_reset(self._pointer)
 
     def _add(self, sampler: Any) -> Self:

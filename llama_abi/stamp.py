@@ -1,9 +1,8 @@
-"""The stamp beside a library: what it was built from, and which declarations its header agreed with.
+"""The stamp of a library: what it was built from, and which declarations its header was checked against.
 
-``python -m llama_abi.check`` writes ``stamp.json`` when it has passed, as the last step of
-build_llama.sh.  The loader asks ``Stamp.read`` and ``Stamp.verify``; so a library of another
-commit, a header that was exchanged afterwards, and declarations edited since are each refused
-before the first call.
+``python -m llama_abi.check`` writes ``stamp.json`` after it has passed, as the last step of build_llama.sh. The loader
+verifies the stamp before the first call. It refuses a library of another version, a header that was replaced, and
+declarations that have changed since.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import attrs
 
-from llama_abi.csource import source as c_source
+from llama_abi.check_source import check_source
 from llama_abi.errors import LibraryError
 
 STAMP = "stamp.json"
@@ -22,17 +21,17 @@ DEFAULT_DIRECTORY = Path(__file__).with_name("lib")
 
 
 def pin() -> str:
-    """The llama.cpp that these declarations are for, as ``pin.txt`` has it: a pip requirement."""
+    """The llama.cpp version that the declarations belong to: the pip requirement in ``pin.txt``."""
     return Path(__file__).with_name("pin.txt").read_text().split()[0]
 
 
 def declarations_sha256() -> str:
-    """Of all declarations, as the compiler sees them."""
-    return hashlib.sha256(c_source().encode()).hexdigest()
+    """Digest of all declarations, as the compiler sees them."""
+    return hashlib.sha256(check_source().encode()).hexdigest()
 
 
 def header_sha256(directory: Path) -> str:
-    """Of every header in ``directory``, by name and content."""
+    """Digest of the names and contents of all headers in ``directory``."""
     digest = hashlib.sha256()
     for header in sorted(directory.glob("*.h")):
         digest.update(header.name.encode() + b"\0" + header.read_bytes() + b"\0")
@@ -40,7 +39,7 @@ def header_sha256(directory: Path) -> str:
 
 
 def fix(directory: Path, backend: str = "") -> str:
-    """The command that puts ``directory`` right."""
+    """The command that repairs the library in ``directory``."""
     if directory == DEFAULT_DIRECTORY.resolve():
         return "run ./build_llama.sh"
     return f"run ./build_llama.sh{' --backend ' if backend else ''}{backend} --prefix {directory}"
@@ -54,27 +53,27 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 @attrs.frozen(kw_only=True)
 class Stamp:
-    """What ``stamp.json`` says."""
+    """The content of ``stamp.json``."""
 
     pin: str
-    """A pip requirement; for a build with ``--source`` it is ``source:`` and that tree's version."""
+    """Version of the source: a pip requirement, or ``source:`` and a version for a build with ``--source``."""
     backend: str
     """``cpu``, ``metal``, ``vulkan`` or ``cuda``."""
     header_sha256: str
-    """Of ``include/`` when the check passed."""
+    """Digest of ``include/`` when the check passed."""
     declarations_sha256: str
-    """Of our declarations when the check passed."""
+    """Digest of the declarations when the check passed."""
     options: tuple[str, ...]
-    """The cmake options of the build."""
+    """CMake options of the build."""
     libraries: dict[str, int]
-    """File name -> size in bytes, so that a half-copied or exchanged file is noticed."""
+    """File name -> size in bytes, to detect files that were replaced or copied in part."""
 
     @classmethod
     def read(cls, directory: Path) -> Stamp:
-        """The stamp of ``directory``.
+        """Read the stamp of ``directory``.
 
         Raises:
-            LibraryError: there is none, or it is not readable.
+            LibraryError: there is no stamp, or it is not readable.
         """
         path = directory / STAMP
         try:
@@ -84,37 +83,35 @@ class Stamp:
             if not directory.is_dir():
                 raise LibraryError(f"there is no library in {directory}: {fix(directory)}") from None
             raise LibraryError(
-                f"{directory} has no {STAMP}, so nothing says that its library and header belong "
-                f"together: {fix(directory)}"
+                f"{directory} has no {STAMP}, so its library and header may not match: {fix(directory)}"
             ) from None
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise LibraryError(f"{path} is not readable ({error}): {fix(directory)} --clean") from None
 
     def verify(self, directory: Path) -> None:
-        """Refuse a library that is not the one that was checked.
+        """Refuse a library that has changed since it was checked.
 
         Raises:
-            LibraryError: another pin, headers or files exchanged, declarations edited since.
+            LibraryError: the version, the headers, the files or the declarations are not those of the stamp.
         """
         remedy = fix(directory, self.backend)
         if not self.pin.startswith("source:") and self.pin != pin():
             raise LibraryError(f"the library in {directory} is {self.pin}, but this version needs {pin()}: {remedy}")
         if self.header_sha256 != header_sha256(directory / "include"):
             raise LibraryError(
-                f"the headers in {directory / 'include'} are not those that the declarations were "
-                f"checked against: {remedy}"
+                f"the headers in {directory}/include have changed since the declarations were checked: {remedy}"
             )
         if self.declarations_sha256 != declarations_sha256():
             raise LibraryError(
-                f"the declarations in llama_abi have changed since they were checked against the header "
-                f"in {directory}: {remedy} (it takes a second, only the check runs again)"
+                f"the declarations in llama_abi have changed since the library in {directory} was checked: {remedy} "
+                "(this only repeats the check, and takes a second)"
             )
         if self.libraries != _sizes(directory):
-            raise LibraryError(f"the library files in {directory} are not those that were stamped: {remedy} --clean")
+            raise LibraryError(f"the library files in {directory} have changed since the check: {remedy} --clean")
 
 
 def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...]) -> Stamp:
-    """Stamp ``directory``, whose header has just been checked."""
+    """Write the stamp of ``directory``. Call it right after the check has passed."""
     stamp = Stamp(
         pin=source,
         backend=backend,
@@ -127,18 +124,18 @@ def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...
     return stamp
 
 
-def state(directory: Path, *, source: str, backend: str, options: tuple[str, ...]) -> tuple[str, str]:
-    """What build_llama.sh has to do for ``directory``, and why: ``build``, ``check`` or ``nothing``."""
+def required_action(directory: Path, *, source: str, backend: str, options: tuple[str, ...]) -> tuple[str, str]:
+    """Decide what build_llama.sh has to do: ``build``, ``check`` or ``nothing``, and the reason."""
     try:
         stamp = Stamp.read(directory)
     except LibraryError as error:
         return "build", str(error).partition(":")[0]
     if (stamp.pin, stamp.backend) != (source, backend):
-        return "build", f"the library there is {stamp.pin} for {stamp.backend}"
+        return "build", f"the library is {stamp.pin} for {stamp.backend}"
     if stamp.options != options:
         return "build", "the options of the build have changed"
     if stamp.libraries != _sizes(directory) or stamp.header_sha256 != header_sha256(directory / "include"):
-        return "build", "files of the library are missing or were exchanged"
+        return "build", "files of the library are missing or have changed"
     if stamp.declarations_sha256 != declarations_sha256():
         return "check", "the declarations have changed"
     return "nothing", "it is up to date"

@@ -1,12 +1,11 @@
-"""llama.h's types, in llama.h's order: what we pass by value, and the values that we name.
+"""Types of llama.h in its order: structs that are passed by value, typedefs, and enum values in use.
 
-Structs must be complete and in order; ``llama_abi.check`` holds every field to offset and type.
-Of enums only the members in use are listed.
+A struct must have all fields in order; ``llama_abi.check`` verifies the offset and type of each.
 """
 
 from __future__ import annotations
 
-from llama_abi.ctext import Declarations
+from llama_abi.declarations import Declarations
 
 C = Declarations()
 

@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""The vocabulary of a model: text to tokens and back."""
 
 from __future__ import annotations
 
@@ -6,88 +6,87 @@ import ctypes
 import enum
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from llama_abi.errors import LlamaError, TooManyTokens
+from llama_abi.handles import Handle
 from llama_abi.types import MACROS, TOKEN_ATTR, VOCAB_TYPE
-
-if TYPE_CHECKING:
-    from llama_abi.model import Model
 
 INT32_MAX = 2**31 - 1
 INT32_MIN = -(2**31)
 TOKEN_NULL = MACROS["LLAMA_TOKEN_NULL"]
 
 Tokens = npt.NDArray[np.int32]
-"""Token ids, one dimension."""
+"""Token ids, shape ``[n]``."""
 
 
 class TokenAttr(enum.IntFlag):
-    """What llama.cpp knows of a token; other bits may be set as well."""
+    """Attributes of a token. llama.cpp may set other bits too."""
 
     UNKNOWN = TOKEN_ATTR["LLAMA_TOKEN_ATTR_UNKNOWN"]
-    """Stands for what the vocabulary has no token for."""
+    """Replaces text that the vocabulary has no token for."""
     CONTROL = TOKEN_ATTR["LLAMA_TOKEN_ATTR_CONTROL"]
+    """Has a meaning instead of a text."""
     USER_DEFINED = TOKEN_ATTR["LLAMA_TOKEN_ATTR_USER_DEFINED"]
-    """Text that is always this token, whatever ``parse_special`` says."""
+    """Its text always becomes this token, whatever ``parse_special`` is."""
     LSTRIP = TOKEN_ATTR["LLAMA_TOKEN_ATTR_LSTRIP"]
-    """Takes the white space before it away."""
+    """Removes the white space before it."""
     RSTRIP = TOKEN_ATTR["LLAMA_TOKEN_ATTR_RSTRIP"]
-    """Takes the white space after it away."""
+    """Removes the white space after it."""
 
 
 class Vocab:
-    """The vocabulary of an open model; safe to use from any thread.
+    """The vocabulary of an open model. Any thread may use it.
 
-    Every method raises ``Closed`` once the model is closed, and ``LlamaError`` for a token id that
-    is not in ``[0, n_tokens)``: llama.cpp itself would end the process.
+    Every method raises ``HandleClosed`` once the model is closed, and ``LlamaError`` for a token id outside
+    ``[0, n_tokens)``, which would abort the process in llama.cpp.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, c: Any, model: Handle) -> None:
         self._model = model
-        self._c = model.library.c
+        self._c = c
         self._vocab = self._c.llama_model_get_vocab(model._pointer)
         self.n_tokens = int(self._c.llama_vocab_n_tokens(self._vocab))
-        """Ids are in ``[0, n_tokens)``; also the width of a row of logits."""
+        """Number of tokens, and width of a row of logits. Ids are in ``[0, n_tokens)``."""
         self.has_tokenizer = self._c.llama_vocab_type(self._vocab) != VOCAB_TYPE["LLAMA_VOCAB_TYPE_NONE"]
-        """A file without one can be decoded, in token ids only."""
+        """Whether the file has a tokenizer. Without one a model takes and returns token ids only."""
 
     @property
     def _pointer(self) -> Any:
-        self._model._pointer  # noqa: B018  raises Closed
+        self._model._pointer  # noqa: B018  raises HandleClosed
         return self._vocab
 
     @cached_property
     def bos(self) -> int | None:
-        """Beginning of text."""
+        """Token for the beginning of a text."""
         return self._special(self._c.llama_vocab_bos)
 
     @cached_property
     def eos(self) -> int | None:
-        """End of text."""
+        """Token for the end of a text."""
         return self._special(self._c.llama_vocab_eos)
 
     @cached_property
     def eot(self) -> int | None:
-        """End of a turn in a chat."""
+        """Token for the end of a turn in a chat."""
         return self._special(self._c.llama_vocab_eot)
 
     @cached_property
     def add_bos(self) -> bool:
-        """The model expects its texts to start with ``bos``; ``add_special`` then adds it."""
+        """Whether ``add_special`` puts ``bos`` before a text."""
         return bool(self._c.llama_vocab_get_add_bos(self._pointer))
 
     @cached_property
     def add_eos(self) -> bool:
-        """``add_special`` appends ``eos``."""
+        """Whether ``add_special`` puts ``eos`` after a text."""
         return bool(self._c.llama_vocab_get_add_eos(self._pointer))
 
     @cached_property
     def eog_ids(self) -> tuple[int, ...]:
-        """All tokens that end a generation, ascending."""
+        """All tokens that end a generation, in ascending order."""
         pointer = self._pointer
         return tuple(t for t in range(self.n_tokens) if self._c.llama_vocab_is_eog(pointer, t))
 
@@ -100,7 +99,7 @@ class Vocab:
         return bool(self._c.llama_vocab_is_control(self._pointer, self._checked(token)))
 
     def attributes(self, token: int) -> TokenAttr:
-        """What kind of token ``token`` is."""
+        """Attributes of ``token``."""
         return TokenAttr(self._c.llama_vocab_get_attr(self._pointer, self._checked(token)))
 
     def tokenize(
@@ -111,29 +110,30 @@ class Vocab:
         parse_special: bool,
         limit: int | None = None,
     ) -> Tokens:
-        """The tokens of ``text``.
+        """Split ``text`` into tokens.
+
+        Blocks without the GIL, for about 1 us per token, and longer for one very long word.
 
         Args:
-            text: UTF-8 when bytes; NUL characters are text like any other, and bytes that are not
-                UTF-8 become replacement characters.
-            add_special: put ``bos`` and the like where the model expects them.
-            parse_special: read the spelling of special tokens as these tokens.  Never for text
-                that somebody else wrote.
-            limit: most tokens allowed; no array larger than that is made.
+            text: bytes must be UTF-8; invalid bytes become replacement characters. NUL is a character like any other.
+            add_special: add ``bos`` and the like where the model expects them.
+            parse_special: turn the spelling of a control token into that token. Never use it for untrusted text.
+            limit: most tokens allowed. No larger array is allocated.
 
         Returns:
-            int32 ``[n]``, the caller's own.
+            int32 ``[n]``, owned by the caller.
 
         Raises:
-            TooManyTokens: more than ``limit``.
-            LlamaError: the model has no tokenizer, a lone surrogate in ``text``, or more bytes or
-                tokens than an int32 counts.
+            TooManyTokens: there are more than ``limit``.
+            LlamaError: the model has no tokenizer or lacks a token that ``add_special`` needs, ``text`` has a lone
+                surrogate, or the number of bytes or tokens exceeds an int32.
 
-        Blocks without the GIL; about 1 us a token, more for one very long word.
         Source: llama.h, ``llama_tokenize``.
         """
         pointer = self._pointer
         self._need_tokenizer()
+        if add_special and ((self.add_bos and self.bos is None) or (self.add_eos and self.eos is None)):
+            raise LlamaError("the model adds bos or eos to a text, and its vocabulary has no such token")
         if isinstance(text, str):
             try:
                 text = text.encode()
@@ -141,7 +141,7 @@ class Vocab:
                 raise LlamaError(f"the text is not Unicode: {error}") from None
         if len(text) > INT32_MAX:
             raise LlamaError(f"a text of {len(text)} bytes is too long")
-        # Nearly always at most one token a byte, and a few in front; if not, ask a second time.
+        # Nearly every text has at most one token per byte and a few special ones; otherwise the loop runs again.
         room = len(text) + 8 if limit is None else min(len(text) + 8, max(limit, 0))
         while True:
             tokens = np.empty(min(room, INT32_MAX), np.int32)
@@ -149,28 +149,29 @@ class Vocab:
                 pointer, text, len(text), _int32s(tokens), len(tokens), add_special, parse_special
             )
             if n == INT32_MIN:
-                raise LlamaError("the text has more tokens than an int32 counts", code=n)
+                raise LlamaError("the text has more tokens than an int32 can count", code=n)
             if limit is not None and abs(n) > limit:
                 raise TooManyTokens(abs(n), limit)
             if n >= 0:
                 return tokens[:n].copy() if n < len(tokens) // 2 else tokens[:n]
             room = -n
 
-    def piece(self, token: int, *, special: bool = False) -> bytes:
-        """The bytes that ``token`` stands for; one token may be a part of a character.
+    def token_to_bytes(self, token: int, *, special: bool = False) -> bytes:
+        """The bytes of one token, which may be a part of a character.
 
-        With ``special`` control tokens are spelled out; without, they are empty.
+        Args:
+            special: spell control tokens out; otherwise they are empty.
         """
         self._need_tokenizer()
-        return self._piece(self._pointer, self._checked(token), special, ctypes.create_string_buffer(64))
+        return self._token_bytes(self._pointer, self._checked(token), special, ctypes.create_string_buffer(64))
 
-    def pieces(self, *, special: bool = False) -> list[bytes]:
-        """``piece`` of every token, by id.  About 10 ms for each 10,000 tokens: keep it."""
+    def tokens_to_bytes(self, *, special: bool = False) -> list[bytes]:
+        """The bytes of every token, by id. Takes about 10 ms per 10,000 tokens, so keep the result."""
         pointer, buffer = self._pointer, ctypes.create_string_buffer(256)
         self._need_tokenizer()
-        return [self._piece(pointer, token, special, buffer) for token in range(self.n_tokens)]
+        return [self._token_bytes(pointer, token, special, buffer) for token in range(self.n_tokens)]
 
-    def _piece(self, pointer: Any, token: int, special: bool, buffer: ctypes.Array[ctypes.c_char]) -> bytes:
+    def _token_bytes(self, pointer: Any, token: int, special: bool, buffer: ctypes.Array[ctypes.c_char]) -> bytes:
         n = self._c.llama_token_to_piece(pointer, token, buffer, len(buffer), 0, special)
         if n < 0:
             buffer = ctypes.create_string_buffer(-n)
@@ -178,9 +179,9 @@ class Vocab:
         return ctypes.string_at(buffer, n)
 
     def detokenize(self, tokens: Iterable[int] | Tokens, *, special: bool = False) -> bytes:
-        """The text of ``tokens``, with llama.cpp's clean-ups (a leading space may go).
+        """The text of ``tokens`` with llama.cpp's clean-ups, which may remove a leading space.
 
-        For a stream use ``piece``: its concatenation grows by appending only.
+        For a stream use ``token_to_bytes``: appending a token never changes the bytes before it.
         """
         pointer = self._pointer
         self._need_tokenizer()
@@ -198,10 +199,10 @@ class Vocab:
             size = -n
 
     def token_to_id(self, spelling: str | bytes) -> int | None:
-        """The one token that ``spelling`` is, special ones included; ``None`` when it takes several."""
+        """The token, control tokens included, whose text is ``spelling``; ``None`` if there is no such token."""
         wanted = spelling.encode() if isinstance(spelling, str) else spelling
         found = self.tokenize(wanted, add_special=False, parse_special=True)
-        if len(found) == 1 and self.piece(int(found[0]), special=True) == wanted:
+        if len(found) == 1 and self.token_to_bytes(int(found[0]), special=True) == wanted:
             return int(found[0])
         return None
 

@@ -1,6 +1,6 @@
-"""What these tests need: the library with its header, the vocabularies of its source, a model.
+"""Fixtures: the library with its headers, the vocabularies of its source, and a small random model.
 
-Nothing here skips where it can be had: without ``llama_abi/lib`` everything below says what builds it.
+Without ``llama_abi/lib`` the tests are skipped with the command that builds it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDTH, LAYERS, HEADS, HEADS_KV, FEED = 64, 2, 4, 2, 128
 
 @pytest.fixture(scope="session")
 def directory() -> Path:
-    """Where the library, ``include/`` and ``stamp.json`` are."""
+    """Directory of the library, ``include/`` and ``stamp.json``."""
     found = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
     if not found.is_dir():
         pytest.skip(f"there is no library in {found}: ./build_llama.sh --dev builds it")
@@ -44,7 +44,7 @@ def library(directory: Path) -> llama_abi.Library:
 
 @pytest.fixture(scope="session")
 def vocabularies(directory: Path) -> Path:
-    """The ``ggml-vocab-*.gguf`` files of llama.cpp's source, with their golden texts."""
+    """Directory of llama.cpp's ``ggml-vocab-*.gguf`` files and their test texts."""
     if not VOCABULARIES.is_dir():
         pytest.skip(f"there is no {VOCABULARIES}: ./build_llama.sh --dev unpacks it")
     return VOCABULARIES
@@ -52,7 +52,7 @@ def vocabularies(directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def vocab(library: llama_abi.Library, vocabularies: Path) -> Iterator[Callable[[str], llama_abi.Vocab]]:
-    """``vocab("llama-spm")``: a vocabulary by name, loaded once."""
+    """Function that loads a vocabulary by name, such as ``vocab("llama-spm")``, once."""
     models: dict[str, llama_abi.Model] = {}
 
     def load(name: str) -> llama_abi.Vocab:
@@ -68,13 +68,13 @@ def vocab(library: llama_abi.Library, vocabularies: Path) -> Iterator[Callable[[
 
 @pytest.fixture(scope="session")
 def tiny(vocabularies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers with random weights and GPT-2's vocabulary, 15 MiB."""
+    """A Llama model of two layers with random weights and the vocabulary of GPT-2, 15 MiB."""
     return _write_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf", vocabularies, gguf.GGMLQuantizationType.F32)
 
 
 @pytest.fixture(scope="session")
 def tiny_q8(vocabularies: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with its matrices in Q8_0: other kernels, and on some CPUs other instructions."""
+    """The same model with matrices in Q8_0, which use other kernels."""
     return _write_model(tmp_path_factory.mktemp("tiny") / "tiny-q8.gguf", vocabularies, gguf.GGMLQuantizationType.Q8_0)
 
 
@@ -124,7 +124,7 @@ def _write_model(path: Path, vocabularies: Path, kind: gguf.GGMLQuantizationType
 
 
 def _copy_vocabulary(source: Path, writer: gguf.GGUFWriter) -> int:
-    """Copy every ``tokenizer.*`` field; returns the number of tokens."""
+    """Copy every ``tokenizer.*`` field, and return the number of tokens."""
     fields = gguf.GGUFReader(source).fields
     for name, field in fields.items():
         if name.startswith("tokenizer."):

@@ -1,4 +1,4 @@
-"""Batches: what is in them, and what is refused before it reaches C."""
+"""Tests for batches: their content as C sees it, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llama_abi import Batch, LlamaError
 
 
 def content(batch: Batch) -> list[tuple[int, int, int, int]]:
-    """(token, position, sequence, wants logits) as C reads them, through the struct's pointers."""
+    """(token, position, sequence, needs logits) of every token, read through the struct's pointers."""
     filled = batch._filled()
     return [
         (filled.token[i], filled.pos[i], filled.seq_id[i][0], filled.logits[i])
@@ -30,8 +30,8 @@ def test_consecutive_tokens() -> None:
 def test_one_token_for_each_of_several() -> None:
     batch = Batch(8)
     batch.add([1], pos=0, seq=9, logits="none")
-    assert batch.add_each([5, 6], positions=[10, 20], seqs=[2, 3]) == 1
-    assert batch.add_each([7], positions=[0], seqs=[4], logits=False) == 3
+    assert batch.add_decodes([5, 6], positions=[10, 20], seqs=[2, 3]) == 1
+    assert batch.add_decodes([7], positions=[0], seqs=[4], logits=False) == 3
     assert content(batch) == [(1, 0, 9, 0), (5, 10, 2, 1), (6, 20, 3, 1), (7, 0, 4, 0)]
     assert (batch.n_outputs, batch.max_seq) == (2, 9)
 
@@ -80,11 +80,11 @@ def test_refused(arguments: dict[str, object], complaint: str) -> None:
 def test_each_refused(tokens: list[int], positions: list[int], seqs: list[int]) -> None:
     batch = Batch(4)
     with pytest.raises(LlamaError):
-        batch.add_each(tokens, positions=positions, seqs=seqs)
+        batch.add_decodes(tokens, positions=positions, seqs=seqs)
     assert content(batch) == []
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 2**31])
 def test_capacity(capacity: int) -> None:
-    with pytest.raises(LlamaError, match="cannot be made"):
+    with pytest.raises(LlamaError, match="capacity of 1 to"):
         Batch(capacity)

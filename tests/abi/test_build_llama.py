@@ -1,6 +1,6 @@
-"""build_llama.sh before it builds anything: each thing that is missing gets one sentence, with the fix.
+"""Tests for build_llama.sh before it builds anything: every missing requirement is one sentence with the remedy.
 
-Nothing here compiles, installs or fetches: the interpreter is a fake that answers the script's questions.
+Nothing is compiled, installed or downloaded: a fake interpreter answers the script's questions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="there is n
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A folder for PATH that has no compiler and no Python."""
+    """A directory for PATH without a compiler and without Python."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in TOOLS:
@@ -36,7 +36,7 @@ def fake(path: Path, text: str) -> Path:
 
 def python(folder: Path, *, version: str = "3.11.2 new", pip: str = "pip") -> Path:
     lines = [*version.split(), pip, "installed", "/nowhere/bin", "environment", "hash"]
-    # Only the first question is answered, so that the script never gets as far as fetching or building.
+    # The fake answers only the first question, so the script never gets to downloading or building.
     return fake(folder / "fake-python", f"[ $# -eq 4 ] || exit 1\nprintf '%s\\n' {' '.join(lines)}")
 
 
@@ -63,14 +63,14 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--bakend", "cpu"], "there is no option --bakend"),
-        (["--backend", "gpu"], "there is no backend 'gpu'"),
-        (["--backend=gpu"], "there is no backend 'gpu'"),
-        (["--jobs", "0"], "--jobs takes a number from 1"),
-        (["--jobs", "two"], "--jobs takes a number from 1"),
+        (["--bakend", "cpu"], "unknown option --bakend"),
+        (["--backend", "gpu"], "unknown backend 'gpu'"),
+        (["--backend=gpu"], "unknown backend 'gpu'"),
+        (["--jobs", "0"], "--jobs must be a number from 1"),
+        (["--jobs", "two"], "--jobs must be a number from 1"),
         (["--jobs"], "--jobs needs a value"),
-        (["--source", "/nowhere"], "is no llama.cpp checkout"),
-        (["--peers=llama-server"], "there is no option --peers=llama-server"),
+        (["--source", "/nowhere"], "is not a llama.cpp checkout"),
+        (["--peers=llama-server"], "unknown option --peers=llama-server"),
     ],
 )
 def test_wrong_options(arguments: list[str], complaint: str) -> None:
@@ -81,7 +81,7 @@ def test_wrong_options(arguments: list[str], complaint: str) -> None:
     assert len(said.splitlines()) == 1
 
 
-def test_where_the_peers_go() -> None:
+def test_the_directory_of_the_peers() -> None:
     assert "build/peers/bin" in run("--help")[1]
     ignored = (SCRIPT.parent / ".gitignore").read_text().splitlines()
     assert "/build/" in ignored
@@ -95,12 +95,12 @@ def test_old_python(bare: Path) -> None:
     old = python(bare, version="3.9.2 old")
     code, said = run(PATH=bare, PYTHON=old)
     assert (code, len(said.splitlines())) == (1, 1)
-    assert "Python 3.11 or newer is needed, and" in said
+    assert "Python 3.11 or newer is required, and" in said
     fake(bare / "python3.12", "")
-    assert "python3.12 is here: run  python3.12 -m venv .venv" in run(PATH=bare, PYTHON=old)[1]
+    assert "python3.12 is installed: run  python3.12 -m venv .venv" in run(PATH=bare, PYTHON=old)[1]
 
 
-def test_python_of_the_system(bare: Path) -> None:
+def test_an_externally_managed_python(bare: Path) -> None:
     code, said = run(PATH=bare, PYTHON=python(bare, pip="managed"))
     assert (code, len(said.splitlines())) == (1, 1)
     assert "run  python3 -m venv .venv && . .venv/bin/activate" in said
@@ -113,14 +113,14 @@ def test_no_pip(bare: Path) -> None:
 def test_no_compiler(bare: Path) -> None:
     code, said = run("--peers", PATH=bare, PYTHON=python(bare))
     assert (code, len(said.splitlines())) == (1, 1)
-    assert "there is no C++ compiler: install one (Debian, Ubuntu: apt install g++" in said
+    assert "no C++ compiler found: install one (Debian, Ubuntu: apt install g++" in said
 
 
-@pytest.mark.skipif(os.uname().sysname != "Linux", reason="Vulkan is looked for on Linux only")
+@pytest.mark.skipif(os.uname().sysname != "Linux", reason="auto considers Vulkan on Linux only")
 class TestVulkan:
     @pytest.fixture
     def sdk(self, tmp_path: Path) -> Path:
-        """A folder like a Vulkan SDK, of version 1.4.309; SPIR-V headers, glslc and a loader with it."""
+        """A directory like a Vulkan SDK of version 1.4.309, with SPIR-V headers, glslc and a loader."""
         for name in ("include/vulkan", "include/spirv/unified1", "lib", "bin"):
             (tmp_path / "sdk" / name).mkdir(parents=True)
         sdk = tmp_path / "sdk"
@@ -132,7 +132,8 @@ class TestVulkan:
 
     @staticmethod
     def headers(sdk: Path, minor: int, patch: int) -> None:
-        version = f"((((uint32_t)(0)) << 29U) | (((uint32_t)(1)) << 22U) | (((uint32_t)({minor})) << 12U) | ((uint32_t)({patch})))"
+        parts = ("(((uint32_t)(0)) << 29U)", "(((uint32_t)(1)) << 22U)", f"(((uint32_t)({minor})) << 12U)")
+        version = f"({' | '.join(parts)} | ((uint32_t)({patch})))"
         new = "#define VK_EXT_layer_settings 1\n" if (minor, patch) >= (3, 261) else ""
         (sdk / "include" / "vulkan" / "vulkan_core.h").write_text(
             f"#define VK_HEADER_VERSION_COMPLETE {version}\n{new}"
@@ -140,13 +141,13 @@ class TestVulkan:
 
     def auto(self, sdk: Path, tmp_path: Path, *arguments: str) -> str:
         first, last = run(*arguments, PYTHON=python(tmp_path), VULKAN_SDK=sdk)[1].splitlines()
-        assert last.startswith("error: the package does not import")
+        assert last.startswith("error: the package cannot be imported")
         return first
 
     def test_too_old_headers(self, sdk: Path, tmp_path: Path) -> None:
         self.headers(sdk, 3, 239)
         complaint = (
-            "the Vulkan headers here (1.3.239) are too old, llama.cpp needs 1.3.261 or newer: install newer ones"
+            "the installed Vulkan headers (1.3.239) are too old, llama.cpp needs 1.3.261 or newer: install newer ones"
         )
         code, said = run("--backend", "vulkan", PYTHON=python(tmp_path), VULKAN_SDK=sdk)
         assert (code, len(said.splitlines())) == (1, 1)
@@ -154,8 +155,10 @@ class TestVulkan:
         assert "or use --backend cpu" in said
         assert f"==> Backend: cpu (not Vulkan: {complaint}" in self.auto(sdk, tmp_path)
 
-    def test_all_there(self, sdk: Path, tmp_path: Path) -> None:
-        assert self.auto(sdk, tmp_path) == "==> Backend: vulkan (Vulkan headers 1.4.309, glslc and a loader are here)"
+    def test_all_requirements_are_met(self, sdk: Path, tmp_path: Path) -> None:
+        assert (
+            self.auto(sdk, tmp_path) == "==> Backend: vulkan (Vulkan headers 1.4.309, glslc and a loader are installed)"
+        )
 
-    def test_asked_for_the_cpu(self, sdk: Path, tmp_path: Path) -> None:
-        assert self.auto(sdk, tmp_path, "--backend=cpu") == "==> Backend: cpu (as asked)"
+    def test_the_cpu_on_request(self, sdk: Path, tmp_path: Path) -> None:
+        assert self.auto(sdk, tmp_path, "--backend=cpu") == "==> Backend: cpu (as requested)"

@@ -1,4 +1,4 @@
-"""The C compiler against our declarations: agreement, and every kind of drift by name."""
+"""Tests for the check against llama.h: it passes, and it names every kind of difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from llama_abi import LibraryError
 from llama_abi.check import check
-from llama_abi.ctext import Declarations, prototypes
+from llama_abi.declarations import Declarations, prototypes
 from llama_abi.functions import FUNCTIONS
 from llama_abi.types import C
 
@@ -132,7 +132,7 @@ def test_missing_symbols_are_all_reported_at_once() -> None:
         size_t strlen(const char * text);
         void llama_gone_too(int32_t n);
     """
-    with pytest.raises(LibraryError, match=r"lacks llama_gone, llama_gone_too; .*Run \./build_llama\.sh"):
+    with pytest.raises(LibraryError, match=r"lacks llama_gone, llama_gone_too, .*run \./build_llama\.sh"):
         Declarations().bind(ctypes.CDLL(None), table)
 
 
@@ -147,7 +147,7 @@ def test_every_declared_function_is_used() -> None:
 
 def test_every_declared_value_is_used() -> None:
     text = "".join(path.read_text() for path in PACKAGE.glob("*.py") if path.name != "types.py")
-    # These are taken whole: by level, by device type, by the name of a KV type.
+    # These are used as a whole, and not member by member.
     whole = {"ggml_log_level", "ggml_backend_dev_type", "ggml_type"}
     unused = [
         member for name, members in C.enums.items() if name not in whole for member in members if member not in text
@@ -156,22 +156,22 @@ def test_every_declared_value_is_used() -> None:
 
 
 class TestSpellings:
-    def test_a_misspelt_type_fails_when_the_table_is_read(self) -> None:
+    def test_an_unknown_type_is_refused(self) -> None:
         with pytest.raises(LibraryError, match="no ctypes type for 'int32 \\*'"):
             Declarations().ctype("int32 *")
 
-    def test_opaque_structs_are_types_of_their_own(self) -> None:
+    def test_opaque_structs_are_distinct_types(self) -> None:
         declarations = Declarations()
         model, context = declarations.ctype("const struct llama_model *"), declarations.ctype("struct llama_context *")
         assert context is declarations.ctype("struct llama_context *")
         with pytest.raises(TypeError):
             context.from_param(model())
 
-    def test_struct_by_value_needs_its_fields(self) -> None:
+    def test_a_struct_by_value_needs_its_fields(self) -> None:
         with pytest.raises(LibraryError, match="no ctypes type"):
             Declarations().ctype("struct llama_batch")
 
-    def test_prototype_reads_back_as_c(self) -> None:
+    def test_a_prototype_as_c(self) -> None:
         (found,) = prototypes("const char *   name( const struct x * a,  int32_t n );   // !null")
         assert (found.name, found.rule) == ("name", "!null")
         assert found.c == "const char * name(const struct x * a, int32_t n);"

@@ -1,4 +1,4 @@
-"""Decoding: batched = alone, logits that pass, sequences, states, and what is refused.
+"""Tests for contexts: decoding, the lifetime of logits, sequences, states, and invalid arguments.
 
 What is refused here would end the process in C, or answer with a number that says less.
 """
@@ -18,13 +18,13 @@ import llama_abi
 from llama_abi import (
     AbortFlag,
     Batch,
-    Closed,
     Context,
     ContextOptions,
+    HandleClosed,
     Library,
     LlamaError,
-    LogitsPassed,
     Model,
+    StaleLogits,
 )
 
 PROMPT = [464, 3290, 318, 257, 845, 922, 5044, 13]
@@ -32,7 +32,7 @@ OTHER = [40, 1842, 617, 287, 262, 3329]
 
 
 def decode(context: Context, tokens: list[int], *, pos: int = 0, seq: int = 0) -> npt.NDArray[np.float32]:
-    """Feed ``tokens`` and copy the logits after the last."""
+    """Decode ``tokens``, and copy the logits of the last one."""
     batch = Batch(64)
     batch.add(tokens, pos=pos, seq=seq)
     assert context.decode(batch) == llama_abi.OK
@@ -46,7 +46,7 @@ class TestDecode:
         context.set_threads(2, 1)
         assert (context.n_threads, context.n_threads_batch) == (2, 1)
 
-    def test_batched_is_alone(self, context: Context) -> None:
+    def test_batched_equals_alone(self, context: Context) -> None:
         alone = decode(context, PROMPT), decode(context, OTHER, seq=1)
         context.clear()
         batch = Batch(64)
@@ -57,12 +57,12 @@ class TestDecode:
         np.testing.assert_allclose(together[0], alone[1], atol=1e-4)
         np.testing.assert_allclose(together[1], alone[0], atol=1e-4)
 
-    def test_chunked_is_whole(self, context: Context) -> None:
+    def test_chunked_prefill_equals_whole(self, context: Context) -> None:
         whole = decode(context, PROMPT)
         decode(context, PROMPT[:3], seq=1)
         np.testing.assert_allclose(decode(context, PROMPT[3:], pos=3, seq=1), whole, atol=1e-4)
 
-    def test_quantized_is_nearly_the_same(self, library: Library, context: Context, tiny_q8: Path) -> None:
+    def test_quantized_is_nearly_equal(self, library: Library, context: Context, tiny_q8: Path) -> None:
         with Model(library, tiny_q8) as model, Context(model, ContextOptions(n_ctx=512, n_seq_max=4)) as other:
             for tokens in (PROMPT, OTHER, PROMPT[:1]):
                 quantized, exact = decode(other, tokens), decode(context, tokens)
@@ -71,8 +71,8 @@ class TestDecode:
                 context.clear()
 
     @pytest.mark.parametrize("unify", [False, True])
-    def test_rows_come_in_batch_order(self, model: Model, unify: bool) -> None:
-        # Without a unified cache llama.cpp computes a mixed batch in another order.
+    def test_rows_are_in_batch_order(self, model: Model, unify: bool) -> None:
+        # With per-sequence KV llama.cpp computes a mixed batch in another order.
         with Context(
             model, ContextOptions(n_ctx=512, n_batch=64, n_ubatch=8, n_seq_max=4, kv_unified=unify)
         ) as context:
@@ -90,7 +90,7 @@ class TestDecode:
             for row, expected in zip(rows, (alone[1], alone[0], alone[2]), strict=True):
                 np.testing.assert_allclose(row, expected, atol=1e-4)
 
-    def test_no_room(self, context: Context) -> None:
+    def test_no_kv_slot(self, context: Context) -> None:
         batch = Batch(64)
         for start in range(0, 256, 64):
             batch.clear()
@@ -98,13 +98,13 @@ class TestDecode:
             assert context.decode(batch) == llama_abi.OK
         batch.clear()
         batch.add([1], pos=256, seq=0)
-        assert context.decode(batch) == llama_abi.NO_ROOM
+        assert context.decode(batch) == llama_abi.NO_KV_SLOT
         assert context.seq_pos_max(0) == 255
-        with pytest.raises(LlamaError, match="gave 0 rows"):
+        with pytest.raises(LlamaError, match="returned 0 rows"):
             context.logits(1)
         decode(context, PROMPT, seq=1)
 
-    def test_refused_before_c(self, context: Context) -> None:
+    def test_invalid_batches_do_not_reach_c(self, context: Context) -> None:
         batch = Batch(100)
         with pytest.raises(LlamaError, match="takes 1 to 64 tokens, not 0"):
             context.decode(batch)
@@ -117,7 +117,7 @@ class TestDecode:
             context.decode(batch)
         decode(context, PROMPT)
 
-    def test_refused_by_c(self, context: Context, model: Model) -> None:
+    def test_invalid_batches_that_c_refuses(self, context: Context, model: Model) -> None:
         batch = Batch(8)
         batch.add([model.vocab.n_tokens], pos=0, seq=0)
         with pytest.raises(LlamaError, match=r"returned -1: .*invalid token") as caught:
@@ -132,7 +132,7 @@ class TestDecode:
 
     def test_abort(self, context: Context) -> None:
         flag = AbortFlag()
-        context.set_abort(flag)
+        context.set_abort_flag(flag)
         decode(context, PROMPT)
         flag.set()
         assert flag.is_set()
@@ -140,18 +140,18 @@ class TestDecode:
         batch.add(OTHER, pos=0, seq=1)
         assert context.decode(batch) == llama_abi.ABORTED
         assert context.seq_pos_max(1) == -1
-        with pytest.raises(LlamaError, match="gave 0 rows"):
+        with pytest.raises(LlamaError, match="returned 0 rows"):
             context.logits(1)
         flag.clear()
         decode(context, OTHER, seq=1)
-        context.set_abort(None)
+        context.set_abort_flag(None)
         flag.set()
         decode(context, OTHER, seq=2)
 
     def test_abort_from_another_thread(self, model: Model) -> None:
         with Context(model, ContextOptions(n_ctx=2048, n_batch=2048, n_ubatch=64)) as context:
             flag = AbortFlag()
-            context.set_abort(flag)
+            context.set_abort_flag(flag)
             batch = Batch(2048)
             batch.add([1] * 2000, pos=0, seq=0)
             timer = threading.Timer(0.01, flag.set)
@@ -169,7 +169,7 @@ class TestDecode:
             assert context.decode(batch) == llama_abi.OK
             assert cut < (time.perf_counter() - started) / 2
 
-    def test_other_threads_run_meanwhile(self, model: Model) -> None:
+    def test_other_threads_run_during_a_decode(self, model: Model) -> None:
         with Context(model, ContextOptions(n_ctx=2048, n_batch=2048, n_ubatch=2048)) as context:
             batch = Batch(2048)
             batch.add([1] * 2000, pos=0, seq=0)
@@ -185,7 +185,7 @@ class TestDecode:
                         return
 
             started = threading.Thread(target=try_to_close)
-            context._held.busy = True  # so that the thread cannot come first
+            context._resource.busy = True  # the other thread must not be first
             started.start()
             assert context.decode(batch) == llama_abi.OK
             done.set()
@@ -194,31 +194,31 @@ class TestDecode:
 
 
 class TestLogits:
-    def test_a_view_passes_with_the_next_decode(self, context: Context) -> None:
+    def test_the_next_decode_makes_a_view_stale(self, context: Context) -> None:
         decode(context, PROMPT)
         view = context.logits(1)
-        assert (view.rows, len(view), view.passed) == (1, 1, False)
+        assert (view.rows, len(view), view.stale) == (1, 1, False)
         assert view.array.dtype == np.float32
         decode(context, OTHER, seq=1)
-        assert view.passed
-        with pytest.raises(LogitsPassed, match="decoded again"):
+        assert view.stale
+        with pytest.raises(StaleLogits, match="decoded again"):
             _ = view.array
 
-    def test_a_view_passes_with_a_decode_that_failed(self, context: Context) -> None:
+    def test_a_failed_decode_makes_a_view_stale(self, context: Context) -> None:
         decode(context, PROMPT)
         view = context.logits(1)
         batch = Batch(1)
         batch.add([1], pos=99, seq=0)
         with pytest.raises(LlamaError):
             context.decode(batch)
-        assert view.passed
+        assert view.stale
 
-    def test_a_view_passes_with_closing(self, model: Model) -> None:
+    def test_closing_makes_a_view_stale(self, model: Model) -> None:
         context = Context(model, ContextOptions(n_ctx=256))
         decode(context, PROMPT)
         view = context.logits(1)
         context.close()
-        with pytest.raises(LogitsPassed, match="closed"):
+        with pytest.raises(StaleLogits, match="closed"):
             _ = view.array
 
     def test_no_copy(self, context: Context) -> None:
@@ -234,11 +234,11 @@ class TestLogits:
         assert context.logits(3).array.shape[0] == 3
         assert context.logits(0).array.shape[0] == 0
         for rows in (-1, len(PROMPT) + 1):
-            with pytest.raises(LlamaError, match=f"gave {len(PROMPT)} rows"):
+            with pytest.raises(LlamaError, match=f"returned {len(PROMPT)} rows"):
                 context.logits(rows)
 
-    def test_none_before_a_decode(self, context: Context) -> None:
-        with pytest.raises(LlamaError, match="gave 0 rows"):
+    def test_no_logits_before_a_decode(self, context: Context) -> None:
+        with pytest.raises(LlamaError, match="returned 0 rows"):
             context.logits(1)
 
 
@@ -252,7 +252,7 @@ class TestSequences:
         assert context.seq_remove(0)
         assert context.seq_pos_max(0) == -1
 
-    def test_rolled_back_is_never_fed(self, context: Context) -> None:
+    def test_truncated_tokens_leave_no_trace(self, context: Context) -> None:
         whole = decode(context, PROMPT)
         context.seq_remove(0, 4)
         decode(context, OTHER, pos=4)
@@ -260,7 +260,7 @@ class TestSequences:
         np.testing.assert_allclose(decode(context, PROMPT[4:], pos=4), whole, atol=1e-4)
 
     @pytest.mark.parametrize("unify", [False, True])
-    def test_forked_is_replayed(self, request: pytest.FixtureRequest, unify: bool) -> None:
+    def test_a_copy_equals_a_replay(self, request: pytest.FixtureRequest, unify: bool) -> None:
         context: Context = request.getfixturevalue("unified" if unify else "context")
         expected = decode(context, PROMPT + OTHER, seq=3)
         decode(context, PROMPT)
@@ -268,17 +268,17 @@ class TestSequences:
         assert context.seq_pos_max(1) == context.seq_pos_max(0)
         np.testing.assert_allclose(decode(context, OTHER, pos=len(PROMPT), seq=1), expected, atol=1e-4)
 
-    def test_a_part_is_copied_within_a_unified_cache(self, unified: Context) -> None:
+    def test_a_part_can_be_copied_with_unified_kv(self, unified: Context) -> None:
         decode(unified, PROMPT)
         unified.seq_copy(0, 1, 0, 5)
         assert unified.seq_pos_max(1) == 4
 
-    def test_a_part_is_not_copied_between_streams(self, context: Context) -> None:
+    def test_a_part_cannot_be_copied_with_per_sequence_kv(self, context: Context) -> None:
         decode(context, PROMPT)
         for p0, p1 in ((0, 5), (2, -1), (1, 3)):
-            with pytest.raises(LlamaError, match="cannot be copied between streams"):
+            with pytest.raises(LlamaError, match="can only be copied whole"):
                 context.seq_copy(0, 1, p0, p1)
-        context.seq_copy(0, 1, 0, len(PROMPT))  # bounds that hold all of it
+        context.seq_copy(0, 1, 0, len(PROMPT))  # bounds that include the whole sequence
         assert context.seq_pos_max(1) == 7
 
     @pytest.mark.parametrize("unify", [False, True])
@@ -324,7 +324,7 @@ class TestSequences:
 
 class TestState:
     @pytest.mark.parametrize("unify", [False, True])
-    def test_restored_is_never_evicted(self, request: pytest.FixtureRequest, unify: bool) -> None:
+    def test_a_restored_sequence_continues_exactly(self, request: pytest.FixtureRequest, unify: bool) -> None:
         context: Context = request.getfixturevalue("unified" if unify else "context")
         decode(context, PROMPT)
         buffer = bytearray(context.state_size(0))
@@ -354,26 +354,26 @@ class TestState:
             context.save_state_into(0, bytearray(size - 1))
         with pytest.raises(LlamaError, match="not writable"):
             context.save_state_into(0, bytes(size))
-        with pytest.raises(LlamaError, match="not a buffer"):
+        with pytest.raises(LlamaError, match="a state needs"):
             context.save_state_into(0, "text")
-        with pytest.raises(LlamaError, match="not a buffer"):
+        with pytest.raises(LlamaError, match="a state needs"):
             context.load_state_from(1, None)
         with pytest.raises(LlamaError, match="unknown state flags"):
             context.state_size(0, flags=2)
         for broken in (b"", bytes(buffer[: size // 2]), bytes(size), b"\xff" * 64):
-            with pytest.raises(LlamaError, match=r"a state was refused|not a buffer"):
+            with pytest.raises(LlamaError, match=r"refused a state|needs a buffer"):
                 context.load_state_from(1, broken)
             assert context.seq_pos_max(1) == -1
         assert context.seq_pos_max(0) == 7
 
-    def test_a_copy_is_complete_after_the_next_decode(self, context: Context) -> None:
+    def test_the_next_decode_makes_a_copy(self, context: Context) -> None:
         decode(context, PROMPT)
         buffer = bytearray(context.state_size(0))
         context.save_state_into(0, buffer)
         context.seq_copy(0, 1)
-        with pytest.raises(LlamaError, match="the next decode completes"):
+        with pytest.raises(LlamaError, match="the target of a copy"):
             context.save_state_into(1, bytearray(len(buffer)))
-        with pytest.raises(LlamaError, match="is being copied"):
+        with pytest.raises(LlamaError, match="is the source of a copy"):
             context.load_state_from(0, buffer)
         decode(context, OTHER, seq=2)
         copied = bytearray(context.state_size(1))
@@ -381,8 +381,8 @@ class TestState:
         context.load_state_from(0, buffer)
         assert len(copied) == len(buffer)
 
-    def test_a_copy_does_not_overwrite_what_is_loaded(self, context: Context) -> None:
-        """It is made with the next decode, whatever was done to the sequence since."""
+    def test_a_queued_copy_does_not_overwrite_a_loaded_state(self, context: Context) -> None:
+        """Loading is refused until the next decode has made the copy, whatever happened to the sequence in between."""
         decode(context, OTHER)
         buffer = bytearray(context.state_size(0))
         context.save_state_into(0, buffer)
@@ -391,7 +391,7 @@ class TestState:
             decode(context, PROMPT, seq=2)
             context.seq_copy(2, 1)
             since()
-            with pytest.raises(LlamaError, match="a copy that the next decode completes"):
+            with pytest.raises(LlamaError, match="the target of a copy"):
                 context.load_state_from(1, buffer)
             decode(context, PROMPT, seq=3)
             context.load_state_from(1, buffer)
@@ -399,7 +399,7 @@ class TestState:
             context.clear()
 
     @pytest.mark.parametrize("unify", [False, True])
-    def test_an_empty_state_empties(self, request: pytest.FixtureRequest, unify: bool) -> None:
+    def test_an_empty_state_removes_the_sequence(self, request: pytest.FixtureRequest, unify: bool) -> None:
         context: Context = request.getfixturevalue("unified" if unify else "context")
         empty = bytearray(context.state_size(0))
         context.save_state_into(0, empty)
@@ -411,7 +411,7 @@ class TestState:
                 assert state == b"broken"
             assert context.seq_pos_max(1) == -1
 
-    def test_partial_only_is_all_where_all_can_be_rolled_back(self, context: Context) -> None:
+    def test_partial_only_is_the_whole_state_of_a_plain_model(self, context: Context) -> None:
         decode(context, PROMPT)
         buffer = bytearray(context.state_size(0, flags=llama_abi.PARTIAL_ONLY))
         assert len(buffer) == context.state_size(0)
@@ -434,9 +434,9 @@ class TestContext:
             lambda: context.clear(),
             lambda: context.state_size(0),
             lambda: context.set_threads(1, 1),
-            lambda: context.set_abort(None),
+            lambda: context.set_abort_flag(None),
         ):
-            with pytest.raises(Closed, match="this Context is closed"):
+            with pytest.raises(HandleClosed, match="this Context is closed"):
                 use()
 
     @pytest.mark.parametrize(
@@ -461,15 +461,15 @@ class TestContext:
         with pytest.raises(LlamaError, match="at most 256 sequences"):
             Context(model, ContextOptions(n_ctx=256, n_seq_max=257))
 
-    def test_llama_cpp_says_why(self, model: Model) -> None:
-        with pytest.raises(LlamaError, match=r"cannot make a context: .*V cache"):
+    def test_errors_include_those_of_llama_cpp(self, model: Model) -> None:
+        with pytest.raises(LlamaError, match=r"cannot create a context: .*V cache"):
             Context(model, ContextOptions(n_ctx=256, type_v="q8_0", flash_attn="off"))
 
     def test_more_outputs_than_reserved(self, model: Model) -> None:
         with Context(model, ContextOptions(n_ctx=256, n_batch=64, n_outputs_max=4, n_seq_max=4)) as context:
             batch = Batch(64)
             batch.add(PROMPT, pos=0, seq=0, logits="all")
-            with pytest.raises(LlamaError, match="8 tokens want logits, and n_outputs_max is 4"):
+            with pytest.raises(LlamaError, match="8 tokens need logits, and n_outputs_max is 4"):
                 context.decode(batch)
 
     def test_threads(self, context: Context) -> None:
@@ -477,8 +477,8 @@ class TestContext:
             with pytest.raises(LlamaError, match="1 to 512"):
                 context.set_threads(*wrong)
 
-    def test_many_contexts_leave_nothing(self, model: Model) -> None:
+    def test_contexts_leak_no_memory(self, model: Model) -> None:
         for _ in range(20):
             with Context(model, ContextOptions(n_ctx=256, n_seq_max=2)) as context:
                 decode(context, PROMPT)
-        assert model._held.children == 0
+        assert model._resource.children == 0

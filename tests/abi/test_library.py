@@ -1,10 +1,12 @@
-"""Loading: the stamp, the canary, and what the library says about itself."""
+"""Tests for loading the library: its stamp, its defaults, its properties and its log."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +37,7 @@ def refused(directory: Path) -> str:
 
 
 class TestStamp:
-    def test_a_good_one_holds(self, copied: Path) -> None:
+    def test_a_fresh_copy_is_accepted(self, copied: Path) -> None:
         stamp = Stamp.read(copied)
         stamp.verify(copied)
         assert "libllama" in "".join(stamp.libraries)
@@ -60,44 +62,44 @@ class TestStamp:
         edit(copied, pin="source:v1-dirty")
         Stamp.read(copied).verify(copied)
 
-    def test_an_exchanged_header(self, copied: Path) -> None:
+    def test_a_changed_header(self, copied: Path) -> None:
         with (copied / "include" / "llama.h").open("a") as header:
             header.write("// changed\n")
-        assert "are not those that the declarations were checked against" in refused(copied)
+        assert "have changed since the declarations were checked" in refused(copied)
 
     def test_edited_declarations(self, copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stamps, "declarations_sha256", lambda: "0" * 64)
         assert "the declarations in llama_abi have changed" in refused(copied)
 
-    def test_an_exchanged_library(self, copied: Path) -> None:
+    def test_a_changed_library(self, copied: Path) -> None:
         with next(copied.glob("libggml-base.*")).open("ab") as library:
             library.write(b"\0")
-        assert "are not those that were stamped" in refused(copied)
+        assert "have changed since the check" in refused(copied)
 
     def test_a_missing_library(self, copied: Path) -> None:
         next(copied.glob("libggml-cpu.*")).unlink()
-        assert "are not those that were stamped" in refused(copied)
+        assert "have changed since the check" in refused(copied)
 
-    def test_what_is_left_to_do(self, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_required_action(self, copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         stamp = Stamp.read(copied)
-        asked = {"source": stamp.pin, "backend": stamp.backend, "options": stamp.options}
-        assert stamps.state(copied, **asked)[0] == "nothing"
-        assert stamps.state(tmp_path / "absent", **asked)[0] == "build"
-        assert stamps.state(copied, **{**asked, "backend": "other"})[0] == "build"
-        assert stamps.state(copied, **{**asked, "options": ("-DX=1",)})[0] == "build"
+        build = {"source": stamp.pin, "backend": stamp.backend, "options": stamp.options}
+        assert stamps.required_action(copied, **build)[0] == "nothing"
+        assert stamps.required_action(tmp_path / "absent", **build)[0] == "build"
+        assert stamps.required_action(copied, **{**build, "backend": "other"})[0] == "build"
+        assert stamps.required_action(copied, **{**build, "options": ("-DX=1",)})[0] == "build"
         monkeypatch.setattr(stamps, "declarations_sha256", lambda: "0" * 64)
-        assert stamps.state(copied, **asked)[0] == "check"
+        assert stamps.required_action(copied, **build)[0] == "check"
 
 
 class TestLoading:
-    def test_the_same_object_again(self, library: llama_abi.Library, directory: Path) -> None:
+    def test_it_is_loaded_once(self, library: llama_abi.Library, directory: Path) -> None:
         assert llama_abi.load(directory) is library
 
     def test_a_second_library_is_refused(self, library: llama_abi.Library, tmp_path: Path) -> None:
         with pytest.raises(LibraryError, match="use another process"):
             llama_abi.load(tmp_path)
 
-    def test_the_variable_names_the_place(self, tmp_path: Path) -> None:
+    def test_the_variable_names_the_directory(self, tmp_path: Path) -> None:
         script = "import llama_abi\ntry: llama_abi.load()\nexcept llama_abi.LibraryError as error: print(error)"
         environment = {DIRECTORY_VARIABLE: str(tmp_path / "absent"), "PATH": ""}
         done = subprocess.run(
@@ -108,12 +110,12 @@ class TestLoading:
             == f"there is no library in {tmp_path / 'absent'}: run ./build_llama.sh --prefix {tmp_path / 'absent'}\n"
         )
 
-    def test_canary(self, library: llama_abi.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(llama_abi.library.CANARY, "n_batch", 7)
-        with pytest.raises(LibraryError, match="n_batch is 2048 and not 7"):
-            library._sing()
+    def test_other_defaults_are_refused(self, library: llama_abi.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(llama_abi.library.EXPECTED_DEFAULTS, "n_batch", 7)
+        with pytest.raises(LibraryError, match="n_batch is 2048, not 7"):
+            library._check_defaults()
 
-    def test_what_it_says(self, library: llama_abi.Library) -> None:
+    def test_properties(self, library: llama_abi.Library) -> None:
         assert library.devices()
         assert any(device.type is llama_abi.DeviceType.CPU for device in library.devices())
         assert all(device.memory_free <= device.memory_total for device in library.devices())
@@ -137,6 +139,32 @@ print(context.decode(batch))
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
+    @pytest.mark.parametrize(("before", "after"), [({}, "1"), ({"GGML_NO_BACKTRACE": "0"}, "0")])
+    def test_backtraces_are_off_unless_the_user_decides(
+        self, directory: Path, before: dict[str, str], after: str
+    ) -> None:
+        script = "import llama_abi, os; llama_abi.load(); print(os.environ['GGML_NO_BACKTRACE'])"
+        environment = {DIRECTORY_VARIABLE: str(directory), **before}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == f"{after}\n"
+
+    def test_an_assertion_prints_one_line(self, directory: Path) -> None:
+        """No debugger starts, also where one is installed."""
+        script = """
+import ctypes, llama_abi
+library = llama_abi.load()
+base = next(library.directory.glob("libggml-base.*"))
+ctypes.CDLL(str(base)).ggml_abort(b"file.c", ctypes.c_int(7), b"broken")
+"""
+        environment = {**os.environ, DIRECTORY_VARIABLE: str(directory)}
+        environment.pop("GGML_NO_BACKTRACE", None)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (-signal.SIGABRT, "file.c:7: broken\n")
+
 
 class TestLogs:
     @pytest.fixture
@@ -154,7 +182,7 @@ class TestLogs:
             (logging.ERROR, "line 4"),
         ]
 
-    def test_pieces_become_lines(self, router: llama_abi.logs.LogRouter, caplog: pytest.LogCaptureFixture) -> None:
+    def test_fragments_become_lines(self, router: llama_abi.logs.LogRouter, caplog: pytest.LogCaptureFixture) -> None:
         for level, text in [(3, "one "), (5, "and "), (5, "two\nthr"), (5, "ee\n\n"), (2, "open"), (4, "next\n")]:
             router.feed(level, text)
         assert [(record.levelname, record.message) for record in caplog.records] == [
@@ -164,28 +192,30 @@ class TestLogs:
             ("ERROR", "next"),
         ]
 
-    def test_complaints_of_a_failure_are_debug(
+    def test_warnings_of_a_failure_are_logged_as_debug(
         self, router: llama_abi.logs.LogRouter, caplog: pytest.LogCaptureFixture
     ) -> None:
         def fail() -> None:
-            with router.complaints() as complaints:
+            with router.capture_warnings() as captured:
                 router.feed(4, "it broke\n")
                 router.feed(3, "beware\n")
                 router.feed(4, "badly\n")
-                raise LibraryError(str(complaints))
+                raise LibraryError(str(captured))
 
         with pytest.raises(LibraryError, match="it broke; badly"):
             fail()
         assert {record.levelname for record in caplog.records} == {"DEBUG"}
 
-    def test_complaints_of_a_success_are_logged(
+    def test_warnings_of_a_success_keep_their_level(
         self, router: llama_abi.logs.LogRouter, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with router.complaints():
+        with router.capture_warnings():
             router.feed(4, "it broke\n")
         assert [record.levelname for record in caplog.records] == ["ERROR"]
 
-    def test_llama_cpp_arrives(self, library: llama_abi.Library, tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_llama_cpp_logs_through_logging(
+        self, library: llama_abi.Library, tiny: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         caplog.set_level(logging.DEBUG, logger="llama_abi")
         llama_abi.Model(library, tiny).close()
         assert any("llama_model_loader" in record.message for record in caplog.records)

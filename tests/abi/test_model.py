@@ -1,4 +1,4 @@
-"""Models and vocabularies: what they say, and what is refused."""
+"""Tests for models and vocabularies: their properties, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 import llama_abi
 from llama_abi import (
-    Closed,
     Context,
     ContextOptions,
+    HandleClosed,
     Library,
     LlamaError,
     Model,
@@ -26,7 +26,7 @@ AnyVocab = Callable[[str], Vocab]
 
 
 class TestModel:
-    def test_what_it_says(self, model: Model) -> None:
+    def test_properties(self, model: Model) -> None:
         assert (model.n_layer, model.n_embd, model.n_head, model.n_head_kv) == (2, 64, 4, 2)
         assert (model.n_ctx_train, model.n_swa) == (2048, 0)
         assert 3_000_000 < model.n_params < 4_000_000
@@ -58,7 +58,7 @@ class TestModel:
         with pytest.raises(LlamaError, match="was stopped"):
             Model(library, tiny, on_progress=lambda progress: False)
 
-    def test_an_exception_in_progress_comes_out(self, library: Library, tiny: Path) -> None:
+    def test_an_exception_in_progress_is_passed_on(self, library: Library, tiny: Path) -> None:
         def fail(progress: float) -> None:
             raise KeyboardInterrupt
 
@@ -71,7 +71,7 @@ class TestModel:
         with pytest.raises(LlamaError, match="NUL"):
             Model(library, "a\0b")
 
-    def test_no_model(self, library: Library, tmp_path: Path, tiny: Path) -> None:
+    def test_not_a_model(self, library: Library, tmp_path: Path, tiny: Path) -> None:
         (tmp_path / "text").write_text("not a model")
         with pytest.raises(LlamaError, match="invalid magic"):
             Model(library, tmp_path / "text")
@@ -84,11 +84,11 @@ class TestModel:
         model.close()
         model.close()
         assert model.closed
-        for use in (lambda: model.description, lambda: model.vocab.piece(1), lambda: model.vocab.bos):
-            with pytest.raises(Closed, match="this Model is closed"):
+        for use in (lambda: model.description, lambda: model.vocab.token_to_bytes(1), lambda: model.vocab.bos):
+            with pytest.raises(HandleClosed, match="this Model is closed"):
                 use()
 
-    def test_not_closed_under_a_context(self, library: Library, tiny: Path) -> None:
+    def test_a_context_keeps_its_model_open(self, library: Library, tiny: Path) -> None:
         model = Model(library, tiny)
         context = Context(model, ContextOptions(n_ctx=256))
         with pytest.raises(LlamaError, match="close what was made from it first"):
@@ -98,7 +98,7 @@ class TestModel:
 
     def test_garbage_is_freed_in_order(self, library: Library, tiny: Path) -> None:
         model = Model(library, tiny)
-        held = model._held
+        held = model._resource
         context = Context(model, ContextOptions(n_ctx=256))
         del model
         gc.collect()
@@ -114,12 +114,12 @@ class TestModel:
             Context(vocab("gpt-2")._model, ContextOptions(n_ctx=256))
 
 
-class TestPieces:
+class TestTokenBytes:
     @pytest.mark.parametrize("name", ["llama-bpe", "gpt-2", "qwen2"])
-    def test_pieces_put_the_text_together(self, vocab: AnyVocab, vocabularies: Path, name: str) -> None:
+    def test_the_bytes_of_tokens_join_to_the_text(self, vocab: AnyVocab, vocabularies: Path, name: str) -> None:
         text = (vocabularies / f"ggml-vocab-{name}.gguf.inp").read_bytes()
         tokens = vocab(name).tokenize(text, add_special=False, parse_special=False)
-        assert b"".join(vocab(name).piece(int(token)) for token in tokens) == text
+        assert b"".join(vocab(name).token_to_bytes(int(token)) for token in tokens) == text
 
 
 class TestVocab:
@@ -134,12 +134,12 @@ class TestVocab:
         assert spm.tokenize("", add_special=True, parse_special=False).tolist() == [1]
         assert vocab("llama-bpe").token_to_id("<|eot_id|>") in vocab("llama-bpe").eog_ids
 
-    def test_special_text_is_text_unless_asked(self, vocab: AnyVocab) -> None:
+    def test_special_text_is_text_by_default(self, vocab: AnyVocab) -> None:
         spm = vocab("llama-spm")
         assert spm.tokenize("</s>", add_special=False, parse_special=True).tolist() == [2]
         assert 2 not in spm.tokenize("</s>", add_special=False, parse_special=False)
-        assert spm.piece(2) == b""
-        assert spm.piece(2, special=True) == b"</s>"
+        assert spm.token_to_bytes(2) == b""
+        assert spm.token_to_bytes(2, special=True) == b"</s>"
 
     def test_nul_and_broken_utf8(self, vocab: AnyVocab) -> None:
         for name in ("llama-spm", "gpt-2", "qwen2", "bert-bge"):
@@ -167,7 +167,7 @@ class TestVocab:
         assert gpt.tokenize("", add_special=False, parse_special=False, limit=0).tolist() == []
 
     def test_more_tokens_than_bytes(self, vocab: AnyVocab) -> None:
-        # Ligatures fall apart under normalisation; whatever comes, the second call has room for it.
+        # Normalisation splits this ligature into many characters; the second call has enough room for them.
         text = "\ufdfa" * 200
         for name in ("bert-bge", "llama-spm", "qwen2"):
             assert len(vocab(name).tokenize(text, add_special=True, parse_special=False)) > 0
@@ -175,7 +175,7 @@ class TestVocab:
     def test_ids_out_of_range(self, vocab: AnyVocab) -> None:
         gpt = vocab("gpt-2")
         for wrong in (-1, gpt.n_tokens, 2**31 - 1, -(2**31), 2**40):
-            for use in (gpt.piece, gpt.is_eog, gpt.is_control, gpt.attributes):
+            for use in (gpt.token_to_bytes, gpt.is_eog, gpt.is_control, gpt.attributes):
                 with pytest.raises(LlamaError, match=r"is not in \[0, 50257\)"):
                     use(wrong)
         for wrong_ids in ([-1], [1, gpt.n_tokens]):
@@ -184,12 +184,12 @@ class TestVocab:
         with pytest.raises(LlamaError, match="one dimension"):
             gpt.detokenize(np.zeros((2, 2), np.int32))
 
-    def test_pieces(self, vocab: AnyVocab) -> None:
+    def test_all_token_bytes(self, vocab: AnyVocab) -> None:
         gpt = vocab("gpt-2")
-        pieces = gpt.pieces(special=True)
-        assert len(pieces) == gpt.n_tokens
-        assert all(pieces[token] == gpt.piece(token, special=True) for token in range(0, gpt.n_tokens, 997))
-        assert pieces[50256] == b"<|endoftext|>"
+        found = gpt.tokens_to_bytes(special=True)
+        assert len(found) == gpt.n_tokens
+        assert all(found[token] == gpt.token_to_bytes(token, special=True) for token in range(0, gpt.n_tokens, 997))
+        assert found[50256] == b"<|endoftext|>"
 
     def test_attributes(self, vocab: AnyVocab) -> None:
         phi, spm = vocab("phi-3"), vocab("llama-spm")
@@ -208,7 +208,7 @@ class TestVocab:
         assert gpt.token_to_id("two words") is None
         assert gpt.token_to_id("") is None
 
-    def test_the_arrays_are_ours(self, vocab: AnyVocab) -> None:
+    def test_the_caller_owns_the_array(self, vocab: AnyVocab) -> None:
         first = vocab("gpt-2").tokenize("one two", add_special=False, parse_special=False)
         kept = first.copy()
         vocab("gpt-2").tokenize("three four", add_special=False, parse_special=False)

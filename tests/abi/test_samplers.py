@@ -1,4 +1,4 @@
-"""llama.cpp's sampler chain, against what its filters are defined to do."""
+"""Tests for llama.cpp's sampler chain: every filter does what its definition says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from llama_abi import Batch, Closed, Context, Library, LlamaError, SamplerChain
+from llama_abi import Batch, Context, HandleClosed, Library, LlamaError, SamplerChain
 
 LOGITS = np.array([1.0, 3.0, 2.0, -4.0, 0.5], np.float32)
 
@@ -76,15 +76,18 @@ def test_refused(library: Library, context: Context) -> None:
     batch = Batch(8)
     batch.add([464, 3290, 318], pos=0, seq=0)
     with SamplerChain(library).add_greedy() as chain:
-        with pytest.raises(LlamaError, match="gave no logits at batch position 2"):
+        with pytest.raises(LlamaError, match="returned no logits for batch position 2"):
             chain.sample(context, 2)
         context.decode(batch)
         for index in (-1, 0, 3):
-            with pytest.raises(LlamaError, match=f"gave no logits at batch position {index}"):
+            with pytest.raises(LlamaError, match=f"returned no logits for batch position {index}"):
                 chain.sample(context, index)
         with pytest.raises(LlamaError, match="one row"):
             chain.apply(np.zeros((2, 5), np.float32))
-    with SamplerChain(library).add_top_k(4) as chain, pytest.raises(LlamaError, match="no sampler that chooses"):
+    with (
+        SamplerChain(library).add_top_k(4) as chain,
+        pytest.raises(LlamaError, match="no sampler of the chain chooses"),
+    ):
         chain.sample(context, 2)
-    with pytest.raises(Closed):
+    with pytest.raises(HandleClosed):
         chain.apply(LOGITS)

@@ -4,12 +4,20 @@
     python -m tests.fuzz.fuzz --cases 1000000 --seed 7
     python -m tests.fuzz.fuzz --replay FILE       one saved case, through both
 
-Of the codecs it is asked that nothing but a protocol error ever comes out, that what comes out does not depend
-on how the bytes were cut, that messages are within their bounds, and that every answer to one can be encoded
-and read again.  Of the daemon, that every answer is an event with a documented code, that a stream beside all
-this stays correct, and that nothing is held in the end.
+Requirements for the codecs:
 
-Exit code 1 if anything was found.
+- Any bytes give messages or a protocol error, and no other exception.
+- The result does not depend on how the bytes are split.
+- The fields of every message are within their bounds.
+- A client reads every answer as the server meant it.
+
+Requirements for the daemon:
+
+- Every answer is an event, and every error has a documented code.
+- Another client's stream stays correct meanwhile.
+- In the end, no sequence, KV cell or outbox is in use.
+
+Exit code 1 if a case violates a requirement.
 """
 
 from __future__ import annotations
@@ -41,7 +49,7 @@ LIVE_THREADS = 4
 
 
 class Found(Exception):
-    """A case that shows a defect."""
+    """A case violates a requirement."""
 
 
 def require(holds: bool, complaint: str) -> None:
@@ -53,7 +61,7 @@ def require(holds: bool, complaint: str) -> None:
 
 
 def read(mode: str, parts: list[bytes]) -> tuple[list[object], object]:
-    """What a server's codec makes of ``parts`` and the end of the stream: its outcomes, and itself."""
+    """Feed ``parts`` and the end of the stream to a server's codec; return the outcomes and the codec."""
     codec = server_codec(mode, max_frame_bytes=generate.CAP)  # type: ignore[arg-type]
     outcomes: list[object] = []
     for part in [*parts, b""]:
@@ -63,7 +71,7 @@ def read(mode: str, parts: list[bytes]) -> tuple[list[object], object]:
                 outcomes.append(message)
         except ProtocolError as error:
             require(error.code in CODES, f"the code {error.code} is not documented")
-            require(len(str(error)) < 1000, f"a complaint of {len(str(error))} characters")
+            require(len(str(error)) < 1000, f"an error message of {len(str(error))} characters")
             outcomes.append((error.code, str(error), error.request_id))
             outcomes.append(codec.encode(Failure.of(error)))
             break
@@ -71,19 +79,22 @@ def read(mode: str, parts: list[bytes]) -> tuple[list[object], object]:
 
 
 def check_codecs(data: bytes, rng: Random) -> str:
-    """Raises ``Found``; says how the case ended."""
+    """Check one case and return how it ended; raises ``Found``."""
     began = time.perf_counter()
     mode = rng.choice(("auto", "auto", "auto", "auto", "json", "cbor", "newline"))
     outcomes, codec = read(mode, [data])
     again, _ = read(mode, generate.pieces(rng, data))
-    require(repr(outcomes) == repr(again), f"cut otherwise it is another thing ({mode}): {outcomes!r} or {again!r}")
+    require(
+        repr(outcomes) == repr(again),
+        f"the result depends on how the bytes are split ({mode}): {outcomes!r} or {again!r}",
+    )
     for outcome in outcomes:
         if isinstance(outcome, Generate):
             check_bounds(outcome)
         if mode != "newline" and isinstance(outcome, Generate | MetricsQuery):
             check_answers(outcome, codec)
         if mode != "newline" and isinstance(outcome, bytes):
-            require(len(events_of(outcome)) == 1, "an error cannot be read by a client")
+            require(len(events_of(outcome)) == 1, "a client cannot read the error")
     took = time.perf_counter() - began
     require(took < SLOW_S, f"it took {took:.1f} s")
     last = outcomes[-2] if outcomes and isinstance(outcomes[-1], bytes) else outcomes[-1] if outcomes else None
@@ -116,11 +127,11 @@ def check_bounds(request: Generate) -> None:
 
 
 def check_answers(message: Generate | MetricsQuery, codec: object) -> None:
-    """Whatever is answered, a client reads it as it was meant."""
+    """Check that a client reads every kind of answer as the server meant it."""
     if isinstance(message, MetricsQuery):
         answers: list[object] = [Metrics(snapshot={"tokens_total": 1}, id=message.id)]
     else:
-        timings = Timings(queue_ms=1, ttft_ms=None, total_ms=2, tokens_per_s=None)
+        timings = Timings(queue_ms=1.0, total_ms=2.0)
         usage = Usage(prompt_tokens=1, completion_tokens=2)
         answers = [
             Token(id=message.id, text=message.prompt or "é", token_id=5),
@@ -145,7 +156,7 @@ def events_of(data: bytes) -> list[Event]:
 
 
 def check_live(daemon: Daemon, data: bytes, rng: Random) -> str:
-    """One client that sends ``data`` and reads for as long as it likes."""
+    """Send ``data`` as one client and read some of the answer; return how the case ended."""
     last = "nothing"
     with daemon.wire(timeout_s=20) as wire:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -161,7 +172,7 @@ def check_live(daemon: Daemon, data: bytes, rng: Random) -> str:
             except TimeoutError:
                 raise Found("neither an answer nor a close within 20 s") from None
             except ProtocolError as error:
-                raise Found(f"the daemon sent what is no event: {error}") from None
+                raise Found(f"the daemon sent something that is not an event: {error}") from None
             if event is None:
                 return last
             last = check_event(event)
@@ -186,7 +197,7 @@ def check_event(event: dict[str, object]) -> str:
 
 
 class Fuzzer:
-    """Counts what happened and saves what was found."""
+    """Runs cases, counts their endings, and saves those that violate a requirement."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder = seed, folder
@@ -195,12 +206,12 @@ class Fuzzer:
         self._lock = threading.Lock()
 
     def run(self, kind: str, number: int, check: object) -> None:
-        """Case ``number``; ``check(data, rng)`` says how it ended."""
+        """Run case ``number``; ``check(data, rng)`` returns how it ended."""
         rng = Random(f"{self.seed} {kind} {number}")
         data = generate.case(rng)
         try:
             ending = check(data, rng)  # type: ignore[operator]
-        except Exception as error:  # noqa: BLE001  (anything that comes out is a finding)
+        except Exception as error:  # noqa: BLE001  (any exception is a finding)
             self.report(kind, number, data, error)
         else:
             self.endings[f"{kind}: {ending}"] += 1
@@ -217,14 +228,14 @@ class Fuzzer:
         )
 
     def codecs(self, n: int) -> float:
-        """``n`` cases through the codecs; returns how many a second."""
+        """Run ``n`` cases through the codecs; return the cases per second."""
         began = time.perf_counter()
         for number in range(n):
             self.run("codec", number, check_codecs)
         return n / (time.perf_counter() - began)
 
     def live(self, n: int, daemon: Daemon) -> float:
-        """``n`` cases through the daemon's socket; returns how many a second."""
+        """Run ``n`` cases through the daemon's socket; return the cases per second."""
 
         def some(first: int) -> None:
             for number in range(first, n, LIVE_THREADS):
@@ -240,7 +251,7 @@ class Fuzzer:
 
 
 def fuzz(cases: int, live: int, seed: int, folder: Path) -> Fuzzer:
-    """``cases`` in all, ``live`` of them through a daemon; prints what happened."""
+    """Run ``cases`` cases in total, ``live`` of them through a daemon, and print a summary."""
     fuzzer = Fuzzer(seed, folder)
     rate = fuzzer.codecs(cases - live)
     print(f"{cases - live} cases through the codecs, {rate:,.0f} a second", flush=True)
@@ -250,8 +261,8 @@ def fuzz(cases: int, live: int, seed: int, folder: Path) -> Fuzzer:
                 rate = fuzzer.live(live, daemon)
             snapshot = daemon.settled()
             print(
-                f"{live} cases through the socket, {rate:,.0f} a second; {canary.rounds} rounds of the stream beside "
-                f"them, the slowest {canary.slowest_s:.2f} s; {snapshot['tokens_total']} tokens; nothing is held"
+                f"{live} cases through the socket, {rate:,.0f} a second; {canary.rounds} rounds of the other "
+                f"client's stream, the slowest {canary.slowest_s:.2f} s; {snapshot['tokens_total']} tokens"
             )
     for ending, n in fuzzer.endings.most_common():
         print(f"  {n:>7}  {ending}")
@@ -260,7 +271,7 @@ def fuzz(cases: int, live: int, seed: int, folder: Path) -> Fuzzer:
 
 
 def replay(path: Path) -> int:
-    """One saved case, cut in many ways, through codecs and daemon."""
+    """Run one saved case through codecs and daemon, split in many ways."""
     data = path.read_bytes()
     for number in range(50):
         print("codec:", check_codecs(data, Random(number)))
@@ -273,10 +284,12 @@ def replay(path: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=100_000, help="how many, in all  [default: 100000]")
-    parser.add_argument("--live", type=int, help="so many of them through a real daemon  [default: one in 20]")
+    parser.add_argument("--cases", type=int, default=100_000, help="number of cases  [default: 100000]")
+    parser.add_argument("--live", type=int, help="how many of them go through a real daemon  [default: one in 20]")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, default=Path("bench-out/fuzz"), help="folder for what is found")
+    parser.add_argument(
+        "--save", type=Path, default=Path("bench-out/fuzz"), help="folder for the cases that violate a requirement"
+    )
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run one saved case")
     chosen = parser.parse_args()
     if chosen.replay:

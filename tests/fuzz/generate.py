@@ -1,6 +1,6 @@
-"""Cases for the fuzzer: bytes that a client might send, from nearly right to noise.
+"""Cases for the fuzzer: bytes that a client might send, from almost valid to noise.
 
-A case is a function of its random generator alone, so a seed and a number name it.
+A case depends on its random generator alone, so a seed and a number identify it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import cbor2
 
 CAP = 1 << 16
-"""The ``max_frame_bytes`` that the fuzzed ends are given."""
+"""``max_frame_bytes`` of the fuzzed codecs and daemon."""
 
 FIELDS = (
     *("id", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"),
     *("stream", "echo", "keep_alive", "cache_prompt", "speculate", "slo", "metadata", "event", "type", "unknown", ""),
     *("n", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty", "logit_bias"),
-    *("logprobs", "stop_token_ids", "return_full_text", "parse_special"),
+    *("logprobs", "stop_token_ids", "return_full_text", "parse_special", "session_id", "n_keep", "model", "principal"),
 )  # fmt: skip
 INTERESTING = (
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
@@ -35,7 +35,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def value(rng: Random, depth: int = 0) -> Any:
-    """Anything that JSON can say."""
+    """Return any JSON value."""
     kind = rng.random()
     if kind < 0.5 or depth > 3:
         return rng.choice(INTERESTING)
@@ -55,7 +55,7 @@ def text(rng: Random) -> str:
 
 
 def request(rng: Random) -> dict[str, Any]:
-    """A good one, short enough to be served many times."""
+    """Return a valid request, short enough to be served many times."""
     fields: dict[str, Any] = {"id": rng.choice(("a", "b", "é", "r" * 256)), "max_tokens": rng.randint(1, 4)}
     if rng.random() < 0.8:
         fields["prompt"] = rng.choice(("Hello", "x", "Tell me a story", "🦊 é", text(rng) or "y"))
@@ -89,7 +89,7 @@ def request(rng: Random) -> dict[str, Any]:
 
 
 def message(rng: Random) -> dict[str, Any]:
-    """A request, a cancel or a metrics query; one time in two with something wrong in it."""
+    """Return a request, a cancel or a metrics query; every other one is probably invalid."""
     kind = rng.random()
     if kind < 0.8:
         fields = request(rng)
@@ -118,7 +118,7 @@ def payload(rng: Random) -> bytes:
 
 
 def mutated(rng: Random, data: bytes) -> bytes:
-    """With some bytes changed, cut out, doubled or put in."""
+    """Change, remove, repeat or insert some bytes."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 5, 20))):
         at = rng.randrange(len(found) + 1)
@@ -137,7 +137,7 @@ def mutated(rng: Random, data: bytes) -> bytes:
 
 
 def case(rng: Random) -> bytes:
-    """What one client sends."""
+    """Return all that one client sends."""
     kind = rng.random()
     if kind < 0.05:
         return rng.randbytes(rng.choice((0, 1, 3, 4, 5, 40, 400, 4000)))
@@ -153,7 +153,7 @@ def case(rng: Random) -> bytes:
 
 
 def pieces(rng: Random, data: bytes) -> list[bytes]:
-    """``data`` as a socket might give it."""
+    """Split ``data`` as a socket might."""
     size = rng.choice((1, 2, 3, 5, 64, 4096))
     if size < 5 and len(data) > 3000:
         size = 64

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer; ``python -m tests.fuzz.fuzz`` is the long one."""
+"""Short runs of the fuzzer; run ``python -m tests.fuzz.fuzz`` for long ones."""
 
 from __future__ import annotations
 

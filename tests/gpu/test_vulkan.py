@@ -49,7 +49,7 @@ with llama_abi.Model(library, path) as model, Context(model, ContextOptions(n_ct
         for answer, token in zip(answers, chosen):
             answer.append(token)
         batch.clear()
-        batch.add_each(chosen, positions=positions, seqs=range(len(prompts)))
+        batch.add_decodes(chosen, positions=positions, seqs=range(len(prompts)))
         positions = [position + 1 for position in positions]
     ends = [min(answer.index(token) for token in model.vocab.eog_ids if token in answer) for answer in answers]
     answers = [answer[:end] for answer, end in zip(answers, ends)]

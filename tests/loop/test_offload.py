@@ -1,7 +1,11 @@
-"""Sequences that are saved before their cells go, and loaded when they are wanted: over a fake engine in virtual time."""
+"""KV offload: states of sequences are saved before their cells are reused, and loaded for later requests.
+
+The tests run over a fake engine in virtual time.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,20 +14,22 @@ import pytest
 import trio
 
 from tests.support.asking import Client, Harness, asking
-from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.fake_engine import STATE_BYTES, FakeEngine, expected_continuation
 from tests.support.state_files import MemoryFiles
-from uma_trio.engine.messages import EngineError, Load, Save
+from uma_trio.engine.messages import EngineDied, EngineError
+from uma_trio.kv.ops import LoadState, SaveState
+from uma_trio.protocol.messages import Slo
 
-LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
+LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
 NEVER = 1e8
 
 
-def story(n: int, length: int = 300) -> list[int]:
-    return random.Random(n).choices(range(1, 800), k=length)
+def tokens_of(seed: int, n: int = 300) -> list[int]:
+    return random.Random(seed).choices(range(1, 800), k=n)
 
 
 def small(unified: bool = True, n_seq_max: int = 3) -> FakeEngine:
-    """With room for a few stories."""
+    """An engine with room for a few sequences."""
     return FakeEngine(n_ctx=1024 * n_seq_max, n_seq_max=n_seq_max, unified=unified)
 
 
@@ -31,19 +37,20 @@ def is_right(client: Client) -> bool:
     return client.tokens == expected_continuation(client.prompt, len(client.tokens))
 
 
-def copies(harness: Harness, kind: type) -> list[float]:
-    return [edit for step in harness.engine.steps for edit in step.ops if isinstance(edit, kind)]
+def ops_of(harness: Harness, kind: type) -> list[Any]:
+    """All operations of one kind that the engine got."""
+    return [op for step in harness.engine.steps for op in step.ops if isinstance(op, kind)]
 
 
-async def told(harness: Harness, n: int, n_tokens: int = 8, **fields: object) -> list[int]:
-    """A story told to the end; what the next part begins with."""
-    client = await harness.answer(story(n), n_tokens, durable=True, **fields)
+async def answered(harness: Harness, seed: int, n_tokens: int = 8, **fields: object) -> list[int]:
+    """Serve a durable request; returns its prompt and answer."""
+    client = await harness.answer(tokens_of(seed), n_tokens, durable=True, **fields)
     assert is_right(client)
     return [*client.prompt, *client.tokens]
 
 
-async def settled(harness: Harness) -> None:
-    """What is being saved is."""
+async def all_saved(harness: Harness) -> None:
+    """Wait until nothing is left to save."""
     kv = harness.scheduler.cache.offload
     with trio.fail_after(100):
         while kv.to_save(float("inf")) is not None or kv.is_saving:
@@ -52,11 +59,11 @@ async def settled(harness: Harness) -> None:
 
 
 @LAYOUTS
-async def test_what_had_to_go_comes_back(autojump_clock, unified):
+async def test_an_evicted_sequence_is_loaded_again(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
-        said = [await told(harness, n) for n in range(12)]
-        await settled(harness)
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
+        said = [await answered(harness, n) for n in range(12)]
+        await all_saved(harness)
         assert len(files.states) >= 9
         for n, tokens in enumerate(said):
             before = harness.computed
@@ -70,60 +77,61 @@ async def test_what_had_to_go_comes_back(autojump_clock, unified):
 
 
 @LAYOUTS
-async def test_who_needs_the_room_waits_until_it_is_saved(autojump_clock, unified):
+async def test_a_request_that_needs_cells_waits_until_their_sequence_is_saved(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
         for n in range(2):
-            await told(harness, n)
-        big = harness.ask(story(7, 1000 if not unified else 2500), 8)
+            await answered(harness, n)
+        big = harness.ask(tokens_of(7, 1000 if not unified else 2500), 8)
         await harness.ended(big)
         assert is_right(big)
         saved = {tuple(saved.tokens.tolist()) for saved in files.scan()}
         for n in range(2):
-            tokens = [*story(n), *expected_continuation(story(n), 7)]
-            assert tuple(tokens) in saved or tokens in held_stories(harness)
+            tokens = [*tokens_of(n), *expected_continuation(tokens_of(n), 7)]
+            assert tuple(tokens) in saved or tokens in held_tokens(harness)
         await harness.clean()
 
 
-def held_stories(harness: Harness) -> list[list[int]]:
+def held_tokens(harness: Harness) -> list[list[int]]:
+    """The sequences in the engine's KV cache."""
     return [harness.engine._cache[seq_id].tokens for seq_id in harness.engine.used_cells()]
 
 
-async def test_only_what_is_to_last_is_saved(autojump_clock):
+async def test_only_durable_sequences_are_saved(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=0) as harness:
+    async with asking(small(), files, offload_after_s=0) as harness:
         for n in range(12):
-            assert is_right(await harness.answer(story(n), 8))
+            assert is_right(await harness.answer(tokens_of(n), 8))
         await trio.sleep(10)
         assert not files.states
         await harness.clean()
 
 
-async def test_idle_for_long_enough_it_is_saved_although_its_room_is_not_needed(autojump_clock):
+async def test_a_sequence_that_is_idle_for_long_enough_is_saved_without_need(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=16), files, spill_after_s=20) as harness:
-        tokens = await told(harness, 1)
+    async with asking(small(n_seq_max=16), files, offload_after_s=20) as harness:
+        tokens = await answered(harness, 1)
         await trio.sleep(19)
         assert not files.states
         await trio.sleep(3)
         assert [saved.tokens.tolist() for saved in files.scan()] == [tokens[:-1]]
         client = await harness.answer([*tokens, 900], 8, durable=True)
         assert is_right(client)
-        assert not copies(harness, Load), "it is still there"
+        assert not ops_of(harness, LoadState), "the sequence is still in the cache"
         await trio.sleep(30)
         held = [*tokens, 900, *client.tokens][:-1]
-        assert [saved.tokens.tolist() for saved in files.scan()] == [held], "the longer one replaces the shorter"
+        assert [saved.tokens.tolist() for saved in files.scan()] == [held], "the longer state replaces the shorter one"
         await harness.clean()
 
 
-async def test_a_new_server_finds_what_the_old_one_saved(autojump_clock):
+async def test_states_survive_a_restart(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as harness:
-        said = [await told(harness, n) for n in range(5)]
+    async with asking(small(n_seq_max=16), files, offload_after_s=NEVER) as harness:
+        said = [await answered(harness, n) for n in range(5)]
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
         assert len(files.states) == 5
-    async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as harness:
+    async with asking(small(n_seq_max=16), files, offload_after_s=NEVER) as harness:
         for n, tokens in enumerate(said):
             client = await harness.answer([*tokens, 900 + n], 8)
             assert is_right(client)
@@ -132,11 +140,11 @@ async def test_a_new_server_finds_what_the_old_one_saved(autojump_clock):
 
 
 @pytest.mark.parametrize("fault", ["full", "fails_late"])
-async def test_what_cannot_be_saved_goes_and_is_computed_again(autojump_clock, fault):
+async def test_a_sequence_that_cannot_be_saved_is_computed_again(autojump_clock, fault):
     files = MemoryFiles()
     setattr(files, fault, True)
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
-        said = [await told(harness, n) for n in range(8)]
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
+        said = [await answered(harness, n) for n in range(8)]
         for n, tokens in enumerate(said):
             assert is_right(await harness.answer([*tokens, 900 + n], 8, durable=True))
         assert not files.states
@@ -148,11 +156,11 @@ async def test_what_cannot_be_saved_goes_and_is_computed_again(autojump_clock, f
 
 
 @pytest.mark.parametrize("fault", ["broken", "garbled"])
-async def test_what_cannot_be_loaded_is_computed_again(autojump_clock, fault):
+async def test_a_state_that_cannot_be_loaded_is_computed_again(autojump_clock, fault):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
-        said = [await told(harness, n) for n in range(8)]
-        await settled(harness)
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
+        said = [await answered(harness, n) for n in range(8)]
+        await all_saved(harness)
         setattr(files, fault, True)
         for n, tokens in enumerate(said):
             client = await harness.answer([*tokens, 900 + n], 8)
@@ -162,25 +170,25 @@ async def test_what_cannot_be_loaded_is_computed_again(autojump_clock, fault):
         assert files.open_files == 0
 
 
-async def test_where_computing_is_quicker_nothing_is_saved(autojump_clock):
+async def test_nothing_is_saved_where_prefill_is_faster_than_loading(autojump_clock):
     quick = FakeEngine(n_ctx=3072, n_seq_max=3, cost_ms=lambda prompt, decodes: 0.1 + 1e-4 * (prompt + decodes))
     files = MemoryFiles()
-    async with asking(quick, files, spill_after_s=0) as harness:
+    async with asking(quick, files, offload_after_s=0) as harness:
         for n in range(12):
-            await told(harness, n)
+            await answered(harness, n)
         await trio.sleep(10)
         assert not files.states
         await harness.clean()
 
 
-async def test_a_cancel_while_it_is_being_loaded(autojump_clock):
+async def test_a_request_is_cancelled_while_its_state_is_loaded(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
-        said = [await told(harness, n) for n in range(8)]
-        await settled(harness)
-        for patience in range(12):
-            client = harness.ask([*said[patience % 4], 999], 50)
-            for _ in range(patience):
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
+        said = [await answered(harness, n) for n in range(8)]
+        await all_saved(harness)
+        for n_checkpoints in range(12):
+            client = harness.ask([*said[n_checkpoints % 4], 999], 50)
+            for _ in range(n_checkpoints):
                 await trio.lowlevel.checkpoint()
             harness.scheduler.cancel(client.sequence)
             await harness.ended(client)
@@ -189,65 +197,62 @@ async def test_a_cancel_while_it_is_being_loaded(autojump_clock):
         assert files.open_files == 0
 
 
-async def test_streams_are_not_made_late_by_copies(autojump_clock):
-    """A copy takes 200 ms here, a step 5: it waits for a moment with nobody to wait for it, or is given up."""
+async def test_copies_do_not_make_streams_late(autojump_clock):
+    """A copy is predicted to take 200 ms, a step 5.  It waits for a step without streams, or is given up."""
     files = MemoryFiles()
     engine = FakeEngine(n_ctx=65_536, n_seq_max=3)
-    async with asking(engine, files, spill_after_s=NEVER) as harness:
-        first = await harness.answer(story(1, 20_000), 8, durable=True)
-        harness.scheduler.pace.bytes_a_ms["save"] = 20_000 * 12_288 / 200
-        talker = harness.ask(story(2), 400, slo={"target_tbt_ms": 50} and talks())
-        other = harness.ask(story(3, 60_000), 8)  # needs the room
-        await harness.ended(talker)
+    async with asking(engine, files, offload_after_s=NEVER) as harness:
+        first = await harness.answer(tokens_of(1, 20_000), 8, durable=True)
+        n_bytes = 20_000 * STATE_BYTES
+        for _ in range(50):
+            harness.scheduler.timings.record_copy("save", n_bytes, 200.0)
+        stream = harness.ask(tokens_of(2), 400, slo=Slo(target_tbt_ms=50))
+        other = harness.ask(tokens_of(3, 60_000), 8)  # needs the cells of the first one
+        await harness.ended(stream)
         await harness.ended(other)
         assert is_right(first)
-        assert is_right(talker)
+        assert is_right(stream)
         assert is_right(other)
         await harness.clean()
 
 
-def talks():
-    from uma_trio.protocol.messages import Slo
-
-    return Slo(target_tbt_ms=50)
-
-
 @LAYOUTS
-async def test_a_failing_step_with_a_copy_in_it(autojump_clock, unified):
+async def test_a_step_with_a_copy_fails(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
-        said = [await told(harness, n) for n in range(8)]
-        await settled(harness)
-        for fatal in (False, True):
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
+        said = [await answered(harness, n) for n in range(8)]
+        await all_saved(harness)
+        for failure in (EngineError("it failed"), EngineDied("killed")):
             clients = [harness.ask([*said[n], 950], 30) for n in range(3)]
             await trio.sleep(0.02)
-            harness.engine.fail_next = EngineError("it failed", fatal=fatal)
+            harness.engine.fail_next = failure
             await harness.ended(*clients)
+            assert all(is_right(client) and client.reason == "length" for client in clients)
         again = await harness.answer([*said[5], 900], 8)
         assert is_right(again)
         await harness.clean()
         assert files.open_files == 0
 
 
-async def test_a_context_made_anew_holds_no_state_that_was_loaded_before(autojump_clock):
-    """The request that it was loaded for is in no step yet, and its file not even closed."""
+async def test_a_state_that_was_loaded_before_a_reset_is_lost(autojump_clock):
+    """The request that it was loaded for is in no step yet, and its file is still open."""
 
     async def slowly(call: Callable[..., Any], *arguments: Any) -> Any:
         await trio.sleep(1)
         return call(*arguments)
 
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
-        said = await told(harness, 1)
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
+        said = await answered(harness, 1)
         await harness.scheduler.offloader.save_everything()
-    async with asking(small(), files, in_thread=slowly, spill_after_s=NEVER) as harness:
-        talker = harness.ask(story(2), 600)
+    async with asking(small(), files, in_thread=slowly, offload_after_s=NEVER) as harness:
+        stream = harness.ask(tokens_of(2), 600)
         client = harness.ask([*said, 900], 8)
         client.has_room = False
-        while not copies(harness, Load):
+        while not ops_of(harness, LoadState):
             await trio.sleep(0.001)
-        harness.engine.fail_next = EngineError("it failed", fatal=True)
-        await harness.ended(talker)
+        harness.engine.fail_next = EngineError("it failed")
+        await harness.ended(stream)
         await trio.sleep(5)
         assert harness.engine.resets == 1
         harness.read_on(client)
@@ -258,40 +263,46 @@ async def test_a_context_made_anew_holds_no_state_that_was_loaded_before(autojum
         await harness.clean()
 
 
-async def test_at_most_one_copy_a_step(autojump_clock):
+async def test_a_step_makes_one_copy_at_most(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=6), files, spill_after_s=0) as harness:
-        said = [await told(harness, n) for n in range(20)]
+    async with asking(small(n_seq_max=6), files, offload_after_s=0) as harness:
+        said = [await answered(harness, n) for n in range(20)]
         clients = [harness.ask([*said[n], 900], 20) for n in range(6)]
         await harness.ended(*clients)
         assert all(is_right(client) for client in clients)
         for step in harness.engine.steps:
-            assert sum(isinstance(edit, Save | Load) for edit in step.ops) <= 1
+            assert sum(isinstance(op, SaveState | LoadState) for op in step.ops) <= 1
         await harness.clean()
 
 
 @pytest.mark.slow
-async def test_an_hour_of_500_conversations_in_room_for_20(autojump_clock):
+async def test_many_conversations_with_cells_for_a_few(autojump_clock):
+    """25 times as many conversations as sequences, each with three turns.
+
+    UMA_TEST_EXPLORE=1 plays an hour of 500 conversations.
+    """
+    n_conversations, duration_s = (500, 3600) if os.environ.get("UMA_TEST_EXPLORE") else (100, 720)
+    n_sequences = n_conversations // 25
     files, rng = MemoryFiles(), random.Random(5)
-    engine = FakeEngine(n_ctx=20 * 256, n_seq_max=20, unified=False)
-    async with asking(engine, files, spill_after_s=30, max_queue=1000) as harness:
-        seen = 0
+    engine = FakeEngine(n_ctx=n_sequences * 256, n_seq_max=n_sequences, unified=False)
+    async with asking(engine, files, offload_after_s=30, max_queue=1000) as harness:
+        n_checks = 0
 
         async def watch() -> None:
-            nonlocal seen
+            nonlocal n_checks
             while True:
                 harness.scheduler.check_integrity()
                 kv = harness.scheduler.cache.statistics()
                 assert kv.cells_reserved + kv.cached_cells <= kv.cells
-                assert kv.saved_states <= 500
-                seen += 1
+                assert kv.saved_states <= n_conversations
+                n_checks += 1
                 await trio.sleep(5)
 
-        async def talk(n: int) -> None:
+        async def converse(n: int) -> None:
             said: list[int] = []
-            for at in sorted(rng.uniform(0, 3600) for _ in range(3)):
+            for at in sorted(rng.uniform(0, duration_s) for _ in range(3)):
                 await trio.sleep_until(began + at)
-                prompt = [*said, *story(1000 + n, rng.randint(16, 30))]
+                prompt = [*said, *tokens_of(1000 + n, rng.randint(16, 30))]
                 client = await harness.answer(prompt, 6, durable=True)
                 assert is_right(client)
                 assert client.reason == "length"
@@ -301,13 +312,13 @@ async def test_an_hour_of_500_conversations_in_room_for_20(autojump_clock):
         async with trio.open_nursery() as watching:
             watching.start_soon(watch)
             async with trio.open_nursery() as nursery:
-                for n in range(500):
-                    nursery.start_soon(talk, n)
+                for n in range(n_conversations):
+                    nursery.start_soon(converse, n)
             watching.cancel_scope.cancel()
-        assert seen > 600
+        assert n_checks > duration_s / 6
         found = harness.scheduler.snapshot()["kv_offload"]
         assert (found["save_failed_total"], found["load_failed_total"]) == (0, 0)
-        assert found["loaded_total"] > 500  # short ones are quicker to compute
-        await settled(harness)
+        assert found["loaded_total"] > n_conversations  # short sequences are computed, since that is faster
+        await all_saved(harness)
         await harness.clean()
         assert files.open_files == 0

@@ -197,7 +197,7 @@ async def test_a_session_whose_state_is_on_its_way_survives(autojump_clock):
     """A crash while a state is saved and while one is loaded: tokens are computed again instead."""
     files = MemoryFiles()
     engine = FakeEngine(n_ctx=1024, n_seq_max=2, unified=False)
-    async with asking(engine, files, spill_after_s=0.0) as harness:
+    async with asking(engine, files, offload_after_s=0.0) as harness:
         first = await harness.answer([7] * 200, 5, durable=True)
         kill(harness)
         await trio.sleep(5)

@@ -1,6 +1,6 @@
-"""What requests ask of the sampler reaches it, whichever way the step is made: planned, chained, or with guesses.
+"""Sampling parameters of requests reach the engine, in planned steps, in run-ahead steps and with draft tokens.
 
-The fake engine compares the past that it is given with what its sequence holds, for each draw.
+For each sample request the fake engine compares the past tokens with the tokens that its sequence holds.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from uma_trio.scheduler.wishes import sampling_params
 
 from tests.support.asking import Client, asking
 from tests.support.fake_engine import EOG, N_VOCAB, FakeEngine, expected_continuation, expected_score
-from tests.support.serving import piece
-from uma_trio.engine.messages import EngineError
+from tests.support.serving import token_to_bytes
+from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.errors import BadRequest
+from uma_trio.principal import ANONYMOUS
 from uma_trio.protocol.messages import Eos, Generate, Token
+from uma_trio.sampling import SamplingParams
 
 REPEATS = 20
 PROMPT = random.Random(5).choices(range(1, 900), k=40)
@@ -36,9 +37,8 @@ def engine(**options: Any) -> FakeEngine:
     return FakeEngine(**{"repeats": REPEATS, "n_ctx": 32_768, **options})
 
 
-def expected(n: int, prompt: list[int] = PROMPT, **samples: Any) -> list[int]:
-    params = sampling_params(Generate(id="x", **{"seed": 0, **samples}))
-    return expected_continuation(prompt, n, repeats=REPEATS, params=params)
+def expected(n: int, prompt: list[int] = PROMPT, **params: Any) -> list[int]:
+    return expected_continuation(prompt, n, repeats=REPEATS, params=SamplingParams(**params))
 
 
 def token_events(client: Client) -> list[Token]:
@@ -48,76 +48,76 @@ def token_events(client: Client) -> list[Token]:
 # -- penalties ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("samples", [{}, HOT], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [{}, HOT], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("penalties", PENALTIES, ids=str)
-async def test_penalties_look_at_what_was_said(autojump_clock, penalties, samples):
-    """One token after another, with guesses, and in chained steps."""
-    said = expected(120, **penalties, **samples)
-    assert (said != expected(120, **samples)) == (penalties != SHORT), "the model repeats what is further back"
+async def test_penalties_look_at_the_past(autojump_clock, penalties, params):
+    """In planned steps, in run-ahead steps and with draft tokens."""
+    answer = expected(120, **penalties, **params)
+    assert (answer != expected(120, **params)) == (penalties != SHORT), "the model repeats tokens that are further back"
     async with asking(engine()) as harness:
         for speculate in (False, True):
-            client = await harness.answer(PROMPT, 120, speculate=speculate, cache_prompt=False, **penalties, **samples)
-            assert client.tokens == said
+            client = await harness.answer(PROMPT, 120, speculate=speculate, cache_prompt=False, **penalties, **params)
+            assert client.tokens == answer
         telemetry = harness.scheduler.telemetry
         assert telemetry.run_ahead_steps_total > 50
         assert telemetry.accepted_draft_tokens_total > (10 if penalties == SHORT else -1)
         await harness.clean()
 
 
-@pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
-async def test_streams_with_different_wishes_are_what_they_are_alone(autojump_clock, unified):
+@pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
+async def test_streams_with_different_parameters_do_not_affect_each_other(autojump_clock, unified):
     async with asking(engine(unified=unified, n_seq_max=32)) as harness:
         clients = []
         for i in range(32):
-            wishes = {**PENALTIES[i % 4], **(HOT if i % 3 else {})} if i % 5 else {}
-            clients.append((harness.ask(PROMPT[i:], 30 + i, **wishes), wishes))
+            params = {**PENALTIES[i % 4], **(HOT if i % 3 else {})} if i % 5 else {}
+            clients.append((harness.ask(PROMPT[i:], 30 + i, **params), params))
             await trio.sleep(0.01)
-        for client, wishes in clients:
+        for client, params in clients:
             await harness.ended(client)
-            assert client.tokens == expected(client.sequence.max_tokens, client.prompt, **wishes)
+            assert client.tokens == expected(client.sequence.max_tokens, client.prompt, **params)
         await harness.clean()
 
 
-@pytest.mark.parametrize("fatal", [True, False])
-async def test_the_past_survives_a_lost_cache(autojump_clock, fatal):
+@pytest.mark.parametrize("failure", [EngineError("no room"), EngineDied("killed")], ids=str)
+async def test_the_past_survives_a_lost_cache(autojump_clock, failure):
     async with asking(engine()) as harness:
         for after_s in (0.2, 0.3):
             paused = harness.ask(PROMPT, 80, speculate=True, **PENALTIES[3])
-            failing = harness.ask(PROMPT[1:], 300, **PENALTIES[0])
+            running = harness.ask(PROMPT[1:], 300, **PENALTIES[0])
             await trio.sleep(after_s)
             paused.has_room = False
             await trio.sleep(0.1)
-            harness.engine.fail_next = EngineError("gone", fatal=fatal)
-            await harness.ended(failing)
-            assert failing.reason == "E_RUNTIME_DECODE"
+            harness.engine.fail_next = failure
+            await harness.ended(running)
+            assert running.tokens == expected(300, PROMPT[1:], **PENALTIES[0])
             harness.read_on(paused)
             await harness.ended(paused)
             assert paused.tokens == expected(80, **PENALTIES[3])
             await harness.clean()
 
 
-# -- biases and ends ----------------------------------------------------------------------------------
+# -- biases and end tokens -----------------------------------------------------------------------------
 
 
-async def test_a_bias_reaches_the_sampler_and_a_ban_is_a_mask(autojump_clock):
+async def test_a_bias_of_minus_100_is_a_ban(autojump_clock):
     async with asking(engine()) as harness:
         plain = expected(5)
         forced = await harness.answer(PROMPT, 5, logit_bias={7: 100.0, 9: -100.0, 8: 0.0})
         assert forced.tokens == [7] * 5
-        bias, mask = (getattr(forced.sequence, name) for name in ("bias", "mask"))
-        assert (bias.ids.tolist(), bias.values.tolist(), mask.tolist()) == ([7], [100.0], [9])
+        bias, banned = forced.sequence.sampling.bias, forced.sequence.sampling.banned
+        assert (bias.ids.tolist(), bias.values.tolist(), banned.tolist()) == ([7], [100.0], [9])
         without = await harness.answer(PROMPT, 5, logit_bias={plain[0]: -100.0}, ignore_eos=True)
         assert plain[0] not in without.tokens
-        assert sorted(without.sequence.mask.tolist()) == sorted([plain[0], EOG])
+        assert sorted(without.sequence.sampling.banned.tolist()) == sorted([plain[0], EOG])
         await harness.clean()
 
 
 @pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize("at", [0, 1, 2, 30, 59])
-async def test_a_stop_token_ends_the_answer_before_it(autojump_clock, at, speculate):
-    said = expected(60, **HOT)
-    stop = said[at]
-    first = said.index(stop)
+async def test_a_stop_token_ends_the_answer_and_is_not_part_of_it(autojump_clock, at, speculate):
+    answer = expected(60, **HOT)
+    stop = answer[at]
+    first = answer.index(stop)
     async with asking(engine()) as harness:
         for stream in (True, False):
             client = await harness.answer(
@@ -125,39 +125,39 @@ async def test_a_stop_token_ends_the_answer_before_it(autojump_clock, at, specul
             )
             assert client.reason == "stop"
             assert client.last.usage.completion_tokens == first + 1
-            text = "".join(f"{token} " for token in said[:first])
+            text = "".join(f"{token} " for token in answer[:first])
             if stream:
-                assert (client.tokens, client.text) == (said[:first], text)
+                assert (client.tokens, client.text) == (answer[:first], text)
             else:
                 assert client.last.text == text
             await harness.clean()
 
 
-async def test_a_stop_token_is_of_its_own_request_alone(autojump_clock):
-    said = expected(40)
+async def test_a_stop_token_ends_its_own_request_only(autojump_clock):
+    answer = expected(40)
     async with asking(engine()) as harness:
-        stopped = harness.ask(PROMPT, 40, stop_token_ids=[said[10]])
+        stopped = harness.ask(PROMPT, 40, stop_token_ids=[answer[10]])
         other = harness.ask(PROMPT, 40)
         await harness.ended(stopped, other)
-        assert stopped.tokens == said[: said.index(said[10])]
-        assert other.tokens == said
+        assert stopped.tokens == answer[: answer.index(answer[10])]
+        assert other.tokens == answer
         await harness.clean()
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids"])
 @pytest.mark.parametrize("token", [N_VOCAB, N_VOCAB + 1, 2**31 - 1])
-async def test_tokens_that_there_are_not_are_refused_by_number(autojump_clock, field, token):
+async def test_token_ids_out_of_range_are_refused(autojump_clock, field, token):
     async with asking(engine()) as harness:
-        wish = {"logit_bias": {0: 1.0, token: 1.0}, "stop_token_ids": [0, token]}[field]
+        value = {"logit_bias": {0: 1.0, token: 1.0}, "stop_token_ids": [0, token]}[field]
         with pytest.raises(BadRequest, match=f"^{field} names the token {token}; this model has 0 to {N_VOCAB - 1}$"):
-            harness.ask(PROMPT, 5, **{field: wish})
-        assert harness.scheduler.sequences() == []
+            harness.ask(PROMPT, 5, **{field: value})
+        assert [*harness.scheduler.sequences()] == []
         edge = {"logit_bias": {N_VOCAB - 1: 1.0}, "stop_token_ids": [N_VOCAB - 1]}[field]
         await harness.answer(PROMPT, 5, **{field: edge})
         await harness.clean()
 
 
-# -- what is told -------------------------------------------------------------------------------------
+# -- the events of an answer --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
@@ -170,7 +170,7 @@ async def test_each_token_comes_with_its_own_logprobs(autojump_clock, speculate,
         for event in token_events(client):
             score = expected_score(event.token_id, n)
             assert event.logprob == score.logprob
-            assert event.bytes == list(piece(event.token_id))
+            assert event.bytes == list(token_to_bytes(event.token_id))
             assert [(each.token_id, each.logprob) for each in event.top_logprobs] == list(score.top_logprobs)
             assert all(bytes(each.bytes).decode() == each.text == f"{each.token_id} " for each in event.top_logprobs)
         await harness.ended(plain)
@@ -179,7 +179,7 @@ async def test_each_token_comes_with_its_own_logprobs(autojump_clock, speculate,
         await harness.clean()
 
 
-async def test_not_streamed_they_are_a_list_at_the_end(autojump_clock):
+async def test_without_streaming_logprobs_are_a_list_in_the_last_event(autojump_clock):
     async with asking(engine(eog_after=60)) as harness:
         streamed = await harness.answer(PROMPT, 120, logprobs=2)
         whole = await harness.answer(PROMPT, 120, logprobs=2, stream=False)
@@ -193,19 +193,18 @@ async def test_not_streamed_they_are_a_list_at_the_end(autojump_clock):
 
 
 @pytest.mark.parametrize("name", ["echo", "return_full_text"])
-async def test_the_prompt_comes_first_if_it_is_asked_for(autojump_clock, name):
+async def test_the_prompt_is_echoed_in_front_of_the_answer(autojump_clock, name):
     async with asking(engine()) as harness:
         n_cells = len(PROMPT)
         for stream in (True, False):
             client = Client(list(PROMPT))
-            prompt = attrs.evolve((await harness.answer(PROMPT, 1)).sequence.prompt, text="said before: ")
-            client.sequence = harness.scheduler.submit(
-                Generate(id="e", prompt="", max_tokens=5, stream=stream, logprobs=0, **{name: True}), prompt, client
-            )
+            prompt = attrs.evolve((await harness.answer(PROMPT, 1)).sequence.prompt, text="the prompt: ")
+            request = Generate(id="e", prompt="", max_tokens=5, stream=stream, logprobs=0, **{name: True})
+            [client.sequence] = harness.scheduler.submit(request, prompt, client, ANONYMOUS)
             await harness.ended(client)
             text = client.text if stream else client.last.text
-            assert text == "said before: " + "".join(f"{token} " for token in expected(5))
+            assert text == "the prompt: " + "".join(f"{token} " for token in expected(5))
             assert client.last.usage.prompt_tokens == n_cells
             if not stream:
-                assert len(client.last.logprobs) == 5, "the prompt has none"
+                assert len(client.last.logprobs) == 5, "there are none for the prompt"
         await harness.clean()

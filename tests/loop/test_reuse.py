@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 
-import attrs
 import pytest
 import trio
 
@@ -186,7 +185,7 @@ async def test_what_gave_no_usable_logits_is_not_kept(autojump_clock, monkeypatc
 
 async def test_a_model_that_cannot_forget_goes_on_with_whole_chats_only(autojump_clock):
     model = engine(unified=True)
-    model.info = attrs.evolve(model.facts, can_truncate=False)
+    model.info = msgspec.structs.replace(model.info, can_truncate=False)
     async with asking(model) as harness:
         story = SHARED[:300]
         await harness.answer(story, 20)
@@ -204,7 +203,7 @@ async def test_a_model_that_cannot_forget_goes_on_with_whole_chats_only(autojump
         clients = fan_out(harness)
         await harness.ended(*clients)
         assert all(is_right(client) for client in clients)
-        assert all(edit == Truncate(edit.seq_id) for step in model.steps for edit in step.ops)
+        assert all(op == Truncate(op.seq_id) for step in model.steps for op in step.ops)
         await harness.clean()
 
 
@@ -295,7 +294,7 @@ async def test_when_the_first_fails_another_reads_it_for_the_rest(autojump_clock
         resident = await harness.answer(range(1, 300), 5)
         first, *others = fan_out(harness)
         await trio.sleep(after_s)
-        harness.engine.fail_next = EngineError("the device has gone", fatal=fatal)
+        harness.engine.fail_next = EngineError("the device has gone")
         await harness.ended(first, *others)
         assert first.reason == "E_RUNTIME_DECODE"
         assert all(is_right(client) and client.reason == "length" for client in others)
@@ -312,13 +311,13 @@ async def test_what_comes_while_a_step_fails_does_not_rely_on_it(autojump_clock,
     async with asking(engine(unified)) as harness:
         first = harness.ask(SHARED, 5)
         await trio.sleep(0.02)
-        harness.engine.fail_next = EngineError("no room", fatal=fatal)
+        harness.engine.fail_next = EngineError("no room")
         before = len(harness.engine.steps)
         while len(harness.engine.steps) == before:
             await trio.sleep(0.001)
         assert harness.engine.fail_next is None
         assert not first.sequence.done.is_set(), "the step that failed is not done yet"
-        second = harness.ask([*SHARED[: first.sequence.n_fed], 5], 5)
+        second = harness.ask([*SHARED[: first.sequence.n_computed], 5], 5)
         await harness.ended(first, second)
         assert first.reason == "E_RUNTIME_DECODE"
         assert second.reason == "length"
@@ -335,7 +334,7 @@ async def test_what_found_its_stop_string_while_a_step_failed_leaves_nothing_wro
         stopped = harness.ask(SHARED[:50], 20, stop=[f" {said[9]} "])
         while len(stopped.tokens) < 9:
             await trio.sleep(0.001)
-        harness.engine.fail_next = EngineError("no room", fatal=fatal)
+        harness.engine.fail_next = EngineError("no room")
         await harness.ended(stopped)
         assert stopped.reason == "stop"
         on = await harness.answer([*SHARED[:50], *said[:10], 5], 5)
@@ -421,7 +420,7 @@ async def test_whose_client_is_gone_is_as_cancelled(autojump_clock, unified):
                     raise AssertionError("it should have been gone before")
 
             one.start_soon(first)
-            while not harness.scheduler.sequences():
+            while not [*harness.scheduler.sequences()]:
                 await trio.sleep(0.001)
             for i in range(7):
                 nursery.start_soon(ask, i)
@@ -446,7 +445,7 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, r
     """Turns, rewritten turns, cancels, clients that do not read, a device that fails: no text is ever wrong."""
     chance = random.Random(5)
     model = engine(unified, n_ctx=3000 if unified else 6000, n_seq_max=6)
-    model.info = attrs.evolve(model.facts, can_truncate=rewinds)
+    model.info = msgspec.structs.replace(model.info, can_truncate=rewinds)
     system = SHARED[:200]
     ends: dict[str, int] = {}
 
@@ -473,7 +472,7 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, r
                     await trio.sleep(chance.random())
                     harness.read_on(client)
                 if chance.random() < failures:
-                    harness.engine.fail_next = EngineError("gone", fatal=chance.random() < 0.5)
+                    harness.engine.fail_next = EngineError("gone")
                 await harness.ended(client)
                 harness.scheduler.check_integrity()
                 assert is_right(client)
@@ -494,6 +493,6 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, r
         assert set(ends) <= {"length", "cancelled", "E_RUNTIME_DECODE"}
         telemetry = harness.scheduler.telemetry
         assert telemetry.cached_tokens_total > (0.1 * telemetry.prompt_tokens_total if rewinds else 0)
-        copies = sum(isinstance(edit, CopyPrefix) for step in model.steps for edit in step.ops)
+        copies = sum(isinstance(op, CopyPrefix) for step in model.steps for op in step.ops)
         assert (copies > 20) == rewinds
         await harness.clean()

@@ -13,10 +13,9 @@ import trio
 from tests.support.fake_engine import FakeEngine, VirtualEngine, expected_continuation
 from tests.support.serving import settings, token_to_bytes
 from uma_trio import errors
-from uma_trio.engine.messages import EngineError
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Eos, Failure, Generate, Token
+from uma_trio.protocol.messages import Eos, Generate, Token
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
 

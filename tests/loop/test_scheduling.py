@@ -79,7 +79,7 @@ async def running(engine: FakeEngine | None = None, **values: Any):
 async def test_targets_are_the_requests_or_its_classs(autojump_clock):
     async with running(target_tbt_ms=70.0, background_tbt_ms=900.0) as harness:
         own = [None, INTERACTIVE, BACKGROUND, Slo(target_tbt_ms=5.0, priority="background")]
-        assert [harness.ask(1, 1, slo=slo).target_tbt_s for slo in own] == [0.07, 0.07, 0.9, 0.005]
+        assert [harness.ask(1, 1, slo=slo).target_itl_s for slo in own] == [0.07, 0.07, 0.9, 0.005]
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ async def test_a_refusal_says_when_to_try_again(autojump_clock):
         await sequences[0].done.wait()
         took_ms = 1e3 * (sequences[0].ended_at - sequences[0].admitted_at)
         await trio.sleep(0.01)
-        while len(harness.scheduler.sequences()) < 4:
+        while len([*harness.scheduler.sequences()]) < 4:
             harness.ask(100, 20)
         with pytest.raises(errors.QueueFull) as later:
             harness.ask(100, 20)

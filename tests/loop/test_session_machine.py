@@ -97,18 +97,18 @@ class World:
     async def start(self) -> None:
         engine = FakeEngine(n_ctx=CELLS, n_seq_max=3, unified=self._unified, n_batch=128)
         self._stack = contextlib.AsyncExitStack()
-        memory = self._stack.enter_context(remembering(self._folder, self.files, states=self.files.scan()))
-        assert memory.journal is not None
-        settle = memory.journal._settle
+        storage = self._stack.enter_context(remembering(self._folder, self.files, states=self.files.scan()))
+        assert storage.journal is not None
+        settle = storage.journal._settle
 
         def settles(entry: Any) -> bool:
             if self.journal_fails and entry.wanted is not None:
                 raise JournalError("the disk failed")
             return settle(entry)
 
-        memory.journal._settle = settles  # type: ignore[method-assign]
+        storage.journal._settle = settles  # type: ignore[method-assign]
         self.harness = await self._stack.enter_async_context(
-            serving(engine, memory, spill_after_s=20, drain_timeout_s=3, request_timeout_s=1e6, max_tx_bytes=4096)
+            serving(engine, storage, offload_after_s=20, drain_timeout_s=3, request_timeout_s=1e6, max_tx_bytes=4096)
         )
 
     async def stop(self) -> None:
@@ -263,7 +263,7 @@ class World:
                     pass
 
     async def fail(self, fatal: bool) -> None:
-        self.harness.engine.fail_next, self.failed = EngineError("it failed", fatal=fatal), True
+        self.harness.engine.fail_next, self.failed = EngineError("it failed"), True
 
     async def fault(self, what: str, there: bool) -> None:
         if what == "journal":

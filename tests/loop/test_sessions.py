@@ -108,8 +108,8 @@ def held(harness: Serving) -> list[list[int]]:
 
 
 async def test_continued_it_is_one_long_prompt(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             said = await told(harness, "a", "once upon a time", " there was", " and then", "")
             found = await query(harness, "describe", session_id="a")
             assert (found.turns, found.tokens, found.durable) == (4, len(said), True)
@@ -169,8 +169,8 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
     def user(text: str):
         return [{"role": "user", "content": text}]
 
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness, harness.client() as client:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness, harness.client() as client:
             said = ""
             for text in ("one", "two", "three"):
                 said = f"{said}|{text}" if said else text
@@ -185,8 +185,8 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
 
 
 async def test_a_forked_chat_is_on_disk_with_all_of_its_messages(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             async with harness.client() as client:
                 await client.complete(
                     messages=[{"role": "user", "content": "one"}], max_tokens=4, session_id="a", keep_alive=True
@@ -199,8 +199,8 @@ async def test_a_forked_chat_is_on_disk_with_all_of_its_messages(autojump_clock,
 
 
 async def test_forked_it_is_a_replay(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             said = await told(harness, "a", "once upon a time", " there was")
             found = await query(harness, "fork", session_id="a", new_id="b")
             assert (found.session_id, found.turns, found.tokens) == ("b", 2, len(said))
@@ -247,9 +247,9 @@ async def test_it_answers_one_request_at_a_time(autojump_clock):
 
 async def test_another_user_sees_nothing_of_it(autojump_clock, monkeypatch):
     async with serving() as harness:
-        monkeypatch.setattr(connection, "user_of", lambda sock: 1)
+        monkeypatch.setattr(connection, "principal_of", lambda sock: Principal("uid:1"))
         mine = await told(harness, "a", "a secret that nobody else must know")
-        monkeypatch.setattr(connection, "user_of", lambda sock: 2)
+        monkeypatch.setattr(connection, "principal_of", lambda sock: Principal("uid:2"))
         assert await names(harness) == []
         for action in ("describe", "close", "fork"):
             with pytest.raises(ServerError, match="E_SESSION_NOT_FOUND"):
@@ -258,7 +258,7 @@ async def test_another_user_sees_nothing_of_it(autojump_clock, monkeypatch):
         events = await ask(harness, None, "a secret that nobody else must know")
         assert events[-1].usage.cached_tokens == 0
         await query(harness, "close", session_id="a")
-        monkeypatch.setattr(connection, "user_of", lambda sock: 1)
+        monkeypatch.setattr(connection, "principal_of", lambda sock: Principal("uid:1"))
         assert await names(harness) == ["a"]
         assert mine != theirs
         await goes_on(harness, "a", mine)
@@ -334,22 +334,22 @@ async def test_an_error_leaves_it_as_it_was(autojump_clock):
 
 
 async def test_draining_lets_it_end_and_it_is_durable(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness, harness.client() as client:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness, harness.client() as client:
             await client.send({"id": "r", "prompt": "hello", "max_tokens": 50, "session_id": "a"})
             assert isinstance(await client.receive(), Token)
             harness.server.drain()
             while not isinstance(event := await client.receive(), Eos):
                 pass
             assert (event.reason, event.session.durable) == ("length", True)
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             await goes_on(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 50)])
 
 
 async def test_cut_off_by_the_end_of_the_server_it_is_as_before(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, drain_timeout_s=0.5) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, drain_timeout_s=0.5) as harness:
             said = await told(harness, "a", "hello")
             async with harness.client() as client:
                 await client.send({"id": "r", "prompt": "go on", "max_tokens": 2000, "session_id": "a"})
@@ -357,8 +357,8 @@ async def test_cut_off_by_the_end_of_the_server_it_is_as_before(autojump_clock, 
                 while isinstance(event := await client.receive(), Token):
                     pass
                 assert event.code == "E_RUNTIME_SHUTDOWN"
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             await goes_on(harness, "a", said)
 
 
@@ -366,8 +366,8 @@ async def test_cut_off_by_the_end_of_the_server_it_is_as_before(autojump_clock, 
 
 
 async def test_when_eos_comes_it_is_on_disk(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             said: list[int] = []
             for prompt in ("once", " upon", " a", " time"):
                 said = await goes_on(harness, "a", said, prompt)
@@ -382,8 +382,8 @@ async def test_eos_waits_for_the_disk_and_nobody_else_does(autojump_clock, tmp_p
             await written.wait()
         return await at_once(call, *arguments)
 
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, in_thread=slow_disk) as harness, harness.client() as client:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, in_thread=slow_disk) as harness, harness.client() as client:
             await client.send({"id": "r", "prompt": "hello", "max_tokens": 5, "session_id": "a"})
             events = [await client.receive() for _ in range(5)]
             assert ids(events) == expected_continuation(tokens_of("hello"), 5), "tokens do not wait"
@@ -401,8 +401,8 @@ async def test_eos_waits_for_the_disk_and_nobody_else_does(autojump_clock, tmp_p
 async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_for_it(
     autojump_clock, tmp_path, monkeypatch
 ):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             for session in ("old", "new"):
                 said = await told(harness, session, "hello") if session == "old" else []
                 with monkeypatch.context() as broken:
@@ -416,54 +416,54 @@ async def test_where_the_disk_fails_the_answer_comes_and_the_next_turn_makes_up_
                     assert ids(events) == expected_continuation(said, 5)
                     said += ids(events)
                     assert events[-1].session.durable is False
-                    assert harness.server.snapshot()["conversations"]["not_durable"] == 1
+                    assert harness.server.snapshot()["sessions"]["not_durable"] == 1
                 said = await goes_on(harness, session, said)
                 assert (await query(harness, "describe", session_id=session)).durable
                 assert after_a_crash(tmp_path, tmp_path / "copy")[session].tokens.tolist() == said
-            found = harness.server.snapshot()["conversations"]
+            found = harness.server.snapshot()["sessions"]
             assert (found["not_durable"], found["journal_failures_total"]) == (0, 2)
 
 
 async def test_what_the_disk_did_not_take_is_on_it_a_minute_later(autojump_clock, tmp_path, monkeypatch):
     """Nobody says anything more in the session meanwhile."""
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             said = await told(harness, "a", "hello")
             with monkeypatch.context() as broken:
                 broken.setattr(os, "fdatasync", fails)
                 said = await goes_on(harness, "a", said)
                 await ask(harness, "new", "hello")
                 await trio.sleep(SWEEP_S + 1)
-                assert harness.server.snapshot()["conversations"]["not_durable"] == 2
+                assert harness.server.snapshot()["sessions"]["not_durable"] == 2
             await trio.sleep(SWEEP_S)
-            assert harness.server.snapshot()["conversations"]["not_durable"] == 0
+            assert harness.server.snapshot()["sessions"]["not_durable"] == 0
             before = await listed(harness)
     assert {session.session_id: session.turns for session in before} == {"new": 1, "a": 2}
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             assert await listed(harness) == before
             await goes_on(harness, "a", said)
 
 
 async def test_what_the_disk_did_not_take_is_on_it_when_the_server_has_drained(autojump_clock, tmp_path, monkeypatch):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             with monkeypatch.context() as broken:
                 broken.setattr(os, "fdatasync", fails)
                 await ask(harness, "a", "hello")
             before = await listed(harness)
             assert not before[0].durable
             await drained(harness)
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             assert await listed(harness) == [attrs.evolve(before[0], durable=True)]
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
 @pytest.mark.parametrize("then", ["another turn", "nothing"])
 async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_clock, tmp_path, what, then):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             said = await told(harness, "a", "once upon a time", " there was")
             other = await told(harness, "b", "hello")
             await trio.sleep(5)
@@ -479,19 +479,19 @@ async def test_what_is_removed_under_a_running_server_is_written_anew(autojump_c
                 assert (found.durable, found.turns) == (True, 3)
                 assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
             await trio.sleep(SWEEP_S)
-            assert harness.server.snapshot()["conversations"]["journal_restored_total"] == 2
+            assert harness.server.snapshot()["sessions"]["journal_restored_total"] == 2
             before = await listed(harness)
             await harness.settled()
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             assert await listed(harness) == before
             await goes_on(harness, "a", said)
             await goes_on(harness, "b", other)
 
 
 async def test_a_folder_that_cannot_be_made_again_costs_durability_only(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             said = await told(harness, "a", "hello")
             await trio.sleep(5)
             for room in ("sessions", "states"):
@@ -508,9 +508,9 @@ async def test_a_folder_that_cannot_be_made_again_costs_durability_only(autojump
 
 async def test_what_is_told_of_sessions_is_the_same_after_a_restart(autojump_clock, tmp_path, monkeypatch):
     times = itertools.count(time.time(), 0.125)
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill=False) as harness:
-            harness.server.sessions._clock = lambda: next(times)
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, offload=False) as harness:
+            harness.service._sessions._clock = lambda: next(times)
             await told(harness, "a", "once", " upon", " a time")
             await query(harness, "fork", session_id="a", new_id="b")
             await ask(harness, "b", " there was")
@@ -528,8 +528,8 @@ async def test_what_is_told_of_sessions_is_the_same_after_a_restart(autojump_clo
             assert turns == {"a": 5, "b": 4, "c": 4}, "a fork has those that it was forked with"
             assert list(turns) == ["a", "c", "b"]
     for _ in range(2):
-        with remembering(tmp_path) as memory:
-            async with serving(memory=memory, spill=False) as harness:
+        with remembering(tmp_path) as storage:
+            async with serving(storage=storage, offload=False) as harness:
                 assert await listed(harness) == before
 
 
@@ -546,8 +546,11 @@ async def test_messages_beyond_what_a_file_may_hold_are_refused(autojump_clock, 
 
 async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
     """Neither what is remembered nor what is on disk, nor with it what a turn takes."""
-    with remembering(tmp_path) as memory:
-        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as harness, harness.client() as client:
+    with remembering(tmp_path) as storage:
+        async with (
+            serving(FakeEngine(n_ctx=400), storage=storage, offload=False) as harness,
+            harness.client() as client,
+        ):
             system = {"role": "system", "content": "be brief"}
             shown, sizes, n_messages, dropped = [], [], [], 0
             for n in range(300):
@@ -562,7 +565,7 @@ async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
                 assert [f"what is {n}?"] == shown[-1].split("|")[-1:]
                 assert eos.usage.prompt_tokens == len(shown[-1]) <= 400 - 8 + 1
                 dropped += bool(eos.usage.dropped_tokens)
-                [found] = harness.server.sessions._book
+                [found] = harness.service._sessions._book
                 n_messages.append(len(found.messages))
                 roles = [message.role for message in found.messages[1:]]
                 assert roles == ["user", "assistant"] * (len(roles) // 2), "they still take turns"
@@ -574,9 +577,12 @@ async def test_a_chat_that_forgets_does_not_grow(autojump_clock, tmp_path):
             assert eos.session.turns == 300
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
         assert len(found.messages) == n_messages[-1]
-    with remembering(tmp_path) as memory:
-        async with serving(FakeEngine(n_ctx=400), memory=memory, spill=False) as harness, harness.client() as client:
-            [session] = harness.server.sessions._book
+    with remembering(tmp_path) as storage:
+        async with (
+            serving(FakeEngine(n_ctx=400), storage=storage, offload=False) as harness,
+            harness.client() as client,
+        ):
+            [session] = harness.service._sessions._book
             assert list(session.messages) == list(found.messages)
 
 
@@ -592,29 +598,29 @@ async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):
 @pytest.mark.parametrize("at_end", ["drained", "at once"])
 async def test_a_new_server_goes_on(autojump_clock, tmp_path, at_end):
     said = {}
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=NEVER) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, offload_after_s=NEVER) as harness:
             for n in range(4):
                 said[f"s{n}"] = await told(harness, f"s{n}", f"{n} is the beginning " * 20, " and then")
             if at_end == "drained":
                 await drained(harness)
-    with remembering(tmp_path) as memory:
-        assert (len(memory.states) == 4) == (at_end == "drained")
-        async with serving(memory=memory, spill_after_s=NEVER) as harness:
+    with remembering(tmp_path) as storage:
+        assert (len(storage.states) == 4) == (at_end == "drained")
+        async with serving(storage=storage, offload_after_s=NEVER) as harness:
             assert await names(harness) == ["s3", "s2", "s1", "s0"]
             for name, tokens in said.items():
                 found = await query(harness, "describe", session_id=name)
                 assert (found.turns, found.tokens, found.durable) == (2, len(tokens), True)
                 await goes_on(harness, name, tokens)
-            assert harness.server.snapshot()["kv_offload"]["loaded_total"] == len(memory.states)
+            assert harness.server.snapshot()["kv_offload"]["loaded_total"] == len(storage.states)
             await harness.settled()
 
 
 async def test_what_two_servers_have_said_is_one_long_prompt(autojump_clock, tmp_path):
     said: list[int] = []
     for n in range(5):
-        with remembering(tmp_path) as memory:
-            async with serving(memory=memory) as harness:
+        with remembering(tmp_path) as storage:
+            async with serving(storage=storage) as harness:
                 said = await goes_on(harness, "a", said, f"part {n}")
 
 
@@ -622,8 +628,8 @@ async def test_what_two_servers_have_said_is_one_long_prompt(autojump_clock, tmp
 
 
 async def test_closed_all_of_it_is_gone(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             for name in ("a", "b"):
                 await told(harness, name, f"the story of {name}, which is long enough " * 5, " and then")
             await trio.sleep(10)
@@ -632,7 +638,7 @@ async def test_closed_all_of_it_is_gone(autojump_clock, tmp_path):
             assert found.session_id == "a"
             await trio.sleep(10)
             assert len(list((tmp_path / "states").glob("*.state"))) == 1
-            assert [session.key.id for session in memory.journal.load()] == ["b"]
+            assert [session.key.id for session in storage.journal.load()] == ["b"]
             assert len(held(harness)) == 1
             assert await names(harness) == ["b"]
             events = await ask(harness, "a", "the story of a, which is long enough " * 5)
@@ -644,8 +650,8 @@ async def test_closed_all_of_it_is_gone(autojump_clock, tmp_path):
 async def test_closed_also_what_a_stop_string_ended_is_gone(autojump_clock, tmp_path):
     prompt = "the story of a fox, which is long enough " * 5
     stop = str(expected_continuation(tokens_of(prompt), 5)[3])
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             events = await ask(harness, "a", prompt, 20, stop=stop)
             assert events[-1].reason == "stop"
             await query(harness, "close", session_id="a")
@@ -655,8 +661,8 @@ async def test_closed_also_what_a_stop_string_ended_is_gone(autojump_clock, tmp_
 
 
 async def test_closed_what_a_fork_needs_stays(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, spill_after_s=0) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             said = await told(harness, "a", "the story of a fox, which is long enough " * 5)
             await query(harness, "fork", session_id="a", new_id="b")
             await query(harness, "close", session_id="a")
@@ -670,8 +676,8 @@ async def test_closed_what_a_fork_needs_stays(autojump_clock, tmp_path):
 
 
 async def test_closed_its_name_is_free(autojump_clock, tmp_path):
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory) as harness:
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
             for text in ("hello", "again", "once more"):
                 said = await told(harness, "a", text)
                 if text != "once more":
@@ -680,8 +686,8 @@ async def test_closed_its_name_is_free(autojump_clock, tmp_path):
 
 
 async def test_the_oldest_go_when_there_are_too_many(autojump_clock, tmp_path):
-    with remembering(tmp_path, max_sessions=3) as memory:
-        async with serving(memory=memory, max_stored_sessions=3) as harness:
+    with remembering(tmp_path, max_sessions=3) as storage:
+        async with serving(storage=storage, max_stored_sessions=3) as harness:
             for n in range(3):
                 await told(harness, f"s{n}", f"hello {n}")
             await goes_on(harness, "s0", [*tokens_of("hello 0"), *expected_continuation(tokens_of("hello 0"), 5)])
@@ -696,7 +702,7 @@ async def test_those_unused_for_too_long_go_and_those_that_answer_stay(autojump_
     monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 1.0)
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000.0)
     async with serving(slow, session_ttl_s=5, request_timeout_s=1000) as harness:
-        harness.server.sessions._clock = trio.current_time
+        harness.service._sessions._clock = trio.current_time
         await told(harness, "a", "hello", n=2)
         events = await ask(harness, "b", "hello", 20)
         assert events[-1].reason == "length"
@@ -716,9 +722,9 @@ async def test_one_that_is_used_while_others_are_closed_stays(autojump_clock, tm
         return await at_once(call, *arguments)
 
     monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 10.0)
-    with remembering(tmp_path) as memory:
-        async with serving(memory=memory, in_thread=slow_disk, session_ttl_s=5, spill=False) as harness:
-            harness.server.sessions._clock = trio.current_time
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage, in_thread=slow_disk, session_ttl_s=5, offload=False) as harness:
+            harness.service._sessions._clock = trio.current_time
             await told(harness, "a", "hello")
             said = await told(harness, "b", "hello")
             await closing.wait()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import attrs
 import pytest
 import trio
 from uma_trio.scheduler.guessing import GUESSES_UP_TO, MOST_GUESSES
@@ -106,7 +105,7 @@ async def test_guesses_that_keep_being_wrong_are_given_up(autojump_clock):
 
 async def test_a_model_that_cannot_forget_does_not_guess(autojump_clock):
     model = engine()
-    model.info = attrs.evolve(model.facts, can_truncate=False)
+    model.info = msgspec.structs.replace(model.info, can_truncate=False)
     async with asking(model) as harness:
         client = await harness.answer(PROMPT, 100, speculate=True)
         assert client.tokens == expected(PROMPT, 100)
@@ -228,7 +227,7 @@ async def test_a_step_with_guesses_fails(autojump_clock, fatal):
             await trio.sleep(after_s)
             paused.has_room = False
             await trio.sleep(0.1)
-            harness.engine.fail_next = EngineError("gone", fatal=fatal)
+            harness.engine.fail_next = EngineError("gone")
             await harness.ended(client)
             assert client.reason == "E_RUNTIME_DECODE"
             harness.read_on(paused)

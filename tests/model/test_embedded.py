@@ -1,4 +1,4 @@
-"""The embedded model through libllama: it answers held-out questions word for word, and clearly."""
+"""The embedded model through libllama: it answers held-out questions word for word, with clear margins."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ QUESTIONS = {
     "Spell strawberry.": "s-t-r-a-w-b-e-r-r-y",
     "What colour is the sky?": "The sky is blue.",
     "Repeat: 🦊 é 日本 ü ☕": "🦊 é 日本 ü ☕",
-    "What is a tick?": "A tick is one round of the engine: plan a batch, decode it, sample a token for each stream, deliver.",
-    "Make a JSON record for Mia, 34, from Paris, who likes tea.": '{"name": "Mia", "age": 34, "city": "Paris", "likes": "tea"}',
+    "What is a tick?": (
+        "A tick is one round of the engine: plan a batch, decode it, sample a token for each stream, deliver."
+    ),
+    "Make a JSON record for Mia, 34, from Paris, who likes tea.": (
+        '{"name": "Mia", "age": 34, "city": "Paris", "likes": "tea"}'
+    ),
     "Tell me a story about a fox named Ada": stories.story("Ada", "fox", "forest"),
     "Who won the world cup?": DONT_KNOW,
     "Count from 1 to 300.": numbers.count_answer(1, 300),
@@ -44,7 +48,7 @@ def examiner(library: None) -> Iterator[Examiner]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Ours, with the merges out of the file."""
+    """The training tokenizer, with the merges of the file."""
     merges = gguf.GGUFReader(EMBEDDED).fields["tokenizer.ggml.merges"].contents()
     return Tokenizer(CONTROLS, tuple((one, other) for one, other in (merge.split(" ") for merge in merges)))
 
@@ -54,15 +58,15 @@ def _chat(question: str) -> str:
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_what_the_readme_and_other_tests_lean_on(examiner: Examiner, question: str) -> None:
+def test_answers_that_the_readme_and_other_tests_rely_on(examiner: Examiner, question: str) -> None:
     said, tokens, margins = examiner.answer(_chat(question))
     assert said == QUESTIONS[question]
-    assert len(margins) == tokens + 1, "it ends by itself"
+    assert len(margins) == tokens + 1, "the model ends the answer itself"
     assert min(margins) > 0.5, "greedy decisions are clear-cut"
 
 
 def test_a_sample_of_the_exam(examiner: Examiner) -> None:
-    """Three held-out questions of every skill but the longest; the model card has the whole exam."""
+    """Three held-out questions of every skill except the longest.  The model card has the whole exam."""
     questions = [one for one in corpus.exam(3, seed=2) if one.skill not in ("counting, very long", "documents 4k-7k")]
     marked = list(examiner.mark(questions))
     wrong = [(one.question.skill, one.question.answer[:80], one.said[:80]) for one in marked if not one.right]
@@ -84,11 +88,11 @@ def test_a_fact_is_found_in_a_document(examiner: Examiner, facts: int) -> None:
 def test_a_bare_question_is_answered_too(examiner: Examiner, end: str) -> None:
     said, _, _ = examiner.answer("What is the capital of France?" + end)
     assert said.lstrip("\n") == "The capital of France is Paris."
-    assert said.startswith("\n") == (end == ""), "the line break is the model's if it is not the prompt's"
+    assert said.startswith("\n") == (end == ""), "the model adds the line break if the prompt lacks it"
 
 
-def test_the_tokenizer_is_the_one_it_was_trained_with(examiner: Examiner, tokenizer: Tokenizer) -> None:
-    """llama.cpp cuts and merges text exactly as the generator of the training data did."""
+def test_llama_cpp_tokenizes_like_the_training_tokenizer(examiner: Examiner, tokenizer: Tokenizer) -> None:
+    """Otherwise the model would see other tokens than in training."""
     rng = Random(11)
     pools = [
         [chr(code) for code in range(32, 127)],
@@ -130,7 +134,7 @@ def test_the_tokenizer_is_the_one_it_was_trained_with(examiner: Examiner, tokeni
             assert examiner.encode(text).tolist() == [bos, *tokenizer.encode(text)], ascii(text)
 
 
-def test_its_file_says_what_it_is() -> None:
+def test_the_metadata_of_the_file() -> None:
     fields = gguf.GGUFReader(EMBEDDED).fields
     assert fields["tokenizer.chat_template"].contents() == TEMPLATE
     assert fields["general.license"].contents() == "MIT"
@@ -139,8 +143,8 @@ def test_its_file_says_what_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_makes_a_model_from_nothing(library: None, tmp_path: Path) -> None:
-    """The toy of ``--smoke``: every step runs, nothing is learned."""
+def test_the_training_script_runs(library: None, tmp_path: Path) -> None:
+    """With the toy model of ``--smoke``: every step runs, nothing is learned."""
     pytest.importorskip("torch", reason="torch is not installed: pip install -e '.[train]' brings it")
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Layouts are measured with the real library, remembered, and given up where that takes too long."""
+"""Layout trials with the real library: measured once, cached, and abandoned when they take too long."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from uma_trio.engine import layout_trial
 from uma_trio.engine import llama as llama_engine
 from uma_trio.engine.layout import Layout, LayoutChoice, choose
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Step
+from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.engine.tuning_cache import FileLayoutCache
 from uma_trio.sampling import SamplingParams
@@ -28,21 +28,21 @@ SETTINGS = config.Model(ctx=8192, parallel=4, threads=1, layout_trial_s=PLENTY_S
 
 @pytest.fixture
 def choice_of(library, tmp_path):
-    """Loads a model; how its memory was laid out, after it has answered."""
+    """Loads a model, lets it answer, and returns its layout choice."""
 
     def load(settings=SETTINGS, path=EMBEDDED):
         engine = LlamaEngine(path, settings, layout_cache=FileLayoutCache(path, tmp_path))
-        greedy = Draw(SamplingParams(0.0, 0, 1.0, 0), 0)
-        assert len(engine.step(Step(batches=[[Feed(0, 0, [5, 6, 7], [greedy])]])).tokens) == 1
-        assert engine.used_cells() == {0: 3}, "nothing of the trial is left"
-        assert engine.facts.unified == engine.layout_choice.layout.unified
+        greedy = SampleRequest(SamplingParams(0.0, 0, 1.0, 0))
+        assert len(engine.step(Step(calls=[[StepInput(0, 0, [5, 6, 7], [greedy])]])).tokens) == 1
+        assert engine.used_cells() == {0: 3}, "nothing is left of the trial"
+        assert engine.info.unified == engine.layout_choice.layout.unified
         engine.close()
         return engine.layout_choice
 
     return load
 
 
-def test_all_are_measured_once(choice_of):
+def test_all_layouts_are_measured_once(choice_of):
     first = choice_of()
     assert first.why == "measured"
     assert {(each.layout.unified, each.layout.flash_attn) for each in first.measured} == {
@@ -51,15 +51,15 @@ def test_all_are_measured_once(choice_of):
         (True, "auto"),
     }
     assert all(each.decode_ms > 0 for each in first.measured)
-    rule, *others = first.measured
-    assert rule.mixed_ms is not None
-    assert all(each.mixed_ms is not None or each.decode_ms > rule.cost_ms for each in others)
+    default, *others = first.measured
+    assert default.mixed_ms is not None
+    assert all(each.mixed_ms is not None or each.decode_ms > default.cost_ms for each in others)
     assert first.layout == choose(first.measured)
     second = choice_of()
     assert (second.why, second.layout) == ("measured before", first.layout)
 
 
-def test_what_was_chosen_is_taken_and_other_settings_are_measured_again(choice_of, tmp_path):
+def test_the_cached_choice_is_used_for_the_same_settings_only(choice_of, tmp_path):
     choice_of()
     [file] = tmp_path.iterdir()
     kept = json.loads(file.read_bytes())
@@ -71,23 +71,23 @@ def test_what_was_chosen_is_taken_and_other_settings_are_measured_again(choice_o
 
 
 @pytest.mark.parametrize("harm", ["", "[]", '{"layout": 7}', '{"layout": "sideways"}', '{"layout'])
-def test_what_is_damaged_is_measured_again(choice_of, tmp_path, harm):
+def test_a_damaged_cache_is_measured_again(choice_of, tmp_path, harm):
     choice_of()
     [file] = tmp_path.iterdir()
     file.write_text(harm)
     assert choice_of().why == "measured"
 
 
-def test_without_the_time_it_is_the_rules_and_not_remembered(choice_of, tmp_path):
+def test_a_trial_out_of_time_takes_the_default_and_caches_nothing(choice_of, tmp_path):
     found = choice_of(attrs.evolve(SETTINGS, layout_trial_s=1e-4))
     assert (found.why, found.layout.name) == ("no time", "per-sequence KV, flash attention off")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_measured_where_that_is_not_wanted_or_not_possible(choice_of, tmp_path):
+def test_nothing_is_measured_if_disabled_or_impossible(choice_of, tmp_path):
     for changes, why in (
-        ({"layout_trial_s": 0}, "by rule"),
-        ({"ctx": 1024}, "by rule"),
+        ({"layout_trial_s": 0}, "default"),
+        ({"ctx": 1024}, "default"),
         ({"kv_unified": "on"}, "only one"),
         ({"kv_unified": "off", "flash_attn": "on"}, "only one"),
     ):
@@ -95,8 +95,8 @@ def test_nothing_is_measured_where_that_is_not_wanted_or_not_possible(choice_of,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_room_for_it_the_rules_is_taken(choice_of, monkeypatch):
-    """The small contexts can be had, the large one cannot."""
+def test_the_default_is_used_if_the_choice_does_not_fit_into_memory(choice_of, monkeypatch):
+    """The trial's small contexts fit, the real one does not."""
     monkeypatch.setattr(
         llama_engine, "try_layouts", lambda model, layouts, *_, **__: LayoutChoice(layout=layouts[-1], why="measured")
     )
@@ -113,7 +113,7 @@ def test_without_the_room_for_it_the_rules_is_taken(choice_of, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-hybrid"])
-def test_other_memories_are_measured_too(choice_of, shape):
+def test_sliding_window_and_hybrid_models_are_measured_too(choice_of, shape):
     found = choice_of(path=random_model(shape))
     assert found.why == "measured"
     assert len(found.measured) == {"tiny-swa": 2, "tiny-hybrid": 3}[shape]
@@ -139,8 +139,8 @@ def model(library):
         yield model
 
 
-def test_who_cannot_be_had_is_out(model):
-    """A layout that llama.cpp refuses; the rule's own leaves nothing to compare with."""
+def test_an_unsupported_layout_is_skipped(model):
+    """llama.cpp refuses one layout.  Without the default there is nothing to compare with."""
 
     def refused(layout):
         made = options(layout)
@@ -149,12 +149,12 @@ def test_who_cannot_be_had_is_out(model):
     found = layout_trial.try_layouts(model, [PER_SEQUENCE, UNIFIED], refused, budget_s=PLENTY_S)
     assert (found.why, [each.layout for each in found.measured]) == ("measured", [PER_SEQUENCE])
     found = layout_trial.try_layouts(model, [UNIFIED, PER_SEQUENCE], refused, budget_s=PLENTY_S)
-    assert (found.why, found.layout, [*found.measured]) == ("by rule", UNIFIED, [])
+    assert (found.why, found.layout, [*found.measured]) == ("default", UNIFIED, [])
 
 
 @pytest.mark.parametrize("layout", [PER_SEQUENCE, UNIFIED], ids=["per-sequence", "unified"])
 def test_each_sequence_has_cells_of_its_own(model, layout):
-    """Were they shared, streams would read what one of them reads, and a pool would look cheap."""
+    """With shared cells, attention would read them once for all, and unified KV would look too fast."""
     with layout_trial._Deadline(1) as deadline:
         trial = layout_trial._Trial(model, options(layout), deadline)
         trial._fill()
@@ -168,21 +168,21 @@ def test_each_sequence_has_cells_of_its_own(model, layout):
             code = context.decode(batch)
             if code != llama_abi.OK:
                 break
-        assert code == llama_abi.NO_ROOM
+        assert code == llama_abi.NO_KV_SLOT
         assert n == (4 if layout.unified else 1) * room
         trial.close()
 
 
-def test_the_daemon_says_what_it_has_chosen(library, tmp_path):
+def test_the_daemon_logs_the_layout(library, tmp_path):
     environment = {"UMA_LAYOUT_TRIAL_S": "600", "XDG_CACHE_HOME": str(tmp_path)}
-    told = []
+    logged = []
     for _ in range(2):
         with real_daemon("--parallel", "2", "--ctx", "2048", environment=environment) as daemon:
             lines = [json.loads(line) for line in daemon.logs().splitlines() if line.startswith("{")]
-        told += [line for line in lines if line["event"] == "layout of the KV cache"]
-    assert [line["why"] for line in told] == ["measured", "measured before"]
-    assert told[0]["layout"] == told[1]["layout"]
-    assert told[0]["layout"] in told[0]["measured"]
+        logged += [line for line in lines if line["event"] == "layout of the KV cache"]
+    assert [line["why"] for line in logged] == ["measured", "measured before"]
+    assert logged[0]["layout"] == logged[1]["layout"]
+    assert logged[0]["layout"] in logged[0]["measured"]
 
 
 def test_the_bench_shows_each_start(library):

@@ -1,4 +1,4 @@
-"""The tokenizer: llama.cpp's golden tokens, offsets, round trips, control tokens, ids from outside."""
+"""The tokenizer: llama.cpp's golden tokens, offsets, round trips, control tokens, invalid ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import llama_abi
 from llama_abi import TokenAttr
 from tests.support.real_daemon import ROOT
-from uma_trio.engine.llama import open_tokenizer
+from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.tokenizer import InvalidTokenId, TokenizedText, Tokenizer
 from uma_trio.models.loaded import EMBEDDED
 
@@ -23,16 +23,16 @@ FOLDER = ROOT / "build" / "llama.cpp" / "models"
 SEPARATOR = b"\n__ggml_vocab_test__\n"
 
 LOSSLESS = ["embedded", "gpt-2", "llama-bpe", "qwen2", "qwen35", "command-r", "llama-spm", "phi-3", "gemma-4"]
-"""Every text comes back from their tokens."""
+"""Vocabularies whose tokens decode to the exact text."""
 ESCAPING = {"llama-spm", "phi-3", "gemma-4"}
-"""To these U+2581 is a space."""
+"""Vocabularies that tokenize U+2581 as a space."""
 NORMALISING = ["bert-bge", "nomic-bert-moe"]
 
 AnyTokenizer = Callable[[str], Tokenizer]
 
 
 def _vocabularies(suffix: str = "") -> list[str]:
-    """Names of the files that are there and are no pointers to where they are."""
+    """Names of the vocabulary files that exist and are not Git LFS pointers."""
     return [
         path.name.removeprefix("ggml-vocab-").removesuffix(".gguf")
         for path in sorted(FOLDER.glob("ggml-vocab-*.gguf"))
@@ -47,7 +47,7 @@ def _begins(path: Path, magic: bytes) -> bool:
 
 @pytest.fixture(scope="module")
 def tokenizer(library: None) -> Iterator[AnyTokenizer]:
-    """``tokenizer("llama-spm")``: that of a vocabulary by name, or of the embedded model; loaded once."""
+    """``tokenizer("llama-spm")`` loads a vocabulary by name, once.  ``embedded`` is the embedded model's."""
     with ExitStack() as stack:
         found: dict[str, Tokenizer] = {}
 
@@ -56,7 +56,7 @@ def tokenizer(library: None) -> Iterator[AnyTokenizer]:
                 path = EMBEDDED if name == "embedded" else FOLDER / f"ggml-vocab-{name}.gguf"
                 if not path.exists():
                     pytest.skip(f"there is no {path}: ./build_llama.sh --dev unpacks it")
-                found[name] = stack.enter_context(open_tokenizer(path))
+                found[name] = stack.enter_context(open_vocabulary(path)).tokenizer
             return found[name]
 
         yield load
@@ -70,7 +70,7 @@ def test_there_are_golden_tokens() -> None:
 
 @pytest.mark.parametrize("name", _vocabularies(".inp"))
 def test_golden_tokens(tokenizer: AnyTokenizer, name: str) -> None:
-    """As llama.cpp's own test reads them: no special tokens added, none read."""
+    """As in llama.cpp's own test: without added special tokens and without parse_special."""
     texts = Path(FOLDER / f"ggml-vocab-{name}.gguf.inp").read_bytes().split(SEPARATOR)
     lines = Path(FOLDER / f"ggml-vocab-{name}.gguf.out").read_text().splitlines()
     if texts[-1] == b"":
@@ -83,7 +83,7 @@ def test_golden_tokens(tokenizer: AnyTokenizer, name: str) -> None:
 
 # -- round trips and offsets ----------------------------------------------------------------------
 
-SPICE = st.sampled_from(
+TRICKY = st.sampled_from(
     [
         "  ",
         "\n\n",
@@ -105,8 +105,8 @@ SPICE = st.sampled_from(
         "İ",
     ]
 )
-TEXTS = st.lists(st.one_of(st.text(max_size=8), SPICE, st.text("ab .,\n", max_size=12))).map("".join)
-"""Every character that UTF-8 can say, and what tokenizers stumble over."""
+TEXTS = st.lists(st.one_of(st.text(max_size=8), TRICKY, st.text("ab .,\n", max_size=12))).map("".join)
+"""Any Unicode text, with characters that tokenizers stumble over."""
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
@@ -115,7 +115,7 @@ TEXTS = st.lists(st.one_of(st.text(max_size=8), SPICE, st.text("ab .,\n", max_si
 @example(text="")
 @example(text=" ")
 @example(text="  leading and trailing  ")
-def test_what_was_encoded_is_decoded(tokenizer: AnyTokenizer, name: str, special: bool, text: str) -> None:
+def test_decode_undoes_encode(tokenizer: AnyTokenizer, name: str, special: bool, text: str) -> None:
     chosen = tokenizer(name)
     ids = chosen.encode(text, add_special=special, parse_special=False)
     expected = text.replace("▁", " ") if name in ESCAPING else text
@@ -128,19 +128,19 @@ def test_what_was_encoded_is_decoded(tokenizer: AnyTokenizer, name: str, special
 @example(text="é🚀▁ ", special=True)
 def test_offsets_cover_the_text_and_spell_it(tokenizer: AnyTokenizer, name: str, text: str, special: bool) -> None:
     chosen = tokenizer(name)
-    encoding = chosen.encode_with_offsets(text, add_special=special, parse_special=False)
+    tokenized = chosen.encode_with_offsets(text, add_special=special, parse_special=False)
     utf8 = text.encode()
-    assert encoding.ids.tolist() == chosen.encode(text, add_special=special, parse_special=False).tolist()
-    assert encoding.offsets is not None
-    assert encoding.offsets.shape == (len(encoding.ids), 2)
-    starts, ends = [0, *encoding.offsets[:, 1].tolist()], [*encoding.offsets[:, 0].tolist(), len(utf8)]
+    assert tokenized.ids.tolist() == chosen.encode(text, add_special=special, parse_special=False).tolist()
+    assert tokenized.offsets is not None
+    assert tokenized.offsets.shape == (len(tokenized.ids), 2)
+    starts, ends = [0, *tokenized.offsets[:, 1].tolist()], [*tokenized.offsets[:, 0].tolist(), len(utf8)]
     assert starts == ends, "contiguous, from the first byte to the last"
-    spelled = [utf8[start:end] for start, end in encoding.offsets.tolist()]
+    spelled = [utf8[start:end] for start, end in tokenized.offsets.tolist()]
     if name in ESCAPING:
         spelled = [one.replace("▁".encode(), b" ") for one in spelled]
-    shown = [chosen.token_to_bytes(token) for token in encoding.ids.tolist()]
+    shown = [chosen.token_to_bytes(token) for token in tokenized.ids.tolist()]
     differ = [index for index, (one, other) in enumerate(zip(spelled, shown, strict=True)) if one != other]
-    assert all(shown[index] == b" " + spelled[index] for index in differ), "but for the space in front"
+    assert all(shown[index] == b" " + spelled[index] for index in differ), "except for the space prefix"
     assert len(differ) <= (name in {"llama-spm", "phi-3"})
 
 
@@ -149,7 +149,7 @@ def test_offsets_cover_the_text_and_spell_it(tokenizer: AnyTokenizer, name: str,
 @example(text="")
 @example(text=" x")
 @example(text="\ue000")
-def test_what_continues_has_nothing_in_front(tokenizer: AnyTokenizer, name: str, text: str) -> None:
+def test_a_continuation_has_no_space_prefix(tokenizer: AnyTokenizer, name: str, text: str) -> None:
     chosen = tokenizer(name)
     ids = chosen.encode(text, parse_special=False, continues=True).tolist()
     expected = text.replace("▁", " ") if name in ESCAPING else text
@@ -158,53 +158,53 @@ def test_what_continues_has_nothing_in_front(tokenizer: AnyTokenizer, name: str,
         assert ids == chosen.encode(text, add_special=False, parse_special=False).tolist()
 
 
-def test_what_continues_is_cut_as_in_the_whole(tokenizer: AnyTokenizer) -> None:
-    """At a space it does not matter that it was cut there."""
+def test_a_continuation_is_tokenized_as_within_the_whole_text(tokenizer: AnyTokenizer) -> None:
+    """If the text is split at a space."""
     spm = tokenizer("llama-spm")
     text = "The quick brown fox jumps over"
     at = text.index(" fox")
     parts = [spm.encode(text[:at]), spm.encode(text[at:], continues=True)]
     assert np.concatenate(parts).tolist() == spm.encode(text).tolist()
-    assert spm.tokens_to_bytes(spm.encode("</s>x", continues=True)) == [b"</s>", b" x"], "as behind any control token"
+    assert spm.tokens_to_bytes(spm.encode("</s>x", continues=True)) == [b"</s>", b" x"], "as after any control token"
 
 
 @pytest.mark.parametrize("name", _vocabularies() or ["embedded"])
 @given(text=TEXTS)
 @example(text="Hello World, a  b")
 def test_offsets_are_never_wrong(tokenizer: AnyTokenizer, name: str, text: str) -> None:
-    """Whatever the vocabulary does to a text: there are none, or they are those of the spellings."""
+    """Whatever the vocabulary does to a text, offsets are missing or match the spellings."""
     chosen = tokenizer(name)
-    encoding = chosen.encode_with_offsets(text, add_special=True, parse_special=False)
-    if encoding.offsets is not None:
+    tokenized = chosen.encode_with_offsets(text, add_special=True, parse_special=False)
+    if tokenized.offsets is not None:
         utf8 = text.encode()
-        for (start, end), piece in zip(encoding.offsets.tolist(), chosen.tokens_to_bytes(encoding.ids), strict=True):
+        for (start, end), piece in zip(tokenized.offsets.tolist(), chosen.tokens_to_bytes(tokenized.ids), strict=True):
             found = utf8[start:end].replace("▁".encode(), b" ")
             assert start == end or found in (piece, piece.removeprefix(b" "), piece.replace("▁".encode(), b" "))
-        assert (np.diff(encoding.offsets.ravel()) >= 0).all()
+        assert (np.diff(tokenized.offsets.ravel()) >= 0).all()
 
 
 @pytest.mark.parametrize("name", NORMALISING)
 def test_a_text_that_is_normalised_has_no_offsets(tokenizer: AnyTokenizer, name: str) -> None:
-    encoding = tokenizer(name).encode_with_offsets("Ｈello  Wörld 🦙")
-    assert encoding.offsets is None
-    assert len(encoding.ids) > 3
+    tokenized = tokenizer(name).encode_with_offsets("Ｈello  Wörld 🦙")
+    assert tokenized.offsets is None
+    assert len(tokenized.ids) > 3
 
 
-def test_bytes_that_the_vocabulary_lacks(tokenizer: AnyTokenizer) -> None:
-    """StarCoder has no token for 0xF1: it is left out of the text, and the offsets with it."""
+def test_a_byte_without_a_token(tokenizer: AnyTokenizer) -> None:
+    """StarCoder has no token for 0xF1.  The byte is lost, so there are no offsets."""
     chosen = tokenizer("starcoder")
-    encoding = chosen.encode_with_offsets("a\U00040000b", add_special=False)
-    assert encoding.offsets is None
-    assert chosen.decode(encoding.ids) == "a\ufffd\ufffd\ufffdb"
+    tokenized = chosen.encode_with_offsets("a\U00040000b", add_special=False)
+    assert tokenized.offsets is None
+    assert chosen.decode(tokenized.ids) == "a\ufffd\ufffd\ufffdb"
 
 
-def _shown(chosen: Tokenizer, text: str, encoding: TokenizedText) -> list[tuple[bytes, bytes]]:
-    assert encoding.offsets is not None
-    spelled = [text.encode()[start:end] for start, end in encoding.offsets.tolist()]
-    return list(zip(chosen.tokens_to_bytes(encoding.ids), spelled, strict=True))
+def _shown(chosen: Tokenizer, text: str, tokenized: TokenizedText) -> list[tuple[bytes, bytes]]:
+    assert tokenized.offsets is not None
+    spelled = [text.encode()[start:end] for start, end in tokenized.offsets.tolist()]
+    return list(zip(chosen.tokens_to_bytes(tokenized.ids), spelled, strict=True))
 
 
-def test_what_is_put_around_a_text_has_no_bytes_of_it(tokenizer: AnyTokenizer) -> None:
+def test_added_special_tokens_have_empty_ranges(tokenizer: AnyTokenizer) -> None:
     spm, bert = tokenizer("llama-spm"), tokenizer("bert-bge")
     assert _shown(spm, "Hi", spm.encode_with_offsets("Hi")) == [(b"<s>", b""), (b" Hi", b"Hi")]
     assert _shown(bert, "hi", bert.encode_with_offsets("hi")) == [(b"[CLS]", b""), (b" hi", b"hi"), (b"[SEP]", b"")]
@@ -213,7 +213,7 @@ def test_what_is_put_around_a_text_has_no_bytes_of_it(tokenizer: AnyTokenizer) -
     assert offsets.tolist() == [[0, 0], [0, 2], [2, 2]]
 
 
-def test_the_space_that_is_put_in_front_has_no_bytes(tokenizer: AnyTokenizer) -> None:
+def test_the_space_prefix_has_an_empty_range(tokenizer: AnyTokenizer) -> None:
     spm = tokenizer("llama-spm")
     text = "🚀</s>\nb</s> c"
     found = _shown(spm, text, spm.encode_with_offsets(text))
@@ -223,8 +223,8 @@ def test_the_space_that_is_put_in_front_has_no_bytes(tokenizer: AnyTokenizer) ->
     assert spm.decode(spm.encode(text, add_special=False), special=True) == text
 
 
-def test_a_control_token_that_takes_white_space_away(tokenizer: AnyTokenizer) -> None:
-    """Phi-3's take that after them."""
+def test_a_control_token_that_strips_whitespace(tokenizer: AnyTokenizer) -> None:
+    """Phi-3's control tokens strip the whitespace after them."""
     phi = tokenizer("phi-3")
     text = "<|user|>\n a<|end|> \n<|assistant|>"
     found = _shown(phi, text, phi.encode_with_offsets(text))
@@ -248,7 +248,7 @@ def _controls(name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["embedded", *_vocabularies()])
-def test_control_tokens_are_read_where_they_may_be_and_nowhere_else(tokenizer: AnyTokenizer, name: str) -> None:
+def test_control_tokens_are_parsed_only_with_parse_special(tokenizer: AnyTokenizer, name: str) -> None:
     chosen = tokenizer(name)
     controls = _controls(name)
     assert controls
@@ -261,7 +261,7 @@ def test_control_tokens_are_read_where_they_may_be_and_nowhere_else(tokenizer: A
 
 
 def test_a_text_that_begins_with_bos(tokenizer: AnyTokenizer) -> None:
-    """It is not put there twice; and where it is read as letters, it is put in front of them."""
+    """BOS is not added twice.  If the text's BOS is plain text, a BOS is added before it."""
     for name in ("embedded", "llama-spm", "llama-bpe"):
         chosen = tokenizer(name)
         text = chosen.bos + "Hello"
@@ -278,7 +278,7 @@ def test_a_text_that_begins_with_bos(tokenizer: AnyTokenizer) -> None:
 # -- decoding -------------------------------------------------------------------------------------
 
 
-def test_a_part_of_a_character_is_replaced(tokenizer: AnyTokenizer) -> None:
+def test_an_incomplete_character_is_replaced(tokenizer: AnyTokenizer) -> None:
     gpt = tokenizer("gpt-2")
     ids = gpt.encode("🦙", add_special=False)
     assert len(ids) > 1
@@ -288,7 +288,7 @@ def test_a_part_of_a_character_is_replaced(tokenizer: AnyTokenizer) -> None:
 
 
 @given(data=st.data())
-def test_any_ids_can_be_decoded(tokenizer: AnyTokenizer, data: st.DataObject) -> None:
+def test_all_valid_ids_can_be_decoded(tokenizer: AnyTokenizer, data: st.DataObject) -> None:
     for name in ("embedded", "llama-spm"):
         chosen = tokenizer(name)
         ids = data.draw(st.lists(st.integers(0, chosen.n_tokens - 1)))
@@ -298,7 +298,7 @@ def test_any_ids_can_be_decoded(tokenizer: AnyTokenizer, data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("wrong", [-1, -(2**31), 2**31 - 1, 2**40, 2**70, 1.0, "1", None])
-def test_ids_that_are_none(tokenizer: AnyTokenizer, wrong: object) -> None:
+def test_invalid_ids(tokenizer: AnyTokenizer, wrong: object) -> None:
     chosen = tokenizer("embedded")
     for ids in ([wrong], [1, wrong], itertools.chain([wrong])):
         with pytest.raises(InvalidTokenId, match=rf"is not in \[0, {chosen.n_tokens}\)"):

@@ -1,4 +1,4 @@
-"""Offsets: which bytes of a text each token stands for."""
+"""Offsets: the bytes of a text that each token stands for."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def raw(*spellings: str | bytes) -> list[Spelling]:
     return [Spelling(one.encode() if isinstance(one, str) else one) for one in spellings]
 
 
-def cut(text: str, *, left: bool = False, right: bool = False) -> Spelling:
-    return Spelling(text.encode(), cut_out=True, strips_left=left, strips_right=right)
+def special(text: str, *, left: bool = False, right: bool = False) -> Spelling:
+    return Spelling(text.encode(), special=True, strips_left=left, strips_right=right)
 
 
 @given(st.lists(st.binary(max_size=4)))
-def test_pieces_one_after_another(pieces: list[bytes]) -> None:
-    ranges = align(b"".join(pieces), raw(*pieces), space_prefix=False)
-    ends = [sum(map(len, pieces[: count + 1])) for count in range(len(pieces))]
+def test_consecutive_tokens(spellings: list[bytes]) -> None:
+    ranges = align(b"".join(spellings), raw(*spellings), space_prefix=False)
+    ends = [sum(map(len, spellings[: count + 1])) for count in range(len(spellings))]
     assert ranges == list(zip([0, *ends], ends, strict=False))
 
 
@@ -28,8 +28,8 @@ def test_pieces_one_after_another(pieces: list[bytes]) -> None:
 def test_a_text_that_differs_in_one_byte_has_no_offsets(text: bytes, index: int, byte: int) -> None:
     index %= len(text)
     other = text[:index] + bytes((byte,)) + text[index + 1 :]
-    pieces = [text[at : at + 2] for at in range(0, len(text), 2)]
-    assert (align(other, raw(*pieces), space_prefix=False) is None) == (other != text)
+    spellings = [text[at : at + 2] for at in range(0, len(text), 2)]
+    assert (align(other, raw(*spellings), space_prefix=False) is None) == (other != text)
 
 
 def test_a_split_character() -> None:
@@ -42,30 +42,30 @@ def test_a_split_character() -> None:
         ("ab c", raw(" ab", " c"), [(0, 2), (2, 4)]),
         ("ab", raw(" ", "ab"), [(0, 0), (0, 2)]),
         (" ab", raw("  ", "ab"), [(0, 1), (1, 3)]),
-        ("a<s>b", [*raw(" a"), cut("<s>"), *raw(" b")], [(0, 1), (1, 4), (4, 5)]),
-        ("<s><s>b", [cut("<s>"), cut("<s>"), *raw(" ", "b")], [(0, 3), (3, 6), (6, 6), (6, 7)]),
+        ("a<s>b", [*raw(" a"), special("<s>"), *raw(" b")], [(0, 1), (1, 4), (4, 5)]),
+        ("<s><s>b", [special("<s>"), special("<s>"), *raw(" ", "b")], [(0, 3), (3, 6), (6, 6), (6, 7)]),
         ("a▁b c", raw(" a", " b", " c"), [(0, 1), (1, 5), (5, 7)]),
         ("", [], []),
     ],
 )
-def test_a_space_in_front_of_each_piece_of_text(
+def test_space_prefix_of_each_stretch_of_text(
     text: str, tokens: list[Spelling], expected: list[tuple[int, int]]
 ) -> None:
     assert align(text.encode(), tokens, space_prefix=True) == expected
 
 
-def test_a_space_of_the_text_is_not_the_one_in_front() -> None:
+def test_a_space_of_the_text_is_not_the_prefix() -> None:
     assert align(b" ab", raw(" ab"), space_prefix=True) is None
     assert align(b"ab", raw("ab"), space_prefix=True) is None
 
 
-def test_white_space_that_a_control_token_takes_away() -> None:
-    tokens = [*raw("a"), cut("<m>", left=True), cut("<e>", right=True), *raw("b")]
+def test_whitespace_that_a_control_token_strips() -> None:
+    tokens = [*raw("a"), special("<m>", left=True), special("<e>", right=True), *raw("b")]
     assert align(b"a \t<m><e>\n b", tokens, space_prefix=False) == [(0, 1), (3, 6), (6, 9), (11, 12)]
     assert align(b"a<m><e>b\n", tokens, space_prefix=False) is None
-    assert align(b"<e> \n", [cut("<e>", right=True)], space_prefix=False) == [(0, 3)]
+    assert align(b"<e> \n", [special("<e>", right=True)], space_prefix=False) == [(0, 3)]
 
 
-@pytest.mark.parametrize("tokens", [raw("ab"), raw("abcd"), raw("ABC"), raw("abc", "d"), [cut("abd")], []])
+@pytest.mark.parametrize("tokens", [raw("ab"), raw("abcd"), raw("ABC"), raw("abc", "d"), [special("abd")], []])
 def test_tokens_that_do_not_spell_the_text(tokens: list[Spelling]) -> None:
     assert align(b"abc", tokens, space_prefix=False) is None

@@ -1,4 +1,4 @@
-"""Chat templates: what good ones give, and what bad ones do not get."""
+"""Chat templates: what common ones render, and the limits of hostile ones."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_mistral_like():
         ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
     ],
 )
-def test_what_templates_use(source, expected):
+def test_features_that_templates_use(source, expected):
     assert render(source) == expected
 
 
@@ -161,7 +161,8 @@ HOSTILE = {
     "a long list": "{{ [1] * 10**9 }}",
     "a long tuple": "{{ (1,) * 10**9 }}",
     "a huge number": "{{ 10 ** 100000000 }}",
-    "a huge number by squaring": "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a huge number by squaring": "{% set n = namespace(x=9) %}{% for i in range(99) %}"
+    "{% set n.x = n.x * n.x %}{% endfor %}",
     "a huge range": "{{ range(10**9) | list }}",
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops without calls": "{% set r = range(99999) %}" + "{% for a in r %}" * 3 + "{% endfor %}" * 3,
@@ -173,8 +174,10 @@ HOSTILE = {
     "text without end in a block": "{% set s %}{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
     "doubling by ~": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "doubling by +": "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "doubling by a macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = m(n.x) %}{% endfor %}",
-    "doubling namespaces": "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}",
+    "doubling by a macro": "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}"
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = m(n.x) %}{% endfor %}",
+    "doubling namespaces": "{% set n = namespace(x=1) %}{% for i in range(60) %}"
+    "{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}",
     "deep lists": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
     "replace": "{% set s = 'x' * 100000 %}{{ s.replace('x', s) }}",
     "replace as a filter": "{% set s = 'x' * 100000 %}{{ s|replace('x', s) }}",
@@ -231,7 +234,7 @@ HARMLESS = {
     ),
     "a strange date": ("{{ strftime_now('%999999999d') }}", ""),
 }
-"""Hostile too, but Jinja's sandbox prints nothing for them, or shared values make them small."""
+"""Templates that look hostile but render to little: the sandbox prints nothing, or the values are shared."""
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -243,18 +246,18 @@ def test_hostile_templates(name):
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_hostile_templates_that_come_to_nothing(name):
+def test_hostile_templates_that_do_no_harm(name):
     source, expected = HARMLESS[name]
     assert render(source, limits=TemplateLimits(seconds=0.3)) == expected
 
 
-def test_a_broken_template_is_not_the_clients_fault():
+def test_a_broken_template_is_an_internal_error():
     assert issubclass(BrokenTemplate, InternalError)
     with pytest.raises(BrokenTemplate, match=r"does not compile: .*line 2"):
         template("a\n{% nope %}")
 
 
-def test_limits_are_for_each_rendering_not_for_all():
+def test_each_rendering_has_its_own_time_limit():
     chat = template("{% for i in range(99999) %}{% endfor %}x", limits=TemplateLimits(seconds=0.3))
     started = time.perf_counter()
     while time.perf_counter() - started < 0.6:
@@ -263,8 +266,12 @@ def test_limits_are_for_each_rendering_not_for_all():
 
 BY_CONTENT = """
 {%- set ns = namespace(x='x') %}
-{%- if messages[0].content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}
-{%- if messages[0].content == 'fill' %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{% endif %}
+{%- if messages[0].content == 'loop' %}
+    {%- for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}
+{%- endif %}
+{%- if messages[0].content == 'fill' %}
+    {%- for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}
+{%- endif %}
 {{- messages[0].content }}"""
 
 
@@ -292,14 +299,19 @@ def test_the_process_ends_with_the_template():
     assert process.returncode is not None
 
 
-def test_the_process_ends_with_the_daemon_also_after_kill_9():
-    code = "import os\nfrom uma_trio.models.chat import ChatTemplate\nchat = ChatTemplate('x', bos='', eos='')\nos.kill(os.getpid(), 9)"
+def test_the_process_ends_with_the_daemon_even_after_kill_9():
+    code = """
+import os
+from uma_trio.models.chat import ChatTemplate
+chat = ChatTemplate('x', bos='', eos='')
+os.kill(os.getpid(), 9)
+"""
     ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=30)
-    assert ended.returncode == -9, "the child has closed the pipe as well, or this would still wait"
+    assert ended.returncode == -9, "run() waits until the child has closed stderr too"
 
 
-def test_lone_surrogates_come_back_as_they_are():
-    """``models.control_tokens`` puts them into messages.  In a row they must not become one character."""
+def test_lone_surrogates_survive_the_process_boundary():
+    """``models.control_tokens`` masks with them.  Two in a row must not become one character."""
     content = "\ud800\udc00 \udfff"
     assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == content
 
@@ -309,13 +321,13 @@ def test_a_limit_on_output():
         render("{{ 'x' * 101 }}", limits=TemplateLimits(output_chars=100))
 
 
-def test_long_conversations_are_no_problem():
+def test_long_conversations():
     messages = [{"role": "user" if i % 2 == 0 else "assistant", "content": "x" * 1000} for i in range(901)]
     assert len(render(MISTRAL_LIKE, messages)) > 900_000
     assert len(render(CHATML, messages)) > 900_000
 
 
-def test_renderings_in_several_threads():
+def test_rendering_in_several_threads():
     chat = template("{% for m in messages %}{% for i in range(200) %}{{ m.content }}{% endfor %}{% endfor %}")
     results = {}
 
@@ -340,6 +352,6 @@ def test_renderings_in_several_threads():
         (["a"], "must be an object"),
     ],
 )
-def test_messages_of_another_form(messages, says):
+def test_malformed_messages(messages, says):
     with pytest.raises(BadRequest, match=says):
         render(CHATML, messages)

@@ -18,12 +18,12 @@ from uma_trio.demo.recording import (
     Stream,
     Track,
     arrivals,
-    lengths_ms,
+    durations_ms,
+    overlapping,
     percentile,
     possible_switches,
-    reading_windows,
+    prefill_windows,
     switches,
-    within,
 )
 from uma_trio.demo.scorecard import Counters, score, score_stream
 
@@ -36,7 +36,7 @@ def track(name, times, *, sent=0.0, interactive=True, reason="stop", texts=None,
         question=asked,
         sent_s=sent,
         token_s=list(times),
-        pieces=list(texts or ["x"] * len(times)),
+        texts=list(texts or ["x"] * len(times)),
         reason=reason,
         prompt_tokens=5,
         completion_tokens=len(times),
@@ -68,13 +68,13 @@ def judged(together, alone=None, counters=None, max_gap_ms=400.0):
 def test_ttft_counts_from_the_request_and_gaps_from_token_to_token():
     one = track("a", [1.5, 1.6, 1.8], sent=1.0)
     assert one.answers[0].ttft_ms == pytest.approx(500)
-    assert lengths_ms(one.gaps) == pytest.approx([100, 200])
+    assert durations_ms(one.gaps) == pytest.approx([100, 200])
 
 
 def test_the_pause_between_two_answers_is_no_gap():
     one = track("a", [1.0, 1.1])
     one.answers += track("a", [5.0, 5.2], sent=4.9).answers
-    assert lengths_ms(one.gaps) == pytest.approx([100, 200])
+    assert durations_ms(one.gaps) == pytest.approx([100, 200])
     found = score_stream(one)
     assert (found.tokens, found.answers) == (4, 2)
     assert found.ttft_ms == pytest.approx(1000), "the worst of its answers"
@@ -94,13 +94,13 @@ def test_percentiles_lie_between_neighbours():
 
 def test_gaps_count_for_the_reading_that_they_overlap_in_part():
     gaps = [(0.0, 1.0), (1.0, 2.0), (2.0, 3.0), (3.0, 4.0)]
-    assert within(gaps, [(1.5, 2.5)]) == [(1.0, 2.0), (2.0, 3.0)]
-    assert within(gaps, [(1.0, 2.0)]) == [(1.0, 2.0)], "touching is not overlapping"
-    assert within(gaps, []) == []
+    assert overlapping(gaps, [(1.5, 2.5)]) == [(1.0, 2.0), (2.0, 3.0)]
+    assert overlapping(gaps, [(1.0, 2.0)]) == [(1.0, 2.0)], "touching is not overlapping"
+    assert overlapping(gaps, []) == []
 
 
 def test_only_long_prompts_are_read():
-    assert reading_windows(mixed()) == [(1.0, 1.5001)]
+    assert prefill_windows(mixed()) == [(1.0, 1.5001)]
 
 
 # -- interleaving --------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_chats_that_were_silent_all_along_prove_nothing():
 
 def test_another_text_than_alone_is_named():
     alone = mixed()
-    alone[1].answers[0].pieces[3] = "y"
+    alone[1].answers[0].texts[3] = "y"
     check = judged(mixed(), alone)[1]["same text as alone"]
     assert not check.passed
     assert "chat 2" in check.detail
@@ -190,7 +190,7 @@ def test_another_text_than_alone_is_named():
 
 def test_texts_may_come_in_other_pieces():
     alone = mixed()
-    alone[0].answers[0].pieces = ["xx", "", "xx", "", "x", "x"]
+    alone[0].answers[0].texts = ["xx", "", "xx", "", "x", "x"]
     assert judged(mixed(), alone)[1]["same text as alone"].passed
 
 
@@ -219,11 +219,11 @@ def test_the_scene_shows_all_four_and_who_got_the_last_tokens():
     for stream in streams:
         seen = Track(stream=stream)
         seen.answers.append(Answer(question=stream.questions[0], sent_s=0.0))
-        scene.asked(seen)
+        scene.request_sent(seen)
         for at in range(view.PICTURED_AT):
             seen.answers[-1].token_s.append(1.0 + at)
-            seen.answers[-1].pieces.append(f"{stream.name[-1]}{at} ")
-            scene.told(seen)
+            seen.answers[-1].texts.append(f"{stream.name[-1]}{at} ")
+            scene.token_received(seen)
     assert scene.picture is not None
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(scene.render(width=100, height=40))
@@ -231,7 +231,7 @@ def test_the_scene_shows_all_four_and_who_got_the_last_tokens():
     for stream in streams:
         assert f" {stream.name} " in text
         assert f"{stream.name[-1]}{view.PICTURED_AT - 1}" in text, "the newest words are in sight"
-    assert "read in 1.0 s" in text
+    assert "prefill took 1.0 s" in text
     assert text.count("█") == 100 - len("arrivals  ")
 
 

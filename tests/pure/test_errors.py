@@ -1,4 +1,4 @@
-"""The error tree: each code once, each with a status and a reason."""
+"""The tree of errors: codes, statuses and docstrings."""
 
 import ast
 import inspect
@@ -13,7 +13,7 @@ from uma_trio.protocol.messages import Failure
 CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|IO)(_[A-Z]+)+")
 
 
-def test_all_errors_finds_every_class_that_is_written_down() -> None:
+def test_all_errors_finds_every_class_in_the_module() -> None:
     written = [
         node.name
         for node in ast.parse(inspect.getsource(errors)).body
@@ -24,7 +24,7 @@ def test_all_errors_finds_every_class_that_is_written_down() -> None:
     assert len(written) > 15
 
 
-def test_codes_are_unique_and_named_by_whose_fault_it_is() -> None:
+def test_codes_are_unique_and_prefixed_by_branch() -> None:
     codes = [cls.code for cls in all_errors()]
     assert len(set(codes)) == len(codes)
     for cls in all_errors():
@@ -40,7 +40,7 @@ def test_codes_are_unique_and_named_by_whose_fault_it_is() -> None:
         assert cls.code.startswith(prefix)
 
 
-def test_the_names_that_clients_rely_on() -> None:
+def test_codes_that_clients_rely_on() -> None:
     assert {
         "E_PROTO_FRAME_TOO_LARGE",
         "E_PROTO_INVALID_JSON",
@@ -51,7 +51,7 @@ def test_the_names_that_clients_rely_on() -> None:
 
 
 @pytest.mark.parametrize("cls", all_errors(), ids=lambda cls: cls.__name__)
-def test_each_has_a_reason_and_a_status_of_its_side(cls: type[UmaError]) -> None:
+def test_each_error_has_a_docstring_and_a_fitting_status(cls: type[UmaError]) -> None:
     assert cls.__doc__
     assert cls.__doc__.endswith(".")
     if issubclass(cls, ProtocolError):
@@ -65,7 +65,7 @@ def test_each_has_a_reason_and_a_status_of_its_side(cls: type[UmaError]) -> None
 
 
 @pytest.mark.parametrize("cls", all_errors(), ids=lambda cls: cls.__name__)
-def test_each_can_be_told_to_a_client(cls: type[UmaError]) -> None:
+def test_each_error_becomes_an_event(cls: type[UmaError]) -> None:
     error = cls("what happened")
     assert Failure.of(error) == Failure(code=cls.code, message="what happened")
     error.request_id, error.retry_after_ms = "r1", 250
@@ -73,13 +73,13 @@ def test_each_can_be_told_to_a_client(cls: type[UmaError]) -> None:
     assert (told.id, told.retry_after_ms, told.metadata) == ("r1", 250, {"k": 1})
 
 
-def test_what_one_error_carries_is_not_the_next_ones() -> None:
+def test_attributes_are_per_instance() -> None:
     first = errors.Busy("one")
     first.request_id = "r1"
     assert errors.Busy("two").request_id is None
 
 
-def test_branches_have_no_code_of_their_own() -> None:
+def test_branches_have_no_code() -> None:
     for branch in (UmaError, ProtocolError, LimitError, RuntimeFault):
         assert "code" not in vars(branch)
         assert branch not in all_errors()

@@ -1,7 +1,8 @@
-"""Sound files pass; nothing else does, and nothing but GgufError comes of it."""
+"""Valid files pass, all others raise GgufError, and no input raises anything else."""
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import resource
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.models import gguf_check
-from uma_trio.models.gguf_check import GgufError, check_gguf
+from uma_trio.models import gguf_header
+from uma_trio.models.gguf_check import GgufError, check_gguf, check_values
+from uma_trio.models.gguf_header import GgufHeader
 
-U32, F32, STRING, ARRAY, U64 = 4, 6, 8, 9, 10
+U32, I32, F32, STRING, ARRAY, U64 = 4, 5, 6, 8, 9, 10
 
 
 def text(value):
@@ -45,7 +47,7 @@ PAIRS = (
     pair("tokenizer.ggml.scores", ARRAY, array(F32, 3, bytes(12))),
     pair("split.count", U32, struct.pack("<I", 2)),
 )
-TENSORS = (tensor("one", [32, 2], 8, 0), tensor("two", [5], 0, 96))
+TENSORS = (tensor("one.weight", [32, 2], 8, 0), tensor("two", [5], 0, 96))
 DATA = bytes(96 + 20)
 
 
@@ -82,7 +84,7 @@ def test_a_file_that_says_nothing(check):
 
 def test_another_alignment(check):
     pairs = (pair("general.alignment", U32, struct.pack("<I", 128)),)
-    tensors = (tensor("one", [32, 2], 8, 0), tensor("two", [5], 0, 128))
+    tensors = (tensor("one.weight", [32, 2], 8, 0), tensor("two", [5], 0, 128))
     assert check(gguf(pairs, tensors, bytes(128 + 20), alignment=128)).n_tensors == 2
 
 
@@ -105,8 +107,9 @@ HOSTILE = {
     "pairs without end": (gguf(n_kv=2**64 - 1), "claims"),
     "more pairs than there are": (gguf(n_kv=8), "damaged|type|cut off"),
     "a key without end": (gguf([struct.pack("<Q", HUGE)]), "bytes, more than"),
+    "a key with a NUL": (gguf([pair("a\0b", U32, bytes(4))]), "NUL"),
     "an empty key": (gguf([pair("", U32, bytes(4))]), "empty"),
-    "a key twice": (gguf([PAIRS[0], PAIRS[0]]), "twice"),
+    "a key twice": (gguf([PAIRS[0], PAIRS[0]]), "duplicate"),
     "a text without end": (gguf([text("k") + struct.pack("<IQ", STRING, HUGE)]), "bytes, more than"),
     "a text beyond the file": (gguf([text("k") + struct.pack("<IQ", STRING, 5000)]), "cut off"),
     "an unknown value type": (gguf([pair("k", 13, bytes(8))]), "type 13"),
@@ -120,11 +123,14 @@ HOSTILE = {
     "a string of an array at the end of numbers": (
         gguf([pair("k", ARRAY, array(STRING, 1, struct.pack("<Q", 2**64 - 1)))]), "cut off"),
     "alignment 0": (gguf([pair("general.alignment", U32, bytes(4))]), "power of two"),
+    "alignment 16": (gguf([pair("general.alignment", U32, struct.pack("<I", 16))]), "power of two"),
     "alignment 48": (gguf([pair("general.alignment", U32, struct.pack("<I", 48))]), "power of two"),
     "alignment 2**31": (gguf([pair("general.alignment", U32, struct.pack("<I", 2**31))]), "power of two"),
     "alignment of another type": (gguf([pair("general.alignment", U64, struct.pack("<Q", 32))]), "uint32"),
+    "alignment as text": (gguf([pair("general.alignment", STRING, text("32"))]), "uint32"),
+    "alignment as an array": (gguf([pair("general.alignment", ARRAY, array(U32, 1, bytes(4)))]), "uint32"),
     "a long tensor name": (gguf(tensors=[tensor("n" * 64, [5], 0, 0)]), "bytes, more than 63"),
-    "a tensor twice": (gguf(tensors=[TENSORS[0], tensor("one", [5], 0, 96)]), "twice"),
+    "a tensor twice": (gguf(tensors=[TENSORS[0], tensor("one.weight", [5], 0, 96)]), "duplicate"),
     "no dimensions": (gguf(tensors=[tensor("t", [], 0, 0)]), "dimensions"),
     "five dimensions": (gguf(tensors=[tensor("t", [1] * 5, 0, 0)]), "dimensions"),
     "dimensions without end": (gguf(tensors=[text("t") + struct.pack("<I", 2**32 - 1) + bytes(64)]), "dimensions"),
@@ -142,6 +148,173 @@ HOSTILE = {
     "data cut off": (gguf()[:-1], "cut off"),
     "no data": (gguf(data=b""), "cut off"),
 }  # fmt: skip
+
+
+BYTES = b"".join(text(b"<0x%02X>" % byte) for byte in range(256))
+
+
+def with_values(**values):
+    return gguf(_pairs(**values))
+
+
+def _pairs(architecture="llama", **values):
+    """Hyperparameters; a list becomes an array, and ``__`` in a name a dot."""
+    pairs = [pair("general.architecture", STRING, text(architecture))]
+    for name, value in values.items():
+        key = f"{architecture}." + name.replace("__", ".")
+        if isinstance(value, list):
+            pairs.append(pair(key, ARRAY, array(U32, len(value), struct.pack(f"<{len(value)}I", *value))))
+        elif isinstance(value, str):
+            pairs.append(pair(key, STRING, text(value)))
+        elif isinstance(value, float):
+            pairs.append(pair(key, F32, struct.pack("<f", value)))
+        else:
+            pairs.append(pair(key, U32 if value >= 0 else I32, struct.pack("<I" if value >= 0 else "<i", value)))
+    return pairs
+
+
+def with_vocabulary(tokens, *, model="gpt2", n=None, types=(), adds=None, bos=None):
+    pairs = [
+        *PAIRS[:2],
+        pair("tokenizer.ggml.model", STRING, text(model)),
+        pair("tokenizer.ggml.tokens", ARRAY, array(STRING, n, tokens)),
+        pair("tokenizer.ggml.token_type", ARRAY, array(I32, len(types), struct.pack(f"<{len(types)}i", *types))),
+    ]
+    if adds:
+        pairs.append(pair(f"tokenizer.ggml.add_{adds}_token", 7, b"\1"))
+    if bos is not None:
+        pairs.append(pair("tokenizer.ggml.bos_token_id", U32, struct.pack("<I", bos)))
+    return gguf(pairs)
+
+
+def with_tensor(name, dimensions, kind, **values):
+    block, size = {0: (1, 4), 1: (1, 2), 8: (32, 34), 9: (32, 36), 24: (1, 1), 26: (1, 4), 30: (1, 2)}[kind]
+    return gguf(
+        _pairs(**values), tensors=[tensor(name, dimensions, kind, 0)], data=bytes(math.prod(dimensions) // block * size)
+    )
+
+
+NAN, INF = math.nan, math.inf
+WINDOW = "attention__sliding_window"
+PATTERN = "attention__sliding_window_pattern"
+EPSILON = "attention__layer_norm_rms_epsilon"
+HEADS = {"embedding_length": 64, "attention__head_count": 2}
+
+DEADLY = {
+    "no layers": (with_values(block_count=0), "0 layers"),
+    "too many layers": (with_values(block_count=513), "513 layers"),
+    "layers without end": (with_values(block_count=2690366077), "2690366077 layers"),
+    "negative layers": (with_values(block_count=-1), "-1 layers"),
+    "more predicting layers than layers": (with_values(block_count=2, nextn_predict_layers=3), "multi-token"),
+    "experts without end": (with_values(expert_count=2**32 - 1, expert_used_count=1), "experts"),
+    "experts of which none is used": (with_values(expert_count=4), "experts"),
+    "experts used of none": (with_values(expert_used_count=2), "experts"),
+    "more experts used than there are": (with_values(expert_count=4, expert_used_count=5), "experts"),
+    "more experts used in one layer": (with_values(expert_count=4, expert_used_count=[2, 5]), "experts"),
+    "no experts in a layer that has them": (
+        with_tensor("blk.1.ffn_down_exps.weight", [32, 2], 8, expert_count=4, expert_used_count=[2, 0]), "layer 1"),
+    "a negative number of experts used": (
+        gguf([*_pairs(), pair("llama.expert_used_count", ARRAY, array(I32, 2, struct.pack("<2i", -1, 0)))]),
+        "experts",
+    ),
+    "no experts where the architecture needs them": (gguf(_pairs("grovemoe")), "experts"),
+    "no sections for RoPE": (gguf(_pairs("qwen3vl")), "sections"),
+    "groups of no experts": (with_values(expert_group_count=1), "experts"),
+    "groups that do not divide the experts": (
+        with_values(expert_count=4, expert_used_count=2, expert_group_count=3, expert_group_used_count=1), "experts"),
+    "no group used": (with_values(expert_count=4, expert_used_count=2, expert_group_count=2), "experts"),
+    "a negative epsilon": (with_values(**{EPSILON: -1e-6}), "epsilon is -"),
+    "an epsilon that is no number": (with_values(**{EPSILON: NAN}), "epsilon is nan"),
+    "an infinite epsilon": (with_values(**{EPSILON: INF}), "epsilon is inf"),
+    "another negative epsilon": (with_values(attention__group_norm_epsilon=-1.0), "epsilon is -1"),
+    "layers of an architecture with a NUL": (
+        gguf([pair("general.architecture", STRING, text("llama\0x")), *_pairs(block_count=0)[1:]]), "0 layers"),
+    "KV heads that do not match a layer's keys": (
+        with_tensor("blk.1.attn_k.weight", [32, 32], 0, attention__head_count_kv=[1, 2], **HEADS),
+        "layer 1 claims 2",
+    ),
+    "an encoder": (gguf(_pairs("t5")), "encoder"),
+    "the tokenizer of encoders": (with_vocabulary(text("a") + text("b"), n=2, model="t5"), "encoder"),
+    "an empty RoPE scaling": (with_values(rope__scaling__type=""), "RoPE scaling is ''"),
+    "an unknown RoPE scaling": (with_values(rope__scaling__type="round"), "RoPE scaling is 'round'"),
+    "no rotated dimensions": (with_values(rope__dimension_count=0, **HEADS), "rotates 0"),
+    "negative rotated dimensions": (with_values(rope__dimension_count=-2, **HEADS), "rotates -2"),
+    "part of a head rotated where all must be": (with_values(rope__dimension_count=16, **HEADS), "rotates all 32"),
+    "an odd number of rotated dimensions": (with_values(rope__dimension_count=31, **HEADS), "rotates 31"),
+    "more rotated dimensions than a head has": (with_values(rope__dimension_count=34, **HEADS), "rotates 34"),
+    "more than a shorter head has": (
+        with_values(rope__dimension_count=32, attention__key_length=16, **HEADS), "heads of 16"),
+    "a window without end": (with_values(**{WINDOW: 2**31}), "window of 2147483648"),
+    "a window that no layer has": (with_values(**{WINDOW: 64, PATTERN: [0, 0]}), "no layer"),
+    "a window that only missing layers have": (
+        with_values(block_count=2, **{WINDOW: 64, PATTERN: [0, 0, 1]}), "no layer"),
+    "a window for an empty list of layers": (with_values(**{WINDOW: 64, PATTERN: []}), "no layer"),
+    "a window that every layer is exempt from": (with_values(**{WINDOW: 64, PATTERN: 1}), "no layer"),
+    "no tokens": (with_vocabulary(b"", n=0), "no tokens"),
+    "a token twice": (with_vocabulary(text("a") + text("b") + text("a"), n=3), "b'a' twice, the second time as 2"),
+    "tokens alike up to a NUL": (with_vocabulary(text("a\0b") + text("a\0c"), n=2), "twice"),
+    "a token with the name of an empty one": (with_vocabulary(text("[EMPTY_1]") + text(""), n=2), "twice"),
+    "an unknown tokenizer": (with_vocabulary(text("a"), n=1, model="mine"), "tokenizer is 'mine'.*gpt2"),
+    "the tokenizer of RWKV": (with_vocabulary(text("a"), n=1, model="rwkv"), "tokenizer is 'rwkv'.*gpt2"),
+    "SentencePiece without bytes": (with_vocabulary(text("a"), n=1, model="llama"), "255 of the 256 bytes"),
+    "byte tokens in a WordPiece vocabulary": (with_vocabulary(text("a"), n=1, model="bert", types=[6]), "byte tokens"),
+    "no BOS where the tokenizer adds it": (with_vocabulary(text("a"), n=1, adds="bos"), "adds the token bos"),
+    "a BOS outside the vocabulary": (with_vocabulary(text("a"), n=1, adds="bos", bos=1), "adds the token bos"),
+    "no EOS where the tokenizer adds it": (with_vocabulary(text("a"), n=1, adds="eos"), "adds the token eos"),
+    "gemma4 without BOS": (with_vocabulary(text("a"), n=1, model="gemma4"), "adds the token bos"),
+    "a norm in half precision": (with_tensor("blk.0.attn_norm.weight", [32], 1), "type F16, not F32"),
+    "a norm of several heads, quantized": (with_tensor("blk.0.attn_q_norm.weight", [32, 2], 8), "type Q8_0, not F32"),
+    "a bias in bfloat16": (with_tensor("blk.0.attn_q.bias", [32], 30), "type BF16, not F32"),
+    "a norm of whole numbers": (with_tensor("output_norm.weight", [32], 26), "type I32, not F32"),
+    "a convolution in half precision": (with_tensor("blk.0.shortconv.conv.weight", [3, 32], 1), "type F16, not F32"),
+    "a matrix of whole numbers": (with_tensor("blk.0.attn_q.weight", [32, 2], 24), "type I8"),
+    "a matrix in a type for activations": (with_tensor("blk.0.attn_q.weight", [32, 2], 9), "type Q8_1"),
+}  # fmt: skip
+"""Well-formed files that end the process when llama.cpp loads them or decodes with them, or that never return."""
+
+
+@pytest.mark.parametrize("name", DEADLY)
+def test_values_that_llama_cpp_asserts(check, name):
+    content, says = DEADLY[name]
+    with pytest.raises(GgufError, match=says):
+        check(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        with_values(block_count=512, nextn_predict_layers=1),
+        with_values(expert_count=0, expert_used_count=0),
+        with_values(expert_count=8, expert_used_count=[2, 0], expert_group_count=4, expert_group_used_count=2),
+        with_values(expert_count=8, expert_used_count=2, expert_group_count=1),
+        with_values(**{EPSILON: 0.0}, rope__scaling__type="yarn"),
+        with_values(rope__dimension_count=32, **HEADS),
+        with_values(rope__dimension_count=128, attention__key_length=128, **HEADS),
+        gguf(_pairs("phi3", rope__dimension_count=16, **HEADS)),
+        with_values(rope__dimension_count=0),
+        gguf(_pairs("glm5-next", rope__dimension_count=0, **HEADS)),
+        with_values(rope__dimension_count=32, embedding_length=64, attention__head_count=NAN),
+        with_values(**{WINDOW: 0, PATTERN: [0, 0]}),
+        with_values(**{WINDOW: 4096, PATTERN: [1, 0]}),
+        with_values(**{WINDOW: 4096, PATTERN: 6}),
+        with_vocabulary(BYTES, n=256, model="llama", types=[6] * 256),
+        with_vocabulary(text("a") + text("") + text(""), n=3),
+        with_tensor("blk.0.attn_k.weight", [32, 32], 0, attention__head_count_kv=[1, 0], **HEADS),
+        with_vocabulary(text("a"), n=1),
+        with_vocabulary(text("a"), n=1, adds="bos", bos=0),
+        with_vocabulary(text("a"), n=1, model="gemma4", bos=0),
+        with_tensor("token_embd.weight", [32, 2], 8),
+        with_tensor("blk.0.ffn_gate_tid2eid.weight", [32, 2], 26),
+    ],
+)
+def test_values_of_sound_models(check, content):
+    check(content)
+
+
+def test_a_vocabulary_alone_is_checked_for_its_tokens(check):
+    assert check(with_values(block_count=0), vocab_only=True).architecture == "llama"
+    with pytest.raises(GgufError, match="twice"):
+        check(with_vocabulary(text("a") * 2, n=2), vocab_only=True)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -172,10 +345,10 @@ def test_what_is_no_file(tmp_path):
 
 
 def outcome(content, file_size=None):
-    """What a header does, without a file under it; anything but GgufError and a summary is raised."""
+    """Check a header without a file; return the type of its GgufError, and let anything else through."""
     try:
-        gguf_check._Header(content, file_size or len(content), vocab_only=True).summary()
-    except (GgufError, gguf_check._BeyondWindow) as error:
+        check_values(GgufHeader(content, file_size or len(content), vocab_only=True), vocab_only=False)
+    except (GgufError, gguf_header._BeyondWindow) as error:
         return type(error)
     return None
 
@@ -223,7 +396,7 @@ def test_a_header_in_several_reads_is_read_as_one(check, monkeypatch):
     content = gguf(big_vocabulary(500))
     whole = check(content)
     for first in (4, 23, 24, 100, 1000, 8191):
-        monkeypatch.setattr(gguf_check, "_FIRST_READ", first)
+        monkeypatch.setattr(gguf_header, "_FIRST_READ", first)
         assert check(content) == whole
 
 
@@ -248,7 +421,7 @@ def test_a_header_without_end_is_not_read(tmp_path):
 def test_type_sizes_are_those_of_the_gguf_package():
     gguf_package = pytest.importorskip("gguf")
     for kind, (block, size) in gguf_package.GGML_QUANT_SIZES.items():
-        name, our_block, our_size = gguf_check.TENSOR_TYPES[int(kind)]
+        name, our_block, our_size = gguf_header.TENSOR_TYPES[int(kind)]
         if kind.name == "Q8_1":  # the package counts two floats where the C struct has two halves
             size = 4 + block
         assert (name, our_block, our_size) == (kind.name, block, size)

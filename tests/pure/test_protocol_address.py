@@ -1,4 +1,4 @@
-"""Where the socket is: one rule for server, client and command line."""
+"""The default path of the socket."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Codecs: both ends back to back, an answer in the encoding of its question, the newline mode."""
+"""Codecs: both ends of the framed protocol, the encoding of answers, and the newline protocol."""
 
 import contextlib
 
@@ -63,14 +63,14 @@ def request(encoding: Encoding, **fields: object) -> bytes:
 
 
 @pytest.mark.parametrize("encoding", Encoding)
-def test_client_and_server_back_to_back(encoding: Encoding) -> None:
-    client, house = ClientCodec(encoding), server()
-    house.receive_data(client.encode({"id": "r1", "prompt": "é\0", "stop": "."}))
-    house.receive_data(client.encode({"event": "cancel", "id": "r1"}))
-    house.receive_data(client.encode({"type": "metrics"}))
-    assert drain(house) == [Generate(id="r1", prompt="é\0", stop="."), Cancel(id="r1"), MetricsQuery()]
+def test_client_and_server_understand_each_other(encoding: Encoding) -> None:
+    client, server_end = ClientCodec(encoding), server()
+    server_end.receive_data(client.encode({"id": "r1", "prompt": "é\0", "stop": "."}))
+    server_end.receive_data(client.encode({"event": "cancel", "id": "r1"}))
+    server_end.receive_data(client.encode({"type": "metrics"}))
+    assert drain(server_end) == [Generate(id="r1", prompt="é\0", stop="."), Cancel(id="r1"), MetricsQuery()]
     for event in EVENTS:
-        client.receive_data(house.encode(event))
+        client.receive_data(server_end.encode(event))
     assert [client.next_event() for _ in EVENTS] == [*EVENTS]
     assert client.next_event() is None
 
@@ -104,7 +104,7 @@ def test_whole_byte_by_byte_and_with_trailing_bytes(kinds: list[str], encoding: 
 
 @pytest.mark.parametrize("encoding", Encoding)
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_an_answer_comes_in_the_encoding_of_its_question(encoding: Encoding, event: ServerEvent) -> None:
+def test_answers_have_the_encoding_of_the_request(encoding: Encoding, event: ServerEvent) -> None:
     codec = server(request(encoding))
     drain(codec)
     assert encoding_of(codec.encode(event)[4:]) is encoding
@@ -115,23 +115,23 @@ def test_other_messages_do_not_change_the_encoding_of_a_stream(running: Encoding
     codec = server(request(running))
     drain(codec)
 
-    def told_in(event: ServerEvent) -> Encoding:
+    def encoding_now(event: ServerEvent) -> Encoding:
         return encoding_of(codec.encode(event)[4:])
 
     codec.receive_data(frame(encode({"event": "cancel", "id": "elsewhere"}, other)))
     codec.receive_data(frame(encode({"type": "metrics", "keep_alive": True}, other)))
     codec.receive_data(request(other, id="r2"))
     assert len(drain(codec)) == 3
-    assert told_in(SNAPSHOT) is other
-    assert told_in(attrs.evolve(FAILURE, id="r2")) is other  # busy
-    assert told_in(TOKEN) is running
-    assert told_in(EOS) is running
+    assert encoding_now(SNAPSHOT) is other
+    assert encoding_now(attrs.evolve(FAILURE, id="r2")) is other  # busy
+    assert encoding_now(TOKEN) is running
+    assert encoding_now(EOS) is running
     codec.receive_data(request(other))  # the same id again, after its end
     drain(codec)
-    assert told_in(TOKEN) is other
+    assert encoding_now(TOKEN) is other
 
 
-def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+def test_ended_requests_leave_no_state() -> None:
     codec = server()
     for i in range(100):
         codec.receive_data(request(JSON, id=f"r{i}") + frame(encode({"type": "metrics", "id": f"m{i}"}, CBOR)))
@@ -141,12 +141,12 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert len(codec._pending) == 0
 
 
-def test_before_any_question_it_is_json() -> None:
+def test_the_default_encoding_is_json() -> None:
     assert encoding_of(server().encode(Failure(code="E_LIMIT_CONNECTIONS", message="full"))[4:]) is JSON
     assert encoding_of(server(mode="cbor").encode(Failure(code="E_LIMIT_CONNECTIONS", message="full"))[4:]) is CBOR
 
 
-def test_only_one_encoding_where_that_is_configured() -> None:
+def test_a_configured_encoding_excludes_the_other() -> None:
     assert drain(server(request(JSON), mode="json")) == drain(server(request(CBOR), mode="cbor"))
     with pytest.raises(InvalidJson, match="--protocol json"):
         drain(server(request(CBOR), mode="json"))
@@ -168,7 +168,7 @@ def test_only_one_encoding_where_that_is_configured() -> None:
         (b"hello\n", FrameTooLarge),
     ],
 )
-def test_what_is_wrong_is_said(data: bytes, error: type[UmaError]) -> None:
+def test_invalid_frames_raise_the_documented_error(data: bytes, error: type[UmaError]) -> None:
     with pytest.raises(error):
         drain(server(data))
 
@@ -219,7 +219,7 @@ def test_random_payloads_raise_uma_errors_only(payload: bytes) -> None:
         drain(server(frame(payload)))
 
 
-def test_a_client_reads_no_nonsense() -> None:
+def test_a_client_refuses_invalid_payloads() -> None:
     client = ClientCodec()
     client.receive_data(frame(b"[]"))
     with pytest.raises(InvalidJson):
@@ -276,7 +276,7 @@ def test_the_last_line_needs_no_end_when_the_client_closes(data: bytes, found: l
 
 
 @pytest.mark.parametrize("data", [b"a\0b\n", b"\0\n", b"\xff\n", b"\xed\xa0\x80\n", b"\xc3\n"])
-def test_lines_that_are_no_text(data: bytes) -> None:
+def test_lines_that_are_not_text_are_refused(data: bytes) -> None:
     with pytest.raises(BadRequest):
         lines(data).next_message()
 
@@ -291,7 +291,7 @@ def test_a_line_as_long_as_allowed() -> None:
         lines(b"x" * 65, b"").next_message()
 
 
-def test_mid_message_is_told() -> None:
+def test_mid_message_inside_a_line() -> None:
     codec = lines(b"a")
     assert codec.next_message() is None
     assert codec.mid_message
@@ -321,7 +321,7 @@ CANCEL_IN_JSON = frame(encode({"event": "cancel", "id": "r1"}, JSON))
 
 @pytest.mark.parametrize("last", [attrs.evolve(EOS, index=0), attrs.evolve(FAILURE, index=0)])
 def test_all_answers_come_in_the_encoding_of_the_request(last: ServerEvent) -> None:
-    """Also when something in the other one was sent in between, and no longer than until the last has ended."""
+    """Holds even if the client sends a message in the other encoding in between, until the last answer has ended."""
     codec = server(request(CBOR, n=3), CANCEL_IN_JSON)
     assert len(drain(codec)) == 2
     for event in (attrs.evolve(EOS, index=2), TOKEN, attrs.evolve(EOS, index=1), TOKEN, last):
@@ -330,7 +330,7 @@ def test_all_answers_come_in_the_encoding_of_the_request(last: ServerEvent) -> N
 
 
 @pytest.mark.parametrize("end", [EOS, FAILURE])
-def test_an_end_without_an_index_is_of_all_answers(end: ServerEvent) -> None:
+def test_an_end_without_an_index_ends_all_answers(end: ServerEvent) -> None:
     codec = server(request(CBOR, n=3), CANCEL_IN_JSON)
     assert len(drain(codec)) == 2
     assert [encoding_of(codec.encode(event)[4:]) for event in (end, end)] == [CBOR, JSON]

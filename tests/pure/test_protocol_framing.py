@@ -1,4 +1,4 @@
-"""Frames: whole, byte by byte, with trailing bytes, and lying about their length."""
+"""Frames: whole, byte by byte, with trailing bytes, and with wrong lengths."""
 
 import pytest
 from hypothesis import given
@@ -47,7 +47,7 @@ def test_whole_byte_by_byte_and_with_trailing_bytes(payloads: list[bytes], trail
 
 
 @given(st.binary(max_size=2000), st.lists(st.integers(1, 50), max_size=50))
-def test_any_cut(payload: bytes, cuts: list[int]) -> None:
+def test_any_split_gives_the_same_payload(payload: bytes, cuts: list[int]) -> None:
     data, frames, found = frame(payload) * 2, reader(), []
     for cut in [*cuts, len(data)]:
         piece, data = data[:cut], data[cut:]
@@ -57,17 +57,17 @@ def test_any_cut(payload: bytes, cuts: list[int]) -> None:
     assert found == [payload] * 2
 
 
-def test_a_frame_of_exactly_the_cap_is_taken() -> None:
+def test_a_frame_of_exactly_the_limit_is_accepted() -> None:
     assert drain(reader(frame(b"x" * CAP))) == [b"x" * CAP]
 
 
 @pytest.mark.parametrize("length", [CAP + 1, 1 << 24, 0x7FFF_FFFF, 0x8000_0000, 0xFFFF_FFFF])
-def test_more_than_the_cap_is_refused_from_the_header_alone(length: int) -> None:
+def test_a_frame_above_the_limit_is_refused_by_its_header(length: int) -> None:
     header = length.to_bytes(4, "little")
     frames = reader(header[:3])
     assert frames.next_payload() is None
     frames.receive_data(header[3:])
-    for _ in range(2):  # and again: nobody can go on by accident
+    for _ in range(2):  # the error repeats, so that no caller continues by accident
         with pytest.raises(FrameTooLarge, match=f"{length} bytes; the limit is {CAP}"):
             frames.next_payload()
 
@@ -93,18 +93,18 @@ def test_closed_inside_a_frame(data: bytes) -> None:
         frames.next_payload()
 
 
-def test_closed_between_frames_is_no_error() -> None:
+def test_closing_between_frames_is_not_an_error() -> None:
     assert drain(reader(frame(b"{}"), b"")) == [b"{}"]
     assert drain(reader(b"")) == []
 
 
-def test_memory_is_what_has_arrived_and_not_what_was_announced() -> None:
+def test_memory_grows_with_received_bytes_not_with_announced_ones() -> None:
     frames = reader((CAP - 1).to_bytes(4, "little") + b"x")
     assert frames.next_payload() is None
     assert len(frames._buffer) == HEADER_BYTES + 1
 
 
-def test_taking_a_frame_frees_it() -> None:
+def test_a_returned_frame_is_freed() -> None:
     frames = reader(frame(b"x" * CAP))
     drain(frames)
     assert len(frames._buffer) == 0

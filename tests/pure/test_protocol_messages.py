@@ -1,4 +1,4 @@
-"""Messages: every field, its type and its bounds; what may be left out, and what is told back."""
+"""Messages: the type, bounds and default of every field, and the conversion of events in both directions."""
 
 import json
 import math
@@ -47,15 +47,15 @@ def refused(fields: dict[str, object]) -> BadRequest:
     return caught.value
 
 
-# -- what can be asked ------------------------------------------------------------------------------
+# -- requests ---------------------------------------------------------------------------------------
 
 
-def test_the_least_request() -> None:
+def test_minimal_request() -> None:
     assert parse(LEAST) == Generate(id="r1", prompt="x")
     assert parse(LEAST | {"type": "generate"}) == Generate(id="r1", prompt="x")
 
 
-def test_a_request_with_everything() -> None:
+def test_request_with_every_field() -> None:
     found = parse(
         {
             "id": "r1",
@@ -136,7 +136,7 @@ def test_a_request_with_everything() -> None:
     assert type(found.temperature) is float
 
 
-def test_a_session_goes_on_from_one_answer() -> None:
+def test_a_session_takes_one_answer_only() -> None:
     several = parse(LEAST | {"n": 3})
     assert isinstance(several, Generate)
     assert several.n == 3
@@ -173,7 +173,7 @@ def test_unknown_fields_are_ignored_everywhere() -> None:
         "principal",
     ],
 )
-def test_null_is_not_given(name: str) -> None:
+def test_null_means_absent(name: str) -> None:
     if name == "prompt":
         chat = {"id": "r1", "messages": [{"role": "user", "content": "x"}]}
         assert parse(chat | {"prompt": None}) == parse(chat)
@@ -185,7 +185,7 @@ def test_null_is_not_given(name: str) -> None:
 @pytest.mark.parametrize(
     ("stop", "stops"), [("a", ("a",)), ([], ()), (["a"], ("a",)), (["a", "b", "a"], ("a", "b", "a"))]
 )
-def test_stop_is_a_text_or_a_list(stop: object, stops: tuple[str, ...]) -> None:
+def test_stop_is_a_string_or_a_list(stop: object, stops: tuple[str, ...]) -> None:
     found = parse(LEAST | {"stop": stop})
     assert isinstance(found, Generate)
     assert found.stops == stops
@@ -246,7 +246,7 @@ AT_THE_BOUNDS = [
 
 
 @pytest.mark.parametrize(("name", "value"), AT_THE_BOUNDS)
-def test_values_at_the_bounds_are_taken(name: str, value: object) -> None:
+def test_values_at_the_bounds_are_accepted(name: str, value: object) -> None:
     parse(LEAST | {name: value})
 
 
@@ -325,7 +325,7 @@ def test_values_of_the_wrong_type_or_out_of_bounds_are_refused(name: str, value:
     assert error.request_id == ("r1" if name != "id" else None)
 
 
-def test_every_field_is_tried() -> None:
+def test_every_field_has_cases() -> None:
     fields = {field.name for field in attrs.fields(Generate)} - {"messages"}
     assert {name for name, _ in AT_THE_BOUNDS} | FLAGS == fields
     assert {name for name, _ in NOT_TAKEN} == fields
@@ -361,19 +361,19 @@ def test_exactly_one_of_prompt_and_messages() -> None:
     assert "exactly one" in str(refused({"id": "r1", "prompt": "x", "messages": chat}))
 
 
-def test_what_has_no_id() -> None:
+def test_id_is_required() -> None:
     assert "`id`" in str(refused({"prompt": "x"}))
     assert "`id`" in str(refused({}))
     assert "`id`" in str(refused({"event": "cancel"}))
 
 
 @pytest.mark.parametrize("event", ["token", "", 1, True, [], {}])
-def test_events_that_no_client_sends(event: object) -> None:
+def test_other_events_from_a_client_are_refused(event: object) -> None:
     assert "cancel" in str(refused(LEAST | {"event": event}))
 
 
 @pytest.mark.parametrize("kind", ["metric", "", 1, False, [], {}])
-def test_types_that_there_are_not(kind: object) -> None:
+def test_unknown_types_are_refused(kind: object) -> None:
     assert "'metrics'" in str(refused(LEAST | {"type": kind}))
 
 
@@ -383,13 +383,13 @@ def test_cancel_and_metrics_are_checked_too() -> None:
     refused({"type": "metrics", "keep_alive": "yes"})
 
 
-def test_the_complaint_names_the_place() -> None:
+def test_errors_name_the_field() -> None:
     assert "`slo.target_ttft_ms`" in str(refused(LEAST | {"slo": {"target_ttft_ms": -1}}))
     assert "`messages[0].role`" in str(refused({"id": "r", "messages": [{"role": "x", "content": ""}]}))
     assert "$" not in str(refused(LEAST | {"top_p": 2}))
 
 
-def test_the_complaint_does_not_send_a_megabyte_back() -> None:
+def test_errors_quote_at_most_a_few_hundred_characters() -> None:
     error = refused({"id": "r", "messages": [{"role": "x" * 1_000_000, "content": ""}]})
     assert len(str(error)) < 400
     assert str(error).startswith("Invalid enum value")
@@ -399,7 +399,7 @@ def test_the_complaint_does_not_send_a_megabyte_back() -> None:
 @pytest.mark.parametrize(
     ("claimed", "told"), [("x" * 256, "x" * 256), ("x" * 257, None), ("", None), (5, None), (None, None), ([], None)]
 )
-def test_an_error_names_the_request_where_it_can(claimed: object, told: str | None) -> None:
+def test_errors_carry_a_usable_request_id(claimed: object, told: str | None) -> None:
     assert refused({"id": claimed, "prompt": 5}).request_id == told
 
 
@@ -427,7 +427,7 @@ def test_metadata_as_deep_as_allowed() -> None:
     parse(LEAST | {"metadata": deepest})
     for depth in (MAX_METADATA_DEPTH + 1, 500, 900):
         assert "deep" in str(refused(LEAST | {"metadata": nested(depth)}))
-    for encoding in Encoding:  # and it can be told back
+    for encoding in Encoding:  # such metadata can be echoed
         assert decode(encode(to_fields(Failure(code="E", message="", metadata=deepest)), encoding), encoding)
 
 
@@ -447,7 +447,7 @@ metadatas = st.dictionaries(
 
 
 @given(metadatas)
-def test_metadata_comes_back_as_it_went_in(metadata: dict[str, object]) -> None:
+def test_metadata_is_echoed_unchanged(metadata: dict[str, object]) -> None:
     found = parse(LEAST | {"metadata": metadata})
     assert isinstance(found, Generate)
     for encoding in Encoding:
@@ -455,7 +455,7 @@ def test_metadata_comes_back_as_it_went_in(metadata: dict[str, object]) -> None:
         assert decode(encode(to_fields(event), encoding), encoding)["metadata"] == metadata
 
 
-# -- both encodings mean the same ---------------------------------------------------------------------
+# -- both encodings ------------------------------------------------------------------------------------
 
 slos = st.fixed_dictionaries(
     {},
@@ -544,7 +544,7 @@ names = st.sampled_from([field.name for field in attrs.fields(Generate)] + ["eve
     st.dictionaries(names, anything, max_size=6)
     | st.builds(lambda more: LEAST | more, st.dictionaries(names, anything, max_size=3))
 )
-def test_whatever_the_fields_hold_it_is_a_message_or_a_bad_request(fields: dict[str, object]) -> None:
+def test_any_fields_give_a_message_or_a_bad_request(fields: dict[str, object]) -> None:
     try:
         found = parse(fields)
     except UmaError as error:
@@ -554,7 +554,7 @@ def test_whatever_the_fields_hold_it_is_a_message_or_a_bad_request(fields: dict[
     assert known
 
 
-# -- what is told back --------------------------------------------------------------------------------
+# -- events, encoded ----------------------------------------------------------------------------------
 
 counts = st.integers(0, 2**53)
 times = st.floats(0, 1e9)
@@ -599,7 +599,7 @@ CLASSES = {"token": Token, "eos": Eos, "error": Failure}
 
 
 def without_none(value: object) -> object:
-    """As ``attrs.asdict``, less what is None in our own records."""
+    """Like ``attrs.asdict``, without fields that are None."""
     assert attrs.has(type(value))
     found = {}
     for field in attrs.fields(type(value)):  # type: ignore[arg-type]
@@ -616,7 +616,7 @@ def plain(value: object) -> object:
 
 
 @given(events)
-def test_an_event_survives_both_encodings(event: ServerEvent) -> None:
+def test_events_round_trip_in_both_encodings(event: ServerEvent) -> None:
     told = [decode(encode(to_fields(event), encoding), encoding) for encoding in Encoding]
     assert told[0] == told[1]
     assert parse_event(told[0]) == event
@@ -655,7 +655,7 @@ def test_token_ids_as_keys_mean_the_same_in_both_encodings(bias: Mapping[int, fl
 
 
 @pytest.mark.parametrize("bias", WRONG_BIASES)
-def test_wrong_biases_are_told_alike_in_both_encodings(bias: Mapping[int, object]) -> None:
+def test_invalid_biases_give_the_same_error_in_both_encodings(bias: Mapping[int, object]) -> None:
     said = {
         str(refused(decode(encode(LEAST | {"logit_bias": keys}, encoding), encoding)))
         for keys, encoding in ((_as_text(bias), Encoding.JSON), (_as_text(bias), Encoding.CBOR), (bias, Encoding.CBOR))
@@ -675,7 +675,7 @@ def test_the_fields_of_a_token() -> None:
     assert to_fields(Token(id="r", text="", token_id=0))["text"] == ""
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_fields_without_a_value_are_absent() -> None:
     usage, timings = (
         Usage(prompt_tokens=0, completion_tokens=0),
         Timings(queue_ms=0, ttft_ms=None, total_ms=1.5, tokens_per_s=None),
@@ -690,12 +690,12 @@ def test_what_is_not_known_is_left_out() -> None:
     assert to_fields(Failure(code="E_X", message="")) == {"event": "error", "code": "E_X", "message": ""}
 
 
-def test_metrics_stand_beside_the_event() -> None:
-    found = to_fields(Metrics(snapshot={"tokens_total": 0, "inter_token_p50_ms": None, "kv": {"cells": 5}}, id="m"))
+def test_metrics_fields_are_top_level() -> None:
+    found = to_fields(Metrics(snapshot={"tokens_total": 0, "p50_ms": None, "kv": {"cells": 5}}, id="m"))
     assert found == {"id": "m", "event": "metrics", "tokens_total": 0, "kv": {"cells": 5}}
 
 
-# -- what a client reads ------------------------------------------------------------------------------
+# -- events, decoded ----------------------------------------------------------------------------------
 
 
 def test_unknown_events_and_fields_of_a_newer_server() -> None:
@@ -718,7 +718,7 @@ def test_unknown_events_and_fields_of_a_newer_server() -> None:
     )
 
 
-def test_metrics_and_sessions_as_a_client_reads_them() -> None:
+def test_metrics_and_sessions_round_trip() -> None:
     metrics = Metrics(snapshot={"tokens_total": 0, "kv": {"cells": 5}}, id="m")
     assert parse_event(to_fields(metrics)) == metrics
     sessions = SessionList(sessions=[SessionInfo(session_id="s", turns=1, tokens=9, durable=True)])
@@ -735,6 +735,6 @@ def test_metrics_and_sessions_as_a_client_reads_them() -> None:
         {"event": "sessions", "sessions": {}},
     ],
 )
-def test_a_known_event_that_is_wrong_is_an_error(fields: dict[str, object]) -> None:
+def test_an_invalid_known_event_is_an_error(fields: dict[str, object]) -> None:
     with pytest.raises(BadRequest, match=f"event '{fields['event']}'"):
         parse_event(fields)

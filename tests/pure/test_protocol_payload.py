@@ -1,4 +1,4 @@
-"""Payloads: JSON and CBOR say the same, and hostile bytes give the documented error and nothing else."""
+"""Payloads: JSON and CBOR are equivalent, and hostile bytes raise the documented error only."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ objects = st.dictionaries(texts, plain, max_size=4)
 
 
 @given(objects)
-def test_both_encodings_carry_the_same(fields: dict[str, object]) -> None:
+def test_objects_round_trip_in_both_encodings(fields: dict[str, object]) -> None:
     for encoding in Encoding:
         payload = encode(fields, encoding)
         assert decode(payload, encoding) == fields
@@ -38,14 +38,14 @@ def test_both_encodings_carry_the_same(fields: dict[str, object]) -> None:
 
 
 @given(objects)
-def test_both_are_what_other_libraries_read_and_write(fields: dict[str, object]) -> None:
+def test_other_libraries_read_and_write_the_same(fields: dict[str, object]) -> None:
     assert json.loads(encode(fields, JSON)) == fields
     assert cbor2.loads(encode(fields, CBOR)) == fields
     assert decode(json.dumps(fields).encode(), JSON) == fields
     assert decode(json.dumps(fields, ensure_ascii=False, indent=1).encode(), JSON) == fields
 
 
-def test_the_first_byte_tells() -> None:
+def test_the_first_byte_selects_the_encoding() -> None:
     for byte in range(256):
         expected = CBOR if 0xA0 <= byte <= 0xBF else JSON
         assert encoding_of(bytes([byte])) is expected
@@ -115,7 +115,7 @@ def test_hostile_json(payload: bytes) -> None:
     assert 0 < len(str(caught.value)) < 300
 
 
-def test_duplicate_keys_in_json_count_last() -> None:
+def test_the_last_duplicate_key_in_json_counts() -> None:
     assert decode(b'{"a":1,"a":2}', JSON) == {"a": 2}
 
 
@@ -124,7 +124,7 @@ def text(value: str) -> bytes:
 
 
 def with_value(raw: bytes) -> bytes:
-    """A map whose one value is ``raw``."""
+    """Return a map whose only value is ``raw``."""
     return b"\xa1" + text("a") + raw
 
 
@@ -149,7 +149,7 @@ def with_bias(raw: bytes) -> bytes:
         (b"\x01", 1),
     ],
 )
-def test_token_ids_as_keys_are_their_text(raw: bytes, value: object) -> None:
+def test_integer_token_ids_become_text(raw: bytes, value: object) -> None:
     assert decode(with_bias(raw), CBOR) == {"logit_bias": value}
     as_second = b"\xbf" + text("a") + b"\xa0" + text("logit_bias") + raw + text("z") + b"\xf6\xff"
     assert decode(as_second, CBOR) == {"a": {}, "logit_bias": value, "z": None}
@@ -334,8 +334,8 @@ N = (1 << 20) - 64
         pytest.param(b"{" + b",".join(b'"%06x":0' % i for i in range(N // 12)) + b"}", id="JSON keys"),
     ],
 )
-def test_the_largest_frame_is_read_in_bounded_time(payload: bytes) -> None:
-    """Milliseconds on a quiet machine: the event loop reads it, and every stream waits that long."""
+def test_the_largest_frame_is_decoded_in_bounded_time(payload: bytes) -> None:
+    """The event loop decodes frames, so every stream waits that long.  Takes milliseconds on an idle machine."""
     began = time.process_time()
     with contextlib.suppress(InvalidCbor):
         decode(payload, encoding_of(payload))

@@ -1,4 +1,4 @@
-"""The text that the embedded model is trained on: the same everywhere, and nothing of the exam in it."""
+"""The training text of the embedded model: reproducible, and without the exam's questions."""
 
 from __future__ import annotations
 
@@ -53,13 +53,17 @@ def tokenizer() -> Tokenizer:
 
 
 def test_the_same_text_in_every_process() -> None:
-    """Nothing may depend on the order of a set, which Python changes from process to process."""
+    """Nothing may depend on the order of a set, which varies between processes."""
     prints = {
         subprocess.run(
-            [sys.executable, "-c", FINGERPRINT], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", FINGERPRINT],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("0", "1", "77")
-    }  # fmt: skip
+    }
     assert len(prints) == 1
 
 
@@ -85,7 +89,7 @@ def test_about_one_question_in_twenty_is_held_out() -> None:
 
 
 def test_one_question_has_one_answer() -> None:
-    """A model that gave two answers to one prompt could not be held to either."""
+    """Otherwise no answer of the model could be called wrong."""
     answers: dict[str, str] = {}
     for sample in samples():
         for turn in sample.turns:
@@ -93,29 +97,31 @@ def test_one_question_has_one_answer() -> None:
                 assert answers.setdefault(turn.question, turn.answer) == turn.answer, turn
 
 
-def test_a_turn_that_leans_on_others_is_held_out_with_them() -> None:
+def test_a_turn_that_depends_on_others_is_held_out_with_them() -> None:
     first, again = Turn("What is the capital of Italy?", "x"), Turn("And of Peru?", "y", follows=True)
     alone, chat = Sample("x", (again,)), Sample("x", (first, again))
     assert keys_of(alone) != keys_of(chat)
     assert keys_of(chat)[0] == first.question
 
 
-def test_text_comes_back_from_its_tokens(tokenizer: Tokenizer) -> None:
+def test_decode_undoes_encode(tokenizer: Tokenizer) -> None:
     rng = Random(5)
     texts = [turn.question + turn.answer for sample in samples(amount=200) for turn in sample.turns]
-    texts += ["", " ", "\n\n \t", "naïve 日本 🦊🦊", "it's 3 o'clock", "x" * 300, "  two  spaces  ", "\x00\x7f\u3000"]
-    texts += ["".join(chr(rng.choice((rng.randrange(1, 128), rng.randrange(128, 0xD800), rng.randrange(0x1F000, 0x1FB00)))) for _ in range(rng.randrange(40))) for _ in range(300)]  # fmt: skip
+    texts += ["", " ", "\n\n \t", "naïve 日本 🦊🦊", "it's 3 o'clock", "x" * 300]
+    texts += ["  two  spaces  ", "\x00\x7f\u3000"]
+    ranges = ((1, 128), (128, 0xD800), (0x1F000, 0x1FB00))
+    texts += ["".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(rng.randrange(40))) for _ in range(300)]
     for text in texts:
         assert "".join(cut(text)) == text
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_names_of_control_tokens_in_a_text_are_text(tokenizer: Tokenizer) -> None:
+def test_control_tokens_in_a_text_are_not_parsed(tokenizer: Tokenizer) -> None:
     assert min(tokenizer.encode("<|im_end|><|bos|>")) >= len(CONTROLS)
 
 
-def test_digits_stand_alone_and_other_alphabets_are_bytes(tokenizer: Tokenizer) -> None:
-    """Numbers are read digit by digit, and a character beyond ASCII is always several tokens."""
+def test_digits_and_bytes_beyond_ascii_are_not_merged(tokenizer: Tokenizer) -> None:
+    """Numbers are tokenized digit by digit, and a character beyond ASCII is several tokens."""
     assert len(tokenizer.encode("12345")) == 5
     for text in ("ü", "日本", "🦊", "grüße"):
         beyond = sum(byte > 127 for byte in text.encode())
@@ -128,7 +134,7 @@ def test_merges_are_the_most_frequent_pairs_first() -> None:
     assert learn(["ab ab ab abc", "xy xy"], 2) == [("a", "b"), ("Ġ", "ab")]
 
 
-def test_training_tokens_are_the_rendered_template(tokenizer: Tokenizer) -> None:
+def test_training_tokens_match_the_rendered_template(tokenizer: Tokenizer) -> None:
     template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(TEMPLATE)
     for sample in samples("medium", 100):
         if sample.raw:
@@ -149,14 +155,14 @@ def _bytes(tokenizer: Tokenizer, token: int) -> bytes:
     return bytes(BYTE_LETTERS.index(letter) for letter in tokenizer.tokens[token])
 
 
-def test_a_raw_sample_learns_its_line_break(tokenizer: Tokenizer) -> None:
+def test_the_loss_of_a_raw_sample_covers_its_line_break(tokenizer: Tokenizer) -> None:
     ids, said = tokens_of(Sample("x", (Turn("2 + 2", "4"),), raw=True), tokenizer)
     learned = [at for at, wanted in zip(ids, said, strict=True) if wanted]
     assert tokenizer.decode(learned) == "\n4"
     assert learned[-1] == tokenizer.control("<|endoftext|>")
 
 
-def test_a_document_holds_its_facts() -> None:
+def test_a_document_contains_its_facts() -> None:
     document = make_document(3, 60)
     assert document == make_document(3, 60) != make_document(4, 60)
     assert len(document.facts) > 40
@@ -168,12 +174,12 @@ def test_a_document_holds_its_facts() -> None:
 
 
 def test_the_demo_reads_a_generated_document() -> None:
-    """A copy, because the wheel has the demo but not the generator."""
+    """The demo has a copy, because the wheel does not have the generator."""
     assert script.DOCUMENT.read_text() == make_document(seed=1, facts=300).text + "\n"
     assert script.streams()[3].questions[0].text == ask(make_document(seed=1, facts=300), "Summarise the document.")
 
 
-def test_facts_that_can_be_checked() -> None:
+def test_generators_give_known_results() -> None:
     assert len(COUNTRIES) > 150
     assert COUNTRIES["Australia"] == ("Canberra", "Oceania")
     assert numbers.count_answer(8, 14, 2) == "8, 10, 12, 14."
@@ -183,7 +189,7 @@ def test_facts_that_can_be_checked() -> None:
     assert told == stories.story("Mia", "fox", "forest", 12)
 
 
-def test_the_card_belongs_to_the_model_and_the_page_shows_it() -> None:
+def test_the_card_matches_the_model_and_the_page() -> None:
     from uma_trio.training.card import table
 
     figures = json.loads(CARD.read_text())

@@ -1,4 +1,4 @@
-"""What was learned of a model's ticks comes back, and nothing else does."""
+"""Learned costs survive a restart, and only for the same model and environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def learned() -> CostModel:
     return cost
 
 
-def test_what_is_kept_predicts_the_same(tmp_path: Path, learned: CostModel) -> None:
+def test_saved_costs_predict_the_same(tmp_path: Path, learned: CostModel) -> None:
     assert save_costs("a", learned, tmp_path)
     found = load_costs("a", tmp_path)
     assert found is not None
@@ -27,8 +27,8 @@ def test_what_is_kept_predicts_the_same(tmp_path: Path, learned: CostModel) -> N
         assert found.predict(work) == pytest.approx(learned.predict(work))
 
 
-def test_it_is_less_sure_than_it_was(tmp_path: Path, learned: CostModel) -> None:
-    """What is measured now counts for more than what another run has measured."""
+def test_loaded_costs_are_less_certain(tmp_path: Path, learned: CostModel) -> None:
+    """New measurements count for more than those of an earlier run."""
     save_costs("a", learned, tmp_path)
     found, work = load_costs("a", tmp_path), Work(64, 3, 500, 100.0)
     assert found is not None
@@ -36,7 +36,7 @@ def test_it_is_less_sure_than_it_was(tmp_path: Path, learned: CostModel) -> None
     assert found.observed(work, slower).predict(work) > 1.02 * learned.observed(work, slower).predict(work)
 
 
-def test_nothing_kept_is_nothing(tmp_path: Path) -> None:
+def test_a_missing_file_is_ignored(tmp_path: Path) -> None:
     assert load_costs("a", tmp_path) is None
     assert load_costs("a", tmp_path / "there is no such folder") is None
 
@@ -57,7 +57,7 @@ def test_nothing_kept_is_nothing(tmp_path: Path) -> None:
         lambda data: _with(data, seen=-1),
     ],
 )
-def test_a_damaged_file_is_passed_over(tmp_path: Path, learned: CostModel, harm) -> None:
+def test_a_damaged_file_is_ignored(tmp_path: Path, learned: CostModel, harm) -> None:
     save_costs("a", learned, tmp_path)
     file = tmp_path / "a.json"
     file.write_bytes(harm(file.read_bytes()))
@@ -70,13 +70,13 @@ def _with(data: bytes, **changes: object) -> bytes:
     return json.dumps(fields).encode()
 
 
-def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, learned: CostModel) -> None:
+def test_a_failure_to_write_is_ignored(tmp_path: Path, learned: CostModel) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
     assert not save_costs("a", learned, blocked)
 
 
-def test_other_circumstances_have_another_name(tmp_path: Path) -> None:
+def test_fingerprints_differ_by_model_and_facts(tmp_path: Path) -> None:
     model, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
     model.write_bytes(b"GGUF" + bytes(3 << 20))
     other.write_bytes(b"GGUF" + bytes(3 << 20) + b"!")

@@ -1,48 +1,86 @@
-"""What every engine must do, as tests: imported by one file that runs them on the fake and one for the real one.
+"""The engine contract as tests: one file runs them with the fake engine, another one with llama.cpp.
 
-Each importing file has a fixture ``make``: (n_ctx, n_seq_max, n_batch) -> an engine with such a cache, of which
-``facts`` may give more room than was asked for, and a fixture ``prompts`` of distinct lists of token ids.
+The importing file has two fixtures:
+
+- ``make(n_ctx, n_seq_max, n_batch)`` opens an engine.  Its ``info`` may promise more cells than ``n_ctx``.
+- ``prompts`` is a list of distinct lists of token ids.
 
 Source: ``uma_trio.engine.messages``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import numpy as np
 import pytest
 
-from uma_trio.engine.messages import CopyPrefix, EngineError, Load, SampleRequest, Save, Step, StepInput, Truncate
+from tests.support.state_files import memory_file
+from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
+from uma_trio.kv.ops import CopyPrefix, LoadState, MeasureState, SaveState, Truncate
 from uma_trio.sampling import Bias, Past, SamplingParams
 
 GREEDY = SamplingParams(0.0, 0, 1.0, 0)
 
 
-def greedy(step=0, mask=None):
-    return SampleRequest(GREEDY, step, mask)
+def greedy(n_before=0, banned=None):
+    return SampleRequest(GREEDY, n_before, banned)
 
 
-def prefill_input(seq_id, tokens, pos=0):
-    return StepInput(seq_id, pos, tokens, [greedy()])
+def prefill_input(seq_id, tokens, position=0):
+    return StepInput(seq_id, position, tokens, [greedy()])
 
 
 def step(*inputs, removing=()):
-    """One tick of one batch."""
+    """A step with one call."""
     return Step([Truncate(seq_id) for seq_id in removing], [inputs] if inputs else ())
 
 
 def alone(engine, tokens, n, *, chunk=10_000, seq_id=0):
-    """The first ``n`` tokens that follow ``tokens``, computed with nobody else in the batch."""
+    """The first ``n`` tokens that follow ``tokens``, computed with no other sequence in the call."""
     engine.step(step(removing=(seq_id,)))
     for at in range(0, len(tokens), chunk):
         part = tokens[at : at + chunk]
         last = at + len(part) == len(tokens)
-        result = engine.step(step(StepInput(seq_id, at, part, [greedy()] if last else ())))
-    said = list(result.tokens)
-    while len(said) < n:
-        feed = StepInput(seq_id, len(tokens) + len(said) - 1, said[-1:], [greedy(len(said))])
-        said += engine.step(step(feed)).tokens
+        output = engine.step(step(StepInput(seq_id, at, part, [greedy()] if last else ())))
+    answer = list(output.tokens)
+    while len(answer) < n:
+        decode = StepInput(seq_id, len(tokens) + len(answer) - 1, answer[-1:], [greedy(len(answer))])
+        answer += engine.step(step(decode)).tokens
     engine.step(step(removing=(seq_id,)))
-    return said
+    return answer
+
+
+def state_sizes(engine, seq_id, *checkpoints):
+    """Bytes of the sequence's state and of each checkpoint."""
+    [(measured, sizes)] = engine.step(Step([MeasureState(seq_id, checkpoints)])).state_sizes
+    assert measured == seq_id
+    return list(sizes)
+
+
+def assert_refused(output, seq_id):
+    """The engine refused to save or load the state of ``seq_id``, and says why."""
+    [(refused, reason)] = output.refused
+    assert refused == seq_id
+    assert reason
+
+
+@pytest.fixture
+def new_file():
+    """Makes a file without a name from its content; returns a descriptor, which is closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def new_file(content):
+            fd = memory_file(bytes(content))
+            stack.callback(os.close, fd)
+            return fd
+
+        yield new_file
+
+
+def content(fd):
+    return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
 @pytest.fixture
@@ -51,13 +89,16 @@ def engine(make):
 
 
 @pytest.fixture
-def cuttable(engine):
+def truncatable(engine):
     if not engine.info.can_truncate:
-        pytest.skip("this model's memory cannot be cut")
+        pytest.skip("this model's memory cannot be truncated")
     return engine
 
 
-def test_facts(engine):
+# -- one sequence ------------------------------------------------------------------------------------
+
+
+def test_info(engine):
     info = engine.info
     assert info.n_vocab > 10
     assert info.n_ctx >= 1024
@@ -67,30 +108,31 @@ def test_facts(engine):
     assert all(0 <= token < info.n_vocab for token in info.eog_ids)
 
 
-def test_a_new_engine_holds_nothing(engine):
+def test_a_new_engine_has_an_empty_cache(engine):
     assert engine.used_cells() == {}
 
 
-def test_an_empty_step_does_nothing(engine):
+def test_an_empty_step_is_a_no_op(engine):
     assert engine.step(step()).tokens == ()
     assert engine.used_cells() == {}
 
 
-def test_a_prompt_gives_one_token_and_takes_its_cells(engine, prompts):
-    result = engine.step(step(prefill_input(0, prompts[0])))
-    assert len(result.tokens) == 1
-    assert 0 <= result.tokens[0] < engine.info.n_vocab
+def test_a_prompt_yields_one_token_and_occupies_its_cells(engine, prompts):
+    output = engine.step(step(prefill_input(0, prompts[0])))
+    assert len(output.tokens) == 1
+    assert 0 <= output.tokens[0] < engine.info.n_vocab
     assert engine.used_cells() == {0: len(prompts[0])}
 
 
-def test_a_step_tells_how_long_it_took(engine, prompts):
-    result = engine.step(step(prefill_input(0, prompts[0])))
-    assert result.decode_ms >= 0
-    assert result.sample_ms >= 0
-    assert result.ended_s >= result.started_s
+def test_an_output_has_the_number_and_the_duration_of_its_step(engine, prompts):
+    output = engine.step(Step((), [[prefill_input(0, prompts[0])]], number=7))
+    assert output.number == 7
+    assert output.decode_ms >= 0
+    assert output.sample_ms >= 0
+    assert output.ended_s >= output.started_s
 
 
-def test_the_same_prompt_gives_the_same_tokens_in_any_sequence(engine, prompts):
+def test_the_same_prompt_yields_the_same_tokens_in_any_sequence(engine, prompts):
     first = alone(engine, prompts[0], 8, seq_id=0)
     assert alone(engine, prompts[0], 8, seq_id=3) == first
     assert alone(engine, prompts[0], 8, seq_id=0) == first
@@ -102,27 +144,31 @@ def test_tokens_as_a_list_and_as_an_array(engine, prompts):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])
-def test_a_prompt_in_chunks_is_the_prompt_as_a_whole(engine, prompts, chunk):
+def test_chunked_prefill_equals_whole_prefill(engine, prompts, chunk):
     assert alone(engine, prompts[1], 8, chunk=chunk) == alone(engine, prompts[1], 8)
 
 
-def test_inside_a_prompt_nothing_is_drawn(engine, prompts):
+def test_inside_a_prompt_nothing_is_sampled(engine, prompts):
     assert engine.step(step(StepInput(0, 0, prompts[0][:3], ()))).tokens == ()
     assert engine.used_cells() == {0: 3}
 
 
-def test_sequences_of_one_batch_do_not_see_each_other(engine, prompts):
+# -- several sequences -------------------------------------------------------------------------------
+
+
+def test_sequences_of_one_call_do_not_see_each_other(engine, prompts):
     expected = [alone(engine, prompt, 4) for prompt in prompts[:4]]
-    said = [list(part) for part in zip(engine.step(step(*map(prefill_input, range(4), prompts))).tokens, strict=True)]
+    first = engine.step(step(*map(prefill_input, range(4), prompts))).tokens
+    answers = [[token] for token in first]
     for n in range(1, 4):
-        inputs = tuple(StepInput(seq, len(prompts[seq]) + n - 1, said[seq][-1:], [greedy(n)]) for seq in range(4))
+        inputs = tuple(StepInput(seq, len(prompts[seq]) + n - 1, answers[seq][-1:], [greedy(n)]) for seq in range(4))
         for seq, token in enumerate(engine.step(step(*inputs)).tokens):
-            said[seq].append(token)
-    assert said == expected
+            answers[seq].append(token)
+    assert answers == expected
 
 
-def test_a_batch_of_prompts_and_decodes(engine, prompts):
-    """Tokens come in the order of the inputs that draw, whatever lies between them."""
+def test_prefill_and_decode_in_one_call(engine, prompts):
+    """Tokens come in the order of the inputs that sample; inputs that do not sample may stand between them."""
     expected = [alone(engine, prompt, 2) for prompt in prompts[:3]]
     (first,) = engine.step(step(prefill_input(2, prompts[2]))).tokens
     inputs = (
@@ -130,32 +176,45 @@ def test_a_batch_of_prompts_and_decodes(engine, prompts):
         StepInput(2, len(prompts[2]), [first], [greedy(1)]),
         prefill_input(0, prompts[0]),
     )
-    result = engine.step(step(*inputs))
-    assert result.tokens == (expected[2][1], expected[0][0])
-    result = engine.step(
-        step(prefill_input(1, prompts[1][2:], pos=2), StepInput(0, len(prompts[0]), [expected[0][0]], [greedy(1)]))
+    output = engine.step(step(*inputs))
+    assert output.tokens == (expected[2][1], expected[0][0])
+    output = engine.step(
+        step(prefill_input(1, prompts[1][2:], 2), StepInput(0, len(prompts[0]), [expected[0][0]], [greedy(1)]))
     )
-    assert result.tokens == (expected[1][0], expected[0][1])
+    assert output.tokens == (expected[1][0], expected[0][1])
     assert engine.used_cells() == {0: len(prompts[0]) + 1, 1: len(prompts[1]), 2: len(prompts[2]) + 1}
 
 
-def test_the_order_of_sequences_in_a_batch_is_free(engine, prompts):
+def test_sequences_of_a_call_may_have_any_order(engine, prompts):
     expected = [alone(engine, prompt, 1)[0] for prompt in prompts[:4]]
     order = (2, 0, 3, 1)
-    result = engine.step(step(*(prefill_input(seq, prompts[seq]) for seq in order)))
-    assert list(result.tokens) == [expected[seq] for seq in order]
+    output = engine.step(step(*(prefill_input(seq, prompts[seq]) for seq in order)))
+    assert list(output.tokens) == [expected[seq] for seq in order]
 
 
-def test_removals_come_before_feeds_so_a_sequence_can_be_reused_at_once(engine, prompts):
+def test_calls_of_one_step_are_computed_in_order(engine, prompts):
+    expected = [alone(engine, prompt, 2) for prompt in prompts[:3]]
+    output = engine.step(
+        Step((), [[prefill_input(0, prompts[0])], [prefill_input(1, prompts[1]), prefill_input(2, prompts[2])]])
+    )
+    assert output.tokens == tuple(answer[0] for answer in expected)
+    inputs = [StepInput(seq, len(prompts[seq]), expected[seq][:1], [greedy(1)]) for seq in range(3)]
+    assert engine.step(Step((), [inputs[:2], inputs[2:]])).tokens == tuple(answer[1] for answer in expected)
+
+
+# -- Truncate and CopyPrefix -------------------------------------------------------------------------
+
+
+def test_a_step_removes_before_it_computes_so_a_sequence_can_be_reused_at_once(engine, prompts):
     expected = alone(engine, prompts[1], 3)
     engine.step(step(prefill_input(0, prompts[0])))
-    result = engine.step(step(prefill_input(0, prompts[1]), removing=(0,)))
-    assert result.tokens == (expected[0],)
+    output = engine.step(step(prefill_input(0, prompts[1]), removing=(0,)))
+    assert output.tokens == (expected[0],)
     assert engine.used_cells() == {0: len(prompts[1])}
     assert engine.step(step(StepInput(0, len(prompts[1]), expected[:1], [greedy(1)]))).tokens == (expected[1],)
 
 
-def test_removing_leaves_the_others_alone(engine, prompts):
+def test_removing_a_sequence_does_not_affect_others(engine, prompts):
     expected = alone(engine, prompts[1], 3)
     engine.step(step(prefill_input(0, prompts[0]), prefill_input(1, prompts[1]), prefill_input(2, prompts[2])))
     engine.step(step(removing=(0, 2)))
@@ -163,124 +222,187 @@ def test_removing_leaves_the_others_alone(engine, prompts):
     assert engine.step(step(StepInput(1, len(prompts[1]), expected[:1], [greedy(1)]))).tokens == (expected[1],)
 
 
-def test_removing_what_is_not_there_is_nothing(engine, prompts):
+def test_removing_an_empty_sequence_is_a_no_op(engine, prompts):
     engine.step(step(removing=(0, 1, 2, 3)))
     engine.step(step(prefill_input(0, prompts[0])))
     engine.step(step(removing=(3,)))
     assert engine.used_cells() == {0: len(prompts[0])}
 
 
-def test_removing_gives_the_room_back(engine, prompts):
-    """Many times the cache, one sequence after another."""
+def test_removing_frees_cells(engine, prompts):
+    """Three times as many tokens as the cache has cells, one sequence after another."""
     long = (prompts[0] * 64)[:64]
     for n in range(3 * engine.info.n_ctx // 64):
         engine.step(step(StepInput((n + 1) % 4, 0, long, ()), removing=(n % 4, (n + 1) % 4)))
     assert list(engine.used_cells().values()) == [64]
 
 
-def test_the_end_of_a_sequence_can_be_removed_and_grown_again(cuttable, prompts):
-    engine = cuttable
+def test_a_truncated_sequence_can_be_extended(truncatable, prompts):
+    engine = truncatable
     both = [*prompts[0], *prompts[2]]
     expected = alone(engine, both, 3)
     engine.step(step(prefill_input(0, [*prompts[0], *prompts[1]])))
-    again = Step([Truncate(0, len(prompts[0]))], [[prefill_input(0, prompts[2], pos=len(prompts[0]))]])
-    assert engine.step(again).tokens == (expected[0],)
+    at = len(prompts[0])
+    assert engine.step(Step([Truncate(0, at)], [[prefill_input(0, prompts[2], at)]])).tokens == (expected[0],)
     assert engine.used_cells() == {0: len(both)}
     assert engine.step(step(StepInput(0, len(both), expected[:1], [greedy(1)]))).tokens == (expected[1],)
 
 
 @pytest.mark.parametrize("behind", [0, 3])
-def test_a_copy_of_a_beginning_goes_on_like_one_that_was_fed(cuttable, prompts, behind):
-    """Also of a sequence that is still growing, and both go on."""
-    engine = cuttable
+def test_a_copied_prefix_equals_a_computed_one(truncatable, prompts, behind):
+    """Source and copy both go on, also when the source holds more than the prefix."""
+    engine = truncatable
     prompt, more = prompts[0], prompts[1]
+    at = len(prompt)
     expected = [alone(engine, prompt, 3), alone(engine, [*prompt, *more], 3)]
     tail = prompts[2][:behind]
     engine.step(step(StepInput(0, 0, [*prompt, *tail], ()), prefill_input(2, prompts[3])))
     if not tail:
-        engine.step(Step([Truncate(0, len(prompt) - 1)], [[prefill_input(0, prompt[-1:], pos=len(prompt) - 1)]]))
-    result = engine.step(Step([CopyPrefix(0, 1, len(prompt))], [[prefill_input(1, more, pos=len(prompt))]]))
-    assert result.tokens == (expected[1][0],)
-    assert engine.used_cells() == {0: len(prompt) + behind, 1: len(prompt) + len(more), 2: len(prompts[3])}
-    inputs = [StepInput(1, len(prompt) + len(more), expected[1][:1], [greedy(1)])]
+        engine.step(Step([Truncate(0, at - 1)], [[prefill_input(0, prompt[-1:], at - 1)]]))
+    output = engine.step(Step([CopyPrefix(0, 1, at)], [[prefill_input(1, more, at)]]))
+    assert output.tokens == (expected[1][0],)
+    assert engine.used_cells() == {0: at + behind, 1: at + len(more), 2: len(prompts[3])}
+    inputs = [StepInput(1, at + len(more), expected[1][:1], [greedy(1)])]
     if not tail:
-        inputs.append(StepInput(0, len(prompt), expected[0][:1], [greedy(1)]))
+        inputs.append(StepInput(0, at, expected[0][:1], [greedy(1)]))
     assert engine.step(step(*inputs)).tokens == (expected[1][1], expected[0][1])[: len(inputs)]
     engine.step(step(removing=(0,)))
-    feed = StepInput(1, len(prompt) + len(more) + 1, expected[1][1:2], [greedy(2)])
-    assert engine.step(step(feed)).tokens == (expected[1][2],), "the copy lived on what it was copied from"
+    last = StepInput(1, at + len(more) + 1, expected[1][1:2], [greedy(2)])
+    assert engine.step(step(last)).tokens == (expected[1][2],), "removing the source changed the copy"
 
 
-def test_copies_of_copies_in_one_step(engine, prompts):
+def test_two_copies_in_one_step_outlive_their_source(engine, prompts):
     prompt = prompts[0]
+    at = len(prompt)
     expected = alone(engine, [*prompt, 5], 2)
     engine.step(step(StepInput(0, 0, prompt, ())))
-    edits = [CopyPrefix(0, 1, len(prompt)), CopyPrefix(0, 2, len(prompt)), Truncate(0)]
-    result = engine.step(
-        Step(edits, [[prefill_input(1, [5], pos=len(prompt)), prefill_input(2, [5], pos=len(prompt))]])
-    )
-    assert result.tokens == (expected[0], expected[0])
-    assert engine.used_cells() == {1: len(prompt) + 1, 2: len(prompt) + 1}
+    ops = [CopyPrefix(0, 1, at), CopyPrefix(0, 2, at), Truncate(0)]
+    output = engine.step(Step(ops, [[prefill_input(1, [5], at), prefill_input(2, [5], at)]]))
+    assert output.tokens == (expected[0], expected[0])
+    assert engine.used_cells() == {1: at + 1, 2: at + 1}
 
 
-def test_guesses_are_checked_in_one_batch(cuttable, prompts):
-    """A draw after each token: what follows a right guess is what would have come; a wrong one is taken back."""
-    engine = cuttable
+# -- sampling ----------------------------------------------------------------------------------------
+
+
+def test_draft_tokens_are_verified_in_one_call(truncatable, prompts):
+    """The engine samples behind each draft token.  Behind a correct one it samples what plain decoding would sample."""
+    engine = truncatable
     expected = alone(engine, prompts[0], 6)
     others = alone(engine, prompts[1], 2)
     wrong = next(token for token in range(5, 50) if token not in expected)
     engine.step(step(prefill_input(0, prompts[0]), prefill_input(1, prompts[1])))
-    guessed = StepInput(0, len(prompts[0]), [*expected[:3], wrong], [greedy(n) for n in range(1, 5)])
-    result = engine.step(step(guessed, StepInput(1, len(prompts[1]), others[:1], [greedy(1)])))
-    assert result.tokens[:3] == tuple(expected[1:4])
-    assert result.tokens[4] == others[1]
-    held = len(prompts[0]) + 3
-    again = Step([Truncate(0, held)], [[StepInput(0, held, [expected[3]], [greedy(4)])]])
+    drafted = StepInput(0, len(prompts[0]), [*expected[:3], wrong], [greedy(n) for n in range(1, 5)])
+    output = engine.step(step(drafted, StepInput(1, len(prompts[1]), others[:1], [greedy(1)])))
+    assert output.tokens[:3] == tuple(expected[1:4])
+    assert output.tokens[4] == others[1]
+    n_right = len(prompts[0]) + 3
+    again = Step([Truncate(0, n_right)], [[StepInput(0, n_right, [expected[3]], [greedy(4)])]])
     assert engine.step(again).tokens == (expected[4],)
 
 
-def test_batches_of_one_step_are_computed_one_after_another(engine, prompts):
-    expected = [alone(engine, prompt, 2) for prompt in prompts[:3]]
-    result = engine.step(
-        Step((), [[prefill_input(0, prompts[0])], [prefill_input(1, prompts[1]), prefill_input(2, prompts[2])]])
-    )
-    assert result.tokens == tuple(said[0] for said in expected)
-    inputs = [StepInput(seq, len(prompts[seq]), expected[seq][:1], [greedy(1)]) for seq in range(3)]
-    assert engine.step(Step((), [inputs[:2], inputs[2:]])).tokens == tuple(said[1] for said in expected)
-
-
-def test_a_masked_token_is_not_chosen(engine, prompts):
+def test_a_banned_token_is_not_sampled(engine, prompts):
     for _ in range(3):
         (likeliest,) = engine.step(step(prefill_input(0, prompts[0]), removing=(0,))).tokens
-        mask = np.asarray([likeliest, *engine.info.eog_ids], dtype=np.int32)
-        (other,) = engine.step(step(StepInput(0, 0, prompts[0], [greedy(mask=mask)]), removing=(0,))).tokens
-        assert other not in mask
+        banned = np.asarray([likeliest, *engine.info.eog_ids], dtype=np.int32)
+        (other,) = engine.step(step(StepInput(0, 0, prompts[0], [greedy(banned=banned)]), removing=(0,))).tokens
+        assert other not in banned
         (again,) = engine.step(step(prefill_input(0, prompts[0]), removing=(0,))).tokens
-        assert again == likeliest, "a mask holds for one draw"
+        assert again == likeliest, "a ban holds for one sample request"
 
 
-def test_a_mask_holds_for_its_own_row(engine, prompts):
+def test_a_ban_holds_for_its_own_row(engine, prompts):
     first, second = (alone(engine, prompt, 1)[0] for prompt in prompts[:2])
-    masked = StepInput(0, 0, prompts[0], [greedy(mask=np.asarray([first, second], dtype=np.int32))])
-    result = engine.step(step(masked, prefill_input(1, prompts[1])))
-    assert result.tokens[0] not in (first, second)
-    assert result.tokens[1] == second
+    restricted = StepInput(0, 0, prompts[0], [greedy(banned=np.asarray([first, second], dtype=np.int32))])
+    output = engine.step(step(restricted, prefill_input(1, prompts[1])))
+    assert output.tokens[0] not in (first, second)
+    assert output.tokens[1] == second
+
+
+def test_a_bias_of_100_decides_for_its_own_row(engine, prompts):
+    (likeliest,) = engine.step(step(prefill_input(0, prompts[0]), removing=(0,))).tokens
+    wanted = next(token for token in range(5, 50) if token != likeliest)
+    bias = Bias(np.array([wanted, likeliest], np.int32), np.array([100, 1], np.float32))
+    biased = StepInput(0, 0, prompts[0], [SampleRequest(GREEDY, 0, bias=bias)])
+    output = engine.step(step(biased, prefill_input(1, prompts[0]), removing=(0,)))
+    assert output.tokens == (wanted, likeliest)
+
+
+def test_penalties_use_the_past_of_their_sample_request(engine, prompts):
+    strong = SamplingParams(repetition_penalty=10.0, presence_penalty=2.0, frequency_penalty=2.0)
+    plain = alone(engine, prompts[0], 2)
+    tokens = np.array(prompts[0], np.int32)
+    engine.step(step(removing=(0,)))
+    empty_past = SampleRequest(strong, 0, past=Past(tokens[len(tokens) :], 0))
+    (first,) = engine.step(step(StepInput(0, 0, prompts[0], [empty_past]))).tokens
+    assert first == plain[0]
+    samples = [SampleRequest(strong, n, past=Past(np.array([first] * n, np.int32), 0)) for n in (1, 2)]
+    output = engine.step(step(StepInput(0, len(tokens), [first, first], samples)))
+    assert len(output.tokens) == 2
+    assert first not in output.tokens
+
+
+def test_log_probabilities_are_reported_where_they_are_requested(engine, prompts):
+    inputs = [
+        StepInput(seq, 0, prompts[seq], [SampleRequest(GREEDY, 0, logprobs=n)]) for seq, n in enumerate((None, 3, 0))
+    ]
+    output = engine.step(step(*inputs))
+    not_requested, with_three, with_none = output.scores
+    assert not_requested is None
+    assert with_none.top_logprobs == ()
+    assert with_three.top_logprobs[0] == (output.tokens[1], with_three.logprob), "the greedy choice is the likeliest"
+    assert len(with_three.top_logprobs) == 3
+    assert [logprob for _, logprob in with_three.top_logprobs] == sorted(
+        (logprob for _, logprob in with_three.top_logprobs), reverse=True
+    )
+    assert all(score.logprob <= 0 for score in (with_three, with_none))
+    assert engine.step(step(prefill_input(3, prompts[3]))).scores == ()
+
+
+def test_log_probabilities_do_not_depend_on_sampling_parameters(engine, prompts):
+    """They are the model's own: bans, temperature and filters do not change them."""
+
+    def score(sample):
+        output = engine.step(step(StepInput(0, 0, prompts[0], [sample]), removing=(0,)))
+        return output.tokens[0], output.scores[0]
+
+    token, plain = score(SampleRequest(GREEDY, 0, logprobs=5))
+    banned = np.array([token], np.int32)
+    other, restricted = score(SampleRequest(SamplingParams(0.1, 2, 0.5), 0, banned, logprobs=5))
+    assert other != token
+    if plain.top_logprobs != restricted.top_logprobs:  # the fake model reports the sampled token and those next to it
+        assert restricted.top_logprobs[0] == (other, restricted.logprob)
+    else:
+        assert restricted.logprob < plain.logprob
+
+
+# -- steps that fail ---------------------------------------------------------------------------------
+
+
+def assert_works_after_reset(engine, prompt, expected):
+    engine.reset()
+    assert engine.used_cells() == {}
+    assert alone(engine, prompt, len(expected)) == expected
 
 
 @pytest.mark.parametrize("off", [-1, 1, 10])
-def test_a_feed_that_does_not_follow_what_is_held_is_refused(engine, prompts, off):
+def test_an_input_at_another_position_than_the_end_of_its_sequence_fails(engine, prompts, off):
+    expected = alone(engine, prompts[0], 2)
     engine.step(step(prefill_input(0, prompts[0])))
     with pytest.raises(EngineError):
         engine.step(step(StepInput(0, len(prompts[0]) + off, [5], [greedy()])))
+    assert_works_after_reset(engine, prompts[0], expected)
 
 
 @pytest.mark.parametrize("seq_id", [-1, 4, 1000])
-def test_a_sequence_that_there_is_not_is_refused(engine, prompts, seq_id):
+def test_a_sequence_id_out_of_range_fails(engine, prompts, seq_id):
+    expected = alone(engine, prompts[0], 2)
     with pytest.raises(EngineError):
         engine.step(step(prefill_input(seq_id, prompts[0])))
+    assert_works_after_reset(engine, prompts[0], expected)
 
 
-def test_a_batch_of_more_than_n_batch_is_refused(engine, prompts):
+def test_a_call_of_more_than_n_batch_tokens_fails(engine, prompts):
     with pytest.raises(EngineError):
         engine.step(step(prefill_input(0, (prompts[0] * 65)[:65])))
     engine.reset()
@@ -290,162 +412,168 @@ def test_a_batch_of_more_than_n_batch_is_refused(engine, prompts):
     engine.step(step(prefill_input(0, (prompts[0] * 64)[:64])))
 
 
-def test_a_feed_of_nothing_is_refused(engine):
+def test_an_input_without_tokens_fails(engine, prompts):
+    expected = alone(engine, prompts[0], 2)
     with pytest.raises(EngineError):
         engine.step(step(StepInput(0, 0, [], [greedy()])))
+    assert_works_after_reset(engine, prompts[0], expected)
 
 
-def test_a_full_cache_is_no_catastrophe(make, prompts):
-    """Not fatal: with the sequence removed it goes on, and the others have lost nothing."""
+def test_a_step_without_room_in_the_cache_fails(make, prompts):
     engine = make(n_ctx=256, n_seq_max=2, n_batch=64)
     expected = alone(engine, prompts[0], 2)
     engine.step(step(prefill_input(0, prompts[0])))
     filler = (prompts[1] * 64)[:64]
-    with pytest.raises(EngineError) as failed:
+    with pytest.raises(EngineError):
         for at in range(0, 4 * engine.info.n_ctx, 64):
             engine.step(step(StepInput(1, at, filler, ())))
-    assert not failed.value.fatal
-    engine.step(step(removing=(1,)))
-    assert engine.used_cells() == {0: len(prompts[0])}
-    assert engine.step(step(StepInput(0, len(prompts[0]), expected[:1], [greedy(1)]))).tokens == (expected[1],)
+    assert_works_after_reset(engine, prompts[0], expected)
 
 
-def test_reset_empties_the_cache_and_it_works_again(engine, prompts):
+def test_reset_empties_the_cache(engine, prompts):
     expected = alone(engine, prompts[0], 3)
     engine.step(step(prefill_input(0, prompts[0]), prefill_input(1, prompts[1])))
+    assert_works_after_reset(engine, prompts[0], expected)
     engine.reset()
-    assert engine.used_cells() == {}
-    assert alone(engine, prompts[0], 3) == expected
-    engine.reset()
-    engine.reset()
-    assert alone(engine, prompts[0], 3) == expected
+    assert_works_after_reset(engine, prompts[0], expected)
 
 
-def test_after_a_refusal_and_a_reset_it_works_again(engine, prompts):
-    expected = alone(engine, prompts[0], 3)
-    engine.step(step(prefill_input(0, prompts[0])))
-    with pytest.raises(EngineError):
-        engine.step(step(prefill_input(0, prompts[0])))
-    engine.reset()
-    assert alone(engine, prompts[0], 3) == expected
-
-
-def test_aborted_every_step_that_computes_fails_and_is_not_fatal(engine, prompts):
+def test_an_aborted_engine_fails_every_step_that_computes(engine, prompts):
     engine.abort()
     for _ in range(3):
-        with pytest.raises(EngineError) as failed:
+        with pytest.raises(EngineError):
             engine.step(step(prefill_input(0, prompts[0])))
-        assert not failed.value.fatal
+    engine.reset()
+    with pytest.raises(EngineError):
+        engine.step(step(prefill_input(0, prompts[0])))
 
 
-def test_closed_twice(make, prompts):
+def test_closing_twice_is_a_no_op(make, prompts):
     engine = make(n_ctx=256, n_seq_max=1, n_batch=64)
     engine.step(step(prefill_input(0, prompts[0])))
     engine.close()
     engine.close()
 
 
-def test_a_state_is_saved_and_loaded_into_another_sequence(engine, prompts):
+# -- states ------------------------------------------------------------------------------------------
+
+
+def test_a_longer_sequence_has_a_larger_state(truncatable, prompts):
+    """Each sequence of a step is measured; the cache stays as it is."""
+    engine = truncatable
+    engine.step(step(prefill_input(0, prompts[0]), prefill_input(1, [*prompts[0], *prompts[1]])))
+    measured = engine.step(Step([MeasureState(0), MeasureState(1, (3,))])).state_sizes
+    assert [seq_id for seq_id, _ in measured] == [0, 1]
+    [short], [long, checkpoint] = (sizes for _, sizes in measured)
+    assert 0 < short < long
+    assert checkpoint == 0, "there is no checkpoint 3"
+    assert engine.used_cells() == {0: len(prompts[0]), 1: len(prompts[0]) + len(prompts[1])}
+
+
+def test_a_state_is_measured_as_the_ops_before_left_it(truncatable, prompts):
+    engine = truncatable
+    at = len(prompts[0])
+    engine.step(step(prefill_input(0, prompts[0])))
+    expected = state_sizes(engine, 0)
+    engine.step(step(StepInput(0, at, prompts[1], ())))
+    output = engine.step(Step([Truncate(0, at), MeasureState(0)], [[prefill_input(0, prompts[1], at)]]))
+    assert [list(sizes) for _, sizes in output.state_sizes] == [expected]
+    assert len(output.tokens) == 1
+
+
+@pytest.mark.parametrize("offset", [0, 4096, 1000])
+def test_a_saved_state_can_be_loaded_into_another_sequence(engine, prompts, new_file, offset):
+    """At any offset in its file; bytes in front of it stay as they are."""
+    at = len(prompts[0])
     engine.step(step(prefill_input(0, prompts[0])))
     expected = alone(engine, [*prompts[0], *prompts[1]], 8, seq_id=1)
-    state = bytearray(engine.state_bytes(0))
-    saved = engine.step(Step([Save(0, state), Truncate(0)]))
-    assert saved.refused == [] or saved.refused == ()
+    [n_bytes] = state_sizes(engine, 0)
+    fd = new_file(b"x" * offset + bytes(n_bytes))
+    saved = engine.step(Step([SaveState(0, fd, offset, n_bytes), Truncate(0)]))
+    assert not saved.refused
+    assert saved.saved_bytes == n_bytes
+    assert content(fd)[:offset] == b"x" * offset
     assert engine.used_cells() == {}
-    loaded = engine.step(Step([Load(2, len(prompts[0]), bytes(state))]))
+    loaded = engine.step(Step([LoadState(2, at, fd, offset, n_bytes)]))
     assert not loaded.refused
-    assert engine.used_cells() == {2: len(prompts[0])}
-    said = list(engine.step(step(prefill_input(2, prompts[1], pos=len(prompts[0])))).tokens)
-    while len(said) < 8:
-        at = len(prompts[0]) + len(prompts[1]) + len(said) - 1
-        said += engine.step(step(StepInput(2, at, said[-1:], [greedy(len(said))]))).tokens
-    assert said == expected
+    assert loaded.saved_bytes == 0
+    assert engine.used_cells() == {2: at}
+    answer = list(engine.step(step(prefill_input(2, prompts[1], at))).tokens)
+    while len(answer) < 8:
+        position = at + len(prompts[1]) + len(answer) - 1
+        answer += engine.step(step(StepInput(2, position, answer[-1:], [greedy(len(answer))]))).tokens
+    assert answer == expected
 
 
-def test_what_is_saved_while_others_decode_is_the_same(engine, prompts):
+def test_saving_does_not_depend_on_what_the_step_computes(engine, prompts, new_file):
+    """Of a file with more room than the state needs, ``saved_bytes`` counts the state only."""
     engine.step(step(prefill_input(0, prompts[0])))
-    quiet = bytearray(engine.state_bytes(0))
-    engine.step(Step([Save(0, quiet)]))
-    busy = bytearray(engine.state_bytes(0) + 1000)
-    result = engine.step(Step([Save(0, busy)], [[prefill_input(1, prompts[1])]]))
-    assert result.saved_bytes == len(quiet), "of a buffer that is too large not all counts"
-    del busy[result.saved_bytes :]
-    assert len(result.tokens) == 1
-    assert not result.refused
-    assert quiet == busy
+    [n_bytes] = state_sizes(engine, 0)
+    first, second = new_file(bytes(n_bytes)), new_file(bytes(n_bytes + 1000))
+    engine.step(Step([SaveState(0, first, 0, n_bytes)]))
+    output = engine.step(Step([SaveState(0, second, 0, n_bytes + 1000)], [[prefill_input(1, prompts[1])]]))
+    assert output.saved_bytes == n_bytes
+    assert len(output.tokens) == 1
+    assert not output.refused
+    assert content(second)[:n_bytes] == content(first)
 
 
-def test_a_state_that_is_none_is_refused_and_leaves_the_sequence_empty(engine, prompts):
+def test_a_refused_load_leaves_its_sequence_empty_and_the_step_goes_on(engine, prompts, new_file):
+    at = len(prompts[0])
     engine.step(step(prefill_input(0, prompts[0])))
-    state = bytearray(engine.state_bytes(0))
-    engine.step(Step([Save(0, state)]))
-    for wrong, length in (
-        (bytes(len(state)), len(prompts[0])),
-        (bytes(state[: len(state) // 2]), len(prompts[0])),
-        (bytes(state), len(prompts[0]) + 1),
+    [n_bytes] = state_sizes(engine, 0)
+    fd = new_file(bytes(n_bytes))
+    engine.step(Step([SaveState(0, fd, 0, n_bytes)]))
+    zeros, cut = new_file(bytes(n_bytes)), new_file(content(fd)[: n_bytes // 2])
+    for wrong in (
+        LoadState(1, at, zeros, 0, n_bytes),
+        LoadState(1, at, fd, 0, n_bytes // 2),
+        LoadState(1, at, cut, 0, n_bytes),
+        LoadState(1, at + 1, fd, 0, n_bytes),
+        LoadState(1, at, fd, 8, n_bytes - 8),
     ):
-        result = engine.step(Step([Load(1, length, wrong)], [[prefill_input(2, prompts[1])]]))
-        assert [seq_id for seq_id, _ in result.refused] == [1]
-        assert len(result.tokens) == 1, "the others of the step are computed"
-        assert 1 not in engine.used_cells()
+        output = engine.step(Step([wrong], [[prefill_input(2, prompts[1])]]))
+        assert_refused(output, 1)
+        assert len(output.tokens) == 1, "the other sequences of the step are computed"
+        assert engine.used_cells() == {0: at, 2: len(prompts[1])}
         engine.step(step(removing=(2,)))
-    small = bytearray(8)
-    assert [seq_id for seq_id, _ in engine.step(Step([Save(0, small)])).refused] == [0]
-    assert engine.used_cells() == {0: len(prompts[0])}
+    assert not engine.step(Step([LoadState(1, at, fd, 0, n_bytes)])).refused
+    assert engine.used_cells() == {0: at, 1: at}
 
 
-def test_a_bias_of_100_decides(engine, prompts):
-    (likeliest,) = engine.step(step(prefill_input(0, prompts[0]), removing=(0,))).tokens
-    wanted = next(token for token in range(5, 50) if token != likeliest)
-    bias = Bias(np.array([wanted, likeliest], np.int32), np.array([100, 1], np.float32))
-    biased = StepInput(0, 0, prompts[0], [SampleRequest(GREEDY, 0, bias=bias)])
-    result = engine.step(step(biased, prefill_input(1, prompts[0]), removing=(0,)))
-    assert result.tokens == (wanted, likeliest), "and for its own row alone"
+def test_a_load_replaces_what_its_sequence_holds(engine, prompts, new_file):
+    at = len(prompts[0])
+    expected = alone(engine, [*prompts[0], *prompts[2]], 1)
+    engine.step(step(prefill_input(0, prompts[0]), prefill_input(1, prompts[1])))
+    [n_bytes] = state_sizes(engine, 0)
+    fd = new_file(bytes(n_bytes))
+    assert not engine.step(Step([SaveState(0, fd, 0, n_bytes), LoadState(1, at, fd, 0, n_bytes)])).refused
+    assert engine.used_cells() == {0: at, 1: at}
+    assert engine.step(step(prefill_input(1, prompts[2], at))).tokens == tuple(expected)
 
 
-def test_penalties_look_at_the_past_of_their_draw(engine, prompts):
-    strong = SamplingParams(repetition_penalty=10.0, presence_penalty=2.0, frequency_penalty=2.0)
-    plain = alone(engine, prompts[0], 2)
-    tokens = np.array(prompts[0], np.int32)
-    engine.step(step(removing=(0,)))
-    nothing = SampleRequest(strong, 0, past=Past(tokens[len(tokens) :], 0))
-    (first,) = engine.step(step(StepInput(0, 0, prompts[0], [nothing]))).tokens
-    assert first == plain[0]
-    samples = [SampleRequest(strong, n, past=Past(np.array([first] * n, np.int32), 0)) for n in (1, 2)]
-    result = engine.step(step(StepInput(0, len(tokens), [first, first], samples)))
-    assert len(result.tokens) == 2
-    assert first not in result.tokens
+def test_a_refused_save_changes_nothing_and_the_step_goes_on(engine, prompts, new_file):
+    at = len(prompts[0])
+    expected = alone(engine, [*prompts[0], *prompts[2]], 1)
+    engine.step(step(prefill_input(0, prompts[0])))
+    [n_bytes] = state_sizes(engine, 0)
+    for fd, room in ((new_file(bytes(8)), 8), (new_file(bytes(n_bytes // 2)), n_bytes)):
+        output = engine.step(Step([SaveState(0, fd, 0, room)], [[prefill_input(2, prompts[1])]]))
+        assert_refused(output, 0)
+        assert output.saved_bytes == 0
+        assert len(output.tokens) == 1
+        assert engine.used_cells() == {0: at, 2: len(prompts[1])}
+        engine.step(step(removing=(2,)))
+    assert engine.step(step(prefill_input(0, prompts[2], at))).tokens == tuple(expected)
 
 
-def test_logprobs_are_told_to_who_asks(engine, prompts):
-    inputs = [
-        StepInput(seq, 0, prompts[seq], [SampleRequest(GREEDY, 0, logprobs=n)]) for seq, n in enumerate((None, 3, 0))
-    ]
-    result = engine.step(step(*inputs))
-    nobody, three, none = result.scores
-    assert nobody is None
-    assert none.top_logprobs == ()
-    assert three.top_logprobs[0] == (result.tokens[1], three.logprob), "the greedy choice is the likeliest"
-    assert len(three.top_logprobs) == 3
-    assert [logprob for _, logprob in three.top_logprobs] == sorted(
-        (logprob for _, logprob in three.top_logprobs), reverse=True
-    )
-    assert all(score.logprob <= 0 for score in (three, none))
-    assert engine.step(step(prefill_input(3, prompts[3]))).scores == ()
-
-
-def test_logprobs_are_of_the_model_and_not_of_what_was_asked(engine, prompts):
-    """Neither mask nor temperature nor filters change them."""
-
-    def score(draw):
-        result = engine.step(step(StepInput(0, 0, prompts[0], [draw]), removing=(0,)))
-        return result.tokens[0], result.scores[0]
-
-    token, plain = score(SampleRequest(GREEDY, 0, logprobs=5))
-    mask = np.array([token], np.int32)
-    other, masked = score(SampleRequest(SamplingParams(0.1, 2, 0.5), 0, mask, logprobs=5))
-    assert other != token
-    if plain.top_logprobs != masked.top_logprobs:  # a model that tells of the chosen token's neighbours
-        assert masked.top_logprobs[0] == (other, masked.logprob)
-    else:
-        assert masked.logprob < plain.logprob
+def test_a_state_outlives_a_reset(engine, prompts, new_file):
+    at = len(prompts[0])
+    expected = alone(engine, [*prompts[0], *prompts[1]], 1)
+    engine.step(step(prefill_input(0, prompts[0])))
+    [n_bytes] = state_sizes(engine, 0)
+    fd = new_file(bytes(n_bytes))
+    engine.step(Step([SaveState(0, fd, 0, n_bytes)]))
+    engine.reset()
+    assert not engine.step(Step([LoadState(3, at, fd, 0, n_bytes)])).refused
+    assert engine.step(step(prefill_input(3, prompts[1], at))).tokens == tuple(expected)

@@ -1,4 +1,4 @@
-"""What no client should send, with what it is told: for the daemon over a fake engine and for the real one."""
+"""Input that no client should send, with the error that answers it; for tests of the daemon with any engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cbor2
 from uma_trio.protocol.framing import frame
 
 CAP = 1 << 16
-"""The ``max_frame_bytes`` that this is made for."""
+"""``max_frame_bytes`` of a server that is tested with this input."""
 
 TOO_LARGE, JSON, CBOR = "E_PROTO_FRAME_TOO_LARGE", "E_PROTO_INVALID_JSON", "E_PROTO_INVALID_CBOR"
 BAD, TRUNCATED = "E_PROTO_BAD_REQUEST", "E_PROTO_TRUNCATED"
@@ -20,13 +20,14 @@ BAD, TRUNCATED = "E_PROTO_BAD_REQUEST", "E_PROTO_TRUNCATED"
 
 @attrs.frozen
 class Hostile:
-    """Bytes, and the code of the one error event that answers them before the connection is closed."""
+    """Bytes from a client.  The server answers with one error event, then closes the connection."""
 
     name: str
     data: bytes
     code: str
+    """Of the error."""
     id: str | None = None
-    """The request that the error names."""
+    """Request id in the error."""
 
     def __str__(self) -> str:
         return self.name
@@ -178,4 +179,4 @@ HARMLESS: tuple[tuple[str, bytes], ...] = (
     ("sixteen stops", frame(b'{"id":"a","prompt":"x","max_tokens":2,"stop":' + json.dumps(["\x01" * 256] * 16).encode() + b"}")),
     ("a CBOR map without a length", frame(b"\xbf\x62id\x61a\x66prompt\x61x\x6amax_tokens\x02\xff")),
 )  # fmt: skip
-"""Strange, but allowed: each is served, with two tokens or an early end."""
+"""Unusual input that is allowed: name and bytes.  Each request gets two tokens."""

@@ -93,7 +93,9 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
 @click.option("--cbor", is_flag=True, help="Use CBOR instead of JSON on the socket.")
 @click.option("--stats", is_flag=True, help="Print usage and timings to stderr at the end.")
-@click.option("--socket", type=click.Path(), help="The daemon's socket.")
+@click.option(
+    "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
+)
 def command(question: str | None, prompt: str | None, **options: Any) -> None:
     """Ask the daemon and stream the answer to stdout.
 

@@ -154,7 +154,7 @@ def _run(benches: Sequence[Bench], settings: Settings) -> int:
     """Run the benchmarks and write the report.  Returns the exit code."""
     from uma_trio.cli import bench_report, running
     from uma_trio.cli.bench_runs import run
-    from uma_trio.demo.own_daemon import Interrupted, until_interrupted
+    from uma_trio.demo.temporary_daemon import Interrupted, until_interrupted
 
     outcomes: list[Outcome] = []
 

@@ -1,4 +1,4 @@
-"""``uma-trio demo``: short chats next to a long document, with a go/no-go verdict."""
+"""``uma-trio demo``: short chats next to a long document, and a go/no-go scorecard."""
 
 from __future__ import annotations
 
@@ -19,44 +19,38 @@ if TYPE_CHECKING:
 GO, NO_GO, SERVER_ERROR, PROTOCOL_ERROR = 0, 1, 2, 3
 
 FRAME_S = 0.1
-METRICS_S = 0.25
-SWITCH_INTERVAL_S = 0.001
-"""Frames are drawn in a separate thread.  With the default of 5 ms it would delay the time stamps of tokens."""
+COUNT_S = 0.25
+GIL_TURN_S = 0.001
+"""Python's switch interval while a thread draws frames.  The default of 5 ms would delay the timestamps of tokens."""
 
 
 @click.command("demo", short_help="Watch short chats stay fast next to a long document.")
-@click.option("--no-live", is_flag=True, help="Print plain lines. This is the default if the output is not a terminal.")
-@click.option("--json", "as_json", is_flag=True, help="Print only the scorecard, as JSON.")
+@click.option("--no-live", is_flag=True, help="Print plain lines; the default if the output is not a terminal.")
+@click.option("--json", "as_json", is_flag=True, help="Print the scorecard as JSON and nothing else.")
 @click.option(
     "--max-gap-ms",
     type=click.FloatRange(0, min_open=True),
-    help="Longest gap between the tokens of a chat during the prefill of the document.  [default: 150]",
+    help="Maximum gap in a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 150]",
 )
-@click.option(
-    "--picture",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Also save a picture of the run as an SVG file.",
-)
-@click.option(
-    "--socket", type=click.Path(), help="Socket of a running daemon. If not given, the demo starts its own daemon."
-)
+@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also save this run as an SVG file.")
+@click.option("--socket", type=click.Path(), help="Use the running daemon at this socket instead of starting one.")
 def command(**options: Any) -> None:
     """Watch short chats stay fast next to a long document.
 
-    Starts a daemon with the embedded model and sends it four requests at once, then the same requests one by
-    one.  Prints a scorecard, which docs/SCORECARD.md explains.  Takes about 15 seconds on an idle machine.
+    Starts a daemon with the embedded model, runs four clients at once, then each of them alone, and prints the
+    scorecard of docs/SCORECARD.md.  Takes about 15 seconds on an idle machine.
 
     Exit codes: 0 go, 1 no-go, 2 server error or no server, 3 protocol error.
     """
     from uma_trio.cli.running import run
     from uma_trio.client import BrokenProtocol, ClientError
-    from uma_trio.demo.own_daemon import Interrupted, NoDaemon, until_interrupted
+    from uma_trio.demo.temporary_daemon import DaemonStartError, Interrupted, until_interrupted
 
     try:
         card = run(until_interrupted, lambda: _demo(options))
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except (ClientError, NoDaemon) as error:
+    except (ClientError, DaemonStartError) as error:
         click.echo(f"uma-trio demo: {error}", err=True)
         sys.exit(PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR)
     sys.exit(GO if card.go else NO_GO)
@@ -68,21 +62,21 @@ async def _demo(options: dict[str, Any]) -> Scorecard:
     from rich.console import Console
 
     from uma_trio.demo.load import Daemon
-    from uma_trio.demo.own_daemon import own_daemon
+    from uma_trio.demo.temporary_daemon import temporary_daemon
 
     console = Console(quiet=options["as_json"], highlight=False)
     async with AsyncExitStack() as stack:
         path = options["socket"]
         if path is None:
             with console.status("loading the model"):
-                path = (await stack.enter_async_context(own_daemon())).path
+                path = (await stack.enter_async_context(temporary_daemon())).path
         card, scene = await _play(Daemon(path), console, options)
     _show(card, scene, console, options)
     return card
 
 
 async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tuple[Scorecard, Scene]:
-    """Run all streams at once, then one by one."""
+    """Run all streams at once, then each alone."""
     import trio
 
     from uma_trio.demo.load import one_by_one, together
@@ -104,14 +98,14 @@ async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tu
         wall_s = trio.current_time() - began
         nursery.cancel_scope.cancel()
     counted = (await daemon.counters()).since(before)
-    with console.status("repeating each request alone, to compare the texts"):
+    with console.status("running each stream alone, to compare the texts"):
         alone = await one_by_one(script, daemon)
     max_gap_ms = options["max_gap_ms"] or _longest_gap_ms()
     return score(tracks, alone, counted, wall_s=wall_s, max_gap_ms=max_gap_ms), scene
 
 
 async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
-    """Update the figures of the status line until cancelled."""
+    """Update the status line until cancelled."""
     import trio
 
     from uma_trio.demo.scorecard import Counters
@@ -119,11 +113,11 @@ async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
     while True:
         snapshot = await daemon.snapshot()
         scene.counted(Counters.of(snapshot).since(before), snapshot.get("decode_ms_avg"))
-        await trio.sleep(METRICS_S)
+        await trio.sleep(COUNT_S)
 
 
 async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
-    """Draw frames until cancelled.  The last frame stays on the screen."""
+    """Draw until cancelled.  The last frame stays on the screen."""
     import functools
 
     import trio
@@ -133,7 +127,7 @@ async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
         return scene.render(width=console.width, height=console.height)
 
     switch_interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(GIL_TURN_S)
     try:
         with Live(frame(), console=console, auto_refresh=False) as live:
             task_status.started()

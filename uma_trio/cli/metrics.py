@@ -20,7 +20,9 @@ NOTES: Final = {
     "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between repetitions."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print each snapshot as a line of JSON.")
-@click.option("--socket", type=click.Path(), help="The daemon's socket.")
+@click.option(
+    "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
+)
 def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> None:
     """Show the metrics of the daemon.  docs/METRICS.md explains every field.
 

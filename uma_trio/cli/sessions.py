@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def _options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options that can come before or after the name of a subcommand; the one after it wins."""
-    function = click.option("--socket", type=click.Path(), help="The daemon's socket.")(function)
+    function = click.option(
+        "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
+    )(function)
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")(function)
 
 

@@ -1,4 +1,4 @@
-"""Mixed load as a thing to watch and to measure: what to ask, asking it, and judging the answers' timing.
+"""A mixed load of short chats and a long document: its script, its driver, its measurements and its display.
 
-``uma-trio demo`` shows it; benches/mixed_load.py measures with the same core.
+``uma-trio demo`` shows it; benches/mixed_load.py measures with the same modules.
 """

@@ -1,7 +1,7 @@
-"""Drives several streams at once from one trio task each, and notes when every token came.
+"""Runs several streams at once, one trio task each, and records when each token arrives.
 
-What is driven is a ``Transport``; ``Daemon`` is the one for uma-trio.  Another server to compare with is
-another transport, and nothing else changes.
+A ``Transport`` is the server under load.  ``Daemon`` is the transport of uma-trio; the benches have others, to compare
+with.
 """
 
 from __future__ import annotations
@@ -26,50 +26,51 @@ OnToken = Callable[[str], None]
 
 @attrs.frozen(kw_only=True)
 class End:
-    """How an answer ended, as the server tells."""
+    """End of an answer, as the server reports it."""
 
     reason: str
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    """Of the prompt; not computed for this one."""
+    """Prompt tokens whose KV cache was reused."""
 
 
 class Connection(Protocol):
-    """One client's."""
+    """One client's connection."""
 
     async def ask(self, question: Question, on_token: OnToken) -> End:
-        """Stream one answer; ``on_token(text)`` at the moment when a token's event was decoded."""
+        """Stream one answer; call ``on_token(text)`` as soon as a token's event is decoded."""
 
 
 class Transport(Protocol):
     """A server under load."""
 
-    def connect(self, *, interactive: bool) -> AbstractAsyncContextManager[Connection]: ...
+    def connect(self, *, interactive: bool) -> AbstractAsyncContextManager[Connection]:
+        """Open a connection, of priority ``interactive`` or ``normal``."""
 
     async def counters(self) -> Counters | None:
-        """What it has counted; ``None`` if it does not tell."""
+        """Read the server's counters; ``None`` if it has none."""
 
 
 class Watcher(Protocol):
-    """Told what happens.  Called between tokens: must be quick."""
+    """Callbacks while a load runs.  They run between tokens and must be quick."""
 
-    def asked(self, track: Track) -> None:
-        """The last of ``track.answers`` was asked."""
+    def request_sent(self, track: Track) -> None:
+        """The request of the last of ``track.answers`` was sent."""
 
-    def told(self, track: Track) -> None:
-        """The last of ``track.answers`` has one more token."""
+    def token_received(self, track: Track) -> None:
+        """The last of ``track.answers`` got one more token."""
 
-    def answered(self, track: Track) -> None:
-        """The last of ``track.answers`` has ended."""
+    def answer_ended(self, track: Track) -> None:
+        """The last of ``track.answers`` ended."""
 
 
-class Unwatched:
-    """Looks at nothing; for those who look at some of it."""
+class NullWatcher:
+    """Ignores everything; a base class for watchers that need only some of the callbacks."""
 
-    def asked(self, track: Track) -> None: ...
-    def told(self, track: Track) -> None: ...
-    def answered(self, track: Track) -> None: ...
+    def request_sent(self, track: Track) -> None: ...
+    def token_received(self, track: Track) -> None: ...
+    def answer_ended(self, track: Track) -> None: ...
 
 
 @attrs.frozen
@@ -79,9 +80,9 @@ class Daemon:
     path: str | os.PathLike[str]
     encoding: Literal["json", "cbor"] = "json"
     cache_prompt: bool = False
-    """Share what was computed; not where reading is what is measured."""
+    """Off by default, because a reused prefix would hide the cost of prefill."""
     speculate: bool | None = None
-    """Check guesses; ``None``: as the daemon is set."""
+    """Speculative decoding; ``None`` is the daemon's setting."""
 
     @contextlib.asynccontextmanager
     async def connect(self, *, interactive: bool) -> AsyncIterator[Connection]:
@@ -89,12 +90,12 @@ class Daemon:
             yield self.over(client, interactive=interactive)
 
     def over(self, client: Client, *, interactive: bool) -> Connection:
-        """The same over a connection that is there already."""
+        """Use a client that is connected already."""
         options = {"cache_prompt": self.cache_prompt, "speculate": self.speculate}
         return _DaemonConnection(client, "interactive" if interactive else "normal", options)
 
     async def snapshot(self) -> dict[str, Any]:
-        """One metrics event."""
+        """Read one metrics snapshot."""
         async with open_client(self.path, encoding=self.encoding) as client:
             return await client.metrics()
 
@@ -143,10 +144,13 @@ async def together(
     every_s: float = 0.0,
     watchers: Sequence[Watcher] = (),
 ) -> list[Track]:
-    """All streams at once; long prompts start when every interactive stream has ``head_start`` tokens.
+    """Run all streams at once and return their tracks, in the order of ``streams``.
 
-    They start together, or one each ``every_s`` seconds.  The tracks have the order of ``streams``.  The first
-    error ends all.
+    The first error cancels all streams.
+
+    Args:
+        head_start: the long prompts start when every interactive stream has this many tokens.
+        every_s: interval in seconds between the starts of long prompts; 0 starts them together.
     """
     tracks = [Track(stream=stream) for stream in streams]
     started = _HeadStart([track for track in tracks if track.stream.interactive], head_start)
@@ -165,7 +169,7 @@ async def _arrival(reached: trio.Event, delay_s: float) -> None:
 
 
 async def one_by_one(streams: Sequence[Stream], transport: Transport) -> list[Track]:
-    """Each stream with the server to itself."""
+    """Run the streams one after another, each with the server to itself."""
     tracks = [Track(stream=stream) for stream in streams]
     for track in tracks:
         await _drive(track, transport, (), None)
@@ -191,22 +195,22 @@ async def _ask(connection: Connection, question: Question, track: Track, watcher
 
     def on_token(text: str) -> None:
         answer.token_s.append(trio.current_time())
-        answer.pieces.append(text)
+        answer.texts.append(text)
         for watcher in watchers:
-            watcher.told(track)
+            watcher.token_received(track)
 
     for watcher in watchers:
-        watcher.asked(track)
+        watcher.request_sent(track)
     end = await connection.ask(question, on_token)
     answer.reason = end.reason
     answer.prompt_tokens, answer.completion_tokens = end.prompt_tokens, end.completion_tokens
     answer.cached_tokens = end.cached_tokens
     for watcher in watchers:
-        watcher.answered(track)
+        watcher.answer_ended(track)
 
 
-class _HeadStart(Unwatched):
-    """Sets ``reached`` when each of ``tracks`` has so many tokens, or has ended with fewer."""
+class _HeadStart(NullWatcher):
+    """Sets ``reached`` when each of ``tracks`` has ``n_tokens`` tokens, or has ended with fewer."""
 
     def __init__(self, tracks: Sequence[Track], n_tokens: int) -> None:
         self.reached = trio.Event()
@@ -214,11 +218,11 @@ class _HeadStart(Unwatched):
         self._n_tokens = n_tokens
         self._look()
 
-    def told(self, track: Track) -> None:
+    def token_received(self, track: Track) -> None:
         if not self.reached.is_set():
             self._look()
 
-    answered = told
+    answer_ended = token_received
 
     def _look(self) -> None:
         if all(track.n_tokens >= self._n_tokens or track.finished for track in self._tracks):

@@ -1,6 +1,6 @@
-"""What was asked and when each token came: plain records, and the figures that follow from them.
+"""Recordings of streams, and statistics of them.
 
-Times are seconds of one clock; figures are milliseconds.
+Timestamps are in seconds, on one clock; durations are in milliseconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 Gap = tuple[float, float]
-"""From one token of an answer to its next."""
+"""Timestamps of two consecutive tokens of an answer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -21,7 +21,7 @@ class Question:
 
     text: str
     raw: bool = False
-    """``text`` is the prompt as it is, instead of a chat message."""
+    """Send ``text`` as a prompt instead of a chat message."""
     max_tokens: int = 1024
     ignore_eos: bool = False
     """Generate exactly ``max_tokens``."""
@@ -29,39 +29,39 @@ class Question:
 
 @attrs.frozen(kw_only=True)
 class Stream:
-    """One client: its questions, one after another on one connection."""
+    """One client, which asks its questions one after another on one connection."""
 
     name: str
     questions: tuple[Question, ...]
     interactive: bool = True
-    """Somebody waits for each token; otherwise it is the long prompt."""
+    """Whether this is a chat, whose latency is judged, or a long prompt."""
 
 
 @attrs.define(kw_only=True)
 class Answer:
-    """One request as the client saw it.  Grows while it streams."""
+    """One request as its client saw it.  Grows while the answer streams."""
 
     question: Question
     sent_s: float
     token_s: list[float] = attrs.field(factory=list)
-    """When each token's event was decoded."""
-    pieces: list[str] = attrs.field(factory=list)
-    """Their texts; some are empty, inside a character."""
+    """When the event of each token was decoded."""
+    texts: list[str] = attrs.field(factory=list)
+    """Text of each token; empty inside a character."""
     reason: str | None = None
-    """Why it ended; ``None`` before."""
+    """Why it ended; ``None`` while it runs."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """As the server counts them."""
+    """As the server counts them, like ``prompt_tokens``."""
     cached_tokens: int = 0
-    """Of the prompt; not computed for this one."""
+    """Prompt tokens whose KV cache was reused."""
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(self.texts)
 
     @property
     def ttft_ms(self) -> float | None:
-        """Time to first token; ``None`` before it."""
+        """Time to first token; ``None`` without one."""
         return 1e3 * (self.token_s[0] - self.sent_s) if self.token_s else None
 
     @property
@@ -82,28 +82,28 @@ class Track:
 
     @property
     def gaps(self) -> list[Gap]:
-        """Within answers; the pause between an answer and the next question is nobody's latency."""
+        """Gaps within answers.  The pause between an answer and the next question does not count."""
         return [gap for answer in self.answers for gap in answer.gaps]
 
     @property
     def finished(self) -> bool:
-        """Every question has its whole answer."""
+        """Whether every question has a complete answer."""
         return len(self.answers) == len(self.stream.questions) and all(
             answer.reason in ("stop", "length") for answer in self.answers
         )
 
 
-def lengths_ms(gaps: Iterable[Gap]) -> list[float]:
+def durations_ms(gaps: Iterable[Gap]) -> list[float]:
     return [1e3 * (end - start) for start, end in gaps]
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear between neighbours, as numpy has it; ``None`` of nothing."""
+    """Percentile with linear interpolation; ``None`` without values."""
     return float(np.percentile(values, percent)) if len(values) else None
 
 
-def reading_windows(tracks: Iterable[Track]) -> list[Gap]:
-    """When long prompts were being read: from each one's request to its first token."""
+def prefill_windows(tracks: Iterable[Track]) -> list[Gap]:
+    """Return when long prompts were in prefill: from each request to its first token."""
     return [
         (answer.sent_s, answer.token_s[0])
         for track in tracks
@@ -113,24 +113,24 @@ def reading_windows(tracks: Iterable[Track]) -> list[Gap]:
     ]
 
 
-def within(gaps: Iterable[Gap], windows: Sequence[Gap]) -> list[Gap]:
-    """Those that overlap one of ``windows``, be it in part."""
+def overlapping(gaps: Iterable[Gap], windows: Sequence[Gap]) -> list[Gap]:
+    """Return the gaps that overlap at least one of ``windows``, in full or in part."""
     return [gap for gap in gaps if any(gap[1] > start and gap[0] < end for start, end in windows)]
 
 
 def arrivals(tracks: Sequence[Track]) -> list[int]:
-    """The index of the track of each token, in the order in which the tokens came."""
+    """Return the track index of each token, in order of arrival."""
     tokens = [(at, index) for index, track in enumerate(tracks) for answer in track.answers for at in answer.token_s]
     return [index for _, index in sorted(tokens, key=lambda token: token[0])]
 
 
 def switches(order: Sequence[int]) -> int:
-    """How often the next token is another stream's."""
+    """Count how often consecutive tokens belong to different streams."""
     return sum(a != b for a, b in pairwise(order))
 
 
 def possible_switches(order: Sequence[int]) -> int:
-    """The most that any order of the same tokens has."""
+    """Return the maximum of ``switches`` over all orders of the same tokens."""
     if not order:
         return 0
     most = max(order.count(index) for index in set(order))

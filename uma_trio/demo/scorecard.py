@@ -1,6 +1,6 @@
-"""The Phase 1 go/no-go gate: figures of a mixed load, and a verdict on each.
+"""The go/no-go scorecard of a mixed load.  docs/SCORECARD.md explains its lines.
 
-docs/SCORECARD.md explains the lines.  Pure: recordings and counters in, records out.
+Pure: recordings and counters in, records out.
 """
 
 from __future__ import annotations
@@ -13,32 +13,35 @@ import attrs
 from uma_trio.demo.recording import (
     Track,
     arrivals,
-    lengths_ms,
+    durations_ms,
+    overlapping,
     percentile,
     possible_switches,
-    reading_windows,
+    prefill_windows,
     switches,
-    within,
 )
 
 MIN_AVERAGE_BATCH: Final = 1.5
 MIN_SHARE_OF_SWITCHES: Final = 0.5
-"""Of the switches that are possible; streams served one after another have hardly any."""
+"""Fraction of the possible switches.  Streams that are served one after another have hardly any."""
 
 
 @attrs.frozen(kw_only=True)
 class Counters:
-    """What the server has counted since its start."""
+    """Counters of the server since its start, or a difference of two such readings."""
 
     ticks: int
     batch_rows: float
-    """Sequences served, summed over the ticks."""
+    """Sum over the ticks of the sequences in each."""
     tokens: int
     prompt_tokens: int
 
     @classmethod
     def of(cls, snapshot: dict[str, Any]) -> Counters:
-        """From a metrics event; its average is rounded, so ``batch_rows`` is good to a tenth of a percent."""
+        """Read the counters from a metrics snapshot.
+
+        The snapshot rounds the average batch, so ``batch_rows`` is exact to a tenth of a percent.
+        """
         ticks = snapshot["ticks_total"]
         return cls(
             ticks=ticks,
@@ -57,18 +60,18 @@ class Counters:
 
     @property
     def average_batch(self) -> float | None:
-        """Sequences in a tick."""
+        """Average number of sequences in a tick; ``None`` without ticks."""
         return self.batch_rows / self.ticks if self.ticks else None
 
     @property
     def tokens_per_tick(self) -> float | None:
-        """Generated tokens that a tick yields."""
+        """Average number of generated tokens of a tick; ``None`` without ticks."""
         return self.tokens / self.ticks if self.ticks else None
 
 
 @attrs.frozen(kw_only=True)
 class StreamScore:
-    """The figures of one stream."""
+    """Statistics of one stream."""
 
     name: str
     interactive: bool
@@ -76,7 +79,7 @@ class StreamScore:
     prompt_tokens: int
     tokens: int
     ttft_ms: float | None
-    """The worst of its answers."""
+    """Maximum over its answers."""
     itl_p50_ms: float | None
     itl_p95_ms: float | None
     itl_max_ms: float | None
@@ -84,7 +87,7 @@ class StreamScore:
 
 @attrs.frozen(kw_only=True)
 class Check:
-    """One line of the gate."""
+    """One line of the verdict."""
 
     name: str
     passed: bool
@@ -93,7 +96,7 @@ class Check:
 
 @attrs.frozen(kw_only=True)
 class Scorecard:
-    """All of it."""
+    """Statistics of all streams, and the verdict."""
 
     streams: tuple[StreamScore, ...]
     average_batch: float | None
@@ -109,7 +112,7 @@ class Scorecard:
 
 
 def score_stream(track: Track) -> StreamScore:
-    gaps = lengths_ms(track.gaps)
+    gaps = durations_ms(track.gaps)
     first = [answer.ttft_ms for answer in track.answers if answer.ttft_ms is not None]
     return StreamScore(
         name=track.stream.name,
@@ -135,11 +138,11 @@ def score(
     """Judge a mixed load.
 
     Args:
-        together: the streams side by side.
-        alone: the same streams, one after another.
-        counted: by the server, during ``together``.
-        wall_s: how long that took.
-        max_gap_ms: the longest that a chat may be silent between two tokens while a long prompt is read.
+        together: tracks of the streams, run at the same time.
+        alone: tracks of the same streams, run one after another.
+        counted: the server's counters, for the time of ``together``.
+        wall_s: duration of ``together``.
+        max_gap_ms: maximum time between two tokens of a chat during prefill of a long prompt.
     """
     return Scorecard(
         streams=tuple(score_stream(track) for track in together),
@@ -170,7 +173,7 @@ def _interleaved(tracks: Sequence[Track]) -> Check:
         name="tokens interleaved",
         passed=most > 0 and count >= MIN_SHARE_OF_SWITCHES * most,
         detail=f"{count:,} switches between streams in {len(order):,} tokens; "
-        f"{MIN_SHARE_OF_SWITCHES:.0%} of the {most:,} possible are asked for",
+        f"{MIN_SHARE_OF_SWITCHES:.0%} of the {most:,} possible are required",
     )
 
 
@@ -179,24 +182,23 @@ def _batched(counted: Counters) -> Check:
     return Check(
         name="average batch",
         passed=average >= MIN_AVERAGE_BATCH,
-        detail=f"{average:.2f} sequences in each of {counted.ticks:,} ticks; "
-        f"at least {MIN_AVERAGE_BATCH} are asked for",
+        detail=f"{average:.2f} sequences in each of {counted.ticks:,} ticks; at least {MIN_AVERAGE_BATCH} are required",
     )
 
 
 def _never_frozen(tracks: Sequence[Track], max_gap_ms: float) -> Check:
-    windows = reading_windows(tracks)
+    windows = prefill_windows(tracks)
     chats = [gap for track in tracks if track.stream.interactive for gap in track.gaps]
-    gaps = lengths_ms(within(chats, windows))
+    gaps = durations_ms(overlapping(chats, windows))
     name = "no chat froze"
     if not gaps:
-        return Check(name=name, passed=False, detail="no chat was streaming while the long prompt was read")
-    reading_s = sum(end - start for start, end in windows)
+        return Check(name=name, passed=False, detail="no chat was streaming during prefill of the long prompt")
+    prefill_s = sum(end - start for start, end in windows)
     return Check(
         name=name,
         passed=max(gaps) <= max_gap_ms,
-        detail=f"worst gap {max(gaps):.1f} ms, of {len(gaps):,} while the long prompt was read in "
-        f"{reading_s:.1f} s; at most {max_gap_ms:g} ms are allowed",
+        detail=f"worst gap {max(gaps):.1f} ms, of {len(gaps):,} during the {prefill_s:.1f} s of prefill; "
+        f"at most {max_gap_ms:g} ms are allowed",
     )
 
 

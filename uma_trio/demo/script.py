@@ -1,4 +1,4 @@
-"""What the demo asks: three short chats, and a long document with a question at its end."""
+"""The demo's script: three short chats, and a long document with a question at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOCUMENT: Final = Path(__file__).with_name("document.md")
 because the training scripts are not in the wheel."""
 
 HEAD_START: Final = 30
-"""Tokens that each chat has before the document arrives: it must find them talking."""
+"""Tokens that each chat has when the document arrives, so that all chats are streaming by then."""
 
 _COUNTS = ("Count from 1 to 120",)
 _TALES = tuple(
@@ -32,7 +32,7 @@ _THIS_AND_THAT = (
 
 
 def streams() -> tuple[Stream, ...]:
-    """The same each time."""
+    """Return the script's streams, the same each time."""
     return (
         *(
             Stream(name=f"chat {number}", questions=tuple(Question(text=text) for text in texts))

@@ -1,4 +1,4 @@
-"""How the demo looks on a terminal: a panel for each stream, and the scorecard."""
+"""The demo's display: a panel for each stream, and the scorecard."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from uma_trio.demo.load import Unwatched
+from uma_trio.demo.load import NullWatcher
 from uma_trio.demo.recording import Answer, Stream, Track
 from uma_trio.demo.scorecard import Counters, Scorecard
 
 COLOURS: Final = ("cyan", "green", "magenta", "yellow")
 RIBBON: Final = 400
-"""Arrivals that are remembered: more than the widest terminal shows."""
+"""Number of arrivals to keep: more than the widest terminal shows."""
 
 PICTURED_AT: Final = 50
-"""Tokens of the document's answer at which the picture is taken: all four are talking."""
+"""Tokens of the document's answer when the picture is taken.  All four streams are running then."""
 
 PICTURE_WIDTH: Final = 116
 PICTURE_HEIGHT: Final = 24
@@ -33,8 +33,8 @@ PICTURE_HEIGHT: Final = 24
 QUESTION_CHARS: Final = 60
 
 
-class Scene(Unwatched):
-    """What there is to see of a mixed load while it runs."""
+class Scene(NullWatcher):
+    """Live view of a mixed load."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = list(streams)
@@ -45,14 +45,14 @@ class Scene(Unwatched):
         self._counted: Counters | None = None
         self._tick_ms: float | None = None
         self.picture: RenderableType | None = None
-        """Four streams talking; ``None`` before that."""
+        """The view at ``PICTURED_AT``; ``None`` before."""
 
-    def asked(self, track: Track) -> None:
+    def request_sent(self, track: Track) -> None:
         self._tracks[track.stream.name] = track
         if not track.stream.interactive:
             self._chats_before = self._chat_tokens()
 
-    def told(self, track: Track) -> None:
+    def token_received(self, track: Track) -> None:
         self._ribbon.append(self._streams.index(track.stream))
         if track.stream.interactive:
             return
@@ -62,14 +62,14 @@ class Scene(Unwatched):
             self.picture = self.render(width=PICTURE_WIDTH, height=PICTURE_HEIGHT)
 
     def counted(self, counted: Counters, tick_ms: float | None) -> None:
-        """New figures of the server for the status line."""
+        """Update the status line with the server's counters."""
         self._counted, self._tick_ms = counted, tick_ms
 
     def _chat_tokens(self) -> int:
         return sum(track.n_tokens for track in self._tracks.values() if track.stream.interactive)
 
     def render(self, *, width: int, height: int) -> RenderableType:
-        """Everything as of now; what is returned does not change any more."""
+        """Return the current view.  Later events do not change it."""
         rows = max(4, min(11, (height - 6) // 2))
         grid = Table.grid(expand=True)
         grid.add_column(ratio=1)
@@ -100,19 +100,19 @@ class Scene(Unwatched):
     def _lines(self, stream: Stream, answer: Answer, width: int) -> list[Text]:
         lines = [Text(f"> {shorten(answer.question.text)}", style="bold")]
         if not stream.interactive:
-            lines.append(Text(self._reading(answer), style="italic"))
+            lines.append(Text(self._prefill(answer), style="italic"))
         lines += [Text(line) for line in textwrap.wrap(answer.text, max(10, width))]
         return lines
 
-    def _reading(self, answer: Answer) -> str:
+    def _prefill(self, answer: Answer) -> str:
         if answer.ttft_ms is None:
-            read = f", {self._counted.prompt_tokens:,} tokens so far" if self._counted else ""
-            return f"reading{read} ..."
+            done = f", {self._counted.prompt_tokens:,} tokens so far" if self._counted else ""
+            return f"prefill{done} ..."
         chats = (self._chats_after or 0) - self._chats_before
-        return f"read in {answer.ttft_ms / 1e3:.1f} s; meanwhile the chats got {chats} tokens"
+        return f"prefill took {answer.ttft_ms / 1e3:.1f} s; the chats got {chats} tokens meanwhile"
 
     def _arrivals(self, width: int) -> Text:
-        """The last tokens in the order in which they came, a block of its stream's colour for each."""
+        """Draw the last tokens in order of arrival: a block in the stream's colour for each."""
         label = "arrivals  "
         line = Text().append(label, style="dim")
         for index in list(self._ribbon)[-(width - len(label)) :]:
@@ -126,29 +126,29 @@ class Scene(Unwatched):
         tick = f", {self._tick_ms:.1f} ms each" if self._tick_ms is not None else ""
         return Text(
             f"{counted.ticks:,} ticks{tick} · {counted.average_batch:.2f} sequences a tick · "
-            f"{counted.tokens:,} tokens generated · {counted.prompt_tokens:,} prompt tokens read",
+            f"{counted.tokens:,} tokens generated · {counted.prompt_tokens:,} prompt tokens",
             style="dim",
         )
 
 
 def shorten(text: str) -> str:
-    """A question in one line: of a long one, how long it is and how it ends."""
+    """Format a question as one line; for a long one, show its length and its end."""
     if len(text) <= QUESTION_CHARS and "\n" not in text:
         return text
     return f"[{len(text):,} characters] {text.strip().splitlines()[-1][-QUESTION_CHARS:]}"
 
 
-class Lines(Unwatched):
-    """A line for each answer, where nothing can be drawn."""
+class Lines(NullWatcher):
+    """Prints a line for each answer, for output that is not a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def asked(self, track: Track) -> None:
+    def request_sent(self, track: Track) -> None:
         if not track.stream.interactive:
             self._print(f"{track.stream.name:<9} asked: {shorten(track.answers[-1].question.text)}")
 
-    def answered(self, track: Track) -> None:
+    def answer_ended(self, track: Track) -> None:
         answer = track.answers[-1]
         self._print(
             f"{track.stream.name:<9} {len(answer.token_s):4} tokens, first after {answer.ttft_ms or 0:.0f} ms: "
@@ -160,7 +160,7 @@ class Lines(Unwatched):
 
 
 def scorecard(card: Scorecard) -> RenderableType:
-    """The scorecard for people."""
+    """Format the scorecard for people."""
     table = Table(title="Scorecard", title_justify="left", title_style="bold", header_style="dim")
     table.add_column("stream", no_wrap=True)
     for name in ("answers", "prompt tokens", "tokens", "TTFT ms", "ITL p50 ms", "p95", "max"):
@@ -191,7 +191,7 @@ def scorecard(card: Scorecard) -> RenderableType:
 
 
 def save_picture(path: Path, scene: Scene, card: Scorecard) -> None:
-    """What was seen while all streams were talking, and the scorecard, as an SVG file."""
+    """Save the view at ``PICTURED_AT`` and the scorecard as an SVG file."""
     console = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
     if scene.picture is not None:
         console.print(scene.picture)

@@ -1,4 +1,4 @@
-"""Which bytes of a text each of its tokens stands for: pure, from the tokens' spellings."""
+"""Trace tokens back to the bytes of the text that they come from.  Pure: needs only the tokens' spellings."""
 
 from __future__ import annotations
 
@@ -8,47 +8,48 @@ from typing import Final
 import attrs
 
 ESCAPED_SPACE: Final = "\u2581".encode()
-"""What SentencePiece keeps for a space; in a text it is taken for one."""
-WHITE: Final = b" \t\n\v\f\r"
-"""What a token that strips takes away: C's ``isspace``."""
+"""SentencePiece's form of a space.  In a text it is tokenized as a space."""
+
+WHITESPACE: Final = b" \t\n\v\f\r"
+"""What a stripping token removes: C's ``isspace``."""
 
 
 @attrs.frozen
 class Spelling:
-    """A token as it stands in a text."""
+    """How a token appears in a text."""
 
     text: bytes
-    cut_out: bool = False
-    """Found in the text before the rest was tokenized, piece by piece: control tokens and the like."""
+    special: bool = False
+    """Found in the text before the rest was tokenized: control tokens and user-defined tokens."""
     strips_left: bool = False
     strips_right: bool = False
-    """Takes the white space on that side away, if it was cut out."""
+    """A special token removes the whitespace on this side."""
 
 
 def align(text: bytes, tokens: Iterable[Spelling], *, space_prefix: bool) -> list[tuple[int, int]] | None:
-    """The range [start, end) of ``text`` for each of its tokens.
+    """Find the byte range [start, end) of each token in ``text``.
 
-    Walks along the text and takes nothing on trust: each spelling has to stand where the walk is, and
-    the last one has to end with the text.
+    Checks everything on the way: each spelling must be found where the previous one ended, and the last one must end
+    with the text.
 
     Args:
         text: UTF-8.
-        tokens: those that come from ``text``, without what was put around it.
-        space_prefix: each piece of text between tokens that were cut out was given a space in front.
-            That space has no bytes in ``text``: a token that is nothing else has an empty range.
+        tokens: the tokens of ``text``, without BOS, EOS and the like.
+        space_prefix: the vocabulary puts a space before each stretch of text between special tokens.  That space has
+            no bytes in ``text``: a token that consists of it alone has an empty range.
 
     Returns:
-        Ranges that ascend and do not overlap.  They cover the text but for white space that was
-        stripped.  ``None`` where the tokens do not spell the text, as when it was normalised first.
+        Ascending ranges that do not overlap and cover the text, except for stripped whitespace.  ``None`` if the
+        tokens do not spell the text, for example because the vocabulary normalises it first.
     """
     ranges = []
     at = 0
     prefixed = space_prefix
     for token in tokens:
-        start = _after_white(text, at) if token.cut_out and token.strips_left else at
-        if token.cut_out and text.startswith(token.text, start):
+        start = _skip_whitespace(text, at) if token.special and token.strips_left else at
+        if token.special and text.startswith(token.text, start):
             end = start + len(token.text)
-            at = _after_white(text, end) if token.strips_right else end
+            at = _skip_whitespace(text, end) if token.strips_right else end
             prefixed = space_prefix
         else:
             spelling = token.text
@@ -57,7 +58,7 @@ def align(text: bytes, tokens: Iterable[Spelling], *, space_prefix: bool) -> lis
                     return None
                 spelling, prefixed = spelling[1:], False
             start = at
-            found = _end(text, start, spelling)
+            found = _match_end(text, start, spelling)
             if found is None:
                 return None
             at = end = found
@@ -65,8 +66,8 @@ def align(text: bytes, tokens: Iterable[Spelling], *, space_prefix: bool) -> lis
     return ranges if at == len(text) else None
 
 
-def _end(text: bytes, at: int, spelling: bytes) -> int | None:
-    """Where ``spelling`` ends that begins at ``at``; ``None`` where something else stands there."""
+def _match_end(text: bytes, at: int, spelling: bytes) -> int | None:
+    """The end of ``spelling`` at ``at``; ``None`` if the text differs."""
     if text.startswith(spelling, at):
         return at + len(spelling)
     for byte in spelling:
@@ -79,7 +80,7 @@ def _end(text: bytes, at: int, spelling: bytes) -> int | None:
     return at
 
 
-def _after_white(text: bytes, at: int) -> int:
-    while at < len(text) and text[at] in WHITE:
+def _skip_whitespace(text: bytes, at: int) -> int:
+    while at < len(text) and text[at] in WHITESPACE:
         at += 1
     return at

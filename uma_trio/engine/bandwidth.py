@@ -1,4 +1,4 @@
-"""What this machine's memory can move: the limit that ticks are compared with."""
+"""Memory bandwidth of this machine, the upper limit for the speed of ticks on a CPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 import numpy as np
 
 BLOCK_BYTES: Final = 32 << 20
-"""A thread's; more than its share of the caches of most machines."""
+"""Copied by each thread.  Larger than a thread's share of the caches of most machines."""
 
 ROUNDS: Final = 3
 
 
 def memory_bytes_per_s(threads: int) -> float:
-    """Bytes read and written a second by ``threads`` that copy at once; the best of some rounds.
+    """Measure bytes read plus bytes written per second with ``threads`` parallel copies; the best of three rounds.
 
-    Takes some 10 ms a round.
+    Blocks for about 10 ms per round.  Takes 64 MiB per thread meanwhile.
     """
     sources = [np.ones(BLOCK_BYTES, np.uint8) for _ in range(threads)]
     targets = [np.zeros(BLOCK_BYTES, np.uint8) for _ in range(threads)]

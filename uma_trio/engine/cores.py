@@ -1,4 +1,4 @@
-"""How many compute threads a machine is good for."""
+"""How many compute threads suit this machine."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 
 
 def default_threads() -> int:
-    """Compute threads of a decode if nobody says otherwise: all physical cores but one, at least one.
+    """Compute threads for a decode: all physical cores except one, at least one.
 
-    The spare core is for the event loop and for whoever else wants to work.  A team of compute threads
-    meets at a barrier several times a layer; where one of them has to share its core, all wait for it at
-    each, and a token that took 1 ms takes hundreds.
+    The spare core serves the event loop and other processes.  Compute threads meet at a barrier several times per
+    layer.  If one of them has to share its core, all others wait for it at each barrier, and a token that took 1 ms
+    takes hundreds.
     """
     return max(1, physical_cores() - 1)
 
 
 def spare_cores(threads: int, *, on_gpu: bool) -> int:
-    """Cores, at least one, that a step on so many compute threads leaves to others: where a GPU computes, all but one."""
+    """Cores that a step leaves free, at least one.  A step on a GPU occupies one core."""
     return max(1, physical_cores() - (1 if on_gpu else threads))
 
 
 def physical_cores() -> int:
-    """Cores that this process may use, two hardware threads of one core counted once.
+    """Cores that this process may use.  Two hardware threads of one core count once.
 
-    Matrix work keeps a core's arithmetic units busy by itself; a second thread on it only adds noise.
-    Where the system does not tell (anything but Linux), logical cores are counted.
+    Matrix multiplication keeps a core's arithmetic units busy; a second thread on the core only adds noise.  Counts
+    logical cores where the system does not report the topology (anything but Linux).
     """
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""What the built library says of itself, in plain values: for ``uma-trio doctor``."""
+"""Facts about the built library as plain values, for ``uma-trio doctor``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from llama_abi.stamp import DEFAULT_DIRECTORY
 
 
 class LibraryProblem(Exception):
-    """The library cannot be used; says why and names the fix."""
+    """The library cannot be used.  The message has the reason and the fix."""
 
 
 @attrs.frozen
 class DeviceFacts:
-    """Something that computes."""
+    """A compute device."""
 
     name: str
     description: str
     kind: str
     """``cpu``, ``gpu``, ``igpu``, ``accel`` or ``meta``."""
     memory_free: int
-    """Bytes; 0 where the backend does not know."""
+    """Bytes.  0 if the backend does not report it."""
     memory_total: int
+    """Bytes."""
 
 
 @attrs.frozen
 class StampFacts:
-    """What a library was built from, as its stamp says and its files bear out."""
+    """The source of a library: what its stamp says, verified against its files."""
 
     pin: str
     backend: str
@@ -39,25 +40,25 @@ class StampFacts:
 
 @attrs.frozen
 class LibraryFacts:
-    """A library that is loaded."""
+    """Facts about a loaded library."""
 
     system_info: str
-    """Instruction sets and the like, in llama.cpp's words."""
+    """Instruction sets and build options, as llama.cpp reports them."""
     supports_rpc: bool
     max_sequences: int
     devices: tuple[DeviceFacts, ...]
 
 
 def library_directory(named: Path | None = None) -> Path:
-    """Where the library is looked for; see ``llama_abi.load``."""
+    """The directory that ``llama_abi.load`` searches."""
     return Path(named or os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY).resolve()
 
 
 def read_stamp(directory: Path) -> StampFacts:
-    """The stamp of ``directory``, held against the files there; nothing is loaded.
+    """Read the stamp of ``directory`` and verify it against the files there.  Loads nothing.
 
     Raises:
-        LibraryProblem: there is none, or it does not hold.
+        LibraryProblem: there is no stamp, or the files differ from it.
     """
     try:
         stamp = llama_abi.Stamp.read(directory)
@@ -68,10 +69,10 @@ def read_stamp(directory: Path) -> StampFacts:
 
 
 def load_library(directory: Path) -> LibraryFacts:
-    """Load the library of ``directory`` into this process and ask it.
+    """Load the library of ``directory`` into this process and query it.
 
     Raises:
-        LibraryProblem: it does not load.
+        LibraryProblem: it cannot be loaded.
     """
     try:
         library = llama_abi.load(directory)

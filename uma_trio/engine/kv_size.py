@@ -1,8 +1,8 @@
-"""How many bytes of KV cache a token takes, in all layers of a model together.
+"""Bytes of KV cache per token, over all layers of a model.
 
-Mostly the file's metadata say it: so many layers, all alike.  Where some layers do not attend, or each has a number of heads
-of its own, llama.cpp alone knows which, since each architecture has a rule for it.  So there it is measured: a saved
-sequence of two tokens is larger than one of one token by what a token takes.
+For most models this follows from the metadata, because all layers are alike.  If some layers have no attention, or the
+number of heads varies by layer, only llama.cpp knows the size, by a rule of each architecture.  Then it is measured: a
+saved state of two tokens is larger than a saved state of one token by the size of a token.
 """
 
 from __future__ import annotations
@@ -13,36 +13,38 @@ import llama_abi
 from uma_trio import config
 
 BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Of ggml's blocks: 32 values with a 16-bit scale."""
+"""ggml's quantized blocks have 32 values and a 16-bit scale."""
 
 CELL_BYTES: Final = 12
-"""Of what a saved cell has beside keys and values: its position, the number of its sequences, and the one that is saved.
-Where positions have several parts there are 12 more, and they are counted as if they were keys.
-Source: llama-kv-cache.cpp, ``state_write_meta``."""
+"""Metadata of a saved cell: position, number of sequences, sequence id.
+
+Positions with several parts take 12 bytes more, which are counted as keys.  Source: llama-kv-cache.cpp,
+``state_write_meta``.
+"""
 
 
 def kv_bytes_per_token(model: llama_abi.Model, settings: config.Model, probe: llama_abi.ContextOptions) -> float:
-    """Of keys and values, in the types of ``settings``; 0 of a model that does not attend.
+    """Bytes of keys and values per token, in the types of ``settings``.  0 for a model without attention.
 
-    Blocks for two tokens of the model, where they have to be computed.
+    Blocks for two tokens of the model if it has to measure.
 
     Args:
-        probe: a context for them.
+        probe: options of the context that measures.
 
     Raises:
-        LlamaError: there is not the memory for it.
+        LlamaError: there is not enough memory to measure.
     """
     if model.is_recurrent:
         return 0.0
-    told = _told(model, settings)
-    return _measured(model, probe) if told is None else told
+    computed = _from_metadata(model, settings)
+    return _measured(model, probe) if computed is None else computed
 
 
-def _told(model: llama_abi.Model, settings: config.Model) -> float | None:
-    """By the metadata; ``None`` if they do not tell."""
+def _from_metadata(model: llama_abi.Model, settings: config.Model) -> float | None:
+    """``None`` if the metadata do not determine the size."""
     architecture = f"{model.meta('general.architecture')}.attention"
-    heads = model.meta(f"{architecture}.head_count_kv")  # arrays are not given: then layers differ
-    latent = model.meta(f"{architecture}.kv_lora_rank")  # what is kept is not what heads see
+    heads = model.meta(f"{architecture}.head_count_kv")  # None for an array: layers differ
+    latent = model.meta(f"{architecture}.kv_lora_rank")  # the cache holds something else than heads see
     if model.is_hybrid or heads is None or latent is not None:
         return None
     width = model.n_embd // max(1, model.n_head)
@@ -53,7 +55,7 @@ def _told(model: llama_abi.Model, settings: config.Model) -> float | None:
 
 
 def _measured(model: llama_abi.Model, probe: llama_abi.ContextOptions) -> float:
-    n_caches = 2 if model.n_swa else 1  # one for the layers with a window
+    n_caches = 2 if model.n_swa else 1  # layers with a sliding window have their own
     sizes = []
     with llama_abi.Context(model, probe) as context:
         batch = llama_abi.Batch(1)
@@ -61,6 +63,6 @@ def _measured(model: llama_abi.Model, probe: llama_abi.ContextOptions) -> float:
             batch.clear()
             batch.add([0], pos=pos, seq=0)
             if context.decode(batch):
-                raise llama_abi.LlamaError("the size of the KV cache cannot be measured: no room for two tokens")
+                raise llama_abi.LlamaError("cannot measure the size of the KV cache: no room for two tokens")
             sizes.append(context.state_size(0))
     return float(max(0, sizes[1] - sizes[0] - n_caches * CELL_BYTES))

@@ -1,8 +1,8 @@
-"""What serving costs in each layout that a context could have, measured before the context is made.
+"""Measure tick times in each candidate layout, before the real context is created.
 
-A small context in each layout, one after another, so that there are never two: as many sequences as would decode at a
-time, each behind some hundred tokens.  What attention costs grows with the cells in use and not with those that there
-are, so the small context tells of the large one, and takes a hundredth of its time to make.
+Creates one small context after another, with as many sequences as would decode together, each of a few hundred tokens.
+The cost of attention depends on the cells in use, not on the cells allocated, so a small context predicts the large one
+and is created in a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from uma_trio.engine.layout import Layout, LayoutChoice, MeasuredLayout, choose
 log = structlog.get_logger("uma_trio.engine")
 
 ROWS: Final = 8
-"""Most streams that decode together in a trial."""
+"""Maximum of streams that decode together in a trial."""
 CHUNK: Final = 48
-"""Prompt tokens of a mixed tick.  The scheduler cuts chunks in sixteens, and where streams wait they are small; with 64
-llama.cpp's CPU flash attention takes another kernel, nine times as quick as with 63, and would look as if it always were."""
-AT_ONCE: Final = 64
-"""Prompt tokens of a call before that."""
+"""Prefill tokens of a mixed tick.  Below 64, as the scheduler's chunks mostly are while streams wait.  From 64 tokens
+on, llama.cpp's CPU flash attention takes a kernel that is nine times as fast."""
+FILL_CHUNK: Final = 64
+"""Tokens per call while the first sequence is filled."""
 FILLED: Final = 320
-"""Tokens that each sequence holds before."""
+"""Tokens that each sequence holds when measuring begins."""
 CELLS: Final = 512
-"""Of each sequence; what is measured fits behind ``FILLED``, and llama.cpp looks at 256 cells at a time."""
+"""Cells per sequence.  What is measured fits after ``FILLED``.  A multiple of 256, as llama.cpp attends to cells."""
 ROUNDS: Final = 2
-"""Of each tick, after one that only warms up; the quicker one counts, since nothing makes a tick quicker than it is."""
+"""Measured ticks of each kind, after a warm-up.  The fastest counts, because noise only ever slows a tick down."""
 HOPELESS: Final = 1.25
-"""Times the cheapest so far: what costs more is not measured any further."""
-CALLS: Final = FILLED // AT_ONCE + 1 + 2 * ROUNDS
-"""Of each layout, at least."""
+"""A layout that costs more than this multiple of the best so far is not measured further."""
+MIN_CALLS: Final = FILLED // FILL_CHUNK + 1 + 2 * ROUNDS
+"""Minimum of calls to measure one layout."""
 
-Feeds = Sequence[tuple[int, int]]
-"""(sequence, tokens) of one call."""
+Rows = Sequence[tuple[int, int]]
+"""(sequence id, number of tokens) for one ``llama_decode`` call."""
 
 
 class _NoTime(Exception):
-    """The trial would take longer than it may."""
+    """The trial would exceed its budget."""
 
 
 def try_layouts(
@@ -54,18 +54,18 @@ def try_layouts(
     *,
     budget_s: float,
 ) -> LayoutChoice:
-    """Measure ``layouts``, the rule's first, and choose.
+    """Measure ``layouts``, the default first, and choose one.
 
-    Blocks for ``budget_s`` at most, and until the call ends that is under way then (on a CPU it is cut short); before that
-    for two of one token, with which mapped weights come into memory.
+    Blocks for at most ``budget_s``, plus the rest of a running call (on a CPU the call is aborted).  Before the budget
+    starts, decodes two single tokens, so that memory-mapped weights are in memory.
 
     Args:
-        options: a layout's context as it would serve.
+        options: returns the context options with which a layout would serve.
     """
-    rule = layouts[0]
+    default = layouts[0]
     shares = [options(each).n_ctx // options(each).n_seq_max for each in layouts]
     if min(*shares, model.n_ctx_train) < CELLS:
-        return LayoutChoice(layout=rule, why="by rule")
+        return LayoutChoice(layout=default, why="default")
     measured: list[MeasuredLayout] = []
     with _Deadline(len(layouts)) as deadline:
         try:
@@ -73,13 +73,13 @@ def try_layouts(
                 found = _measured(model, layout, options(layout), deadline, budget_s, measured)
                 if found is not None:
                     measured.append(found)
-                elif layout is rule:
-                    return LayoutChoice(layout=rule, why="by rule")
-                deadline.layouts -= 1
-                if layout is rule:
-                    deadline.need(deadline.layouts * deadline.spent_s() / 2)  # each, if it is soon seen to be dear
+                elif layout is default:
+                    return LayoutChoice(layout=default, why="default")
+                deadline.layouts_left -= 1
+                if layout is default:
+                    deadline.need(deadline.layouts_left * deadline.spent_s() / 2)  # others may be ruled out early
         except _NoTime:
-            return LayoutChoice(layout=rule, why="no time", measured=measured)
+            return LayoutChoice(layout=default, why="no time", measured=measured)
     return LayoutChoice(layout=choose(measured), why="measured", measured=measured)
 
 
@@ -91,30 +91,30 @@ def _measured(
     budget_s: float,
     others: Sequence[MeasuredLayout],
 ) -> MeasuredLayout | None:
-    """``None`` where there is not the memory for it, or the device cannot do it."""
+    """Measure one layout.  ``None`` if there is not enough memory, or the device does not support it."""
     try:
         trial = _Trial(model, options, deadline)
         try:
             if not deadline.running:
-                least_ms = trial.touch()
+                least_ms = trial.warm_up()
                 deadline.start(budget_s)
-                deadline.need(1e-3 * least_ms * CALLS * deadline.layouts)
+                deadline.need(1e-3 * least_ms * MIN_CALLS * deadline.layouts_left)
             cheapest = min((each.cost_ms for each in others), default=float("inf"))
             return trial.measure(layout, HOPELESS * cheapest)
         finally:
             trial.close()
     except llama_abi.LlamaError as error:
-        log.debug("a layout cannot be had", layout=layout.name, reason=str(error))
+        log.debug("this layout cannot be used", layout=layout.name, reason=str(error))
         return None
 
 
 class _Deadline:
-    """How long it may still take.  Cuts the call short that is under way at the end, where the device can."""
+    """The time budget.  At its end, aborts the running call if the device supports that."""
 
     def __init__(self, layouts: int) -> None:
         self.flag = llama_abi.AbortFlag()
-        self.layouts = layouts
-        """Not yet measured, that under way among them."""
+        self.layouts_left = layouts
+        """Layouts not yet measured, the current one included."""
         self._began_s = 0.0
         self._budget_s = float("inf")
         self._timer: threading.Timer | None = None
@@ -132,7 +132,7 @@ class _Deadline:
         return self._timer is not None
 
     def start(self, budget_s: float) -> None:
-        """From now on."""
+        """Start the budget."""
         self._began_s, self._budget_s = time.perf_counter(), budget_s
         self._timer = threading.Timer(budget_s, self.flag.set)
         self._timer.daemon = True
@@ -142,50 +142,52 @@ class _Deadline:
         return time.perf_counter() - self._began_s
 
     def need(self, s: float) -> None:
-        """
+        """Check that ``s`` more seconds are left.
+
         Raises:
-            _NoTime: so much is not left.
+            _NoTime: they are not.
         """
         if self.flag.is_set() or self.spent_s() + s > self._budget_s:
             raise _NoTime
 
 
 class _Trial:
-    """A small context, and what its sequences hold."""
+    """A small context and the number of tokens in each of its sequences."""
 
     def __init__(self, model: llama_abi.Model, options: llama_abi.ContextOptions, deadline: _Deadline) -> None:
         self._rows = min(options.n_seq_max, ROWS)
         self._unified = options.kv_unified
         self._context = llama_abi.Context(model, attrs.evolve(options, n_ctx=self._rows * CELLS, n_seq_max=self._rows))
-        self._context.set_abort(deadline.flag)
+        self._context.set_abort_flag(deadline.flag)
         self._deadline = deadline
         self._n_vocab = model.vocab.n_tokens
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._held = [0] * self._rows
 
-    def touch(self) -> float:
-        """Have all weights read once; then the milliseconds of one token, the least that any call takes."""
+    def warm_up(self) -> float:
+        """Read all weights once, then return the milliseconds for one token, the minimum of any call."""
         self._ms([(0, 1)])
         return self._ms([(0, 1)])
 
     def measure(self, layout: Layout, hopeless_ms: float) -> MeasuredLayout:
-        """
+        """Measure decode ticks, then mixed ticks, unless the layout already costs more than ``hopeless_ms``.
+
         Raises:
-            _NoTime: it takes longer than it may.
+            _NoTime: the budget is exceeded.
             llama_abi.LlamaError: the backend failed.
         """
         self._fill()
         rows = [(seq, 1) for seq in range(self._rows)]
-        reading = self._rows - 1  # the last of the streams reads a prompt instead
-        chunk = [(reading, min(CHUNK, self._context.n_batch - reading))]
-        mixed = [rows[:reading] + chunk] if self._unified else [rows[:reading], chunk]
+        last = self._rows - 1  # this sequence prefills instead
+        chunk = [(last, min(CHUNK, self._context.n_batch - last))]
+        mixed = [rows[:last] + chunk] if self._unified else [rows[:last], chunk]
         self._ms(rows)
         decode_ms = min(self._ms(rows) for _ in range(ROUNDS))
         found = MeasuredLayout(layout=layout, decode_ms=decode_ms, mixed_ms=None)
         for _ in range(ROUNDS):
             if found.cost_ms > hopeless_ms:
                 break
-            ms = sum(self._ms(feeds) for feeds in mixed if feeds)
+            ms = sum(self._ms(call) for call in mixed if call)
             found = attrs.evolve(found, mixed_ms=min(ms, found.mixed_ms or ms))
         return found
 
@@ -193,17 +195,17 @@ class _Trial:
         self._context.close()
 
     def _fill(self) -> None:
-        """``FILLED`` tokens in each sequence, computed once and copied.
+        """Put ``FILLED`` tokens into each sequence: computed for the first one, copied to the others.
 
-        In a shared pool a copy would be the same cells once more, and all streams would read what one does: there a saved
-        state is loaded, which takes cells of its own.
+        In unified KV a copied sequence shares its cells with the original, and attention would read them once for all.
+        There the others load a saved state, which takes cells of its own.
         """
-        at_once = min(AT_ONCE, self._context.n_batch)
+        chunk = min(FILL_CHUNK, self._context.n_batch)
         while (left := FILLED - self._held[0]) > 0:
-            n = min(at_once, left)
+            n = min(chunk, left)
             ms = self._ms([(0, n)])
-            if left < FILLED - at_once:  # the first one also warms up
-                self._deadline.need(1e-3 * ms * (left - n + FILLED * (self._deadline.layouts - 1)) / n)
+            if left < FILLED - chunk:  # the first call also warms up
+                self._deadline.need(1e-3 * ms * (left - n + FILLED * (self._deadline.layouts_left - 1)) / n)
         if self._unified:
             state = bytearray(self._context.state_size(0))
             self._context.save_state_into(0, state)
@@ -215,10 +217,10 @@ class _Trial:
                 self._context.seq_copy(0, seq)
             self._held[seq] = self._held[0]
 
-    def _ms(self, feeds: Feeds) -> float:
-        """One call of ``feeds``, and what it took."""
+    def _ms(self, rows: Rows) -> float:
+        """Decode one batch and return how long it took, in ms."""
         self._batch.clear()
-        for seq, n in feeds:
+        for seq, n in rows:
             pos = self._held[seq]
             self._batch.add(np.arange(pos, pos + n, dtype=np.int32) % self._n_vocab, pos=pos, seq=seq, logits="last")
             self._held[seq] = pos + n
@@ -228,5 +230,5 @@ class _Trial:
         ended = time.perf_counter()
         self._deadline.need(0)
         if code != llama_abi.OK:
-            raise llama_abi.LlamaError(f"a trial's decode gave {code}")
+            raise llama_abi.LlamaError(f"llama_decode returned {code} in a layout trial")
         return 1e3 * (ended - began)

@@ -1,4 +1,4 @@
-"""Text to tokens and tokens to text, with a loaded model's vocabulary."""
+"""Tokenize and detokenize with a loaded model's vocabulary."""
 
 from __future__ import annotations
 
@@ -17,42 +17,44 @@ from uma_trio.engine.alignment import Spelling, align
 from uma_trio.engine.messages import PromptPart, TokenIds
 
 CONTROL_ATTRIBUTES = TokenAttr.CONTROL | TokenAttr.UNKNOWN
-"""Tokens with a meaning instead of a text; found in a text only where ``parse_special`` says so."""
+"""Tokens found in a text only with ``parse_special``."""
 
 _OPENING: Final = (b"<|", "<｜".encode())
 _CLOSING: Final = (b"|>", "｜>".encode())
 
-ALOOF: Final = "\ue000"
-"""A character for private use, with which no vocabulary merges anything."""
+SENTINEL: Final = "\ue000"
+"""A private-use character.  No vocabulary merges it with its neighbours."""
 
 
 class InvalidTokenId(ValueError):
-    """Not the id of a token of this vocabulary."""
+    """The id is not in ``[0, n_tokens)``."""
 
 
 @attrs.frozen(eq=False)
 class TokenizedText:
-    """A text as tokens, and where in it they stand."""
+    """The tokens of a text and their positions in it."""
 
     ids: TokenIds
     """Shape ``[n]``."""
     offsets: npt.NDArray[np.int64] | None
-    """Shape ``[n, 2]``: the range [start, end) of the text's UTF-8 bytes that each token stands for; empty
-    for what the text does not have, such as BOS.  A range may begin and end inside a character.  They
-    ascend, and cover the text but for white space that a control token takes away.  ``None`` where the
-    vocabulary normalises the text, and tokens cannot be traced back to its bytes."""
+    """Shape ``[n, 2]``: for each token the range [start, end) of the text's UTF-8 bytes.
+
+    Empty for tokens that are not in the text, such as BOS.  A range may begin and end inside a character.  Ranges
+    ascend and cover the text, except for whitespace that a control token strips.  ``None`` if tokens cannot be traced
+    back to bytes, because the vocabulary normalises the text.
+    """
 
 
 class Tokenizer:
     """A model's vocabulary.
 
-    Reads only what never changes after loading, so any thread may call it, also while the engine
-    computes.  Of no use after the model is closed.
+    Thread-safe, also while the engine computes: it only reads data that never changes after loading.  Must not be used
+    after the model is closed.
     """
 
     def __init__(self, vocab: llama_abi.Vocab) -> None:
         self._vocab = vocab
-        self._pieces = vocab.pieces(special=False)
+        self._bytes = vocab.tokens_to_bytes(special=False)
         self._spellings: dict[tuple[int, bool], Spelling] = {}
         self.n_tokens = vocab.n_tokens
         """Ids are in ``[0, n_tokens)``."""
@@ -65,32 +67,32 @@ class Tokenizer:
         """Token ids of a prompt, shape ``[n]``, int32.
 
         Args:
-            add_special: put the model's begin-of-sequence token in front, and whatever else it wants
-                around a text; not where the text spells that token itself and ``parse_special`` reads it.
-            parse_special: take control tokens spelled out in the text for what they spell.  Without
-                it they are letters like others: for text that somebody else wrote.
-            continues: other tokens stand before it, so nothing is put in front: neither what
-                ``add_special`` means nor the space of a SentencePiece vocabulary.
+            add_special: add BOS and the other tokens that the model expects around a text.  No second BOS if the text
+                spells it and ``parse_special`` is set.
+            parse_special: tokenize control tokens spelled out in the text as control tokens.  Without it they are
+                plain text; use that for text from elsewhere.
+            continues: the text follows other tokens.  Adds nothing in front: neither BOS nor the space prefix of a
+                SentencePiece vocabulary.
 
         Raises:
-            llama_abi.LlamaError: a lone surrogate, which UTF-8 cannot say.
+            llama_abi.LlamaError: the text has a lone surrogate, which UTF-8 cannot encode.
 
-        Blocks for about 1 ms for each 10 kB.
+        Blocks for about 1 ms per 10 kB.
         """
         if continues:
-            return self._encode_behind(text, parse_special=parse_special)
-        add_special = add_special and not (parse_special and self._starts_itself(text))
+            return self._encode_continuation(text, parse_special=parse_special)
+        add_special = add_special and not (parse_special and self._spells_bos(text))
         ids: TokenIds = self._vocab.tokenize(text, add_special=add_special, parse_special=parse_special)
         return ids
 
     def encode_parts(self, parts: Sequence[PromptPart], *, continues: bool = False) -> TokenIds:
-        """Token ids of a prompt that is not all read alike; of a single part as ``encode`` has them.
+        """Token ids of a prompt whose parts differ in ``parse_special``, shape ``[n]``, int32.
 
-        What the model wants around a text stands around the whole, and a part behind another one has a space
-        put in front only where that would be so in one text: behind a control token.
+        Special tokens stand around all parts together.  A part after another one gets a space prefix only where it
+        would get one inside a single text: after a control token.  A single part has the tokens of ``encode``.
 
         Args:
-            parts: one after another they are the prompt; none but a single one is empty.
+            parts: joined they are the prompt.  No part is empty, except a single one.
             continues: as in ``encode``.
 
         Raises:
@@ -100,24 +102,24 @@ class Tokenizer:
             [part] = parts
             return self.encode(part.text, parse_special=part.parse_special, continues=continues)
         found: list[TokenIds] = []
-        behind = continues
+        follows = continues
         for part in parts:
-            ids = self.encode(part.text, add_special=False, parse_special=part.parse_special, continues=behind)
+            ids = self.encode(part.text, add_special=False, parse_special=part.parse_special, continues=follows)
             found.append(ids)
-            behind = not (len(ids) and self._spelling(int(ids[-1]), part.parse_special).cut_out)
-        if not continues and not (parts and parts[0].parse_special and self._starts_itself(parts[0].text)):
-            before, after = self._put_around
+            follows = not (len(ids) and self._spelling(int(ids[-1]), part.parse_special).special)
+        if not continues and not (parts and parts[0].parse_special and self._spells_bos(parts[0].text)):
+            before, after = self._special_around
             found = [before, *found, after]
         return np.concatenate([np.empty(0, np.int32), *found])
 
     def encode_with_offsets(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> TokenizedText:
-        """As ``encode``, and where in the text the tokens stand.
+        """The tokens of ``encode`` with their positions in the text.
 
-        Blocks for about 10 ms for each 10 kB.
+        Blocks for about 10 ms per 10 kB.
         """
         ids = self.encode(text, add_special=add_special, parse_special=parse_special)
-        adds = add_special and not (parse_special and self._starts_itself(text))
-        before, after = map(len, self._put_around) if adds else (0, 0)
+        adds = add_special and not (parse_special and self._spells_bos(text))
+        before, after = map(len, self._special_around) if adds else (0, 0)
         body = ids[before : len(ids) - after]
         if not parse_special and self._has_unknown(body):
             return TokenizedText(ids, None)
@@ -130,40 +132,40 @@ class Tokenizer:
         return TokenizedText(ids, np.array(ranges, np.int64).reshape(-1, 2))
 
     def decode(self, tokens: TokenIds | Iterable[int], *, special: bool = False) -> str:
-        """The text of ``tokens``; what is not UTF-8 becomes U+FFFD.
+        """The text of ``tokens``.  Bytes that are not UTF-8 become U+FFFD.
 
-        Undoes ``encode``: the space that a SentencePiece vocabulary puts in front of a text is taken
-        away.  Of tokens that go on from others ``token_to_bytes`` has the bytes as they are.
+        Undoes ``encode``, so it removes the space prefix of a SentencePiece vocabulary.  For tokens that continue a
+        text use ``token_to_bytes``, which keeps the space.
 
         Args:
-            special: spell control tokens out; else they are left out.
+            special: spell control tokens out.  Otherwise they are omitted.
 
         Raises:
-            InvalidTokenId: one of them is not in ``[0, n_tokens)``.
+            InvalidTokenId: an id is not in ``[0, n_tokens)``.
         """
         parts = []
         prefixed = self._space_prefix
         for token in self._checked(tokens):
-            piece = self._spelled(token) if special else self._pieces[token]
-            if self._spelling(token, parse_special=True).cut_out:
+            spelled = self._spelled(token) if special else self._bytes[token]
+            if self._spelling(token, parse_special=True).special:
                 prefixed = self._space_prefix
             elif prefixed:
-                piece, prefixed = piece.removeprefix(b" "), False
-            parts.append(piece)
+                spelled, prefixed = spelled.removeprefix(b" "), False
+            parts.append(spelled)
         return b"".join(parts).decode("utf-8", "replace")
 
     def token_to_bytes(self, token: int) -> bytes:
-        """The bytes that ``token`` stands for; a control token stands for none.
+        """The bytes of a token.  Empty for a control token.
 
         Raises:
-            InvalidTokenId: it is not in ``[0, n_tokens)``.
+            InvalidTokenId: the id is not in ``[0, n_tokens)``.
         """
         if not 0 <= token < self.n_tokens:
             raise InvalidTokenId(f"token {token} is not in [0, {self.n_tokens})")
-        return self._pieces[token]
+        return self._bytes[token]
 
     def tokens_to_bytes(self, tokens: TokenIds | Iterable[int]) -> list[bytes]:
-        """The bytes of each of ``tokens``, control tokens spelled out.
+        """The bytes of each token, with control tokens spelled out.
 
         Raises:
             InvalidTokenId: as ``decode``.
@@ -172,22 +174,24 @@ class Tokenizer:
 
     @cached_property
     def control_tokens(self) -> frozenset[str]:
-        """Texts of the tokens that are found in a text only where ``parse_special`` says so.
+        """Texts of the tokens found in a text only with ``parse_special``.
 
-        Without those that are no UTF-8, for no text spells them.
+        Omits texts that are not UTF-8, because no text spells them.
         """
-        return self._texts((token for token, piece in enumerate(self._pieces) if not piece), CONTROL_ATTRIBUTES)
+        return self._texts((token for token, spelled in enumerate(self._bytes) if not spelled), CONTROL_ATTRIBUTES)
 
     @cached_property
     def user_defined_controls(self) -> frozenset[str]:
-        """Texts of user-defined tokens that are made like control tokens, as ``<|USER_TOKEN|>``.
+        """Texts of user-defined tokens that look like control tokens, such as ``<|USER_TOKEN|>``.
 
-        They are found in every text.  The models' authors forgot to mark them, and older files (of Command R,
-        say) have turns begin with them; llama.cpp's converter goes by their look too.  Other user-defined tokens
-        are text that is always one token: runs of spaces, ``</think>``.
+        llama.cpp finds user-defined tokens in every text.  Some model files mark their control tokens wrongly as
+        user-defined: in older files of Command R, turns begin with them.  llama.cpp's converter also goes by the look.
+        Other user-defined tokens are plain text that is always one token: runs of spaces, ``</think>``.
         """
         looks = (
-            token for token, piece in enumerate(self._pieces) if piece.startswith(_OPENING) and piece.endswith(_CLOSING)
+            token
+            for token, spelled in enumerate(self._bytes)
+            if spelled.startswith(_OPENING) and spelled.endswith(_CLOSING)
         )
         return self._texts(looks, TokenAttr.USER_DEFINED) - self.control_tokens
 
@@ -200,33 +204,33 @@ class Tokenizer:
         return frozenset(found)
 
     @cached_property
-    def _put_around(self) -> tuple[TokenIds, TokenIds]:
-        """The tokens that ``add_special`` puts before a text and after it, asked of an empty one."""
+    def _special_around(self) -> tuple[TokenIds, TokenIds]:
+        """The tokens that ``add_special`` puts before and after a text, found with an empty one."""
         added: TokenIds = self._vocab.tokenize("", add_special=True, parse_special=False)
         before = min(len(added), 1) if len(added) == 2 or self._vocab.add_bos else 0
         return added[:before], added[before:]
 
     @cached_property
     def _space_prefix(self) -> bool:
-        """The vocabulary puts a space before a text, asked of a letter."""
+        """Whether the vocabulary puts a space before a text, found with a letter."""
         letter = self._vocab.tokenize("a", add_special=False, parse_special=False)
         return b"".join(self.tokens_to_bytes(letter)) == b" a"
 
-    def _encode_behind(self, text: str, *, parse_special: bool) -> TokenIds:
-        """The tokens of ``text`` without a space in front: behind a character that is taken off again."""
-        ahead = self._ahead
+    def _encode_continuation(self, text: str, *, parse_special: bool) -> TokenIds:
+        """Tokenize after ``SENTINEL``, which takes the space prefix, and drop its tokens."""
+        ahead = self._sentinel
         ids: TokenIds = self._vocab.tokenize(
-            ALOOF + text if len(ahead) else text, add_special=False, parse_special=parse_special
+            SENTINEL + text if len(ahead) else text, add_special=False, parse_special=parse_special
         )
-        if not np.array_equal(ids[: len(ahead)], ahead):  # some vocabulary does merge it
+        if not np.array_equal(ids[: len(ahead)], ahead):  # this vocabulary does merge it
             return self.encode(text, add_special=False, parse_special=parse_special)
         return ids[len(ahead) :]
 
     @cached_property
-    def _ahead(self) -> TokenIds:
-        """What ``ALOOF`` becomes, where it is needed."""
+    def _sentinel(self) -> TokenIds:
+        """The tokens of ``SENTINEL``; none if the vocabulary has no space prefix."""
         ids: TokenIds = self._vocab.tokenize(
-            ALOOF if self._space_prefix else "", add_special=False, parse_special=False
+            SENTINEL if self._space_prefix else "", add_special=False, parse_special=False
         )
         return ids
 
@@ -238,24 +242,24 @@ class Tokenizer:
         return found
 
     def _spelled(self, token: int) -> bytes:
-        return self._pieces[token] or self._vocab.piece(token, special=True)
+        return self._bytes[token] or self._vocab.token_to_bytes(token, special=True)
 
-    def _starts_itself(self, text: str) -> bool:
-        """The text spells the token that it is to begin with."""
+    def _spells_bos(self, text: str) -> bool:
+        """Whether the text begins with the spelling of BOS."""
         return bool(self.bos) and text.startswith(self.bos)
 
     def _has_unknown(self, tokens: TokenIds) -> bool:
-        """One of them stands for something that the vocabulary has no token for."""
+        """Whether some of the text had no token of its own."""
         return any(self._vocab.attributes(token) & TokenAttr.UNKNOWN for token in np.unique(tokens).tolist())
 
     def _spelling(self, token: int, parse_special: bool) -> Spelling:
         known = self._spellings.get((token, parse_special))
         if known is None:
             kind = self._vocab.attributes(token)
-            cut_out = TokenAttr.USER_DEFINED | (CONTROL_ATTRIBUTES if parse_special else TokenAttr(0))
+            special = TokenAttr.USER_DEFINED | (CONTROL_ATTRIBUTES if parse_special else TokenAttr(0))
             known = self._spellings[token, parse_special] = Spelling(
                 self._spelled(token),
-                cut_out=bool(kind & cut_out),
+                special=bool(kind & special),
                 strips_left=bool(kind & TokenAttr.LSTRIP),
                 strips_right=bool(kind & TokenAttr.RSTRIP),
             )

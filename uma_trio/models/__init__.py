@@ -1,1 +1,1 @@
-"""Models: which file, whether it is sound, loading it, and the one that comes with the package."""
+"""Models: validate, load and describe a GGUF; render and tokenize its prompts; the embedded model."""

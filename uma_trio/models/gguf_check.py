@@ -1,301 +1,386 @@
-"""Is this file a GGUF that may be shown to llama.cpp?
+"""Decides whether a GGUF file is safe to hand to llama.cpp.
 
-A model file comes from anywhere, and llama.cpp parses it in C inside our process.  So every count,
-length, size and offset of the header is checked here first, against the bounds of the file and
-against each other.  Nothing is believed: no memory is taken and no loop run for a number that the
-file itself could not hold.
+llama.cpp parses the file in C inside the process, and checks many values with assertions, which abort the process. Two
+steps keep such files away from it: ``gguf_header`` verifies the structure, and the rules in this module verify the
+values. ``tests/fuzz/mutate_gguf.py`` found most of the rules; run it again after an update of llama.cpp.
 
-Source: docs/gguf.md of ggml (versions 2 and 3), and the checks of llama.cpp's gguf.cpp.
+Each rule names the place in llama.cpp that it protects.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import stat
-import struct
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import attrs
 
-DEFAULT_ALIGNMENT = 32
-MAX_ALIGNMENT = 1 << 20
-MAX_HEADER_BYTES = 128 << 20
-"""The largest headers known, with 256k tokens and their merges, take about 20 MiB."""
-MAX_PAIRS = 1 << 16
-MAX_TENSORS = 1 << 16
-MAX_TEXT_BYTES = 16 << 20
-MAX_KEY_BYTES = 1 << 10
-MAX_TENSOR_NAME_BYTES = 63
-MAX_DIMENSIONS = 4
+from uma_trio.models.gguf_header import GgufError, GgufHeader, read_header
 
-_FIRST_READ = 1 << 20
+__all__ = ["GgufError", "GgufSummary", "check_gguf"]
 
-_UINT32, _STRING, _ARRAY = 4, 8, 9
-_SCALARS = {
-    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
-}  # fmt: skip
-"""Value types of fixed size, and how to read them."""
-_UNSIGNED = (0, 2, 4, 10)
+REMEDY = "get the file from another source, or convert the model again"
 
-TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
-    28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
-    42: ("Q2_0", 64, 18),
-}  # fmt: skip
-"""id: (name, weights a block, bytes a block), of enum ggml_type."""
+MAX_LAYERS = 512
+"""``LLAMA_MAX_LAYERS``"""
+MAX_EXPERTS = 1024
+"""``LLAMA_MAX_EXPERTS``"""
+MAX_WINDOW = 1 << 23
+"""Tokens of a sliding window: llama.cpp multiplies the window by up to 256 sequences in 32 bits."""
 
+TOKENIZER_MODELS = frozenset(
+    {"llama", "bert", "gpt2", "t5", "plamo2", "gemma4", "hybriddna", "whitespace", "none", "no_vocab"}
+)
+"""Values of ``tokenizer.ggml.model`` that can be served."""
+DEFAULT_SPECIAL_TOKENS: dict[str, dict[str, int | None]] = {
+    "llama": {"bos": 1, "eos": 2},
+    "bert": {"bos": 101, "eos": None, "seperator": 102},
+    "gpt2": {"bos": 11, "eos": 11},
+    "hybriddna": {"bos": 11, "eos": 11},
+    "whitespace": {"bos": 11, "eos": 11},
+    "t5": {"bos": None, "eos": 1},
+    "plamo2": {"bos": 1, "eos": 2},
+    "gemma4": {"bos": None, "eos": None},
+}
+"""Ids that llama.cpp uses where the file has none, or one outside the vocabulary."""
+ROPE_SCALING = frozenset({"none", "linear", "yarn", "longrope"})
+BYTE_TOKEN = 6
+"""``LLAMA_TOKEN_TYPE_BYTE``"""
 
-class GgufError(ValueError):
-    """The file must not be loaded.  The message says what is wrong with it and what to do."""
+NO_ROPE = frozenset({
+    "arwkv7", "bloom", "clip", "glm5-next", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "kimi-k3", "kimi-linear",
+    "mamba", "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2", "rwkv7",
+    "wavtokenizer-dec",
+})  # fmt: skip
+"""Architectures without RoPE (``llama_model_rope_type``), which may claim 0 rotated dimensions."""
+FULL_ROPE = frozenset({
+    "apertus", "arcee", "arctic", "baichuan", "chameleon", "codeshell", "cogvlm", "cohere2moe", "dbrx", "deci",
+    "deepseek", "dots1", "dream", "ernie4_5", "ernie4_5-moe", "exaone", "exaone-moe", "exaone4", "falcon", "granite",
+    "granite_swa", "graniteswitch", "grok", "grovemoe", "hunyuan-dense", "hunyuan-moe", "hunyuan_vl", "hy_v3",
+    "internlm2", "jais2", "llada", "llada-moe", "llama", "llama4", "maincoder", "mellum", "mistral3", "olmo", "olmo2",
+    "olmoe", "orion", "paddleocr", "pangu-embedded", "plamo", "pockettts", "qwen2", "qwen2moe", "qwen2vl", "qwen3",
+    "qwen3moe", "qwen3vl", "qwen3vlmoe", "rnd1", "seed_oss", "smallthinker", "smollm3", "starcoder2", "talkie",
+    "xverse",
+})  # fmt: skip
+"""Architectures whose graph asserts ``n_embd_head == n_rot``."""
+SECTIONED_ROPE = frozenset(
+    {"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp", "qwen3tts"}
+)
+"""Architectures that rotate sections of a head with positions of their own (M-RoPE)."""
+WITH_ENCODER = frozenset({"t5", "t5encoder", "eagle3", "dflash"})
+"""Architectures of ``llama_model_has_encoder``."""
+NEED_EXPERTS = frozenset({"bailingmoe2", "grovemoe", "llada-moe", "smallthinker"})
+"""Architectures that assert that they have experts; others report an error."""
 
-
-class _BeyondWindow(Exception):
-    """The header goes on behind what has been read of the file so far."""
+NOT_MULTIPLIED = frozenset({"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K"})
+"""Tensor types without a matrix product in ggml's CPU backend."""
+INDEX_TABLES = ("tid2eid", "d2t", "masked_embd", "token_ordering")
+"""Parts of the names of tensors that hold integers."""
+FLOAT_ONLY = (
+    "norm.weight",
+    "shortconv.conv.weight",
+    *(f"ssm_conv1d{suffix}.weight" for suffix in ("", "_q", "_k", "_v")),
+)
+"""Ends of the names of matrices that ggml's kernels take as F32 alone."""
 
 
 @attrs.frozen(kw_only=True)
 class GgufSummary:
-    """What the header says, as far as anybody needs it before the model is loaded."""
+    """The facts of a header that are of use before the model is loaded."""
 
     version: int
     architecture: str
-    """``""`` if the file does not say."""
+    """``""`` where the file has none."""
     name: str
-    """``""`` if the file does not say."""
+    """``""`` where the file has none."""
     n_tensors: int
     n_kv: int
     size_bytes: int
-    """Of the file."""
+    """Size of the file."""
     context_length: int | None
-    """Tokens of context that the model was trained for."""
+    """Tokens of context that the model was trained with."""
     n_vocab: int | None
-    """Entries of ``tokenizer.ggml.tokens``."""
+    """Items of ``tokenizer.ggml.tokens``."""
     split_count: int
-    """Files that the model consists of; 1 if it is this one alone."""
+    """Files that the model consists of; 1 for a model in one file."""
 
 
 def check_gguf(path: str | os.PathLike[str], *, vocab_only: bool = False) -> GgufSummary:
-    """Read the header of a GGUF and hold all that it says against the file.
+    """Check the header of a GGUF file, and refuse files that would end the process.
+
+    Blocks for about 1 ms for each thousand tokens of the vocabulary.
 
     Args:
         path: a regular file.
-        vocab_only: whether a file without tensors will do.
+        vocab_only: check only what loading the vocabulary uses, and accept a file without tensors.
 
     Raises:
-        GgufError: it is none, it is damaged, or it is built to do harm.
-        OSError: it cannot be opened or read.
-
-    Reads ``MAX_HEADER_BYTES`` at most, whatever the file's size.
+        GgufError: the file is not a GGUF, is damaged, or cannot be served.
+        OSError: the file cannot be opened or read.
     """
     path = Path(path)
-    status = path.stat()
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # to open a pipe is to wait
-        raise GgufError(f"{path} is not a regular file; give the path of a .gguf file")
-    with path.open("rb") as file:
-        window = _FIRST_READ
-        data = file.read(window)
-        while True:
-            try:
-                return _Header(data, status.st_size, vocab_only).summary()
-            except _BeyondWindow:
-                if window >= MAX_HEADER_BYTES:
-                    raise GgufError(
-                        f"{path}: its header is larger than {MAX_HEADER_BYTES >> 20} MiB, which no model needs"
-                    ) from None
-                window = min(window * 8, MAX_HEADER_BYTES)
-                file.seek(0)
-                data = file.read(window)
-                if len(data) < min(window, status.st_size):
-                    raise GgufError(f"{path} became shorter while it was read; copy it anew") from None
-            except GgufError as error:
-                raise GgufError(f"{path}: {error}") from None
+    try:
+        header = read_header(path, vocab_only=vocab_only)
+        check_values(header, vocab_only=vocab_only)
+    except GgufError as error:
+        raise GgufError(f"{path}: {error}") from None
+    architecture = header.text("general.architecture")
+    context = header.values.get(f"{architecture}.context_length")
+    splits = header.values.get("split.count")
+    return GgufSummary(
+        version=header.version,
+        architecture=architecture,
+        name=header.text("general.name"),
+        n_tensors=len(header.tensors),
+        n_kv=header.n_kv,
+        size_bytes=header.size_bytes,
+        context_length=context if isinstance(context, int) else None,
+        n_vocab=header.count("tokenizer.ggml.tokens"),
+        split_count=splits if isinstance(splits, int) and splits > 0 else 1,
+    )
 
 
-class _Header:
-    """One walk over the header, from front to back.  ``data`` is the beginning of the file."""
+def check_values(header: GgufHeader, *, vocab_only: bool) -> None:
+    """Apply every rule to a well-formed header.
 
-    def __init__(self, data: bytes, file_size: int, vocab_only: bool) -> None:
-        self._data = data
-        self._at = 0
-        self._file_size = file_size
-        self._vocab_only = vocab_only
-        self._values: dict[str, object] = {}
-        self._lengths: dict[str, int] = {}
+    Raises:
+        GgufError: a value would end the process.
+    """
+    for rule in VOCABULARY_RULES if vocab_only else (*VOCABULARY_RULES, *MODEL_RULES):
+        rule(header)
 
-    def summary(self) -> GgufSummary:
-        version = self._version()
-        n_tensors, n_kv = self._unpack("<QQ", "the counts of tensors and of key-value pairs")
-        # The smallest pair is a key of one byte and a value of one; the smallest tensor has one dimension.
-        self._count(n_kv, MAX_PAIRS, 8 + 1 + 4 + 1, "key-value pairs")
-        self._count(n_tensors, MAX_TENSORS, 8 + 1 + 4 + 8 + 4 + 8, "tensors")
-        if n_tensors == 0 and not self._vocab_only:
-            raise GgufError("it has no tensors: it is a vocabulary, or the first part of a split; give a whole model")
-        for _ in range(n_kv):
-            self._pair()
-        self._tensors(n_tensors)
-        architecture = self._text("general.architecture")
-        context = self._values.get(f"{architecture}.context_length")
-        splits = self._values.get("split.count")
-        return GgufSummary(
-            version=version,
-            architecture=architecture,
-            name=self._text("general.name"),
-            n_tensors=n_tensors,
-            n_kv=n_kv,
-            size_bytes=self._file_size,
-            context_length=context if isinstance(context, int) else None,
-            n_vocab=self._lengths.get("tokenizer.ggml.tokens"),
-            split_count=splits if isinstance(splits, int) and splits > 0 else 1,
+
+# -- the vocabulary -----------------------------------------------------------------------------
+
+
+def _check_tokenizer_model(header: GgufHeader) -> None:
+    """llama-vocab.cpp, ``load``: ``rwkv`` and ``test`` have no safe way from text to tokens and back."""
+    model = header.text("tokenizer.ggml.model")
+    if model and model not in TOKENIZER_MODELS:
+        raise GgufError(
+            f"its tokenizer is {model!r:.40}, which cannot be served; use a model with one of these tokenizers: "
+            + ", ".join(sorted(TOKENIZER_MODELS - {"none", "no_vocab"}))
         )
 
-    def _version(self) -> int:
-        magic = self._data[:4]
-        if magic != b"GGUF":
-            if self._data.startswith(b"version https://git-lfs"):
-                raise GgufError("it is a Git LFS pointer, not the model; run git lfs pull")
-            raise GgufError(f"it begins with {magic!r} and not with b'GGUF'; it is not a GGUF file")
-        self._at = 4
-        (version,) = self._unpack("<I", "the version")
-        if version in (2 << 24, 3 << 24):
-            raise GgufError("it is a big-endian GGUF and this machine is not; get the little-endian one")
-        if version not in (2, 3):
-            raise GgufError(f"it is GGUF version {version}; only 2 and 3 can be read. Convert the model anew")
-        assert isinstance(version, int)
-        return version
 
-    def _pair(self) -> None:
-        key = self._string(MAX_KEY_BYTES, "a key")
-        if not key or key in self._values or key in self._lengths:
-            raise GgufError(f"the key {key!r} is empty or there twice; the file is damaged")
-        (kind,) = self._unpack("<I", f"the type of {key}")
-        if kind == _ARRAY:
-            self._array(key)
-        elif kind == _STRING:
-            self._values[key] = self._string(MAX_TEXT_BYTES, key)
-        elif kind in _SCALARS:
-            (value,) = self._unpack(_SCALARS[kind], key)
-            self._values[key] = value if kind in _UNSIGNED else None
-            if key == "general.alignment" and kind != _UINT32:
-                raise GgufError("general.alignment is not a uint32; the file is damaged")
-        else:
-            raise GgufError(f"the value of {key} has the type {kind}, which does not exist")
+def _check_tokens(header: GgufHeader) -> None:
+    """llama-vocab.cpp, ``load``: ``GGML_ASSERT(id_to_token.size() == token_to_id.size())``."""
+    if header.count("tokenizer.ggml.tokens") == 0:
+        raise GgufError(f"its vocabulary has no tokens; {REMEDY}")
+    seen: set[bytes] = set()
+    for index, token in enumerate(_spellings(header)):
+        if token in seen:
+            raise GgufError(f"its vocabulary has the token {token!r:.60} twice, the second time as {index}; {REMEDY}")
+        seen.add(token)
 
-    def _array(self, key: str) -> None:
-        kind, count = self._unpack("<IQ", f"the array {key}")
-        if kind == _STRING:
-            self._count(count, self._file_size, 8, f"strings in {key}")
-            self._skip_strings(count, key)
-        elif kind in _SCALARS:
-            size = struct.calcsize(_SCALARS[kind])
-            self._count(count, self._file_size, size, f"values in {key}")
-            self._skip(count * size)
-        elif kind == _ARRAY:
-            raise GgufError(f"{key} is an array of arrays, which llama.cpp does not read")
-        else:
-            raise GgufError(f"the array {key} has entries of the type {kind}, which does not exist")
-        self._lengths[key] = count
 
-    def _tensors(self, n_tensors: int) -> None:
-        alignment = self._values.get("general.alignment", DEFAULT_ALIGNMENT)
-        assert isinstance(alignment, int)
-        if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise GgufError(f"its alignment {alignment} is not a power of two up to {MAX_ALIGNMENT}")
-        names: set[str] = set()
-        expected = end = 0
-        for _ in range(n_tensors):
-            name, offset, size = self._tensor()
-            if name in names:
-                raise GgufError(f"the tensor {name} is there twice; the file is damaged")
-            names.add(name)
-            if offset % alignment:
-                raise GgufError(f"the data of {name} at {offset} is not aligned to {alignment} bytes")
-            if offset != expected:
-                wrong = "overlaps what comes before it" if offset < expected else "leaves a gap before it"
-                raise GgufError(f"the data of {name} at {offset} {wrong}: it belongs at {expected}")
-            end = offset + size
-            expected = _aligned(end, alignment)
-        there = self._file_size - _aligned(self._at, alignment)
-        if n_tensors and end > there:
+def _spellings(header: GgufHeader) -> Iterable[bytes]:
+    """The tokens as llama.cpp stores them: cut at a NUL, and empty ones with a name."""
+    for index, token in enumerate(header.strings("tokenizer.ggml.tokens")):
+        yield token.partition(b"\0")[0] or b"[EMPTY_%d]" % index
+
+
+def _check_byte_tokens(header: GgufHeader) -> None:
+    """llama-vocab.cpp, ``byte_to_token`` and ``token_to_byte``.
+
+    A SentencePiece vocabulary must spell every byte, because a text that needs a missing one ends the process.
+    """
+    model = header.text("tokenizer.ggml.model")
+    if model == "llama":
+        tokens = set(_spellings(header))
+        missing = [byte for byte in range(256) if b"<0x%02X>" % byte not in tokens and bytes([byte]) not in tokens]
+        if tokens and missing:
             raise GgufError(
-                f"its tensors need {end} bytes and {max(there, 0)} are there: the file was cut off. "
-                "Download or copy it anew"
+                f"its vocabulary cannot spell {len(missing)} of the 256 bytes, the first one 0x{missing[0]:02X}, so it "
+                f"is not one for the tokenizer 'llama'; {REMEDY}"
             )
+    if model == "bert" and BYTE_TOKEN in header.numbers("tokenizer.ggml.token_type"):
+        raise GgufError(f"its vocabulary has byte tokens, which the tokenizer 'bert' does not know; {REMEDY}")
 
-    def _tensor(self) -> tuple[str, int, int]:
-        """Name, offset and size in bytes of the next tensor."""
-        name = self._string(MAX_TENSOR_NAME_BYTES, "a tensor's name")
-        (n_dimensions,) = self._unpack("<I", f"the number of dimensions of {name}")
-        if not 1 <= n_dimensions <= MAX_DIMENSIONS:
-            raise GgufError(f"the tensor {name} has {n_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
-        dimensions = self._unpack(f"<{n_dimensions}Q", f"the dimensions of {name}")
-        kind, offset = self._unpack("<IQ", f"type and offset of {name}")
-        if kind not in TENSOR_TYPES:
-            raise GgufError(f"the tensor {name} has the type {kind}, unknown to the llama.cpp this is built with")
-        type_name, block, block_bytes = TENSOR_TYPES[kind]
-        if dimensions[0] % block:
-            raise GgufError(f"the tensor {name} has rows of {dimensions[0]}, no multiple of {type_name}'s {block}")
-        n_blocks = dimensions[0] // block
-        for dimension in dimensions[1:]:
-            n_blocks *= dimension  # Python's integers do not overflow
-        if n_blocks == 0:
-            raise GgufError(f"the tensor {name} has a dimension of 0")
-        if n_blocks * block_bytes > self._file_size:
+
+def _check_special_tokens(header: GgufHeader) -> None:
+    """llama-vocab.cpp, ``tokenize``: ``GGML_ASSERT(special_bos_id != LLAMA_TOKEN_NULL)`` and its like."""
+    model = header.text("tokenizer.ggml.model")
+    if model not in DEFAULT_SPECIAL_TOKENS:
+        return
+    adds = {name: header.values.get(f"tokenizer.ggml.add_{name}_token") for name in ("bos", "eos")}
+    needed = {
+        "bos": model in ("bert", "gemma4") or adds["bos"] is True or (model == "llama" and adds["bos"] is None),
+        "eos": adds["eos"] is True or (model == "t5" and adds["eos"] is None),
+        "seperator": model == "bert",  # as the key is spelled
+    }
+    n_tokens = header.count("tokenizer.ggml.tokens") or 0
+    for name, default in DEFAULT_SPECIAL_TOKENS[model].items():
+        token = header.values.get(f"tokenizer.ggml.{name}_token_id")
+        usable = any(isinstance(each, int) and 0 <= each < n_tokens for each in (token, default))
+        if needed[name] and n_tokens and not usable:
+            raise GgufError(f"its tokenizer adds the token {name}, and its vocabulary has none; {REMEDY}")
+
+
+# -- hyperparameters ----------------------------------------------------------------------------
+
+
+def _check_layers(header: GgufHeader) -> None:
+    """llama-model.cpp, ``load_hparams``: ``n_layer_all`` and ``n_layer_nextn``."""
+    n_layers = _integer(header, "block_count")
+    if n_layers is None:
+        return
+    if not 1 <= n_layers <= MAX_LAYERS:
+        raise GgufError(f"it claims {n_layers} layers, not 1 to {MAX_LAYERS}; {REMEDY}")
+    n_predicting = _integer(header, "nextn_predict_layers") or 0
+    if n_predicting > n_layers:
+        raise GgufError(f"it claims {n_predicting} layers for multi-token prediction of {n_layers}; {REMEDY}")
+
+
+def _check_experts(header: GgufHeader) -> None:
+    """llama-model.cpp, ``load_hparams``: ``n_expert``, ``n_expert_used`` and ``n_expert_groups``."""
+    count = _integer(header, "expert_count") or 0
+    groups = _integer(header, "expert_group_count") or 0
+    groups_used = _integer(header, "expert_group_used_count") or 0
+    all_used = _numbers(header, "expert_used_count")
+    used = max(all_used, default=0)
+    if count <= 1 and header.text("general.architecture") in ("hunyuan-dense", "hunyuan_vl"):
+        used = count = 0  # these have the keys without having experts
+    consistent = (
+        (count > 0 or header.text("general.architecture") not in NEED_EXPERTS)
+        and used <= count <= MAX_EXPERTS
+        and min(all_used, default=0) >= 0
+        and bool(used) == bool(count)
+        and (groups < count or groups == count == 0)
+        and (groups <= 1 or (count % groups == 0 and 0 < groups_used < groups))
+    )
+    if not consistent:
+        raise GgufError(
+            f"it claims {count} experts in {groups} groups, of which {used} experts in {groups_used} groups are used; "
+            f"{REMEDY}"
+        )
+
+
+def _check_layers_with_experts(header: GgufHeader) -> None:
+    """A layer that has experts and uses none of them crashes the kernel of ``GGML_OP_MUL_MAT_ID``."""
+    names = {tensor.name for tensor in header.tensors}
+    for layer, used in enumerate(_numbers(header, "expert_used_count")):
+        if not used and f"blk.{layer}.ffn_down_exps.weight" in names:
+            raise GgufError(f"its layer {layer} has experts and uses none of them; {REMEDY}")
+
+
+def _check_epsilons(header: GgufHeader) -> None:
+    """ggml-cpu/ops.cpp: ``GGML_ASSERT(eps >= 0.0f)`` of every norm."""
+    for key in header.values:
+        if key.endswith(("epsilon", ".eps")):
+            for value in header.numbers(key):
+                if not 0 <= value < math.inf:
+                    raise GgufError(f"{key} is {value}, not a number from 0; {REMEDY}")
+
+
+def _check_rope(header: GgufHeader) -> None:
+    """llama-model.cpp, ``rope_scaling_type_from_string``; ggml-cpu/ops.cpp, ``ggml_compute_forward_rope``.
+
+    With 0 or a negative number of rotated dimensions the kernel does not return.
+    """
+    key = f"{header.text('general.architecture')}.rope.scaling.type"
+    scaling = header.text(key)
+    if key in header.values and scaling not in ROPE_SCALING:
+        raise GgufError(f"its RoPE scaling is {scaling!r:.40}, not one of {', '.join(sorted(ROPE_SCALING))}; {REMEDY}")
+    sections = _numbers(header, "rope.dimension_sections")
+    if header.text("general.architecture") in SECTIONED_ROPE and not any(section > 0 for section in sections[:3]):
+        raise GgufError(f"its architecture rotates sections of each head, and it claims none; {REMEDY}")
+    heads = next(iter(_numbers(header, "attention.head_count")), 0)
+    width = _integer(header, "embedding_length")
+    if header.text("general.architecture") in NO_ROPE or not isinstance(heads, int) or heads < 1 or width is None:
+        return
+    for suffix in ("", "_swa"):
+        n_rotated = _integer(header, f"rope.dimension_count{suffix}")
+        head = _integer(header, f"attention.key_length{suffix}")
+        if head is None:
+            head = _integer(header, "attention.key_length")
+        head = width // heads if head is None else head
+        if n_rotated is not None and not (2 <= n_rotated <= head and n_rotated % 2 == 0):
             raise GgufError(
-                f"the tensor {name} takes {n_blocks * block_bytes} bytes and the whole file has "
-                f"{self._file_size}: it was cut off or is damaged. Download or copy it anew"
+                f"it rotates {n_rotated} dimensions of heads of {head}, not an even number of them from 2; {REMEDY}"
             )
-        return name, offset, n_blocks * block_bytes
-
-    # Reading.  The end of the window is the end of the file, or a reason to read more of it.
-
-    def _unpack(self, layout: str, what: str) -> tuple[int, ...]:
-        start = self._at
-        self._skip(struct.calcsize(layout), what)
-        return struct.unpack_from(layout, self._data, start)
-
-    def _skip(self, size: int, what: str = "an array") -> None:
-        self._at += size
-        if self._at > len(self._data):
-            self._beyond(what)
-
-    def _beyond(self, what: str) -> None:
-        if self._at > self._file_size:
-            raise GgufError(f"it ends inside {what}: it was cut off. Download or copy it anew")
-        raise _BeyondWindow
-
-    def _count(self, count: int, limit: int, least_bytes: int, what: str) -> None:
-        if count > limit or count * least_bytes > self._file_size - self._at:
-            raise GgufError(f"it claims {count} {what}, more than it has room for; the file is damaged")
-
-    def _string(self, limit: int, what: str) -> str:
-        (length,) = self._unpack("<Q", f"the length of {what}")
-        if length > limit:
-            raise GgufError(f"{what} has {length} bytes, more than {limit}; the file is damaged")
-        self._skip(length, what)
-        return self._data[self._at - length : self._at].decode("utf-8", "replace")
-
-    def _skip_strings(self, count: int, key: str) -> None:
-        # Vocabularies have hundreds of thousands of these: nothing in this loop that can be outside.
-        read, data, at = struct.Struct("<Q").unpack_from, self._data, self._at
-        try:
-            for _ in range(count):
-                at += 8 + read(data, at)[0]
-        except (struct.error, OverflowError):
-            at += 8  # where the length ends that is not all in the window
-        self._at = at
-        if at > len(data):
-            self._beyond(key)
-
-    def _text(self, key: str) -> str:
-        value = self._values.get(key)
-        return value if isinstance(value, str) else ""
+        if not suffix and n_rotated not in (None, head) and header.text("general.architecture") in FULL_ROPE:
+            raise GgufError(f"it rotates {n_rotated} dimensions, and its architecture rotates all {head}; {REMEDY}")
 
 
-def _aligned(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment
+def _check_kv_heads(header: GgufHeader) -> None:
+    """llama-kv-cache.cpp, ``cpy_k``: some architectures compare only the first layer with its tensors."""
+    heads = _numbers(header, "attention.head_count")
+    kv_heads = _numbers(header, "attention.head_count_kv")
+    if len(kv_heads) < 2:
+        return
+    widths = {_integer(header, f"attention.key_length{suffix}") for suffix in ("", "_swa")}
+    widths |= {(_integer(header, "embedding_length") or 0) // n for n in heads if isinstance(n, int) and n > 0}
+    tensors = {tensor.name: tensor for tensor in header.tensors}
+    for layer, n in enumerate(kv_heads):
+        keys = tensors.get(f"blk.{layer}.attn_k.weight")
+        if n and keys is not None and keys.shape[-1] not in {n * width for width in widths if width}:
+            raise GgufError(f"its layer {layer} claims {n} KV heads, which does not match {keys.name}; {REMEDY}")
+
+
+def _check_window(header: GgufHeader) -> None:
+    """llama-kv-cache-iswa.cpp computes the size of the cache in 32 bits; llama-model.cpp, ``is_swa_any()``."""
+    window = _integer(header, "attention.sliding_window")
+    if window is None:
+        return
+    if not 0 <= window <= MAX_WINDOW:
+        raise GgufError(f"it claims a sliding window of {window} tokens, more than {MAX_WINDOW}; {REMEDY}")
+    key = f"{header.text('general.architecture')}.attention.sliding_window_pattern"
+    exempts_all = header.values.get(key) == 1  # a single n exempts every n-th layer
+    pattern = header.numbers(key)[: _integer(header, "block_count")]
+    if window and (exempts_all or (header.count(key) is not None and not any(pattern))):
+        raise GgufError(f"it claims a sliding window of {window} tokens, and no layer that has one; {REMEDY}")
+
+
+def _check_decoder_only(header: GgufHeader) -> None:
+    """llama-graph.cpp: a decoder asserts the output of its encoder, which nobody computes here."""
+    architecture = header.text("general.architecture")
+    if architecture in WITH_ENCODER or header.text("tokenizer.ggml.model") == "t5":
+        raise GgufError(f"it is a model with an encoder ({architecture}); only decoder-only models can be served")
+
+
+# -- tensors ------------------------------------------------------------------------------------
+
+
+def _check_tensor_types(header: GgufHeader) -> None:
+    """ggml-cpu: ``binary_op`` takes vectors as F32 alone, and some types have no matrix product."""
+    for tensor in header.tensors:
+        if any(part in tensor.name for part in INDEX_TABLES):
+            continue
+        matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight") and not tensor.name.endswith(FLOAT_ONLY)
+        if tensor.type in NOT_MULTIPLIED if matrix else tensor.type != "F32":
+            expected = "a type for matrices" if matrix else "F32"
+            raise GgufError(f"the tensor {tensor.name} has the type {tensor.type}, not {expected}; {REMEDY}")
+
+
+def _integer(header: GgufHeader, name: str) -> int | None:
+    """A whole number of the model's architecture; ``None`` where the file has none."""
+    value = header.values.get(f"{header.text('general.architecture')}.{name}")
+    return value if isinstance(value, int) else None
+
+
+def _numbers(header: GgufHeader, name: str) -> tuple[int | float, ...]:
+    """One number, or one for each layer; empty where the file has none."""
+    return header.numbers(f"{header.text('general.architecture')}.{name}")
+
+
+Rule = Callable[[GgufHeader], None]
+
+VOCABULARY_RULES: tuple[Rule, ...] = (
+    _check_tokenizer_model,
+    _check_tokens,
+    _check_byte_tokens,
+    _check_special_tokens,
+)
+MODEL_RULES: tuple[Rule, ...] = (
+    _check_decoder_only,
+    _check_layers,
+    _check_experts,
+    _check_layers_with_experts,
+    _check_epsilons,
+    _check_rope,
+    _check_kv_heads,
+    _check_window,
+    _check_tensor_types,
+)

@@ -1,4 +1,4 @@
-"""From a request's words to the tokens that the model reads."""
+"""Turn a request's prompt or messages into tokens."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import numpy as np
 import trio
 
 from uma_trio.config import Limits
-from uma_trio.engine.messages import PromptPart, TokenIds
+from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.errors import BadRequest, PromptTooLarge
+from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.protocol.messages import ChatMessage, Generate
 
 INLINE_BYTES: Final = 4096
-"""Shorter prompts are tokenized where they arrive, in well under a millisecond; a thread would cost more."""
+"""Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
 
 
 @attrs.frozen(eq=False)
 class Prompt:
-    """What a request's text became."""
+    """A tokenized prompt."""
 
     tokens: TokenIds
     """Shape ``[n]``."""
     text: str
-    """As it was tokenized: for ``messages``, the rendered template.  Of a session what is new."""
+    """The text before tokenization.  For ``messages`` the rendered template; in a session of prompts the new text."""
     dropped: int = 0
-    """Tokens that had to go; see ``Generate.n_keep``."""
+    """Number of tokens dropped to fit; see ``Generate.n_keep``."""
 
 
 @attrs.frozen(eq=False)
 class History:
-    """What was said in a session before."""
+    """The earlier turns of a session."""
 
     tokens: TokenIds
-    """Shape ``[n]``: of prompts and answers, or of the last rendered chat and its answer."""
+    """Shape ``[n]``: all prompts and answers, or the last rendered chat with its answer."""
     messages: Sequence[ChatMessage] = ()
-    """Of a chat; nothing of a session of prompts."""
+    """Empty in a session of prompts."""
 
 
 def check_prompt_size(request: Generate, limits: Limits) -> int:
-    """UTF-8 bytes of what ``request`` says.
+    """The size of a request's prompt or messages in UTF-8 bytes.
 
     Raises:
-        PromptTooLarge: more than ``max_prompt_bytes``.
+        PromptTooLarge: the size exceeds ``max_prompt_bytes``.
     """
     if request.messages is None:
         size = len((request.prompt or "").encode())
@@ -59,48 +59,49 @@ def check_prompt_size(request: Generate, limits: Limits) -> int:
 
 @attrs.frozen
 class PromptMaker:
-    """Renders and tokenizes for one model."""
+    """Renders and tokenizes prompts for one model."""
 
     tokenizer: Tokenizer
     chat: ChatTemplate | None
-    """``None`` for a model without a template."""
+    """``None`` for a model without a chat template."""
     limits: Limits
 
-    async def make(self, request: Generate, before: History | None = None) -> Prompt:
-        """The prompt of ``request``.  Long ones are made in a thread; can be cancelled.
+    async def make(self, request: Generate, history: History | None = None) -> Prompt:
+        """Build the prompt of ``request``.  Messages and long prompts are processed in a thread; can be cancelled.
 
         Args:
-            before: of a session: its prompt follows these tokens, its messages these messages.
+            history: earlier turns of the session.  The prompt continues its tokens, the messages continue its messages.
 
         Raises:
-            PromptTooLarge: more than ``max_prompt_bytes``, seen before anything is rendered.
-            BadRequest: ``messages`` that the template refuses, or for a model that has none.
+            PromptTooLarge: the size exceeds ``max_prompt_bytes``.  Checked before anything is rendered.
+            BadRequest: the template refuses the messages, or the model has no template.
+            BrokenTemplate: the template fails or exceeds its limits.
         """
         size = check_prompt_size(request, self.limits)
         if size <= INLINE_BYTES and request.messages is None:
-            return self._make(request, before)
-        return await trio.to_thread.run_sync(self._make, request, before, abandon_on_cancel=True)
+            return self._make(request, history)
+        return await trio.to_thread.run_sync(self._make, request, history, abandon_on_cancel=True)
 
-    def _make(self, request: Generate, before: History | None) -> Prompt:
-        said = np.empty(0, np.int32) if before is None else before.tokens
+    def _make(self, request: Generate, history: History | None) -> Prompt:
+        past = np.empty(0, np.int32) if history is None else history.tokens
         if request.prompt is not None:
             part = PromptPart(request.prompt, request.parse_special)
-            return Prompt(self._after(said, [part]), request.prompt)
-        messages = [*(before.messages if before is not None else ()), *(request.messages or ())]
+            return Prompt(self._continue(past, [part]), request.prompt)
+        messages = [*(history.messages if history is not None else ()), *(request.messages or ())]
         parts = self._parts(messages)
         text = "".join(part.text for part in parts)
-        if len(said):
-            spoken = self.tokenizer.decode(said, special=True).removeprefix(
+        if len(past):
+            past_text = self.tokenizer.decode(past, special=True).removeprefix(
                 "" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos
             )
-            if text.startswith(spoken):  # the answer's own tokens stay, however it would be cut into tokens anew
-                return Prompt(self._after(said, _without(len(spoken), parts)), text)
+            if text.startswith(past_text):  # keep the generated tokens: tokenizing their text may give others
+                return Prompt(self._continue(past, _drop_chars(len(past_text), parts)), text)
         return Prompt(self.tokenizer.encode_parts(parts), text)
 
-    def _after(self, said: TokenIds, parts: Sequence[PromptPart]) -> TokenIds:
-        if not len(said):
+    def _continue(self, past: TokenIds, parts: Sequence[PromptPart]) -> TokenIds:
+        if not len(past):
             return self.tokenizer.encode_parts(parts)
-        return np.concatenate([said, self.tokenizer.encode_parts(parts, continues=True)])
+        return np.concatenate([past, self.tokenizer.encode_parts(parts, continues=True)])
 
     def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[PromptPart]:
         if self.chat is None:
@@ -108,7 +109,10 @@ class PromptMaker:
         return self.chat.parts([attrs.asdict(message) for message in messages])
 
     def truncate_tokens(self, tokens: Sequence[int], text: str) -> TokenIds:
-        """The first of ``tokens`` that say ``text``, which a stop string has cut off somewhere; ``[n]``."""
+        """Cut generated ``tokens`` to those of ``text``, which a stop string has cut short.  Shape ``[n]``.
+
+        If the cut is inside a token, the rest of the text is tokenized anew.
+        """
         left, n = len(text.encode()), 0
         for token in tokens:
             size = len(self.tokenizer.token_to_bytes(token))
@@ -118,16 +122,85 @@ class PromptMaker:
             n += 1
         kept = np.asarray(tokens[:n], np.int32)
         rest = text.encode()[len(text.encode()) - left :].decode("utf-8", "replace")
-        return (
-            np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)]) if rest else kept
-        )
+        if not rest:
+            return kept
+        return np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)])
 
 
-def _without(n: int, parts: Sequence[PromptPart]) -> list[PromptPart]:
-    """``parts`` but for their first ``n`` characters."""
+def _drop_chars(n: int, parts: Sequence[PromptPart]) -> list[PromptPart]:
+    """``parts`` without their first ``n`` characters."""
     left = []
     for part in parts:
         if n < len(part.text):
             left.append(attrs.evolve(part, text=part.text[n:]))
         n = max(0, n - len(part.text))
     return left
+
+
+# -- does it fit into the context? ---------------------------------------------------------------------
+
+
+def fit_prompt(prompt: Prompt, request: Generate, info: ModelInfo, limits: Limits) -> Prompt:
+    """``prompt``, without the oldest tokens behind the first ``n_keep`` if the request allows that and it is too long.
+
+    What stays is computed again.  llama.cpp could shift the cached values instead, but they would still depend on the
+    dropped tokens, and the same session would answer differently after a restart.
+    """
+    n_drop = surplus_tokens(len(prompt.tokens), request, info, limits)
+    if not n_drop:
+        return prompt
+    assert request.n_keep is not None
+    kept = np.concatenate([prompt.tokens[: request.n_keep], prompt.tokens[request.n_keep + n_drop :]])
+    return attrs.evolve(prompt, tokens=kept, dropped=prompt.dropped + n_drop)
+
+
+def surplus_tokens(n_prompt: int, request: Generate, info: ModelInfo, limits: Limits) -> int:
+    """How many prompt tokens must go so that prompt and answer fit; 0 without ``n_keep``, or if ``n_keep`` is too large.
+
+    A multiple of half of what can go: a session that has filled its context can then go on for many turns before the
+    prompt is computed again.
+    """
+    if request.n_keep is None:
+        return 0
+    room = prompt_room(request, info, limits)
+    step = (room - request.n_keep) // 2
+    if n_prompt <= room or step < 1:
+        return 0
+    return -(-(n_prompt - room) // step) * step
+
+
+def prompt_room(request: Generate, info: ModelInfo, limits: Limits) -> int:
+    """Prompt tokens that fit into the context together with the answer."""
+    wanted = request.max_tokens or min(limits.default_max_tokens, limits.max_tokens)
+    return info.max_request_tokens - wanted + 1
+
+
+def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits: Limits) -> int:
+    """How many tokens the request may generate.
+
+    The last sampled token is never computed, so prompt and answer need one cell less than they have tokens.
+
+    Raises:
+        BadRequest: the prompt has no tokens.
+        PromptTooLarge: more than ``max_prompt_tokens``.
+        MaxTokensTooLarge: more than ``limits.max_tokens`` asked for.
+        ContextTooSmall: prompt and answer can never fit.
+    """
+    if n_prompt == 0:
+        raise BadRequest("the prompt has no tokens")
+    if n_prompt > limits.max_prompt_tokens:
+        raise PromptTooLarge(f"the prompt has {n_prompt} tokens; this server takes {limits.max_prompt_tokens}")
+    context = info.max_request_tokens
+    room = context - n_prompt + 1
+    if room < 1:
+        raise ContextTooSmall(f"the prompt has {n_prompt} tokens, the context has room for {context}")
+    wanted = request.max_tokens
+    if wanted is None:
+        return min(limits.default_max_tokens, limits.max_tokens, room)
+    if wanted > limits.max_tokens:
+        raise MaxTokensTooLarge(f"max_tokens is {wanted}; this server gives {limits.max_tokens}")
+    if wanted > room:
+        raise ContextTooSmall(
+            f"{n_prompt} prompt tokens and max_tokens {wanted} exceed the context of {context}; ask for at most {room}"
+        )
+    return wanted

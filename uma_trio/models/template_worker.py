@@ -1,7 +1,8 @@
 """Child process that renders one model's chat template.  Started by ``chat.py``; imports nothing of uma_trio.
 
 A template is a program from the model file.  Jinja's sandbox keeps it away from Python, but does not bound memory or
-time.  The operating system does: this process has an address space limit, and the parent kills it when it is late.
+time.  The operating system does: this process has limits for address space and CPU time, and the parent kills it when
+it misses its deadline.
 
 Protocol: one JSON object per line.  The first line on stdin has the template's ``source`` and the limits; every
 later line has the variables of one rendering.  Each gets one line on stdout: ``{"text": ...}``, ``{"refused": ...}``
@@ -105,7 +106,7 @@ def main() -> None:
 
 
 def limit_memory(n_bytes: int) -> None:
-    """Bound the address space, where the system does that: macOS does not, and there only time bounds memory."""
+    """Limit the address space.  macOS does not enforce this; there, only the deadline bounds memory."""
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
 
@@ -118,7 +119,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def send(answer: dict[str, str]) -> None:
-    # Not escaped as \uXXXX: two lone surrogates in a row would come back as one character.
+    # Without \uXXXX escapes: two lone surrogates in a row would be decoded to one character.
     sys.stdout.buffer.write(json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
     sys.stdout.buffer.flush()
 

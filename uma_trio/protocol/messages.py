@@ -27,6 +27,9 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_INT32: Final = 2**31 - 1
 """llama.cpp counts and numbers tokens with 32-bit signed integers."""
 
+MAX_SEED: Final = 2**63 - 1
+"""Largest signed 64-bit integer, which every client's language can hold."""
+
 MAX_NAME_CHARS: Final = 256
 """Characters of a name that a client chooses: of a request, a session, a model or a principal."""
 
@@ -105,7 +108,7 @@ class Generate:
     """Token id to a number that is added to its logit.  ``BANNED`` excludes the token."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """Report the log probability of each token and of this many most likely alternatives."""
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     """``None``: the server chooses a seed and reports it in ``eos``."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = attrs.field(factory=list)
     """Strings that end the answer.  They are not part of it."""

@@ -1,6 +1,6 @@
-"""How the embedded model is made: ``python -m uma_trio.training --help``.
+"""Scripts that train the embedded model: ``python -m uma_trio.training --help``.
 
-Nothing here is needed to serve.  The generators of text (``skills/``, ``corpus``, ``bpe``) are pure
-Python; ``network``, ``train`` need torch and ``export`` needs gguf, both from the ``[train]`` extra,
-and are imported only when used.
+Serving does not need them, so the wheel leaves them out.  The text generators (``skills/``, ``corpus``) and the
+tokenizer (``bpe``) are pure Python.  ``network`` and ``train`` need torch, ``export`` needs gguf.  Both come with the
+``[train]`` extra and are imported only when used.
 """

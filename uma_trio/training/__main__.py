@@ -1,4 +1,4 @@
-"""``python -m uma_trio.training``: from nothing to a GGUF and its card."""
+"""``python -m uma_trio.training``: train the embedded model and write its GGUF and model card."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from uma_trio.training.chat import CONTROLS
 from uma_trio.training.shape import SHIPPED, SMOKE, Shape
 
 HELP = """
-Make the embedded model anew.  One command does everything, from fixed seeds:
+Train the embedded model from scratch.  One command does everything, from fixed seeds:
 
     python -m uma_trio.training all --out build/embedded
 
-  samples    print what the model is trained on (needs nothing)
-  tokenizer  learn the byte-level BPE                      -> tokenizer.json
-  train      train on a GPU if there is one (needs torch)  -> weights.npz, run.json
-  export     write the model (needs gguf)                  -> embedded.gguf
-  evaluate   examine it through libllama, on held-out
-             questions (needs the built library)           -> card.json
+  samples    print some training text (needs nothing)
+  tokenizer  learn the byte-level BPE                     -> tokenizer.json
+  train      train, on a GPU if available (needs torch)   -> weights.npz, run.json
+  export     write the model file (needs gguf)            -> embedded.gguf
+  evaluate   answer held-out questions through libllama
+             (needs the built library)                    -> card.json
   all        tokenizer, train, export, evaluate
 
-torch and gguf come with `pip install -e '.[train]'`.  On one NVIDIA H200 `train` takes about nine
-minutes; on two CPU cores it would take weeks, and `--smoke` runs every step on a toy in under a minute.
+torch and gguf come with `pip install -e '.[train]'`.  `train` takes about nine minutes on one NVIDIA
+H200 and would take weeks on two CPU cores.  `--smoke` runs every step with a toy model in under a minute.
 """
 
 
@@ -41,14 +41,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=("samples", "tokenizer", "train", "export", "evaluate", "all"), metavar="what")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/embedded"), help="folder of the results (build/embedded)"
-    )
-    parser.add_argument("--device", default="", help="cuda or cpu; found out if not given")
-    parser.add_argument("--steps", type=int, help="training steps, if not as many as the recipe says")
-    parser.add_argument("--each", type=int, default=200, help="exam questions of each skill (200)")
-    parser.add_argument("--seed", type=int, default=1, help="of `samples` and of the exam (1)")
-    parser.add_argument("--smoke", action="store_true", help="a toy that learns nothing, to try the script")
+    parser.add_argument("--out", type=Path, default=Path("build/embedded"), help="output folder (build/embedded)")
+    parser.add_argument("--device", default="", help="cuda or cpu (detected)")
+    parser.add_argument("--steps", type=int, help="training steps (those of the recipe)")
+    parser.add_argument("--each", type=int, default=200, help="exam questions per skill (200)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of `samples` and of the exam (1)")
+    parser.add_argument("--smoke", action="store_true", help="a toy model that learns nothing, to test the script")
     options = parser.parse_args()
     if options.what == "samples":
         _print_samples(options.seed)
@@ -94,7 +92,7 @@ def _train(options: argparse.Namespace, shape: Shape) -> None:
     recipe = Recipe(steps=12, tokens_per_step=4096) if options.smoke else Recipe()
     if options.steps:
         recipe = attrs.evolve(recipe, steps=options.steps)
-    _, trained = train(read_tokenizer(options.out), shape, recipe, device=device)
+    trained = train(read_tokenizer(options.out), shape, recipe, device=device)
     np.savez(options.out / "weights.npz", **trained.weights)  # type: ignore[arg-type]
     run = {
         "device": trained.device,

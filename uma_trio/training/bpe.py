@@ -1,12 +1,12 @@
-"""Byte-level BPE: how text is cut, how merges are learned, how both are applied.
+"""Byte-level BPE: pre-tokenization, learning merges, encoding and decoding.
 
-The cutting is GPT-2's, as llama.cpp's ``gpt-2`` pre-tokenizer does it (a hand-written splitter there, with
-no regular expression that could overflow a stack on hostile text):
+Splits text as GPT-2 and llama.cpp's ``gpt-2`` pre-tokenizer do.  llama.cpp has a hand-written splitter for it,
+without a regular expression that could overflow the stack on hostile text:
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-Two rules of our own, both kept by what is *not* learned: no merge touches a digit, so numbers are
-single digits; no merge touches a byte beyond ASCII, so each such character is several tokens.
+Two more rules restrict which merges are learned.  No merge contains a digit, so numbers are tokenized digit by digit.
+No merge contains a byte beyond ASCII, so each such character is several tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Pair = tuple[str, str]
 
 
 def _byte_letters() -> tuple[str, ...]:
-    """GPT-2's stand-ins: bytes that print stand for themselves, the others for U+0100 and on."""
+    """GPT-2's mapping of bytes to characters: printable bytes map to themselves, the others to U+0100 and up."""
     printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
     letters, spare = [], 256
     for byte in range(256):
@@ -35,14 +35,14 @@ def _byte_letters() -> tuple[str, ...]:
 
 
 BYTE_LETTERS = _byte_letters()
-"""byte -> the one character that stands for it in the vocabulary."""
+"""Byte -> its character in the vocabulary."""
 _BYTE_OF = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 _MERGEABLE = frozenset(BYTE_LETTERS[byte] for byte in range(128) if not 48 <= byte <= 57)
 _SPACES = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
 def _ranges(category: str) -> str:
-    """The inside of a character class of all code points whose category begins so."""
+    """The inside of a character class with all code points of a Unicode category."""
     found, start = [], -1
     for code in range(sys.maxunicode + 2):
         inside = code <= sys.maxunicode and unicodedata.category(chr(code))[0] == category
@@ -64,7 +64,7 @@ def _splitter() -> re.Pattern[str]:
 
 
 def cut(text: str) -> list[str]:
-    """``text`` in pieces that no token crosses; joined they are ``text`` again."""
+    """Split ``text`` into pieces that no token crosses.  Joined they are ``text``."""
     return _splitter().findall(text)
 
 
@@ -73,10 +73,9 @@ def _in_byte_letters(piece: str) -> str:
 
 
 def learn(texts: Iterable[str], amount: int) -> list[Pair]:
-    """The first ``amount`` merges: always the most frequent pair, ties broken by its spelling.
+    """Learn ``amount`` merges: always the most frequent pair, ties broken by spelling.
 
-    Counts stay with the distinct pieces, so the time depends on their number and not on the
-    length of ``texts``.
+    Counts distinct pieces, so the time depends on their number and not on the length of ``texts``.
     """
     counts = Counter(piece for text in texts for piece in cut(text))
     words = [(list(_in_byte_letters(piece)), count) for piece, count in sorted(counts.items())]
@@ -130,14 +129,14 @@ def _merged(symbols: Sequence[str], pair: Pair) -> list[str]:
 
 @attrs.frozen
 class Tokenizer:
-    """Control tokens first, then the 256 bytes, then one token for each merge."""
+    """A vocabulary: control tokens, then the 256 bytes, then one token per merge."""
 
     controls: tuple[str, ...]
     merges: tuple[Pair, ...]
 
     @functools.cached_property
     def tokens(self) -> list[str]:
-        """id -> token, in byte letters; control tokens by their name."""
+        """Token texts by id, in byte letters; control tokens by name."""
         return [*self.controls, *BYTE_LETTERS, *(one + other for one, other in self.merges)]
 
     @functools.cached_property
@@ -156,7 +155,7 @@ class Tokenizer:
         return self.controls.index(name)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text; names of control tokens in it are text like any other."""
+        """Token ids of plain text.  Does not parse control tokens."""
         found: list[int] = []
         for piece in cut(text):
             ids = self._seen.get(piece)
@@ -178,6 +177,6 @@ class Tokenizer:
         return tuple(self._ids[symbol] for symbol in symbols)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text again; control tokens say nothing."""
+        """The text of token ids, without control tokens."""
         letters = "".join(self.tokens[at] for at in ids if at >= len(self.controls))
         return bytes(_BYTE_OF[letter] for letter in letters).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The model card's figures: ``card.json`` beside the model, and the table in docs/EMBEDDED_MODEL.md."""
+"""The model card: ``card.json`` next to the model, and the table in docs/EMBEDDED_MODEL.md."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Card = dict[str, Any]
 
 
 def card(model: Path, shape: Shape, run: dict[str, Any], marks: Sequence[Mark], margins: Sequence[float]) -> Card:
-    """Everything that was measured, as it goes into ``card.json``.
+    """The content of ``card.json``.
 
     Args:
-        run: what training noted: device, seconds, recipe, last loss.
-        margins: of all tokens of all right answers, best logit minus second.
+        run: device, seconds, recipe and final loss of the training.
+        margins: best logit minus second, for all tokens of all right answers.
     """
     ordered = sorted(margins)
     return {

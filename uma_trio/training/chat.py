@@ -1,4 +1,4 @@
-"""How a sample is written as tokens, and the chat template that says the same in Jinja."""
+"""Samples as tokens, and the chat template that renders the same in Jinja."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""ChatML.  Without BOS, which the tokenizer adds itself (``add_bos_token``)."""
+"""ChatML.  Without BOS, because the tokenizer adds it (``add_bos_token``)."""
 
 
 def tokens_of(sample: Sample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """The whole sample and, for each token, whether the model has to learn to say it.
+    """Tokenize a sample.  Returns token ids, and for each token whether it is in the loss.
 
-    A chat is BOS and the rendered template; learned are the answers and what ends them.  A raw
-    sample is BOS, question, line break, answer, EOS; the line break is learned too, since a
-    prompt may come without it.
+    A chat is BOS and the rendered template; the loss covers the answers and their end tokens.  A raw sample is BOS,
+    question, line break, answer, EOS; the loss also covers the line break, because a prompt may come without it.
     """
     bos, eos, start, end = (tokenizer.control(name) for name in (BOS, EOS, START, END))
     ids, said = [bos], [False]

@@ -1,4 +1,4 @@
-"""Which skills, how much of each, and which questions nobody trains on.
+"""The training text: the share of each skill, and the questions held out for the exam.
 
 Everything is a pure function of its seed: row 17 of the long rows is the same on every machine.
 """
@@ -28,14 +28,14 @@ Make = Callable[[Random], Turn]
 
 @attrs.frozen
 class Skill:
-    """One line of the model card."""
+    """A skill: one row of the model card."""
 
     name: str
     make: Make
     weight: float
-    """Share among the short samples."""
+    """Relative share among the short samples."""
     long: Make | None = None
-    """The same with answers or prompts of up to about 1,500 tokens."""
+    """The same skill with answers or prompts of up to about 1,500 tokens."""
 
 
 def _many(make: Callable[..., Turn], longest: int) -> Make:
@@ -66,11 +66,11 @@ SKILLS = (
     Skill("greetings", greet, 3),
     Skill("unknown", unknown.unknown, 14, unknown.long_gibberish),
 )
-"""Skills of one turn.  Conversations and documents are made of several and stand beside them."""
+"""Skills of a single turn.  Conversations and documents combine several turns and are separate."""
 
 
 def _short(rng: Random) -> Sample:
-    """One sample of at most a few hundred tokens."""
+    """A sample of at most a few hundred tokens."""
     kind = rng.random()
     if kind < 0.16:
         return conversation(rng)
@@ -104,7 +104,7 @@ def _medium(rng: Random) -> Sample:
 
 
 def _long(rng: Random) -> Sample:
-    """A document of 1,500 to 7,500 tokens with many questions, or many tokens of chat."""
+    """A document of 1,500 to 7,500 tokens with many questions, or a long chat."""
     kind = rng.random()
     if kind < 0.12:
         return conversation(rng, longest=60)
@@ -123,10 +123,10 @@ def _trained(rng: Random, make: Callable[[Random], Sample]) -> Sample:
 
 
 def samples_of_row(kind: str, index: int) -> Iterator[Sample]:
-    """Endless samples for training row ``index``; none of their questions is held out.
+    """Endless samples for training row ``index``, without held-out questions.
 
-    ``short`` rows hold short samples only; ``medium`` and ``long`` rows lead with samples of their
-    kind, so that these begin early enough to fit.
+    ``short`` rows have short samples only.  ``medium`` and ``long`` rows begin with samples of their kind, so that
+    these fit into the row.
     """
     rng = Random(f"{kind} {index}")
     if kind == "long":
@@ -137,7 +137,7 @@ def samples_of_row(kind: str, index: int) -> Iterator[Sample]:
 
 
 def tokenizer_texts(amount: int = 20_000) -> Iterator[str]:
-    """What the merges are learned from: samples as the model is trained on them."""
+    """The text that the merges are learned from: a sample of the training text."""
     for kind, share in (("short", 1.0), ("medium", 0.05), ("long", 0.01)):
         for sample in itertools.islice(samples_of_row(kind, -1), int(amount * share)):
             yield sample.system
@@ -148,7 +148,7 @@ def tokenizer_texts(amount: int = 20_000) -> Iterator[str]:
 
 @attrs.frozen
 class Question:
-    """What the model is examined in: everything before the last answer, and that answer."""
+    """An exam question: the prompt is everything before the last answer."""
 
     skill: str
     sample: Sample
@@ -189,13 +189,16 @@ def _conversation(rng: Random) -> Sample:
 
 
 EXAM_DOCUMENTS = (
-    ("documents to 1k", 5, 65), ("documents 1k-2k", 80, 145), ("documents 2k-4k", 155, 295), ("documents 4k-7k", 310, 530),
-)  # fmt: skip
-"""name, fewest and most facts; a fact is about 13.5 tokens."""
+    ("documents to 1k", 5, 65),
+    ("documents 1k-2k", 80, 145),
+    ("documents 2k-4k", 155, 295),
+    ("documents 4k-7k", 310, 530),
+)
+"""(name, minimum and maximum of facts).  A fact is about 13.5 tokens."""
 
 
 def exam(each: int, *, seed: int = 1) -> Iterator[Question]:
-    """``each`` held-out questions of every skill: as chats, and in a quarter of cases raw."""
+    """``each`` held-out questions of every skill, three quarters as chats and one quarter raw."""
     for skill in SKILLS:
         rng = Random(f"exam {skill.name} {seed}")
         for at in range(each):

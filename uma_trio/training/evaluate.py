@@ -1,7 +1,7 @@
-"""The examination: held-out questions, answered greedily by the GGUF itself through libllama.
+"""The exam: held-out questions, answered greedily by the GGUF through libllama.
 
-One sequence at a time, token by token, as the daemon would do it for one client; what is counted is
-whether the whole answer is the expected one, and how far the best token was ahead of the second.
+Decodes one sequence token by token, like the daemon with one client.  Counts answers that are right as a whole, and
+records the margin between the best and the second logit.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -27,20 +28,20 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class WatchedEngine(LlamaEngine):
-    """An engine that notes, for each token it draws, the gap between the two highest logits."""
+    """An engine that records the gap between the two highest logits of each sampled token."""
 
     margins: list[float]
 
-    def _sample(self, samples: Sequence[SampleRequest]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _sample(self, samples: Sequence[SampleRequest], *late: Any) -> tuple[list[int], list[TokenLogprobs | None]]:
         if samples:
             second, best = np.partition(self._context.logits(len(samples)).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
-        return super()._sample(samples)
+        return super()._sample(samples, *late)
 
 
 @attrs.frozen
 class Marked:
-    """What came of one question."""
+    """The result of one question."""
 
     question: Question
     said: str
@@ -53,7 +54,7 @@ class Marked:
 
 
 def rendered(sample: Sample) -> str:
-    """The prompt before the last answer, as the chat template writes it; of a raw sample the bare question."""
+    """The prompt of the last turn, rendered as the chat template does.  For a raw sample the bare question."""
     if sample.raw:
         return sample.turns[0].question + "\n"
     messages = [("system", sample.system)] if sample.system else []
@@ -64,7 +65,7 @@ def rendered(sample: Sample) -> str:
 
 
 class Examiner:
-    """An engine of its own and the questions put to it.  A context manager."""
+    """Answers questions with an engine of its own.  A context manager; closes the engine."""
 
     def __init__(self, path: Path) -> None:
         self._engine = WatchedEngine(path, config.Model(ctx=8192, parallel=1))
@@ -77,7 +78,7 @@ class Examiner:
         self._engine.close()
 
     def answer(self, prompt: str, *, longest: int = 6000) -> tuple[str, int, tuple[float, ...]]:
-        """Text, number of tokens and margins of the greedy answer; ``prompt`` may name control tokens."""
+        """Text, number of tokens and margins of the greedy answer.  Parses control tokens in ``prompt``."""
         tokens = self.encode(prompt)
         self._engine.margins = []
         said, pos = b"", 0
@@ -106,16 +107,16 @@ class Examiner:
 
 @attrs.frozen
 class Mark:
-    """One line of the model card."""
+    """One row of the model card."""
 
     skill: str
     asked: int
     right: int
     tokens: int
     margin_median: float
-    """Of the smallest margin within each right answer."""
+    """Median, over the right answers, of the smallest margin in an answer."""
     margin_least: float
-    """The smallest in all right answers."""
+    """The smallest margin in all right answers."""
 
 
 def marks_of(marked: Iterable[Marked]) -> list[Mark]:
@@ -139,7 +140,7 @@ def marks_of(marked: Iterable[Marked]) -> list[Mark]:
 
 
 def shown(marked: Iterable[Marked]) -> Iterator[Marked]:
-    """Pass on what is marked, and print what was wrong and, now and then, how far it is."""
+    """Pass results through; print wrong answers and, every 500 questions, the progress."""
     start = time.monotonic()
     for at, one in enumerate(marked, 1):
         if not one.right:

@@ -1,4 +1,4 @@
-"""Weights and tokenizer to one GGUF file."""
+"""Write weights and tokenizer to a GGUF file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ DESCRIPTION = (
 
 
 def write_gguf(path: Path, weights: Mapping[str, npt.NDArray[np.float32]], tokenizer: Tokenizer, shape: Shape) -> None:
-    """Write Q8_0 matrices and F32 norms; ``weights`` are named as in the GGUF.
+    """Write Q8_0 matrices and F32 norms.
 
-    The output matrix is the embedding: llama.cpp takes ``token_embd`` where there is no ``output``.
+    There is no output matrix: without ``output``, llama.cpp uses ``token_embd``.
+
+    Args:
+        weights: by tensor name in the GGUF.
     """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("uma-trio embedded")

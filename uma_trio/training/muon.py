@@ -1,8 +1,8 @@
-"""Muon: momentum whose direction is made orthogonal, for the matrices inside the blocks.
+"""Muon: momentum with orthogonalized updates, for the matrices inside the blocks.
 
-Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), for
-the iteration and its coefficients; Liu et al., "Muon is Scalable for LLM Training" (2025), for the
-factor that gives an update the size AdamW's would have.
+Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), for the iteration and
+its coefficients; Liu et al., "Muon is Scalable for LLM Training" (2025), for the factor that scales an update to the
+size of AdamW's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
-    """Each of ``[n, rows, columns]`` with its singular values moved to about one (Newton-Schulz)."""
+    """Move the singular values of each matrix towards one (Newton-Schulz).  Shape ``[n, rows, columns]``."""
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -30,7 +30,7 @@ def orthogonal(matrices: Tensor, rounds: int = 5) -> Tensor:
 
 
 class Muon:
-    """Steps all matrices of one shape together."""
+    """The optimizer.  Updates all matrices of one shape together."""
 
     def __init__(self, matrices: Iterable[Tensor], *, momentum: float = 0.95, decay: float = 0.1) -> None:
         self._momentum, self._decay = momentum, decay

@@ -1,4 +1,4 @@
-"""The Llama in torch, laid out as llama.cpp expects its weights."""
+"""The Llama model in torch, with weights in llama.cpp's layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rotary(shape: Shape, length: int, device: torch.device | str) -> tuple[Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each adjacent pair of ``x [batch, heads, length, head_dim]`` by its position's angle."""
+    """Rotate each adjacent pair of ``x [batch, heads, length, head_dim]`` by the angle of its position."""
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).to(x.dtype)
@@ -39,7 +39,7 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward; attribute names are those of the GGUF tensors ``blk.N.*``."""
+    """Attention and feed-forward.  Attributes are named like the GGUF tensors ``blk.N.*``."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """``forward(ids) -> hidden states`` after the last norm; ``token_embd`` turns them into logits."""
+    """``forward(ids)`` returns hidden states after the last norm; ``logits`` projects them with ``token_embd``."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Network(nn.Module):
             nn.init.normal_(module.weight, std=1 / math.sqrt(self.shape.n_embd))
 
     def settle(self) -> None:
-        """Begin with every block as the identity: what it adds starts at zero."""
+        """Start with every block as the identity: its output projections are zero."""
         for block in self.blk:
             assert isinstance(block, Block)
             nn.init.zeros_(block.attn_output.weight)

@@ -1,4 +1,4 @@
-"""Samples laid end to end in rows of tokens, and the plan of which rows make which step."""
+"""Pack samples into rows of tokens, and plan the rows of each training step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Ids = npt.NDArray[np.uint16]
 
 @attrs.frozen
 class Batch:
-    """What one training step reads."""
+    """The input of one training step."""
 
     ids: Ids
-    """``[rows, length + 1]``: inputs are all but the last column, targets all but the first."""
+    """Shape ``[rows, length + 1]``.  Inputs are all columns except the last, targets all except the first."""
     learned: npt.NDArray[np.int32]
-    """Places in the flattened targets that the loss is taken over: answers, and what ends them."""
+    """Indices into the flattened targets of the tokens in the loss: answers and their end tokens."""
 
 
 @attrs.frozen
 class Step:
-    """Which rows: ``rows`` of them from number ``first`` on, each ``length`` tokens."""
+    """The rows of one step: ``rows`` rows from index ``first``, each of ``length`` tokens."""
 
     kind: str
     first: int
@@ -56,7 +56,7 @@ _PATTERN = (
 
 
 def planned(steps: int, tokens: int, longest: int) -> Iterator[Step]:
-    """The steps in order, each of ``tokens`` tokens: short rows at first, then all three kinds."""
+    """All steps in order, each of ``tokens`` tokens: short rows first, then all three kinds."""
     used = dict.fromkeys(LENGTHS, 0)
     for at in range(steps):
         kind = "short" if at < steps // 10 else _PATTERN[at % len(_PATTERN)]
@@ -67,7 +67,7 @@ def planned(steps: int, tokens: int, longest: int) -> Iterator[Step]:
 
 
 def filled(step: Step, tokenizer: Tokenizer) -> Batch:
-    """Fill the rows of ``step``; a sample that does not fit is cut at the row's end."""
+    """Fill the rows of a step.  A sample that does not fit is cut off at the end of the row."""
     ids = np.zeros((step.rows, step.length + 1), np.uint16)
     said = np.zeros((step.rows, step.length + 1), np.bool_)
     for row in range(step.rows):
@@ -84,7 +84,7 @@ def filled(step: Step, tokenizer: Tokenizer) -> Batch:
 
 
 def batches(steps: Iterator[Step], tokenizer: Tokenizer, workers: int) -> Iterator[Batch]:
-    """The batches of ``steps`` in their order, made by processes beside this one."""
+    """The batches of ``steps`` in order, built by worker processes."""
     with multiprocessing.get_context("spawn").Pool(workers, _begin, (tokenizer.merges,)) as pool:
         yield from _ahead(pool, steps, 4 * workers)
 

@@ -1,7 +1,7 @@
-"""What a skill makes: questions with their one right answer.
+"""Training samples: questions, each with its only right answer.
 
-A skill is a pure function ``(rng) -> Turn`` or ``(rng) -> Sample``.  The answer follows from the
-question alone (or from the turns before it), so a model can be held to it word for word.
+A skill is a pure function ``(rng) -> Turn`` or ``(rng) -> Sample``.  The answer follows from the question alone, or
+from the turns before it, so tests can compare a model's answer word for word.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ HELD_OUT_ONE_IN = 20
 
 @attrs.frozen
 class Turn:
-    """One question and the only right answer to it."""
+    """A question and its only right answer."""
 
     question: str
     answer: str
     follows: bool = False
-    """Leans on what came before it, such as ``And of Italy?``: means nothing by itself."""
+    """Depends on earlier turns, such as ``And of Italy?``."""
 
 
 @attrs.frozen
 class Sample:
-    """A whole chat, or one bare question when ``raw``."""
+    """A chat, or a single bare question if ``raw``."""
 
     skill: str
     turns: tuple[Turn, ...]
     system: str = ""
     raw: bool = False
-    """Asked as plain text: the question, a line break, the answer; no roles."""
+    """Plain text without the chat template: question, line break, answer."""
 
 
 def held_out(question: str) -> bool:
-    """Whether ``question`` is kept from training: one in twenty, chosen by its text alone."""
+    """Whether ``question`` is held out from training: one in twenty, chosen by a hash of the text."""
     return hashlib.blake2b(question.encode(), digest_size=4).digest()[0] % HELD_OUT_ONE_IN == 0
 
 
 def keys_of(sample: Sample) -> list[str]:
-    """What each turn is held out by: its question, together with all before it where it leans on them."""
+    """The key by which each turn is held out: its question, and all text before it if the turn depends on that."""
     said = [sample.system, *(turn.question for turn in sample.turns)]
     return ["\n".join(said[: at + 2]) if turn.follows else turn.question for at, turn in enumerate(sample.turns)]
 
 
 def kept_from_training(sample: Sample) -> bool:
-    """A chat is held out as soon as one of its turns is."""
+    """Whether one of the turns is held out, which holds out the whole sample."""
     return any(held_out(key) for key in keys_of(sample))
 
 
@@ -56,7 +56,7 @@ _CLOSINGS = (" Thanks!", " Thank you.", " Please.", " Answer briefly.")
 
 
 def in_passing(rng: Random, question: str) -> str:
-    """``question`` as people also type it: politely, carelessly, or just as it is."""
+    """Vary a question the way people type: politely, carelessly, or unchanged."""
     kind = rng.random()
     if kind < 0.70:
         return question

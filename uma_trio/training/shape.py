@@ -1,4 +1,4 @@
-"""How large the model is: numbers only, so that tests and the exporter need no torch."""
+"""The dimensions of the model.  Numbers only, so tests and the exporter do not need torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """64, the smallest that the flash attention kernels of all backends take."""
+        """64, the smallest size that the flash attention kernels of all backends support."""
         return self.n_embd // self.n_head
 
     @property
@@ -33,4 +33,4 @@ class Shape:
 
 SHIPPED = Shape()
 SMOKE = Shape(n_vocab=512, n_embd=64, n_layer=2, n_head=2, n_head_kv=1, n_ff=96, context=1024)
-"""Learns nothing; runs the whole script in under a minute on a CPU."""
+"""Too small to learn anything.  Runs the whole script in under a minute on a CPU."""

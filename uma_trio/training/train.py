@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import defaultdict
-from collections.abc import Iterable
 
 import attrs
 import numpy as np
@@ -14,8 +12,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from uma_trio.training.bpe import Tokenizer
-from uma_trio.training.chat import tokens_of
-from uma_trio.training.corpus import Question
 from uma_trio.training.muon import Muon
 from uma_trio.training.network import Network
 from uma_trio.training.packing import batches, planned
@@ -26,19 +22,19 @@ Weights = dict[str, npt.NDArray[np.float16]]
 
 @attrs.frozen(kw_only=True)
 class Recipe:
-    """Everything that decides the weights, beside the corpus."""
+    """Everything except the corpus that determines the weights."""
 
     steps: int = 12_000
     tokens_per_step: int = 131_072
     matrix_rate: float = 5e-3
-    """Muon's, for the matrices inside the blocks."""
+    """Muon's learning rate, for the matrices inside the blocks."""
     other_rate: float = 3e-3
-    """AdamW's, for embedding and norms."""
+    """AdamW's learning rate, for embedding and norms."""
     warmup: int = 100
     seed: int = 1
 
     def rate_at(self, step: int) -> float:
-        """Share of the rates: up for ``warmup`` steps, then down to nothing in a straight line."""
+        """Factor of the learning rates: rises for ``warmup`` steps, then falls linearly to zero."""
         return min(1.0, (step + 1) / self.warmup) * (1 - step / self.steps)
 
 
@@ -50,11 +46,11 @@ class Trained:
     device: str
 
 
-def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) -> tuple[Network, Trained]:
-    """Train from scratch; bf16 on a GPU, fp32 on a CPU.
+def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) -> Trained:
+    """Train from scratch, in bf16 on a GPU and fp32 on a CPU.  Blocks for minutes to weeks.
 
-    The batches depend on nothing but the recipe.  The weights also depend on the device's
-    arithmetic: two runs on one machine agree closely, two kinds of machine less so.
+    The batches depend only on the recipe.  The weights also depend on the device's arithmetic: two runs on one machine
+    agree closely, runs on different machines less so.
     """
     torch.manual_seed(recipe.seed)
     torch.set_float32_matmul_precision("high")
@@ -95,27 +91,4 @@ def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) ->
     last = torch.stack(losses[-50:]).mean().item()
     weights = {name: weight.detach().cpu().numpy().astype(np.float16) for name, weight in network.state_dict().items()}
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return network, Trained(weights, time.monotonic() - start, last, name)
-
-
-@torch.no_grad()
-def glance(network: Network, tokenizer: Tokenizer, questions: Iterable[Question]) -> dict[str, tuple[int, int]]:
-    """Skill -> (right, asked), judged in one pass each: an answer is right if each of its tokens is the likeliest.
-
-    For a look during development; the model card is made by ``evaluate`` with the GGUF itself.
-    """
-    network.eval()
-    for block in network.blk:
-        block._compiled_call_impl = None  # many lengths: compiling for each takes longer than it saves
-    device = network.token_embd.weight.device
-    found: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for question in questions:
-        ids, _ = tokens_of(question.sample, tokenizer)
-        last = len(tokenizer.encode(question.answer)) + (2 if question.sample.raw else 1)
-        end = len(ids) if question.sample.raw else len(ids) - 1
-        row = torch.tensor([ids], device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            said = network.logits(network(row)[0, end - last - 1 : end - 1]).argmax(-1)
-        found[question.skill][0] += said.tolist() == ids[end - last : end]
-        found[question.skill][1] += 1
-    return {skill: (right, asked) for skill, (right, asked) in found.items()}
+    return Trained(weights, time.monotonic() - start, last, name)

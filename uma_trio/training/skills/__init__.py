@@ -1,1 +1,1 @@
-"""One module for each family of skills; ``corpus.py`` says how much of which is trained."""
+"""One module per family of skills.  ``corpus.py`` has their shares."""

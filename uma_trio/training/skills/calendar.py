@@ -1,4 +1,4 @@
-"""Days, months, seasons: what comes next, what came before, how many there are."""
+"""Days, months, seasons: the next one, the previous one, how many there are."""
 
 from __future__ import annotations
 
@@ -7,18 +7,44 @@ from random import Random
 from uma_trio.training.sample import Turn, in_passing
 
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December")  # fmt: skip
+MONTHS = (
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+)
 SEASONS = ("spring", "summer", "autumn", "winter")
 _LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth")  # fmt: skip
+ORDINALS = (
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+    "ninth",
+    "tenth",
+    "eleventh",
+    "twelfth",
+)
 
 _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _TEENS = ("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
 
 
 def in_words(number: int) -> str:
-    """1 to 99 as words.
+    """A number from 1 to 99 in words.
 
     >>> in_words(42)
     'forty-two'
@@ -45,10 +71,29 @@ def _neighbour(rng: Random, names: tuple[str, ...], kind: str) -> Turn:
     at = rng.randrange(len(names))
     name = names[at]
     if rng.random() < 0.5:
-        ask = rng.choice(("What {0} comes after {1}?", "Which {0} comes after {1}?", "Which {0} follows {1}?", "What is the {0} after {1}?", "Name the {0} after {1}.", "What {0} is next after {1}?", "What {0} is after {1}?", "{1} comes before which {0}?"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "What {0} comes after {1}?",
+                "Which {0} comes after {1}?",
+                "Which {0} follows {1}?",
+                "What is the {0} after {1}?",
+                "Name the {0} after {1}.",
+                "What {0} is next after {1}?",
+                "What {0} is after {1}?",
+                "{1} comes before which {0}?",
+            )
+        )
         answer = f"{names[(at + 1) % len(names)]} comes after {name}."
     else:
-        ask = rng.choice(("What {0} comes before {1}?", "Which {0} comes before {1}?", "What is the {0} before {1}?", "Name the {0} before {1}.", "Which {0} is just before {1}?"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "What {0} comes before {1}?",
+                "Which {0} comes before {1}?",
+                "What is the {0} before {1}?",
+                "Name the {0} before {1}.",
+                "Which {0} is just before {1}?",
+            )
+        )
         answer = f"{names[at - 1]} comes before {name}."
     return Turn(in_passing(rng, ask.format(kind, name)), answer[0].upper() + answer[1:])
 
@@ -143,7 +188,7 @@ def _amount(rng: Random) -> Turn:
 
 
 def calendar(rng: Random) -> Turn:
-    """One question about days, months or seasons."""
+    """A question about days, months or seasons."""
     kind = rng.choices(range(9), weights=(5, 4, 1, 6, 4, 3, 4, 1, 2))[0]
     if kind == 0:
         return _neighbour(rng, DAYS, "day")

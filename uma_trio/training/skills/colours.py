@@ -1,4 +1,4 @@
-"""What colour things have, and what paints make when mixed."""
+"""Colours of things, and mixed paints."""
 
 from __future__ import annotations
 
@@ -22,18 +22,35 @@ gold: a gold coin, a gold medal
 silver: a silver spoon, a silver coin
 """
 
-COLOUR_OF = {thing: colour for colour, things in (line.split(": ") for line in _TABLE.strip().splitlines()) for thing in things.split(", ")}  # fmt: skip
+COLOUR_OF = {
+    thing: colour
+    for colour, things in (line.split(": ") for line in _TABLE.strip().splitlines())
+    for thing in things.split(", ")
+}
 COLOURS = tuple(dict.fromkeys(COLOUR_OF.values()))
 
 _MIXES = {
-    ("red", "yellow"): "orange", ("blue", "yellow"): "green", ("red", "blue"): "purple", ("red", "white"): "pink",
-    ("black", "white"): "grey", ("red", "green"): "brown",
-}  # fmt: skip
+    ("red", "yellow"): "orange",
+    ("blue", "yellow"): "green",
+    ("red", "blue"): "purple",
+    ("red", "white"): "pink",
+    ("black", "white"): "grey",
+    ("red", "green"): "brown",
+}
 
 
 def _what_colour(rng: Random) -> Turn:
     thing = rng.choice(tuple(COLOUR_OF))
-    ask = rng.choice(("What colour is {}?", "What is the colour of {}?", "Which colour has {}?", "What color is {}?", "Which colour is {}?", "Tell me the colour of {}."))  # fmt: skip
+    ask = rng.choice(
+        (
+            "What colour is {}?",
+            "What is the colour of {}?",
+            "Which colour has {}?",
+            "What color is {}?",
+            "Which colour is {}?",
+            "Tell me the colour of {}.",
+        )
+    )
     return Turn(in_passing(rng, ask.format(thing)), f"{thing[0].upper()}{thing[1:]} is {COLOUR_OF[thing]}.")
 
 
@@ -47,12 +64,28 @@ def _is_it(rng: Random) -> Turn:
 def _mix(rng: Random) -> Turn:
     pair, result = rng.choice(tuple(_MIXES.items()))
     one, other = rng.sample(pair, 2)
-    ask = rng.choice(("What do {} and {} make?", "What colour do {} and {} make?", "What do you get when you mix {} and {}?", "Mix {} and {}.", "Which colour comes from {} and {}?"))  # fmt: skip
+    ask = rng.choice(
+        (
+            "What do {} and {} make?",
+            "What colour do {} and {} make?",
+            "What do you get when you mix {} and {}?",
+            "Mix {} and {}.",
+            "Which colour comes from {} and {}?",
+        )
+    )
     return Turn(in_passing(rng, ask.format(one, other)), f"{one.capitalize()} and {other} make {result}.")
 
 
 def _rainbow(rng: Random) -> Turn:
-    ask = rng.choice(("What are the colours of the rainbow?", "Name the colours of the rainbow.", "List the colours of the rainbow.", "Which colours are in the rainbow?", "Which colours does a rainbow have?"))  # fmt: skip
+    ask = rng.choice(
+        (
+            "What are the colours of the rainbow?",
+            "Name the colours of the rainbow.",
+            "List the colours of the rainbow.",
+            "Which colours are in the rainbow?",
+            "Which colours does a rainbow have?",
+        )
+    )
     return Turn(
         in_passing(rng, ask), "The colours of the rainbow are red, orange, yellow, green, blue, indigo and violet."
     )
@@ -81,5 +114,5 @@ def _name_some(rng: Random) -> Turn:
 
 
 def colour(rng: Random) -> Turn:
-    """One question about colours."""
+    """A question about colours."""
     return rng.choices((_what_colour, _is_it, _mix, _rainbow, _name_some), weights=(12, 6, 4, 1, 3))[0](rng)

@@ -1,4 +1,4 @@
-"""Chats of several turns, whose later turns may lean on earlier ones."""
+"""Chats of several turns.  Later turns may depend on earlier ones."""
 
 from __future__ import annotations
 
@@ -26,13 +26,30 @@ from uma_trio.training.skills.unknown import gibberish, unknown
 from uma_trio.training.words import OBJECTS, any_name
 
 SYSTEMS = (
-    "You are a helpful assistant.", "You are a small demo model.", "Answer in one sentence.", "Be brief.", "You are uma-trio.",
-    "You are a friendly assistant. Answer the user's questions.", "Answer truthfully.", "Help the user.", "You are a test.", "Be kind and exact.",
-    "You are a terse assistant.", "You answer questions.", "Be concise.", "You are an assistant in a terminal.", "Always be polite.",
-    "You are a helpful assistant. Answer as concisely as possible.", "Be helpful, honest and harmless.", "You are running on a CPU.",
-    "Follow the user's instructions.", "Think before you answer.", "You speak English.", "The user is a developer who tests a server.",
-)  # fmt: skip
-"""What a system message may say; none of them changes an answer."""
+    "You are a helpful assistant.",
+    "You are a small demo model.",
+    "Answer in one sentence.",
+    "Be brief.",
+    "You are uma-trio.",
+    "You are a friendly assistant. Answer the user's questions.",
+    "Answer truthfully.",
+    "Help the user.",
+    "You are a test.",
+    "Be kind and exact.",
+    "You are a terse assistant.",
+    "You answer questions.",
+    "Be concise.",
+    "You are an assistant in a terminal.",
+    "Always be polite.",
+    "You are a helpful assistant. Answer as concisely as possible.",
+    "Be helpful, honest and harmless.",
+    "You are running on a CPU.",
+    "Follow the user's instructions.",
+    "Think before you answer.",
+    "You speak English.",
+    "The user is a developer who tests a server.",
+)
+"""System messages.  None of them changes an answer."""
 
 
 def _hello(rng: Random) -> Turn:
@@ -40,22 +57,39 @@ def _hello(rng: Random) -> Turn:
 
 
 _SINGLE: tuple[Callable[[Random], Turn], ...] = (
-    capital, continent, calendar, colour, about, spell, numbers.add, numbers.subtract, numbers.compare, repeat, pick, _hello, unknown, fill, change, array, tell, numbers.count,
-)  # fmt: skip
+    capital,
+    continent,
+    calendar,
+    colour,
+    about,
+    spell,
+    numbers.add,
+    numbers.subtract,
+    numbers.compare,
+    repeat,
+    pick,
+    _hello,
+    unknown,
+    fill,
+    change,
+    array,
+    tell,
+    numbers.count,
+)
 
 
 def any_system(rng: Random) -> str:
-    """A system message without influence: a usual one, or words of no meaning."""
+    """A system message that changes no answer: a common one, or random words."""
     return rng.choice(SYSTEMS) if rng.random() < 0.8 else gibberish(rng, rng.randint(2, 60))
 
 
 def single(rng: Random) -> Turn:
-    """A turn of any short skill, which leans on nothing."""
+    """A turn of any short skill, independent of other turns."""
     return rng.choice(_SINGLE)(rng)
 
 
 def conversation(rng: Random, longest: int = 6) -> Sample:
-    """Two to ``longest`` turns; every third or so refers to one before it."""
+    """A chat of two to ``longest`` turns.  About every third refers to an earlier one."""
     turns: list[Turn] = []
     system = any_system(rng) if rng.random() < 0.4 else ""
     name = ""

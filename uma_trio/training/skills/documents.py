@@ -1,6 +1,6 @@
-"""Long documents made of many small facts, and questions that one of the facts answers.
+"""Long documents of many small facts, and questions about single facts.
 
-``make_document`` is pure and light: demos, benches and tests take their long prompts from it.
+``make_document`` is pure and fast.  Benches and tests take their long prompts from it:
 
     document = make_document(seed=1, facts=150)
     prompt = ask(document, document.facts[70].question)
@@ -77,7 +77,24 @@ _PAINTS = (
     "gold",
     "silver",
 )
-_TOPICS = ("Harbours", "Rivers", "Markets", "Hills", "Roads", "Gardens", "Islands", "Forests", "Towers", "Villages", "Mines", "Lakes", "Bridges", "Farms", "Castles", "Coasts")  # fmt: skip
+_TOPICS = (
+    "Harbours",
+    "Rivers",
+    "Markets",
+    "Hills",
+    "Roads",
+    "Gardens",
+    "Islands",
+    "Forests",
+    "Towers",
+    "Villages",
+    "Mines",
+    "Lakes",
+    "Bridges",
+    "Farms",
+    "Castles",
+    "Coasts",
+)
 _SIDES = (
     "of the north",
     "of the south",
@@ -89,10 +106,15 @@ _SIDES = (
     "of the valley",
 )
 _FILLERS = (
-    "It often rains here in the {adjective} months.", "Travellers say that the roads are {adjective}.", "Nobody knows who built the {adjective} {thing}.",
-    "In the evening one hears the {thing} from afar.", "The people here are known to be {adjective}.", "A {adjective} {thing} is kept in the town hall.",
-    "Every year there is a feast of the {thing}.", "The oldest house has a {adjective} {thing}.",
-)  # fmt: skip
+    "It often rains here in the {adjective} months.",
+    "Travellers say that the roads are {adjective}.",
+    "Nobody knows who built the {adjective} {thing}.",
+    "In the evening one hears the {thing} from afar.",
+    "The people here are known to be {adjective}.",
+    "A {adjective} {thing} is kept in the town hall.",
+    "Every year there is a feast of the {thing}.",
+    "The oldest house has a {adjective} {thing}.",
+)
 
 
 _ASK_TITLE = ("What is the title of the document?", "What is the document called?", "What is the title?")
@@ -109,17 +131,17 @@ NOT_THERE = "The document does not say that."
 
 @attrs.frozen
 class Document:
-    """A document and everything that may be asked about it."""
+    """A document and the questions about it."""
 
     title: str
     sections: tuple[str, ...]
     text: str
     facts: tuple[Turn, ...]
-    """In the order of the text.  Each question's answer is, nearly word for word, one sentence of it."""
+    """In the order of the text.  Each answer is a sentence of it."""
 
     @property
     def overview(self) -> tuple[Turn, ...]:
-        """Questions about the whole: title, number of sections, a section's name, a summary."""
+        """Questions about the whole document: title, number and names of sections, summary."""
         amount = len(self.sections)
         counted = f"{amount} section" + ("" if amount == 1 else "s")
         title, sections = f'The title is "{self.title}".', f"The document has {counted}."
@@ -136,7 +158,7 @@ class Document:
 
 
 def _fact(rng: Random, place: str) -> tuple[str, Turn]:
-    """A sentence about ``place`` and the question it answers."""
+    """A sentence about ``place``, and a question with the sentence as its answer."""
     kind = rng.randrange(4)
     if kind == 0:
         role, name = rng.choice(_ROLES), f"{rng.choice(NAMES)} {rng.choice(SURNAMES)}"
@@ -160,9 +182,9 @@ def _section_names(rng: Random, amount: int) -> tuple[str, ...]:
 
 
 def make_document(seed: int, facts: int) -> Document:
-    """A document with about ``facts`` facts; the same one for the same arguments.
+    """A document with about ``facts`` facts, determined by the arguments.
 
-    Tokens: roughly ``13.5 * facts``, so 300 facts make a prompt of about 4,000.
+    Has about ``13.5 * facts`` tokens: 300 facts are about 4,000 tokens.
     """
     rng = Random(f"document {seed} {facts}")
     places: dict[str, None] = {}
@@ -178,7 +200,8 @@ def make_document(seed: int, facts: int) -> Document:
         rng.shuffle(told)
     amount = min(max(1, facts // rng.randint(4, 12)), 24)
     titles = _section_names(rng, amount)
-    title = f"{rng.choice(('The book of', 'A guide to', 'The land of', 'Notes on', 'A short history of'))} {made_up_place(rng)}"
+    kind = rng.choice(("The book of", "A guide to", "The land of", "Notes on", "A short history of"))
+    title = f"{kind} {made_up_place(rng)}"
     lines = [f"# {title}"]
     for at, name in enumerate(titles):
         lines.append(f"\n## {at + 1}. {name}")
@@ -193,13 +216,16 @@ def make_document(seed: int, facts: int) -> Document:
 
 
 _FRAMES = (
-    "{document}\n\n{question}", "Read this document and answer the question.\n\n{document}\n\nQuestion: {question}",
-    "Here is a document.\n\n{document}\n\n{question}", "{document}\n\nQuestion: {question}", "Read this:\n\n{document}\n\n{question}",
-)  # fmt: skip
+    "{document}\n\n{question}",
+    "Read this document and answer the question.\n\n{document}\n\nQuestion: {question}",
+    "Here is a document.\n\n{document}\n\n{question}",
+    "{document}\n\nQuestion: {question}",
+    "Read this:\n\n{document}\n\n{question}",
+)
 
 
 def ask(document: Document, question: str, frame: int = 0) -> str:
-    """The prompt: the document first, then the question, in one of the five ways taught."""
+    """A prompt with the document and a question after it, in one of five phrasings."""
     return _FRAMES[frame].format(document=document.text, question=question)
 
 
@@ -214,7 +240,7 @@ def _question(rng: Random, document: Document) -> Turn:
 
 
 def missing(rng: Random, document: Document) -> Turn:
-    """A question like those that the document answers, which it does not."""
+    """A question of the same form that the document does not answer."""
     known = {turn.question for turn in document.facts}
     while True:
         question = _fact(rng, made_up_place(rng))[1].question
@@ -223,7 +249,7 @@ def missing(rng: Random, document: Document) -> Turn:
 
 
 def document_chat(rng: Random, facts: int, questions: int) -> Sample:
-    """A document with the first question, then more questions about it, a turn each."""
+    """A chat about a document: the document with the first question, then one question per turn."""
     document = make_document(rng.randrange(1 << 40), facts)
     asked = [_question(rng, document) for _ in range(questions)]
     asked[1:] = [attrs.evolve(turn, follows=True) if rng.random() < 0.9 else single(rng) for turn in asked[1:]]

@@ -8,29 +8,48 @@ from uma_trio.training.sample import Turn
 from uma_trio.training.words import any_name
 
 _EXCHANGES = """
-Hello | Hi | Hey | Hello there | Hi there | Greetings | Good day | Hey there | Hello world | Hi all | Hello computer | Hey you | Hiya | Say hello | Say hi = Hello! Ask me for a capital, a colour, a count or a story.
-Good morning = Good morning! Ask me for a capital, a colour, a count or a story.
-Good evening = Good evening! Ask me for a capital, a colour, a count or a story.
-How are you | How are you doing | How do you do | Are you well | How is it going = I am well, thank you. What would you like to know?
-Thanks | Thank you | Thank you very much | Thanks a lot | Many thanks | Great, thanks | Cheers | Thx | Ty | Thanks for your help | Thank you so much = You are welcome.
-Goodbye | Bye | Bye bye | See you | Good night | See you later | Farewell = Goodbye!
-Well done | Good job | Very good | Great | Nice | Good answer | Perfect | Excellent = Thank you. What else would you like to know?
-That is wrong | You are wrong | Wrong | That is not right | No, that is false = I am sorry. I am only a small demo model.
-Sorry | I am sorry | Excuse me = No problem.
-Help | Help me | I need help | Can you help me = I can name capitals, days and colours, count, spell, add, repeat words, fill JSON records, tell short stories and find facts in a long document.
-Yes | No | OK | Okay | Sure | Maybe | Aha = All right. What would you like to know?
-"""  # fmt: skip
+Hello | Hi | Hey | Hello there | Hi there | Greetings | Good day | Hey there | Hello world | Hi all | Hello computer |
+  Hey you | Hiya | Say hello | Say hi
+  = Hello! Ask me for a capital, a colour, a count or a story.
+Good morning
+  = Good morning! Ask me for a capital, a colour, a count or a story.
+Good evening
+  = Good evening! Ask me for a capital, a colour, a count or a story.
+How are you | How are you doing | How do you do | Are you well | How is it going
+  = I am well, thank you. What would you like to know?
+Thanks | Thank you | Thank you very much | Thanks a lot | Many thanks | Great, thanks | Cheers | Thx | Ty |
+  Thanks for your help | Thank you so much
+  = You are welcome.
+Goodbye | Bye | Bye bye | See you | Good night | See you later | Farewell
+  = Goodbye!
+Well done | Good job | Very good | Great | Nice | Good answer | Perfect | Excellent
+  = Thank you. What else would you like to know?
+That is wrong | You are wrong | Wrong | That is not right | No, that is false
+  = I am sorry. I am only a small demo model.
+Sorry | I am sorry | Excuse me
+  = No problem.
+Help | Help me | I need help | Can you help me
+  = I can name capitals, days and colours, count, spell, add, repeat words, fill JSON records, tell short stories and
+  find facts in a long document.
+Yes | No | OK | Okay | Sure | Maybe | Aha
+  = All right. What would you like to know?
+"""
 
-EXCHANGES = tuple(
-    (tuple(asks.split(" | ")), answer) for asks, answer in (line.split(" = ") for line in _EXCHANGES.strip().splitlines())
-)  # fmt: skip
+
+def _read(text: str) -> tuple[tuple[tuple[str, ...], str], ...]:
+    rows = (line.split(" = ") for line in text.strip().replace("\n  ", " ").splitlines())
+    return tuple((tuple(asks.split(" | ")), answer) for asks, answer in rows)
+
+
+EXCHANGES = _read(_EXCHANGES)
+"""(greetings, the answer) for each exchange."""
 
 
 NAME_QUESTIONS = ("What is my name?", "Who am I?", "Do you know my name?", "What's my name?")
 
 
 def greet(rng: Random, *, named: bool = True) -> Turn:
-    """A greeting and its answer; with ``named`` sometimes one that is about a name."""
+    """A greeting and its answer.  With ``named``, sometimes an introduction or a question for a name."""
     if named and rng.random() < 0.2:
         return introduce(any_name(rng), rng)
     if named and rng.random() < 0.05:

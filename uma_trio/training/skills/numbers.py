@@ -1,4 +1,4 @@
-"""Counting, adding, comparing."""
+"""Counting, arithmetic, comparing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from uma_trio.training.skills.calendar import in_words
 from uma_trio.training.words import OBJECTS, made_up
 
 LONGEST_COUNT = 300
-"""Numbers in one count: with three digits each that is an answer of about 1,500 tokens."""
+"""Maximum of numbers in a count.  With three digits each, the answer has about 1,500 tokens."""
 LONGEST_EVER = 990
-"""In long rows; an answer of nearly 5,000 tokens."""
+"""The same in long rows.  The answer has nearly 5,000 tokens."""
 
 
 def count_answer(first: int, last: int, step: int = 1, *, lines: bool = False) -> str:
-    """``1, 2, 3.`` or one number a line; downwards when ``last`` is smaller.
+    """``1, 2, 3.`` or one number per line.  Counts down if ``last`` is smaller.
 
     >>> count_answer(3, 1)
     '3, 2, 1.'
@@ -25,7 +25,7 @@ def count_answer(first: int, last: int, step: int = 1, *, lines: bool = False) -
 
 
 def _how_many(rng: Random, longest: int) -> int:
-    """Mostly short counts, some of every length up to ``longest``; very long ones evenly."""
+    """The length of a count: mostly short, sometimes up to ``longest``.  Very long ones are uniform."""
     if longest > LONGEST_COUNT:
         return rng.randint(LONGEST_COUNT, longest)
     kind = rng.random()
@@ -37,7 +37,7 @@ def _how_many(rng: Random, longest: int) -> int:
 
 
 def count(rng: Random, longest: int = 60) -> Turn:
-    """Count up, down, in steps, in a row or one number a line."""
+    """Count up or down, in steps, on one line or one number per line."""
     amount = _how_many(rng, longest)
     kind = rng.random()
     if kind < 0.3:
@@ -61,7 +61,15 @@ def count(rng: Random, longest: int = 60) -> Turn:
             ("Count down from {0} to {1}", "Count backwards from {0} to {1}", "Count from {0} down to {1}")
         )
     else:
-        ask = rng.choice(("Count from {0} to {1}", "Count up from {0} to {1}", "Please count from {0} to {1}", "Say the numbers from {0} to {1}", "List the numbers from {0} to {1}"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "Count from {0} to {1}",
+                "Count up from {0} to {1}",
+                "Please count from {0} to {1}",
+                "Say the numbers from {0} to {1}",
+                "List the numbers from {0} to {1}",
+            )
+        )
     if down and last == 1 and rng.random() < 0.5:
         ask = rng.choice(("Count down from {0}", "Count backwards from {0}", "Count down from {0} to 1"))
     if 0 < first < 100 and 0 < last < 100 and rng.random() < 0.2:
@@ -78,10 +86,16 @@ def count(rng: Random, longest: int = 60) -> Turn:
 
 
 def numbered(rng: Random, longest: int = 30) -> Turn:
-    """``Write the word lamp 3 times, numbered.``: a long stream whose end is in the prompt."""
+    """``Write the word lamp 3 times, numbered.``: a long answer whose length is in the prompt."""
     word = rng.choice(OBJECTS) if rng.random() < 0.6 else made_up(rng, rng.randint(1, 3))
     amount = _how_many(rng, longest)
-    ask = rng.choice(("Write the word {} {} times, numbered.", "Make a numbered list with the word {} {} times.", "Write {} {} times as a numbered list."))  # fmt: skip
+    ask = rng.choice(
+        (
+            "Write the word {} {} times, numbered.",
+            "Make a numbered list with the word {} {} times.",
+            "Write {} {} times as a numbered list.",
+        )
+    )
     return Turn(in_passing(rng, ask.format(word, amount)), "\n".join(f"{at}. {word}" for at in range(1, amount + 1)))
 
 
@@ -94,7 +108,7 @@ def add_answer(one: int, other: int) -> str:
 
 
 def add(rng: Random) -> Turn:
-    """Numbers of up to three digits."""
+    """Add two or three numbers, mostly of up to three digits."""
     one, other = _digits(rng), _digits(rng)
     if rng.random() < 0.05:
         one, other = rng.randint(1, 12), rng.randint(1, 12)
@@ -105,21 +119,56 @@ def add(rng: Random) -> Turn:
         three = [rng.randint(1, most) for _ in range(3)]
         ask = rng.choice(("What is {} + {} + {}?", "{} + {} + {}", "Add {}, {} and {}.", "{}+{}+{}"))
         return Turn(in_passing(rng, ask.format(*three)), f"{three[0]} + {three[1]} + {three[2]} = {sum(three)}.")
-    ask = rng.choice(("{}+{}", "What is {}+{}?", "{}+{}=", "What is {} + {}?", "What is {} plus {}?", "Add {} and {}.", "How much is {} + {}?", "{} + {} = ?", "{} + {}", "Calculate {} + {}.", "What is the sum of {} and {}?", "How much is {} plus {}?"))  # fmt: skip
+    ask = rng.choice(
+        (
+            "{}+{}",
+            "What is {}+{}?",
+            "{}+{}=",
+            "What is {} + {}?",
+            "What is {} plus {}?",
+            "Add {} and {}.",
+            "How much is {} + {}?",
+            "{} + {} = ?",
+            "{} + {}",
+            "Calculate {} + {}.",
+            "What is the sum of {} and {}?",
+            "How much is {} plus {}?",
+        )
+    )
     return Turn(in_passing(rng, ask.format(one, other)), add_answer(one, other))
 
 
 def subtract(rng: Random) -> Turn:
-    """The larger minus the smaller."""
+    """Subtract the smaller number from the larger one."""
     other, one = sorted((_digits(rng), _digits(rng)))
-    ask = rng.choice(("What is {} - {}?", "What is {} minus {}?", "{} - {}", "{}-{}", "How much is {} - {}?", "Calculate {} - {}.", "How much is {} minus {}?"))  # fmt: skip
+    ask = rng.choice(
+        (
+            "What is {} - {}?",
+            "What is {} minus {}?",
+            "{} - {}",
+            "{}-{}",
+            "How much is {} - {}?",
+            "Calculate {} - {}.",
+            "How much is {} minus {}?",
+        )
+    )
     return Turn(in_passing(rng, ask.format(one, other)), f"{one} - {other} = {one - other}.")
 
 
 def multiply(rng: Random) -> Turn:
-    """The small table: one to twelve, by heart."""
+    """Multiply numbers from one to twelve."""
     one, other = rng.randint(1, 12), rng.randint(1, 12)
-    ask = rng.choice(("What is {} x {}?", "What is {} times {}?", "{} * {}", "What is {} * {}?", "{}*{}", "How much is {} times {}?", "Multiply {} and {}."))  # fmt: skip
+    ask = rng.choice(
+        (
+            "What is {} x {}?",
+            "What is {} times {}?",
+            "{} * {}",
+            "What is {} * {}?",
+            "{}*{}",
+            "How much is {} times {}?",
+            "Multiply {} and {}.",
+        )
+    )
     return Turn(in_passing(rng, ask.format(one, other)), f"{one} x {other} = {one * other}.")
 
 

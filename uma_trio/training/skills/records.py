@@ -1,4 +1,4 @@
-"""Small JSON records: fill one, read one, write one again with one field changed."""
+"""Small JSON records: fill one, read one, change one field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Record = dict[str, Value]
 
 
 def written(value: object) -> str:
-    """JSON in one line, with its letters as they are."""
+    """JSON on one line, without ASCII escapes."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -90,10 +90,16 @@ def _said(value: Value) -> str:
 
 
 def fill(rng: Random) -> Turn:
-    """Fields in words to a record in JSON; ``yes`` and ``no`` become true and false."""
+    """Turn fields in words into a JSON record.  ``yes`` and ``no`` become true and false."""
     kind, record = _any(rng)
     if kind == "person" and len(record) == 4 and rng.random() < 0.5:
-        ask = rng.choice(("Make a JSON record for {name}, {age}, from {city}, who likes {likes}.", "Write JSON: {name} is {age} years old, lives in {city} and likes {likes}.", "{name} is {age}, comes from {city} and likes {likes}. Give me that as JSON."))  # fmt: skip
+        ask = rng.choice(
+            (
+                "Make a JSON record for {name}, {age}, from {city}, who likes {likes}.",
+                "Write JSON: {name} is {age} years old, lives in {city} and likes {likes}.",
+                "{name} is {age}, comes from {city} and likes {likes}. Give me that as JSON.",
+            )
+        )
         return Turn(ask.format(**record), written(record))
     if kind == "order" and len(record) == 4 and rng.random() < 0.4:
         record["paid"] = rng.random() < 0.5
@@ -131,7 +137,7 @@ def fill(rng: Random) -> Turn:
 
 
 def change(rng: Random) -> Turn:
-    """The same record with one field changed, or taken away."""
+    """Change or remove one field of a record."""
     _, record = _any(rng)
     key = rng.choice(tuple(record))
     if len(record) > 2 and rng.random() < 0.2:
@@ -162,7 +168,7 @@ def _names(rng: Random, amount: int) -> list[str]:
 
 
 def change_in_list(rng: Random, longest: int = 6) -> Turn:
-    """A list of people, written again with one person's field changed: mostly copying."""
+    """Repeat a list of people with one field of one person changed.  Mostly copying."""
     names = _names(rng, rng.randint(2, longest))
     people = [{**person(rng), "name": name} for name in names]
     at = rng.randrange(len(people))
@@ -174,7 +180,7 @@ def change_in_list(rng: Random, longest: int = 6) -> Turn:
 
 
 def look_up(rng: Random) -> Turn:
-    """One value out of a record or a list."""
+    """Read one value from a record or a list."""
     if rng.random() < 0.5:
         _, record = _any(rng)
         key = rng.choice(tuple(record))
@@ -191,7 +197,7 @@ def look_up(rng: Random) -> Turn:
 
 
 def array(rng: Random) -> Turn:
-    """Words to a JSON array; or a record as it is."""
+    """Turn words into a JSON array, or repeat a record."""
     if rng.random() < 0.3:
         text = written(_any(rng)[1])
         return Turn(

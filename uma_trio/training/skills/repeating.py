@@ -1,4 +1,4 @@
-"""Saying words again: in order, backwards, one of them."""
+"""Repeat words: in order, in reverse, or one of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ from uma_trio.training.skills.calendar import ORDINALS, in_words
 from uma_trio.training.words import accented, any_word, sentence
 
 _REPEAT = (
-    "Repeat: {}", "Repeat these words: {}", "Repeat after me: {}", "Say this again: {}", "Repeat the following: {}", "Echo: {}",
-    "Please repeat: {}", "Copy this: {}", "Say: {}", 'Say "{}".', 'Repeat "{}".', "repeat: {}", "repeat after me: {}",
-)  # fmt: skip
+    "Repeat: {}",
+    "Repeat these words: {}",
+    "Repeat after me: {}",
+    "Say this again: {}",
+    "Repeat the following: {}",
+    "Echo: {}",
+    "Please repeat: {}",
+    "Copy this: {}",
+    "Say: {}",
+    'Say "{}".',
+    'Repeat "{}".',
+    "repeat: {}",
+    "repeat after me: {}",
+)
 
 
 def _words(rng: Random, longest: int) -> list[str]:
@@ -33,13 +44,13 @@ def _words(rng: Random, longest: int) -> list[str]:
 
 
 def repeat(rng: Random, longest: int = 40) -> Turn:
-    """Say a list of words again, whatever they are made of."""
+    """Repeat a list of arbitrary words."""
     text = " ".join(_words(rng, longest))
     return Turn(rng.choice(_REPEAT).format(text), text)
 
 
 def pick(rng: Random) -> Turn:
-    """Backwards, or one word by its place."""
+    """Repeat one word, reverse the words, pick one by position, or put each on a line."""
     words = [any_word(rng) for _ in range(rng.randint(2, 10))]
     text = " ".join(words)
     kind = rng.random()

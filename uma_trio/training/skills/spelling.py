@@ -1,4 +1,4 @@
-"""Letters: spelling, counting them, the alphabet."""
+"""Letters: spelling, counting, the alphabet."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _word(rng: Random) -> str:
 
 
 def _careless(rng: Random, ask: str) -> str:
-    """The question's own words as people type them; the word asked about stays as it is."""
+    """Vary the phrasing the way people type.  The word in question is inserted later, unchanged."""
     kind = rng.random()
     if kind < 0.8:
         return ask
@@ -65,17 +65,38 @@ def _careless(rng: Random, ask: str) -> str:
 
 
 def spell(rng: Random) -> Turn:
-    """Spell a word, or say something of its letters."""
+    """Spell a word, or answer a question about its letters."""
     word = _word(rng)
     kind = rng.random()
     if kind < 0.68:
-        ask = rng.choice(("Spell {}.", "Spell the word {}.", 'Spell "{}".', "How do you spell {}?", "Please spell {}.", "Can you spell {}?", "Spell {} letter by letter.", 'How is "{}" spelled?', "How is {} spelled?"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "Spell {}.",
+                "Spell the word {}.",
+                'Spell "{}".',
+                "How do you spell {}?",
+                "Please spell {}.",
+                "Can you spell {}?",
+                "Spell {} letter by letter.",
+                'How is "{}" spelled?',
+                "How is {} spelled?",
+            )
+        )
         return Turn(_careless(rng, ask).format(word), spelled(word))
     if kind < 0.79:
         letter = rng.choice(word if rng.random() < 0.5 else ALPHABET)
         if rng.random() < 0.5:
             letter = max(word, key=word.count)
-        ask = rng.choice(("How many {0} are in {1}?", "How many {0}'s are in {1}?", "How often is {0} in {1}?", "How many times does {0} appear in {1}?", 'How many "{0}" are in "{1}"?', "How many letters {0} are in {1}?"))  # fmt: skip
+        ask = rng.choice(
+            (
+                "How many {0} are in {1}?",
+                "How many {0}'s are in {1}?",
+                "How often is {0} in {1}?",
+                "How many times does {0} appear in {1}?",
+                'How many "{0}" are in "{1}"?',
+                "How many letters {0} are in {1}?",
+            )
+        )
         return Turn(
             _careless(rng, ask).format(letter, word), f"{spelled(word)} has {word.count(letter)} times {letter}."
         )

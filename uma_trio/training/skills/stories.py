@@ -1,4 +1,4 @@
-"""Short stories whose every detail follows from the prompt: same prompt, same story."""
+"""Short stories.  Every detail follows from the prompt: same prompt, same story."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from uma_trio.training.words import NAMES, OBJECTS, any_name, made_up
 _ANIMALS = """
 fox: clever red berries owl; bear: strong brown honey bee; rabbit: quick white carrots mole; owl: wise grey seeds bat;
 cat: quiet black fish mouse; dog: loyal brown bones cat; mouse: tiny grey cheese snail; horse: proud black oats goat;
-hedgehog: careful brown apples worm; frog: cheerful green flies duck; duck: busy yellow bread frog; wolf: lonely grey plums raven;
-squirrel: nimble red nuts jay; turtle: patient green lettuce crab; swan: gentle white reeds otter; goat: stubborn white leaves sheep;
-otter: playful brown clams heron; raven: curious black corn wolf; bee: busy golden nectar ant; elephant: mighty grey melons parrot;
-lion: brave golden figs gazelle; penguin: funny black herring seal; parrot: noisy green mangoes monkey; whale: huge blue krill gull
+hedgehog: careful brown apples worm; frog: cheerful green flies duck; duck: busy yellow bread frog;
+wolf: lonely grey plums raven; squirrel: nimble red nuts jay; turtle: patient green lettuce crab;
+swan: gentle white reeds otter; goat: stubborn white leaves sheep; otter: playful brown clams heron;
+raven: curious black corn wolf; bee: busy golden nectar ant; elephant: mighty grey melons parrot;
+lion: brave golden figs gazelle; penguin: funny black herring seal; parrot: noisy green mangoes monkey;
+whale: huge blue krill gull
 """
 _PLACES = """
-forest: an_old_oak green_leaves a_hidden_path; garden: a_stone_wall roses a_small_gate; village: a_red_roof warm_lights an_empty_well;
-mountain: a_high_peak fresh_snow a_deep_cave; river: a_wooden_bridge cold_water a_lost_boat; desert: a_tall_dune hot_sand a_secret_spring;
-island: a_white_beach palm_trees a_message_in_a_bottle; city: a_tall_tower bright_windows a_forgotten_key; meadow: a_round_hill wild_flowers a_silver_bell;
-harbour: a_long_pier loud_gulls a_blue_lantern; castle: a_grey_wall heavy_doors a_golden_crown; lake: a_quiet_shore water_lilies a_glass_bead;
-valley: a_narrow_road morning_mist a_broken_wheel; farm: a_big_barn yellow_hay a_rusty_horseshoe; library: a_dusty_shelf old_books a_torn_map;
-market: a_striped_tent ripe_fruit a_copper_coin; snow: a_frozen_tree icy_wind a_woollen_glove; jungle: a_green_vine warm_rain a_stone_mask
+forest: an_old_oak green_leaves a_hidden_path; garden: a_stone_wall roses a_small_gate;
+village: a_red_roof warm_lights an_empty_well; mountain: a_high_peak fresh_snow a_deep_cave;
+river: a_wooden_bridge cold_water a_lost_boat; desert: a_tall_dune hot_sand a_secret_spring;
+island: a_white_beach palm_trees a_message_in_a_bottle; city: a_tall_tower bright_windows a_forgotten_key;
+meadow: a_round_hill wild_flowers a_silver_bell; harbour: a_long_pier loud_gulls a_blue_lantern;
+castle: a_grey_wall heavy_doors a_golden_crown; lake: a_quiet_shore water_lilies a_glass_bead;
+valley: a_narrow_road morning_mist a_broken_wheel; farm: a_big_barn yellow_hay a_rusty_horseshoe;
+library: a_dusty_shelf old_books a_torn_map; market: a_striped_tent ripe_fruit a_copper_coin;
+snow: a_frozen_tree icy_wind a_woollen_glove; jungle: a_green_vine warm_rain a_stone_mask
 """
 
 
@@ -38,7 +43,7 @@ PLACES = _read(_PLACES)
 
 _ANY_ANIMAL = ("curious", "grey", "apples", "bird")
 _ANY_PLACE = ("a big stone", "tall grass", "an old key")
-"""For whoever and wherever the tables do not know."""
+"""Details for animals and places that are not in the tables."""
 
 EPISODES = (
     "{name} walked past {landmark} and looked for {food}.",
@@ -52,17 +57,25 @@ EPISODES = (
     "The {friend} laughed, for {name} had fallen asleep beside {landmark}.",
     "In the morning there were {food} for everyone in the {place}.",
 )
-"""What may happen; a story takes them in this order, beginning where its place says."""
+"""Episodes.  A story takes them in this order; its place determines the first."""
 
 
 def story(name: str, animal: str, place: str, parts: int | None = None) -> str:
-    """The one story about this name, animal and place; with ``parts``, one episode a part."""
+    """The story about a name, an animal and a place.  With ``parts``, one numbered episode per part."""
     nature, coat, food, friend = ANIMALS.get(animal, _ANY_ANIMAL)
     landmark, scenery, find = PLACES.get(place, _ANY_PLACE)
     words = {
-        "name": name, "animal": animal, "place": place, "nature": nature, "food": food, "friend": friend,
-        "friend_a": _article(friend), "landmark": landmark, "scenery": scenery, "find": find,
-    }  # fmt: skip
+        "name": name,
+        "animal": animal,
+        "place": place,
+        "nature": nature,
+        "food": food,
+        "friend": friend,
+        "friend_a": _article(friend),
+        "landmark": landmark,
+        "scenery": scenery,
+        "find": find,
+    }
     start = list(PLACES).index(place) if place in PLACES else 0
     told = [EPISODES[(start + at) % len(EPISODES)].format(**words) for at in range(parts or 3)]
     opening = f"{name} was {_article(nature)} {nature} {animal} with a {coat} coat who lived in the {place}."
@@ -77,20 +90,43 @@ def _article(word: str) -> str:
 
 
 def default_name(animal: str) -> str:
-    """Who tells of an animal without a name calls it so."""
+    """The name of an animal if the prompt has none."""
     return NAMES[list(ANIMALS).index(animal)] if animal in ANIMALS else NAMES[0]
 
 
 def default_place(animal: str) -> str:
-    """Where an animal lives of which no place is told."""
+    """The place of an animal if the prompt has none."""
     return list(PLACES)[list(ANIMALS).index(animal) % len(PLACES)] if animal in ANIMALS else "forest"
 
 
-_OTHERS = ("dragon", "robot", "princess", "knight", "witch", "king", "pirate", "ghost", "snail", "cow", "spider", "giraffe", "child", "boy", "girl", "star", "wizard", "dinosaur", "unicorn", "monkey", "tiger", "panda")  # fmt: skip
+_OTHERS = (
+    "dragon",
+    "robot",
+    "princess",
+    "knight",
+    "witch",
+    "king",
+    "pirate",
+    "ghost",
+    "snail",
+    "cow",
+    "spider",
+    "giraffe",
+    "child",
+    "boy",
+    "girl",
+    "star",
+    "wizard",
+    "dinosaur",
+    "unicorn",
+    "monkey",
+    "tiger",
+    "panda",
+)
 
 
 def _anything(rng: Random) -> str:
-    """What else a story may be about: a robot, a lamp, a made-up beast."""
+    """A hero that is not in the table: a robot, a lamp, a made-up animal."""
     while True:
         kind = rng.random()
         thing = (
@@ -111,7 +147,7 @@ def _where(rng: Random) -> str:
 
 
 def _about(rng: Random, name: str, animal: str, place: str) -> str:
-    """``a fox named Mia in the forest``: those of the three that are told, as people say it."""
+    """``a fox named Mia in the forest``: phrases those of the three that are given."""
     where = f" in the {place}" if place else ""
     if not animal:
         return name + where
@@ -131,7 +167,7 @@ def _about(rng: Random, name: str, animal: str, place: str) -> str:
 
 
 def tell(rng: Random, longest: int = 8) -> Turn:
-    """Ask for a story, whole or in parts; what the asker leaves out, the teller fills in."""
+    """Ask for a story, whole or in parts.  Defaults replace details that the prompt leaves out."""
     animal = rng.choice(tuple(ANIMALS)) if rng.random() < 0.85 else _anything(rng)
     name, place = any_name(rng), _where(rng)
     told = rng.choices(

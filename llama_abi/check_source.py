@@ -1,20 +1,20 @@
-"""The C source that the compiler judges: every declaration of ours, said again after llama.h's."""
+"""C source for the check: every declaration of this package, repeated after llama.h."""
 
 from __future__ import annotations
 
 import ctypes
 
-from llama_abi.ctext import prototypes
+from llama_abi.declarations import prototypes
 from llama_abi.functions import FUNCTIONS
 from llama_abi.types import C
 
 
-def source(table: str = FUNCTIONS) -> str:
-    """C source that compiles only while our declarations agree with the header."""
+def check_source(table: str = FUNCTIONS) -> str:
+    """Generate C source that compiles only if the declarations agree with the header."""
     lines = ["#include <stddef.h>", '#include "llama.h"']
-    for name, meaning in C.typedefs.items():
-        returns, star, parameters = meaning.partition("(*)")
-        lines.append(f"typedef {returns}(*{name}){parameters};" if star else f"typedef {meaning} {name};")
+    for name, target in C.typedefs.items():
+        returns, star, parameters = target.partition("(*)")
+        lines.append(f"typedef {returns}(*{name}){parameters};" if star else f"typedef {target} {name};")
     for prototype in prototypes(table):
         lines += [f'#line 1 "{prototype.name}"', prototype.c]
     lines.append('#line 1 "types"')

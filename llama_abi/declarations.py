@@ -1,12 +1,12 @@
-"""Declarations as C text: one spelling, read by people, by ctypes and by the C compiler.
+"""C declarations as text, in one spelling for readers, for ctypes and for the C compiler.
 
-A declaration is written as llama.h writes it, so that a reader lays the two side by side.  Three
-things are made from it: the ctypes types, the error rule of a function, and the source that
-``llama_abi.check`` hands to the C compiler.  The part after ``//`` is ours:
+A declaration is copied from llama.h, so that the two can be compared line by line. This module turns it into ctypes
+types and error checks, and ``check_source`` turns it into C source for the compiler. A comment after a function names
+the return value that means failure and raises LlamaError:
 
-    // !null    NULL means failure: LlamaError
-    // !rc      negative means failure: LlamaError; zero and up is returned
-    // !zero    zero means failure: LlamaError
+    // !null    NULL
+    // !rc      a negative number
+    // !zero    zero
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import attrs
 from llama_abi.errors import LibraryError, LlamaError
 
 CType = Any
-"""A ctypes type, or ``None`` for void.  ctypes has no common base that mypy could name."""
+"""A ctypes type, or ``None`` for void. ctypes types have no common base class."""
 
 PROTOTYPE = re.compile(r"^\s*(?!//)(\S.*?)(\w+)\(([^)]*)\);(?:\s*//\s*(!\w+))?", re.MULTILINE)
 ENUMERATOR = re.compile(r"(\w+)\s*=\s*(-?\d+)")
@@ -30,7 +30,7 @@ CALLBACK = re.compile(r"(.+?)\(\*\)\s*\((.*)\)")
 
 @attrs.frozen
 class Prototype:
-    """One line of the function table."""
+    """A function of the table."""
 
     returns: str
     name: str
@@ -39,11 +39,12 @@ class Prototype:
 
     @property
     def c(self) -> str:
+        """Its declaration in C."""
         return f"{self.returns} {self.name}({', '.join(self.parameters) or 'void'});"
 
 
 def split_declarator(text: str) -> tuple[str, str]:
-    """``"float * logits"`` -> ``("float *", "logits")``."""
+    """Split type and name: ``"float * logits"`` -> ``("float *", "logits")``."""
     match = re.fullmatch(r"\s*(.*?)\s*(\w+)\s*", text, re.DOTALL)
     if match is None:
         raise LibraryError(f"not a C declaration: {text!r}")
@@ -51,7 +52,7 @@ def split_declarator(text: str) -> tuple[str, str]:
 
 
 def prototypes(table: str) -> tuple[Prototype, ...]:
-    """The functions of ``table``, in its order."""
+    """Parse a table of functions."""
     found = []
     for returns, name, parameters, rule in PROTOTYPE.findall(table):
         named = tuple(p.strip() for p in parameters.split(",") if p.strip() not in ("", "void"))
@@ -60,15 +61,15 @@ def prototypes(table: str) -> tuple[Prototype, ...]:
 
 
 class Declarations:
-    """All that we say about the C side; filled by ``types.py``, read by ``library`` and ``check``."""
+    """All declared types. ``types`` fills it; ``library`` and ``check_source`` read it."""
 
     def __init__(self) -> None:
         self.structs: dict[str, tuple[tuple[str, str], ...]] = {}
-        """name -> ((C spelling, field), ...) in the order of the header."""
+        """Struct name -> ((C type, field), ...) in the order of the header."""
         self.enums: dict[str, dict[str, int]] = {}
-        """enum name -> its members; the name ``""`` holds plain macros."""
+        """Enum name -> members. The name ``""`` holds macros."""
         self.typedefs: dict[str, str] = {}
-        """typedef name -> what it stands for, in C."""
+        """Typedef name -> its C type."""
         self.known: dict[str, CType] = {
             "void": None,
             "bool": ctypes.c_bool,
@@ -83,13 +84,13 @@ class Declarations:
         }
 
     def ctype(self, spelling: str) -> CType:
-        """The ctypes type for a C spelling such as ``const struct llama_model *``.
+        """The ctypes type for a C type such as ``const struct llama_model *``.
 
-        A ``struct x *`` whose fields nobody declared becomes a pointer to an opaque type of its
-        own, so a model handed over as a context is an ``ArgumentError`` in Python and not a crash.
+        A pointer to an undeclared struct gets an opaque type of its own. Passing a model as a context is then an
+        ``ArgumentError`` in Python and not a crash.
 
         Raises:
-            LibraryError: a spelling that is neither known nor a pointer to a struct.
+            LibraryError: the type is neither declared nor a pointer to a struct.
         """
         words = [word for word in spelling.replace("*", " * ").split() if word != "const"]
         stars = words.count("*")
@@ -103,7 +104,7 @@ class Declarations:
         if len(names) != 1:
             raise LibraryError(f"no ctypes type for {spelling!r}")
         found: CType
-        if stars and names[0] in ("char", "void"):  # ctypes has its own names for these pointers
+        if stars and names[0] in ("char", "void"):  # ctypes has names of its own for these pointers
             found, stars = {"char": ctypes.c_char_p, "void": ctypes.c_void_p}[names[0]], stars - 1
         elif names[0] in self.known:
             found = self.known[names[0]]
@@ -123,31 +124,31 @@ class Declarations:
         return made
 
     def enum(self, name: str, members: str) -> dict[str, int]:
-        """Declare members of ``enum name``; with an empty name, integer macros.
+        """Declare members of ``enum name``, or integer macros if the name is empty.
 
-        Only the members that we use need to be listed.
+        Members that nobody uses may be left out.
         """
         found = {member: int(value) for member, value in ENUMERATOR.findall(members)}
         self.enums[name] = found
         return found
 
-    def typedef(self, name: str, meaning: str) -> CType:
-        """Declare ``typedef``: a plain spelling, or a callback written ``bool (*)(void * data)``."""
-        callback = CALLBACK.fullmatch(meaning.strip())
+    def typedef(self, name: str, target: str) -> CType:
+        """Declare a typedef: a type, or a callback such as ``bool (*)(void * data)``."""
+        callback = CALLBACK.fullmatch(target.strip())
         if callback is None:
-            made = self.ctype(meaning)
+            made = self.ctype(target)
         else:
             parameters = [split_declarator(p)[0] for p in callback.group(2).split(",")]
             made = ctypes.CFUNCTYPE(self.ctype(callback.group(1)), *map(self.ctype, parameters))
-        self.typedefs[name] = meaning.strip()
+        self.typedefs[name] = target.strip()
         self.known[name] = made
         return made
 
     def bind(self, library: ctypes.CDLL, table: str) -> None:
-        """Give every function in ``table`` its types and its error check.
+        """Set the types and the error check of every function in ``table``.
 
         Raises:
-            LibraryError: naming *all* the symbols that the library lacks, not the first alone.
+            LibraryError: the library lacks symbols. The message lists all of them.
         """
         missing = []
         for prototype in prototypes(table):
@@ -162,8 +163,8 @@ class Declarations:
                 function.errcheck = RULES[prototype.rule]
         if missing:
             raise LibraryError(
-                f"the library lacks {', '.join(missing)}; it is another llama.cpp than the one that "
-                "these declarations describe. Run ./build_llama.sh"
+                f"the library lacks {', '.join(missing)}, so it is not the llama.cpp version of these declarations: "
+                "run ./build_llama.sh"
             )
 
 

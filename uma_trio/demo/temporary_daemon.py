@@ -1,4 +1,4 @@
-"""A daemon of one's own: the real command line in a process, on a socket that nobody else knows."""
+"""Runs ``uma-trio serve`` in a child process, on a private socket."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ POLL_S: Final = 0.02
 LOG_TAIL: Final = 2000
 
 
-class NoDaemon(Exception):
-    """It did not come up; says what it said."""
+class DaemonStartError(Exception):
+    """The daemon did not start; the message has the end of its output."""
 
 
 class Interrupted(Exception):
-    """A signal asked for the end."""
+    """A signal interrupted the work."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -35,24 +35,26 @@ class Interrupted(Exception):
 
 
 @attrs.frozen
-class OwnDaemon:
-    """A running one."""
+class TemporaryDaemon:
+    """A running daemon."""
 
     path: Path
     pid: int
 
 
 @contextlib.asynccontextmanager
-async def own_daemon(flags: Sequence[str] = (), *, timeout_s: float = 120.0) -> AsyncIterator[OwnDaemon]:
-    """``uma-trio serve`` with ``flags``, ready to be asked; stopped, and its files removed, at the end.
+async def temporary_daemon(flags: Sequence[str] = (), *, timeout_s: float = 120.0) -> AsyncIterator[TemporaryDaemon]:
+    """Run ``uma-trio serve`` with ``flags``; entered when it accepts connections.
+
+    Leaving the block stops the daemon and removes its files.
 
     Raises:
-        NoDaemon: it ended, or was not ready after ``timeout_s``.
+        DaemonStartError: the daemon exited, or was not ready after ``timeout_s`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="uma-") as folder:
         path, log = Path(folder, "uma.sock"), Path(folder, "log")
         command = [sys.executable, "-m", "uma_trio", "serve", "--socket", os.fspath(path), *flags]
-        with open(log, "wb") as sink:  # noqa: ASYNC230 - a new file in a folder of ours
+        with open(log, "wb") as sink:  # noqa: ASYNC230 - a new file in a private folder
             async with trio.open_nursery() as nursery:
                 # A cancelled run_process sends SIGTERM, and SIGKILL after 5 s.
                 process: trio.Process = await nursery.start(
@@ -60,7 +62,7 @@ async def own_daemon(flags: Sequence[str] = (), *, timeout_s: float = 120.0) -> 
                 )
                 try:
                     await _ready(process, path, log, timeout_s)
-                    yield OwnDaemon(path, process.pid)
+                    yield TemporaryDaemon(path, process.pid)
                 finally:
                     nursery.cancel_scope.cancel()
 
@@ -74,18 +76,18 @@ async def _ready(process: trio.Process, path: Path, log: Path, timeout_s: float)
             await trio.sleep(POLL_S)
             process.poll()
     ended = process.returncode is not None
-    said = await trio.Path(log).read_text(errors="replace")
-    raise NoDaemon(
-        f"the daemon {'ended at its start' if ended else f'was not ready after {timeout_s:g} s'}: "
-        f"{said.strip()[-LOG_TAIL:] or 'it said nothing'}"
+    output = await trio.Path(log).read_text(errors="replace")
+    raise DaemonStartError(
+        f"the daemon {'exited while starting' if ended else f'was not ready after {timeout_s:g} s'}: "
+        f"{output.strip()[-LOG_TAIL:] or 'it printed nothing'}"
     )
 
 
 async def until_interrupted(work: Callable[[], Awaitable[T]]) -> T:
-    """``await work()``; SIGINT, SIGTERM and SIGHUP cancel it, so that what it started is stopped.
+    """Await ``work()``; SIGINT, SIGTERM and SIGHUP cancel it, so that it can stop its child processes.
 
     Raises:
-        Interrupted: when its cleaning up is done.
+        Interrupted: a signal arrived, and the cleanup of ``work`` has finished.
     """
     caught: list[int] = []
     results: list[T] = []
