@@ -42,7 +42,7 @@ def ids(events) -> list[int]:
 
 
 async def run_turns(harness: Serving, session: str, *prompts: str, n: int = 5) -> list[int]:
-    """Run some turns, and check that each answer equals the one to a single long prompt; returns the session's tokens."""
+    """Run turns, and check that each answer continues one long prompt; returns the session's tokens."""
     said: list[int] = []
     for prompt in prompts:
         events = await ask(harness, session, prompt, n)
