@@ -242,18 +242,18 @@ class Sessions:
         10_000, "Most sessions of a model. Beyond it, the least recently used session is closed.", ge=1, le=1_000_000
     )
     session_ttl_s: float = setting(30 * 86_400.0, "Closes a session that is not used for this time.", gt=0, le=1e9)
-    spill: bool = setting(
+    offload: bool = setting(
         True,
         "Offload the KV cache of sessions to disk before it is evicted, and load it again where that is faster than "
         "prefill. If off, only the tokens of sessions are kept.",
     )
-    spill_max_mb: int = setting(
+    offload_max_mb: int = setting(
         4096,
         "Most megabytes of KV cache on disk. Beyond it, the least recently used states are deleted.",
         ge=1,
         le=100_000_000,
     )
-    spill_after_s: float = setting(
+    offload_after_s: float = setting(
         30.0,
         "Offload a session that is idle for this time even if its memory is not needed, so that it survives a crash.",
         ge=0,

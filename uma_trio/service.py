@@ -18,12 +18,12 @@ from uma_trio.errors import ModelNotFound, RequestTimeout, ShuttingDown, UmaErro
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
+from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Usage
-from uma_trio.serving.offload import InThread, StateFiles
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
-from uma_trio.sessions import Sessions, Turn
+from uma_trio.sessions import Sessions, SessionTurn
 from uma_trio.store import Journal
 from uma_trio.telemetry.perf_records import PerfSink
 
@@ -59,7 +59,7 @@ class ModelService:
         self._scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, perf, files, in_thread)
         self._scheduler.cache.index.add_all(states)
         self._sessions = Sessions(config, self._scheduler, model.prompts, journal, in_thread=in_thread)
-        self._sessions.recall()
+        self._sessions.load()
         self._draining = False
 
     # -- requests -------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class ModelService:
         Raises:
             SessionError: it cannot be done.
         """
-        return await self._sessions.answer(query, principal.name)
+        return await self._sessions.answer_query(query, principal.name)
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of ``text``.  Blocks for about 1 ms for each 10 kB."""
@@ -115,7 +115,7 @@ class ModelService:
 
     async def save_everything(self) -> None:
         """Bring sessions and their KV states to disk.  ``run`` must be running."""
-        await self._sessions.mend()
+        await self._sessions.repair()
         await self._scheduler.offloader.save_everything()
 
     def keep_learned_costs(self) -> None:
@@ -161,7 +161,7 @@ class Generation:
     @property
     def is_answered(self) -> bool:
         """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
-        return bool(self._sequences) and all([sequence.done.is_set() for sequence in self._sequences])
+        return bool(self._sequences) and all(sequence.done.is_set() for sequence in self._sequences)
 
     def cancel(self) -> None:
         """End the request: the cancel event of the protocol."""
@@ -219,7 +219,7 @@ class Generation:
             for sequence in sequences:
                 scheduler.cancel(sequence, ending or "cancelled")  # does nothing to one that has finished
 
-    async def _end_turn(self, turn: Turn) -> None:
+    async def _end_turn(self, turn: SessionTurn) -> None:
         """The last event of a session's turn follows when the turn is on disk."""
         sequences, self._sequences = self._sequences, []  # finished, but not answered yet
         with trio.CancelScope(shield=True):

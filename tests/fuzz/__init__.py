@@ -1,1 +1,1 @@
-"""Fuzzer of the protocol, seeded: ``python -m tests.fuzz.fuzz``."""
+"""Fuzzers with fixed seeds: ``fuzz`` for the protocol, and ``mutate_gguf`` for model files."""

@@ -163,7 +163,7 @@ async def test_many_requests_with_cancellations_and_failures(autojump_clock, uni
 @LAYOUTS
 async def test_checkpoints_are_saved_and_loaded_with_a_state(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(engine_of(unified), files, spill_after_s=1e8) as harness:
+    async with asking(engine_of(unified), files, offload_after_s=1e8) as harness:
         first = await harness.answer(tokens_of(1), N_TOKENS, durable=True)
         turn = [*tokens_of(1), *first.tokens, *tokens_of(2, 100)]
         await harness.answer(turn, N_TOKENS, durable=True)
@@ -175,7 +175,7 @@ async def test_checkpoints_are_saved_and_loaded_with_a_state(autojump_clock, uni
         (turn, len(turn) - TOKENS_AFTER_LAST),
         ([*tokens_of(1), *first.tokens, 5], 300 + N_TOKENS - 1),
     ):
-        async with asking(engine_of(unified), files, spill_after_s=1e8) as harness:
+        async with asking(engine_of(unified), files, offload_after_s=1e8) as harness:
             client = await harness.answer(prompt, 2 * N_TOKENS + 100)
             assert is_right(client)
             assert client.cached == cached
@@ -186,12 +186,12 @@ async def test_checkpoints_are_saved_and_loaded_with_a_state(autojump_clock, uni
 
 async def test_a_request_that_is_cancelled_while_its_state_is_loaded_leaves_no_checkpoints(autojump_clock):
     files = MemoryFiles()
-    async with asking(engine_of(True), files, spill_after_s=1e8) as harness:
+    async with asking(engine_of(True), files, offload_after_s=1e8) as harness:
         first = await harness.answer(tokens_of(1), N_TOKENS, durable=True)
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
     prompt = [*tokens_of(1), *first.tokens, 5]
-    async with asking(engine_of(True), files, spill_after_s=1e8) as harness:
+    async with asking(engine_of(True), files, offload_after_s=1e8) as harness:
         for n_checkpoints in range(8):
             client = harness.ask(prompt, 50)
             for _ in range(n_checkpoints):

@@ -61,7 +61,7 @@ async def all_saved(harness: Harness) -> None:
 @LAYOUTS
 async def test_an_evicted_sequence_is_loaded_again(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
         said = [await answered(harness, n) for n in range(12)]
         await all_saved(harness)
         assert len(files.states) >= 9
@@ -79,7 +79,7 @@ async def test_an_evicted_sequence_is_loaded_again(autojump_clock, unified):
 @LAYOUTS
 async def test_a_request_that_needs_cells_waits_until_their_sequence_is_saved(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
         for n in range(2):
             await answered(harness, n)
         big = harness.ask(tokens_of(7, 1000 if not unified else 2500), 8)
@@ -99,7 +99,7 @@ def held_tokens(harness: Harness) -> list[list[int]]:
 
 async def test_only_durable_sequences_are_saved(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=0) as harness:
+    async with asking(small(), files, offload_after_s=0) as harness:
         for n in range(12):
             assert is_right(await harness.answer(tokens_of(n), 8))
         await trio.sleep(10)
@@ -109,7 +109,7 @@ async def test_only_durable_sequences_are_saved(autojump_clock):
 
 async def test_a_sequence_that_is_idle_for_long_enough_is_saved_without_need(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=16), files, spill_after_s=20) as harness:
+    async with asking(small(n_seq_max=16), files, offload_after_s=20) as harness:
         tokens = await answered(harness, 1)
         await trio.sleep(19)
         assert not files.states
@@ -126,12 +126,12 @@ async def test_a_sequence_that_is_idle_for_long_enough_is_saved_without_need(aut
 
 async def test_states_survive_a_restart(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as harness:
+    async with asking(small(n_seq_max=16), files, offload_after_s=NEVER) as harness:
         said = [await answered(harness, n) for n in range(5)]
         with trio.fail_after(100):
             await harness.scheduler.offloader.save_everything()
         assert len(files.states) == 5
-    async with asking(small(n_seq_max=16), files, spill_after_s=NEVER) as harness:
+    async with asking(small(n_seq_max=16), files, offload_after_s=NEVER) as harness:
         for n, tokens in enumerate(said):
             client = await harness.answer([*tokens, 900 + n], 8)
             assert is_right(client)
@@ -143,7 +143,7 @@ async def test_states_survive_a_restart(autojump_clock):
 async def test_a_sequence_that_cannot_be_saved_is_computed_again(autojump_clock, fault):
     files = MemoryFiles()
     setattr(files, fault, True)
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = [await answered(harness, n) for n in range(8)]
         for n, tokens in enumerate(said):
             assert is_right(await harness.answer([*tokens, 900 + n], 8, durable=True))
@@ -158,7 +158,7 @@ async def test_a_sequence_that_cannot_be_saved_is_computed_again(autojump_clock,
 @pytest.mark.parametrize("fault", ["broken", "garbled"])
 async def test_a_state_that_cannot_be_loaded_is_computed_again(autojump_clock, fault):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = [await answered(harness, n) for n in range(8)]
         await all_saved(harness)
         setattr(files, fault, True)
@@ -173,7 +173,7 @@ async def test_a_state_that_cannot_be_loaded_is_computed_again(autojump_clock, f
 async def test_nothing_is_saved_where_prefill_is_faster_than_loading(autojump_clock):
     quick = FakeEngine(n_ctx=3072, n_seq_max=3, cost_ms=lambda prompt, decodes: 0.1 + 1e-4 * (prompt + decodes))
     files = MemoryFiles()
-    async with asking(quick, files, spill_after_s=0) as harness:
+    async with asking(quick, files, offload_after_s=0) as harness:
         for n in range(12):
             await answered(harness, n)
         await trio.sleep(10)
@@ -183,7 +183,7 @@ async def test_nothing_is_saved_where_prefill_is_faster_than_loading(autojump_cl
 
 async def test_a_request_is_cancelled_while_its_state_is_loaded(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = [await answered(harness, n) for n in range(8)]
         await all_saved(harness)
         for n_checkpoints in range(12):
@@ -201,7 +201,7 @@ async def test_copies_do_not_make_streams_late(autojump_clock):
     """A copy is predicted to take 200 ms, a step 5.  It waits for a step without streams, or is given up."""
     files = MemoryFiles()
     engine = FakeEngine(n_ctx=65_536, n_seq_max=3)
-    async with asking(engine, files, spill_after_s=NEVER) as harness:
+    async with asking(engine, files, offload_after_s=NEVER) as harness:
         first = await harness.answer(tokens_of(1, 20_000), 8, durable=True)
         n_bytes = 20_000 * STATE_BYTES
         for _ in range(50):
@@ -219,7 +219,7 @@ async def test_copies_do_not_make_streams_late(autojump_clock):
 @LAYOUTS
 async def test_a_step_with_a_copy_fails(autojump_clock, unified):
     files = MemoryFiles()
-    async with asking(small(unified), files, spill_after_s=NEVER) as harness:
+    async with asking(small(unified), files, offload_after_s=NEVER) as harness:
         said = [await answered(harness, n) for n in range(8)]
         await all_saved(harness)
         for failure in (EngineError("it failed"), EngineDied("killed")):
@@ -242,10 +242,10 @@ async def test_a_state_that_was_loaded_before_a_reset_is_lost(autojump_clock):
         return call(*arguments)
 
     files = MemoryFiles()
-    async with asking(small(), files, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, offload_after_s=NEVER) as harness:
         said = await answered(harness, 1)
         await harness.scheduler.offloader.save_everything()
-    async with asking(small(), files, in_thread=slowly, spill_after_s=NEVER) as harness:
+    async with asking(small(), files, in_thread=slowly, offload_after_s=NEVER) as harness:
         stream = harness.ask(tokens_of(2), 600)
         client = harness.ask([*said, 900], 8)
         client.has_room = False
@@ -265,7 +265,7 @@ async def test_a_state_that_was_loaded_before_a_reset_is_lost(autojump_clock):
 
 async def test_a_step_makes_one_copy_at_most(autojump_clock):
     files = MemoryFiles()
-    async with asking(small(n_seq_max=6), files, spill_after_s=0) as harness:
+    async with asking(small(n_seq_max=6), files, offload_after_s=0) as harness:
         said = [await answered(harness, n) for n in range(20)]
         clients = [harness.ask([*said[n], 900], 20) for n in range(6)]
         await harness.ended(*clients)
@@ -285,7 +285,7 @@ async def test_many_conversations_with_cells_for_a_few(autojump_clock):
     n_sequences = n_conversations // 25
     files, rng = MemoryFiles(), random.Random(5)
     engine = FakeEngine(n_ctx=n_sequences * 256, n_seq_max=n_sequences, unified=False)
-    async with asking(engine, files, spill_after_s=30, max_queue=1000) as harness:
+    async with asking(engine, files, offload_after_s=30, max_queue=1000) as harness:
         n_checks = 0
 
         async def watch() -> None:

@@ -211,7 +211,7 @@ async def test_a_crash_during_a_copy_of_a_state_loses_no_session(autojump_clock)
     """While a state is saved, and while one is loaded.  The tokens are computed again."""
     files = MemoryFiles()
     engine = FakeEngine(n_ctx=1024, n_seq_max=2, unified=False)
-    async with asking(engine, files, spill_after_s=0.0) as harness:
+    async with asking(engine, files, offload_after_s=0.0) as harness:
         first = await harness.answer([7] * 200, 5, durable=True)
         kill(harness)
         await trio.sleep(5)

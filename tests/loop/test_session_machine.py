@@ -108,7 +108,7 @@ class World:
 
         storage.journal._settle = settles  # type: ignore[method-assign]
         self.harness = await self._stack.enter_async_context(
-            serving(engine, storage, spill_after_s=20, drain_timeout_s=3, request_timeout_s=1e6, max_tx_bytes=4096)
+            serving(engine, storage, offload_after_s=20, drain_timeout_s=3, request_timeout_s=1e6, max_tx_bytes=4096)
         )
 
     async def stop(self) -> None:

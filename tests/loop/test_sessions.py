@@ -179,7 +179,7 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
                 expected = expected_continuation(tokens_of(said), 4)
                 assert eos.text == "".join(f"{token} " for token in expected)
                 said += "|" + eos.text
-            with pytest.raises(ServerError, match="begun with messages"):
+            with pytest.raises(ServerError, match="began with messages"):
                 await client.complete(prompt="plain", session_id="a", keep_alive=True)
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
         assert "|".join(message.content for message in found.messages) == said
@@ -462,7 +462,7 @@ async def test_a_failed_write_is_repeated_when_the_server_drains(autojump_clock,
 @pytest.mark.parametrize("then", ["another turn", "nothing"])
 async def test_files_removed_under_a_running_server_are_written_again(autojump_clock, tmp_path, what, then):
     with remembering(tmp_path) as storage:
-        async with serving(storage=storage, spill_after_s=0) as harness:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             said = await run_turns(harness, "a", "once upon a time", " there was")
             other = await run_turns(harness, "b", "hello")
             await trio.sleep(5)
@@ -490,7 +490,7 @@ async def test_files_removed_under_a_running_server_are_written_again(autojump_c
 
 async def test_without_its_folders_the_server_goes_on_without_durability(autojump_clock, tmp_path):
     with remembering(tmp_path) as storage:
-        async with serving(storage=storage, spill_after_s=0) as harness:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             said = await run_turns(harness, "a", "hello")
             await trio.sleep(5)
             for room in ("sessions", "states"):
@@ -508,7 +508,7 @@ async def test_without_its_folders_the_server_goes_on_without_durability(autojum
 async def test_the_list_of_sessions_is_the_same_after_a_restart(autojump_clock, tmp_path, monkeypatch):
     times = itertools.count(time.time(), 0.125)
     with remembering(tmp_path) as storage:
-        async with serving(storage=storage, spill=False) as harness:
+        async with serving(storage=storage, offload=False) as harness:
             harness.service._sessions._clock = lambda: next(times)
             await run_turns(harness, "a", "once", " upon", " a time")
             await query(harness, "fork", session_id="a", new_id="b")
@@ -528,7 +528,7 @@ async def test_the_list_of_sessions_is_the_same_after_a_restart(autojump_clock, 
             assert list(turns) == ["a", "c", "b"]
     for _ in range(2):
         with remembering(tmp_path) as storage:
-            async with serving(storage=storage, spill=False) as harness:
+            async with serving(storage=storage, offload=False) as harness:
                 assert await listed(harness) == before
 
 
@@ -539,14 +539,17 @@ async def test_more_messages_than_a_file_may_hold_are_refused(autojump_clock, mo
         await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
         eos = await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
         assert eos.session.turns == 2
-        with pytest.raises(ServerError, match="the most are 4"):
+        with pytest.raises(ServerError, match="at most 4"):
             await client.complete(messages=user, max_tokens=4, session_id="a", keep_alive=True)
 
 
 async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
     """Neither in memory nor on disk."""
     with remembering(tmp_path) as storage:
-        async with serving(FakeEngine(n_ctx=400), storage=storage, spill=False) as harness, harness.client() as client:
+        async with (
+            serving(FakeEngine(n_ctx=400), storage=storage, offload=False) as harness,
+            harness.client() as client,
+        ):
             system = {"role": "system", "content": "be brief"}
             shown, sizes, n_messages, dropped = [], [], [], 0
             for n in range(120):
@@ -563,7 +566,7 @@ async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
                 assert [f"what is {n}?"] == shown[-1].split("|")[-1:]
                 assert eos.usage.prompt_tokens == len(shown[-1]) <= 400 - 8 + 1
                 dropped += bool(eos.usage.dropped_tokens)
-                [found] = harness.service._sessions._book
+                [found] = harness.service._sessions._table
                 n_messages.append(len(found.messages))
                 roles = [message.role for message in found.messages[1:]]
                 assert roles == ["user", "assistant"] * (len(roles) // 2), "roles still alternate"
@@ -576,8 +579,11 @@ async def test_a_chat_with_n_keep_does_not_grow(autojump_clock, tmp_path):
         found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
         assert len(found.messages) == n_messages[-1]
     with remembering(tmp_path) as storage:
-        async with serving(FakeEngine(n_ctx=400), storage=storage, spill=False) as harness, harness.client() as client:
-            [session] = harness.service._sessions._book
+        async with (
+            serving(FakeEngine(n_ctx=400), storage=storage, offload=False) as harness,
+            harness.client() as client,
+        ):
+            [session] = harness.service._sessions._table
             assert list(session.messages) == list(found.messages)
 
 
@@ -594,14 +600,14 @@ async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):
 async def test_sessions_go_on_after_a_restart(autojump_clock, tmp_path, at_end):
     said = {}
     with remembering(tmp_path) as storage:
-        async with serving(storage=storage, spill_after_s=NEVER) as harness:
+        async with serving(storage=storage, offload_after_s=NEVER) as harness:
             for n in range(4):
                 said[f"s{n}"] = await run_turns(harness, f"s{n}", f"{n} is the beginning " * 20, " and then")
             if at_end == "drained":
                 await drained(harness)
     with remembering(tmp_path) as storage:
         assert (len(storage.states) == 4) == (at_end == "drained")
-        async with serving(storage=storage, spill_after_s=NEVER) as harness:
+        async with serving(storage=storage, offload_after_s=NEVER) as harness:
             assert await names(harness) == ["s3", "s2", "s1", "s0"]
             for name, tokens in said.items():
                 found = await query(harness, "describe", session_id=name)
@@ -624,7 +630,7 @@ async def test_turns_of_five_servers_equal_one_long_prompt(autojump_clock, tmp_p
 
 async def test_a_closed_session_leaves_nothing(autojump_clock, tmp_path):
     with remembering(tmp_path) as storage:
-        async with serving(storage=storage, spill_after_s=0) as harness:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             for name in ("a", "b"):
                 await run_turns(harness, name, f"the story of {name}, which is long enough " * 5, " and then")
             await trio.sleep(10)
@@ -646,7 +652,7 @@ async def test_a_closed_session_that_ended_with_a_stop_string_leaves_nothing(aut
     prompt = "the story of a fox, which is long enough " * 5
     stop = str(expected_continuation(tokens_of(prompt), 5)[3])
     with remembering(tmp_path) as storage:
-        async with serving(storage=storage, spill_after_s=0) as harness:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             events = await ask(harness, "a", prompt, 20, stop=stop)
             assert events[-1].reason == "stop"
             await query(harness, "close", session_id="a")
@@ -657,7 +663,7 @@ async def test_a_closed_session_that_ended_with_a_stop_string_leaves_nothing(aut
 
 async def test_closing_keeps_what_a_fork_needs(autojump_clock, tmp_path):
     with remembering(tmp_path) as storage:
-        async with serving(storage=storage, spill_after_s=0) as harness:
+        async with serving(storage=storage, offload_after_s=0) as harness:
             said = await run_turns(harness, "a", "the story of a fox, which is long enough " * 5)
             await query(harness, "fork", session_id="a", new_id="b")
             await query(harness, "close", session_id="a")
@@ -718,7 +724,7 @@ async def test_a_session_that_is_used_while_others_expire_stays(autojump_clock, 
 
     monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 10.0)
     with remembering(tmp_path) as storage:
-        async with serving(storage=storage, in_thread=slow_disk, session_ttl_s=5, spill=False) as harness:
+        async with serving(storage=storage, in_thread=slow_disk, session_ttl_s=5, offload=False) as harness:
             harness.service._sessions._clock = trio.current_time
             await run_turns(harness, "a", "hello")
             said = await run_turns(harness, "b", "hello")

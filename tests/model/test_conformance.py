@@ -27,10 +27,10 @@ def make(library):
 
 @pytest.fixture(scope="module")
 def prompts(library):
-    from uma_trio.engine.llama import open_tokenizer
+    from uma_trio.engine.llama import open_vocabulary
 
     texts = ("The capital of France", "Once upon a time a fox", "Monday, Tuesday, Wednesday,", "1 2 3 4 5 6")
-    with open_tokenizer(EMBEDDED) as tokenizer:
-        found = [tokenizer.encode(text).tolist()[:15] for text in texts]
+    with open_vocabulary(EMBEDDED) as vocabulary:
+        found = [vocabulary.tokenizer.encode(text).tolist()[:15] for text in texts]
     assert all(len(tokens) > 2 for tokens in found)
     return found

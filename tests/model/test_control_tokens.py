@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import llama_abi
 from llama_abi import TokenAttr
 from tests.support.real_daemon import ROOT, Daemon
-from uma_trio.engine.records import PromptPart
+from uma_trio.engine.messages import PromptPart
 from uma_trio.engine.tokenizer import CONTROL_ATTRIBUTES, Tokenizer
 from uma_trio.errors import UmaError
 from uma_trio.models.chat import ChatTemplate

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
+from tests.fuzz.mutate_gguf import Gguf
 from tests.support import hostile
 from tests.support.real_daemon import Canary, real_daemon
 from uma_trio.models.loaded import EMBEDDED, vocabulary
@@ -306,3 +309,20 @@ def test_threads_of_abuse_all_at_once(strict):
     for thread in threads:
         thread.join(60)
     assert not failures, failures[0]
+
+
+def test_a_model_file_that_would_abort_llama_cpp_is_refused(library, tmp_path):
+    model = Gguf.parse(EMBEDDED.read_bytes())
+    model.pair("llama.block_count").value = 2690366077
+    path = tmp_path / "deadly.gguf"
+    path.write_bytes(model.to_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "uma_trio", "serve", "--model", path, "--socket", tmp_path / "uma.sock"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode > 0
+    assert "it claims 2690366077 layers, not 1 to 512" in done.stderr
+    assert "GGML_ASSERT" not in done.stderr

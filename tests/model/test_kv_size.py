@@ -30,8 +30,8 @@ def test_it_is_the_sum_of_the_layers_that_attend(library, shape, type_k, type_v,
     layers, heads, width = LAYERS_HEADS_WIDTH[shape]
     settings = config.Model(ctx=512, parallel=2, threads=1, type_k=type_k, type_v=type_v)
     engine = LlamaEngine(random_model(shape), settings)
-    assert engine.facts.kv_bytes_per_token == layers * heads * width * of_values
-    assert measured(shape, type_k=type_k, type_v=type_v) == engine.facts.kv_bytes_per_token
+    assert engine.info.kv_bytes_per_token == layers * heads * width * of_values
+    assert measured(shape, type_k=type_k, type_v=type_v) == engine.info.kv_bytes_per_token
     engine.close()
 
 
@@ -42,7 +42,7 @@ def test_a_limit_in_bytes_is_kept(library, shape, unified):
 
     settings = config.Model(parallel=2, threads=1, kv_unified=unified, kv_mem_limit_mb=1)
     engine = LlamaEngine(random_model(shape, ctx=8192), settings)
-    n_bytes = engine.facts.n_ctx * engine.facts.kv_bytes_per_token
+    n_bytes = engine.info.n_ctx * engine.info.kv_bytes_per_token
     block = 256 * (1 if unified == "on" else 2)
-    assert 1e6 - block * engine.facts.kv_bytes_per_token < n_bytes <= 1e6
+    assert 1e6 - block * engine.info.kv_bytes_per_token < n_bytes <= 1e6
     engine.close()

@@ -17,7 +17,7 @@ from uma_trio.engine import layout_trial
 from uma_trio.engine import llama as llama_engine
 from uma_trio.engine.layout import Layout, LayoutChoice, choose
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Step
+from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.engine.tuning_cache import FileLayoutCache
 from uma_trio.sampling import SamplingParams
@@ -32,10 +32,10 @@ def choice_of(library, tmp_path):
 
     def load(settings=SETTINGS, path=EMBEDDED):
         engine = LlamaEngine(path, settings, layout_cache=FileLayoutCache(path, tmp_path))
-        greedy = Draw(SamplingParams(0.0, 0, 1.0, 0), 0)
-        assert len(engine.step(Step(batches=[[Feed(0, 0, [5, 6, 7], [greedy])]])).tokens) == 1
+        greedy = SampleRequest(SamplingParams(0.0, 0, 1.0, 0))
+        assert len(engine.step(Step(calls=[[StepInput(0, 0, [5, 6, 7], [greedy])]])).tokens) == 1
         assert engine.used_cells() == {0: 3}, "nothing is left of the trial"
-        assert engine.facts.unified == engine.layout_choice.layout.unified
+        assert engine.info.unified == engine.layout_choice.layout.unified
         engine.close()
         return engine.layout_choice
 

@@ -81,7 +81,7 @@ def test_killed_its_path_serves_the_next_one(library, tmp_path):
         assert (tmp_path / "uma.sock").exists(), "it had no chance to remove it"
         with real_daemon(folder=tmp_path) as second:
             assert second.ask(prompt="Hello", max_tokens=2).reason in ("stop", "length")
-            assert "removed the socket that a dead daemon left" in second.events_logged()
+            assert "removed the socket of a dead daemon" in second.events_logged()
 
 
 def test_what_is_in_the_way_is_named_and_stays(library, tmp_path):
@@ -90,7 +90,7 @@ def test_what_is_in_the_way_is_named_and_stays(library, tmp_path):
     folder.mkdir()
     link.symlink_to(file)
     for path in (file, folder, link):
-        refused(path, "no socket", str(path))
+        refused(path, "not a socket", str(path))
     assert file.read_text() == "kept"
     assert link.is_symlink()
     refused(tmp_path / ("x" * 120), "bytes")
@@ -108,7 +108,7 @@ def test_a_foreign_socket_stays(library, tmp_path):
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
     os.chown(path, 12345, 12345)
-    refused(path, "another user's")
+    refused(path, "belongs to another user")
     assert path.exists()
 
 

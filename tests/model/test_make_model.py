@@ -12,7 +12,8 @@ import pytest
 from tests.support.random_models import SCRIPT, make_model_script, random_model
 from uma_trio import config
 from uma_trio.engine.llama import LlamaEngine
-from uma_trio.engine.records import Draw, Feed, Step, Truncate
+from uma_trio.engine.messages import SampleRequest, Step, StepInput
+from uma_trio.kv.ops import Truncate
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.sampling import SamplingParams
 
@@ -122,7 +123,7 @@ def test_llama_cpp_computes_with_it(made, quant):
 
 # -- memories that cannot be rewound --------------------------------------------------------------
 
-GREEDY = Draw(SamplingParams(0.0, 0, 1.0, 0), 0)
+GREEDY = SampleRequest(SamplingParams(0.0, 0, 1.0, 0))
 
 
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0", "f16"])
@@ -134,18 +135,18 @@ def test_a_small_shape_is_sound(shape, quant):
 
 
 @pytest.mark.parametrize(
-    ("shape", "n_swa", "is_hybrid", "rewinds"),
+    ("shape", "n_swa", "is_hybrid", "can_truncate"),
     [("tiny-swa", 64, False, {"off": True, "on": False}), ("tiny-hybrid", 0, True, {"off": False, "on": False})],
 )
-def test_a_small_shape_is_what_it_says(library, shape, n_swa, is_hybrid, rewinds):
+def test_a_small_shape_is_what_it_says(library, shape, n_swa, is_hybrid, can_truncate):
     import llama_abi
 
     with llama_abi.Model(llama_abi.load(), random_model(shape)) as model:
         assert (model.n_swa, model.is_hybrid, model.is_recurrent) == (n_swa, is_hybrid, False)
-    for unified, expected in rewinds.items():
+    for unified, expected in can_truncate.items():
         engine = LlamaEngine(random_model(shape), config.Model(ctx=1024, parallel=2, kv_unified=unified))
-        assert engine.facts.rewinds == expected
-        assert not engine.facts.states_rewind
+        assert engine.info.can_truncate == expected
+        assert not engine.info.state_can_truncate
         engine.close()
 
 
@@ -161,12 +162,12 @@ def test_a_small_shape_generates(library, shape, unified):
     def answer(chunk, seq_id):
         ends = [*range(chunk, len(prompt), chunk), len(prompt)]
         for start, end in itertools.pairwise([0, *ends]):
-            draws = (GREEDY,) if end == len(prompt) else ()
-            result = engine.step(Step(batches=[[Feed(seq_id, start, prompt[start:end], draws)]]))
+            samples = (GREEDY,) if end == len(prompt) else ()
+            result = engine.step(Step(calls=[[StepInput(seq_id, start, prompt[start:end], samples)]]))
         said = [result.tokens[0]]
         for pos in range(len(prompt), len(prompt) + 60):
-            said += engine.step(Step(batches=[[Feed(seq_id, pos, said[-1:], (GREEDY,))]])).tokens
-        engine.step(Step(edits=[Truncate(seq_id)]))
+            said += engine.step(Step(calls=[[StepInput(seq_id, pos, said[-1:], (GREEDY,))]])).tokens
+        engine.step(Step([Truncate(seq_id)]))
         return said
 
     answers = [answer(len(prompt), 0), answer(len(prompt), 0), answer(50, 1), answer(7, 0)]

@@ -24,7 +24,7 @@ from tests.support.real_daemon import ROOT, Answer, Daemon, Event, real_daemon
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.engine.tuning_cache import model_fingerprint
 from uma_trio.store.journal import Journal
-from uma_trio.store.spill import PAYLOAD_AT
+from uma_trio.store.state_format import PAYLOAD_AT
 from uma_trio.training.skills import documents
 
 N = 5
@@ -246,7 +246,7 @@ def test_after_a_restore_logits_are_the_same_to_the_last_bit(library: None, unif
 @pytest.mark.slow
 def test_after_sigterm_a_new_daemon_goes_on(library: None, tmp_path: Path, replayed: list[list[Answer]]) -> None:
     state = tmp_path / "state"
-    flags = (*CROWDED, "--state-dir", str(state), "--spill-after-s", "1000000")
+    flags = (*CROWDED, "--state-dir", str(state), "--offload-after-s", "1000000")
     with real_daemon(*flags) as daemon:
         for n in range(2):
             assert say(daemon, f"doc {n}", question(n, 0)).ids == replayed[n][0].ids
@@ -265,7 +265,7 @@ def test_after_sigterm_a_new_daemon_goes_on(library: None, tmp_path: Path, repla
 @pytest.mark.slow
 def test_after_kill_9_all_turns_whose_end_was_told_are_there(library: None, tmp_path: Path, daemon: Daemon) -> None:
     state = tmp_path / "state"
-    flags = (*CROWDED, "--state-dir", str(state), "--spill-after-s", "0")
+    flags = (*CROWDED, "--state-dir", str(state), "--offload-after-s", "0")
     texts = ["What is the capital of France?", "And of Italy?", "And of Japan?"]
     expected = replay(daemon, texts)
     for n in range(3):
@@ -328,7 +328,7 @@ def test_a_state_folder_that_is_removed_while_it_runs_is_made_again(
         shutil.rmtree(state)
         assert say(victim, "a", texts[1]).last["session"]["durable"]
         assert victim.settled()["sessions"]["journal_restored_total"] == 1
-        assert "a session's file was gone or cut; it was written anew" in victim.events_logged()
+        assert "a session's file was missing or cut; it was written again" in victim.events_logged()
         before = sessions(victim)
         victim.process.kill()
         victim.process.wait()
@@ -492,7 +492,7 @@ def test_the_commands_of_sessions(library: None, tmp_path: Path) -> None:
 
 def test_a_second_signal_does_not_wait_for_states(library: None, tmp_path: Path) -> None:
     state = tmp_path / "state"
-    with real_daemon("--state-dir", str(state), "--spill-after-s", "1000000") as daemon:
+    with real_daemon("--state-dir", str(state), "--offload-after-s", "1000000") as daemon:
         say(daemon, "a", question(0, 0))
         with daemon.wire() as wire:
             wire.send(id="r", prompt="Hello", max_tokens=4000, ignore_eos=True)

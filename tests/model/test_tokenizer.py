@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import llama_abi
 from llama_abi import TokenAttr
 from tests.support.real_daemon import ROOT
-from uma_trio.engine.llama import open_tokenizer
+from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.tokenizer import InvalidTokenId, TokenizedText, Tokenizer
 from uma_trio.models.loaded import EMBEDDED
 
@@ -56,7 +56,7 @@ def tokenizer(library: None) -> Iterator[AnyTokenizer]:
                 path = EMBEDDED if name == "embedded" else FOLDER / f"ggml-vocab-{name}.gguf"
                 if not path.exists():
                     pytest.skip(f"there is no {path}: ./build_llama.sh --dev unpacks it")
-                found[name] = stack.enter_context(open_tokenizer(path))
+                found[name] = stack.enter_context(open_vocabulary(path)).tokenizer
             return found[name]
 
         yield load

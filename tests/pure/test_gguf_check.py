@@ -157,11 +157,11 @@ def with_values(**values):
     return gguf(_pairs(**values))
 
 
-def _pairs(**values):
+def _pairs(architecture="llama", **values):
     """Hyperparameters; a list becomes an array, and ``__`` in a name a dot."""
-    pairs = [PAIRS[0]]
+    pairs = [pair("general.architecture", STRING, text(architecture))]
     for name, value in values.items():
-        key = "llama." + name.replace("__", ".")
+        key = f"{architecture}." + name.replace("__", ".")
         if isinstance(value, list):
             pairs.append(pair(key, ARRAY, array(U32, len(value), struct.pack(f"<{len(value)}I", *value))))
         elif isinstance(value, str):
@@ -213,9 +213,12 @@ DEADLY = {
     "more experts used in one layer": (with_values(expert_count=4, expert_used_count=[2, 5]), "experts"),
     "no experts in a layer that has them": (
         with_tensor("blk.1.ffn_down_exps.weight", [32, 2], 8, expert_count=4, expert_used_count=[2, 0]), "layer 1"),
-    "no experts where the architecture needs them": (
-        gguf([pair("general.architecture", STRING, text("grovemoe"))]), "experts"),
-    "no sections for RoPE": (gguf([pair("general.architecture", STRING, text("qwen3vl"))]), "sections"),
+    "a negative number of experts used": (
+        gguf([*_pairs(), pair("llama.expert_used_count", ARRAY, array(I32, 2, struct.pack("<2i", -1, 0)))]),
+        "experts",
+    ),
+    "no experts where the architecture needs them": (gguf(_pairs("grovemoe")), "experts"),
+    "no sections for RoPE": (gguf(_pairs("qwen3vl")), "sections"),
     "groups of no experts": (with_values(expert_group_count=1), "experts"),
     "groups that do not divide the experts": (
         with_values(expert_count=4, expert_used_count=2, expert_group_count=3, expert_group_used_count=1), "experts"),
@@ -227,19 +230,24 @@ DEADLY = {
     "layers of an architecture with a NUL": (
         gguf([pair("general.architecture", STRING, text("llama\0x")), *_pairs(block_count=0)[1:]]), "0 layers"),
     "KV heads that do not match a layer's keys": (
-        with_tensor("blk.1.attn_k.weight", [32, 32], 0, attention__head_count_kv=[1, 2], **HEADS), "layer 1 claims 2"),
-    "an encoder": (gguf([pair("general.architecture", STRING, text("t5"))]), "encoder"),
+        with_tensor("blk.1.attn_k.weight", [32, 32], 0, attention__head_count_kv=[1, 2], **HEADS),
+        "layer 1 claims 2",
+    ),
+    "an encoder": (gguf(_pairs("t5")), "encoder"),
     "the tokenizer of encoders": (with_vocabulary(text("a") + text("b"), n=2, model="t5"), "encoder"),
     "an empty RoPE scaling": (with_values(rope__scaling__type=""), "RoPE scaling is ''"),
     "an unknown RoPE scaling": (with_values(rope__scaling__type="round"), "RoPE scaling is 'round'"),
     "no rotated dimensions": (with_values(rope__dimension_count=0, **HEADS), "rotates 0"),
     "negative rotated dimensions": (with_values(rope__dimension_count=-2, **HEADS), "rotates -2"),
+    "part of a head rotated where all must be": (with_values(rope__dimension_count=16, **HEADS), "rotates all 32"),
     "an odd number of rotated dimensions": (with_values(rope__dimension_count=31, **HEADS), "rotates 31"),
     "more rotated dimensions than a head has": (with_values(rope__dimension_count=34, **HEADS), "rotates 34"),
     "more than a shorter head has": (
         with_values(rope__dimension_count=32, attention__key_length=16, **HEADS), "heads of 16"),
     "a window without end": (with_values(**{WINDOW: 2**31}), "window of 2147483648"),
     "a window that no layer has": (with_values(**{WINDOW: 64, PATTERN: [0, 0]}), "no layer"),
+    "a window that only missing layers have": (
+        with_values(block_count=2, **{WINDOW: 64, PATTERN: [0, 0, 1]}), "no layer"),
     "a window for an empty list of layers": (with_values(**{WINDOW: 64, PATTERN: []}), "no layer"),
     "a window that every layer is exempt from": (with_values(**{WINDOW: 64, PATTERN: 1}), "no layer"),
     "no tokens": (with_vocabulary(b"", n=0), "no tokens"),
@@ -253,7 +261,7 @@ DEADLY = {
     "no BOS where the tokenizer adds it": (with_vocabulary(text("a"), n=1, adds="bos"), "adds the token bos"),
     "a BOS outside the vocabulary": (with_vocabulary(text("a"), n=1, adds="bos", bos=1), "adds the token bos"),
     "no EOS where the tokenizer adds it": (with_vocabulary(text("a"), n=1, adds="eos"), "adds the token eos"),
-    "no BOS for a tokenizer that always adds it": (with_vocabulary(text("a"), n=1, model="gemma4"), "adds the token bos"),
+    "gemma4 without BOS": (with_vocabulary(text("a"), n=1, model="gemma4"), "adds the token bos"),
     "a norm in half precision": (with_tensor("blk.0.attn_norm.weight", [32], 1), "type F16, not F32"),
     "a norm of several heads, quantized": (with_tensor("blk.0.attn_q_norm.weight", [32, 2], 8), "type Q8_0, not F32"),
     "a bias in bfloat16": (with_tensor("blk.0.attn_q.bias", [32], 30), "type BF16, not F32"),
@@ -281,8 +289,10 @@ def test_values_that_llama_cpp_asserts(check, name):
         with_values(expert_count=8, expert_used_count=2, expert_group_count=1),
         with_values(**{EPSILON: 0.0}, rope__scaling__type="yarn"),
         with_values(rope__dimension_count=32, **HEADS),
-        with_values(rope__dimension_count=64, attention__key_length=128, **HEADS),
+        with_values(rope__dimension_count=128, attention__key_length=128, **HEADS),
+        gguf(_pairs("phi3", rope__dimension_count=16, **HEADS)),
         with_values(rope__dimension_count=0),
+        gguf(_pairs("glm5-next", rope__dimension_count=0, **HEADS)),
         with_values(rope__dimension_count=32, embedding_length=64, attention__head_count=NAN),
         with_values(**{WINDOW: 0, PATTERN: [0, 0]}),
         with_values(**{WINDOW: 4096, PATTERN: [1, 0]}),

@@ -14,9 +14,9 @@ from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.serving import settings, token_to_bytes
 from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.models.prompt import Prompt
+from uma_trio.offload import InThread
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Failure, Generate, Token
-from uma_trio.serving.offload import InThread
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
 
@@ -118,7 +118,9 @@ async def asking(
         in_thread: runs blocking calls.
     """
     engine = engine or FakeEngine()
-    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values), files=files, in_thread=in_thread)
+    chosen = settings(**values)
+    virtual = VirtualEngine(engine, settings=chosen.engine)
+    scheduler = Scheduler(virtual, token_to_bytes, chosen, files=files, in_thread=in_thread)
     if files is not None:
         scheduler.cache.index.add_all(files.scan())
     async with trio.open_nursery() as nursery:

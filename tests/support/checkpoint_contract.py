@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engine_contract import alone, assert_refused, new_file, prefill_input, state_sizes, step
+from tests.support import engine_contract
+from tests.support.engine_contract import alone, assert_refused, prefill_input, state_sizes, step
 from uma_trio.engine.messages import EngineError, Step, StepInput
 from uma_trio.kv.ops import (
     CopyPrefix,
@@ -16,7 +17,7 @@ from uma_trio.kv.ops import (
     Truncate,
 )
 
-__all__ = ["new_file"]  # a fixture of the tests below
+new_file = engine_contract.new_file  # a fixture
 
 
 @pytest.fixture

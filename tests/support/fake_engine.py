@@ -12,12 +12,16 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trio
 
+from uma_trio import config
+from uma_trio.engine.masks import MaskBuffer
 from uma_trio.engine.messages import (
+    MASK_LATE,
     EngineDied,
     EngineError,
     LayoutReport,
@@ -26,11 +30,14 @@ from uma_trio.engine.messages import (
     Ready,
     Revoked,
     SampleRequest,
+    Start,
     Step,
     StepFailed,
     StepInput,
     StepOutput,
+    WhileComputing,
 )
+from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 from uma_trio.kv.ops import (
@@ -185,14 +192,16 @@ class FakeEngine:
         """So many attempts to start the engine again fail."""
         self.resets = 0
         self._aborted = False
+        self._masks_ready = False
         self._cache: dict[int, SequenceContent] = {}
+        self.masks: MaskBuffer | None = None
         self.checkpoints: dict[int, tuple[int, int]] = {}
         """Length and digest of what was held, by number of the checkpoint."""
 
     def describe(self) -> Ready:
         return Ready(self.info, LayoutReport("fake", "only one"), "fake", "fake")
 
-    def step(self, step: Step) -> StepOutput:
+    def step(self, step: Step, link: WhileComputing | None = None) -> StepOutput:
         self.steps.append(step)
         self.cost_of_last_ms = 0.0
         refused: list[tuple[int, str]] = []
@@ -238,6 +247,10 @@ class FakeEngine:
             lengths = [len(each.tokens) for each in call]
             if not lengths or not all(lengths) or sum(lengths) > self.info.n_batch:
                 raise EngineError(f"a call of {lengths} tokens")
+            if link is not None:
+                link.read()
+            late = any(sample.late_mask for each in call for sample in each.samples)
+            self._masks_ready = late and link is not None and link.wait_for_masks(step.number, step.mask_timeout_ms)
             for each in call:
                 sampled += self._compute(each)
             if sum(held.length for held in self._cache.values()) > self.info.n_ctx:
@@ -344,6 +357,13 @@ class FakeEngine:
             preferred = [EOG, token] if ended else [token]
             if sample.bias is not None and sample.bias.values.max() >= 50:
                 preferred.insert(0, int(sample.bias.ids[sample.bias.values.argmax()]))
+            if sample.late_mask:
+                if not self._masks_ready or self.masks is None:
+                    sampled.append(MASK_LATE)
+                    continue
+                logits = np.zeros(N_VOCAB, np.float32)
+                self.masks.apply(each.seq_id, logits)
+                banned |= set(np.flatnonzero(logits == -np.inf).tolist())
             sampled.append(chosen(preferred, banned | self._penalised(held, length, sample)))
         return sampled
 
@@ -380,8 +400,9 @@ class VirtualLink:
     pid = None
     is_stopped = staticmethod(lambda: False)
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeEngine, start_s: float = 0.0) -> None:
         self.engine = engine
+        self._start_s = start_s
         self.ready = engine.describe()
         self.info = engine.info
         self.ended = trio.Event()
@@ -443,8 +464,18 @@ class VirtualLink:
             self.die("killed")
             self._answers.append((trio.current_time(), EngineDied("killed")))
 
+    async def load(self, start: Start, on_progress: Any, go_on: Any) -> bool:
+        await trio.sleep(self._start_s)
+        if self.engine.fail_restarts:
+            self.engine.fail_restarts -= 1
+            raise LoadError("no memory for it")
+        return True
+
     async def aclose(self) -> None:
         await trio.lowlevel.checkpoint()
+
+    def usage(self) -> dict[str, float]:
+        return {}
 
     def _catch_up(self) -> None:
         """Begin all steps that should have begun by now."""
@@ -471,28 +502,30 @@ class VirtualLink:
                 self._waiting.clear()
 
 
-class VirtualEngine:
-    """Stands for ``SupervisedEngine``.
+class VirtualLauncher:
+    """Stands for ``ProcessLauncher``.
 
     Args:
-        restart_s: simulated time of a restart.
+        start_s: simulated time of a start.
     """
 
-    def __init__(self, engine: FakeEngine, *, restart_s: float = 0.5) -> None:
+    def __init__(self, engine: FakeEngine, start_s: float) -> None:
+        self._engine = engine
+        self._start_s = start_s
+
+    def launch(self, model: str) -> VirtualLink:
+        return VirtualLink(self._engine, self._start_s)
+
+
+class VirtualEngine(SupervisedEngine):
+    """The real supervisor over virtual links.
+
+    Args:
+        start_s: simulated time of a restart.
+        settings: of the configuration's section ``engine``.
+    """
+
+    def __init__(self, engine: FakeEngine, *, start_s: float = 0.5, settings: config.Engine | None = None) -> None:
         self.engine = engine
-        self.info = engine.info
-        self.link = VirtualLink(engine)
-        self.restarts = 0
-        self._restart_s = restart_s
-
-    async def restart(self) -> None:
-        self.link.kill()
-        self.restarts += 1
-        await trio.sleep(self._restart_s)
-        if self.engine.fail_restarts:
-            self.engine.fail_restarts -= 1
-            raise LoadError("no memory for it")
-        self.link = VirtualLink(self.engine)
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"pid": None, "restarts_total": self.restarts}
+        launcher, start = VirtualLauncher(engine, start_s), Start(Path("fake"), config.Model())
+        super().__init__(launcher, start, VirtualLink(engine), settings or config.Engine())

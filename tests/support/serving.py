@@ -22,10 +22,10 @@ from uma_trio.daemon.storage import NO_STORAGE, Storage, saved_state
 from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
+from uma_trio.offload import InThread, StateFiles
 from uma_trio.protocol.messages import Generate
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.service import ModelRegistry, ModelService
-from uma_trio.serving.offload import InThread, StateFiles
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.store import Journal, StateFolder
 
@@ -157,7 +157,9 @@ async def serving(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "uma.sock")
         chosen = settings(**values)
-        model = FakeModel(VirtualEngine(engine), FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits))
+        model = FakeModel(
+            VirtualEngine(engine, settings=chosen.engine), FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits)
+        )
         service = ModelService(
             chosen, model, journal=storage.journal, files=storage.files, states=storage.states, in_thread=in_thread
         )

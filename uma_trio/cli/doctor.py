@@ -372,7 +372,7 @@ def _socket(settings: Config) -> Iterator[Finding]:
                 "restart the daemon, which makes its socket private",
             )
         else:
-            yield _asked(path, settings)
+            yield from _daemon(path, settings)
 
 
 def _free(path: Path, other: str) -> Finding:
@@ -383,8 +383,8 @@ def _free(path: Path, other: str) -> Finding:
     return Finding("socket", "ok", f"no daemon is running; uma-trio serve would create {path}")
 
 
-def _asked(path: Path, settings: Config) -> Finding:
-    """Check whether a daemon answers on the existing socket, and how fast."""
+def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
+    """Check whether a daemon answers on the existing socket, how fast, and whether its engine was restarted."""
     import socket
 
     from uma_trio.errors import ProtocolError
@@ -401,11 +401,14 @@ def _asked(path: Path, settings: Config) -> Finding:
         try:
             sock.connect(os.fspath(path))
         except ConnectionRefusedError:
-            return Finding("socket", "ok", f"{path} was left behind by a daemon that ended; uma-trio serve replaces it")
+            yield Finding("socket", "ok", f"{path} was left behind by a daemon that ended; uma-trio serve replaces it")
+            return
         except OSError as error:
-            return Finding("socket", "problem", f"{path} does not accept connections: {error}", restart)
+            yield Finding("socket", "problem", f"{path} does not accept connections: {error}", restart)
+            return
         if protocol == "newline":
-            return Finding("socket", "ok", f"a daemon is running on {path}")
+            yield Finding("socket", "ok", f"a daemon is running on {path}")
+            return
         try:
             sock.sendall(codec.encode({"type": "metrics"}))
             while (event := codec.next_event()) is None:
@@ -419,22 +422,44 @@ def _asked(path: Path, settings: Config) -> Finding:
                     event = codec.next_event()
                     break
         except TimeoutError:
-            return Finding("socket", "problem", f"the server on {path} does not answer within {SOCKET_S:g} s", restart)
+            yield Finding("socket", "problem", f"the server on {path} does not answer within {SOCKET_S:g} s", restart)
+            return
         except (OSError, ProtocolError) as error:
-            return Finding(
+            yield Finding(
                 "socket",
                 "problem",
                 f"the server on {path} is not a uma-trio daemon: {error}",
                 "choose another path with --socket",
             )
+            return
     ms = 1e3 * (time.monotonic() - began)
     if not isinstance(event, Metrics | Failure):
-        return Finding(
+        yield Finding(
             "socket", "problem", f"the server on {path} is not a uma-trio daemon", "choose another path with --socket"
         )
+        return
     if isinstance(event, Failure):
-        return Finding("socket", "warning", f"the daemon on {path} says {event.code}: {event.message}", "see its log")
+        yield Finding("socket", "warning", f"the daemon on {path} says {event.code}: {event.message}", "see its log")
+        return
     message = f"a daemon serves {event.snapshot.get('model')} on {path} and answers in {ms:.1f} ms"
     if ms > SLOW_MS:
-        return Finding("socket", "warning", message, "the machine is busy with other work; see threads above")
-    return Finding("socket", "ok", message)
+        yield Finding("socket", "warning", message, "the machine is busy with other work; see threads above")
+    else:
+        yield Finding("socket", "ok", message)
+    if "engine" in event.snapshot:
+        yield _engine(event.snapshot["engine"])
+
+
+def _engine(engine: dict[str, Any]) -> Finding:
+    """Report the engine from a metrics snapshot.  An engine without a process id runs in a thread of the daemon."""
+    if engine.get("pid") is None:
+        return Finding("engine", "ok", "it runs in a thread of the daemon")
+    restarts = engine["restarts_total"]
+    message = f"it runs in process {engine['pid']}"
+    if "rss_bytes" in engine:
+        message += f" with {size(round(engine['rss_bytes']))} of memory"
+    if restarts == 0:
+        return Finding("engine", "ok", f"{message} and was never restarted")
+    times = "once" if restarts == 1 else f"{restarts} times"
+    fix = "read the reasons in the daemon's log; --engine-hang-timeout-s is the limit for a step that hangs"
+    return Finding("engine", "warning", f"{message} and was restarted {times} after it died or hung", fix)

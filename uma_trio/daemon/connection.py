@@ -1,4 +1,4 @@
-"""One client: reads its messages, runs its request, ends with it."""
+"""One client connection: read messages, run one request at a time, send events."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from uma_trio.service import Generation, ModelRegistry
 log = structlog.get_logger("uma_trio.daemon")
 
 READ_BYTES: Final = 64 * 1024
-MOST_UNREAD_BYTES: Final = 256 * 1024
-"""Of answers to queries and refusals, beyond what a stream may have waiting."""
+MAX_UNREAD_BYTES: Final = 256 * 1024
+"""Answers to queries and errors that may wait for the client, in addition to ``max_tx_bytes``."""
 HANGUP_POLL_S: Final = 0.05
-"""How often a client that has shut down its sending side is asked whether it still listens."""
+"""Interval between checks whether a client that has shut down its sending side still reads."""
 
 
 class ConnectionOwner(Protocol):
-    """What a connection needs of the server."""
+    """The part of the server that a connection uses."""
 
     @property
     def models(self) -> ModelRegistry: ...
@@ -57,10 +57,15 @@ class ConnectionOwner(Protocol):
 
 
 class Connection:
-    """Serves one client on ``sock`` until it leaves, breaks the protocol, or falls silent for too long.
+    """Serves one client until it leaves, violates the protocol, or sends nothing for ``idle_timeout_s``.
 
-    One request at a time; each runs in its own cancel scope, and cancelling that scope is what the
-    cancel event, a closed socket, a timeout and shutdown have in common.
+    Requests run one at a time, each in its own cancel scope.  A cancel event, a closed socket, a timeout and a shutdown
+    all cancel that scope.
+
+    Args:
+        sock: Connected and non-blocking.  The caller closes it.
+        codec: Encodes and decodes messages; holds the state of this connection.
+        name: Identifies the connection in the log.
     """
 
     def __init__(self, sock: socket.socket, codec: Codec, owner: ConnectionOwner, *, name: str) -> None:
@@ -93,15 +98,16 @@ class Connection:
 
     @property
     def waiting_bytes(self) -> int:
+        """Bytes that the client has not read and the kernel does not buffer."""
         return self._outbox.waiting_bytes
 
     async def serve(self) -> None:
-        """Until the end of the connection.  Raises nothing but cancellation; the socket stays open."""
+        """Serve until the connection ends.  Raises only ``trio.Cancelled``; leaves the socket open."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._outbox.run)
                 try:
-                    await self._converse(nursery)
+                    await self._read_messages(nursery)
                 except UmaError as error:
                     await self._cancel_request()
                     self._refuse(error)
@@ -113,7 +119,7 @@ class Connection:
             failure = group.exceptions[0]
             assert isinstance(failure, WriteFailed)
             self._owner.record_refusal(failure)
-            self._log.warning("gave up on a client", reason=str(failure))
+            self._log.warning("closed the connection of a client that does not read", reason=str(failure))
 
     def leave(self) -> None:
         """End the connection as soon as no request is running."""
@@ -123,24 +129,24 @@ class Connection:
 
     # -- reading --------------------------------------------------------------------------------
 
-    async def _converse(self, nursery: trio.Nursery) -> None:
+    async def _read_messages(self, nursery: trio.Nursery) -> None:
         while not (self._leaving and not self.busy):
             data = await self._receive()
             if data is None:
                 continue
             self._codec.receive_data(data)
             while (message := self._codec.next_message()) is not None:
-                self._frame_deadline = None  # what is begun after it is another frame
-                await self._answered()
-                await self._act(message, nursery)
-                if self.waiting_bytes > self._limits.max_tx_bytes + MOST_UNREAD_BYTES:
-                    raise WriteFailed("the client asks faster than it reads")
+                self._frame_deadline = None  # the next bytes belong to another frame
+                await self._wait_if_answered()
+                await self._handle(message, nursery)
+                if self.waiting_bytes > self._limits.max_tx_bytes + MAX_UNREAD_BYTES:
+                    raise WriteFailed("the client sends queries faster than it reads the answers")
             if not data:
-                await self._outlive_half_close()
+                await self._wait_for_hangup()
                 return
 
     async def _receive(self) -> bytes | None:
-        """Some bytes, ``b""`` at the end of the stream, ``None`` when woken to look again."""
+        """Receive bytes: ``b""`` at the end of the stream, ``None`` if the deadline or the state has changed."""
         with trio.CancelScope() as self._reading:
             self._set_deadline()
             if self._leaving and not self.busy:
@@ -160,7 +166,7 @@ class Connection:
         raise IdleTimeout(f"nothing was sent for {self._limits.idle_timeout_s:g} s")
 
     def _set_deadline(self) -> None:
-        """How long to wait for the next bytes, now that something has changed."""
+        """Set how long to wait for the next bytes: for the rest of a frame, or for the next message."""
         now = trio.current_time()
         if self._codec.mid_message:
             if self._frame_deadline is None:
@@ -172,7 +178,7 @@ class Connection:
 
     _frame_deadline: float | None = None
 
-    async def _act(self, message: ClientMessage, nursery: trio.Nursery) -> None:
+    async def _handle(self, message: ClientMessage, nursery: trio.Nursery) -> None:
         match message:
             case Generate():
                 if self.busy:
@@ -207,10 +213,10 @@ class Connection:
         nursery.start_soon(self._run, self._generation)
 
     def _acting_for(self, request: Generate) -> Principal:
-        """For whom the request is: a peer with the daemon's own user id may act for others.
+        """The principal that the request is charged to.  A peer with the daemon's own user id may name another one.
 
         Raises:
-            BadRequest: another peer names a principal.
+            BadRequest: A peer with another user id names a principal.
         """
         if request.principal is None:
             return self._principal
@@ -222,20 +228,20 @@ class Connection:
         if not query.keep_alive and not self.busy:
             self._leaving = True
 
-    async def _answered(self) -> None:
-        """Where the request's last event is sent but its task has not yet taken note: wait until it has.
+    async def _wait_if_answered(self) -> None:
+        """Wait until the task of a request ends whose last event has been sent.
 
-        The client may have sent its next request the moment that it saw that event.  A checkpoint in any
-        case: one read can hold thousands of messages.
+        A client may send its next request as soon as it sees that event.  Always executes a checkpoint, because one
+        read can contain thousands of messages.
         """
         await trio.lowlevel.checkpoint()
         if self._generation is not None and self._generation.is_answered:
             await self._request_ended.wait()
 
-    async def _outlive_half_close(self) -> None:
-        """The client sends no more.  It may still read (``nc -U``): its request goes on until it hangs up."""
+    async def _wait_for_hangup(self) -> None:
+        """Let the request of a client finish that has shut down its sending side but still reads, as ``nc -U`` does."""
         hangup = select.poll()
-        hangup.register(self._sock, 0)  # errors and hangups are always reported
+        hangup.register(self._sock, 0)  # poll always reports errors and hangups
         while self.busy and not hangup.poll(0):
             with trio.move_on_after(HANGUP_POLL_S):
                 await self._request_ended.wait()
@@ -253,8 +259,8 @@ class Connection:
             await generation.run()
         except UmaError as error:
             self._refuse(error, request)
-        except Exception:  # noqa: BLE001 - a defect of ours ends this request and nothing else
-            self._log.exception("a request failed", request=request.id)
+        except Exception:  # noqa: BLE001 - a bug ends this request only
+            self._log.exception("a request failed with a bug of the server", request=request.id)
             self._refuse(InternalError("internal error; the server's log has the details"), request)
         finally:
             self._generation = None

@@ -1,4 +1,4 @@
-"""The Unix socket: who may use its path, and how clients come in."""
+"""The Unix socket: claim its path, bind it, accept clients."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ import trio
 log = structlog.get_logger("uma_trio.daemon")
 
 MAX_PATH_BYTES: Final = 103
-"""``sun_path`` holds 104 bytes on macOS and 108 on Linux, the closing NUL included."""
+"""``sun_path`` has 104 bytes on macOS and 108 on Linux, including the NUL at the end."""
 
 OUT_OF_FILES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 BACK_OFF_S: Final = 0.1
+"""Delay before the next attempt to accept when the process or the system is out of file descriptors or memory."""
 
 
 class SocketPathError(Exception):
-    """The socket cannot be where it was asked for; says why and what to do."""
+    """The socket cannot be created at its path.  The message has the reason and a remedy."""
 
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Hold ``path`` for this process alone; removes what a dead daemon left there.
+    """Reserve ``path`` for this process until the context ends, and remove the socket of a dead daemon.
 
-    A lock file beside the socket decides between two daemons that start at the same moment; it stays,
-    since removing it would let a third one in.
+    The lock file ``path.lock`` decides between two daemons that start at the same time.  It is never removed, because
+    a third daemon could then lock a new file while the second one holds the old one.
+
+    Blocks for at most a second, if another program listens at ``path`` and does not accept.
 
     Raises:
-        SocketPathError: another daemon serves there, something that is no socket of ours is in the
-            way, or the path is unusable.
+        SocketPathError: Another daemon serves there, there is another kind of file or a socket of another user, or the
+            path cannot be used.
     """
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise SocketPathError(
-            f"the socket's path has {len(os.fsencode(path))} bytes, {MAX_PATH_BYTES} is the most that "
-            f"systems take: choose a shorter one with --socket ({path})"
+            f"the socket's path has {len(os.fsencode(path))} bytes, but at most {MAX_PATH_BYTES} are possible: choose a "
+            f"shorter one with --socket ({path})"
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -70,15 +73,15 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise SocketPathError(f"{path} exists and is no socket; remove it, or choose another --socket")
+        raise SocketPathError(f"{path} exists and is not a socket; remove it, or choose another --socket")
     if found.st_uid != os.geteuid():
-        raise SocketPathError(f"{path} is another user's; choose another --socket")
+        raise SocketPathError(f"{path} belongs to another user; choose another --socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.settimeout(1.0)
             probe.connect(os.fspath(path))
         except (ConnectionRefusedError, FileNotFoundError):
-            log.info("removed the socket that a dead daemon left", path=str(path))
+            log.info("removed the socket of a dead daemon", path=str(path))
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         except OSError as error:
@@ -88,9 +91,15 @@ def _remove_stale(path: Path) -> None:
 
 
 def bind(path: Path, *, backlog: int) -> socket.socket:
-    """A listening socket at ``path``, readable and writable for its owner alone from its first moment.
+    """Create a non-blocking listening socket at ``path`` that only its owner can connect to.
 
-    The mode comes from the process's umask while it binds, so no other thread may create files then.
+    Sets the umask of the process while it binds, so no other thread should create files at that time.
+
+    Args:
+        backlog: Connections that the kernel queues until they are accepted.
+
+    Raises:
+        SocketPathError: The path cannot be used.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -109,12 +118,14 @@ def bind(path: Path, *, backlog: int) -> socket.socket:
 async def accept_forever(
     listener: socket.socket, handler: Callable[[socket.socket], Awaitable[None]], nursery: trio.Nursery
 ) -> None:
-    """Start ``handler(sock)`` in ``nursery`` for each client, until cancelled.
+    """Accept clients, and start ``handler(sock)`` in ``nursery`` for each, until cancelled.
 
-    ``handler`` owns the non-blocking socket, and must not raise.  Out of file descriptors: waits for
-    some to be closed, and says so once.
+    If the process is out of file descriptors, logs that once and tries again until one is free.
+
+    Args:
+        handler: Gets a non-blocking socket, which it must close.  It must not raise.
     """
-    starved = False
+    out_of_files = False
     while True:
         await trio.lowlevel.wait_readable(listener)
         try:
@@ -124,11 +135,11 @@ async def accept_forever(
         except OSError as error:
             if error.errno not in OUT_OF_FILES:
                 raise
-            if not starved:
+            if not out_of_files:
                 log.error("cannot accept clients for now", reason=error.strerror)
-            starved = True
+            out_of_files = True
             await trio.sleep(BACK_OFF_S)
             continue
-        starved = False
+        out_of_files = False
         sock.setblocking(False)
         nursery.start_soon(handler, sock)

@@ -1,4 +1,4 @@
-"""How the daemon logs: for people on a terminal, as JSON lines otherwise."""
+"""The daemon's log on stderr: readable text on a terminal, JSON lines otherwise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from uma_trio.config import Operations
 
 
 def configure(settings: Operations) -> None:
-    """Send structlog and the standard library's logging (libllama's messages among it) to stderr."""
+    """Send the records of structlog and of ``logging``, which include those of libllama and of the engines, to stderr."""
     human = settings.log_format == "human" or (settings.log_format == "auto" and sys.stderr.isatty())
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
     shared: list[structlog.typing.Processor] = [
@@ -44,12 +44,12 @@ def configure(settings: Operations) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    # libllama tells at its info level what people who debug it want to know
+    # the info level of libllama is for people who debug libllama
     library = logging.getLogger("llama_abi")
     library.setLevel(level if settings.debug else max(level, logging.WARNING))
-    library.addFilter(_not_about_training_context)
+    library.addFilter(_is_not_about_training_context)
 
 
-def _not_about_training_context(record: logging.LogRecord) -> bool:
-    """The cache is shared by many sequences; no single one is ever let past the trained length."""
+def _is_not_about_training_context(record: logging.LogRecord) -> bool:
+    """Drop a warning that is wrong here: many sequences share the context, and none may exceed the trained length."""
     return "possible training context overflow" not in record.getMessage()

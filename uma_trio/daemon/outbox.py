@@ -1,7 +1,7 @@
-"""What one client has still to read.
+"""The send queue of one connection.
 
-An event goes straight to the kernel where the socket takes it; no task is woken for a token.  What
-does not fit waits here, and only then a writer task arms the socket for writing.
+An event goes straight to the kernel if the socket accepts it, so that a token wakes no task.  The rest waits in a
+buffer, which a writer task sends when the socket becomes writable.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from uma_trio.protocol.messages import ServerEvent
 
 
 class Outbox:
-    """The sending side of one connection; the ``Sink`` of its requests.
+    """The sending side of one connection; the ``EventSink`` of its requests.
 
     Args:
-        sock: non-blocking, connected.  Stays the caller's to close.
-        encode: event -> bytes of the connection's protocol.
-        max_bytes: with so many waiting, ``has_room`` is false.
-        write_timeout_s: the client must take something within this.
-        on_room: called when ``has_room`` turns true again.
+        sock: Connected and non-blocking.  The caller closes it.
+        encode: Turns an event into bytes.
+        max_bytes: Bytes in the buffer from which on ``has_room`` is false.
+        write_timeout_s: Time within which the client must read some of the buffer.
+        on_room: Called when ``has_room`` becomes true again.
     """
 
     def __init__(
@@ -43,20 +43,22 @@ class Outbox:
         self._waiting = bytearray()
         self._filled = trio.Event()
         self._emptied = trio.Event()
-        self._gone = False
+        self._is_closed = False
+        """The peer has closed its end."""
 
     @property
     def waiting_bytes(self) -> int:
-        """What the client has not taken, and the kernel neither."""
+        """Bytes in the buffer; those in the kernel are not included."""
         return len(self._waiting)
 
     @property
     def has_room(self) -> bool:
+        """Whether requests should produce more events."""
         return len(self._waiting) < self._max_bytes
 
     def send(self, event: ServerEvent) -> None:
-        """Pass ``event`` on, never waiting.  A client that has gone gets nothing more."""
-        if self._gone:
+        """Send or buffer ``event``.  Never blocks.  Does nothing if the peer has closed its end."""
+        if self._is_closed:
             return
         data = self._encode(event)
         sent = 0 if self._waiting else self._send_now(data)
@@ -69,24 +71,24 @@ class Outbox:
             return self._sock.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # reset or closed by the peer: the reader sees it too, and ends the connection
-            self._gone = True
+        except OSError:  # the peer has closed; the reading side sees that too and ends the connection
+            self._is_closed = True
             self._waiting.clear()
             self._emptied.set()
             return len(data)
 
     async def run(self) -> None:
-        """Write what waits, until cancelled.
+        """Send what is in the buffer, until cancelled.
 
         Raises:
-            WriteFailed: the client took nothing for ``write_timeout_s``.
+            WriteFailed: The client read nothing for ``write_timeout_s``.
         """
         while True:
             await self._filled.wait()
             while self._waiting:
-                with trio.move_on_after(self._write_timeout_s) as patience:
+                with trio.move_on_after(self._write_timeout_s) as timer:
                     await trio.lowlevel.wait_writable(self._sock)
-                if patience.cancelled_caught:
+                if timer.cancelled_caught:
                     raise WriteFailed(
                         f"the client read nothing for {self._write_timeout_s:g} s; {len(self._waiting)} bytes wait"
                     )
@@ -99,6 +101,6 @@ class Outbox:
             self._emptied = trio.Event()
 
     async def flush(self) -> None:
-        """Until the kernel has everything, or the client has gone.  ``run`` must be running."""
+        """Wait until the buffer is empty or the peer has closed its end.  ``run`` must be running."""
         if self._waiting:
             await self._emptied.wait()

@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket."""
+"""The user at the other end of a Unix socket."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Final
 from uma_trio.principal import ANONYMOUS, Principal
 
 LOCAL_PEERCRED: Final = 1
-"""macOS: the option of level 0 that gives a ``struct xucred`` (sys/un.h)."""
-
+"""macOS: option of level 0 that returns a ``struct xucred`` (sys/un.h)."""
 
 OWN_PRINCIPAL: Final = f"uid:{os.geteuid()}"
-"""The user who runs the daemon."""
+"""Name of the principal for the user who runs the daemon."""
 
 
 def principal_of(sock: socket.socket) -> Principal:
-    """The Unix user at the other end of ``sock``."""
+    """The principal for the Unix user at the other end of ``sock``; ``ANONYMOUS`` if the system does not report it."""
     uid = _user_id(sock)
     return ANONYMOUS if uid is None else Principal(f"uid:{uid}")
 
 
 def _user_id(sock: socket.socket) -> int | None:
-    """The user id of the peer's process when it connected; ``None`` where the system does not say."""
+    """User id that the peer's process had when it connected."""
     try:
         if sys.platform == "linux":
             _, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

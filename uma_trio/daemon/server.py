@@ -1,9 +1,9 @@
-"""The daemon: four nested lifetimes, and what signals do to them.
+"""The daemon: four nested lifetimes, and the signals that end them.
 
     process > model > connections > listener
 
-Each ends before the one around it, so draining needs no state: stop listening, give the connections a
-deadline, then let go of the model.
+Each lifetime ends before the one around it.  To drain, the server closes the listener, sets a deadline for the
+connections, and then ends the model.
 
 Source: docs/ARCHITECTURE.md, "Lifetimes".
 """
@@ -44,7 +44,12 @@ Progress = Callable[[float], None]
 
 
 class Server:
-    """The models and their clients."""
+    """Serves the clients of one socket.
+
+    Args:
+        models: Their services run while ``run`` does.
+        perf: The perf log, for the metrics; ``None`` if there is none.
+    """
 
     def __init__(self, config: Config, models: ModelRegistry, perf: PerfLog | None = None) -> None:
         self.config = config
@@ -60,7 +65,7 @@ class Server:
         self._listener_scope = trio.CancelScope()
 
     def snapshot(self) -> dict[str, Any]:
-        """What a metrics query is answered with."""
+        """The metrics, as docs/METRICS.md describes them.  Never waits for a step of an engine."""
         return {
             **self.models.get(None).snapshot(),
             "rejected_total": dict(self._refused),
@@ -72,26 +77,26 @@ class Server:
         }
 
     def record_refusal(self, error: UmaError) -> None:
-        """Count a request or a connection that was refused."""
+        """Count a refused request or connection."""
         self._refused[error.code] += 1
 
     async def run(self, sock: socket.socket) -> None:
-        """Serve on the listening ``sock``, which is closed here, until drained or cancelled."""
-        models_scope = trio.CancelScope(shield=True)  # models outlive the connections, whatever cancels these
+        """Serve on the listening ``sock`` until drained or cancelled.  Closes ``sock``."""
+        models_scope = trio.CancelScope(shield=True)  # models must outlive the connections
         async with trio.open_nursery() as nursery:
-            with trio.CancelScope(shield=True):  # or a cancelled start would wait for the model's task for ever
+            with trio.CancelScope(shield=True):  # a cancelled start would wait for the task of the model forever
                 for service in self.models:
                     await nursery.start(self._run_model, service, models_scope)
             try:
                 with self._connection_scope:
                     async with trio.open_nursery() as connections:
                         with self._listener_scope, sock:
-                            await listener.accept_forever(sock, self._welcome, connections)
+                            await listener.accept_forever(sock, self._serve_client, connections)
             finally:
-                with trio.CancelScope(shield=True):  # what was cancelled is freed within one step
+                with trio.CancelScope(shield=True):  # cancelled requests are freed within one step
                     for service in self.models:
                         await service.wait_idle()
-                if trio.current_effective_deadline() > -math.inf:  # a second signal has not come
+                if trio.current_effective_deadline() > -math.inf:  # there was no second signal
                     with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
                         for service in self.models:
                             await service.save_everything()
@@ -104,7 +109,7 @@ class Server:
             await service.run(task_status)
 
     def drain(self) -> None:
-        """Take nothing new, let running requests end within ``drain_timeout_s``."""
+        """Accept no more connections and requests; running requests have ``drain_timeout_s`` to finish.  Does not wait."""
         if self.draining:
             return
         self.draining = True
@@ -116,11 +121,11 @@ class Server:
             connection.leave()
 
     def stop(self) -> None:
-        """End all engines at once; for an operator who does not wait."""
+        """End all requests and engines at once."""
         for service in self.models:
             service.stop()
 
-    async def _welcome(self, sock: socket.socket) -> None:
+    async def _serve_client(self, sock: socket.socket) -> None:
         codec = server_codec(self.config.listen.protocol, max_frame_bytes=self.limits.max_frame_bytes)
         try:
             if len(self._connections) >= self.limits.max_connections:
@@ -135,10 +140,10 @@ class Server:
                 await connection.serve()
             finally:
                 self._connections.discard(connection)
-        except OSError as error:  # it left before it was refused
+        except OSError as error:  # the client closed before it could be refused
             log.debug("a client left early", reason=str(error))
-        except Exception:  # a handler's defect must not take the others down
-            log.exception("a connection failed")
+        except Exception:  # a bug ends this connection only
+            log.exception("a connection failed with a bug of the server")
         finally:
             trio.lowlevel.notify_closing(sock)
             sock.close()
@@ -151,14 +156,20 @@ async def serve(
     on_progress: Progress | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
-    """Load the model, serve it on the Unix socket ``path``, until a signal ends it.
+    """Load the model and serve it on the Unix socket ``path`` until SIGINT or SIGTERM.
+
+    The first signal drains; the second one stops at once.  SIGUSR1 writes a metrics snapshot.
+
+    Args:
+        on_progress: Called with the loaded share of the model, from 0 to 1.
+        task_status: Started when the socket accepts clients.
 
     Returns:
-        Whether everything that ran came to its end; False after a second signal.
+        Whether the daemon was drained; False after a second signal.
 
     Raises:
-        SocketPathError: the path cannot be used.
-        ModelError: the model cannot be loaded.
+        SocketPathError: The path cannot be used.
+        ModelError: The model cannot be loaded.
     """
     stop = trio.CancelScope()
     with (
@@ -166,19 +177,23 @@ async def serve(
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals,
     ):
         async with trio.open_nursery() as process:
-            attendant = _Attendant(config, path, stop)
-            process.start_soon(attendant.attend, signals)
+            handler = _SignalHandler(config, path, stop)
+            process.start_soon(handler.run, signals)
             launcher = make_launcher(config, process)
-            async with open_model(config, launcher, on_progress, attendant.loading) as model:
+            async with open_model(config, launcher, on_progress, handler.should_load) as model:
                 if model is not None:
                     with stop:
-                        await _serve_loaded(config, path, model, attendant, task_status)
+                        await _serve_loaded(config, path, model, handler, task_status)
             process.cancel_scope.cancel()
     return not stop.cancel_called
 
 
 def make_launcher(config: Config, nursery: trio.Nursery) -> Launcher:
-    """What starts the engines: in child processes, or in threads of this process."""
+    """Return a launcher for the configured mode: child processes, or threads of this process.
+
+    Args:
+        nursery: For the tasks that watch the engines; it must outlive them.
+    """
     if config.engine.mode == "process":
         return ProcessLauncher(nursery)
     return ThreadLauncher(nursery, open_engine)
@@ -188,7 +203,7 @@ async def _serve_loaded(
     config: Config,
     path: Path,
     model: LoadedModel,
-    attendant: _Attendant,
+    handler: _SignalHandler,
     task_status: trio.TaskStatus[Server],
 ) -> None:
     info = model.info
@@ -198,7 +213,7 @@ async def _serve_loaded(
         )
         server = Server(config, ModelRegistry(service), perf)
         sock = listener.bind(path, backlog=config.listen.backlog)
-        attendant.server = server
+        handler.server = server
         log.info(
             "serving",
             socket=str(path),
@@ -215,42 +230,43 @@ async def _serve_loaded(
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
 
 
-class _Attendant:
-    """Acts on signals: the first asks to end, the second insists."""
+class _SignalHandler:
+    """Acts on signals: the first one drains the server, the second one stops it."""
 
     def __init__(self, config: Config, path: Path, stop: trio.CancelScope) -> None:
         self._config = config
         self._folder = config.operations.snapshot_dir or path.parent
         self._stop = stop
-        self._asked = False
+        self._is_ending = False
         self.server: Server | None = None
 
-    def loading(self) -> bool:
-        """Whether loading should go on.  Called from the loading thread."""
-        return not self._asked
+    def should_load(self) -> bool:
+        """Whether loading should continue: there was no signal yet."""
+        return not self._is_ending
 
-    async def attend(self, signals: Any) -> None:
+    async def run(self, signals: Any) -> None:
+        """Handle ``signals`` until cancelled."""
         async for number in signals:
             if number == signal.SIGUSR1:
                 await self._write_snapshot()
-            elif self._asked:
+            elif self._is_ending:
                 log.warning("stopping at once", signal=signal.Signals(number).name)
                 self._stop.cancel()
                 if self.server is not None:
                     self.server.stop()
             else:
-                self._asked = True
+                self._is_ending = True
                 log.info(
                     "draining; a second signal stops at once",
                     signal=signal.Signals(number).name,
-                    at_most_s=self._config.limits.drain_timeout_s,
+                    timeout_s=self._config.limits.drain_timeout_s,
                 )
                 if self.server is not None:
                     self.server.drain()
 
     async def _write_snapshot(self) -> None:
         if self.server is None:
-            log.warning("no snapshot: the model is still loading")
+            log.warning("cannot write a metrics snapshot while the model is loading")
             return
         stamp = datetime.datetime.now().strftime("%Y%m%dT%H%M%S.%f")
         target = self._folder / f"uma-metrics-{stamp}.json"
@@ -260,7 +276,7 @@ class _Attendant:
         except OSError as error:
             log.error("cannot write the metrics snapshot", path=str(target), reason=error.strerror)
         else:
-            log.info("metrics snapshot", path=str(target))
+            log.info("wrote a metrics snapshot", path=str(target))
 
 
 def _write_file(target: Path, data: bytes) -> None:

@@ -18,7 +18,7 @@ import structlog
 from uma_trio.config import Config
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
-from uma_trio.serving.offload import StateFiles
+from uma_trio.offload import StateFiles
 from uma_trio.store import Journal, JournalError, StateFileError, StateFolder, StoredState
 
 log = structlog.get_logger("uma_trio.daemon")
@@ -60,11 +60,11 @@ def open_storage(config: Config, model: LoadedModel) -> Iterator[Storage]:
             stack.callback(journal.close)
         except JournalError as error:
             log.error("sessions will not survive a restart", reason=str(error))
-        if config.sessions.spill and journal is not None:
+        if config.sessions.offload and journal is not None:
             try:
                 files = StateFolder(
                     folder / "states",
-                    max_bytes=config.sessions.spill_max_mb * MB,
+                    max_bytes=config.sessions.offload_max_mb * MB,
                     fingerprint=model.state_name,
                     readers=min(MAX_READERS, model.info.spare_cores),
                 )

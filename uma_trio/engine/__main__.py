@@ -12,7 +12,7 @@ import threading
 import msgspec
 import setproctitle
 
-from uma_trio.engine.link import LOG_MARK
+from uma_trio.engine.messages import LOG_MARK
 
 
 class _ToDaemon(logging.Handler):
@@ -23,7 +23,7 @@ class _ToDaemon(logging.Handler):
             text = self.format(record)
             line = LOG_MARK + msgspec.json.encode((record.levelno, record.name, text)).decode() + "\n"
             os.write(sys.stderr.fileno(), line.encode())
-        except Exception:  # logging must not end the engine
+        except OSError:  # the daemon has gone
             self.handleError(record)
 
 
@@ -44,7 +44,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_the_daemon()
     setproctitle.setproctitle(f"uma-trio engine: {model}")
-    logging.basicConfig(level=logging.DEBUG, handlers=[_ToDaemon()])
+    handler = _ToDaemon()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.DEBUG, handlers=[handler])
     from uma_trio.engine.llama import open_engine
     from uma_trio.engine.worker import Worker
 

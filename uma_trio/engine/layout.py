@@ -7,7 +7,7 @@ The default by rule: per-sequence KV without flash attention on a CPU, unified K
 - With unified KV on a CPU, every row scans the cells of all sequences.
 - With per-sequence KV on a GPU, a mixed batch is split by sequence, and each split reads the weights again.
 
-docs/BENCHMARKS.md, "Laying out the KV cache", has the figures.  They come from two devices, so the rule is only the
+docs/benchmarks/kv-layout.md has the figures.  They come from two devices, so the rule is only the
 default: ``candidates`` lists the layouts that the settings allow, ``layout_trial`` measures them on this machine, and
 ``choose`` takes the fastest if it is clearly faster than the default.
 """

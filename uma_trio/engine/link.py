@@ -26,7 +26,10 @@ import psutil
 import trio
 
 import uma_trio
+from uma_trio.engine.masks import MaskBuffer, MaskKind, create_mask_file
 from uma_trio.engine.messages import (
+    LOG_MARK,
+    AttachMasks,
     Decoder,
     EngineDied,
     EngineError,
@@ -35,6 +38,7 @@ from uma_trio.engine.messages import (
     LoadError,
     LoadFailed,
     Loading,
+    MasksReady,
     ModelInfo,
     Ready,
     Revoke,
@@ -56,9 +60,6 @@ OBITUARY_S: Final = 1.0
 """How long to wait for the exit status and the last lines of an engine whose socket has closed."""
 
 LAST_LINES: Final = 20
-LOG_MARK: Final = "\x1e"
-"""Begins a line of the engine's stderr that is a log record as JSON: ``[level, logger, message]``."""
-
 ASSERTION: Final = re.compile(r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):")
 
 
@@ -115,8 +116,11 @@ class EngineLink:
 
     async def run(self) -> None:
         """Watch the engine until it ends.  To be started once, in a nursery that outlives the link."""
-        self.reason = await self._process.wait()
-        self.ended.set()
+        try:
+            self.reason = await self._process.wait()
+        finally:  # also if this task is cancelled, or ``aclose`` would wait for ever
+            self.reason = self.reason or "it is not watched any more"
+            self.ended.set()
 
     async def load(self, start: Start, on_progress: Callable[[float], None], go_on: Callable[[], bool]) -> bool:
         """Have the model loaded; ``run`` must have been started.
@@ -131,6 +135,7 @@ class EngineLink:
         Raises:
             LoadError: the model cannot be loaded, or the engine died of it.
         """
+        loaded = False
         try:
             self._send(start)
             while go_on():
@@ -142,16 +147,15 @@ class EngineLink:
                             raise LoadError(message.reason)
                         case Ready():
                             self.ready = message
+                            loaded = True
                             return True
+            return False
         except EngineDied as death:
             raise LoadError(str(death)) from death
-        except BaseException:
-            self.kill()
-            await self.aclose()
-            raise
-        self.kill()
-        await self.aclose()
-        return False
+        finally:
+            if not loaded:
+                self.kill()
+                await self.aclose()
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -163,6 +167,19 @@ class EngineLink:
     def revoke(self, number: int) -> None:
         """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""
         self._send(Revoke(number))
+
+    def attach_masks(self, kind: MaskKind) -> MaskBuffer:
+        """A buffer for late masks that the engine shares; see ``engine.masks``."""
+        fd = create_mask_file(kind, self.info.n_seq_max, self.info.n_vocab)
+        try:
+            self._send(AttachMasks(kind), [fd])
+            return MaskBuffer(fd, kind, self.info.n_seq_max, self.info.n_vocab)
+        finally:
+            os.close(fd)
+
+    def masks_ready(self, number: int) -> None:
+        """Tell the engine that the late masks of step ``number`` are in the buffer."""
+        self._send(MasksReady(number))
 
     async def receive(self) -> list[FromEngine]:
         """The next messages of the engine, at least one.
@@ -226,6 +243,7 @@ class EngineLink:
         with trio.CancelScope(shield=True):
             trio.lowlevel.notify_closing(self._sock)
             self._sock.close()
+            self._discard_unsent()
             with trio.move_on_after(EXIT_S):
                 await self.ended.wait()
             if not self.ended.is_set():
@@ -240,7 +258,7 @@ class EngineLink:
     # -- sending --------------------------------------------------------------------------------
 
     def _send(self, message: FromDaemon, fds: Sequence[int] = ()) -> None:
-        self._unsent.append((encode(message), fds))
+        self._unsent.append((encode(message), [os.dup(fd) for fd in fds]))
         self._send_some()
 
     def _send_some(self) -> None:
@@ -254,11 +272,20 @@ class EngineLink:
                 self._unsent.appendleft((data, fds))
                 return
             except OSError:  # the engine has died; ``receive`` says so
-                self._unsent.clear()
+                self._unsent.appendleft((data, fds))
+                self._discard_unsent()
                 return
+            for fd in fds:
+                os.close(fd)
             if sent < len(data):
                 self._unsent.appendleft((data[sent:], ()))
                 return
+
+    def _discard_unsent(self) -> None:
+        for _, fds in self._unsent:
+            for fd in fds:
+                os.close(fd)
+        self._unsent.clear()
 
     async def _flush(self) -> None:
         """Send the rest.  An engine that computes does not read; it answers first, so that is no reason to wait."""
@@ -284,45 +311,6 @@ class Launcher(Protocol):
         Args:
             model: the name that ``ps`` and the log show.
         """
-
-
-class SupervisedEngine:
-    """One model's engine, and how to start it again.
-
-    Args:
-        launcher: starts it.
-        start: what it loads.
-        link: to the engine that runs now.
-    """
-
-    def __init__(self, launcher: Launcher, start: Start, link: EngineLink) -> None:
-        self._launcher = launcher
-        self._start = start
-        self.link = link
-        self.info = link.info
-        self.restarts = 0
-
-    async def restart(self) -> None:
-        """Replace an engine that has died or hangs.  The new one has an empty KV cache.
-
-        Raises:
-            LoadError: there is no engine now; it may be tried again.
-        """
-        self.link.kill()
-        await self.link.aclose()
-        self.restarts += 1
-        link = self._launcher.launch(self.info.name)
-        if not await link.load(self._start, lambda share: None, lambda: True):
-            raise LoadError("loading was given up")
-        if msgspec.structs.replace(link.info, memory_bytes_per_s=self.info.memory_bytes_per_s) != self.info:
-            link.kill()
-            await link.aclose()
-            raise LoadError(f"{self._start.path} is another model now; restart the server")
-        self.link = link
-
-    def snapshot(self) -> dict[str, Any]:
-        """Numbers for the metrics."""
-        return {"pid": self.link.pid, "restarts_total": self.restarts, **self.link.usage()}
 
 
 # -- in a process of its own -----------------------------------------------------------------------
@@ -466,6 +454,7 @@ class WorkerThread:
 
         self._trio = trio.lowlevel.current_trio_token()
         self._ended = trio.Event()
+        self._sock = sock
         self._worker = Worker(sock, open_engine)
         self._thread = threading.Thread(target=self._run, name="uma-trio engine", daemon=True)
         self._thread.start()
@@ -473,6 +462,8 @@ class WorkerThread:
     def kill(self) -> None:
         if self._worker.engine is not None:
             self._worker.engine.abort()
+        with contextlib.suppress(OSError):  # it has ended
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     async def wait(self) -> str:
         await self._ended.wait()

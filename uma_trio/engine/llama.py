@@ -7,7 +7,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -31,7 +31,9 @@ from uma_trio.engine.layout import (
     max_checkpoints,
 )
 from uma_trio.engine.layout_trial import try_layouts
+from uma_trio.engine.masks import MaskBuffer
 from uma_trio.engine.messages import (
+    MASK_LATE,
     EngineError,
     LayoutReport,
     LoadError,
@@ -42,6 +44,7 @@ from uma_trio.engine.messages import (
     Step,
     StepInput,
     StepOutput,
+    WhileComputing,
 )
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.engine.tuning_cache import FileLayoutCache
@@ -64,6 +67,9 @@ SHARE_OF_LOADING = 0.1
 
 PROBE_TOKENS = 32
 """In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
+
+
+NO_LATE_ROWS: Final[Mapping[int, int | None]] = {}
 
 
 class LlamaEngine:
@@ -105,6 +111,7 @@ class LlamaEngine:
         self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
+        self.masks: MaskBuffer | None = None
         self.tokenizer = Tokenizer(self._model.vocab)
         self.chat_template = self._model.chat_template
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
@@ -185,21 +192,16 @@ class LlamaEngine:
             ),
         )
 
-    def step(self, step: Step, while_computing: Callable[[], None] | None = None) -> StepOutput:
-        """See ``messages.Engine``.
-
-        Args:
-            while_computing: called after each ``llama_decode`` call and before its result is waited for.  A GPU is busy
-                then, so this is the time to read what the daemon has sent.
-        """
+    def step(self, step: Step, link: WhileComputing | None = None) -> StepOutput:
+        """See ``messages.Engine``."""
         try:
-            return self._step(step, while_computing)
+            return self._step(step, link)
         except EngineError:
             raise
         except Exception as error:  # refused by the ABI layer, or a defect: the context is not to be trusted
             raise EngineError(f"{type(error).__name__}: {error}") from error
 
-    def _step(self, step: Step, while_computing: Callable[[], None] | None) -> StepOutput:
+    def _step(self, step: Step, link: WhileComputing | None) -> StepOutput:
         started = began = time.perf_counter()
         changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []
@@ -208,10 +210,11 @@ class LlamaEngine:
         decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
         for inputs in step.calls:
-            self._decode(inputs, while_computing)
+            self._decode(inputs, link)
             decoded = time.perf_counter()
             samples = [sample for each in inputs for sample in each.samples]
-            sampled, scored = self._sample(samples)
+            late = self._late_rows(step, inputs, link) if step.mask_timeout_ms else {}
+            sampled, scored = self._sample(samples, late)
             tokens += sampled
             scores += scored or [None] * len(sampled)
             ended = time.perf_counter()
@@ -228,7 +231,7 @@ class LlamaEngine:
             started_s=started,
             ended_s=time.perf_counter(),
             copied_rows=copied,
-            scores=scores if any([score is not None for score in scores]) else (),
+            scores=scores if any(score is not None for score in scores) else (),
             copied_ms=changes.copied_ms,
             saved_bytes=changes.saved_bytes,
             refused=changes.refused,
@@ -321,7 +324,7 @@ class LlamaEngine:
 
     # -- computing ------------------------------------------------------------------------------
 
-    def _decode(self, inputs: Sequence[StepInput], while_computing: Callable[[], None] | None) -> None:
+    def _decode(self, inputs: Sequence[StepInput], link: WhileComputing | None) -> None:
         batch = self._batch
         batch.clear()
         at = 0
@@ -337,19 +340,33 @@ class LlamaEngine:
                 _add(batch, inputs[at])
                 at += 1
         code = self._context.decode(batch)
-        if while_computing is not None:
-            while_computing()
+        if link is not None:
+            link.read()
         self._context.synchronize()
         if code:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
 
-    def _sample(self, samples: Sequence[SampleRequest]) -> tuple[list[int], list[sampling.TokenLogprobs | None]]:
-        """A token for each request, and its score where one is wanted; no scores where none is."""
+    def _late_rows(self, step: Step, inputs: Sequence[StepInput], link: WhileComputing | None) -> dict[int, int | None]:
+        """Rows of logits that wait for a mask: their sequence ids, or ``None`` where the mask has not come in time."""
+        seq_ids = [(each.seq_id, sample.late_mask) for each in inputs for sample in each.samples]
+        late = [(row, seq_id) for row, (seq_id, is_late) in enumerate(seq_ids) if is_late]
+        if not late:
+            return {}
+        ready = link is not None and self.masks is not None and link.wait_for_masks(step.number, step.mask_timeout_ms)
+        return {row: seq_id if ready else None for row, seq_id in late}
+
+    def _sample(
+        self, samples: Sequence[SampleRequest], late: Mapping[int, int | None] = NO_LATE_ROWS
+    ) -> tuple[list[int], list[sampling.TokenLogprobs | None]]:
+        """A token for each request, and its log-probabilities where they are wanted; none of these where nobody asks."""
         if not samples:
             return [], []
         logits = self._context.logits(len(samples)).array
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
+        for row, seq_id in late.items():
+            if seq_id is not None and self.masks is not None:
+                self.masks.apply(seq_id, logits[row])
         sampled = sampling.sample(
             logits,
             [sample.params for sample in samples],
@@ -358,6 +375,7 @@ class LlamaEngine:
             [sample.bias for sample in samples],
             [sample.past for sample in samples],
         )
+        sampled[[row for row, seq_id in late.items() if seq_id is None]] = MASK_LATE
         scores: list[sampling.TokenLogprobs | None] = []
         if raw is not None:
             scores = [None] * len(samples)
@@ -421,7 +439,9 @@ def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False) -> Iterat
         yield view
     finally:
         view.release()
-        with contextlib.suppress(BufferError):  # an error's traceback refers to a part of it, and unmaps it when it goes
+        with contextlib.suppress(
+            BufferError
+        ):  # an error's traceback refers to a part of it, and unmaps it when it goes
             mapping.close()
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio import config
+from uma_trio.engine.masks import MaskBuffer, MaskKind
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
 
@@ -33,6 +34,10 @@ MASK_LATE: Final = -3
 
 SAMPLED: Final = -4
 """In place of an input token: the token that the step before samples for the same sequence."""
+
+
+LOG_MARK: Final = "\x1e"
+"""Begins a line of the engine's stderr that is a log record as JSON: ``[level, logger, message]``."""
 
 
 class EngineError(Exception):
@@ -171,6 +176,12 @@ class Revoke(msgspec.Struct, array_like=True, tag="revoke"):
     number: int
 
 
+class AttachMasks(msgspec.Struct, array_like=True, tag="attach"):
+    """Map the file whose descriptor comes with this message as the mask buffer; see ``engine.masks``."""
+
+    kind: MaskKind
+
+
 class MasksReady(msgspec.Struct, array_like=True, tag="masks"):
     """The late masks of step ``number`` are in the mask buffer."""
 
@@ -251,8 +262,20 @@ class Revoked(msgspec.Struct, array_like=True, tag="revoked"):
     number: int
 
 
-FromDaemon: TypeAlias = Start | Step | Revoke | MasksReady
-FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepOutput | StepFailed | Revoked
+FromDaemon: TypeAlias = Start | Step | Revoke | AttachMasks | MasksReady
+StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
+"""What comes after ``Ready``: one for each step, in order."""
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepAnswer
+
+
+class WhileComputing(Protocol):
+    """What an engine calls during a step."""
+
+    def read(self) -> None:
+        """Take in what the daemon has sent; does not block.  Called while a GPU computes."""
+
+    def wait_for_masks(self, number: int, timeout_ms: float) -> bool:
+        """Block until the late masks of step ``number`` are there, or the time is over; whether they are there."""
 
 
 class Engine(Protocol):
@@ -261,8 +284,14 @@ class Engine(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
-    def step(self, step: Step) -> StepOutput:
+    masks: MaskBuffer | None
+    """Where late masks are; attached by the worker."""
+
+    def step(self, step: Step, link: WhileComputing | None = None) -> StepOutput:
         """Compute one step without ``SAMPLED`` inputs.  Blocks for as long as it computes, without the GIL.
+
+        Args:
+            link: gets its turns while the device computes, and knows when masks are ready.
 
         Raises:
             EngineError: what the KV cache holds is unknown afterwards.

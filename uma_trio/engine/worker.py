@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import array
 import logging
+import math
 import os
+import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
@@ -17,13 +20,16 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
+from uma_trio.engine.masks import MaskBuffer, MaskKind
 from uma_trio.engine.messages import (
     DROPPED,
     MAX_FDS,
     SAMPLED,
+    AttachMasks,
     Decoder,
     Engine,
     EngineError,
+    FromDaemon,
     FromEngine,
     LoadError,
     LoadFailed,
@@ -75,7 +81,7 @@ class StepRunner:
 
     def is_stale(self, step: Step) -> bool:
         """Whether ``step`` ran ahead of a step that failed: the daemon sent it before it knew."""
-        return self._failed and any([each.tokens[0] == SAMPLED for inputs in step.calls for each in inputs])
+        return self._failed and any(each.tokens[0] == SAMPLED for inputs in step.calls for each in inputs)
 
     def run(self, step: Step, **options: Any) -> StepOutput:
         """Compute ``step``.
@@ -147,7 +153,9 @@ class Worker:
         self._open_engine = open_engine
         self._decoder = Decoder("daemon")
         self._fds: deque[int] = deque()
-        self._messages: deque[Start | MasksReady] = deque()
+        self._start: Start | None = None
+        self._masks_ready = 0
+        """Number of the latest step whose late masks are there."""
         self._steps: deque[Step] = deque()
         self._revoked: list[Revoked] = []
         self._closed = False
@@ -169,14 +177,12 @@ class Worker:
                 self.engine.close()
 
     def _serve(self) -> None:
-        while not self._messages and not self._closed:
+        while self._start is None:
             self._read(wait=True)
-        if self._closed:
-            return
-        start = self._messages.popleft()
-        assert isinstance(start, Start)
+            if self._closed:
+                return
         try:
-            self.engine = engine = self._open_engine(start, self._report_progress)
+            self.engine = engine = self._open_engine(self._start, self._report_progress)
         except LoadError as error:
             self._send(LoadFailed(str(error)))
             return
@@ -203,7 +209,7 @@ class Worker:
             self._report_revoked(Revoked(step.number))
             return True
         try:
-            output = runner.run(step, while_computing=self._read)
+            output = runner.run(step, link=self)
         except EngineError as error:
             engine.reset()
             self._read(wait=False)
@@ -219,14 +225,31 @@ class Worker:
         return True
 
     def _report_revoked(self, *before: FromEngine) -> None:
-        """Send ``before`` and all withdrawn steps in one write."""
-        answers = [*before, *self._revoked]
-        if answers:
-            self._revoked.clear()
-            self._sock.sendall(b"".join([encode(each) for each in answers]))
+        """Send ``before``, and withdrawn steps as far as it is their turn, in one write."""
+        waiting = self._steps[0].number if self._steps else math.inf
+        turn = [each for each in self._revoked if each.number < waiting]
+        self._revoked = [each for each in self._revoked if each.number > waiting]
+        if before or turn:
+            self._sock.sendall(b"".join([encode(each) for each in (*before, *turn)]))
 
     def _send(self, message: FromEngine) -> None:
         self._sock.sendall(encode(message))
+
+    # -- called by the engine during a step -----------------------------------------------------
+
+    def read(self) -> None:
+        """See ``messages.WhileComputing``."""
+        self._read()
+
+    def wait_for_masks(self, number: int, timeout_ms: float) -> bool:
+        """See ``messages.WhileComputing``."""
+        deadline = time.monotonic() + timeout_ms / 1e3
+        while self._masks_ready < number and not self._closed:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._sock], [], [], left_s)[0]:
+                break
+            self._read()
+        return self._masks_ready >= number
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -249,7 +272,7 @@ class Worker:
                 self._accept(message)
             wait = False
 
-    def _accept(self, message: Start | Step | Revoke | MasksReady) -> None:
+    def _accept(self, message: FromDaemon) -> None:
         match message:
             case Step():
                 message.ops = [self._with_fd(op) for op in message.ops]
@@ -259,8 +282,20 @@ class Worker:
                     self._steps.remove(step)
                     self._close_fds_of([step])
                     self._revoked.append(Revoked(step.number))
-            case Start() | MasksReady():
-                self._messages.append(message)
+            case Start():
+                self._start = message
+            case AttachMasks():
+                self._attach_masks(message.kind, self._fds.popleft())
+            case MasksReady():
+                self._masks_ready = max(self._masks_ready, message.number)
+
+    def _attach_masks(self, kind: MaskKind, fd: int) -> None:
+        assert self.engine is not None
+        info = self.engine.info
+        try:
+            self.engine.masks = MaskBuffer(fd, kind, info.n_seq_max, info.n_vocab)
+        finally:
+            os.close(fd)
 
     def _with_fd(self, op: Any) -> Any:
         """``op`` with the descriptor as it is called in this process."""

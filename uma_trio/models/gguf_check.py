@@ -48,6 +48,22 @@ ROPE_SCALING = frozenset({"none", "linear", "yarn", "longrope"})
 BYTE_TOKEN = 6
 """``LLAMA_TOKEN_TYPE_BYTE``"""
 
+NO_ROPE = frozenset({
+    "arwkv7", "bloom", "clip", "glm5-next", "gpt2", "gptj", "jais", "jamba", "jina-bert-v2", "kimi-k3", "kimi-linear",
+    "mamba", "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2", "rwkv7",
+    "wavtokenizer-dec",
+})  # fmt: skip
+"""Architectures without RoPE (``llama_model_rope_type``), which may claim 0 rotated dimensions."""
+FULL_ROPE = frozenset({
+    "apertus", "arcee", "arctic", "baichuan", "chameleon", "codeshell", "cogvlm", "cohere2moe", "dbrx", "deci",
+    "deepseek", "dots1", "dream", "ernie4_5", "ernie4_5-moe", "exaone", "exaone-moe", "exaone4", "falcon", "granite",
+    "granite_swa", "graniteswitch", "grok", "grovemoe", "hunyuan-dense", "hunyuan-moe", "hunyuan_vl", "hy_v3",
+    "internlm2", "jais2", "llada", "llada-moe", "llama", "llama4", "maincoder", "mellum", "mistral3", "olmo", "olmo2",
+    "olmoe", "orion", "paddleocr", "pangu-embedded", "plamo", "pockettts", "qwen2", "qwen2moe", "qwen2vl", "qwen3",
+    "qwen3moe", "qwen3vl", "qwen3vlmoe", "rnd1", "seed_oss", "smallthinker", "smollm3", "starcoder2", "talkie",
+    "xverse",
+})  # fmt: skip
+"""Architectures whose graph asserts ``n_embd_head == n_rot``."""
 SECTIONED_ROPE = frozenset(
     {"qwen2vl", "paddleocr", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen4exp", "qwen3tts"}
 )
@@ -222,12 +238,14 @@ def _check_experts(header: GgufHeader) -> None:
     count = _integer(header, "expert_count") or 0
     groups = _integer(header, "expert_group_count") or 0
     groups_used = _integer(header, "expert_group_used_count") or 0
-    used = max(_numbers(header, "expert_used_count"), default=0)
+    all_used = _numbers(header, "expert_used_count")
+    used = max(all_used, default=0)
     if count <= 1 and header.text("general.architecture") in ("hunyuan-dense", "hunyuan_vl"):
         used = count = 0  # these have the keys without having experts
     consistent = (
         (count > 0 or header.text("general.architecture") not in NEED_EXPERTS)
-        and 0 <= used <= count <= MAX_EXPERTS
+        and used <= count <= MAX_EXPERTS
+        and min(all_used, default=0) >= 0
         and bool(used) == bool(count)
         and (groups < count or groups == count == 0)
         and (groups <= 1 or (count % groups == 0 and 0 < groups_used < groups))
@@ -270,7 +288,7 @@ def _check_rope(header: GgufHeader) -> None:
         raise GgufError(f"its architecture rotates sections of each head, and it claims none; {REMEDY}")
     heads = next(iter(_numbers(header, "attention.head_count")), 0)
     width = _integer(header, "embedding_length")
-    if not isinstance(heads, int) or heads < 1 or width is None:
+    if header.text("general.architecture") in NO_ROPE or not isinstance(heads, int) or heads < 1 or width is None:
         return
     for suffix in ("", "_swa"):
         n_rotated = _integer(header, f"rope.dimension_count{suffix}")
@@ -282,6 +300,8 @@ def _check_rope(header: GgufHeader) -> None:
             raise GgufError(
                 f"it rotates {n_rotated} dimensions of heads of {head}, not an even number of them from 2; {REMEDY}"
             )
+        if not suffix and n_rotated not in (None, head) and header.text("general.architecture") in FULL_ROPE:
+            raise GgufError(f"it rotates {n_rotated} dimensions, and its architecture rotates all {head}; {REMEDY}")
 
 
 def _check_kv_heads(header: GgufHeader) -> None:
@@ -308,7 +328,8 @@ def _check_window(header: GgufHeader) -> None:
         raise GgufError(f"it claims a sliding window of {window} tokens, more than {MAX_WINDOW}; {REMEDY}")
     key = f"{header.text('general.architecture')}.attention.sliding_window_pattern"
     exempts_all = header.values.get(key) == 1  # a single n exempts every n-th layer
-    if window and (exempts_all or (header.count(key) is not None and not any(header.numbers(key)))):
+    pattern = header.numbers(key)[: _integer(header, "block_count")]
+    if window and (exempts_all or (header.count(key) is not None and not any(pattern))):
         raise GgufError(f"it claims a sliding window of {window} tokens, and no layer that has one; {REMEDY}")
 
 

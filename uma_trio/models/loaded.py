@@ -14,9 +14,10 @@ import trio
 from uma_trio.config import Config
 from uma_trio.engine import tuning_cache
 from uma_trio.engine.calibrate import calibrate
-from uma_trio.engine.link import Launcher, SupervisedEngine
+from uma_trio.engine.link import Launcher
 from uma_trio.engine.llama import LOAD_ERRORS, open_vocabulary
 from uma_trio.engine.messages import EngineDied, EngineError, LayoutReport, LoadError, ModelInfo, Start
+from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.control_tokens import ControlTokens
@@ -88,7 +89,7 @@ async def open_model(
         if not loaded:
             yield None
             return
-        engine = SupervisedEngine(launcher, start, link)
+        engine = SupervisedEngine(launcher, start, link, config.engine)
         try:
             with _explained(path):
                 _log_layout(link.ready.layout)

@@ -5,7 +5,8 @@
 Rows are independent: a row gets the same token alone and in any batch.  Touching every logit is the expensive part, so
 that happens in a few passes over the whole matrix.  All further work is on the few candidates that remain.
 
-The reference is llama.cpp's samplers in the same order; docs/ARCHITECTURE.md gives the reason for this order.
+The reference is llama.cpp's samplers in the same order; docs/design/scheduler.md, "Sampling", gives the
+reason for this order.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ On a CPU, a line fits the first few decode rows poorly, because some row counts 
 others: two streams of a Q4_0 model took 8.6 ms in one call and 3.3 ms each in their own calls; six took 18.8 ms and
 five 12.7 ms.  ``DecodeCallTimes`` holds the measured times, and decides how to split decode rows into calls.
 
-Source: docs/ARCHITECTURE.md, "The scheduler"; recursive least squares in information form: Haykin, Adaptive Filter
-Theory.
+Source: docs/design/scheduler.md, "What a tick will take"; recursive least squares in information form: Haykin,
+Adaptive Filter Theory.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``plan`` is a pure function of the sequences that are ready, the state after the previous plan, and the cost model.
 
-Source: docs/ARCHITECTURE.md, "The scheduler".
+Source: docs/design/scheduler.md.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import KvFull, QueueFull
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
+from uma_trio.offload import Offloader
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.fairness import Service
-from uma_trio.serving.offload import Offloader
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.telemetry import Telemetry
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import secrets
 
-import attrs
 import numpy as np
 import trio
 
-from uma_trio.config import Config, Limits
+from uma_trio.config import Config
 from uma_trio.engine.messages import ModelInfo
-from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, PromptTooLarge
-from uma_trio.models.prompt import Prompt
+from uma_trio.errors import BadRequest
+from uma_trio.models.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import BANNED, Generate, Slo
 from uma_trio.sampling import Bias, SamplingParams, TokenHistory
@@ -65,72 +64,6 @@ def admit(
         )
         for index in range(request.n)
     ]
-
-
-def fit_prompt(prompt: Prompt, request: Generate, info: ModelInfo, limits: Limits) -> Prompt:
-    """``prompt``, without the oldest tokens behind the first ``n_keep`` if the request allows that and it is too long.
-
-    What stays is computed again.  llama.cpp could shift the cached values instead, but they would still depend on the
-    dropped tokens, and the same session would answer differently after a restart.
-    """
-    n_drop = surplus_tokens(len(prompt.tokens), request, info, limits)
-    if not n_drop:
-        return prompt
-    assert request.n_keep is not None
-    kept = np.concatenate([prompt.tokens[: request.n_keep], prompt.tokens[request.n_keep + n_drop :]])
-    return attrs.evolve(prompt, tokens=kept, dropped=prompt.dropped + n_drop)
-
-
-def surplus_tokens(n_prompt: int, request: Generate, info: ModelInfo, limits: Limits) -> int:
-    """How many prompt tokens must go so that prompt and answer fit; 0 without ``n_keep``, or if ``n_keep`` is too large.
-
-    A multiple of half of what can go: a session that has filled its context can then go on for many turns before the
-    prompt is computed again.
-    """
-    if request.n_keep is None:
-        return 0
-    room = prompt_room(request, info, limits)
-    step = (room - request.n_keep) // 2
-    if n_prompt <= room or step < 1:
-        return 0
-    return -(-(n_prompt - room) // step) * step
-
-
-def prompt_room(request: Generate, info: ModelInfo, limits: Limits) -> int:
-    """Prompt tokens that fit into the context together with the answer."""
-    wanted = request.max_tokens or min(limits.default_max_tokens, limits.max_tokens)
-    return info.max_request_tokens - wanted + 1
-
-
-def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits: Limits) -> int:
-    """How many tokens the request may generate.
-
-    The last sampled token is never computed, so prompt and answer need one cell less than they have tokens.
-
-    Raises:
-        BadRequest: the prompt has no tokens.
-        PromptTooLarge: more than ``max_prompt_tokens``.
-        MaxTokensTooLarge: more than ``limits.max_tokens`` asked for.
-        ContextTooSmall: prompt and answer can never fit.
-    """
-    if n_prompt == 0:
-        raise BadRequest("the prompt has no tokens")
-    if n_prompt > limits.max_prompt_tokens:
-        raise PromptTooLarge(f"the prompt has {n_prompt} tokens; this server takes {limits.max_prompt_tokens}")
-    context = info.max_request_tokens
-    room = context - n_prompt + 1
-    if room < 1:
-        raise ContextTooSmall(f"the prompt has {n_prompt} tokens, the context has room for {context}")
-    wanted = request.max_tokens
-    if wanted is None:
-        return min(limits.default_max_tokens, limits.max_tokens, room)
-    if wanted > limits.max_tokens:
-        raise MaxTokensTooLarge(f"max_tokens is {wanted}; this server gives {limits.max_tokens}")
-    if wanted > room:
-        raise ContextTooSmall(
-            f"{n_prompt} prompt tokens and max_tokens {wanted} exceed the context of {context}; ask for at most {room}"
-        )
-    return wanted
 
 
 def _check_token_ids(request: Generate, info: ModelInfo) -> None:

@@ -19,11 +19,12 @@ import structlog
 import trio
 
 from uma_trio.config import Config
-from uma_trio.engine.link import SupervisedEngine
 from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput
+from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, ShuttingDown, TooManyRequests, UmaError
 from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
+from uma_trio.offload import InThread, Offloader, StateFiles
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Failure, FinishReason, Generate
 from uma_trio.sampling import PromptLookup
@@ -32,7 +33,6 @@ from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.policy import Plan, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
-from uma_trio.serving.offload import InThread, Offloader, StateFiles
 from uma_trio.serving.output import TokenToBytes, send_prompt, send_tokens
 from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.request import admit
@@ -51,16 +51,6 @@ DRAFTS_UP_TO: Final = 8
 
 TRUSTED: Final = 0.95
 """Acceptance rate that is assumed at first where the request asks for speculation; 0.5 otherwise."""
-
-WATCH_S: Final = 0.25
-"""How often the watchdog looks at a step that is overdue."""
-
-SLOWER_THAN_PREDICTED: Final = 10
-"""A step may take this many times what was predicted, and ``engine.hang_timeout_s`` on top."""
-
-FIRST_BACKOFF_S: Final = 0.25
-MAX_BACKOFF_S: Final = 30.0
-"""Between attempts to start an engine that keeps dying; the wait doubles from one to the next."""
 
 
 class Scheduler:
@@ -99,7 +89,7 @@ class Scheduler:
             files,
             self.timings,
             self.wake,
-            after_s=config.sessions.spill_after_s,
+            after_s=config.sessions.offload_after_s,
             in_thread=in_thread,
         )
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
@@ -249,7 +239,7 @@ class Scheduler:
             return []
         completed = []
         try:
-            for answer in await self._receive():
+            for answer in await self._engine.receive(self._in_flight[0].plan.predicted_ms / 1e3):
                 if not self._in_flight or answer.number != self._in_flight[0].number:
                     continue  # the step ran ahead of one that failed
                 match answer:
@@ -282,7 +272,7 @@ class Scheduler:
         for ahead in self._in_flight:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
-        if step.rows and not any([row.dropped for row in step.rows]):
+        if step.rows and not any(row.dropped for row in step.rows):
             self.timings.record_step(step.plan.work, completed.duration_ms)
         return completed
 
@@ -381,7 +371,7 @@ class Scheduler:
         if len(live) != sum([each.state is not State.FINISHED for each in self._running]):
             return  # others have come, or can go on again
         sequences = [sequence for sequence in live if goes_on(sequence)]
-        if not sequences or any([sequence.lookup is not None and sequence.drafts(1) for sequence in sequences]):
+        if not sequences or any(sequence.lookup is not None and sequence.drafts(1) for sequence in sequences):
             return
         chosen = self._plan([sequence.view(n_in_flight=1) for sequence in sequences])
         if len(chosen.decodes) < len(sequences):
@@ -404,7 +394,7 @@ class Scheduler:
             if isinstance(reason, UmaError):
                 sequence.keep_computed = False
             self._release_when_computed(sequence)
-        if not any([other.principal.name == sequence.principal.name for other in self.sequences()]):
+        if not any(other.principal.name == sequence.principal.name for other in self.sequences()):
             self._policy = self._policy.without(sequence.principal.name)
         if isinstance(reason, UmaError):
             reason.request_id = sequence.request.id
@@ -453,29 +443,6 @@ class Scheduler:
         if self._engine.link.ended.is_set():
             await self._recover(self._engine.link.reason)
 
-    async def _receive(self) -> Items[Any]:
-        """The engine's next answers; an engine that hangs is killed.
-
-        Time is counted in looks, not by the clock: where the whole machine or the daemon was stopped, the engine was too.
-
-        Raises:
-            EngineDied: it has ended, or hung.
-        """
-        predicted_s = self._in_flight[0].plan.predicted_ms / 1e3
-        limit_s = self._config.engine.hang_timeout_s + SLOWER_THAN_PREDICTED * predicted_s
-        waited_s, n_stopped = 0.0, 0
-        killed = False
-        while True:
-            with trio.move_on_after(WATCH_S):
-                return await self._engine.link.receive()
-            waited_s += WATCH_S
-            n_stopped = n_stopped + 1 if waited_s > predicted_s and self._engine.link.is_stopped() else 0
-            if not killed and (waited_s > limit_s or n_stopped > 1):
-                why = "it was stopped by a signal" if n_stopped > 1 else f"no answer for {waited_s:.0f} s"
-                log.error("the engine hangs and is killed", reason=why, predicted_s=round(predicted_s, 3))
-                self._engine.link.kill()
-                killed = True
-
     # -- recovery -------------------------------------------------------------------------------
 
     async def _recover(self, reason: str) -> None:
@@ -511,24 +478,15 @@ class Scheduler:
             self._stopped = True
             self._idle.set()
             await trio.sleep_forever()
-        attempts = self._config.engine.restart_attempts
-        backoff_s = FIRST_BACKOFF_S if self._bisection.n_crashes > attempts else 0.0
-        unavailable: ModelUnavailable | None = None
-        failures = 0
-        while not self._engine.link.is_usable:
-            await trio.sleep(min(backoff_s, MAX_BACKOFF_S))
-            try:
-                await self._engine.restart()
-            except LoadError as error:
-                failures += 1
-                backoff_s = max(2 * backoff_s, FIRST_BACKOFF_S)
-                log.error("the engine cannot be started", reason=str(error), attempt=failures)
-                if failures >= attempts:
-                    unavailable = ModelUnavailable(f"the model's engine cannot be started: {error}")
-                    unavailable.retry_after_ms = round(1e3 * min(backoff_s, MAX_BACKOFF_S))
-                    self._fail_everything(unavailable)
-        if unavailable is not None and self._refusal is not None and isinstance(self._refusal, ModelUnavailable):
+        await self._engine.bring_back(self._bisection.n_crashes, self._tell_unavailable)
+        if isinstance(self._refusal, ModelUnavailable):
             self._refusal = None
+
+    def _tell_unavailable(self, error: LoadError, retry_s: float) -> None:
+        """Fail all requests, and refuse new ones until the engine runs."""
+        unavailable = ModelUnavailable(f"the model's engine cannot be started: {error}")
+        unavailable.retry_after_ms = round(1e3 * retry_s)
+        self._fail_everything(unavailable)
 
     def _fail_everything(self, error: UmaError) -> None:
         if self._refusal is None or isinstance(self._refusal, ModelUnavailable):

@@ -14,14 +14,14 @@ from typing import Final
 import attrs
 import trio
 
-from uma_trio.engine.messages import DROPPED, Step, StepInput, StepOutput
+from uma_trio.engine.messages import Step, StepInput, StepOutput
 from uma_trio.errors import DecodeFailed, UmaError
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
+from uma_trio.offload import Transfer
 from uma_trio.protocol.messages import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.policy import Plan
-from uma_trio.serving.offload import Transfer
 from uma_trio.serving.sequence import Sequence, State
 
 OUTLIER: Final = 0.5
@@ -61,7 +61,7 @@ class InFlightStep:
 
     def computes(self, sequence: Sequence) -> bool:
         """Whether it writes to the KV cells of ``sequence``."""
-        return any([row.sequence is sequence and not row.dropped for row in self.rows])
+        return any(row.sequence is sequence and not row.dropped for row in self.rows)
 
     def end_of(self, sequence: Sequence) -> int:
         """Tokens of ``sequence`` in the KV cache behind this step, which computes it."""
@@ -175,8 +175,7 @@ def complete_step(step: InFlightStep, output: StepOutput, cache: KvCache, now: f
         scores = output.scores[at : at + row.n_samples]
         at += row.n_samples
         sequence = row.sequence
-        if row.dropped or (sampled and sampled[0] == DROPPED):
-            assert row.dropped and sampled[0] == DROPPED, f"the engine and the daemon disagree on the end of {sequence}"
+        if row.dropped:
             continue
         if sequence.allocation is None:
             continue  # it has finished, and this step's tokens are counted

@@ -1,10 +1,10 @@
-"""Conversations that the server remembers: what was said in them, who is answering, what survives.
+"""Conversations that the server remembers: their history, their running request, and their copy on disk.
 
-Knows of the KV cache only that tokens which begin alike are not computed again: a session is the tokens that its
-next request begins with.
+A session is the list of tokens that its next request begins with.  The KV cache finds them by prefix reuse, so the two
+rooms know nothing else of each other.
 """
 
-from uma_trio.sessions.book import Book, Session
-from uma_trio.sessions.sessions import Sessions, Turn
+from uma_trio.sessions.sessions import Sessions, SessionTurn
+from uma_trio.sessions.table import Session, SessionTable
 
-__all__ = ["Book", "Session", "Sessions", "Turn"]
+__all__ = ["Session", "SessionTable", "SessionTurn", "Sessions"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
@@ -31,11 +32,11 @@ class WatchedEngine(LlamaEngine):
 
     margins: list[float]
 
-    def _sample(self, samples: Sequence[SampleRequest]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    def _sample(self, samples: Sequence[SampleRequest], *late: Any) -> tuple[list[int], list[TokenLogprobs | None]]:
         if samples:
             second, best = np.partition(self._context.logits(len(samples)).array, -2, axis=-1)[:, -2:].T
             self.margins.extend((best - second).tolist())
-        return super()._sample(samples)
+        return super()._sample(samples, *late)
 
 
 @attrs.frozen

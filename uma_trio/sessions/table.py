@@ -1,4 +1,4 @@
-"""Which sessions there are, and which has to go.  Pure: time is told."""
+"""The sessions of one model, and which of them have expired.  Pure: the caller passes the time."""
 
 from __future__ import annotations
 
@@ -15,26 +15,30 @@ from uma_trio.store import SessionKey, SessionRecord
 
 
 def no_tokens() -> Tokens:
+    """An empty history."""
     return np.empty(0, dtype=np.int32)
 
 
 @attrs.define(eq=False)
 class Session:
-    """One conversation, as it is after its last answer."""
+    """One conversation after its latest answer.  Times are seconds since 1970."""
 
     principal: str
+    """Name of its owner."""
     name: str
+    """Its ``session_id``, unique for each principal."""
     created_at: float
-    """Seconds since 1970, as all times here."""
     used_at: float
-    """When its last answer ended, or it was forked."""
+    """Time of its latest answer, or of the fork that made it."""
     tokens: Tokens = attrs.field(factory=no_tokens)
-    """All that was said: what its next request begins with."""
+    """The history in tokens, ``[n]``: the beginning of the next prompt."""
     messages: Sequence[ChatMessage] = ()
-    """Likewise, of a chat; nothing of a session of prompts."""
+    """The history of a chat as messages; empty for a session of plain prompts."""
     turns: int = 0
+    """Answered requests."""
     turns_on_disk: int = 0
     busy: bool = False
+    """Whether a request is running."""
 
     @property
     def key(self) -> SessionKey:
@@ -42,12 +46,12 @@ class Session:
 
     @property
     def durable(self) -> bool:
-        """All of it is on disk."""
+        """Whether all turns are on disk."""
         return self.turns_on_disk == self.turns > 0
 
     @property
     def record(self) -> SessionRecord:
-        """What a journal keeps of it."""
+        """The session as the journal stores it."""
         return SessionRecord(
             key=self.key,
             created_at=self.created_at,
@@ -58,8 +62,8 @@ class Session:
         )
 
     @classmethod
-    def recalled(cls, record: SessionRecord) -> Session:
-        """As it was when ``record`` was made of it; that is on disk."""
+    def from_record(cls, record: SessionRecord) -> Session:
+        """The session that the journal has stored as ``record``."""
         return cls(
             principal=record.key.principal,
             name=record.key.id,
@@ -73,6 +77,7 @@ class Session:
 
     @property
     def info(self) -> SessionInfo:
+        """The session as clients see it."""
         return SessionInfo(
             session_id=self.name,
             turns=self.turns,
@@ -84,19 +89,19 @@ class Session:
         )
 
 
-class Book:
-    """All sessions of one model.
+class SessionTable:
+    """All sessions of one model, in the order of their last use.
 
     Args:
-        most: beyond so many those not used for longest have to go.
-        ttl_s: likewise those not used for so long.
+        max_sessions: Beyond this number, the least recently used sessions expire.
+        ttl_s: Sessions expire after so many seconds without a request.
     """
 
-    def __init__(self, *, most: int, ttl_s: float) -> None:
-        self._most = most
+    def __init__(self, *, max_sessions: int, ttl_s: float) -> None:
+        self._max_sessions = max_sessions
         self._ttl_s = ttl_s
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
-        """Longest unused first."""
+        """Least recently used first."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -105,20 +110,22 @@ class Book:
         return iter(list(self._sessions.values()))
 
     def add(self, session: Session) -> None:
-        """A session that was there before, used no earlier than those that were added."""
+        """Add a session from the journal.  Its last use is not before that of any session in the table."""
         self._sessions[session.key] = session
 
     def of(self, principal: str) -> list[Session]:
-        """A user's, the last used first."""
+        """Return the sessions of ``principal``, most recently used first."""
         return [session for session in reversed(self._sessions.values()) if session.principal == principal]
 
     def find(self, key: SessionKey) -> Session | None:
+        """Return a session; ``None`` if it does not exist."""
         return self._sessions.get(key)
 
     def get(self, principal: str, name: str) -> Session:
-        """
+        """Return a session of ``principal``.
+
         Raises:
-            SessionNotFound: there is none.
+            SessionNotFound: ``principal`` has no session of this name.
         """
         session = self._sessions.get(SessionKey(principal, name))
         if session is None:
@@ -126,10 +133,10 @@ class Book:
         return session
 
     def begin(self, principal: str, name: str, now: float) -> Session:
-        """The session for one more request; a new one if there is none.
+        """Mark a session as busy with a request, and create it if it does not exist.  ``end`` must follow.
 
         Raises:
-            SessionBusy: it is answering.
+            SessionBusy: Another request of the session is running.
         """
         session = self._sessions.get(SessionKey(principal, name))
         if session is None:
@@ -142,27 +149,28 @@ class Book:
         session.busy = True
         return session
 
-    def told(self, session: Session, now: float) -> None:
-        """One turn more was said in it."""
+    def record_turn(self, session: Session, now: float) -> None:
+        """Count an answered request of ``session``."""
         session.turns += 1
         session.used_at = now
         self._sessions.move_to_end(session.key)
 
     def end(self, session: Session) -> None:
-        """Its request has ended.  One in which nothing was ever said is forgotten."""
+        """Mark ``session`` as idle.  A session without turns is removed."""
         session.busy = False
         if not session.turns:
             self._sessions.pop(session.key, None)
 
     def fork(self, principal: str, name: str, new_name: str, now: float) -> Session:
-        """A session of another name that goes on from where ``name`` is.
+        """Copy session ``name`` to ``new_name``.
 
         Raises:
-            SessionNotFound, SessionExists: as they say.
+            SessionNotFound: There is no session ``name``, or it has no turns yet.
+            SessionExists: There is a session ``new_name`` already.
         """
         source = self.get(principal, name)
         if not source.turns:
-            raise SessionNotFound(f"nothing was said in session {name!r} yet")
+            raise SessionNotFound(f"session {name!r} has no answer yet that a fork could continue")
         if SessionKey(principal, new_name) in self._sessions:
             raise SessionExists(f"there is a session {new_name!r} already: choose another name, or close it")
         forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, turns_on_disk=0, busy=False)
@@ -170,22 +178,23 @@ class Book:
         return forked
 
     def remove(self, session: Session) -> None:
-        """
+        """Remove ``session``.
+
         Raises:
-            SessionBusy: it is answering.
+            SessionBusy: A request of the session is running.
         """
         if session.busy:
             raise SessionBusy(f"session {session.name!r} is answering; cancel its request first")
         self._sessions.pop(session.key, None)
 
-    def outdated(self, now: float) -> list[Session]:
-        """Those that have to go: too old, or too many.  Never one that is answering."""
+    def expired(self, now: float) -> list[Session]:
+        """Return the idle sessions that are unused for too long or too many, least recently used first."""
         idle = [session for session in self._sessions.values() if not session.busy]
-        excess = len(self._sessions) - self._most
+        excess = len(self._sessions) - self._max_sessions
         return [session for n, session in enumerate(idle) if n < excess or now - session.used_at > self._ttl_s]
 
-    def needs(self, tokens: Tokens, *, principal: str) -> bool:
-        """Whether some session of ``principal`` begins with ``tokens``."""
+    def any_begins_with(self, tokens: Tokens, *, principal: str) -> bool:
+        """Whether the history of a session of ``principal`` begins with ``tokens``."""
         return any(
             session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()

@@ -1,0 +1,95 @@
+"""The link contract on a worker thread with a fake engine: real sockets, real time, no library."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.link_contract import *  # noqa: F403
+from uma_trio import config
+from uma_trio.engine.link import ThreadLauncher
+from uma_trio.engine.messages import LoadError, Start
+
+START = Start(Path("fake.gguf"), config.Model())
+
+
+class SlowEngine(FakeEngine):
+    """Takes some time for what is long, so that the daemon can act while it computes."""
+
+    def step(self, step, link=None):
+        if sum(len(each.tokens) for call in step.calls for each in call) > 64:
+            time.sleep(0.02)
+        return super().step(step, link)
+
+
+@pytest.fixture
+def prompts():
+    return [[10 + i, 20 + i, 30 + i] for i in range(5)]
+
+
+@pytest.fixture
+async def link(nursery):
+    launcher = ThreadLauncher(nursery, lambda start, progress: SlowEngine(n_ctx=4096, n_seq_max=4, n_batch=64))
+    link = launcher.launch("fake")
+    assert await link.load(START, lambda share: None, lambda: True)
+    yield link
+    await link.aclose()
+
+
+async def test_progress_is_reported(nursery):
+    shares = []
+
+    def load(start, progress):
+        for n in range(100):
+            if not progress(n / 100):
+                raise LoadError("given up")
+        return FakeEngine()
+
+    launcher = ThreadLauncher(nursery, load)
+    link = launcher.launch("fake")
+    assert await link.load(START, shares.append, lambda: True)
+    assert shares == sorted(shares)
+    assert len(shares) == 100
+    await link.aclose()
+
+
+async def test_loading_can_be_given_up(nursery):
+    shares = []
+
+    def load(start, progress):
+        while progress(0.5):
+            time.sleep(0.001)
+        raise LoadError("given up")
+
+    link = ThreadLauncher(nursery, load).launch("fake")
+    with trio.fail_after(10):
+        assert not await link.load(START, shares.append, lambda: len(shares) < 5)
+    assert link.ended.is_set()
+
+
+async def test_a_model_that_cannot_be_loaded(nursery):
+    def load(start, progress):
+        raise LoadError("no such file")
+
+    link = ThreadLauncher(nursery, load).launch("fake")
+    with pytest.raises(LoadError, match="no such file"):
+        await link.load(START, lambda share: None, lambda: True)
+    assert link.ended.is_set()
+
+
+async def test_a_defect_of_the_engine_ends_the_worker(nursery, caplog):
+    class Broken(FakeEngine):
+        def step(self, step, link=None):
+            raise RuntimeError("a defect")
+
+    link = ThreadLauncher(nursery, lambda start, progress: Broken()).launch("fake")
+    assert await link.load(START, lambda share: None, lambda: True)
+    link.submit(Step((), [[prefill(0, [1])]], 1))  # noqa: F405
+    with trio.fail_after(10), pytest.raises(EngineDied):  # noqa: F405
+        await link.receive()
+    assert "a defect" in caplog.text
+    await link.aclose()

@@ -1,0 +1,162 @@
+"""The link contract on the real library, in a child process and in a thread; and what only a process shows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from tests.support.link_contract import *  # noqa: F403
+from tests.support.link_contract import answers, prefill
+from uma_trio import config
+from uma_trio.engine.link import ProcessLauncher, ThreadLauncher
+from uma_trio.engine.llama import open_engine, open_vocabulary
+from uma_trio.engine.messages import EngineDied, LoadError, Start, Step, StepInput
+from uma_trio.models.loaded import EMBEDDED
+
+SETTINGS = config.Model(ctx=4096, parallel=4, batch_tokens=64, threads=1, layout_trial_s=0)
+
+
+@pytest.fixture(scope="module")
+def prompts(library):
+    """Chats whose answers are long."""
+    with open_vocabulary(EMBEDDED) as vocabulary:
+        return [
+            vocabulary.tokenizer.encode(
+                f"<|im_start|>user\nCount from {n} to 90<|im_end|>\n<|im_start|>assistant\n"
+            ).tolist()
+            for n in range(1, 6)
+        ]
+
+
+@pytest.fixture(params=["process", "thread"])
+async def link(request, nursery, library):
+    launcher = ProcessLauncher(nursery) if request.param == "process" else ThreadLauncher(nursery, open_engine)
+    link = launcher.launch(EMBEDDED.name)
+    assert await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
+    yield link
+    await link.aclose()
+
+
+@pytest.fixture
+async def child(nursery, library):
+    link = ProcessLauncher(nursery).launch(EMBEDDED.name)
+    assert await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
+    yield link
+    await link.aclose()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+async def test_the_reason_of_a_death_names_the_signal(child, number):
+    os.kill(child.pid, number)
+    with trio.fail_after(10), pytest.raises(EngineDied, match=number.name):
+        await child.receive()
+
+
+async def test_a_stopped_engine_is_recognised_and_can_be_killed(child):
+    assert not child.is_stopped()
+    os.kill(child.pid, signal.SIGSTOP)
+    with trio.fail_after(10):
+        while not child.is_stopped():
+            await trio.sleep(0.01)
+    child.submit(Step((), [[prefill(0, [5])]], 1))
+    child.kill()
+    with trio.fail_after(10), pytest.raises(EngineDied, match="SIGKILL"):
+        await child.receive()
+
+
+async def test_it_is_named_after_its_model_and_reports_what_it_uses(child):
+    assert "uma-trio engine: embedded.gguf" in " ".join(psutil.Process(child.pid).cmdline())
+    usage = child.usage()
+    assert usage["rss_bytes"] > 1_000_000
+    assert usage["cpu_s"] > 0
+
+
+async def test_closed_while_it_computes_it_ends(child):
+    pid = child.pid
+    long = [StepInput(seq, 0, [5] * 64, ()) for seq in range(4)]
+    child.submit(Step((), [[each] for each in long], 1))
+    with trio.fail_after(10):
+        await child.aclose()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_its_log_lines_come_out_of_this_process_with_the_model(nursery, library, caplog):
+    caplog.set_level("DEBUG")
+    link = ProcessLauncher(nursery).launch(EMBEDDED.name)
+    assert await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
+    await link.aclose()
+    record = next(record for record in caplog.records if "n_ctx_train" in record.getMessage())
+    assert record.name == "llama_abi"
+    assert record.model == "embedded.gguf"
+    assert record.getMessage().startswith("print_info")
+
+
+async def test_what_the_library_says_before_it_aborts_is_the_reason(nursery, library, tmp_path):
+    module = tmp_path / "engine_that_asserts.py"
+    module.write_text(
+        "import os, sys\n"
+        "print('/src/ggml.c:7: GGML_ASSERT(eps >= 0.0f) failed', file=sys.stderr, flush=True)\n"
+        "os.abort()\n"
+    )
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{before}"
+    try:
+        link = ProcessLauncher(nursery, "engine_that_asserts").launch("bad.gguf")
+    finally:
+        os.environ["PYTHONPATH"] = before
+    with trio.fail_after(10), pytest.raises(LoadError, match=r"SIGABRT.*GGML_ASSERT\(eps >= 0.0f\) failed"):
+        await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
+    assert link.ended.is_set()
+
+
+async def test_no_descriptor_and_no_process_is_left(nursery, library):
+    launcher = ProcessLauncher(nursery)
+    me = psutil.Process()
+    for n in range(4):
+        link = launcher.launch(EMBEDDED.name)
+        assert await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
+        link.submit(Step((), [[prefill(0, [5, 6])]], 1))
+        await answers(link, 1)
+        if n % 2:
+            link.kill()
+        await link.aclose()
+        if n == 0:
+            fds = me.num_fds()
+    assert me.num_fds() == fds
+    assert not [child for child in me.children() if "uma-trio engine" in " ".join(child.cmdline())]
+
+
+PARENT = """
+import sys, trio
+from tests.model.test_engine_process import EMBEDDED, SETTINGS
+from uma_trio.engine.link import ProcessLauncher
+from uma_trio.engine.messages import Start
+
+async def main():
+    async with trio.open_nursery() as nursery:
+        link = ProcessLauncher(nursery).launch("embedded.gguf")
+        await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
+        print(link.pid, flush=True)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_it_ends_with_its_parent_also_after_kill_9(library, stopped):
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=root) as parent:
+        assert parent.stdout is not None
+        engine = psutil.Process(int(parent.stdout.readline()))
+        if stopped:
+            engine.suspend()
+        parent.kill()
+    engine.wait(10)

@@ -1,0 +1,59 @@
+"""The line of ``uma-trio doctor`` about the engine of a running daemon."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uma_trio import config
+from uma_trio.cli import doctor
+from uma_trio.protocol.codec import server_codec
+from uma_trio.protocol.messages import Metrics
+
+
+def findings(path: Path, engine: dict[str, Any]) -> list[doctor.Finding]:
+    """What the doctor finds at ``path``, where a server answers with a snapshot of ``engine``."""
+    codec = server_codec("auto", max_frame_bytes=1 << 20)
+
+    def serve(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            codec.receive_data(sock.recv(1000))
+            assert codec.next_message() is not None
+            sock.sendall(codec.encode(Metrics(snapshot={"model": "m.gguf", "engine": engine})))
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(1)
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        found = list(doctor._socket(config.load(flags={"socket": str(path)})))
+        server.join()
+    return found
+
+
+def test_an_engine_that_was_never_restarted(tmp_path: Path) -> None:
+    engine = {"pid": 4711, "restarts_total": 0, "rss_bytes": 200 << 20, "cpu_s": 1.5}
+    [at_socket, found] = findings(tmp_path / "s", engine)
+    assert (at_socket.name, at_socket.verdict) == ("socket", "ok")
+    message = "it runs in process 4711 with 200 MiB of memory and was never restarted"
+    assert found == doctor.Finding("engine", "ok", message)
+
+
+@pytest.mark.parametrize(("restarts", "times"), [(1, "once"), (2, "2 times")])
+def test_an_engine_that_was_restarted_is_a_warning(tmp_path: Path, restarts: int, times: str) -> None:
+    [_, found] = findings(tmp_path / "s", {"pid": 4711, "restarts_total": restarts})
+    assert (found.name, found.verdict) == ("engine", "warning")
+    assert f"restarted {times}" in found.message
+    assert found.fix is not None
+    assert "log" in found.fix
+
+
+def test_an_engine_in_a_thread(tmp_path: Path) -> None:
+    [_, found] = findings(tmp_path / "s", {"restarts_total": 0})
+    assert found == doctor.Finding("engine", "ok", "it runs in a thread of the daemon")

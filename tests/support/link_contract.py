@@ -1,0 +1,241 @@
+"""What every link to an engine must do, as tests: imported by files that run them on a thread and on a process.
+
+Each importing file has an async fixture ``link`` (a loaded ``EngineLink`` of 4 sequences) and a fixture ``prompts`` of
+distinct lists of token ids.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import numpy as np
+import pytest
+import trio
+
+from uma_trio.engine.link import EngineLink
+from uma_trio.engine.messages import (
+    DROPPED,
+    MASK_LATE,
+    SAMPLED,
+    EngineDied,
+    EngineError,
+    Revoked,
+    SampleRequest,
+    Step,
+    StepFailed,
+    StepInput,
+    StepOutput,
+)
+from uma_trio.kv.ops import LoadState, MeasureState, SaveState, Truncate
+from uma_trio.sampling import Past, SamplingParams
+
+GREEDY = SamplingParams()
+
+
+def prefill(seq_id: int, tokens: list[int]) -> StepInput:
+    return StepInput(seq_id, 0, tokens, [SampleRequest(GREEDY)])
+
+
+def ahead(seq_id: int, position: int, n_before: int, stop_ids: list[int] | None = None) -> StepInput:
+    return StepInput(seq_id, position, [SAMPLED], [SampleRequest(GREEDY, n_before)], stop_ids or [])
+
+
+async def answers(link: EngineLink, n: int) -> list[object]:
+    """The next ``n`` answers."""
+    found: list[object] = []
+    with trio.fail_after(20):
+        while len(found) < n:
+            found += await link.receive()
+    assert len(found) == n
+    return found
+
+
+async def alone(link: EngineLink, tokens: list[int], n: int) -> list[int]:
+    """The first ``n`` tokens after ``tokens``, one step at a time."""
+    output = await link.compute(Step([Truncate(0)], [[prefill(0, tokens)]]))
+    said = list(output.tokens)
+    while len(said) < n:
+        position = len(tokens) + len(said) - 1
+        step = Step((), [[StepInput(0, position, said[-1:], [SampleRequest(GREEDY, len(said))])]])
+        said += (await link.compute(step)).tokens
+    await link.compute(Step([Truncate(0)]))
+    return said
+
+
+async def test_the_model_is_described(link):
+    assert link.info.n_vocab > 10
+    assert link.info.n_seq_max == 4
+    assert link.ready.environment
+    assert link.ready.state_format
+
+
+async def test_a_step_that_runs_ahead_gets_the_sampled_tokens(link, prompts):
+    expected = [await alone(link, prompt, 8) for prompt in prompts[:3]]
+    link.submit(Step((), [[prefill(seq, prompts[seq]) for seq in range(3)]], 1))
+    outputs: list[object] = []
+    for n in range(1, 9):
+        inputs = [ahead(seq, len(prompts[seq]) + n - 1, n) for seq in range(3)]
+        link.submit(Step((), [inputs], n + 1))
+        while len(outputs) < n:
+            outputs += await link.receive()
+    outputs = [output for output in outputs if isinstance(output, StepOutput)][:8]
+    assert [output.number for output in outputs] == list(range(1, 9))
+    assert [[output.tokens[seq] for output in outputs] for seq in range(3)] == expected
+
+
+async def test_a_sequence_that_has_ended_is_dropped_and_the_others_go_on(link, prompts):
+    expected = [await alone(link, prompt, 3) for prompt in prompts[:2]]
+    link.submit(Step((), [[prefill(0, prompts[0]), prefill(1, prompts[1])]], 1))
+    stop = [expected[0][0]]
+    link.submit(Step((), [[ahead(0, len(prompts[0]), 1, stop), ahead(1, len(prompts[1]), 1)]], 2))
+    link.submit(Step((), [[ahead(0, len(prompts[0]) + 1, 2), ahead(1, len(prompts[1]) + 1, 2)]], 3))
+    first, second, third = await answers(link, 3)
+    assert first.tokens == (expected[0][0], expected[1][0])
+    assert second.tokens == (DROPPED, expected[1][1])
+    assert third.tokens == (DROPPED, expected[1][2])
+
+
+async def test_a_step_of_which_all_inputs_are_dropped_computes_nothing(link, prompts):
+    expected = await alone(link, prompts[0], 1)
+    link.submit(Step((), [[prefill(0, prompts[0])]], 1))
+    link.submit(Step((), [[ahead(0, len(prompts[0]), 1, expected)]], 2))
+    _, second = await answers(link, 2)
+    assert second.tokens == (DROPPED,)
+
+
+async def test_penalties_of_a_step_that_runs_ahead_see_the_sampled_token(link, prompts):
+    params = SamplingParams(repetition_penalty=10.0, repeat_last_n=4)
+    prompt = prompts[0]
+    history = np.array(prompt, np.int32)
+
+    def sample(n_before: int, past: list[int]) -> SampleRequest:
+        tokens = np.array([*history[-4:], *past], np.int32)
+        return SampleRequest(params, n_before, past=Past(tokens, min(4, len(history))))
+
+    first = await link.compute(Step((), [[StepInput(0, 0, prompt, [sample(0, [])])]]))
+    plain = Step((), [[StepInput(0, len(prompt), list(first.tokens), [sample(1, list(first.tokens))])]])
+    second = await link.compute(plain)
+    link.submit(Step([Truncate(0)], [[StepInput(0, 0, prompt, [sample(0, [])])]], 1))
+    link.submit(Step((), [[StepInput(0, len(prompt), [SAMPLED], [sample(1, [])])]], 2))
+    assert [output.tokens for output in await answers(link, 2)] == [first.tokens, second.tokens]
+
+
+async def test_a_step_can_be_revoked_until_it_begins(link, prompts):
+    many = [StepInput(seq, 0, (prompts[seq] * 64)[:64], ()) for seq in range(4)]
+    expected = await alone(link, prompts[0], 1)
+    link.submit(Step((), [[each] for each in many], 1))
+    link.submit(Step((), [[StepInput(0, 64, [5], ())]], 2))
+    link.revoke(2)
+    link.submit(Step([Truncate(seq) for seq in range(4)], [[prefill(0, prompts[0])]], 3))
+    found = await answers(link, 3)
+    assert [type(answer) for answer in found] == [StepOutput, Revoked, StepOutput], found
+    assert found[1].number == 2
+    assert found[2].tokens == tuple(expected)
+
+
+async def test_a_revocation_that_comes_too_late_is_ignored(link, prompts):
+    link.submit(Step((), [[prefill(0, prompts[0])]], 1))
+    [output] = await answers(link, 1)
+    link.revoke(1)
+    link.submit(Step([Truncate(0)], [[prefill(0, prompts[0])]], 2))
+    assert [answer.tokens for answer in await answers(link, 1)] == [output.tokens]
+
+
+async def test_a_step_that_fails_revokes_what_is_behind_it_and_empties_the_cache(link, prompts):
+    expected = await alone(link, prompts[0], 2)
+    await link.compute(Step((), [[prefill(0, prompts[0])]]))
+    link.submit(Step((), [[StepInput(0, 500, [5], [SampleRequest(GREEDY)])]], 7))
+    link.submit(Step((), [[ahead(0, 501, 1)]], 8))
+    found = await answers(link, 2)
+    assert isinstance(found[0], StepFailed)
+    assert found[0].number == 7
+    assert found[0].reason
+    if isinstance(found[1], StepOutput):  # it came when the failure was over, and had nothing to go on from
+        assert found[1].tokens == (DROPPED,)
+    else:
+        assert found[1] == Revoked(8)
+    assert await alone(link, prompts[0], 2) == expected
+
+
+async def test_a_failure_is_an_error_of_compute(link):
+    with pytest.raises(EngineError):
+        await link.compute(Step((), [[StepInput(99, 0, [5], ())]]))
+
+
+async def test_a_state_goes_to_a_file_and_comes_back(link, prompts):
+    expected = await alone(link, [*prompts[0], *prompts[1]], 3)
+    await link.compute(Step((), [[StepInput(0, 0, prompts[0], ())]]))
+    measured = await link.compute(Step([MeasureState(0)]))
+    [(seq_id, [n_bytes])] = measured.state_sizes
+    assert seq_id == 0
+    offset = 16_384 + 100
+    with tempfile.TemporaryFile() as file:
+        os.ftruncate(file.fileno(), offset + n_bytes)
+        saved = await link.compute(Step([SaveState(0, file.fileno(), offset, n_bytes), Truncate(0)]))
+        assert not saved.refused
+        assert saved.saved_bytes <= n_bytes
+        load = LoadState(2, len(prompts[0]), file.fileno(), offset, n_bytes)
+        assert not (await link.compute(Step([load]))).refused
+        wrong = LoadState(3, len(prompts[0]) + 1, file.fileno(), offset, n_bytes)
+        refused = (await link.compute(Step([wrong]))).refused
+        assert [seq_id for seq_id, _ in refused] == [3]
+    more = StepInput(2, len(prompts[0]), prompts[1], [SampleRequest(GREEDY)])
+    assert (await link.compute(Step((), [[more]]))).tokens == (expected[0],)
+
+
+@pytest.mark.parametrize("kind", ["bits", "bias"])
+async def test_a_late_mask_decides_what_is_sampled(link, prompts, kind):
+    [likeliest] = await alone(link, prompts[0], 1)
+    wanted = next(token for token in range(5, 50) if token != likeliest)
+    masks = link.attach_masks(kind)
+    masked = [StepInput(0, 0, prompts[0], [SampleRequest(GREEDY, late_mask=True)]), prefill(1, prompts[0])]
+    link.submit(Step((), [masked], 1, mask_timeout_ms=10_000))
+    await trio.sleep(0.05)  # the engine waits, or still computes
+    masks.allow_only(0, np.array([wanted]))
+    link.masks_ready(1)
+    [output] = await answers(link, 1)
+    assert output.tokens == (wanted, likeliest), "for its own row alone"
+
+
+async def test_a_mask_that_does_not_come_in_time_costs_its_own_row_alone(link, prompts):
+    [likeliest] = await alone(link, prompts[0], 1)
+    link.attach_masks("bits")
+    masked = [StepInput(0, 0, prompts[0], [SampleRequest(GREEDY, late_mask=True)]), prefill(1, prompts[0])]
+    link.submit(Step((), [masked], 1, mask_timeout_ms=20))
+    link.submit(Step((), [[ahead(0, len(prompts[0]), 1), ahead(1, len(prompts[0]), 1)]], 2))
+    first, second = await answers(link, 2)
+    assert first.tokens == (MASK_LATE, likeliest)
+    assert second.tokens[0] == DROPPED
+    assert second.tokens[1] >= 0
+
+
+async def test_a_message_larger_than_the_socket_takes_at_once(link, prompts):
+    past = Past(np.zeros(500_000, np.int32), 0)
+    params = SamplingParams(presence_penalty=0.1)
+    prompt = prompts[0][:8]
+    plain = await alone(link, prompt, 1)
+    inputs = [StepInput(seq, 0, prompt, [SampleRequest(params, past=past if seq else None)]) for seq in range(4)]
+    if link.info.name == "fake":  # it checks the past
+        for each in inputs:
+            each.samples[0].past = None
+            each.stop_ids = list(range(200_000))
+    output = await link.compute(Step((), [inputs]))
+    assert output.tokens[0] == plain[0]
+
+
+async def test_a_killed_engine_is_noticed(link, prompts):
+    link.submit(Step((), [[prefill(0, prompts[0])]], 1))
+    link.kill()
+    with trio.fail_after(10), pytest.raises(EngineDied) as caught:
+        while True:
+            await link.receive()
+    assert str(caught.value)
+    assert not link.is_usable
+    link.submit(Step((), [[prefill(0, prompts[0])]], 2))  # no error: who receives learns of the death
+
+
+async def test_it_ends_when_it_is_closed(link):
+    with trio.fail_after(10):
+        await link.aclose()
+    assert link.ended.is_set()
