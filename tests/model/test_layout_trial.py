@@ -18,8 +18,8 @@ from uma_trio.engine import llama as llama_engine
 from uma_trio.engine.layout import Layout, LayoutChoice, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
-from uma_trio.models.loaded import EMBEDDED
 from uma_trio.engine.tuning_cache import FileLayoutCache
+from uma_trio.models.loaded import EMBEDDED
 from uma_trio.sampling import SamplingParams
 
 PLENTY_S = 600.0

@@ -21,8 +21,8 @@ import pytest
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, Model
 from tests.support.real_daemon import ROOT, Answer, Daemon, Event, real_daemon
-from uma_trio.models.loaded import EMBEDDED
 from uma_trio.engine.tuning_cache import model_fingerprint
+from uma_trio.models.loaded import EMBEDDED
 from uma_trio.store.journal import Journal
 from uma_trio.store.state_format import PAYLOAD_AT
 from uma_trio.training.skills import documents
