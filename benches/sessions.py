@@ -119,7 +119,7 @@ def show(times: Sequence[Times], saved: dict[str, Any]) -> str:
     cold = statistics.median(of("cold_ms"))
     lines = [
         [name, cell(statistics.median(of(key))), cell(max(of(key))), f"{statistics.median(of(key)) / cold:.2%}"]
-        for name, key in (("cold", "cold_ms"), ("in the KV cache", "warm_ms"), ("after a restart", "restored_ms"))
+        for name, key in (("cold", "cold_ms"), ("in the cache", "warm_ms"), ("after a restart", "restored_ms"))
     ]
     loaded = [one.state_mb for one in times if one.state_mb]
     size = f", {statistics.median(loaded):,.1f} MB of {times[0].restored_tokens} tokens each" if loaded else ""
