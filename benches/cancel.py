@@ -1,4 +1,4 @@
-"""Cancel means now: how soon is the KV cache free, and how soon does the next in line get its first token?
+"""Measure cancellation: time until the KV cells are free, and until the next request has its first token.
 
 python benches/cancel.py --model /tmp/125m.gguf --threads 1 --repeat 20 --csv cancel.csv
 python benches/cancel.py --no-rival --long-tokens 4000
@@ -26,14 +26,14 @@ from command import (
     places,
     repeat_option,
     rival_option,
-    tell_rival,
+    show_rival,
 )
 from comparison import US, RunsFile
 from measure import warm_up
 from pinning import pinned
 from prompts import of_tokens
 from report import cell, table
-from rigs import Rig, Serving, llama_server_rig, peers_option, uma_trio_flags, uma_trio_rig
+from rigs import Rig, ServerSettings, llama_server_rig, peers_option, uma_trio_flags, uma_trio_rig
 
 from uma_trio.client import Client, Token, open_client
 from uma_trio.demo.load import Daemon
@@ -44,20 +44,20 @@ from uma_trio.models.loaded import vocabulary
 Moment = Literal["prefill", "decode"]
 Way = Literal["cancel event", "closed connection"]
 
-IN_LINE_S = 0.05
-"""Given to the next request to arrive and wait, before the first one is cancelled."""
+QUEUE_S = 0.05
+"""Time for the next request to arrive and wait before the first one is cancelled."""
 NEXT_TOKENS = 8
-"""Of the next request's prompt: what is measured is its wait, hardly its own work."""
-MOST_TOKENS = 1000
-"""Of the first request, if nobody cancelled it."""
-MOST_TRIES = 4
-"""For each cancel: on a busy machine a prompt may be read before its moment comes."""
+"""Prompt tokens of the next request.  They are few, since its wait is measured and not its own work."""
+MAX_TOKENS = 1000
+"""Generated tokens of the first request without a cancel."""
+MAX_TRIES = 4
+"""Attempts for each cancel: on a busy machine, a prefill may end before the moment of the cancel."""
 NAME = "victim"
 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """When and how the request that holds the only sequence is cancelled."""
+    """When and how the running request is cancelled."""
 
     server: str
     moment: Moment
@@ -76,27 +76,27 @@ CASES = [
 
 @attrs.frozen(kw_only=True)
 class Found:
-    """Of all repeats of a case, in milliseconds; ``None`` of what the server does not tell."""
+    """Times of all repeats of a case, in ms; ``None`` if the server does not report it."""
 
     alone_ms: float
-    """TTFT of the next request where nobody was before it: the least that it could be."""
+    """TTFT of the next request on an idle server, which is the lower limit."""
     next_ms: Sequence[float]
-    """From the cancel to its first token."""
+    """From the cancel to the first token of the next request."""
     free_p50_ms: float | None
-    """From the cancel until the KV cache was free."""
+    """From the cancel until the KV cells were free."""
     free_max_ms: float | None
 
 
 @attrs.frozen(kw_only=True)
 class Load:
-    """What is asked."""
+    """The requests."""
 
     long_tokens: int
     repeat: int
     seed: int
 
     async def of(self, case: Case, rig: Rig, tokenizer: Tokenizer, place: Place) -> Found:
-        """Each repeat has new prompts: nothing can be taken from the one before."""
+        """Measure ``case``.  Each repeat has new prompts, so that no prefix is reused."""
         rng = random.Random(self.seed)
 
         def question(n_prompt: int, tokens: int) -> Question:
@@ -107,17 +107,17 @@ class Load:
             long_s = await _ttft_s(rig, question(self.long_tokens, 1))
             alone_s = [await _ttft_s(rig, question(NEXT_TOKENS, 1)) for _ in range(5)]
             next_s: list[float] = []
-            for _ in range(MOST_TRIES * self.repeat):
-                # not always at the same distance from the end of a step
+            for _ in range(MAX_TRIES * self.repeat):
+                # at random distances from the end of a step
                 moment_s = rng.uniform(0.2, 0.6) * long_s if case.moment == "prefill" else None
-                victim = _Victim(case.way, rig, question(self.long_tokens, MOST_TOKENS), rng.randint(3, 12))
-                found = await _overtaken(victim, moment_s, rig, question(NEXT_TOKENS, 1))
+                victim = _Victim(case.way, rig, question(self.long_tokens, MAX_TOKENS), rng.randint(3, 12))
+                found = await _cancel_and_wait(victim, moment_s, rig, question(NEXT_TOKENS, 1))
                 next_s += [found] if found is not None else []
                 if len(next_s) == self.repeat:
                     break
             else:
                 raise click.ClickException(
-                    f"{case}: the long prompt is read too soon to be cancelled; make --long-tokens larger"
+                    f"{case}: the prefill ends before it can be cancelled; make --long-tokens larger"
                 )
         snapshot = await rig.transport.snapshot() if isinstance(rig.transport, Daemon) else {}
         return Found(
@@ -127,22 +127,22 @@ class Load:
             free_max_ms=snapshot.get("cancel_to_free_max_ms"),
         )
 
-    def serving(self, place: Place) -> Serving:
-        """One sequence: whoever comes second has to wait."""
-        ctx = -(-(self.long_tokens + MOST_TOKENS + 16) // 256) * 256
-        return Serving(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
+    def serving(self, place: Place) -> ServerSettings:
+        """Settings with one sequence, so that the second request waits."""
+        ctx = -(-(self.long_tokens + MAX_TOKENS + 16) // 256) * 256
+        return ServerSettings(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
 
     def __str__(self) -> str:
         return f"a prompt of {self.long_tokens} tokens, cancelled {self.repeat} times in each case, seed {self.seed}"
 
 
 class _Victim:
-    """The request that holds the sequence, until it is cancelled."""
+    """The running request that is cancelled."""
 
     def __init__(self, way: Way, rig: Rig, question: Question, n_tokens: int) -> None:
         self.n_seen = 0
         self.decodes = trio.Event()
-        """It has got some tokens."""
+        """Set when it has received ``n_tokens`` tokens."""
         self._way, self._rig, self._question, self._n_tokens = way, rig, question, n_tokens
         self._scope = trio.CancelScope()
         self._client: Client | None = None
@@ -151,16 +151,16 @@ class _Victim:
         with self._scope:
             if self._way == "closed connection":
                 async with self._rig.transport.connect(interactive=False) as connection:
-                    await connection.ask(self._question, self._seen)
+                    await connection.ask(self._question, self._on_token)
                 return
             assert isinstance(self._rig.transport, Daemon)
             async with open_client(self._rig.transport.path) as self._client:
                 asked = {"prompt": self._question.text, "max_tokens": self._question.max_tokens}
                 async for event in self._client.generate(id=NAME, ignore_eos=True, cache_prompt=False, **asked):
                     if isinstance(event, Token):
-                        self._seen(event.text)
+                        self._on_token(event.text)
 
-    def _seen(self, _: str) -> None:
+    def _on_token(self, _: str) -> None:
         self.n_seen += 1
         if self.n_seen == self._n_tokens:
             self.decodes.set()
@@ -172,14 +172,14 @@ class _Victim:
             self._scope.cancel()
 
 
-async def _overtaken(victim: _Victim, moment_s: float | None, rig: Rig, question: Question) -> float | None:
-    """Seconds from cancelling ``victim`` to the first token of the one that waited for it.
+async def _cancel_and_wait(victim: _Victim, moment_s: float | None, rig: Rig, question: Question) -> float | None:
+    """Cancel ``victim`` while another request waits; return the seconds from the cancel to the first token of that one.
 
     Args:
-        moment_s: to cancel it after so many seconds, while its prompt is read; else it is when it decodes.
+        moment_s: Cancel after so many seconds, during prefill; ``None``: cancel when it has received some tokens.
 
     Returns:
-        ``None`` if its prompt was read already.
+        ``None`` if the prefill had ended before the cancel.
     """
     came: list[float] = []
     async with trio.open_nursery() as nursery:
@@ -189,7 +189,7 @@ async def _overtaken(victim: _Victim, moment_s: float | None, rig: Rig, question
         else:
             await trio.sleep(moment_s)
         nursery.start_soon(_ask, rig, question, came)
-        await trio.sleep(IN_LINE_S)
+        await trio.sleep(QUEUE_S)
         missed = moment_s is not None and victim.n_seen > 0
         cancelled = trio.current_time()
         await victim.cancel()
@@ -210,7 +210,7 @@ async def _ttft_s(rig: Rig, question: Question) -> float:
 
 def show(found: dict[Case, Found]) -> str:
     header = (
-        "", "cancelled during", "by", "KV free p50 ms", "max", "next first token p50 ms", "max", "alone p50 ms", "p50 less alone",
+        "", "cancelled during", "by", "KV free p50 ms", "max", "next first token p50 ms", "max", "idle p50 ms", "p50 - idle",
     )  # fmt: skip
     lines = []
     for case, f in found.items():
@@ -223,40 +223,39 @@ def show(found: dict[Case, Found]) -> str:
 
 
 @bench()
-@click.option("--long-tokens", type=click.IntRange(64), default=2000, help="Of the prompt that is cancelled.")
-@click.option("--seed", type=int, default=0, help="Of words and moments.")
+@click.option("--long-tokens", type=click.IntRange(64), default=2000, help="Prompt tokens of the cancelled request.")
+@click.option("--seed", type=int, default=0, help="Seed of words and moments.")
 @places()
 @rival_option()
-@click.option("--rival-flags", default="", help="Further flags of llama-server, such as -b 256.")
+@click.option("--rival-flags", default="", help="Flags of llama-server, such as -b 256.")
 @peers_option()
-@repeat_option(20, "Cancels in each case.")
+@repeat_option(20, "Cancels for each case.")
 @csv_option("a row for each cancel")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
 def main(csv_file: Path | None, **options: Any) -> None:
-    """From a cancel until its room is free and the next request has its first token.
+    """Measure how soon a cancel takes effect.
 
-    One sequence, and two requests: the first holds it, the second waits. The first is cancelled at some moment
-    while its long prompt is read, or after some tokens; by a cancel event (ours), or by closing its connection.
-    SERVE_FLAGS after -- go to `uma-trio serve`.
+    The server has one sequence. A request with a long prompt runs, and a second one waits. The first request is
+    cancelled at a random moment of its prefill, or after some tokens, by a cancel event (uma-trio only) or by closing
+    its connection. SERVE_FLAGS after -- go to `uma-trio serve`.
 
     \b
-    KV free            from the cancel until the cache is free, by the server's own clock (ours tells)
-    next first token   from the cancel until the waiting request's first token, as its client sees it; its prompt
-                       is short
-    alone              its TTFT where nobody was before it: what is more than that is the cancel's
+    KV free            from the cancel until its KV cells are free, by the server's clock (uma-trio only)
+    next first token   from the cancel to the first token of the waiting request, by the client's clock
+    idle               TTFT of that request on an idle server; the difference is the cost of the cancel
 
-    Medians and maxima of --repeat cancels.
+    The table has medians and maxima of --repeat cancels.
     """
     place = Place.of(options)
     load = Load(**{field.name: options[field.name] for field in attrs.fields(Load)})
-    place.tell()
+    place.show()
 
     async def work() -> dict[Case, Found]:
         serving = load.serving(place)
         flags = [*uma_trio_flags(serving), *options["serve_flags"]]
         rigs = {US: partial(uma_trio_rig, flags)}
         if options["rival"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
             rigs[SERVER] = partial(llama_server_rig, options["peers"], serving, shlex.split(options["rival_flags"]))
         click.echo(f"servers   {serving}\nload      {load}\n")
         file = RunsFile(csv_file, ["server", "moment", "way", "next_first_token_ms"])

@@ -1,4 +1,4 @@
-"""What the benches' command lines have in common."""
+"""Options and helpers that the command lines of the benches share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 import click
 from machine import machine
 from pinning import Pins, parse_pins
-from rigs import NoPeer, peer, same_library
+from rigs import RivalError, peer, same_library
 
 from uma_trio.cli.running import run
 from uma_trio.client import ClientError
@@ -20,6 +20,11 @@ from uma_trio.engine.cores import default_threads
 from uma_trio.models.loaded import EMBEDDED, ModelError
 
 T = TypeVar("T")
+
+PIN_HELP = (
+    "Cores of the server and the load generator, such as 0-2:3.  none: no pinning.  auto: the last core for the load "
+    "generator and the others for the server, if it has a core for each thread (Linux only)."
+)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 SERVER = "llama-server"
@@ -27,19 +32,19 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def bench() -> Callable[[Callable[..., Any]], click.Command]:
-    """A command with this project's manners."""
-    manners = {"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 110}
-    return click.command(context_settings=manners)
+    """A click command that shows defaults and has ``-h``."""
+    settings = {"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 110}
+    return click.command(context_settings=settings)
 
 
 def places() -> Decorator:
-    """Model, threads and cores: the same for every server of a bench.  See ``Place``."""
+    """Options for model, threads and cores, which all servers of a bench share.  See ``Place``."""
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed((
-            click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=EMBEDDED, show_default=False, help="GGUF to serve; the embedded one if not given."),
+            click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=EMBEDDED, show_default=False, help="GGUF file to serve.  [default: the embedded model]"),
             click.option("--threads", type=click.IntRange(1), help="Compute threads of every server.  [default: all physical cores but one]"),
-            click.option("--pin", "pin_text", default="auto", help="Cores, SERVER:LOAD GENERATOR as in 0-2:3; none; auto: the last one for the load generator, the others for the server, if it has one for each thread (Linux only)."),
+            click.option("--pin", "pin_text", default="auto", help=PIN_HELP),
         )):  # fmt: skip
             function = option(function)
         return function
@@ -51,17 +56,17 @@ def csv_option(holds: str) -> Decorator:
     return click.option("--csv", "csv_file", type=FILE, help=f"Write {holds}.")
 
 
-def repeat_option(default: int, of: str = "Runs of each setting, in turns.") -> Decorator:
+def repeat_option(default: int, of: str = "Runs of each setting, alternating.") -> Decorator:
     return click.option("--repeat", type=click.IntRange(1), default=default, help=of)
 
 
 def rival_option() -> Decorator:
-    return click.option("--rival/--no-rival", default=True, help="Also llama-server.")
+    return click.option("--rival/--no-rival", default=True, help="Compare with llama-server.")
 
 
 @attrs.frozen(kw_only=True)
 class Place:
-    """What the options of ``places`` say."""
+    """Values of the options of ``places``."""
 
     model: Path
     threads: int
@@ -76,38 +81,42 @@ class Place:
             raise click.BadParameter(str(error), param_hint="--pin") from None
         return cls(model=options["model"], threads=threads, pins=pins)
 
-    def tell(self) -> None:
-        """The machine: a figure without it is none."""
+    def show(self) -> None:
+        """Print the machine and the cores."""
         for line in [*machine(), f"pin       {self.pins or 'none'}"]:
             click.echo(line)
 
 
-def tell_rival(folder: Path) -> None:
-    """Where llama-server is.
+def show_rival(folder: Path) -> None:
+    """Print the folder of llama-server, and whether it uses the same library as uma-trio.
 
     Raises:
-        NoPeer: it is not there.
+        RivalError: There is no llama-server.
     """
     peer(folder, SERVER)
-    alike = "the same library files as ours" if same_library(folder) else "ANOTHER BUILD of the library than ours"
+    alike = (
+        "with the library files of uma-trio"
+        if same_library(folder)
+        else "with ANOTHER BUILD of the library than uma-trio"
+    )
     click.echo(f"rival     {SERVER} in {folder}, {alike}")
 
 
 def carry_out(work: Callable[[], Awaitable[T]]) -> T:
-    """Run ``work``; what a user can mend is one line, and a signal leaves nothing behind."""
+    """Run ``work``; report errors that a user can fix in one line, and clean up after a signal."""
     try:
         return run(until_interrupted, work)
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except (ClientError, DaemonStartError, NoPeer, ModelError) as error:
+    except (ClientError, DaemonStartError, RivalError, ModelError) as error:
         raise click.ClickException(str(error)) from None
 
 
 def numbers(text: str, option: str, kind: Callable[[str], Any] = int) -> list[Any]:
-    """``1,2,4`` of an option.
+    """Parse the value of an option such as ``1,2,4``.
 
     Raises:
-        click.BadParameter: that is not what it says.
+        click.BadParameter: It is not a list of numbers above 0.
     """
     try:
         found = [kind(part) for part in text.split(",")]
@@ -115,16 +124,16 @@ def numbers(text: str, option: str, kind: Callable[[str], Any] = int) -> list[An
             return found
     except ValueError:
         pass
-    raise click.BadParameter("numbers above 0, with commas between", param_hint=option) from None
+    raise click.BadParameter("expected numbers above 0, separated by commas", param_hint=option) from None
 
 
 def choices(text: str, option: str, allowed: Sequence[str]) -> list[str]:
-    """``auto,on`` of an option.
+    """Parse the value of an option such as ``auto,on``.
 
     Raises:
-        click.BadParameter: that is not what it says.
+        click.BadParameter: One of the values is not in ``allowed``.
     """
     found = text.split(",")
     if set(found) <= set(allowed):
         return found
-    raise click.BadParameter(f"of {', '.join(allowed)}, with commas between", param_hint=option)
+    raise click.BadParameter(f"expected values of {', '.join(allowed)}, separated by commas", param_hint=option)

@@ -1,4 +1,4 @@
-"""Several settings of several servers under one load: a row for each run, medians, ratios, a plot."""
+"""Compares settings of several servers under the same load: rows of runs, medians, ratios, a plot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Contender:
 
 
 def interleaved(ours: Sequence[Contender], rivals: Sequence[Contender], repeat: int) -> Iterator[Contender]:
-    """In turn one of ours and one of theirs, all of them ``repeat`` times: noise that comes and goes hits both."""
+    """Alternate between ``ours`` and ``rivals``, ``repeat`` times, so that temporary noise affects both."""
     for _ in range(repeat):
         for pair in itertools.zip_longest(rivals, ours):
             yield from (contender for contender in pair if contender is not None)
@@ -47,12 +47,12 @@ def interleaved(ours: Sequence[Contender], rivals: Sequence[Contender], repeat: 
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """Of one run, or the medians of several; ``None`` of what there was none of."""
+    """Figures of one run, or the medians of several; ``None`` without a measurement."""
 
     wall_s: float
     tokens_per_s: float
     itl_p50_ms: float | None
-    """Of the interactive streams, as the next three."""
+    """Of the interactive streams; likewise the next three."""
     itl_p95_ms: float | None
     itl_p99_ms: float | None
     itl_max_ms: float | None
@@ -60,7 +60,7 @@ class Figures:
     """Of the long prompts."""
     ttft_max_ms: float | None
     generator_cpu: float
-    """Share of one core, as the next two."""
+    """Share of one core; likewise the next two."""
     server_cpu: float | None
     others_cpu: float
 
@@ -80,7 +80,7 @@ class Figures:
             itl_max_ms=max(itl, default=None),
             ttft_p50_ms=percentile(ttft, 50),
             ttft_max_ms=max(ttft, default=None),
-            generator_cpu=cpu.us / wall_s,
+            generator_cpu=cpu.generator / wall_s,
             server_cpu=None if cpu.server is None else cpu.server / wall_s,
             others_cpu=cpu.others / wall_s,
         )
@@ -90,7 +90,7 @@ NAMES = [field.name for field in attrs.fields(Figures)]
 
 
 def medians(runs: Sequence[Record]) -> Record:
-    """Of several runs' records of figures one, with each figure's own median; ``None`` where a run has none."""
+    """The median of each figure over all runs; ``None`` if a run has no value."""
     columns = {name: [getattr(run, name) for run in runs] for name in attrs.asdict(runs[0])}
     return attrs.evolve(
         runs[0], **{name: None if None in values else statistics.median(values) for name, values in columns.items()}
@@ -98,7 +98,7 @@ def medians(runs: Sequence[Record]) -> Record:
 
 
 class RunsFile:
-    """A CSV with a row for each run, written when it has ended: an interrupted sweep keeps what it has."""
+    """A CSV file with a row for each run.  A row is written as soon as its run ends."""
 
     def __init__(self, path: Path | None, columns: Sequence[str]) -> None:
         self._path = path
@@ -107,6 +107,7 @@ class RunsFile:
                 csv.writer(file).writerow(columns)
 
     def add(self, *values: object) -> None:
+        """Append a row."""
         if self._path is not None:
             with self._path.open("a", newline="") as file:
                 csv.writer(file).writerow([round(value, 4) if isinstance(value, float) else value for value in values])
@@ -114,7 +115,7 @@ class RunsFile:
 
 @attrs.frozen
 class Comparison:
-    """The medians of each contender, in the order of the table; the first rival is what the others are held against."""
+    """The medians of each contender, in the order of the table.  The ratios are relative to the first rival."""
 
     figures: dict[Contender, Figures]
 
@@ -127,6 +128,7 @@ class Comparison:
         return [contender for contender in self.figures if not contender.ours]
 
     def show(self) -> str:
+        """Tables of medians, of ratios, and of the nearest settings."""
         header = [
             "", "wall s", "tok/s", "ITL p50 ms", "p95", "p99", "max", "TTFT long p50 ms", "max", "generator cpu", "others cpu",
         ]  # fmt: skip
@@ -141,7 +143,7 @@ class Comparison:
         return "\n\n".join([table(header, lines), self._ratios(), self._as_good()])
 
     def _ratios(self) -> str:
-        """Of each to the rival's default."""
+        """Ratios of each contender to the default of the rival."""
         base = self.figures[self.rivals[0]]
         names = [
             "wall_s",
@@ -161,7 +163,7 @@ class Comparison:
         return table(header, lines)
 
     def _as_good(self) -> str:
-        """For each of theirs the one of ours that is at least as good in both wall and p99, if there is one."""
+        """For each rival, the setting of ours that is at least as good in both wall time and p99, or the nearest one."""
         lines = []
         for rival in self.rivals:
             at = {ours: self._against(ours, rival) for ours in self.ours}
@@ -178,7 +180,7 @@ class Comparison:
         return a.wall_s / b.wall_s, a.itl_p99_ms / b.itl_p99_ms
 
     def plot(self, path: Path, title: str) -> None:
-        """Wall time against p99; a line joins the settings of a server that none of its own beats in both."""
+        """Plot wall time against p99.  A line connects the settings that no other setting of the server beats in both."""
         import matplotlib as mpl
 
         mpl.use("Agg")
@@ -200,7 +202,7 @@ class Comparison:
             best = [point for at, point in enumerate(points) if all(point[1] < other[1] for other in points[:at])]
             axes.plot([p99 for p99, _, _ in best], [wall for _, wall, _ in best], color=colour)
             for index, (p99, wall, setting) in enumerate(points):
-                offset = (5, 6 if index % 2 else -12)  # in turns, as neighbours' labels are long
+                offset = (5, 6 if index % 2 else -12)  # alternating, since labels are long
                 axes.annotate(setting, (p99, wall), xytext=offset, textcoords="offset points", fontsize=8, color=colour)
         axes.set_xscale("log")
         for axis_formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):

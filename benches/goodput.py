@@ -1,4 +1,4 @@
-"""How many requests a second are served well, and what happens to the others when there are too many?
+"""Measure goodput against arrival rate, overload, and fairness between two users.
 
 python benches/goodput.py --model /tmp/125m.gguf --threads 1 --csv goodput.csv --plot goodput.png
 python benches/goodput.py --model /tmp/125m.gguf --threads 1 --overload 2
@@ -25,13 +25,13 @@ from command import (
     places,
     repeat_option,
     rival_option,
-    tell_rival,
+    show_rival,
 )
 from comparison import Contender, RunsFile, interleaved, medians
 from measure import warm_up
 from open_load import Figures, Mix, Slo, capacity, offer
 from report import cell, table
-from rigs import Serving, peers_option
+from rigs import ServerSettings, peers_option
 
 from uma_trio.models.loaded import vocabulary
 
@@ -42,10 +42,10 @@ Sweep = dict[Contender, dict[float, Figures]]
 
 @attrs.frozen(kw_only=True)
 class Test:
-    """What all runs have in common."""
+    """Settings that all runs have in common."""
 
     place: Place
-    serving: Serving
+    serving: ServerSettings
     mix: Mix
     slo: Slo
     seconds: float
@@ -53,7 +53,7 @@ class Test:
     seed: int
 
     async def at(self, contender: Contender, rate: float, seconds: float) -> Figures:
-        """Of a server started anew."""
+        """Start the server and offer ``rate`` requests per second for ``seconds``."""
         async with contender.rig() as rig:
             await warm_up(rig)
             offered = await offer(
@@ -62,6 +62,7 @@ class Test:
         return Figures.of(offered, self.slo)
 
     async def capacity(self, contender: Contender) -> float:
+        """Measure how many requests per second the server completes with a client for each sequence."""
         async with contender.rig() as rig:
             await warm_up(rig)
             return await capacity(
@@ -80,6 +81,7 @@ async def sweep(
     repeat: int,
     file: RunsFile,
 ) -> Sweep:
+    """Measure all contenders at all rates, alternating."""
     runs: dict[Contender, dict[float, list[Figures]]] = {
         each: {rate: [] for rate in rates} for each in [*ours, *rivals]
     }
@@ -96,13 +98,14 @@ async def sweep(
 
 
 async def some_rates(test: Test, contender: Contender) -> list[float]:
-    """From a quarter of what it can do to half as much again, in two digits."""
-    done = await test.capacity(contender)
-    click.echo(f"{contender} can do {done:.2f} requests a second\n")
-    return sorted({float(f"{share * max(done, 0.1):.2g}") for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)})
+    """Six rates from 0.25 to 1.5 times the capacity of ``contender``, rounded to two digits."""
+    capacity = await test.capacity(contender)
+    click.echo(f"capacity of {contender}: {capacity:.2f} requests per second\n")
+    return sorted({float(f"{share * max(capacity, 0.1):.2g}") for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)})
 
 
 def show_sweep(found: Sweep) -> str:
+    """A row for each contender and rate, and the best goodput of each contender."""
     header = (
         "", "arrivals / s", "good / s", "good", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "refused", "unfinished", "tok/s", "RSS MiB at start", "at end", "generator cpu", "others cpu",
     )  # fmt: skip
@@ -117,12 +120,12 @@ def show_sweep(found: Sweep) -> str:
         for rate, f in by_rate.items()
     ]  # fmt: skip
     best = {contender: max(f.goodput for f in by_rate.values()) for contender, by_rate in found.items()}
-    most = [f"most      {contender}: {goodput:.2f} good requests a second" for contender, goodput in best.items()]
+    most = [f"most      {contender}: {goodput:.2f} good requests per second" for contender, goodput in best.items()]
     return "\n".join([table(header, lines), "", *most])
 
 
 def plot(found: Sweep, path: Path, title: str) -> None:
-    """TTFT and goodput against the rate."""
+    """Plot TTFT and goodput against the arrival rate."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -135,12 +138,12 @@ def plot(found: Sweep, path: Path, title: str) -> None:
         above.plot(rates, [f.ttft_p99_ms for f in by_rate.values()], "o:", color=colour, label=f"{contender}, p99")
         below.plot(rates, [f.goodput for f in by_rate.values()], "o-", color=colour, label=str(contender))
     below.plot(
-        rates, [f.arrived_per_s for f in by_rate.values()], "--", color="#7a7a7a", linewidth=1, label="all that came"
+        rates, [f.arrived_per_s for f in by_rate.values()], "--", color="#7a7a7a", linewidth=1, label="all arrivals"
     )
     above.set(yscale="log", ylabel="TTFT, ms (log)")
     above.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     above.set_title(title, fontsize=9)
-    below.set(xlabel="arrivals a second", ylabel="good requests a second", ylim=(0, None))
+    below.set(xlabel="arrivals per second", ylabel="good requests per second", ylim=(0, None))
     for axes in (above, below):
         axes.grid(visible=True, alpha=0.3)
         axes.legend(fontsize=8)
@@ -148,7 +151,7 @@ def plot(found: Sweep, path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-# -- more than it can do ---------------------------------------------------------------------------
+# -- overload -------------------------------------------------------------------------------------
 
 
 async def overload(
@@ -160,34 +163,41 @@ async def overload(
     max_queue: int | None,
     file: RunsFile,
 ) -> str:
-    """Each at ``factor`` times of what it can do; ours with a queue no longer than can be served in time."""
+    """Offer each contender ``factor`` times its capacity.
+
+    Args:
+        max_queue: ``--max-queue`` of ours; ``None``: as many requests as can start within half of the TTFT limit.
+    """
     lines = []
     for setting in ours:
         (contender,) = contenders.ours(test.serving, [setting])
-        done = await test.capacity(contender)
-        queue = max_queue if max_queue is not None else max(1, int(done * test.slo.ttft_ms / 2e3))
+        capacity = await test.capacity(contender)
+        queue = max_queue if max_queue is not None else max(1, int(capacity * test.slo.ttft_ms / 2e3))
         (bounded,) = contenders.ours(test.serving, [f"{setting} --max-queue {queue}".strip()])
-        lines.append(await _overloaded(test, bounded, done, factor, seconds, file))
+        lines.append(await _overload_one(test, bounded, capacity, factor, seconds, file))
     for contender in rivals:
-        lines.append(await _overloaded(test, contender, await test.capacity(contender), factor, seconds, file))
+        lines.append(await _overload_one(test, contender, await test.capacity(contender), factor, seconds, file))
     header = (
         "", "capacity / s", "arrivals / s", "arrived", "refused", "after p50 ms", "max", "retry after ms", "admitted", "TTFT kept", "ITL kept", "good / s", "TTFT p50 ms", "p99", "ITL p99 ms", "RSS MiB at start", "at end",
     )  # fmt: skip
     return table(header, lines)
 
 
-async def _overloaded(
-    test: Test, contender: Contender, done: float, factor: float, seconds: float, file: RunsFile
+async def _overload_one(
+    test: Test, contender: Contender, capacity: float, factor: float, seconds: float, file: RunsFile
 ) -> list[str]:
-    if not done:
-        raise click.ClickException(f"{contender} ended no request in {test.seconds:g} s; give it more --seconds")
-    click.echo(f"{contender!s:<40} can do {done:.2f} requests a second; {factor * done:.2f} a second for {seconds:g} s")
-    f = await test.at(contender, factor * done, seconds)
-    file.add(1, contender.server, contender.setting, factor * done, *attrs.astuple(f))
+    if not capacity:
+        raise click.ClickException(f"{contender} completed no request in {test.seconds:g} s; increase --seconds")
+    rate = factor * capacity
+    click.echo(
+        f"{contender!s:<40} capacity {capacity:.2f} requests per second; {rate:.2f} per second for {seconds:g} s"
+    )
+    f = await test.at(contender, rate, seconds)
+    file.add(1, contender.server, contender.setting, rate, *attrs.astuple(f))
     return [
-        str(contender), cell(done, 2), cell(factor * done, 2), cell(f.arrived, 0), cell(f.refused, 0), cell(f.refused_p50_ms),
-        cell(f.refused_max_ms), cell(f.retry_after_p50_ms, 0), cell(f.arrived - f.refused, 0), _percent(f.soon_share),
-        _percent(f.steady_share), cell(f.goodput, 2), cell(f.ttft_p50_ms), cell(f.ttft_p99_ms), cell(f.itl_p99_ms),
+        str(contender), cell(capacity, 2), cell(rate, 2), cell(f.arrived, 0), cell(f.refused, 0), cell(f.refused_p50_ms),
+        cell(f.refused_max_ms), cell(f.retry_after_p50_ms, 0), cell(f.arrived - f.refused, 0), _percent(f.ttft_met_share),
+        _percent(f.itl_met_share), cell(f.goodput, 2), cell(f.ttft_p50_ms), cell(f.ttft_p99_ms), cell(f.itl_p99_ms),
         cell(f.rss_start_mib), cell(f.rss_end_mib),
     ]  # fmt: skip
 
@@ -200,6 +210,7 @@ def _percent(share: float | None) -> str:
 
 
 async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: str) -> str:
+    """Measure the service of two users with ``sizes`` clients."""
     (contender,) = contenders.ours(test.serving, [setting])
     with vocabulary(test.place.model) as tokenizer:
         async with contender.rig() as rig:
@@ -214,59 +225,69 @@ async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: s
 @click.option(
     "--rates",
     default="auto",
-    help="Arrivals a second, with commas between; auto: six, up to one and a half times of what ours can do.",
+    help="Arrivals per second, separated by commas; auto: six rates up to 1.5 times the capacity of uma-trio.",
 )
-@click.option("--seconds", type=click.FloatRange(1), default=20.0, help="For how long requests come at each; also how long a capacity is looked for.")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(1), default=20.0, help="Time for which requests arrive at each rate, and for which a capacity is measured.")  # fmt: skip
 @click.option(
-    "--drain", type=click.FloatRange(0), default=5.0, help="Seconds after that for those which have not ended."
+    "--drain", type=click.FloatRange(0), default=5.0, help="Seconds after that in which requests can complete."
 )
-@click.option("--short-words", type=click.IntRange(2), default=24, help="Of a chat's prompt, in the mean; from half of it to one and a half, as all these.")  # fmt: skip
-@click.option("--short-tokens", type=click.IntRange(2), default=48, help="Generated for a chat.")
-@click.option("--long-share", type=click.FloatRange(0, 1), default=0.1, help="Of requests with a long prompt.")
-@click.option("--long-words", type=click.IntRange(2), default=500, help="Of a long prompt.")
-@click.option("--long-tokens", type=click.IntRange(2), default=24, help="Generated after it.")
-@click.option("--ttft-ms", type=click.FloatRange(1), default=1000.0, help="A good request has its first token by then.")
+@click.option("--short-words", type=click.IntRange(2), default=24, help="Mean words of a chat's prompt.  All sizes vary between 0.5 and 1.5 times the mean.")  # fmt: skip
+@click.option("--short-tokens", type=click.IntRange(2), default=48, help="Mean generated tokens of a chat.")
+@click.option("--long-share", type=click.FloatRange(0, 1), default=0.1, help="Share of requests with a long prompt.")
+@click.option("--long-words", type=click.IntRange(2), default=500, help="Mean words of a long prompt.")
+@click.option("--long-tokens", type=click.IntRange(2), default=24, help="Mean tokens generated for a long prompt.")
+@click.option("--ttft-ms", type=click.FloatRange(1), default=1000.0, help="Longest TTFT of a good request.")
 @click.option(
-    "--itl-ms", type=click.FloatRange(1), default=100.0, help="And its times between tokens are at most this."
+    "--itl-ms", type=click.FloatRange(1), default=100.0, help="Longest inter-token latency of a good request."
 )
 @click.option(
-    "--itl-of", type=click.Choice(["p99", "mean"]), default="p99", help="Which of its own times between tokens."
+    "--itl-of",
+    type=click.Choice(["p99", "mean"]),
+    default="p99",
+    help="Statistic of a request's inter-token latencies for --itl-ms.",
 )
-@click.option("--seed", type=int, default=0, help="Of arrivals and words.")
+@click.option("--seed", type=int, default=0, help="Seed of arrivals and words.")
 @click.option("--parallel", type=click.IntRange(1), default=4, help="Sequences of each server.")
 @places()
-@click.option("--ours", multiple=True, default=[""], show_default=False, help="Flags of `uma-trio serve` that make one of our settings; can be given again.")  # fmt: skip
+@click.option("--ours", multiple=True, default=[""], show_default=False, help="Flags of `uma-trio serve` for one setting; repeatable.")  # fmt: skip
 @rival_option()
-@click.option("--rival-flags", multiple=True, default=[""], show_default=False, help="Flags that make one of llama-server's; can be given again.")  # fmt: skip
+@click.option("--rival-flags", multiple=True, default=[""], show_default=False, help="Flags of llama-server for one setting; repeatable.")  # fmt: skip
 @peers_option()
 @repeat_option(1)
 @csv_option("a row for each run")
-@click.option("--plot", "plot_file", type=FILE, help="Draw TTFT and goodput against the rate.")
+@click.option("--plot", "plot_file", type=FILE, help="Write a plot of TTFT and goodput against the rate.")
 @click.option(
     "--overload",
     "factor",
     type=click.FloatRange(1),
-    help="Instead: so many times of what the server can do, for --overload-s.",
+    help="Offer so many times the capacity for --overload-s, instead of the rates.",
 )
-@click.option("--overload-s", type=click.FloatRange(1), default=60.0, help="Seconds of it.")
+@click.option("--overload-s", type=click.FloatRange(1), default=60.0, help="Seconds of overload.")
 @click.option(
-    "--max-queue", type=click.IntRange(0), help="Of ours at --overload.  [default: what can begin in half of --ttft-ms]"
+    "--max-queue",
+    type=click.IntRange(0),
+    help="With --overload: --max-queue of uma-trio.  [default: requests that can start in half of --ttft-ms]",
 )
-@click.option("--tenants", "as_tenants", is_flag=True, help="Instead: two users of unequal size; needs root.")
-@click.option("--tenant-clients", default="18,6", help="How many clients each of them has.")
+@click.option(
+    "--tenants",
+    "as_tenants",
+    is_flag=True,
+    help="Measure two users with different numbers of clients, instead of the rates; needs root.",
+)
+@click.option("--tenant-clients", default="18,6", help="With --tenants: clients of each user.")
 def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: Any) -> None:
-    """Goodput: requests a second that have their first token by --ttft-ms and their tokens every --itl-ms.
+    """Measure goodput: the requests per second with a TTFT of at most --ttft-ms and an ITL of at most --itl-ms.
 
-    Requests come at random moments (Poisson, seeded) and do not wait for each other; most are short chats,
-    some have a long prompt. Ours answers E_LIMIT_QUEUE with retry_after_ms where too many wait; such a refusal is
-    final here, and not good. Chats are sent with priority interactive, long prompts as normal, which llama-server
-    does not know. Every run starts its server anew; medians of --repeat runs.
+    Requests arrive at random (Poisson, seeded), whether or not the server keeps up; most are short chats, some have a
+    long prompt. uma-trio refuses requests with E_LIMIT_QUEUE if too many wait; a refused request is not sent again and
+    not good. Chats have the priority interactive and long prompts normal, which llama-server does not know. Each run
+    starts its server; the table has the medians of --repeat runs.
 
     \b
-    --overload 2   finds what the server can do (one client for each sequence, without a pause), then twice of it
-                   arrives: do those that are admitted keep their SLO, how soon are others refused, does memory grow?
-    --tenants      one user with 18 clients and one with 6, all asking without a pause: service (prompt tokens
-                   and twice the generated ones) should be equal within 10 %. llama-server knows no users.
+    --overload 2   measures the capacity of the server (a client for each sequence, without pauses), then offers twice
+                   as much: do admitted requests meet the SLO, how soon are others refused, does memory grow?
+    --tenants      one user with 18 clients and one with 6, all without pauses: the service of both (prompt tokens and
+                   twice the generated tokens) should be equal within 10 %. llama-server knows no users.
     """
     place = Place.of(options)
     rates = [] if options["rates"] == "auto" else numbers(options["rates"], "--rates", float)
@@ -275,12 +296,12 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
         if (reason := tenants.why_not()) is not None:
             click.echo(f"skipped   --tenants: {reason}")
             return
-        if min(sizes) < options["parallel"] + 2:  # one may just have got its answer, and not asked again
+        if min(sizes) < options["parallel"] + 2:  # a client may be between two requests
             raise click.UsageError(
-                "each of --tenant-clients must be at least --parallel and 2, or a user may have nothing waiting"
+                "each of --tenant-clients must be at least --parallel plus 2, so that each user always has a waiting request"
             )
     mix = Mix(**{field.name: options[field.name] for field in attrs.fields(Mix)})
-    serving = Serving(
+    serving = ServerSettings(
         model=place.model, threads=place.threads, parallel=options["parallel"], ctx=options["parallel"] * mix.room
     )
     test = Test(
@@ -292,7 +313,7 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
         drain=options["drain"],
         seed=options["seed"],
     )
-    place.tell()
+    place.show()
     with_rival = options["rival"] and not options["as_tenants"]
     ours = contenders.ours(serving, options["ours"])
     rivals = contenders.rivals(options["peers"], serving, options["rival_flags"] if with_rival else ())
@@ -300,7 +321,7 @@ def main(repeat: int, csv_file: Path | None, plot_file: Path | None, **options: 
 
     async def work() -> str:
         if with_rival:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
         click.echo(f"servers   {serving}\nload      {mix}, seed {test.seed}\ngood      {test.slo}\n")
         if options["as_tenants"]:
             return await two_users(test, sizes, test.seconds, options["ours"][0])

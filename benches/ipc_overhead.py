@@ -1,4 +1,4 @@
-"""What does it cost to hand tokens over: a Unix socket with JSON, with CBOR, or HTTP with server-sent events?
+"""Measure the cost of transport: a Unix socket with JSON or CBOR, and HTTP with server-sent events.
 
 python benches/ipc_overhead.py --csv ipc.csv
 python benches/ipc_overhead.py --streams 32 --tokens 500 --repeat 5
@@ -21,13 +21,13 @@ import anyio.abc
 import attrs
 import click
 import trio
-from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, tell_rival
+from command import Place, bench, carry_out, csv_option, places, repeat_option, rival_option, show_rival
 from comparison import RunsFile, medians
 from llama_http import LlamaServer
 from measure import Result, measure, stream, warm_up
 from pinning import pinned
 from report import cell, table
-from rigs import Protocol, Rig, Serving, llama_server_rig, peers_option, room, uma_trio_flags, uma_trio_rig
+from rigs import Protocol, Rig, ServerSettings, llama_server_rig, peers_option, room, uma_trio_flags, uma_trio_rig
 
 from uma_trio.client import Client
 from uma_trio.demo import load
@@ -35,18 +35,18 @@ from uma_trio.demo.recording import Question
 from uma_trio.protocol.payload import Encoding
 
 WORDS = 8
-"""Of a prompt: reading it should be over at once."""
+"""Words of a prompt.  They are few, so that prefill is short."""
 
 
 @attrs.define
 class Traffic:
-    """Bytes that went over connections, both ways together."""
+    """Bytes on all connections, in both directions."""
 
     n_bytes: int = 0
 
 
 class Counted(trio.abc.Stream):
-    """Passes everything on, and counts it."""
+    """A trio stream that counts bytes."""
 
     def __init__(self, inner: trio.abc.Stream, traffic: Traffic) -> None:
         self._inner, self._traffic = inner, traffic
@@ -68,7 +68,7 @@ class Counted(trio.abc.Stream):
 
 
 class CountedBytes(anyio.abc.ByteStream):
-    """The same for the client, whose streams are anyio's."""
+    """An anyio stream that counts bytes, for the client."""
 
     def __init__(self, inner: anyio.abc.ByteStream, traffic: Traffic) -> None:
         self._inner, self._traffic = inner, traffic
@@ -90,7 +90,7 @@ class CountedBytes(anyio.abc.ByteStream):
 
 @attrs.frozen(kw_only=True)
 class CountedDaemon(load.Daemon):
-    """uma-trio, its bytes counted."""
+    """uma-trio with counted bytes."""
 
     traffic: Traffic
 
@@ -103,7 +103,7 @@ class CountedDaemon(load.Daemon):
 
 @attrs.frozen(kw_only=True)
 class CountedLlamaServer(LlamaServer):
-    """llama-server, its bytes counted."""
+    """llama-server with counted bytes."""
 
     traffic: Traffic
 
@@ -113,18 +113,18 @@ class CountedLlamaServer(LlamaServer):
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """Of one run, or the medians of several."""
+    """Figures of one run, or the medians of several."""
 
     ttft_ms: float
-    """Median of short requests one after another, each from before it connects."""
+    """Median of short requests one after another, including the connection."""
     cpu_pct: float
-    """Of server and load generator together while all streams run, as a share of one core."""
+    """Processor time of server and load generator while all streams run, in percent of one core."""
     tokens_per_s: float
     server_us: float
-    """Processor time for a token, computing it included."""
+    """Processor time for each token, its computation included."""
     client_us: float
     bytes_per_token: float
-    """Both ways, a request's share included."""
+    """In both directions, including the requests."""
     others_cpu: float
 
     @classmethod
@@ -133,18 +133,18 @@ class Figures:
         server = cpu.server or 0.0
         return cls(
             ttft_ms=ttft_ms,
-            cpu_pct=100 * (server + cpu.us) / streams.wall_s,
+            cpu_pct=100 * (server + cpu.generator) / streams.wall_s,
             tokens_per_s=streams.tokens_per_s,
             server_us=1e6 * server / n,
-            client_us=1e6 * cpu.us / n,
+            client_us=1e6 * cpu.generator / n,
             bytes_per_token=n_bytes / n,
             others_cpu=cpu.others / streams.wall_s,
         )
 
 
 @attrs.frozen(kw_only=True)
-class Asked:
-    """The same of every path."""
+class RequestLoad:
+    """The requests, which are the same for all transports."""
 
     requests: int
     streams: int
@@ -152,7 +152,7 @@ class Asked:
     seed: int
 
     async def of(self, rig: Rig, place: Place) -> Figures:
-        """Short requests one after another, then streams."""
+        """Measure short requests one after another, then streams."""
         traffic = Traffic()
         counted = attrs.evolve(rig, transport=_counted(rig.transport, traffic))
         rng = random.Random(self.seed)
@@ -175,7 +175,7 @@ class Asked:
 
 
 def _counted(transport: load.Transport, traffic: Traffic) -> load.Transport:
-    """Without guesses: they make tokens cheaper, and by how much depends on the text."""
+    """The same transport with counted bytes, and without speculation, whose gain depends on the text."""
     if isinstance(transport, LlamaServer):
         return CountedLlamaServer(host=transport.host, port=transport.port, traffic=traffic)
     assert isinstance(transport, load.Daemon)
@@ -212,40 +212,40 @@ def show(figures: dict[str, Figures]) -> str:
 
 @bench()
 @click.option(
-    "--requests", type=click.IntRange(1), default=50, help="Of one token each, one after another, for the TTFT."
+    "--requests", type=click.IntRange(1), default=50, help="Requests of one token, one after another, for the TTFT."
 )
-@click.option("--streams", type=click.IntRange(1), default=8, help="At once, for all other figures.")
-@click.option("--tokens", type=click.IntRange(2), default=400, help="Generated by each of them.")
-@click.option("--seed", type=int, default=0, help="Of the prompts' words.")
+@click.option("--streams", type=click.IntRange(1), default=8, help="Streams at the same time, for the other figures.")
+@click.option("--tokens", type=click.IntRange(2), default=400, help="Tokens that each stream generates.")
+@click.option("--seed", type=int, default=0, help="Seed of the words.")
 @places()
 @rival_option()
 @click.option(
-    "--rival-flags", default="-fa off", help="Of llama-server; by default it computes as uma-trio does on a CPU."
+    "--rival-flags", default="-fa off", help="Flags of llama-server; by default it computes as uma-trio does on a CPU."
 )
 @peers_option()
-@repeat_option(3, "Runs of each path, in turns.")
-@csv_option("path,ttft_ms,cpu_pct: the medians of each path")
+@repeat_option(3, "Runs of each transport, alternating.")
+@csv_option("path,ttft_ms,cpu_pct: the medians of each transport")
 def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
-    """The ways in, with the same model and the same requests: uds-json, uds-cbor, http-sse.
+    """Compare transports with the same model and requests: uds-json, uds-cbor, http-sse.
 
-    The first two are uma-trio's Unix socket with framed JSON and CBOR, the last is llama-server's HTTP with
-    server-sent events. The smaller the model, the more of a token's time is the way; the embedded one has 7M
-    parameters. Every request opens a connection of its own, and the TTFT counts from before that.
+    The first two are the Unix socket of uma-trio with framed JSON and CBOR; the last one is HTTP with server-sent
+    events of llama-server. The smaller the model, the larger the share of transport; the embedded model has 7M
+    parameters. Each request opens its own connection, which is part of the TTFT.
 
     \b
-    cpu          server and load generator together, of one core, while all streams run
-    server us    processor time of the server for a token, computing it included: compare, do not read
-    client us    likewise of the load generator, which reads both servers' answers in Python
-    bytes        on the connections, both ways, requests included
+    cpu          processor time of server and load generator while all streams run, of one core
+    server us    processor time of the server for each token; it includes the computation, so compare values only
+    client us    the same of the load generator, which reads the answers of both servers in Python
+    bytes        on the connections, in both directions, requests included
 
-    Ours without guesses (prompt lookup). Medians of --repeat runs; each starts its server anew.
+    uma-trio runs without speculation. Each run starts its server; the table has the medians of --repeat runs.
     """
     place = Place.of(options)
-    asked = Asked(**{field.name: options[field.name] for field in attrs.fields(Asked)})
-    place.tell()
+    asked = RequestLoad(**{field.name: options[field.name] for field in attrs.fields(RequestLoad)})
+    place.show()
 
     async def work() -> dict[str, Figures]:
-        serving = Serving(
+        serving = ServerSettings(
             model=place.model,
             threads=place.threads,
             parallel=asked.streams,
@@ -254,7 +254,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         encodings: tuple[Protocol, ...] = ("json", "cbor")
         paths = {f"uds-{name}": partial(uma_trio_rig, uma_trio_flags(serving), protocol=name) for name in encodings}
         if options["rival"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
             paths["http-sse"] = partial(
                 llama_server_rig, options["peers"], serving, shlex.split(options["rival_flags"])
             )

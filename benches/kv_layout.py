@@ -1,6 +1,6 @@
-"""What one llama_decode takes by layout of the KV cache: unified or not, flash attention on or off.
+"""Measure the duration of llama_decode for each layout of the KV cache: unified or per sequence, with flash attention or without.
 
-The ground for engine/layout.py.  Needs a model: benches/make_model.py --shape 125m --quant q8_0 --out FILE.
+The rule in engine/layout.py rests on these figures.  Needs a model: benches/make_model.py --shape 125m --quant q8_0 --out FILE.
 
     python benches/kv_layout.py --model /tmp/125m.gguf --threads 1
 """
@@ -20,7 +20,7 @@ import llama_abi
 Feeds = tuple[tuple[int, int], ...]
 
 FILL = 1536
-"""Tokens that sequences 1 to 5 hold before anything is measured."""
+"""Tokens that sequences 1 to 5 have before each measurement."""
 
 CASES: dict[str, Feeds] = {
     "1 decode": ((1, 1),),
@@ -34,7 +34,7 @@ CASES: dict[str, Feeds] = {
 
 
 class Bench:
-    """One context of a layout, and what its sequences hold."""
+    """A context with one layout, and the number of tokens of each sequence."""
 
     def __init__(self, model: llama_abi.Model, *, unified: bool, flash_attn: str, threads: int) -> None:
         self._context = llama_abi.Context(
@@ -48,7 +48,7 @@ class Bench:
         self._held: dict[int, int] = {}
 
     def ms(self, feeds: Feeds) -> float:
-        """One decode of ``feeds``: (sequence, tokens)."""
+        """Duration of one call with ``feeds``, pairs of sequence and number of tokens, in ms."""
         self._batch.clear()
         for seq, n in feeds:
             pos = self._held.get(seq, 0)
@@ -59,8 +59,8 @@ class Bench:
         self._context.synchronize()
         return 1e3 * (time.perf_counter() - began)
 
-    def rewind(self) -> None:
-        """Sequences 1 to 5 hold ``FILL`` tokens again."""
+    def truncate(self) -> None:
+        """Truncate sequences 1 to 5 to ``FILL`` tokens."""
         for seq in range(1, 6):
             self._context.seq_remove(seq, FILL, -1)
             self._held[seq] = min(self._held.get(seq, 0), FILL)
@@ -73,12 +73,16 @@ class Bench:
 @click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="GGUF file.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Compute threads.")
 @click.option(
-    "--repeat", type=click.IntRange(1), default=5, show_default=True, help="Runs of each; the median is shown."
+    "--repeat",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Runs of each case; the table has the medians.",
 )
 def main(model: Path, threads: int, repeat: int) -> None:
-    """What one llama_decode takes by layout of the KV cache, in ms.
+    """Measure the duration of llama_decode for each layout of the KV cache, in ms.
 
-    Five sequences hold 1,536 tokens each; what is measured comes on top and is rolled back.
+    Five sequences have 1,536 tokens each.  The measured tokens follow these and are removed again.
     """
     for line in machine():
         click.echo(line)
@@ -93,12 +97,12 @@ def main(model: Path, threads: int, repeat: int) -> None:
             for name, feeds in CASES.items():
                 times = []
                 for _ in range(repeat):
-                    bench.rewind()
+                    bench.truncate()
                     times.append(bench.ms(feeds))
                 column[name] = statistics.median(times)
             columns.append(column)
             bench.close()
-    heads = [f"{'unified' if unified else 'own share'}, flash {flash}" for unified, flash in layouts]
+    heads = [f"{'unified' if unified else 'per sequence'}, flash {flash}" for unified, flash in layouts]
     click.echo(f"| {'ms':<34} | " + " | ".join(heads) + " |")
     click.echo(f"|{'-' * 36}|" + "|".join("-" * (len(head) + 1) + ":" for head in heads) + "|")
     for name in columns[0]:

@@ -1,7 +1,7 @@
-"""llama-server under load: its own /completion over HTTP/1.1, streamed as server-sent events.
+"""A client for /completion of llama-server: HTTP/1.1 with server-sent events.
 
-Written by hand over a trio stream, since a load generator that spends more on one server's events than on
-the other's would measure itself.
+Written directly over a trio stream.  A heavier HTTP client would spend more time on events of one server than on those
+of the other, and so measure itself.
 """
 
 from __future__ import annotations
@@ -21,47 +21,50 @@ from uma_trio.demo.recording import Question
 READ_BYTES = 64 * 1024
 
 REASONS = {"limit": "length", "eos": "stop", "word": "stop"}
-"""``stop_type`` as uma-trio calls it."""
+"""``stop_type`` of llama-server -> finish reason of uma-trio."""
 
 
 class Event(msgspec.Struct):
-    """What is looked at of one event."""
+    """The fields of an event that are used."""
 
     content: str = ""
     stop: bool = False
     stop_type: str = ""
     tokens_evaluated: int = 0
-    """Of the prompt."""
+    """Prompt tokens."""
     tokens_predicted: int = 0
     timings: EventTimings | None = None
     error: dict[str, object] | None = None
 
 
 class EventTimings(msgspec.Struct):
-    """Of the last event, likewise."""
+    """Timings of the last event."""
 
     cache_n: int = 0
-    """Tokens of the prompt that were in the slot already."""
+    """Prompt tokens that were in the KV cache."""
 
 
 class EventReader:
-    """Cuts a chunked HTTP response into the payloads of its server-sent events.
+    """Splits a chunked HTTP response into the payloads of its server-sent events.
 
-    Knows bytes alone, and of HTTP no more than llama-server uses.
+    Does no I/O, and knows only the part of HTTP that llama-server uses.
     """
 
     def __init__(self) -> None:
         self.ended = False
-        """The last chunk has come."""
+        """The last chunk has arrived."""
         self._head = True
         self._raw = b""
         self._body = b""
 
     def receive_data(self, data: bytes) -> list[bytes]:
-        """The payloads that ``data`` completes; ``b""`` says that the server has closed.
+        """Return the payloads that ``data`` completes.
+
+        Args:
+            data: ``b""`` if the server has closed the connection.
 
         Raises:
-            BrokenProtocol: it is another answer than 200, or it ends before its end.
+            BrokenProtocol: The status is not 200, or the response is incomplete.
         """
         self._raw += data
         if self._head and not self._read_head(closed=not data):
@@ -77,9 +80,9 @@ class EventReader:
         if complete and head.startswith(b"HTTP/1.1 200 "):
             self._head, self._raw = False, rest
             return True
-        if closed:  # of an error the whole body tells why
-            said = rest or head or b"nothing"
-            raise BrokenProtocol(f"llama-server answered {said[:500].decode(errors='replace')}")
+        if closed:  # the body of an error has the reason
+            found = rest or head or b"nothing"
+            raise BrokenProtocol(f"llama-server answered {found[:500].decode(errors='replace')}")
         return False
 
     def _read_chunks(self) -> None:
@@ -103,23 +106,23 @@ def _payload(event: bytes) -> bytes:
 
 @attrs.frozen
 class LlamaServer:
-    """The one that listens at ``host:port``; a ``Transport``.
+    """A llama-server that listens at ``host:port``; a ``Transport``.
 
-    Tokens inside a character come with the one that completes it, so there can be fewer events than tokens.
+    Tokens inside a character arrive with the one that completes it, so there can be fewer events than tokens.
     """
 
     host: str
     port: int
     cache_prompt: bool = False
-    """Use what its slots have computed."""
+    """Allow prefix reuse."""
 
     @contextlib.asynccontextmanager
     async def connect(self, *, interactive: bool) -> AsyncIterator[Connection]:
-        """Each request opens a connection of its own: the server closes one that is idle for 5 seconds."""
+        """Each request opens its own connection, since llama-server closes idle ones after 5 seconds."""
         yield self
 
     async def ask(self, question: Question, on_token: OnToken) -> End:
-        """Raw prompts only."""
+        """Stream one answer to a raw prompt."""
         reader = EventReader()
         decoder = msgspec.json.Decoder(Event)
         async with await self.open() as stream:
@@ -137,14 +140,14 @@ class LlamaServer:
                             cached_tokens=event.timings.cache_n if event.timings else 0,
                         )
                     on_token(event.content)
-        raise BrokenProtocol("llama-server ended an answer without its last event")
+        raise BrokenProtocol("the last event of an answer is missing")
 
     async def open(self) -> trio.abc.Stream:
-        """A new connection."""
+        """Open a connection."""
         return await trio.open_tcp_stream(self.host, self.port)
 
     def _request(self, question: Question) -> bytes:
-        assert question.raw, "llama-server is asked for raw prompts only"
+        assert question.raw, "only raw prompts"
         body = json.dumps(
             {
                 "prompt": question.text,
@@ -162,11 +165,11 @@ class LlamaServer:
         return head.encode() + body
 
     async def counters(self) -> None:
-        """llama-server's counters are other ones."""
+        """llama-server has no such counters."""
         return
 
     async def healthy(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the server accepts requests."""
         try:
             async with await self.open() as stream:
                 await stream.send_all(

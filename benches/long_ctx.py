@@ -1,4 +1,4 @@
-"""How much slower does a stream become as its context grows?
+"""Measure the decode speed of one stream against the length of its context.
 
 python benches/long_ctx.py --model /tmp/125m.gguf --threads 1 --csv ctx.csv
 python benches/long_ctx.py --kv-unified off,on --flash-attn off,on --csv-all all.csv
@@ -28,31 +28,32 @@ from command import (
     places,
     repeat_option,
     rival_option,
-    tell_rival,
+    show_rival,
 )
 from comparison import Contender, RunsFile, interleaved
 from measure import WORDS, decode_rate, measure, warm_up
 from prompts import cut
 from report import cell, table
-from rigs import Rig, Serving, peers_option, sharing
+from rigs import Rig, ServerSettings, peers_option, with_prefix_reuse, without_speculation
 
 from uma_trio.demo.recording import Answer, Question, Stream
 from uma_trio.models.loaded import vocabulary
 
 Speeds = dict[int, list[float]]
-"""context -> tokens a second, of each run"""
+"""Context in tokens -> tokens per second of each run."""
 
 
 @attrs.frozen(kw_only=True)
 class Ladder:
-    """One prompt after the other, each going on where the one before ended."""
+    """Prompts of increasing length, each of which begins with the one before."""
 
     contexts: Sequence[int]
-    """Tokens of prompt and answer together."""
+    """Tokens of prompt and answer together, for each prompt."""
     tokens: int
     seed: int
 
     def questions(self, model: Path) -> dict[int, Question]:
+        """A request for each context."""
         words = random.Random(self.seed).choices(WORDS, k=max(self.contexts))
         with vocabulary(model) as tokenizer:
             texts = {ctx: cut(tokenizer, words, ctx - self.tokens) for ctx in sorted(self.contexts)}
@@ -62,7 +63,7 @@ class Ladder:
 
 
 async def climb(rig: Rig, questions: dict[int, Question], place: Place) -> dict[int, Answer]:
-    """One stream at each context; what is new of its prompt is computed first, and not counted."""
+    """Run one stream at each context.  The prefill of the new part of its prompt does not count."""
     found = {}
     for ctx, question in questions.items():
         result = await measure(rig, [Stream(name=f"{ctx}", questions=(question,))], pins=place.pins)
@@ -72,13 +73,8 @@ async def climb(rig: Rig, questions: dict[int, Question], place: Place) -> dict[
     return found
 
 
-def without_guesses(rig: Rig) -> Rig:
-    """Guesses at the next tokens make a stream as fast as its text is dull, which is another bench's affair."""
-    return attrs.evolve(rig, transport=attrs.evolve(rig.transport, speculate=False))
-
-
 def show(speeds: dict[Contender, Speeds], contexts: Sequence[int]) -> str:
-    """Medians, a column for each context."""
+    """Medians, with a column for each context."""
     header = ["decode tok/s at a context of", *(f"{ctx:,}" for ctx in contexts), "last / first"]
     lines = []
     for contender, found in speeds.items():
@@ -88,6 +84,7 @@ def show(speeds: dict[Contender, Speeds], contexts: Sequence[int]) -> str:
 
 
 def plot(speeds: dict[Contender, Speeds], path: Path, title: str) -> None:
+    """Plot the medians against the context."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -100,7 +97,7 @@ def plot(speeds: dict[Contender, Speeds], path: Path, title: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.set_xticks(list(found))
-    axes.set(xlabel="context, tokens (log)", ylabel="tokens a second of one stream", ylim=(0, None))
+    axes.set(xlabel="context, tokens (log)", ylabel="tokens per second of one stream", ylim=(0, None))
     axes.set_title(title, fontsize=9)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=8)
@@ -110,20 +107,25 @@ def plot(speeds: dict[Contender, Speeds], path: Path, title: str) -> None:
 
 @bench()
 @click.option(
-    "--contexts", default="512,1024,2048,4096,8192", help="Tokens, prompt and answer together; with commas between."
+    "--contexts", default="512,1024,2048,4096,8192", help="Tokens of prompt and answer together, separated by commas."
 )
-@click.option("--tokens", type=click.IntRange(3), default=64, help="Generated at each.")
-@click.option("--seed", type=int, default=0, help="Of the words.")
+@click.option("--tokens", type=click.IntRange(3), default=64, help="Tokens generated at each context.")
+@click.option("--seed", type=int, default=0, help="Seed of the words.")
 @places()
-@click.option("--kv-unified", "layouts", default="auto", help="KV layouts of ours: auto, on, off, with commas between.")
-@click.option("--flash-attn", "flash", default="auto", help="Flash attention of ours: likewise.")
+@click.option(
+    "--kv-unified",
+    "layouts",
+    default="auto",
+    help="Values of --kv-unified for uma-trio, separated by commas: auto, on, off.",
+)
+@click.option("--flash-attn", "flash", default="auto", help="Values of --flash-attn for uma-trio, likewise.")
 @rival_option()
-@click.option("--rival-flags", multiple=True, default=["", "-fa off"], show_default=False, help="Flags that make one of llama-server's settings; can be given again.  [default: none; -fa off]")  # fmt: skip
+@click.option("--rival-flags", multiple=True, default=["", "-fa off"], show_default=False, help="Flags of llama-server for one setting; repeatable.  [default: none; -fa off]")  # fmt: skip
 @peers_option()
 @repeat_option(3)
-@csv_option("ctx,tps: the medians of the first of our settings")
+@csv_option("ctx,tps: the medians of the first setting of uma-trio")
 @click.option("--csv-all", type=FILE, help="Write a row for each run of each setting and server.")
-@click.option("--plot", "plot_file", type=FILE, help="Draw tokens a second against the context.")
+@click.option("--plot", "plot_file", type=FILE, help="Write a plot of tokens per second against the context.")
 def main(
     layouts: str,
     flash: str,
@@ -133,17 +135,17 @@ def main(
     plot_file: Path | None,
     **options: Any,
 ) -> None:
-    """Decode speed of one stream against its context, ours and llama-server's.
+    """Measure the decode speed of one stream against its context.
 
-    Prompts of one text, each longer than the one before, so a server computes only what is new (both with their
-    prompt caches on); then exactly --tokens are generated, and counted from the first to the last. A context
-    is what prompt and answer have together at the end. Ours without guesses (prompt lookup). Each run starts
-    its server anew; medians of --repeat runs.
+    Each prompt begins with the one before, so that a server computes the new part only (both servers reuse
+    prefixes). Then exactly --tokens are generated, and their rate from the first to the last one is measured. The
+    context is the length of prompt and answer together. uma-trio runs without speculation. Each run starts its server;
+    the table has the medians of --repeat runs.
     """
     place = Place.of(options)
     contexts = sorted(numbers(options["contexts"], "--contexts"))
     if contexts[0] <= options["tokens"]:
-        raise click.BadParameter("each must be more than --tokens", param_hint="--contexts")
+        raise click.BadParameter("each context must be larger than --tokens", param_hint="--contexts")
     three = ("auto", "on", "off")
     settings = [
         f"--kv-unified {layout} --flash-attn {attention}"
@@ -152,13 +154,13 @@ def main(
         )
     ]
     ladder = Ladder(contexts=contexts, tokens=options["tokens"], seed=options["seed"])
-    place.tell()
+    place.show()
 
     async def work() -> dict[Contender, Speeds]:
         questions = ladder.questions(place.model)
-        serving = Serving(model=place.model, threads=place.threads, parallel=1, ctx=max(contexts))
+        serving = ServerSettings(model=place.model, threads=place.threads, parallel=1, ctx=max(contexts))
         if options["rival"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
         click.echo(
             f"servers   {serving}\nload      1 stream, {ladder.tokens} tokens at each context, seed {ladder.seed}\n"
         )
@@ -169,7 +171,7 @@ def main(
         for contender in interleaved(ours, rivals, repeat):
             async with contender.rig() as rig:
                 await warm_up(rig)
-                asked = sharing(without_guesses(rig) if contender.ours else rig)
+                asked = with_prefix_reuse(without_speculation(rig) if contender.ours else rig)
                 answers = await climb(asked, questions, place)
             for ctx, answer in answers.items():
                 speeds[contender][ctx].append(decode_rate([answer]))

@@ -17,11 +17,11 @@ from typing import Any
 import attrs
 import click
 import contenders
-from command import Place, bench, carry_out, csv_option, places, repeat_option, tell_rival
+from command import Place, bench, carry_out, csv_option, places, repeat_option, show_rival
 from comparison import Contender, RunsFile, interleaved, medians
 from measure import WORDS, Result, decode_rate, measure, warm_up
 from report import cell, table
-from rigs import Rig, Serving, peers_option, uma_trio_flags, uma_trio_rig
+from rigs import Rig, ServerSettings, peers_option, uma_trio_flags, uma_trio_rig
 
 from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import Question, Stream
@@ -222,9 +222,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     """
     place = Place.of(options)
     n, tokens, seed = options["questions"], options["tokens"], options["seed"]
-    place.tell()
+    place.show()
 
-    async def tasks(serving: Serving) -> list[Task]:
+    async def tasks(serving: ServerSettings) -> list[Task]:
         if place.model == EMBEDDED:
             return known_tasks(n, tokens, seed)
         several = attrs.evolve(serving, parallel=TRIED_AT_ONCE, ctx=TRIED_AT_ONCE * serving.ctx)
@@ -234,9 +234,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     async def work() -> tuple[str, bool]:
         """The table, and whether a text of ours differs."""
         ctx = 8192 if place.model == EMBEDDED else -(-(2 * WORD_TIMES + tokens) // 256) * 256
-        serving = Serving(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
+        serving = ServerSettings(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
         if options["rival_flags"]:
-            tell_rival(options["peers"])
+            show_rival(options["peers"])
         click.echo(f"servers   {serving}\nload      {n} questions of each kind, at most {tokens} tokens, seed {seed}\n")
         asked = await tasks(serving)
         ours = contenders.ours(serving, [" ".join([setting, *options["serve_flags"]]) for setting in (OFF, ON)])

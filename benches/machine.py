@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured: printed before every table, since a figure without it is none."""
+"""Describes the machine; every bench prints this before its figures."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import trio
 from llama_abi.errors import LibraryError
 from llama_abi.stamp import DEFAULT_DIRECTORY, Stamp
 
-WORTH_KNOWING = ("amx_int8", "avx512_vnni", "avx512f", "avx2", "sve", "neon")
-"""Instruction sets that decide which matrix kernels ggml takes, the most telling first."""
+KERNEL_FEATURES = ("amx_int8", "avx512_vnni", "avx512f", "avx2", "sve", "neon")
+"""Instruction sets that select the matrix kernels of ggml, the most important first."""
 
 
 def machine() -> list[str]:
-    """Lines of facts: processor, memory, system, versions, library, load, date."""
+    """Lines about processor, memory, system, versions, library, load and date."""
     memory_gib = psutil.virtual_memory().total / 2**30
     return [
         f"cpu       {_processor()}, {psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads, "
@@ -37,7 +37,7 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     flags = set(found.get("flags", found.get("Features", "")).split())
-    known = [flag for flag in WORTH_KNOWING if flag in flags]
+    known = [flag for flag in KERNEL_FEATURES if flag in flags]
     name = found.get("model name", platform.machine())
     return f"{name} ({', '.join(known)})" if known else name
 

@@ -1,4 +1,4 @@
-"""One load on one server: when every token came, and who used the processor meanwhile."""
+"""Run one load on one server; record when each token arrives, and the processor time of the processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import attrs
 import psutil
 import trio
 from pinning import Pins, pinned
+from processes import cpu_s
 from rigs import Rig
 
 from uma_trio.demo import load
@@ -145,10 +146,11 @@ WORDS = [
     "air",
     "teacher",
 ]
+"""Common English words, a token each in most vocabularies."""
 
 
 def stream(rng: random.Random, name: str, words: int, tokens: int, *, interactive: bool = True) -> Stream:
-    """A raw prompt of common words and an exact number of tokens: any model can serve it."""
+    """A stream with a raw prompt of common words that generates exactly ``tokens`` tokens with any model."""
     text = " ".join(rng.choices(WORDS, k=words))
     question = Question(text=text, raw=True, max_tokens=tokens, ignore_eos=True)
     return Stream(name=name, questions=(question,), interactive=interactive)
@@ -156,40 +158,37 @@ def stream(rng: random.Random, name: str, words: int, tokens: int, *, interactiv
 
 @attrs.frozen(kw_only=True)
 class Cpu:
-    """Seconds of processor time so far."""
+    """Processor time so far, in seconds."""
 
-    us: float
+    generator: float
+    """Of this process, the load generator."""
     server: float | None
+    """Of the server and its child processes; ``None`` if its process is not known."""
     machine: float
-    """Of everybody."""
+    """Of all processes."""
 
     @classmethod
     def now(cls, pid: int | None) -> Cpu:
-        everybody = psutil.cpu_times()
+        all_cores = psutil.cpu_times()
         return cls(
-            us=time.process_time(),
-            server=None if pid is None else _busy(psutil.Process(pid)),
-            machine=sum(everybody) - everybody.idle - getattr(everybody, "iowait", 0.0),
+            generator=time.process_time(),
+            server=None if pid is None else cpu_s(pid),
+            machine=sum(all_cores) - all_cores.idle - getattr(all_cores, "iowait", 0.0),
         )
 
     def since(self, before: Cpu) -> Cpu:
         server = self.server - before.server if self.server is not None and before.server is not None else None
-        return Cpu(us=self.us - before.us, server=server, machine=self.machine - before.machine)
+        return Cpu(generator=self.generator - before.generator, server=server, machine=self.machine - before.machine)
 
     @property
     def others(self) -> float:
-        """Neither we nor the server: noise in every figure.  Where the server is not known, it is in here."""
-        return max(0.0, self.machine - self.us - (self.server or 0.0))
-
-
-def _busy(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+        """Time of all other processes, which is noise in every figure; includes the server if its process is not known."""
+        return max(0.0, self.machine - self.generator - (self.server or 0.0))
 
 
 @attrs.frozen(kw_only=True)
 class Result:
-    """All that was measured."""
+    """Measurements of one load."""
 
     tracks: list[Track]
     wall_s: float
@@ -198,7 +197,7 @@ class Result:
 
     @property
     def n_tokens(self) -> int:
-        """Generated, as the server counts them."""
+        """Generated tokens, as the server counts them."""
         return sum(answer.completion_tokens for track in self.tracks for answer in track.answers)
 
     @property
@@ -206,9 +205,10 @@ class Result:
         return self.n_tokens / self.wall_s
 
     def unfinished(self) -> list[str]:
-        """What is not as it was asked for, a line each."""
+        """A line for each answer that failed or has the wrong length."""
         return [
-            f"{track.stream.name} got {answer.completion_tokens} of {answer.question.max_tokens} tokens, ended: {answer.reason}"
+            f"{track.stream.name} got {answer.completion_tokens} of {answer.question.max_tokens} tokens and ended with "
+            f"{answer.reason}"
             for track in self.tracks
             for answer in track.answers
             if (answer.reason, answer.completion_tokens) != ("length", answer.question.max_tokens)
@@ -216,9 +216,9 @@ class Result:
 
 
 def decode_rate(answers: Sequence[Answer]) -> float:
-    """Tokens a second from each one's first token to its last, of answers that were alone.
+    """Tokens per second from the first token of each answer to its last one, for answers that ran one at a time.
 
-    A token that came with the next one's event counts where that came.
+    Several tokens may arrive in one event; they count at its time.
     """
     tokens = sum((len(answer.token_s) - 1) * answer.completion_tokens / len(answer.token_s) for answer in answers)
     return tokens / sum(answer.token_s[-1] - answer.token_s[0] for answer in answers)
@@ -227,7 +227,7 @@ def decode_rate(answers: Sequence[Answer]) -> float:
 async def measure(
     rig: Rig, streams: Sequence[Stream], *, head_start: int = 0, every_s: float = 0.0, pins: Pins | None = None
 ) -> Result:
-    """Put ``streams`` on the server; the arguments are those of ``load.together``."""
+    """Run ``streams`` on the server and measure them.  ``head_start`` and ``every_s`` are those of ``load.together``."""
     counters = await rig.transport.counters()
     with pinned(rig.pid, pins):
         before, began = Cpu.now(rig.pid), trio.current_time()
@@ -239,5 +239,5 @@ async def measure(
 
 
 async def warm_up(rig: Rig) -> None:
-    """A short request that is not counted: the weights are in memory, the first allocations done."""
+    """Send a short request that is not measured, so that weights are loaded and first allocations done."""
     await measure(rig, [stream(random.Random("warm up"), "warm up", 16, 8)])

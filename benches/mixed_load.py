@@ -1,4 +1,4 @@
-"""Short streams that somebody watches, beside long prompts: does anybody freeze, and what does it cost?
+"""Measure short interactive streams next to long prompts: do they freeze, and what does it cost?
 
 python benches/mixed_load.py
 python benches/mixed_load.py --model /tmp/125m.gguf --threads 1 --tokens 400 --long 5 --long-words 1500
@@ -17,14 +17,14 @@ from typing import Any
 
 import attrs
 import click
-from command import carry_out
+from command import PIN_HELP, carry_out
 from comparison import NAMES, US, Comparison, Contender, Figures, RunsFile, interleaved, medians
 from machine import machine
 from measure import Result, measure, stream, warm_up
 from pinning import Pins, parse_pins
 from report import cell, quantiles, table, write_csv
 from rigs import (
-    Serving,
+    ServerSettings,
     llama_server_rig,
     peer,
     peers_option,
@@ -51,16 +51,16 @@ from uma_trio.models.loaded import EMBEDDED
 
 RIVAL = "llama-server"
 RIVAL_BATCHES = "2048,512,128,64"
-"""Its -b, the default first."""
+"""Values of -b, the default first."""
 OUR_TARGETS_MS = (40, 60, 100, 150, 250, 500)
 
 SHORT_WORDS = 20
-"""Of an interactive stream's prompt."""
+"""Words of an interactive stream's prompt."""
 
 
 @attrs.frozen(kw_only=True)
 class Load:
-    """What is asked of the server."""
+    """The streams."""
 
     streams: int
     tokens: int
@@ -72,7 +72,7 @@ class Load:
     seed: int
 
     def make(self) -> list[Stream]:
-        """Prompts of common words, all different."""
+        """Streams with prompts of common words, all different."""
         rng = random.Random(self.seed)
         return [
             *(stream(rng, f"s{n}", SHORT_WORDS, self.tokens) for n in range(1, self.streams + 1)),
@@ -92,7 +92,7 @@ class Load:
         return max(room(SHORT_WORDS, self.tokens), room(self.long_words, self.long_tokens) if self.long else 0)
 
     def __str__(self) -> str:
-        every = f", one each {self.long_every:g} s" if self.long_every else ""
+        every = f", one every {self.long_every:g} s" if self.long_every else ""
         return (
             f"{self.streams} x {self.tokens} tokens; {self.long} x {self.long_words} words + {self.long_tokens} tokens "
             f"after {self.long_after}{every}, seed {self.seed}"
@@ -100,17 +100,18 @@ class Load:
 
 
 def show(result: Result) -> None:
+    """Print the figures of one run."""
     tracks = result.tracks
     short = [track for track in tracks if track.stream.interactive]
     long = [track for track in tracks if not track.stream.interactive]
     windows = prefill_windows(tracks)
     gaps = [gap for track in short for gap in track.gaps]
-    reading = overlapping(gaps, windows)
-    beside = set(reading)
+    during = overlapping(gaps, windows)
+    overlaps = set(during)
     lines = [
         _line("interactive", short, durations_ms(gaps)),
-        _line("- while a long prompt is read", None, durations_ms(reading)),
-        _line("- otherwise", None, durations_ms(gap for gap in gaps if gap not in beside)),
+        _line("- during prefill of a long prompt", None, durations_ms(during)),
+        _line("- otherwise", None, durations_ms(gap for gap in gaps if gap not in overlaps)),
     ]
     if long:
         lines.append(_line("long", long, durations_ms(gap for track in long for gap in track.gaps)))
@@ -121,9 +122,9 @@ def show(result: Result) -> None:
         f"wall          {result.wall_s:.2f} s, {result.tokens_per_s:.1f} tok/s generated ({result.n_tokens} tokens)"
     )
     if windows:
-        read_s = max(end for _, end in windows) - min(start for start, _ in windows)
+        prefill_s = max(end for _, end in windows) - min(start for start, _ in windows)
         n_prompt = sum(answer.prompt_tokens for track in long for answer in track.answers)
-        click.echo(f"long prompts  {n_prompt} tokens read in {read_s:.2f} s, {n_prompt / read_s:.1f} tok/s")
+        click.echo(f"long prompts  {n_prompt} tokens in {prefill_s:.2f} s, {n_prompt / prefill_s:.1f} tok/s")
     _show_batches(result.counted)
     order = arrivals(tracks)
     click.echo(f"interleaving  {switches(order)} switches between streams, {possible_switches(order)} possible")
@@ -132,6 +133,7 @@ def show(result: Result) -> None:
 
 
 def warn(result: Result) -> None:
+    """Print a warning for each incomplete answer."""
     for line in result.unfinished():
         click.echo(f"WARNING: {line}", err=True)
 
@@ -147,28 +149,28 @@ def _line(name: str, tracks: Sequence[Track] | None, itl_ms: list[float]) -> lis
 
 def _show_batches(counted: Counters | None) -> None:
     if counted is None or not counted.ticks:
-        click.echo("batches       the server does not tell")
+        click.echo("batches       not reported by the server")
         return
-    fed = (counted.tokens + counted.prompt_tokens) / counted.ticks
+    per_tick = (counted.tokens + counted.prompt_tokens) / counted.ticks
     click.echo(
         f"batches       {counted.ticks} ticks; on average {cell(counted.average_batch, 2)} sequences "
-        f"(the server's avg_batch), {cell(counted.tokens_per_tick, 2)} tokens generated, {fed:.1f} tokens in and out"
+        f"(avg_batch), {cell(counted.tokens_per_tick, 2)} generated tokens, {per_tick:.1f} tokens with prefill"
     )
 
 
 def _show_cpu(result: Result) -> None:
-    """Shares of one core.  Others' work is noise in every figure above."""
+    """Print processor time as shares of one core.  That of other processes is noise in all figures."""
     cpu, wall_s = result.cpu, result.wall_s
-    told = "-" if cpu.server is None else f"{cpu.server / wall_s:.0%}"
+    server = "-" if cpu.server is None else f"{cpu.server / wall_s:.0%}"
     others = "server and others" if cpu.server is None else "others"
     click.echo(
-        f"cpu           server {told}, this load generator {cpu.us / wall_s:.1%} "
-        f"({1e6 * cpu.us / result.n_tokens:.0f} us a token), {others} {cpu.others / wall_s:.0%} of one core"
+        f"cpu           server {server}, load generator {cpu.generator / wall_s:.1%} "
+        f"({1e6 * cpu.generator / result.n_tokens:.0f} us a token), {others} {cpu.others / wall_s:.0%} of one core"
     )
 
 
 async def one(options: dict[str, Any], asked: Load, pins: Pins | None) -> Result:
-    """A run on the daemon at --socket, or on one of our own."""
+    """Run the load once, on the daemon at --socket or on a new one."""
     if options["socket"] is not None:
         rig = running_rig(options["socket"], protocol=options["protocol"])
     else:
@@ -180,6 +182,7 @@ async def one(options: dict[str, Any], asked: Load, pins: Pins | None) -> Result
 
 
 def serve_flags(options: dict[str, Any]) -> list[str]:
+    """Flags of the new daemon."""
     flags = []
     if options["model"] is not None:
         flags += ["--model", str(options["model"])]
@@ -188,11 +191,11 @@ def serve_flags(options: dict[str, Any]) -> list[str]:
     return [*flags, *options["serve_flags"]]
 
 
-def contenders(options: dict[str, Any], serving: Serving) -> tuple[list[Contender], list[Contender]]:
-    """Ours and theirs; the rival's default first.
+def contenders(options: dict[str, Any], serving: ServerSettings) -> tuple[list[Contender], list[Contender]]:
+    """Contenders of ours and of the rival, whose default comes first.
 
     Raises:
-        NoPeer: there is no rival.
+        RivalError: There is no llama-server.
     """
     peer(options["peers"], RIVAL)
     ours = options["ours"] or [f"--target-tbt-ms {ms}" for ms in OUR_TARGETS_MS]
@@ -221,8 +224,8 @@ def contenders(options: dict[str, Any], serving: Serving) -> tuple[list[Contende
 
 
 async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Comparison:
-    """All contenders, interleaved; each run starts its server anew."""
-    serving = Serving(
+    """Run the load on all contenders, alternating.  Each run starts its server."""
+    serving = ServerSettings(
         model=options["model"] or EMBEDDED,
         threads=options["threads"] or default_threads(),
         parallel=options["parallel"] or asked.parallel,
@@ -230,7 +233,9 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
     )
     ours, rivals = contenders(options, serving)
     alike = (
-        "the same library files as ours" if same_library(options["peers"]) else "ANOTHER BUILD of the library than ours"
+        "with the library files of uma-trio"
+        if same_library(options["peers"])
+        else "with ANOTHER BUILD of the library than uma-trio"
     )
     click.echo(f"servers   {serving}\nrival     {RIVAL} in {options['peers']}, {alike}\nload      {asked}\n")
     runs: dict[Contender, list[Figures]] = {contender: [] for contender in [*rivals, *ours]}
@@ -245,57 +250,57 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
         file.add(len(runs[contender]), contender.server, contender.setting, *attrs.astuple(figures))
         click.echo(
             f"run {len(runs[contender])}  {contender!s:<32} wall {cell(figures.wall_s, 2)} s, "
-            f"ITL p99 {cell(figures.itl_p99_ms)} ms, others' cpu {figures.others_cpu:.0%}"
+            f"ITL p99 {cell(figures.itl_p99_ms)} ms, others cpu {figures.others_cpu:.0%}"
         )
     return Comparison({contender: medians(found) for contender, found in runs.items()})
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.option("--streams", type=click.IntRange(1), default=3, help="Interactive streams.")
-@click.option("--tokens", type=click.IntRange(2), default=400, help="Generated by each of them.")
+@click.option("--tokens", type=click.IntRange(2), default=400, help="Tokens that each of them generates.")
 @click.option("--long", type=click.IntRange(0), default=1, help="Long prompts.")
-@click.option("--long-words", type=click.IntRange(1), default=1500, help="Words of each.")
-@click.option("--long-tokens", type=click.IntRange(1), default=64, help="Generated after each.")
-@click.option("--long-after", type=click.IntRange(0), default=50, help="Long prompts arrive when every interactive stream has so many tokens.")  # fmt: skip
-@click.option("--long-every", type=click.FloatRange(0), default=0.0, help="Seconds from one long prompt's arrival to the next; 0: all at once.")  # fmt: skip
-@click.option("--seed", type=int, default=0, help="Of the prompts' words.")
-@click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="GGUF to serve; the embedded one if not given.")  # fmt: skip
-@click.option("--threads", type=click.IntRange(1), help="Compute threads of the servers that are started.")
-@click.option("--pin", "pin_text", default="auto", help="Cores, SERVER:LOAD GENERATOR as in 0-2:3; none; auto: the last one for the load generator, the others for the server, if it has one for each thread (Linux only).")  # fmt: skip
-@click.option("--socket", type=click.Path(), help="Use the daemon that serves there, and start none.")
-@click.option("--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Of uma-trio.")
-@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the time of every token; with --rival a row for each run.")  # fmt: skip
-@click.option("--rival", type=click.Choice([RIVAL]), help="Compare: ours and this one, at several settings, in turns.")
+@click.option("--long-words", type=click.IntRange(1), default=1500, help="Words of each long prompt.")
+@click.option("--long-tokens", type=click.IntRange(1), default=64, help="Tokens generated for each long prompt.")
+@click.option("--long-after", type=click.IntRange(0), default=50, help="Tokens that each interactive stream has when the long prompts arrive.")  # fmt: skip
+@click.option("--long-every", type=click.FloatRange(0), default=0.0, help="Seconds between two long prompts; 0: all together.")  # fmt: skip
+@click.option("--seed", type=int, default=0, help="Seed of the words.")
+@click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="GGUF file to serve.  [default: the embedded model]")  # fmt: skip
 @click.option(
-    "--rival-batch", default=RIVAL_BATCHES, help="Settings of its -b; the first is what all are held against."
+    "--threads", type=click.IntRange(1), help="Compute threads of the servers.  [default: all physical cores but one]"
 )
-@click.option("--rival-flags", multiple=True, default=[""], help="Further flags of its settings; given again, all settings with each.")  # fmt: skip
+@click.option("--pin", "pin_text", default="auto", help=PIN_HELP)  # fmt: skip
+@click.option("--socket", type=click.Path(), help="Socket of a running daemon.  [default: start one]")
+@click.option(
+    "--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Encoding on the socket of uma-trio."
+)
+@click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the time of each token; with --rival, a row for each run.")  # fmt: skip
+@click.option("--rival", type=click.Choice([RIVAL]), help="Compare several settings of uma-trio and of this server.")
+@click.option("--rival-batch", default=RIVAL_BATCHES, help="Values of its -b; ratios are relative to the first one.")
+@click.option("--rival-flags", multiple=True, default=[""], help="Further flags of llama-server; repeatable, for all values of -b each.")  # fmt: skip
 @peers_option()
-@click.option("--ours", multiple=True, help="Flags of `uma-trio serve` that make one of our settings; can be given again.  [default: --target-tbt-ms 40, 60, 100, 150, 250, 500]")  # fmt: skip
-@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each setting, interleaved.")
-@click.option("--parallel", type=click.IntRange(1), help="Sequences of each server compared.  [default: one for each stream and long prompt]")  # fmt: skip
-@click.option("--ctx", type=click.IntRange(1), help="Tokens of context of each server compared.  [default: what the load needs]")  # fmt: skip
-@click.option(
-    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw wall time against p99 of all settings."
-)
+@click.option("--ours", multiple=True, help="Flags of `uma-trio serve` for one setting; repeatable.  [default: --target-tbt-ms 40, 60, 100, 150, 250, 500]")  # fmt: skip
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each setting, alternating.")
+@click.option("--parallel", type=click.IntRange(1), help="With --rival: sequences of each server.  [default: one for each stream and long prompt]")  # fmt: skip
+@click.option("--ctx", type=click.IntRange(1), help="With --rival: tokens of context of each server.  [default: what the load needs]")  # fmt: skip
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot of wall time against p99.")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
 def main(**options: Any) -> None:
-    """Interactive streams beside long prompts, through the server's socket.
+    """Measure interactive streams next to long prompts.
 
     Starts a daemon on a temporary socket (SERVE_FLAGS after -- go to `uma-trio serve`), or uses the one at
-    --socket. All clients are tasks of this one process; a token's time is taken when its event has been
-    decoded. Prompts are random common words, sent raw and greedy with ignore_eos, so every stream yields exactly
-    the tokens asked for, whatever the model.
+    --socket. All clients are tasks of this process; the time of a token is that of its decoded event. Prompts are
+    random common words, sent raw, greedy and with ignore_eos, so every stream generates exactly the requested
+    number of tokens with any model.
 
-    Prints the machine, then a table. TTFT: from sending a request to its first token. ITL: from token to token of
-    one stream, by class; "while a long prompt is read" are the gaps that overlap the time from a long
-    prompt's request to its first token. docs/BENCHMARKS.md explains every line.
+    Prints the machine, then a table. TTFT is the time from a request to its first token. ITL is the time between two
+    tokens of a stream; "during prefill of a long prompt" has the gaps that overlap the time from the request with a
+    long prompt to its first token. docs/BENCHMARKS.md explains the other lines.
 
-    The CSV has the columns session_id,token_idx,ts_ms,is_interactive, a row for each token; ts_ms counts from the
-    moment when the first long prompt was sent. notebooks/latency.ipynb draws it.
+    The CSV has the columns session_id,token_idx,ts_ms,is_interactive and a row for each token; ts_ms counts from the
+    request with the first long prompt. notebooks/latency.ipynb plots it.
 
-    With --rival both servers get the same model, threads, sequences and context, and the same prompts; each run
-    starts its server anew. The tables have the medians of --repeat runs.
+    With --rival, both servers get the same model, threads, sequences, context and prompts. Each run starts its
+    server. The tables have the medians of --repeat runs.
 
     \b
       python benches/make_model.py --shape 125m --quant q8_0 --out /tmp/125m.gguf
@@ -325,15 +330,15 @@ def main(**options: Any) -> None:
 
 
 def check(options: dict[str, Any]) -> None:
-    """Options that make no sense together."""
+    """Check that the options fit each other."""
     if options["socket"] is not None and (options["model"] or options["threads"] or options["serve_flags"]):
-        raise click.UsageError("--socket uses a daemon as it is: --model, --threads and flags of serve are its own")
+        raise click.UsageError("--socket uses a running daemon: --model, --threads and flags of serve cannot be set")
     if options["socket"] is not None and options["rival"]:
-        raise click.UsageError("--rival starts both servers: --socket cannot be one of them")
+        raise click.UsageError("--rival starts both servers, so --socket cannot be used")
     if options["ours"] and not options["rival"]:
-        raise click.UsageError("--ours is for --rival; flags of a single daemon come after --")
+        raise click.UsageError("--ours needs --rival; flags of a single daemon come after --")
     if not all(batch.isdecimal() and int(batch) for batch in options["rival_batch"].split(",")):
-        raise click.BadParameter("numbers from 1, with commas between", param_hint="--rival-batch")
+        raise click.BadParameter("expected numbers above 0, separated by commas", param_hint="--rival-batch")
 
 
 if __name__ == "__main__":

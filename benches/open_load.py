@@ -1,4 +1,4 @@
-"""Requests that come when they come, whether the server keeps up or not; and which of them were served well."""
+"""An open load: requests arrive at random, whether or not the server keeps up.  Counts those that meet an SLO."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import attrs
-import psutil
 import trio
 from measure import Cpu, stream
 from pinning import Pins, pinned
+from processes import rss_bytes
 from rigs import Rig, room
 
 from uma_trio.client import BrokenProtocol, ServerError
@@ -20,22 +20,21 @@ from uma_trio.demo.load import Transport
 from uma_trio.demo.recording import Answer, Question, durations_ms, percentile
 
 NO_CONNECTION = "connection"
-"""Why a request was refused where the server said nothing."""
+"""In place of an error code, if the server did not accept the connection or closed it."""
 
 
 @attrs.frozen(kw_only=True)
 class Mix:
-    """Short chats, and some long prompts among them."""
+    """A mix of short chats and long prompts.  Each size varies between 0.5 and 1.5 times its mean."""
 
     short_words: int
-    """In the mean, as all of these; from half of it to one and a half."""
     short_tokens: int
     long_share: float
     long_words: int
     long_tokens: int
 
     def requests(self, seed: int) -> Iterator[Request]:
-        """Without end; the same ones for the same seed."""
+        """Yield requests without end; the same ones for the same seed."""
         rng = random.Random(seed)
         for n in itertools.count(1):
             short = rng.random() >= self.long_share
@@ -45,7 +44,7 @@ class Mix:
 
     @property
     def room(self) -> int:
-        """Tokens of context that a sequence needs."""
+        """Tokens of context that each sequence needs."""
         return max(
             room(_most(self.short_words), _most(self.short_tokens)),
             room(_most(self.long_words), _most(self.long_tokens)),
@@ -68,7 +67,7 @@ def _most(mean: int) -> int:
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """One of them."""
+    """A request of the mix."""
 
     question: Question
     interactive: bool
@@ -76,17 +75,17 @@ class Request:
 
 @attrs.frozen(kw_only=True)
 class Slo:
-    """What makes a request a good one."""
+    """The limits that a good request meets."""
 
     ttft_ms: float
     itl_ms: float
     of: Literal["p99", "mean"]
-    """Of the request's own times between tokens."""
+    """Statistic of the request's inter-token latencies."""
 
-    def soon(self, answer: Answer) -> bool:
+    def meets_ttft(self, answer: Answer) -> bool:
         return answer.ttft_ms is not None and answer.ttft_ms <= self.ttft_ms
 
-    def steady(self, answer: Answer) -> bool:
+    def meets_itl(self, answer: Answer) -> bool:
         gaps = durations_ms(answer.gaps)
         if not gaps:
             return True
@@ -94,49 +93,50 @@ class Slo:
         return found is not None and found <= self.itl_ms
 
     def good(self, outcome: Outcome) -> bool:
-        return outcome.ended and self.soon(outcome.answer) and self.steady(outcome.answer)
+        """Whether the request completed within both limits."""
+        return outcome.ended and self.meets_ttft(outcome.answer) and self.meets_itl(outcome.answer)
 
     def __str__(self) -> str:
-        return f"TTFT at most {self.ttft_ms:g} ms, {self.of} time between its tokens at most {self.itl_ms:g} ms"
+        return f"TTFT at most {self.ttft_ms:g} ms, {self.of} of its inter-token latencies at most {self.itl_ms:g} ms"
 
 
 @attrs.define(kw_only=True)
 class Outcome:
-    """What became of a request."""
+    """The outcome of a request."""
 
     answer: Answer
     refused: str | None = None
-    """The error's code."""
+    """Error code of a refused request."""
     refused_ms: float | None = None
-    """From sending it until that was known."""
+    """Time from the request to the refusal."""
     retry_after_ms: float | None = None
 
     @property
     def ended(self) -> bool:
-        """It has its whole answer."""
+        """Whether the answer is complete."""
         return self.answer.reason is not None
 
 
 @attrs.frozen(kw_only=True)
 class Offered:
-    """All that was measured."""
+    """Measurements of an open load."""
 
     outcomes: list[Outcome]
     seconds: float
-    """For how long requests came."""
+    """Time in which requests arrived."""
     wall_s: float
     cpu: Cpu
     rss_start: int | None
-    """Bytes of the server, as the next; ``None`` where its process is not known."""
+    """Memory of the server and its child processes, in bytes, before the load; ``None`` if its process is unknown."""
     rss_end: int | None
 
 
 async def offer(
     rig: Rig, mix: Mix, *, rate: float, seconds: float, drain_s: float, seed: int, pins: Pins | None
 ) -> Offered:
-    """Poisson arrivals, ``rate`` a second for ``seconds``; then ``drain_s`` for those that have not ended.
+    """Send ``rate`` requests per second for ``seconds``, as a Poisson process, and wait up to ``drain_s`` for answers.
 
-    Who has no answer by then hangs up.  The same seed gives the same requests at any rate, only denser.
+    Then the remaining clients close their connections.  The same seed gives the same requests at every rate.
     """
     rng = random.Random(f"arrivals {seed}")
     outcomes: list[Outcome] = []
@@ -164,9 +164,9 @@ async def offer(
 
 
 async def capacity(rig: Rig, mix: Mix, *, clients: int, seconds: float, seed: int, pins: Pins | None) -> float:
-    """Requests a second that are done where ``clients`` ask one after another, without a pause.
+    """Requests per second that the server completes when ``clients`` clients send one request after another.
 
-    The first quarter of the time is not counted: until then they have all begun together.
+    The first quarter of the time does not count, because all clients start together.
     """
     ended_s: list[float] = []
     requests = mix.requests(seed)
@@ -211,29 +211,30 @@ async def _ask(transport: Transport, request: Request, outcome: Outcome) -> None
 
 
 def _rss(pid: int | None) -> int | None:
-    return None if pid is None else int(psutil.Process(pid).memory_info().rss)
+    return None if pid is None else rss_bytes(pid)
 
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """Of one run, or the medians of several; ``None`` of what there was none of."""
+    """Figures of one run, or the medians of several; ``None`` without a measurement."""
 
     arrived: float
     arrived_per_s: float
     good: float
     goodput: float
-    """Good ones a second."""
+    """Good requests per second."""
     refused: float
     unfinished: float
-    """Neither refused nor answered when the time was over."""
-    soon_share: float | None
-    """Of those that were admitted: who had a token in time, and whose tokens came in time."""
-    steady_share: float | None
+    """Neither refused nor complete at the end."""
+    ttft_met_share: float | None
+    """Share of admitted requests within the TTFT limit."""
+    itl_met_share: float | None
+    """Share of admitted requests within the ITL limit."""
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     itl_p50_ms: float | None
     itl_p99_ms: float | None
-    """Of all times between tokens."""
+    """Of all inter-token latencies."""
     refused_p50_ms: float | None
     refused_max_ms: float | None
     retry_after_p50_ms: float | None
@@ -260,8 +261,8 @@ class Figures:
             goodput=good / offered.seconds,
             refused=len(refused),
             unfinished=sum(not outcome.ended for outcome in admitted),
-            soon_share=_share([slo.soon(outcome.answer) for outcome in admitted]),
-            steady_share=_share([slo.steady(outcome.answer) for outcome in admitted]),
+            ttft_met_share=_share([slo.meets_ttft(outcome.answer) for outcome in admitted]),
+            itl_met_share=_share([slo.meets_itl(outcome.answer) for outcome in admitted]),
             ttft_p50_ms=percentile(ttft, 50),
             ttft_p99_ms=percentile(ttft, 99),
             itl_p50_ms=percentile(gaps, 50),
@@ -272,7 +273,7 @@ class Figures:
             tokens_per_s=sum(len(outcome.answer.token_s) for outcome in admitted) / wall_s,
             rss_start_mib=_mib(offered.rss_start),
             rss_end_mib=_mib(offered.rss_end),
-            generator_cpu=offered.cpu.us / wall_s,
+            generator_cpu=offered.cpu.generator / wall_s,
             others_cpu=offered.cpu.others / wall_s,
         )
 

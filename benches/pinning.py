@@ -1,8 +1,8 @@
-"""Which cores the server may use and which the load generator, so that neither takes from the other.
+"""Separate cores for the server and the load generator, so that they do not compete.
 
 --pin auto      the load generator on the last core, the server on all before it
 --pin 0-2:3     server : load generator
---pin none      wherever the system puts them
+--pin none      no pinning
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
+from processes import tree
 
 Cores = frozenset[int]
 
@@ -29,13 +30,13 @@ class Pins:
 
 
 def parse_pins(text: str, threads: int) -> Pins | None:
-    """What ``--pin`` says; ``None`` leaves everything where the system puts it.
+    """Parse ``--pin``; ``None`` means no pinning.
 
-    ``auto`` pins only where the server keeps at least as many cores as it has compute ``threads``: on fewer,
-    they would wait for each other at every barrier.
+    ``auto`` pins only if the server keeps at least as many cores as it has compute ``threads``.  On fewer cores, the
+    threads would wait for each other at every barrier.
 
     Raises:
-        ValueError: it says nothing that this system can do; the message says why.
+        ValueError: The text is invalid, or this system cannot do it; the message has the reason.
     """
     if text == "none":
         return None
@@ -44,26 +45,26 @@ def parse_pins(text: str, threads: int) -> Pins | None:
         *rest, last = sorted(os.sched_getaffinity(0)) if able else [0]
         return Pins(frozenset(rest), frozenset({last})) if len(rest) >= threads else None
     if not able:
-        raise ValueError("only Linux can pin processes to cores: leave --pin out, or say --pin none")
+        raise ValueError("processes can be pinned to cores on Linux only: use --pin none")
     server, colon, client = text.partition(":")
     if not colon:
-        raise ValueError(f"{text!r} is neither auto nor none nor like 0-2:3, the server's cores before the colon")
+        raise ValueError(f"{text!r} is not auto, none, or two lists of cores such as 0-2:3 (server:load generator)")
     pins = Pins(_cores(server), _cores(client))
     missing = (pins.server | pins.client) - os.sched_getaffinity(0)
     if missing:
-        raise ValueError(f"this process may not use core {_text(missing)}")
+        raise ValueError(f"this process may not use cores {_text(missing)}")
     return pins
 
 
 def _cores(text: str) -> Cores:
-    """``0,2-4`` as ``taskset -c`` reads it."""
+    """Parse a list of cores such as ``0,2-4``, in the syntax of ``taskset -c``."""
     try:
         ranges = [[int(end) for end in part.split("-")] for part in text.split(",")]
         found = frozenset(core for ends in ranges for core in range(ends[0], ends[-1] + 1))
     except ValueError:
         found = frozenset()
     if not found:
-        raise ValueError(f"{text!r} is no list of cores like 0,2-4")
+        raise ValueError(f"{text!r} is not a list of cores such as 0,2-4")
     return found
 
 
@@ -73,15 +74,16 @@ def _text(cores: Cores) -> str:
 
 @contextlib.contextmanager
 def pinned(server: int | None, pins: Pins | None) -> Iterator[None]:
-    """Pin the process ``server`` and this one for as long as the block lasts.
+    """Pin the process ``server`` with its children, and this process, until the block ends.
 
-    This one has to be free again before it starts another server, which would inherit its cores and count
-    them for all that there are; and the server may be somebody's daemon.
+    This process must be free again before it starts another server, which would inherit its cores.  The server may be
+    a daemon that was running before.
     """
     if pins is None:
         yield
         return
-    wanted = {os.getpid(): pins.client} | ({server: pins.server} if server is not None else {})
+    processes = tree(server) if server is not None else []
+    wanted = {os.getpid(): pins.client} | {process.pid: pins.server for process in processes}
     before = {pid: frozenset(os.sched_getaffinity(pid)) for pid in wanted}
     try:
         for pid, cores in wanted.items():
@@ -89,15 +91,15 @@ def pinned(server: int | None, pins: Pins | None) -> Iterator[None]:
         yield
     finally:
         for pid, cores in before.items():
-            with contextlib.suppress(OSError):  # a server that has died meanwhile is reported by who asked it
+            with contextlib.suppress(OSError):  # the process has ended
                 pin(pid, cores)
 
 
 def pin(pid: int, cores: Cores) -> None:
-    """``taskset -a``: all threads that the process has, from which later ones inherit."""
+    """Pin all threads of a process, as ``taskset -a`` does.  Later threads inherit the cores of their parent."""
     done: set[int] = set()
     while todo := {int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()} - done:
         for thread in todo:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(thread, cores)
         done |= todo

@@ -1,4 +1,4 @@
-"""Prompts of so many tokens, whatever the model."""
+"""Prompts with a given number of tokens, for any model."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from uma_trio.engine.tokenizer import Tokenizer
 
 
 def of_tokens(tokenizer: Tokenizer, rng: random.Random, tokens: int) -> str:
-    """Common words that make ``tokens``, or a word's tokens fewer."""
+    """A text of common words with ``tokens`` tokens, or fewer by less than a word."""
     return cut(tokenizer, rng.choices(WORDS, k=tokens), tokens)
 
 
 def cut(tokenizer: Tokenizer, words: list[str], tokens: int) -> str:
-    """As many of ``words``, from the first on, as ``tokens`` have room for."""
+    """The longest text of the first ``words`` with at most ``tokens`` tokens."""
     low, high = 1, len(words)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Figures as tables, and token times as CSV."""
+"""Markdown tables, and token times as CSV."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ COLUMNS = ("session_id", "token_idx", "ts_ms", "is_interactive")
 
 
 def rows(tracks: Iterable[Track]) -> list[tuple[str, int, float, int]]:
-    """A row for each token, in the order in which they came.
+    """A row for each token, in the order of arrival.
 
-    ``ts_ms`` counts from the moment when the first long prompt was sent (without one: from the first
-    request), so that a long prompt is being read from 0 to its own first token; what came before is negative.
+    ``ts_ms`` counts from the request with the first long prompt, or from the first request if there is none.  The
+    prefill of that prompt thus lasts from 0 to its first token, and earlier tokens have negative times.
     """
     tracks = list(tracks)
     zero = origin_s(tracks)
@@ -28,12 +28,13 @@ def rows(tracks: Iterable[Track]) -> list[tuple[str, int, float, int]]:
 
 
 def origin_s(tracks: Sequence[Track]) -> float:
-    """Where ``ts_ms`` counts from."""
+    """The time from which ``ts_ms`` counts."""
     sent = [(track.stream.interactive, answer.sent_s) for track in tracks for answer in track.answers]
-    return min(sent, default=(True, 0.0))[1]  # False comes before True: a long prompt, if there is one
+    return min(sent, default=(True, 0.0))[1]  # False sorts before True: a long prompt, if there is one
 
 
 def write_csv(path: Path, tracks: Iterable[Track]) -> None:
+    """Write the ``rows`` of ``tracks``."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -41,7 +42,7 @@ def write_csv(path: Path, tracks: Iterable[Track]) -> None:
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up; the first one is left-aligned."""
+    """A Markdown table with aligned columns; the first one is left-aligned, the others are right-aligned."""
     cells = [list(header), *(list(line) for line in lines)]
     widths = [max(len(line[at]) for line in cells) for at in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
@@ -52,9 +53,10 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def quantiles(values: Sequence[float]) -> list[str]:
-    """p50, p95, p99 and the largest, as cells."""
+    """Cells with p50, p95, p99 and the maximum."""
     return [cell(percentile(values, at)) for at in (50, 95, 99, 100)]
 
 
 def cell(value: float | None, digits: int = 1) -> str:
+    """A number with ``digits`` decimals; a dash for ``None``."""
     return "-" if value is None else f"{value:,.{digits}f}"

@@ -1,4 +1,4 @@
-"""The servers under test: how each is started, reached and stopped."""
+"""Starts, connects to and stops the servers under test."""
 
 from __future__ import annotations
 
@@ -31,59 +31,64 @@ PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 DEFAULT_PEERS = Path(__file__).resolve().parent.parent / "build" / "peers" / "bin"
 
 START_S = 300.0
-"""Models of many GB take their time."""
+"""Limit for a start; models of many GB load slowly."""
 POLL_S = 0.02
 LOG_TAIL = 2000
 
 Protocol = Literal["json", "cbor"]
 
 
-class NoPeer(Exception):
-    """A rival is not there, or did not come up; says what would help."""
+class RivalError(Exception):
+    """A program of llama.cpp is missing, failed or did not start.  The message has a remedy."""
 
 
 @attrs.frozen(kw_only=True)
 class Rig:
-    """A server under test: how to reach it, which process it is, what to call it."""
+    """A running server under test."""
 
     transport: load.Transport
     pid: int | None
     description: str
 
 
-def sharing(rig: Rig) -> Rig:
-    """The same server, asked to use what it has computed for prompts that began alike."""
+def with_prefix_reuse(rig: Rig) -> Rig:
+    """Return the same server with requests that allow prefix reuse."""
     return attrs.evolve(rig, transport=attrs.evolve(rig.transport, cache_prompt=True))
 
 
+def without_speculation(rig: Rig) -> Rig:
+    """Return the same daemon with requests that forbid draft tokens, whose gain depends on the text."""
+    return attrs.evolve(rig, transport=attrs.evolve(rig.transport, speculate=False))
+
+
 @attrs.frozen(kw_only=True)
-class Serving:
-    """What every server in a comparison is told alike."""
+class ServerSettings:
+    """Settings that all servers of a comparison have in common."""
 
     model: Path = EMBEDDED
     threads: int
     parallel: int
-    """Sequences at a time."""
+    """Sequences at the same time."""
     ctx: int
-    """Tokens of context, for all sequences together."""
+    """Tokens of context of all sequences together."""
 
     def __str__(self) -> str:
         size = self.model.stat().st_size / 2**20
         return (
             f"{self.model.name}, {size:.0f} MiB; {self.threads} compute threads, {self.parallel} sequences, "
-            f"{self.ctx} tokens of context together"
+            f"{self.ctx} tokens of context in all"
         )
 
 
 def room(words: int, tokens: int) -> int:
-    """Tokens of context for a prompt of so many common words and its answer, whatever the tokenizer."""
+    """Tokens of context that a prompt of ``words`` common words and its answer need with any tokenizer."""
     return -(-(4 * words + 16 + tokens) // 256) * 256
 
 
 # -- uma-trio ------------------------------------------------------------------------------------
 
 
-def uma_trio_flags(serving: Serving) -> list[str]:
+def uma_trio_flags(serving: ServerSettings) -> list[str]:
     return [
         "--model", str(serving.model), "--threads", str(serving.threads),
         "--parallel", str(serving.parallel), "--ctx", str(serving.ctx),
@@ -92,19 +97,19 @@ def uma_trio_flags(serving: Serving) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def uma_trio_rig(flags: Sequence[str] = (), *, protocol: Protocol = "json") -> AsyncIterator[Rig]:
-    """A daemon of our own for as long as this lasts.
+    """Run a daemon until the context ends.
 
     Raises:
-        DaemonStartError: it did not come up.
+        DaemonStartError: The daemon did not start.
     """
-    async with temporary_daemon(flags) as own:
-        yield await _rig(own.path, own.pid, " ".join(flags) or "no flags", protocol)
+    async with temporary_daemon(flags) as daemon:
+        yield await _rig(daemon.path, daemon.pid, " ".join(flags) or "no flags", protocol)
 
 
 @contextlib.asynccontextmanager
 async def running_rig(path: str, *, protocol: Protocol = "json") -> AsyncIterator[Rig]:
-    """The daemon that serves at ``path``."""
-    yield await _rig(path, peer_pid(path), "as it was started", protocol)
+    """Use the daemon that listens at ``path``."""
+    yield await _rig(path, peer_pid(path), "flags unknown", protocol)
 
 
 async def _rig(path: str | os.PathLike[str], pid: int | None, flags: str, protocol: Protocol) -> Rig:
@@ -114,44 +119,46 @@ async def _rig(path: str | os.PathLike[str], pid: int | None, flags: str, protoc
 
 
 def peer_pid(path: str) -> int | None:
-    """The process that listens at ``path``, where the system tells."""
+    """Process id of the program that listens at ``path``; ``None`` if the system does not report it."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
         except OSError:
-            return None  # the client says it better
+            return None  # the client reports it
         size = struct.calcsize("3i")
         pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
         return int(pid)
 
 
-# -- llama.cpp's own -----------------------------------------------------------------------------
+# -- programs of llama.cpp -----------------------------------------------------------------------------
 
 
 def peers_option() -> Callable[[click.decorators.FC], click.decorators.FC]:
-    """The option that names the folder of llama.cpp's programs."""
+    """The option for the folder of llama.cpp's programs."""
     return click.option(
         "--rival-bin", "peers", show_default=False, type=click.Path(file_okay=False, path_type=Path), envvar=PEERS_VARIABLE, default=DEFAULT_PEERS,
-        help=f"Folder of llama-server and its like: ${PEERS_VARIABLE}, else build/peers/bin, which ./build_llama.sh --peers fills.",
+        help=f"Folder of llama-server and llama-batched-bench.  [default: ${PEERS_VARIABLE}, or build/peers/bin, which ./build_llama.sh --peers fills]",
     )  # fmt: skip
 
 
 def peer(folder: Path, name: str) -> Path:
-    """The program ``name``.
+    """Return the path of the program ``name``.
 
     Raises:
-        NoPeer: it is not there.
+        RivalError: There is no such program.
     """
     program = folder / name
     if not os.access(program, os.X_OK):
-        raise NoPeer(f"there is no {name} in {folder}: run ./build_llama.sh --peers, or say where with --rival-bin")
+        raise RivalError(
+            f"there is no {name} in {folder}: run ./build_llama.sh --peers, or give its folder with --rival-bin"
+        )
     return program
 
 
 def same_library(folder: Path) -> bool:
-    """Whether the programs in ``folder`` run on the very library that uma-trio runs on."""
+    """Whether the programs in ``folder`` use the same library files as uma-trio."""
     ours = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
     files = [path for path in ours.glob("lib*") if path.is_file()]
     return bool(files) and all(
@@ -159,25 +166,25 @@ def same_library(folder: Path) -> bool:
     )
 
 
-def llama_flags(serving: Serving) -> list[str]:
+def llama_flags(serving: ServerSettings) -> list[str]:
     threads = str(serving.threads)
     return ["-m", str(serving.model), "-t", threads, "-tb", threads, "-c", str(serving.ctx)]
 
 
 @contextlib.asynccontextmanager
-async def llama_server_rig(folder: Path, serving: Serving, flags: Sequence[str] = ()) -> AsyncIterator[Rig]:
-    """llama-server with ``flags`` on a free port of this host, ready to be asked; stopped at the end.
+async def llama_server_rig(folder: Path, serving: ServerSettings, flags: Sequence[str] = ()) -> AsyncIterator[Rig]:
+    """Run llama-server with ``flags`` on a free port of this host until the context ends.
 
-    It keeps no prompts of earlier requests in memory, as uma-trio does not: every prompt is another one.
+    Its prompt cache in host memory is off, since no prompt comes twice.
 
     Raises:
-        NoPeer: it is not there, it ended, or it was not ready in time.
+        RivalError: It is missing, ended, or was not ready within ``START_S``.
     """
-    own = [*llama_flags(serving), "-np", str(serving.parallel), "--cache-ram", "0", *flags]
-    command = [str(peer(folder, "llama-server")), *own, "--host", "127.0.0.1", "--port", "0"]
+    arguments = [*llama_flags(serving), "-np", str(serving.parallel), "--cache-ram", "0", *flags]
+    command = [str(peer(folder, "llama-server")), *arguments, "--host", "127.0.0.1", "--port", "0"]
     with tempfile.TemporaryDirectory(prefix="llama-") as place:
         log = trio.Path(place, "log")
-        with open(log, "wb") as sink:  # noqa: ASYNC230 - a new file in a folder of ours
+        with open(log, "wb") as sink:  # noqa: ASYNC230 - a new file in a private folder
             async with trio.open_nursery() as nursery:
                 # A cancelled run_process sends SIGTERM, and SIGKILL after 5 s.
                 process: trio.Process = await nursery.start(
@@ -185,13 +192,13 @@ async def llama_server_rig(folder: Path, serving: Serving, flags: Sequence[str] 
                 )
                 try:
                     server = await _ready(process, log)
-                    yield Rig(transport=server, pid=process.pid, description=f"llama-server {' '.join(own)}")
+                    yield Rig(transport=server, pid=process.pid, description=f"llama-server {' '.join(arguments)}")
                 finally:
                     nursery.cancel_scope.cancel()
 
 
 async def _ready(process: trio.Process, log: trio.Path) -> LlamaServer:
-    """It chooses a free port itself, and says in its log which."""
+    """Wait until llama-server accepts requests.  It chooses a free port, which its log names."""
     with trio.move_on_after(START_S):
         while process.returncode is None:
             found = re.search(rb"listening on http://([\d.]+):(\d+)", await log.read_bytes())
@@ -202,28 +209,28 @@ async def _ready(process: trio.Process, log: trio.Path) -> LlamaServer:
             await trio.sleep(POLL_S)
             process.poll()
     ended = process.returncode is not None
-    said = (await log.read_text(errors="replace")).strip()
-    raise NoPeer(
+    output = (await log.read_text(errors="replace")).strip()
+    raise RivalError(
         f"llama-server {'ended at its start' if ended else f'was not ready after {START_S:g} s'}: "
-        f"{said[-LOG_TAIL:] or 'it said nothing'}"
+        f"{output[-LOG_TAIL:] or 'it printed nothing'}"
     )
 
 
 async def run_peer(program: Path, arguments: Sequence[str], cores: Cores | None = None) -> str:
-    """Run one of llama.cpp's programs to its end, on ``cores`` or wherever the system puts it.
+    """Run a program of llama.cpp to its end, on ``cores`` if given.
 
     Returns:
-        What it wrote to its standard output.
+        Its standard output.
 
     Raises:
-        NoPeer: it failed.
+        RivalError: It failed.
     """
-    # Between fork and exec, so that also what it counts at its start are these cores.
+    # pinned between fork and exec, so that the program counts these cores only
     before = None if cores is None else partial(os.sched_setaffinity, 0, cores)
     done = await trio.run_process(
         [str(program), *arguments], check=False, capture_stdout=True, capture_stderr=True, preexec_fn=before
     )
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip()
-        raise NoPeer(f"{program.name} ended with {done.returncode}: {said[-LOG_TAIL:]}")
+        output = done.stderr.decode(errors="replace").strip()
+        raise RivalError(f"{program.name} ended with exit code {done.returncode}: {output[-LOG_TAIL:]}")
     return done.stdout.decode(errors="replace")

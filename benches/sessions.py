@@ -18,13 +18,13 @@ from typing import Any
 
 import attrs
 import click
-import psutil
 import trio
 from command import Place, bench, carry_out, csv_option, places, repeat_option
 from comparison import RunsFile
+from processes import rss_bytes
 from prompts import of_tokens
 from report import cell, table
-from rigs import Rig, Serving, uma_trio_flags, uma_trio_rig
+from rigs import Rig, ServerSettings, uma_trio_flags, uma_trio_rig
 
 from uma_trio.client import Client, Eos, ServerError, Token, open_client
 from uma_trio.engine.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class Times:
 
 
 async def three_ways(
-    serving: Serving, texts: Sequence[str], state: Path, spill_mb: int
+    serving: ServerSettings, texts: Sequence[str], state: Path, spill_mb: int
 ) -> tuple[list[Times], dict[str, Any]]:
     """Each text a session: begun, gone on with, and gone on with in a server that was started anew; what the first saved."""
     flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--offload-max-mb", str(spill_mb), *SPILL_NOW]
@@ -180,12 +180,12 @@ class Watch:
             self.most_cells = max(self.most_cells, kv["cells_reserved"] + kv["cached_cells"])
             self.most_saved_mb = max(self.most_saved_mb, kv["saved_bytes"] / MB)
             if pid is not None:
-                self.rss_mb.append(psutil.Process(pid).memory_info().rss / MB)
+                self.rss_mb.append(rss_bytes(pid) / MB)
             await trio.sleep(SAMPLE_S)
 
 
 async def churn(
-    serving: Serving, talkers: list[Talker], hour_s: float, answer: int, state: Path, spill_mb: int, seed: int
+    serving: ServerSettings, talkers: list[Talker], hour_s: float, answer: int, state: Path, spill_mb: int, seed: int
 ) -> Watch:
     """All of them talk, each turn at a random moment of the hour."""
     rng = random.Random(seed)
@@ -286,7 +286,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     --room sequences. Every answer is checked: nothing of what was said may be missing. Ends with 1 if something is.
     """
     place = Place.of(options)
-    place.tell()
+    place.show()
     rng = random.Random(options["seed"])
     with vocabulary(place.model) as tokenizer, tempfile.TemporaryDirectory(dir=options["state_dir"]) as folder:
         if options["churns"]:
@@ -294,7 +294,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
             return
         texts = [of_tokens(tokenizer, rng, options["tokens"]) for _ in range(repeat)]
         window = -(-(options["tokens"] + 64) // 256) * 256
-        serving = Serving(model=place.model, threads=place.threads, parallel=repeat + 1, ctx=(repeat + 1) * window)
+        serving = ServerSettings(
+            model=place.model, threads=place.threads, parallel=repeat + 1, ctx=(repeat + 1) * window
+        )
         click.echo(
             f"server    {serving}\nload      {repeat} sessions of {options['tokens']} tokens, seed {options['seed']}\n"
         )
@@ -319,7 +321,9 @@ def _churn(
     ]
     most = 1.5 * (options["first"] + (turns - 1) * options["later"]) + turns * (answer + 2)
     window = -(-int(most + 64) // 256) * 256
-    serving = Serving(model=place.model, threads=place.threads, parallel=options["room"], ctx=options["room"] * window)
+    serving = ServerSettings(
+        model=place.model, threads=place.threads, parallel=options["room"], ctx=options["room"] * window
+    )
     hour_s = 3600 * options["hour"]
     click.echo(
         f"server    {serving}\nload      {len(talkers)} sessions of {turns} turns in {hour_s:.0f} s, {options['first']} tokens first, "

@@ -1,7 +1,7 @@
-"""Two users of one daemon, one with many clients and one with few: does each get half of it?
+"""Measure the service of two users with different numbers of clients: does each get half?
 
-Used by ``goodput.py --tenants``.  A tenant is the user id of whoever connects, so this connects as two users
-that need not exist, which only root may.
+Used by ``goodput.py --tenants``.  The daemon knows users by the user id of their process, so this module connects with
+two user ids, which need not exist.  Only root may do so.
 """
 
 from __future__ import annotations
@@ -26,45 +26,50 @@ from uma_trio.engine.tokenizer import Tokenizer
 
 FIRST_UID = 60_001
 PER_GENERATED = 2
-"""A token generated counts as two of a prompt, as in the scheduler (docs/ARCHITECTURE.md)."""
+"""Weight of a generated token relative to a prompt token, as in ``uma_trio.scheduling.fairness``."""
 WARM_UP_S = 3.0
-"""Of the time, not counted: until then all clients have begun together."""
+"""Time at the beginning that does not count, because all clients start together."""
 FAIR = 0.1
-"""By how much the shares may differ."""
+"""Largest relative difference between the shares."""
 
 
 def why_not() -> str | None:
-    """Why this process cannot be two users; ``None`` if it can."""
+    """The reason why this process cannot use other user ids; ``None`` if it can."""
     if not hasattr(os, "seteuid"):
         return "this system has no user ids"
     if os.geteuid() != 0:
-        return "only root can connect as two users; run it with sudo, or in a container"
+        return "only root can connect with other user ids; use sudo or a container"
     return None
 
 
 @attrs.define(kw_only=True)
 class Tenant:
-    """One user, and what it was given."""
+    """One user and its service."""
 
     uid: int
     clients: int
     requests: int = 0
-    """With a first token in the time that counts."""
+    """Requests whose first token arrived in the time that counts."""
     prompt_tokens: int = 0
     generated: int = 0
 
     @property
     def service(self) -> int:
+        """Weighted tokens."""
         return self.prompt_tokens + PER_GENERATED * self.generated
 
 
 async def share(
     rig: Rig, mix: Mix, tokenizer: Tokenizer, sizes: Sequence[int], *, seconds: float, seed: int, pins: Pins | None
 ) -> list[Tenant]:
-    """Clients that ask one request after another, without a pause, for ``seconds``."""
+    """Run clients of two users, which send one request after another, for ``seconds``.
+
+    Args:
+        sizes: Number of clients of each user.
+    """
     assert isinstance(rig.transport, Daemon)
     path = Path(rig.transport.path)
-    _let_in(path)
+    _open_to_all(path)
     tenants = [Tenant(uid=FIRST_UID + n, clients=clients) for n, clients in enumerate(sizes)]
     requests = mix.requests(seed)
     counts_from = trio.current_time() + WARM_UP_S
@@ -83,14 +88,14 @@ async def share(
     return tenants
 
 
-def _let_in(path: Path) -> None:
-    """Folder and socket are of a daemon of our own, and closed to others."""
+def _open_to_all(path: Path) -> None:
+    """Give other users access to the socket, which belongs to a temporary daemon."""
     path.parent.chmod(0o711)
     path.chmod(0o666)
 
 
 async def _ask(connection: Client, request: Request, tokenizer: Tokenizer, tenant: Tenant, counts_from: float) -> None:
-    """A prompt counts when its first token comes, and each token when it comes: requests that are cut off do as well."""
+    """Send a request.  The prompt counts with the first token, so that requests without an end count too."""
     question, first = request.question, True
     fields = {"prompt": question.text, "max_tokens": question.max_tokens, "ignore_eos": True}
     async for event in connection.generate(keep_alive=True, cache_prompt=False, **fields):
@@ -103,9 +108,9 @@ async def _ask(connection: Client, request: Request, tokenizer: Tokenizer, tenan
 
 
 def connected(path: Path, uid: int) -> socket.socket:
-    """A connection whose other end takes us for the user ``uid``.
+    """Connect as the user ``uid``.
 
-    By a relative path: that user need not be let into the folders above.
+    Uses a relative path, since that user may have no access to the parent folders.
     """
     sock = socket.socket(socket.AF_UNIX)
     try:
@@ -120,7 +125,7 @@ def connected(path: Path, uid: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _effective(uid: int) -> Iterator[None]:
-    """Holds for the whole process: nothing may be awaited in here."""
+    """Set the effective user id of the whole process.  The block must not await anything."""
     before = os.geteuid()
     os.seteuid(uid)
     try:
@@ -130,16 +135,17 @@ def _effective(uid: int) -> Iterator[None]:
 
 
 def show(tenants: Sequence[Tenant], seconds: float) -> str:
-    all_service = sum(tenant.service for tenant in tenants) or 1
+    """A row for each user, and a verdict."""
+    total = sum(tenant.service for tenant in tenants) or 1
     lines = [
         [
             f"user {tenant.uid}", str(tenant.clients), str(tenant.requests), cell(tenant.prompt_tokens, 0), cell(tenant.generated, 0),
-            cell(tenant.service / seconds), f"{tenant.service / all_service:.1%}",
+            cell(tenant.service / seconds), f"{tenant.service / total:.1%}",
         ]
         for tenant in tenants
     ]  # fmt: skip
     least, most = (of(tenant.service for tenant in tenants) for of in (min, max))
-    apart = (most - least) / most if most else 0.0
-    verdict = "equal" if apart <= FAIR else "NOT EQUAL"
+    difference = (most - least) / most if most else 0.0
+    verdict = "equal" if difference <= FAIR else "NOT EQUAL"
     shown = table(("", "clients", "requests", "prompt tok", "generated", "service / s", "share"), lines)
-    return f"{shown}\n\nservice   {verdict}: the least served has {apart:.1%} less than the most served, at most {FAIR:.0%} are allowed"
+    return f"{shown}\n\nservice   {verdict}: the least served user has {difference:.1%} less than the other; at most {FAIR:.0%} are allowed"

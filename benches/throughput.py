@@ -1,4 +1,4 @@
-"""Plain streams, nothing else: how many tokens a second, beside llama-server and llama-batched-bench?
+"""Measure the tokens per second of plain streams, next to llama-server and llama-batched-bench.
 
 python benches/throughput.py
 python benches/throughput.py --model /tmp/125m.gguf --threads 1 --streams 1,8,32 --repeat 3 --csv throughput.csv
@@ -18,15 +18,15 @@ from typing import Any
 
 import attrs
 import click
-from command import carry_out
+from command import PIN_HELP, carry_out
 from comparison import US, RunsFile, medians
 from machine import machine
 from measure import Result, measure, stream, warm_up
 from pinning import Pins, parse_pins
 from report import cell, table
 from rigs import (
-    NoPeer,
-    Serving,
+    RivalError,
+    ServerSettings,
     llama_flags,
     llama_server_rig,
     peer,
@@ -47,33 +47,33 @@ SERVER, BENCH = "llama-server", "llama-batched-bench"
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """``streams`` requests at once, of so many words and tokens each."""
+    """Streams that start together: their number, and words and tokens of each."""
 
     streams: int
     words: int
     tokens: int
 
-    def serving(self, model: Path, threads: int) -> Serving:
+    def serving(self, model: Path, threads: int) -> ServerSettings:
         each = room(self.words, self.tokens)
-        return Serving(model=model, threads=threads, parallel=self.streams, ctx=self.streams * each)
+        return ServerSettings(model=model, threads=threads, parallel=self.streams, ctx=self.streams * each)
 
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """Of one run, or the medians of several; ``None`` of what a program does not tell."""
+    """Figures of one run, or the medians of several; ``None`` if a program does not report it."""
 
     prompt_tokens: float
-    """Of one stream, in the mean."""
+    """Mean of all streams."""
     wall_s: float
     tokens_per_s: float
-    """Generated, from the first request to the last token: prompts included."""
+    """Generated tokens, from the first request to the last token; includes prefill."""
     decode_tokens_per_s: float | None
-    """While every stream decodes: from the last first token to the first last one."""
+    """While all streams decode."""
     ttft_p50_ms: float | None = None
     generator_us: float | None = None
-    """Processor time of the load generator for a token."""
+    """Processor time of the load generator for each token."""
     server_cpu: float | None = None
-    """Share of one core, as the next."""
+    """Share of one core; likewise the next."""
     others_cpu: float | None = None
 
     @classmethod
@@ -86,7 +86,7 @@ class Figures:
             tokens_per_s=result.tokens_per_s,
             decode_tokens_per_s=decode_rate(result.tracks),
             ttft_p50_ms=percentile([answer.ttft_ms for answer in answers if answer.ttft_ms is not None], 50),
-            generator_us=1e6 * cpu.us / result.n_tokens,
+            generator_us=1e6 * cpu.generator / result.n_tokens,
             server_cpu=None if cpu.server is None else cpu.server / result.wall_s,
             others_cpu=cpu.others / result.wall_s,
         )
@@ -96,9 +96,12 @@ NAMES = [field.name for field in attrs.fields(Figures)]
 
 
 def decode_rate(tracks: Sequence[Track]) -> float | None:
-    """Tokens a second while all of ``tracks`` decode; ``None`` if they never do at once.
+    """Tokens per second while all of ``tracks`` decode: after the first token of all, before the last token of any.
 
-    A token that came with the next one's event counts where that came.
+    Several tokens may arrive in one event; they count at its time.
+
+    Returns:
+        ``None`` if the tracks never decode together.
     """
     answers = [answer for track in tracks for answer in track.answers]
     if not all(answer.token_s for answer in answers):
@@ -115,20 +118,20 @@ def decode_rate(tracks: Sequence[Track]) -> float | None:
 
 @attrs.frozen(kw_only=True)
 class Bench:
-    """What all shapes of all models have in common."""
+    """Settings that all shapes and models have in common."""
 
     threads: int
     pins: Pins | None
     peers: Path | None
-    """``None``: ours alone."""
+    """Folder of the rivals' programs; ``None``: no rivals."""
     rival_flags: Sequence[str]
-    """Each makes one more llama-server and llama-batched-bench."""
+    """Each is one more setting of llama-server and llama-batched-bench."""
     serve_flags: Sequence[str]
     protocol: Any
     seed: int
 
     async def runs(self, model: Path, shape: Shape) -> AsyncIterator[tuple[str, Figures]]:
-        """Each program once."""
+        """Run each program once."""
         serving = shape.serving(model, self.threads)
         ours = await self._serve(
             partial(uma_trio_rig, [*uma_trio_flags(serving), *self.serve_flags], protocol=self.protocol), shape
@@ -156,17 +159,19 @@ class Bench:
         return Figures.of(result)
 
     async def _batched_bench(
-        self, peers: Path, serving: Serving, shape: Shape, prompt_tokens: int, flags: Sequence[str]
+        self, peers: Path, serving: ServerSettings, shape: Shape, prompt_tokens: int, flags: Sequence[str]
     ) -> Figures:
-        """No server and no sampling: what the library can do at this shape."""
+        """Run llama-batched-bench, which has no server and no sampling: the limit of the library for this shape."""
         arguments = [
             *llama_flags(serving), "-npp", str(prompt_tokens), "-ntg", str(shape.tokens), "-npl", str(shape.streams),
             "--output-format", "jsonl", *flags,
         ]  # fmt: skip
-        said = await run_peer(peer(peers, BENCH), arguments, None if self.pins is None else self.pins.server)
-        lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        output = await run_peer(peer(peers, BENCH), arguments, None if self.pins is None else self.pins.server)
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         if not lines:
-            raise NoPeer(f"{BENCH} {' '.join(arguments)} measured nothing: {said[-1000:] or 'it said nothing'}")
+            raise RivalError(
+                f"{BENCH} {' '.join(arguments)} measured nothing: {output[-1000:] or 'it printed nothing'}"
+            )
         found = lines[0]
         return Figures(
             prompt_tokens=found["pp"],
@@ -199,28 +204,31 @@ def _times(ours: float | None, theirs: float | None) -> str:
 
 
 @click.command(context_settings={"show_default": True, "help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option("--streams", "counts", default="1,8,32", help="Numbers of streams, with commas between.")
-@click.option("--tokens", type=click.IntRange(2), default=200, help="Generated by each stream.")
+@click.option("--streams", "counts", default="1,8,32", help="Numbers of streams, separated by commas.")
+@click.option("--tokens", type=click.IntRange(2), default=200, help="Tokens that each stream generates.")
 @click.option("--prompt-words", type=click.IntRange(1), default=64, help="Words of each prompt.")
-@click.option("--seed", type=int, default=0, help="Of the prompts' words.")
-@click.option("--model", "models", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), default=[EMBEDDED], show_default=False, help="GGUF to serve, can be given again; the embedded one if not given.")  # fmt: skip
+@click.option("--seed", type=int, default=0, help="Seed of the words.")
+@click.option("--model", "models", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), default=[EMBEDDED], show_default=False, help="GGUF file to serve; repeatable.  [default: the embedded model]")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1), help="Compute threads of every program.  [default: all physical cores but one]")  # fmt: skip
-@click.option("--pin", "pin_text", default="auto", help="Cores, SERVER:LOAD GENERATOR as in 0-2:3; none; auto: the last one for the load generator, the others for the server, if it has one for each thread (Linux only).")  # fmt: skip
-@click.option("--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Of uma-trio.")
-@click.option("--rivals/--no-rivals", default=True, help="Also llama-server and llama-batched-bench.")
+@click.option("--pin", "pin_text", default="auto", help=PIN_HELP)  # fmt: skip
 @click.option(
-    "--rival-flags", multiple=True, default=[""], help="Further flags of both; given again, both once with each."
+    "--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Encoding on the socket of uma-trio."
+)
+@click.option("--rivals/--no-rivals", default=True, help="Compare with llama-server and llama-batched-bench.")
+@click.option(
+    "--rival-flags", multiple=True, default=[""], help="Flags of both rivals; repeatable, for one more setting each."
 )
 @peers_option()
-@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each, in turns.")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each, alternating.")
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a row for each run.")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
 def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None, **options: Any) -> None:
-    """Plain streams through the servers' sockets, and the same shape in llama-batched-bench.
+    """Measure the throughput of plain streams.
 
-    All streams start together, with prompts that differ, greedy, and yield exactly --tokens each. SERVE_FLAGS after
-    -- go to `uma-trio serve`. Every program gets the same model, threads, sequences and context; each run starts it
-    anew. The table has the medians of --repeat runs, ours divided by theirs; docs/BENCHMARKS.md explains it.
+    All streams start together, with different prompts, and generate exactly --tokens each, greedily. SERVE_FLAGS after
+    -- go to `uma-trio serve`. All programs get the same model, threads, sequences and context, and are started for
+    each run. llama-batched-bench runs the same shape without a server. The table has the medians of --repeat runs and
+    the ratios of ours to theirs; docs/BENCHMARKS.md explains it.
     """
     try:
         shapes = [
@@ -229,7 +237,7 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
         if min(shape.streams for shape in shapes) < 1:
             raise ValueError
     except ValueError:
-        raise click.BadParameter("numbers from 1, with commas between", param_hint="--streams") from None
+        raise click.BadParameter("expected numbers above 0, separated by commas", param_hint="--streams") from None
     threads = options["threads"] or default_threads()
     try:
         pins = parse_pins(options["pin_text"], threads)
@@ -251,9 +259,9 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
     async def work() -> None:
         if bench.peers is not None:
             alike = (
-                "the same library files as ours"
+                "with the library files of uma-trio"
                 if same_library(bench.peers)
-                else "ANOTHER BUILD of the library than ours"
+                else "with ANOTHER BUILD of the library than uma-trio"
             )
             for name in (SERVER, BENCH):
                 peer(bench.peers, name)
@@ -261,7 +269,7 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
         for model in models:
             found = {shape: await repeated(model, shape) for shape in shapes}
             click.echo(
-                f"\n## {model.name}, {model.stat().st_size / 2**20:.0f} MiB, threads {threads}, {options['tokens']} tokens a stream"
+                f"\n## {model.name}, {model.stat().st_size / 2**20:.0f} MiB, threads {threads}, {options['tokens']} tokens in each stream"
                 f"\n\n{show(found)}"
             )
 
@@ -273,7 +281,7 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
                 file.add(turn, model.name, shape.streams, shape.tokens, program, *attrs.astuple(figures))
                 click.echo(
                     f"run {turn}  {model.name}, {shape.streams:>3} streams, {program:<28} "
-                    f"decode {cell(figures.decode_tokens_per_s)}, whole {cell(figures.tokens_per_s)} tok/s"
+                    f"decode {cell(figures.decode_tokens_per_s)}, in all {cell(figures.tokens_per_s)} tok/s"
                 )
         return {program: medians(found) for program, found in runs.items()}
 

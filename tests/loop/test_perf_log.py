@@ -377,10 +377,10 @@ def test_concurrent_close_while_records_are_written(path: Path) -> None:
 
 
 async def test_the_daemon_opens_the_configured_file(path: Path) -> None:
-    info = FakeEngine().facts
-    with perf_log(settings(), facts) as log:
+    info = FakeEngine().info
+    with perf_log(settings(), info) as log:
         assert log is None
-    with perf_log(settings(perf_log=path, perf_log_mb=2, target_tbt_ms=77.0), facts) as log:
+    with perf_log(settings(perf_log=path, perf_log_mb=2, target_tbt_ms=77.0), info) as log:
         assert log is not None
         log.write(tick(1))
     [run] = read(path)
@@ -397,10 +397,10 @@ async def test_the_daemon_opens_the_configured_file(path: Path) -> None:
 
 
 async def test_the_daemon_runs_without_a_log(path: Path) -> None:
-    await trio.Path(path).write_bytes(b"a letter to a friend")
-    with structlog.testing.capture_logs() as logged, perf_log(settings(perf_log=path), FakeEngine().facts) as log:
+    await trio.Path(path).write_bytes(b"not a perf log")
+    with structlog.testing.capture_logs() as logged, perf_log(settings(perf_log=path), FakeEngine().info) as log:
         assert log is None
     [warning] = warnings(logged)
     assert warning["event"] == "there is no perf log; the daemon continues"
     assert warning["reason"].startswith("the file exists and is no perf log")
-    assert await trio.Path(path).read_bytes() == b"a letter to a friend"
+    assert await trio.Path(path).read_bytes() == b"not a perf log"

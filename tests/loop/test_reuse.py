@@ -1,7 +1,7 @@
-"""What was computed once serves others: every text must be what it is without, in virtual time.
+"""Prefix reuse does not change any text, over a fake engine in virtual time.
 
-The fake model's next token depends on all tokens before it, so a wrong, missing or foreign one in the cache
-changes the text.
+The fake model's next token depends on all tokens before it, so a wrong or missing token in the KV cache changes the
+text.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import trio
 from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
-from uma_trio.engine.messages import CopyPrefix, EngineError, Truncate
-from uma_trio.protocol.messages import Slo
+from uma_trio.engine.messages import EngineDied, EngineError
+from uma_trio.kv.ops import CopyPrefix, Truncate
+from uma_trio.protocol.messages import Slo, Token
+from uma_trio.sampling import NO_TOKEN
 
 SHARED = random.Random(1).choices(range(1, 800), k=1500)
 """About as long as a system prompt with a few tools."""
 
-LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "apart"])
+LAYOUTS = pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
+FAILURES = pytest.mark.parametrize("failure", [EngineError("no room"), EngineDied("killed")], ids=str)
 
 
 def engine(unified: bool, *, n_ctx: int = 32_768, **more: object) -> FakeEngine:
@@ -28,12 +31,12 @@ def engine(unified: bool, *, n_ctx: int = 32_768, **more: object) -> FakeEngine:
 
 
 def is_right(client: Client) -> bool:
-    """What it was told so far is what the model says after its prompt."""
+    """The tokens that ``client`` has so far follow its prompt."""
     return client.tokens == expected_continuation(client.prompt, len(client.tokens))
 
 
 def fan_out(harness: Harness, n: int = 8, n_tokens: int = 8, **fields: object) -> list[Client]:
-    """Requests that begin alike, all at once."""
+    """Several requests with the same prefix, all at once."""
     return [harness.ask([*SHARED, 800 + i, 900], n_tokens, **fields) for i in range(n)]
 
 
@@ -41,36 +44,36 @@ def fan_out(harness: Harness, n: int = 8, n_tokens: int = 8, **fields: object) -
 
 
 @LAYOUTS
-async def test_a_chat_that_goes_on_computes_only_what_is_new(autojump_clock, unified):
+async def test_a_turn_of_a_chat_computes_only_new_tokens(autojump_clock, unified):
     async with asking(engine(unified)) as harness:
-        story = SHARED[:300]
-        first = await harness.answer(story, 20)
+        chat = SHARED[:300]
+        first = await harness.answer(chat, 20)
         assert (first.cached, harness.computed) == (0, 300)
         for turn in range(5):
-            story = [*story, *expected_continuation(story, 20), 801 + turn, *range(1, 30)]
+            chat = [*chat, *expected_continuation(chat, 20), 801 + turn, *range(1, 30)]
             before = harness.computed
-            client = await harness.answer(story, 20)
+            client = await harness.answer(chat, 20)
             assert is_right(client)
-            assert client.cached == len(story) - 31, "the last token of an answer was never fed"
+            assert client.cached == len(chat) - 31, "the last token of an answer was never computed"
             assert harness.computed - before == 31
         await harness.clean()
         assert harness.scheduler.cache.statistics().cached_sequences == 1
 
 
 @LAYOUTS
-async def test_an_answer_asked_for_again_and_one_asked_for_otherwise(autojump_clock, unified):
+async def test_a_repeated_prompt_and_an_edited_one(autojump_clock, unified):
     async with asking(engine(unified)) as harness:
         first = await harness.answer(SHARED, 20)
         again = await harness.answer(SHARED, 20)
         assert again.tokens == first.tokens
         assert again.cached == len(SHARED) - 1
-        rewritten = await harness.answer([*SHARED[:1000], 999, 998], 20)
-        assert is_right(rewritten)
-        assert rewritten.cached == 1000
+        edited = await harness.answer([*SHARED[:1000], 999, 998], 20)
+        assert is_right(edited)
+        assert edited.cached == 1000
         await harness.clean()
 
 
-async def test_what_was_copied_lives_on_by_itself(autojump_clock):
+async def test_a_copied_prefix_and_its_source_are_independent(autojump_clock):
     async with asking(engine(unified=True, n_ctx=65_536)) as harness:
         long = [*SHARED, *range(1, 600), *SHARED]
         await harness.answer(long, 5)
@@ -83,8 +86,7 @@ async def test_what_was_copied_lives_on_by_itself(autojump_clock):
         await harness.clean()
 
 
-async def test_what_is_told_adds_up(autojump_clock):
-    """In ``usage`` and in the metrics."""
+async def test_usage_and_metrics_count_the_same(autojump_clock):
     async with asking(engine(unified=True)) as harness:
         clients = [await harness.answer([*SHARED, i], 4) for i in range(1, 4)]
         clients += fan_out(harness, 5)
@@ -100,7 +102,7 @@ async def test_what_is_told_adds_up(autojump_clock):
         assert kv["cached_cells"] > 0
 
 
-async def test_who_wants_nothing_cached_gets_and_leaves_nothing(autojump_clock):
+async def test_a_request_without_cache_prompt_reuses_nothing_and_leaves_nothing(autojump_clock):
     async with asking() as harness:
         await harness.answer(SHARED[:200], cache_prompt=True)
         private = await harness.answer(SHARED[:200], cache_prompt=False)
@@ -115,7 +117,7 @@ async def test_who_wants_nothing_cached_gets_and_leaves_nothing(autojump_clock):
         await harness.clean()
 
 
-async def test_together_they_share_nothing_either_where_nobody_wants_to(autojump_clock):
+async def test_simultaneous_requests_without_cache_prompt_share_nothing(autojump_clock):
     async with asking(engine(unified=True)) as harness:
         clients = fan_out(harness, 3, cache_prompt=False)
         await harness.ended(*clients)
@@ -124,7 +126,7 @@ async def test_together_they_share_nothing_either_where_nobody_wants_to(autojump
         await harness.clean()
 
 
-async def test_switched_off_nothing_is_shared_and_nothing_stays(autojump_clock):
+async def test_without_prefix_reuse_nothing_is_shared_and_nothing_stays(autojump_clock):
     async with asking(engine(unified=True), prefix_reuse=False) as harness:
         clients = fan_out(harness, 3)
         await harness.ended(*clients)
@@ -135,8 +137,8 @@ async def test_switched_off_nothing_is_shared_and_nothing_stays(autojump_clock):
         assert harness.engine.used_cells() == {}
 
 
-async def test_tenants_share_nothing(autojump_clock):
-    """How fast an answer comes would tell one what another asked."""
+async def test_principals_share_nothing(autojump_clock):
+    """Otherwise the time to the first token would reveal the prompts of others."""
     async with asking(engine(unified=True)) as harness:
         first = await harness.answer(SHARED, principal="uid:1")
         other = await harness.answer(SHARED, principal="uid:2")
@@ -146,13 +148,13 @@ async def test_tenants_share_nothing(autojump_clock):
             == first.sequence.first_token_at - first.sequence.arrived_at
         )
         assert (await harness.answer(SHARED, principal="uid:1")).cached == 1499
-        together = [harness.ask([*SHARED[700:], 5], principal=principal) for principal in (1, 2)]
+        together = [harness.ask([*SHARED[700:], 5], principal=principal) for principal in ("uid:1", "uid:2")]
         await harness.ended(*together)
         assert [client.cached for client in together] == [0, 0]
         await harness.clean()
 
 
-async def test_what_was_cancelled_leaves_nothing(autojump_clock):
+async def test_a_cancelled_request_leaves_nothing(autojump_clock):
     async with asking(engine(unified=True)) as harness:
         for after_s in (0.0, 0.02, 0.5):
             client = harness.ask(SHARED, 500)
@@ -165,14 +167,17 @@ async def test_what_was_cancelled_leaves_nothing(autojump_clock):
 
 
 @pytest.mark.parametrize("at", [0, 5])
-async def test_what_gave_no_usable_logits_is_not_kept(autojump_clock, monkeypatch, at):
-    """Whoever went on with it would get none either."""
+async def test_a_sequence_without_usable_logits_is_not_kept(autojump_clock, monkeypatch, at):
+    """A request that reused it would get none either."""
     async with asking(engine(unified=True)) as harness:
-        feed = harness.engine._feed
+        compute = harness.engine._compute
         monkeypatch.setattr(
             harness.engine,
-            "_feed",
-            lambda one: [-1 if draw.step == at else token for draw, token in zip(one.samples, feed(one), strict=True)],
+            "_compute",
+            lambda each: [
+                NO_TOKEN if sample.n_before == at else token
+                for sample, token in zip(each.samples, compute(each), strict=True)
+            ],
         )
         client = await harness.answer(SHARED[:100], 20)
         assert (client.reason, len(client.tokens)) == ("E_RUNTIME_DECODE", at)
@@ -183,23 +188,22 @@ async def test_what_gave_no_usable_logits_is_not_kept(autojump_clock, monkeypatc
         await harness.clean()
 
 
-async def test_a_model_that_cannot_forget_goes_on_with_whole_chats_only(autojump_clock):
-    model = engine(unified=True)
-    model.info = msgspec.structs.replace(model.info, can_truncate=False)
+async def test_a_memory_without_truncation_and_checkpoints_reuses_whole_sequences_only(autojump_clock):
+    model = engine(unified=True, can_truncate=False, checkpoints=0)
     async with asking(model) as harness:
-        story = SHARED[:300]
-        await harness.answer(story, 20)
-        rewritten = await harness.answer([*story, 999], 20)
-        assert rewritten.cached == 0
+        chat = SHARED[:300]
+        await harness.answer(chat, 20)
+        edited = await harness.answer([*chat, 999], 20)
+        assert edited.cached == 0
         stopped = await harness.answer(SHARED[50:300], 20, stop=[f"{expected_continuation(SHARED[50:300], 9)[8]} "])
         assert stopped.reason == "stop"
         longer = [*SHARED[50:300], *expected_continuation(SHARED[50:300], 9), 998]
         after_stop = await harness.answer(longer, 20)
         assert after_stop.cached == 259
-        story = [*story, *expected_continuation(story, 20), 997]
-        on = await harness.answer(story, 20)
+        chat = [*chat, *expected_continuation(chat, 20), 997]
+        on = await harness.answer(chat, 20)
         assert on.cached == 319
-        assert all(is_right(client) for client in (rewritten, after_stop, on))
+        assert all(is_right(client) for client in (edited, after_stop, on))
         clients = fan_out(harness)
         await harness.ended(*clients)
         assert all(is_right(client) for client in clients)
@@ -207,12 +211,12 @@ async def test_a_model_that_cannot_forget_goes_on_with_whole_chats_only(autojump
         await harness.clean()
 
 
-# -- together ---------------------------------------------------------------------------------------
+# -- simultaneously ---------------------------------------------------------------------------------------
 
 
 @LAYOUTS
 @pytest.mark.parametrize("n_tokens", [1, 20])
-async def test_eight_that_arrive_together_compute_one_prompt(autojump_clock, unified, n_tokens):
+async def test_eight_requests_at_once_compute_one_prompt(autojump_clock, unified, n_tokens):
     async with asking(engine(unified)) as harness:
         clients = fan_out(harness, 8, n_tokens)
         await harness.ended(*clients)
@@ -223,8 +227,8 @@ async def test_eight_that_arrive_together_compute_one_prompt(autojump_clock, uni
 
 
 @LAYOUTS
-async def test_those_that_come_later_join_them(autojump_clock, unified):
-    """While it is read, and while others wait for it or generate."""
+async def test_requests_that_come_later_share_the_prefix_too(autojump_clock, unified):
+    """During the leader's prefill, while others follow it, and while others decode."""
     async with asking(engine(unified, n_seq_max=16, n_ctx=65_536)) as harness:
         clients = []
         for i in range(14):
@@ -237,7 +241,7 @@ async def test_those_that_come_later_join_them(autojump_clock, unified):
 
 
 @LAYOUTS
-async def test_those_in_the_queue_share_as_well(autojump_clock, unified):
+async def test_requests_in_the_queue_share_the_prefix_too(autojump_clock, unified):
     async with asking(engine(unified)) as harness:
         clients = fan_out(harness, 30)
         await harness.ended(*clients)
@@ -248,7 +252,7 @@ async def test_those_in_the_queue_share_as_well(autojump_clock, unified):
 
 @LAYOUTS
 async def test_a_tree_of_prompts(autojump_clock, unified):
-    """A system prompt, under it two documents, under each some questions: each part is computed once."""
+    """One system prompt, two documents, several questions for each document.  Each part is computed once."""
     async with asking(engine(unified)) as harness:
         documents = [[*SHARED[:600], *(100 * d + i % 90 for i in range(700))] for d in (1, 2)]
         clients = [harness.ask([*documents[i % 2], 900 + i], 10) for i in range(8)]
@@ -260,7 +264,7 @@ async def test_a_tree_of_prompts(autojump_clock, unified):
 
 @LAYOUTS
 @pytest.mark.parametrize("after_s", [0.001, 0.03, 0.07, 0.12])
-async def test_when_the_first_is_cancelled_another_reads_it_for_the_rest(autojump_clock, unified, after_s):
+async def test_when_the_leader_is_cancelled_a_follower_takes_over(autojump_clock, unified, after_s):
     async with asking(engine(unified)) as harness:
         first, *others = fan_out(harness)
         await trio.sleep(after_s)
@@ -274,7 +278,7 @@ async def test_when_the_first_is_cancelled_another_reads_it_for_the_rest(autojum
 
 
 @LAYOUTS
-async def test_one_after_another_is_cancelled(autojump_clock, unified):
+async def test_all_but_one_are_cancelled_in_turn(autojump_clock, unified):
     async with asking(engine(unified)) as harness:
         clients = fan_out(harness)
         for client in clients[:-1]:
@@ -287,64 +291,67 @@ async def test_one_after_another_is_cancelled(autojump_clock, unified):
 
 
 @LAYOUTS
-@pytest.mark.parametrize("fatal", [True, False])
+@FAILURES
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.07])
-async def test_when_the_first_fails_another_reads_it_for_the_rest(autojump_clock, unified, fatal, after_s):
+async def test_the_prefix_is_computed_again_after_a_failed_step(autojump_clock, unified, failure, after_s):
     async with asking(engine(unified)) as harness:
         resident = await harness.answer(range(1, 300), 5)
-        first, *others = fan_out(harness)
+        clients = fan_out(harness)
         await trio.sleep(after_s)
-        harness.engine.fail_next = EngineError("the device has gone")
-        await harness.ended(first, *others)
-        assert first.reason == "E_RUNTIME_DECODE"
-        assert all(is_right(client) and client.reason == "length" for client in others)
+        before = harness.computed
+        harness.engine.fail_next = failure
+        await harness.ended(*clients)
+        assert all(is_right(client) and client.reason == "length" for client in clients)
+        in_flight = harness.engine.info.n_batch  # was lost too
+        assert harness.computed - before <= in_flight + 1.1 * 1502, "the prefix was computed once for all eight"
         again = await harness.answer(resident.prompt, 5)
         assert is_right(again)
-        assert harness.engine.resets == fatal
+        assert again.cached == 0, "the whole cache was lost"
+        assert harness.engine.resets == 1
         await harness.clean()
 
 
 @LAYOUTS
-@pytest.mark.parametrize("fatal", [True, False])
-async def test_what_comes_while_a_step_fails_does_not_rely_on_it(autojump_clock, unified, fatal):
-    """It is to get a copy of tokens that the step under way computes, and does not."""
+@FAILURES
+async def test_a_request_that_follows_a_failing_step_gets_the_right_prefix(autojump_clock, unified, failure):
+    """It was to copy tokens that the step in flight computes, but the step fails."""
     async with asking(engine(unified)) as harness:
         first = harness.ask(SHARED, 5)
         await trio.sleep(0.02)
-        harness.engine.fail_next = EngineError("no room")
+        harness.engine.fail_next = failure
         before = len(harness.engine.steps)
         while len(harness.engine.steps) == before:
             await trio.sleep(0.001)
         assert harness.engine.fail_next is None
-        assert not first.sequence.done.is_set(), "the step that failed is not done yet"
-        second = harness.ask([*SHARED[: first.sequence.n_computed], 5], 5)
+        n_computed = first.sequence.n_computed
+        assert n_computed > 0, "the failing step is still in flight"
+        second = harness.ask([*SHARED[:n_computed], 5], 5)
         await harness.ended(first, second)
-        assert first.reason == "E_RUNTIME_DECODE"
-        assert second.reason == "length"
-        assert second.cached == 0
+        assert first.reason == second.reason == "length"
+        assert is_right(first)
         assert is_right(second)
         await harness.clean()
 
 
-@pytest.mark.parametrize("fatal", [True, False])
-async def test_what_found_its_stop_string_while_a_step_failed_leaves_nothing_wrong(autojump_clock, fatal):
-    """Its last token is fed by that step."""
+@FAILURES
+async def test_a_sequence_that_ends_while_a_step_fails_leaves_no_wrong_tokens(autojump_clock, failure):
+    """The failing step would compute the token that completes the stop string."""
     async with asking() as harness:
-        said = expected_continuation(SHARED[:50], 20)
-        stopped = harness.ask(SHARED[:50], 20, stop=[f" {said[9]} "])
+        expected = expected_continuation(SHARED[:50], 20)
+        stopped = harness.ask(SHARED[:50], 20, stop=[f" {expected[9]} "])
         while len(stopped.tokens) < 9:
             await trio.sleep(0.001)
-        harness.engine.fail_next = EngineError("no room")
+        harness.engine.fail_next = failure
         await harness.ended(stopped)
         assert stopped.reason == "stop"
-        on = await harness.answer([*SHARED[:50], *said[:10], 5], 5)
+        on = await harness.answer([*SHARED[:50], *expected[:10], 5], 5)
         assert on.reason == "length"
         assert is_right(on)
         await harness.clean()
 
 
 @LAYOUTS
-async def test_when_the_first_does_not_read_the_others_do_not_wait_for_it(autojump_clock, unified):
+async def test_followers_do_not_wait_for_a_leader_whose_client_stops_reading(autojump_clock, unified):
     async with asking(engine(unified)) as harness:
         first, *others = fan_out(harness, n_tokens=20)
         await trio.sleep(0.06)
@@ -361,7 +368,7 @@ async def test_when_the_first_does_not_read_the_others_do_not_wait_for_it(autoju
 
 
 @LAYOUTS
-async def test_who_does_not_read_from_the_start_holds_nobody(autojump_clock, unified):
+async def test_a_client_that_never_read_does_not_block_others(autojump_clock, unified):
     async with asking(engine(unified)) as harness:
         first = harness.ask([*SHARED, 799], 20)
         first.has_room = False
@@ -376,7 +383,7 @@ async def test_who_does_not_read_from_the_start_holds_nobody(autojump_clock, uni
         await harness.clean()
 
 
-async def test_a_follower_that_does_not_read_holds_nobody(autojump_clock):
+async def test_a_follower_whose_client_does_not_read_does_not_block_others(autojump_clock):
     async with asking(engine(unified=True)) as harness:
         clients = fan_out(harness)
         clients[3].has_room = False
@@ -388,7 +395,7 @@ async def test_a_follower_that_does_not_read_holds_nobody(autojump_clock):
         await harness.clean()
 
 
-async def test_a_higher_class_does_not_wait_for_a_lower_one(autojump_clock):
+async def test_a_request_does_not_wait_for_a_leader_of_a_lower_priority(autojump_clock):
     async with asking(engine(unified=True)) as harness:
         background = harness.ask([*SHARED, 5], 5, slo=Slo(priority="background"))
         await trio.sleep(0.06)
@@ -402,8 +409,8 @@ async def test_a_higher_class_does_not_wait_for_a_lower_one(autojump_clock):
 
 
 @LAYOUTS
-async def test_whose_client_is_gone_is_as_cancelled(autojump_clock, unified):
-    """Over a socket: the first of eight hangs up while its prompt is read."""
+async def test_a_leader_whose_client_disconnects_is_cancelled(autojump_clock, unified):
+    """Over a socket: the first of eight clients disconnects during its prefill."""
     async with serving(engine(unified)) as harness:
         texts: dict[int, str] = {}
         prompt = "the same beginning " * 75
@@ -411,16 +418,16 @@ async def test_whose_client_is_gone_is_as_cancelled(autojump_clock, unified):
         async def ask(i: int) -> None:
             async with harness.client() as client:
                 answer = [event async for event in client.generate(prompt=prompt + chr(65 + i), max_tokens=10)]
-                texts[i] = "".join(event.get("text", "") for event in answer)
+                texts[i] = "".join(event.text for event in answer if isinstance(event, Token))
 
         async with trio.open_nursery() as nursery, harness.client() as hasty, trio.open_nursery() as one:
 
             async def first() -> None:
                 async for _ in hasty.generate(prompt=prompt + "@", max_tokens=10):
-                    raise AssertionError("it should have been gone before")
+                    raise AssertionError("it should have been disconnected before")
 
             one.start_soon(first)
-            while not [*harness.scheduler.sequences()]:
+            while not list(harness.scheduler.sequences()):
                 await trio.sleep(0.001)
             for i in range(7):
                 nursery.start_soon(ask, i)
@@ -439,49 +446,48 @@ async def test_whose_client_is_gone_is_as_cancelled(autojump_clock, unified):
 
 
 @pytest.mark.parametrize("failures", [0.0, 0.03], ids=["sound", "failing"])
-@pytest.mark.parametrize("rewinds", [True, False], ids=["rewinds", "recurrent"])
+@pytest.mark.parametrize("can_truncate", [True, False], ids=["truncatable", "recurrent"])
 @LAYOUTS
-async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, rewinds, failures):
-    """Turns, rewritten turns, cancels, clients that do not read, a device that fails: no text is ever wrong."""
-    chance = random.Random(5)
-    model = engine(unified, n_ctx=3000 if unified else 6000, n_seq_max=6)
-    model.info = msgspec.structs.replace(model.info, can_truncate=rewinds)
+async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, can_truncate, failures):
+    """Turns, edited turns, cancellations, clients that do not read, failing steps: no text is ever wrong."""
+    rng = random.Random(5)
+    model = engine(unified, n_ctx=3000 if unified else 6000, n_seq_max=6, can_truncate=can_truncate, checkpoints=0)
     system = SHARED[:200]
     ends: dict[str, int] = {}
 
     async with asking(model, max_queue=300) as harness:
 
         async def converse(i: int) -> None:
-            story = [*system[: chance.choice([0, 60, 200])], *chance.choices(range(1, 900), k=chance.randint(1, 60))]
-            await trio.sleep(chance.random() * 15)
-            for _ in range(chance.randint(1, 4)):
-                n = chance.randint(1, 30)
+            chat = [*system[: rng.choice([0, 60, 200])], *rng.choices(range(1, 900), k=rng.randint(1, 60))]
+            await trio.sleep(rng.random() * 15)
+            for _ in range(rng.randint(1, 4)):
+                n = rng.randint(1, 30)
                 client = harness.ask(
-                    story,
+                    chat,
                     n,
-                    principal=i % 3,
-                    cache_prompt=chance.random() < 0.9,
-                    slo=Slo(priority=chance.choice(["normal", "background"])),
+                    principal=f"uid:{i % 3}",
+                    cache_prompt=rng.random() < 0.9,
+                    slo=Slo(priority=rng.choice(["normal", "background"])),
                 )
-                if chance.random() < 0.15:
-                    await trio.sleep(chance.random() * 0.5)
+                if rng.random() < 0.15:
+                    await trio.sleep(rng.random() * 0.5)
                     harness.scheduler.cancel(client.sequence)
-                elif chance.random() < 0.2:
-                    await trio.sleep(chance.random() * 0.3)
+                elif rng.random() < 0.2:
+                    await trio.sleep(rng.random() * 0.3)
                     client.has_room = False
-                    await trio.sleep(chance.random())
+                    await trio.sleep(rng.random())
                     harness.read_on(client)
-                if chance.random() < failures:
-                    harness.engine.fail_next = EngineError("gone")
+                if rng.random() < failures:
+                    harness.engine.fail_next = EngineError("gone") if rng.random() < 0.5 else EngineDied("killed")
                 await harness.ended(client)
                 harness.scheduler.check_integrity()
                 assert is_right(client)
                 assert client.reason != "length" or len(client.tokens) == n
                 ends[client.reason] = ends.get(client.reason, 0) + 1
-                story = [*story, *client.tokens, *chance.choices(range(1, 900), k=chance.randint(1, 40))]
-                if chance.random() < 0.2:
-                    story = story[: chance.randint(1, len(story))]
-                if len(story) > 800:
+                chat = [*chat, *client.tokens, *rng.choices(range(1, 900), k=rng.randint(1, 40))]
+                if rng.random() < 0.2:
+                    chat = chat[: rng.randint(1, len(chat))]
+                if len(chat) > 800:
                     break
 
         async with trio.open_nursery() as nursery:
@@ -489,10 +495,11 @@ async def test_200_conversations_in_a_cache_for_a_few(autojump_clock, unified, r
                 nursery.start_soon(converse, i)
         assert ends["length"] > 250
         assert ends["cancelled"] > 20
-        assert (ends.get("E_RUNTIME_DECODE", 0) > 3) == bool(failures)
-        assert set(ends) <= {"length", "cancelled", "E_RUNTIME_DECODE"}
+        assert (model.resets > 5) == bool(failures)
+        assert ends.pop("E_RUNTIME_DECODE", 0) <= 2 * bool(failures), "only a request in two failed steps may fail"
+        assert set(ends) == {"length", "cancelled"}
         telemetry = harness.scheduler.telemetry
-        assert telemetry.cached_tokens_total > (0.1 * telemetry.prompt_tokens_total if rewinds else 0)
+        assert telemetry.cached_tokens_total > (0.1 * telemetry.prompt_tokens_total if can_truncate else 0)
         copies = sum(isinstance(op, CopyPrefix) for step in model.steps for op in step.ops)
-        assert (copies > 20) == rewinds
+        assert (copies > 20) == can_truncate
         await harness.clean()

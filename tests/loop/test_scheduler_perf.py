@@ -1,4 +1,4 @@
-"""What the scheduler writes to the perf log: every tick and every request, and no idle time as a gap."""
+"""The scheduler's perf records: each tick and each request has one, and idle time is not a gap."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import trio
 from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.serving import settings, token_to_bytes
 from uma_trio.models.prompt import Prompt
+from uma_trio.principal import ANONYMOUS, Principal
 from uma_trio.protocol.messages import Generate
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
@@ -54,15 +55,16 @@ async def recorded(engine: FakeEngine | None = None, **values: Any) -> AsyncIter
         nursery.cancel_scope.cancel()
 
 
-def ask(scheduler: Scheduler, name: str, n_prompt: int, n_tokens: int, *, principal: int = 0, **fields: Any) -> Answer:
+def ask(scheduler: Scheduler, name: str, n_prompt: int, n_tokens: int, *, principal: str = "uid:0", **fields: Any) -> Answer:
     tokens = np.arange(n_prompt, dtype=np.int32) + 100 * len(name)
     request = Generate(id=name, prompt="", max_tokens=n_tokens, **fields)
-    return scheduler.submit(request, Prompt(tokens, ""), NullClient(), principal=principal)
+    [answer] = scheduler.submit(request, Prompt(tokens, ""), NullClient(), Principal(principal))
+    return answer
 
 
 async def test_ticks_and_requests_add_up(autojump_clock):
     async with recorded(speculation=False) as (scheduler, records):
-        sequences = [ask(scheduler, "r" * n, 40 * n, 5 * n, principal=n) for n in (1, 2, 3)]
+        sequences = [ask(scheduler, "r" * n, 40 * n, 5 * n, principal=f"uid:{n}") for n in (1, 2, 3)]
         for sequence in sequences:
             await sequence.done.wait()
         await scheduler.wait_idle()
@@ -73,7 +75,7 @@ async def test_ticks_and_requests_add_up(autojump_clock):
     assert all(tick.decode_ms > 0 and tick.predicted_ms is not None for tick in records.ticks)
     assert sorted(records.ticks, key=lambda tick: tick.start_s) == records.ticks
     for n, found in enumerate(sorted(records.requests, key=lambda request: request.id), 1):
-        assert (found.id, found.principal, found.priority, found.finish_reason) == ("r" * n, str(n), "normal", "length")
+        assert (found.id, found.principal, found.priority, found.finish_reason) == ("r" * n, f"uid:{n}", "normal", "length")
         assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (40 * n, 0, 5 * n)
         assert len(found.inter_token_ms) == 5 * n - 1
         assert found.admitted_s is not None
@@ -82,7 +84,7 @@ async def test_ticks_and_requests_add_up(autojump_clock):
         assert abs(found.first_token_s + sum(found.inter_token_ms) / 1e3 - found.finished_s) < 0.01
 
 
-async def test_a_tick_starts_when_its_step_starts(autojump_clock):
+async def test_a_tick_starts_when_its_step_begins(autojump_clock):
     async with recorded(speculation=False) as (scheduler, records):
         await trio.sleep(1)
         asked = trio.current_time()
@@ -94,7 +96,7 @@ async def test_a_tick_starts_when_its_step_starts(autojump_clock):
         assert after.start_s == pytest.approx(before.start_s + before.duration_ms / 1e3), "the engine is never idle"
 
 
-async def test_each_request_is_one_record_however_it_ends(autojump_clock):
+async def test_each_request_has_one_record_however_it_ends(autojump_clock):
     async with recorded(FakeEngine(n_seq_max=1, eog_after=60), parallel=1) as (scheduler, records):
         stopped = ask(scheduler, "a", 50, 100)
         waiting = ask(scheduler, "b", 50, 100)
@@ -115,7 +117,7 @@ async def test_each_request_is_one_record_however_it_ends(autojump_clock):
     assert found["c"].completion_tokens > 0
 
 
-async def test_idle_time_is_no_gap(autojump_clock):
+async def test_idle_time_is_not_a_gap(autojump_clock):
     async with recorded() as (scheduler, records):
         for name in ("a", "b", "c"):
             await ask(scheduler, name, 10, 5).done.wait()
@@ -127,11 +129,12 @@ async def test_idle_time_is_no_gap(autojump_clock):
     assert len(begins) == 3
 
 
-async def test_time_in_which_the_client_does_not_read_is_no_gap(autojump_clock):
+async def test_time_while_the_client_does_not_read_is_not_a_gap(autojump_clock):
     async with recorded(speculation=False) as (scheduler, records):
         sink = NullClient()
         tokens = np.arange(10, dtype=np.int32)
-        sequence = scheduler.submit(Generate(id="a", prompt="", max_tokens=20), Prompt(tokens, ""), sink)
+        request = Generate(id="a", prompt="", max_tokens=20)
+        [sequence] = scheduler.submit(request, Prompt(tokens, ""), sink, ANONYMOUS)
         await trio.sleep(0.04)
         sink.has_room = False
         await trio.sleep(60)

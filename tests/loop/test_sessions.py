@@ -18,6 +18,7 @@ from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import at_once
 from uma_trio.client import Eos, ServerError, Token
 from uma_trio.daemon import connection
+from uma_trio.principal import Principal
 from uma_trio.sessions.sessions import SWEEP_S
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import SPARE_BYTES, SessionRecord

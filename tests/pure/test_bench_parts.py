@@ -1,4 +1,4 @@
-"""What the benches decide without a server: what an HTTP response says, which cores are meant."""
+"""Parts of the benches that need no server: the HTTP reader and the pinning of cores."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ BENCHES = Path(__file__).parents[2] / "benches"
 
 
 def load(name: str) -> ModuleType:
+    """A script's module.  The scripts import each other from their own folder."""
+    if str(BENCHES) not in sys.path:
+        sys.path.append(str(BENCHES))
     spec = importlib.util.spec_from_file_location(name, BENCHES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -40,7 +43,7 @@ def chunk(data: bytes) -> bytes:
 
 
 def response(*, per_chunk: int = 1, comment: bytes = b"") -> bytes:
-    """The events in chunks of so many bytes, or of one event each."""
+    """The events in chunks of ``per_chunk`` bytes; with 1, in chunks of one event."""
     body = [b"data: " + event + b"\n\n" for event in EVENTS]
     if comment:
         body.insert(1, comment + b"\n\n")
@@ -54,7 +57,7 @@ def response(*, per_chunk: int = 1, comment: bytes = b"") -> bytes:
     "data", [response(), response(per_chunk=7), response(per_chunk=1000), response(comment=b": ping")]
 )
 @pytest.mark.parametrize("step", [1, 3, 10_000])
-def test_events_are_the_same_however_they_come(data: bytes, step: int) -> None:
+def test_events_do_not_depend_on_how_the_bytes_arrive(data: bytes, step: int) -> None:
     reader, found = llama_http.EventReader(), []
     for at in range(0, len(data), step):
         assert not reader.ended
@@ -76,7 +79,7 @@ def test_events_are_the_same_however_they_come(data: bytes, step: int) -> None:
         (HEAD + chunk(b"error: out of luck\n\n"), "out of luck"),
     ],
 )
-def test_what_is_no_answer(data: bytes, complaint: str) -> None:
+def test_invalid_responses(data: bytes, complaint: str) -> None:
     reader = llama_http.EventReader()
     with pytest.raises(BrokenProtocol, match=complaint):
         for part in (data, b"") if data else (b"",):
@@ -102,7 +105,7 @@ class TestPins:
             ("0,2-3:1", 1, {0, 2, 3}, {1}),
         ],
     )
-    def test_which_cores(self, text: str, threads: int, server: set[int], client: set[int]) -> None:
+    def test_valid_pins(self, text: str, threads: int, server: set[int], client: set[int]) -> None:
         assert pinning.parse_pins(text, threads) == pinning.Pins(frozenset(server), frozenset(client))
 
     def test_auto_leaves_each_compute_thread_a_core(self) -> None:
@@ -110,8 +113,8 @@ class TestPins:
 
     @pytest.mark.parametrize(
         ("text", "complaint"),
-        [("0", "neither auto"), ("0:x", "no list of cores"), (":1", "no list"), ("0:9", "may not use core 9")],
+        [("0", "not auto, none"), ("0:x", "not a list of cores"), (":1", "not a list"), ("0:9", "may not use cores 9")],
     )
-    def test_what_is_no_pin(self, text: str, complaint: str) -> None:
+    def test_invalid_pins(self, text: str, complaint: str) -> None:
         with pytest.raises(ValueError, match=complaint):
             pinning.parse_pins(text, 1)

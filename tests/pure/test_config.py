@@ -1,4 +1,4 @@
-"""Configuration: file < environment < flags, bounds, and what an operator is told."""
+"""Configuration: file < environment < flags, bounds, and error messages."""
 
 import re
 from pathlib import Path
@@ -14,6 +14,7 @@ from uma_trio import config
 from uma_trio.config import (
     Config,
     ConfigError,
+    Engine,
     Limits,
     Listen,
     Model,
@@ -28,7 +29,7 @@ ALL = list(settings())
 BY_NAME = {found.name: found for found in ALL}
 
 
-def written(folder: Path, text: str) -> Path:
+def write_config(folder: Path, text: str) -> Path:
     file = folder / "uma.yaml"
     file.write_text(text)
     return file
@@ -37,7 +38,7 @@ def written(folder: Path, text: str) -> Path:
 # -- the settings themselves --------------------------------------------------------------------------
 
 
-def test_defaults_are_what_no_source_gives() -> None:
+def test_without_sources_all_settings_have_their_defaults() -> None:
     assert load() == Config()
 
 
@@ -46,29 +47,27 @@ def test_names_are_unique_over_all_sections() -> None:
     assert {found.section for found in ALL} == {field.name for field in attrs.fields(Config)} == set(config.SECTIONS)
 
 
-UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens)$")
+UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens|attempts)$")
 UNIT_IN_HELP = re.compile(r"\b(tokens?|sequences|threads|layers|connections|requests|sessions)\b", re.IGNORECASE)
 
 
 @pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)
-def test_each_has_a_reason_and_a_unit(found: Setting) -> None:
+def test_each_setting_has_a_help_text_and_a_unit(found: Setting) -> None:
     assert found.help.endswith(".")
     assert re.fullmatch(r"[a-z][a-z0-9_]*", found.name)
     if found.type in (int, float):
-        assert UNIT_IN_NAME.search(found.name) or UNIT_IN_HELP.search(found.help), "a number of what?"
+        assert UNIT_IN_NAME.search(found.name) or UNIT_IN_HELP.search(found.help), "the number has no unit"
     if found.type is float:
         assert found.name.endswith(("_s", "_ms"))
 
 
 @pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)
-def test_each_number_has_bounds_on_both_sides_and_a_default_within(found: Setting) -> None:
-    ge, le, gt = found.bounds
+def test_each_number_has_two_bounds_and_a_default_within(found: Setting) -> None:
     if found.type in (int, float):
-        assert le is not None
-        assert (ge is None) != (gt is None)
-        assert found.read(found.default, "here") == found.default
+        assert set(found.bounds) in ({"ge", "le"}, {"gt", "le"})
+        assert found.convert(found.default, "here") == found.default
     else:
-        assert found.bounds == (None, None, None)
+        assert not found.bounds
 
 
 def test_sections_are_frozen() -> None:
@@ -80,23 +79,25 @@ def test_sections_are_frozen() -> None:
 
 
 def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
-    file = written(tmp_path, "limits:\n  max_connections: 1\n  max_queue: 1\n  max_tokens: 1\nmodel:\n  ctx: 100\n")
+    file = write_config(
+        tmp_path, "limits:\n  max_connections: 1\n  max_queue: 1\n  max_tokens: 1\nmodel:\n  ctx: 100\n"
+    )
     found = load(file, {"UMA_MAX_QUEUE": "2", "UMA_MAX_TOKENS": "2", "PATH": "/bin"}, {"max_tokens": "3", "ctx": None})
     assert found.limits == Limits(max_connections=1, max_queue=2, max_tokens=3)
     assert found.model == Model(ctx=100)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "{}", "limits:\n", "limits: {}\nmodel:\n"])
-def test_files_that_set_nothing(tmp_path: Path, text: str) -> None:
-    assert load(written(tmp_path, text)) == Config()
+def test_empty_files(tmp_path: Path, text: str) -> None:
+    assert load(write_config(tmp_path, text)) == Config()
 
 
-def test_variables_of_the_tests_are_not_settings() -> None:
+def test_variables_of_the_test_suite_are_ignored() -> None:
     assert load(environment={"UMA_TEST_GPU": "1", "UMA_TEST_": "x", "OTHER_CTX": "1"}) == Config()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("limit:\n  max_queue: 1\n", "unknown section limit; did you mean limits?"),
         ("limits:\n  max_conections: 1\n", "unknown key max_conections; did you mean max_connections?"),
@@ -114,14 +115,14 @@ def test_variables_of_the_tests_are_not_settings() -> None:
         ("limits:\n  max_queue: many\n", "max_queue must be a whole number from 0 to 1000000, not 'many'"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, text: str, said: str) -> None:
-    file = written(tmp_path, text)
-    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+def test_a_wrong_file_is_an_error_that_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+    file = write_config(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load(file)
     assert str(file) in str(caught.value)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     for file in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(ConfigError, match=f"cannot read {re.escape(str(file))}"):
             load(file)
@@ -130,7 +131,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         load(tmp_path / "binary.yaml")
 
 
-def test_an_unknown_variable_names_the_nearest() -> None:
+def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="UMA_MAX_CONECTIONS; did you mean UMA_MAX_CONNECTIONS"):
         load(environment={"UMA_MAX_CONECTIONS": "1"})
 
@@ -140,17 +141,16 @@ def test_an_unknown_variable_names_the_nearest() -> None:
 
 @pytest.mark.parametrize("found", [found for found in ALL if found.type in (int, float)], ids=lambda found: found.name)
 def test_bounds(found: Setting) -> None:
-    ge, le, gt = found.bounds
-    assert le is not None
+    ge, le, gt = found.bounds.get("ge"), found.bounds["le"], found.bounds.get("gt")
     inside = [le] if ge is None else [ge, le]
     outside = [le * 2, -1e9, *([gt] if gt is not None else [])] + ([ge - 1] if ge is not None else [])
     for value in inside:
         as_type = found.type(value)
-        assert found.read(as_type, "here") == as_type
-        assert found.read(repr(as_type), "here") == as_type
+        assert found.convert(as_type, "here") == as_type
+        assert found.convert(repr(as_type), "here") == as_type
     for value in outside:
         with pytest.raises(ConfigError, match=f"here: {found.name} must be .* to {le:.10g}"):
-            found.read(found.type(value), "here")
+            found.convert(found.type(value), "here")
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,9 @@ def test_bounds(found: Setting) -> None:
     + [("type_k", value) for value in ("f32", "", None, 1, [], True)]
     + [("model", value) for value in (1, True, [], {}, b"x", "a\0b", "~no such user/x")],
 )
-def test_values_that_are_refused(name: str, value: object) -> None:
+def test_refused_values(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"here: {name} must be {re.escape(BY_NAME[name].expected)}"):
-        BY_NAME[name].read(value, "here")
+        BY_NAME[name].convert(value, "here")
 
 
 @pytest.mark.parametrize(
@@ -189,20 +189,30 @@ def test_values_that_are_refused(name: str, value: object) -> None:
         ("model", "~/a.gguf", Path.home() / "a.gguf"),
     ],
 )
-def test_values_that_are_taken(name: str, value: object, found: object) -> None:
-    read = BY_NAME[name].read(value, "here")
-    assert read == found
-    assert type(read) is type(found) or isinstance(read, Path)
+def test_accepted_values(name: str, value: object, found: object) -> None:
+    converted = BY_NAME[name].convert(value, "here")
+    assert converted == found
+    assert type(converted) is type(found) or isinstance(converted, Path)
 
 
-def test_a_flag_that_is_wrong_is_named_as_it_is_typed() -> None:
+def test_settings_of_the_engine_have_shorter_names_in_code(tmp_path: Path) -> None:
+    expected = Engine(mode="thread", hang_timeout_s=60.0, restart_attempts=0)
+    flags = {"engine": "thread", "engine_hang_timeout_s": "60", "engine_restart_attempts": "0"}
+    assert load(flags=flags).engine == expected
+    assert load(environment={f"UMA_{name.upper()}": value for name, value in flags.items()}).engine == expected
+    text = "engine:\n  engine: thread\n  engine_hang_timeout_s: 60\n  engine_restart_attempts: 0\n"
+    assert load(write_config(tmp_path, text)).engine == expected
+    assert BY_NAME["engine_hang_timeout_s"].flag == "--engine-hang-timeout-s"
+
+
+def test_an_error_names_the_flag_or_the_variable() -> None:
     with pytest.raises(ConfigError, match=r"^--max-queue: max_queue must be"):
         load(flags={"max_queue": "-1"})
     with pytest.raises(ConfigError, match=r"^UMA_MAX_QUEUE: max_queue must be"):
         load(environment={"UMA_MAX_QUEUE": "-1"})
 
 
-# -- what must go together ---------------------------------------------------------------------------------
+# -- settings that must fit each other ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -221,22 +231,22 @@ def test_a_tick_has_room_for_every_stream_and_a_burst(flags: dict[str, str], nee
         assert name in str(caught.value)
 
 
-def test_just_enough_room_is_taken() -> None:
+def test_just_enough_room_is_accepted() -> None:
     found = load(flags={"batch_tokens": "320", "parallel": "256", "min_chunk_tokens": "64"})
     assert found.model.batch_tokens - found.model.parallel == found.scheduling.min_chunk_tokens
 
 
-def test_the_smallest_chunk_fits_beside_the_streams() -> None:
+def test_the_smallest_chunk_fits_next_to_the_streams() -> None:
     flags = {"batch_tokens": "512", "parallel": "8"}
     assert load(flags=flags | {"min_chunk_tokens": "504"}).scheduling.min_chunk_tokens == 504
-    with pytest.raises(ConfigError, match=r"min_chunk_tokens is 505.*batch_tokens"):
+    with pytest.raises(ConfigError, match=r"min_chunk_tokens is 505.*504 tokens of prompts .batch_tokens"):
         load(flags=flags | {"min_chunk_tokens": "505"})
 
 
-# -- and back ----------------------------------------------------------------------------------------------
+# -- to_yaml ------------------------------------------------------------------------------------------------
 
 
-def test_to_yaml_shows_every_setting_with_its_reason() -> None:
+def test_to_yaml_shows_every_setting_with_its_help_text() -> None:
     shown = to_yaml(Config())
     found = yaml.safe_load(shown)
     assert [(section, list(fields)) for section, fields in found.items()] == [
@@ -268,11 +278,11 @@ configs = st.builds(
 
 @given(configs)
 @hypothesis.settings(max_examples=30)
-def test_what_is_printed_is_read_back(tmp_path_factory: pytest.TempPathFactory, found: Config) -> None:
+def test_load_reads_back_what_to_yaml_writes(tmp_path_factory: pytest.TempPathFactory, found: Config) -> None:
     file = tmp_path_factory.mktemp("config") / "uma.yaml"
     file.write_text(to_yaml(found), encoding="utf-8")
     assert load(file) == found
 
 
-def test_what_is_printed_needs_no_encoding() -> None:
+def test_to_yaml_is_ascii() -> None:
     assert to_yaml(Config(model=Model(model=Path('/é/\U0001f600/\x7f\x85\n"\\.gguf')))).isascii()

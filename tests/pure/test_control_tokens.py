@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from uma_trio.engine.records import PromptPart
+from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import BadRequest
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.control_tokens import MASK_CHARS, ControlTokens, Messages

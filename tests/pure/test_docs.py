@@ -327,7 +327,7 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | keys_of_snapshot("uma_trio/serving/scheduler.py", "Scheduler")
         | keys_of_snapshot("uma_trio/service.py", "ModelService")
         | keys_of_snapshot("uma_trio/daemon/server.py", "Server")
-        | {f"engine.{name}" for name in keys_of_snapshot("uma_trio/engine/link.py", "SupervisedEngine")}
+        | {f"engine.{name}" for name in keys_of_snapshot("uma_trio/engine/supervisor.py", "SupervisedEngine")}
         | {f"engine.{name}" for name in keys_of_snapshot("uma_trio/engine/link.py", "ChildProcess", "usage")}
         | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
         | {"kv.evicted_total", "kv.bytes", "kv.bytes_reserved"}

@@ -17,7 +17,7 @@ ROOT = Path(uma_trio.__file__).parent.parent
 ROOMS = (
     *("errors", "config", "principal", "protocol", "scheduling", "sampling", "kv", "telemetry"),
     *("store", "engine", "models"),
-    *("serving", "sessions", "service", "daemon", "client", "demo", "cli", "training"),
+    *("offload", "serving", "sessions", "service", "daemon", "client", "demo", "cli", "training"),
     "__main__",
 )
 """Each may import those before it.  A new room gets its place here and in docs/ARCHITECTURE.md."""
@@ -45,10 +45,10 @@ NO_NUMPY = ("errors", "config", "principal", "protocol", "scheduling")
 DOOR_MODULES = ("connection", "listener", "outbox", "peers")
 """Modules of ``daemon`` that serve clients."""
 
-BEHIND_THE_SERVICE = frozenset({"scheduling", "sampling", "kv", "store", "engine", "models", "serving", "sessions"})
+BEHIND_THE_SERVICE = frozenset({"scheduling", "sampling", "kv", "store", "engine", "models", "offload", "serving", "sessions"})
 """Rooms that a door does not see: it calls ``ModelService``."""
 
-DAEMON_SIDE_OF_ENGINE = ("link", "calibrate")
+DAEMON_SIDE_OF_ENGINE = ("link", "supervisor", "calibrate")
 """Modules of ``engine`` that run in the daemon; the others run in the engine process, which has no event loop."""
 
 

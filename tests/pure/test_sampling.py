@@ -1,18 +1,19 @@
-"""The sampler against a slow, obvious one, and rows against each other."""
+"""The sampler, compared with a slow reference; rows are independent of each other."""
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.sampling import SamplingParams, copied_rows, distribution, sample
-from uma_trio.sampling.sampler import NO_TOKEN, SORTED_TOP_K
+from uma_trio.sampling import NO_TOKEN, Bias, Past, SamplingParams, TokenLogprobs, copied_rows, distribution, sample
+from uma_trio.sampling.sampler import MAX_SORTED_TOP_K
 
 
-def obvious(logits, params):
-    """ids and probabilities by the book, in float64, sorting everything."""
+def reference(logits, params):
+    """Return ids and probabilities, computed in float64 by sorting everything."""
     order = np.lexsort((np.arange(len(logits)), -logits))
     order = order[np.isfinite(logits[order])]
     weights = np.exp((logits[order].astype(np.float64) - logits[order[0]]) / params.temperature)
@@ -23,7 +24,7 @@ def obvious(logits, params):
         kept = int(np.searchsorted(p.cumsum(), params.top_p)) + 1
         order, p = order[:kept], p[:kept]
     if params.min_p:
-        # as far as float64 tells: exp of a logarithm is not always what it was
+        # with tolerance: exp(log(x)) is not always x in float64
         order, p = order[p >= params.min_p * p[0] * (1 - 1e-12)], p[p >= params.min_p * p[0] * (1 - 1e-12)]
     return order[p > 0], p[p > 0] / p.sum()
 
@@ -35,7 +36,7 @@ def noise(rows, n_vocab, scale=2.0, seed=0):
 params = st.builds(
     SamplingParams,
     temperature=st.floats(0.05, 20),
-    top_k=st.sampled_from([0, 2, 5, 40, 300, SORTED_TOP_K, SORTED_TOP_K + 1, 900, 5000]),
+    top_k=st.sampled_from([0, 2, 5, 40, 300, MAX_SORTED_TOP_K, MAX_SORTED_TOP_K + 1, 900, 5000]),
     top_p=st.sampled_from([0.001, 0.3, 0.5, 0.9, 0.95, 0.999, 1.0]),
     seed=st.integers(0, 2**64 - 1),
     min_p=st.sampled_from([0.0, 1e-30, 1e-4, 0.05, 0.3, 1.0]),
@@ -43,15 +44,15 @@ params = st.builds(
 
 
 @given(params, st.sampled_from([1, 7, 64, 100, 1000, 3001]), st.integers(0, 99), st.sampled_from([0.01, 1, 5]))
-def test_the_distribution_is_the_obvious_one(params, n_vocab, seed, scale):
+def test_the_distribution_matches_the_reference(params, n_vocab, seed, scale):
     (logits,) = noise(1, n_vocab, scale, seed)
     if params.greedy:
         return
-    expected_ids, expected = obvious(logits, params)
+    expected_ids, expected = reference(logits, params)
     ids, p = distribution(logits, params)
     assert p.sum() == pytest.approx(1)
     assert (np.diff(p) <= 1e-6 * p[:-1] + 1e-15).all()  # differences of running sums near 1 are exact to 1e-16
-    # Weights in float32 may move the limit of top-p by a token whose share is that small.
+    # Weights in float32 can move the limit of top-p by one token with a tiny probability.
     n = min(len(ids), len(expected))
     assert abs(len(ids) - len(expected)) <= max(1, 2e-6 / expected[-1])
     assert (ids[: n - 1] == expected_ids[: n - 1]).all()
@@ -59,7 +60,7 @@ def test_the_distribution_is_the_obvious_one(params, n_vocab, seed, scale):
 
 
 @given(st.lists(params | st.just(SamplingParams()), min_size=1, max_size=12), st.data())
-def test_a_row_gets_the_same_token_in_any_company(rows, data):
+def test_rows_are_independent(rows, data):
     n_vocab = data.draw(st.sampled_from([50, 1024, 4000]))
     scales = np.array([data.draw(st.sampled_from([0.1, 3, 10])) for _ in rows], np.float32)
     logits = noise(len(rows), n_vocab, 1.0, seed=len(rows)) * scales[:, np.newaxis]
@@ -73,7 +74,7 @@ def test_a_row_gets_the_same_token_in_any_company(rows, data):
 
 
 @given(params, st.integers(0, 9))
-def test_only_what_is_left_can_be_drawn(params, seed):
+def test_only_tokens_that_the_filters_keep_are_drawn(params, seed):
     (logits,) = noise(1, 2000, 1.0, seed)
     if params.greedy:
         return
@@ -88,10 +89,10 @@ def test_only_what_is_left_can_be_drawn(params, seed):
         SamplingParams(temperature=0.8, top_k=40, top_p=0.95),
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=1.0, top_p=0.9),
-        SamplingParams(temperature=4.0, top_p=0.9),  # more than is sorted
+        SamplingParams(temperature=4.0, top_p=0.9),  # more candidates than are sorted
         SamplingParams(temperature=1.0, top_k=700),
         SamplingParams(temperature=1.0, min_p=0.02),
-        SamplingParams(temperature=4.0, min_p=0.01),  # more than is sorted
+        SamplingParams(temperature=4.0, min_p=0.01),  # more candidates than are sorted
         SamplingParams(temperature=4.0, top_k=600, top_p=0.95, min_p=0.1),
     ],
 )
@@ -113,7 +114,7 @@ def test_frequencies_follow_the_probabilities(params):
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom) + 5
 
 
-def test_tokens_of_fixed_seeds_stay_what_they_are():
+def test_fixed_seeds_give_fixed_tokens():
     logits = (np.arange(4 * 500) * 37 % 1009 / 128).astype(np.float32).reshape(4, 500)  # exact, no ties
     kinds = [
         SamplingParams(),
@@ -131,7 +132,7 @@ FIXED = [[409, 263, 62, 434], [409, 398, 445, 461], [409, 318, 195, 483]]
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("min_p", [1e-9, 0.01, 0.5, 1.0])
 @pytest.mark.parametrize("rest", [{}, {"top_k": 20}, {"top_k": 600}, {"top_p": 0.9}, {"top_k": 900, "top_p": 0.99}])
-def test_min_p_is_a_share_of_the_best_and_the_others_go_first(temperature, min_p, rest):
+def test_min_p_is_relative_to_the_best_token_and_comes_after_the_other_filters(temperature, min_p, rest):
     (logits,) = noise(1, 2000, 3.0, seed=1)
     ids, p = distribution(logits.copy(), SamplingParams(temperature, min_p=min_p, **rest))
     every, plain = distribution(logits.copy(), SamplingParams(temperature, **rest))
@@ -140,18 +141,18 @@ def test_min_p_is_a_share_of_the_best_and_the_others_go_first(temperature, min_p
     np.testing.assert_allclose(p, plain[:n] / plain[:n].sum(), rtol=1e-6)
 
 
-def test_min_p_of_1_keeps_the_best_and_its_equals():
+def test_min_p_of_1_keeps_the_best_token_and_ties():
     logits = np.array([1.0, 3.0, -2.0, 3.0, 2.999], np.float32)
     assert distribution(logits, SamplingParams(0.7, min_p=1.0))[0].tolist() == [1, 3]
 
 
-def test_greedy_takes_the_first_of_equals():
+def test_greedy_takes_the_lowest_id_of_a_tie():
     logits = np.zeros((3, 100), np.float32)
     logits[1, [7, 9]] = 1
     assert sample(logits, [SamplingParams()] * 3, [0] * 3).tolist() == [0, 7, 0]
 
 
-def test_top_k_of_equals_keeps_the_lowest_ids():
+def test_filters_keep_the_lowest_ids_of_a_tie():
     ids, p = distribution(np.zeros(5000, np.float32), SamplingParams(temperature=1, top_k=3))
     assert ids.tolist() == [0, 1, 2]
     assert p == pytest.approx([1 / 3] * 3)
@@ -166,7 +167,7 @@ def test_negative_zero_equals_zero():
     assert ids.tolist() == [0, 1]
 
 
-def test_a_row_without_a_distribution_does_not_touch_its_neighbours():
+def test_a_row_without_a_distribution_does_not_affect_others():
     logits = noise(6, 300)
     every = [SamplingParams(temperature=1, top_k=20), SamplingParams(temperature=1), SamplingParams()] * 2
     expected = sample(logits.copy(), every, range(6)).tolist()
@@ -189,14 +190,14 @@ def test_a_tiny_temperature_is_greedy(temperature, rest):
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(1.0), SamplingParams(5.0, 50), SamplingParams(5.0, 0, 0.9)]
 )
-def test_masked_tokens_never_come(params):
+def test_masked_tokens_are_never_drawn(params):
     logits = noise(20, 100)
     mask = np.arange(95)
     chosen = sample(logits, [params] * 20, range(20), [mask, None] * 10)
     assert (chosen[::2] >= 95).all()
 
 
-def test_read_only_logits_are_left_alone():
+def test_read_only_logits_are_not_changed():
     logits = noise(1, 50)
     logits.flags.writeable = False
     best = int(logits.argmax())
@@ -204,7 +205,7 @@ def test_read_only_logits_are_left_alone():
     assert int(logits.argmax()) == best
 
 
-def test_all_tokens_may_be_masked():
+def test_masking_all_tokens_gives_no_token():
     assert sample(noise(1, 50), [SamplingParams()], [0], [np.arange(50)]).tolist() == [NO_TOKEN]
 
 
@@ -225,6 +226,26 @@ def test_no_rows():
     assert sample(np.empty((0, 100), np.float32), [], []).tolist() == []
 
 
+def enc_hook(value):
+    return [str(value.dtype), value.tobytes()]
+
+
+def dec_hook(_, encoded):
+    return np.frombuffer(encoded[1], encoded[0])
+
+
+def test_structs_survive_msgpack():
+    params = SamplingParams(0.7, 40, seed=2**64 - 1, presence_penalty=-0.5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    logprobs = TokenLogprobs(-0.5, ((3, -0.5), (7, -1.25)))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(logprobs), type=TokenLogprobs) == logprobs
+    for struct in (Past(np.array([1, 2, 3], np.int32), 2), Bias(np.array([4], np.int32), np.array([0.5], np.float32))):
+        encoded = msgspec.msgpack.encode(struct, enc_hook=enc_hook)
+        decoded = msgspec.msgpack.decode(encoded, type=type(struct), dec_hook=dec_hook)
+        for name in struct.__struct_fields__:
+            np.testing.assert_array_equal(getattr(decoded, name), getattr(struct, name), strict=True)
+
+
 @pytest.mark.parametrize(
     ("rows", "copied"),
     [
@@ -238,5 +259,5 @@ def test_no_rows():
         ([], 0),
     ],
 )
-def test_rows_are_read_where_they_are_unless_they_must_be_gathered(rows, copied):
+def test_copied_rows(rows, copied):
     assert copied_rows([SamplingParams(*row) for row in rows], 1000) == copied

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from uma_trio.engine.tuning_cache import load_costs, model_fingerprint, save_costs
-from uma_trio.scheduling.cost import CostModel, Widths, Work
+from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
 
 
 @pytest.fixture
 def learned() -> CostModel:
-    cost = CostModel(widths=Widths((0.0, 7.8, 12.8, 13.2)))
+    cost = CostModel(call_times=DecodeCallTimes((0.0, 7.8, 12.8, 13.2)))
     for n in range(40):
         cost = cost.observed(Work(16 * (n % 5), n % 4, 100 * n, 50.0), 5 + 12.0 * (n % 5) + 2 * (n % 4))
     return cost
@@ -48,13 +48,13 @@ def test_a_missing_file_is_ignored(tmp_path: Path) -> None:
         lambda data: b"",
         lambda data: b"[]",
         lambda data: b"\xff" * 100,
-        lambda data: data.replace(b'"alone"', b'"along"'),
+        lambda data: data.replace(b'"decode_only"', b'"along"'),
         lambda data: _with(data, coefficients=[1, 2, 3]),
         lambda data: _with(data, coefficients=[1, 2, 3, 4, -5]),
         lambda data: _with(data, coefficients=[1, 2, 3, 4, 1e300]),
         lambda data: _with(data, coefficients=[1, 2, 3, 4, None]),
-        lambda data: _with(data, known=[[0.0] * 5] * 5),
-        lambda data: _with(data, seen=-1),
+        lambda data: _with(data, information=[[0.0] * 5] * 5),
+        lambda data: _with(data, n_observed=-1),
     ],
 )
 def test_a_damaged_file_is_ignored(tmp_path: Path, learned: CostModel, harm) -> None:
@@ -66,7 +66,7 @@ def test_a_damaged_file_is_ignored(tmp_path: Path, learned: CostModel, harm) -> 
 
 def _with(data: bytes, **changes: object) -> bytes:
     fields = json.loads(data)
-    fields["alone"].update(changes)
+    fields["decode_only"].update(changes)
     return json.dumps(fields).encode()
 
 

@@ -9,10 +9,10 @@ import click
 COMMANDS = {
     "serve": "Load a model once and serve it to many clients.",
     "ask": "Ask the daemon and stream the answer.",
-    "sessions": "List, describe, fork and close what the daemon remembers.",
+    "sessions": "List, describe, fork and close sessions.",
     "demo": "Watch short chats stay fast next to a long document.",
     "metrics": "Show the metrics of the daemon.",
-    "perf": "Make tables and pictures of a perf log.",
+    "perf": "Report on a perf log, as tables and plots.",
     "bench": "Run the benchmarks and write a report.",
     "tokenize": "Show the tokens of a text.",
     "doctor": "Check the installation and suggest fixes.",

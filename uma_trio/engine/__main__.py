@@ -12,7 +12,7 @@ import threading
 import msgspec
 import setproctitle
 
-from uma_trio.engine.link import LOG_MARK
+from uma_trio.engine.messages import LOG_MARK
 
 
 class _ToDaemon(logging.Handler):

@@ -28,6 +28,7 @@ import trio
 import uma_trio
 from uma_trio.engine.masks import MaskBuffer, MaskKind, create_mask_file
 from uma_trio.engine.messages import (
+    LOG_MARK,
     AttachMasks,
     Decoder,
     EngineDied,
@@ -59,9 +60,6 @@ OBITUARY_S: Final = 1.0
 """How long to wait for the exit status and the last lines of an engine whose socket has closed."""
 
 LAST_LINES: Final = 20
-LOG_MARK: Final = "\x1e"
-"""Begins a line of the engine's stderr that is a log record as JSON: ``[level, logger, message]``."""
-
 ASSERTION: Final = re.compile(r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):")
 
 

@@ -36,6 +36,10 @@ SAMPLED: Final = -4
 """In place of an input token: the token that the step before samples for the same sequence."""
 
 
+LOG_MARK: Final = "\x1e"
+"""Begins a line of the engine's stderr that is a log record as JSON: ``[level, logger, message]``."""
+
+
 class EngineError(Exception):
     """A step failed.  What the KV cache holds is unknown: ``reset`` the engine before the next step."""
 

@@ -81,7 +81,7 @@ class StepRunner:
 
     def is_stale(self, step: Step) -> bool:
         """Whether ``step`` ran ahead of a step that failed: the daemon sent it before it knew."""
-        return self._failed and any([each.tokens[0] == SAMPLED for inputs in step.calls for each in inputs])
+        return self._failed and any(each.tokens[0] == SAMPLED for inputs in step.calls for each in inputs)
 
     def run(self, step: Step, **options: Any) -> StepOutput:
         """Compute ``step``.

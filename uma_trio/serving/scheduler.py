@@ -166,8 +166,8 @@ class Scheduler:
 
     def wake(self) -> None:
         """Something has changed that the next plan should know."""
-        ahead = self._in_flight[-1] if self._in_flight else None
-        if ahead is not None and ahead.runs_ahead and not ahead.revoked:
+        ahead = self._in_flight[-1] if len(self._in_flight) > 1 else None  # the first one has begun
+        if ahead is not None and not ahead.revoked:
             ahead.revoked = True
             self._engine.link.revoke(ahead.number)
         self._wake.set()
@@ -405,11 +405,20 @@ class Scheduler:
         sequence.done.set()
 
     def _release_when_computed(self, sequence: Sequence) -> None:
-        """Give the cells of a finished sequence back, unless a step in flight still writes to them."""
-        if not any(step.computes(sequence) for step in self._in_flight):
-            was_cancelled = sequence.cancelled_at is not None
-            # a session goes on from what its client has seen, also of an answer that was cancelled
-            keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
+        """Give the cells of a finished sequence back, unless a step in flight still writes to them.
+
+        Tokens that stay for others are given back at once, as the step that has begun will leave them: the next
+        request may come before that step is complete.
+        """
+        was_cancelled = sequence.cancelled_at is not None
+        # a session goes on from what its client has seen, also of an answer that was cancelled
+        keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
+        computing = [step for step in self._in_flight if step.computes(sequence)]
+        if keep and computing and computing == self._in_flight[:1] and not computing[0].revoked:
+            assert sequence.allocation is not None
+            self.cache.advance(sequence.allocation, computing[0].end_of(sequence))
+            computing = []
+        if not computing:
             self._release(sequence, keep=keep)
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:

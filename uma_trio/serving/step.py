@@ -63,6 +63,10 @@ class InFlightStep:
         """Whether it writes to the KV cells of ``sequence``."""
         return any(row.sequence is sequence and not row.dropped for row in self.rows)
 
+    def end_of(self, sequence: Sequence) -> int:
+        """Tokens of ``sequence`` in the KV cache behind this step, which computes it."""
+        return next(row.end for row in self.rows if row.sequence is sequence)
+
     def drop(self, sequence: Sequence) -> None:
         """``sequence`` has ended with a token that the engine knows to end it."""
         for row in self.rows:
@@ -173,7 +177,8 @@ def complete_step(step: InFlightStep, output: StepOutput, cache: KvCache, now: f
         sequence = row.sequence
         if row.dropped:
             continue
-        assert sequence.allocation is not None
+        if sequence.allocation is None:
+            continue  # it has finished, and this step's tokens are counted
         cache.advance(sequence.allocation, row.end)
         if sequence.state is State.FINISHED or not row.n_samples:
             continue

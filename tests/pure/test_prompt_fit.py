@@ -1,18 +1,18 @@
-"""Admission: whether a request can be served at all, with the numbers in the answer."""
+"""Whether a request can be served at all, with the numbers in the answer."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.config import Limits
-from uma_trio.engine.records import ModelFacts
+from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import BadRequest, ContextTooSmall, LimitError, MaxTokensTooLarge, PromptTooLarge
 from uma_trio.protocol.messages import Generate
-from uma_trio.runner.admission import tokens_to_generate
+from uma_trio.models.prompt import tokens_to_generate
 
 
-def facts(*, n_ctx_seq: int = 100, n_ctx_train: int = 1000) -> ModelFacts:
-    return ModelFacts(
+def model_info(*, n_ctx_seq: int = 100, n_ctx_train: int = 1000) -> ModelInfo:
+    return ModelInfo(
         name="m",
         description="",
         n_vocab=10,
@@ -35,43 +35,43 @@ LIMITS = Limits(max_prompt_tokens=90, max_tokens=60, default_max_tokens=20)
 
 
 def test_a_request_that_names_no_number_gets_the_default_or_what_there_is() -> None:
-    assert tokens_to_generate(ask(), 10, facts(), LIMITS) == 20
-    assert tokens_to_generate(ask(), 90, facts(), LIMITS) == 11
-    assert tokens_to_generate(ask(), 10, facts(), Limits(default_max_tokens=50, max_tokens=5)) == 5
+    assert tokens_to_generate(ask(), 10, model_info(), LIMITS) == 20
+    assert tokens_to_generate(ask(), 90, model_info(), LIMITS) == 11
+    assert tokens_to_generate(ask(), 10, model_info(), Limits(default_max_tokens=50, max_tokens=5)) == 5
 
 
 def test_the_last_token_needs_no_cell() -> None:
     """A prompt of the whole window has room for one token, which is never fed back."""
     roomy = Limits(max_tokens=10**6)
-    assert tokens_to_generate(ask(1), 100, facts(), roomy) == 1
-    assert tokens_to_generate(ask(), 100, facts(), roomy) == 1
-    assert tokens_to_generate(ask(100), 1, facts(), roomy) == 100
+    assert tokens_to_generate(ask(1), 100, model_info(), roomy) == 1
+    assert tokens_to_generate(ask(), 100, model_info(), roomy) == 1
+    assert tokens_to_generate(ask(100), 1, model_info(), roomy) == 100
     for n_prompt, max_tokens in ((100, 2), (1, 101)):
         with pytest.raises(ContextTooSmall, match=f"ask for at most {101 - n_prompt}"):
-            tokens_to_generate(ask(max_tokens), n_prompt, facts(), roomy)
+            tokens_to_generate(ask(max_tokens), n_prompt, model_info(), roomy)
     with pytest.raises(ContextTooSmall, match="101 tokens, the context has room for 100"):
-        tokens_to_generate(ask(), 101, facts(), roomy)
+        tokens_to_generate(ask(), 101, model_info(), roomy)
 
 
 def test_the_window_is_the_smaller_of_the_cache_and_the_training() -> None:
-    assert tokens_to_generate(ask(50), 51, facts(n_ctx_train=100, n_ctx_seq=1000), LIMITS) == 50
+    assert tokens_to_generate(ask(50), 51, model_info(n_ctx_train=100, n_ctx_seq=1000), LIMITS) == 50
     with pytest.raises(ContextTooSmall):
-        tokens_to_generate(ask(51), 51, facts(n_ctx_train=100, n_ctx_seq=1000), LIMITS)
+        tokens_to_generate(ask(51), 51, model_info(n_ctx_train=100, n_ctx_seq=1000), LIMITS)
 
 
 def test_what_is_beyond_a_limit() -> None:
     with pytest.raises(BadRequest, match="no tokens"):
-        tokens_to_generate(ask(), 0, facts(), LIMITS)
+        tokens_to_generate(ask(), 0, model_info(), LIMITS)
     with pytest.raises(PromptTooLarge, match="91 tokens; this server takes 90"):
-        tokens_to_generate(ask(), 91, facts(), LIMITS)
+        tokens_to_generate(ask(), 91, model_info(), LIMITS)
     with pytest.raises(MaxTokensTooLarge, match="61; this server gives 60"):
-        tokens_to_generate(ask(61), 1, facts(), LIMITS)
+        tokens_to_generate(ask(61), 1, model_info(), LIMITS)
 
 
 @given(
     st.integers(0, 300),
     st.none() | st.integers(1, 300),
-    st.builds(facts, n_ctx_seq=st.integers(1, 200), n_ctx_train=st.integers(1, 200)),
+    st.builds(model_info, n_ctx_seq=st.integers(1, 200), n_ctx_train=st.integers(1, 200)),
     st.builds(
         Limits,
         max_prompt_tokens=st.integers(1, 300),
@@ -80,7 +80,7 @@ def test_what_is_beyond_a_limit() -> None:
     ),
 )
 def test_what_is_granted_fits_and_is_what_was_asked(
-    n_prompt: int, max_tokens: int | None, model: ModelFacts, limits: Limits
+    n_prompt: int, max_tokens: int | None, model: ModelInfo, limits: Limits
 ) -> None:
     try:
         granted = tokens_to_generate(ask(max_tokens), n_prompt, model, limits)
@@ -88,11 +88,11 @@ def test_what_is_granted_fits_and_is_what_was_asked(
         impossible = (
             n_prompt == 0
             or n_prompt > limits.max_prompt_tokens
-            or n_prompt + (max_tokens or 1) - 1 > model.window
+            or n_prompt + (max_tokens or 1) - 1 > model.max_request_tokens
             or (max_tokens or 1) > limits.max_tokens
         )
         assert impossible
     else:
         assert 1 <= granted <= limits.max_tokens
-        assert n_prompt + granted - 1 <= model.window
+        assert n_prompt + granted - 1 <= model.max_request_tokens
         assert max_tokens in (None, granted)
