@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.benches
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 pytest.importorskip("gguf", reason="the benches need the dev extra: ./build_llama.sh --dev")
 

@@ -24,9 +24,9 @@ from tests.support.serving import settings
 from uma_trio import config
 from uma_trio.daemon.storage import saved_state
 from uma_trio.engine.link import ThreadLauncher
-from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import Start
+from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE, TOKENS_AFTER_LAST
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal

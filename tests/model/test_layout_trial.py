@@ -18,8 +18,8 @@ from uma_trio.engine import llama as llama_engine
 from uma_trio.engine.layout import Layout, LayoutChoice, choose
 from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
-from uma_trio.models.loaded import EMBEDDED
 from uma_trio.engine.tuning_cache import FileLayoutCache
+from uma_trio.models.loaded import EMBEDDED
 from uma_trio.sampling import SamplingParams
 
 PLENTY_S = 600.0
@@ -185,6 +185,7 @@ def test_the_daemon_logs_the_layout(library, tmp_path):
     assert logged[0]["layout"] in logged[0]["measured"]
 
 
+@pytest.mark.benches
 def test_the_bench_shows_each_start(library):
     script = ROOT / "benches" / "layout_choice.py"
     command = [sys.executable, script, "--repeat", "2", "--parallel", "2", "--ctx", "2048", "--budget", "600"]
