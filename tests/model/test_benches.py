@@ -26,7 +26,7 @@ SMALL = ("--streams", "2", "--tokens", "40", "--long-words", "60", "--long-token
 
 @pytest.fixture
 def folder():
-    """Where daemons put their sockets: tests see what is left behind.  Short, as sockets' paths must be."""
+    """The temporary folder of the servers, to check that they leave nothing; short, because paths of sockets must be."""
     with tempfile.TemporaryDirectory(prefix="t") as name:
         yield Path(name)
 
@@ -60,8 +60,8 @@ def test_mixed_load_on_the_embedded_model(library, tmp_path, folder, protocol):
     done = bench(*SMALL, "--protocol", protocol, "--csv", out, "--", "--parallel", "4", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
-    for said in ("cpu  ", "llama.cpp", "--parallel 4", "| interactive", "| long", "tok/s", " ticks; "):
-        assert said in done.stdout
+    for text in ("cpu  ", "llama.cpp", "--parallel 4", "| interactive", "| long", "tok/s", " ticks; "):
+        assert text in done.stdout
     rows = read(out)
     assert list(rows[0]) == ["session_id", "token_idx", "ts_ms", "is_interactive"]
     counts = {name: [row for row in rows if row["session_id"] == name] for name in ("s1", "s2", "long1")}
@@ -106,11 +106,11 @@ def test_flags_that_a_running_daemon_cannot_take(folder):
     assert done.returncode == 2
 
 
-# -- beside llama.cpp's own programs -------------------------------------------------------------
+# -- next to llama.cpp's own programs ------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_mixed_load_beside_llama_server(library, peers, tmp_path, folder):
+def test_mixed_load_and_llama_server(library, peers, tmp_path, folder):
     out, plot = tmp_path / "runs.csv", tmp_path / "pareto.png"
     settings = (
         "--rival-batch",
@@ -127,14 +127,14 @@ def test_mixed_load_beside_llama_server(library, peers, tmp_path, folder):
     done = bench(*SMALL, "--rival", "llama-server", *settings, "--csv", out, "--plot", plot, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
-    for said in (
+    for text in (
         "pin  ",
         "| llama-server -b 2048 ",
         "| uma-trio --target-tbt-ms 50 ",
         "| times llama-server",
         "at least as good",
     ):
-        assert said in done.stdout
+        assert text in done.stdout
     rows = read(out)
     assert [(row["server"], row["setting"]) for row in rows] == 2 * [
         ("llama-server", "-b 2048"), ("uma-trio", "--target-tbt-ms 50"), ("llama-server", "-b 64")
@@ -149,7 +149,7 @@ def test_mixed_load_beside_llama_server(library, peers, tmp_path, folder):
 
 
 @pytest.mark.slow
-def test_throughput_beside_llama_cpp(library, peers, tmp_path, folder):
+def test_throughput_and_llama_cpp(library, peers, tmp_path, folder):
     out = tmp_path / "runs.csv"
     shape = ("--streams", "1,3", "--tokens", "20", "--prompt-words", "10", "--repeat", "2")
     done = bench(*shape, "--csv", out, folder=folder, script=THROUGHPUT)

@@ -28,7 +28,7 @@ def demo(*arguments):
 
 @pytest.mark.slow
 def test_the_demo_and_its_gate(library, tmp_path, folder):
-    """All but the one line that is about time: how busy the machine is, no test can know."""
+    """All checks of the scorecard except the one on time, which depends on the load of the machine."""
     picture = tmp_path / "demo.svg"
     done = subprocess.run(
         demo("--json", "--max-gap-ms", "60000", "--picture", str(picture)),

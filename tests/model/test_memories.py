@@ -236,7 +236,7 @@ class TestHybrid:
             assert 40 * len(checkpoint) < len(whole)
 
     def test_a_tail_that_is_kept_is_seen(self, hybrid: Model, unified: bool) -> None:
-        """The state alone is not enough: attention would see the old tail beside the new one."""
+        """The state alone is not enough: attention would see the old tail next to the new one."""
         with a_context(hybrid, kv_unified=unified) as context:
             expected = expected_logits(context, 192)
             feed(context, TEXT[:192])

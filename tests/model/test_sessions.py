@@ -101,10 +101,10 @@ def test_prompts_of_a_session_form_one_long_prompt(daemon: Daemon) -> None:
     for part in parts:
         text += part
         plain = daemon.ask(prompt=text, max_tokens=25, cache_prompt=False)
-        said = daemon.ask(prompt=part, max_tokens=25, session_id="a long prompt")
-        assert said.last["usage"]["prompt_tokens"] == plain.last["usage"]["prompt_tokens"], "the tokens are the same"
-        assert (said.ids, said.text, said.reason) == (plain.ids, plain.text, plain.reason)
-        text += said.text
+        answer = daemon.ask(prompt=part, max_tokens=25, session_id="a long prompt")
+        assert answer.last["usage"]["prompt_tokens"] == plain.last["usage"]["prompt_tokens"], "the tokens are the same"
+        assert (answer.ids, answer.text, answer.reason) == (plain.ids, plain.text, plain.reason)
+        text += answer.text
     assert sessions(daemon, "close", session_id="a long prompt")["sessions"][0]["turns"] == 3
 
 
