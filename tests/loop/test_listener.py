@@ -1,4 +1,4 @@
-"""The socket's path and the accepting of clients: what may be in the way, and what must never be removed."""
+"""The socket's path, which files are replaced and which are never removed; and accepting clients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def path(tmp_path):
 
 
 def dead_socket(path):
-    """What a daemon leaves that was killed."""
+    """Make the socket file that a killed daemon leaves."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
 
 
-def test_its_own_after_use_the_path_is_free_again(path):
+def test_the_path_is_free_again_after_use(path):
     for _ in range(2):
         with claimed(path), bind(path, backlog=1) as sock:
             assert stat.S_ISSOCK(path.lstat().st_mode)
@@ -36,7 +36,7 @@ def test_its_own_after_use_the_path_is_free_again(path):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
-def test_nobody_else_may_ever_connect(path, umask):
+def test_only_the_owner_may_connect(path, umask):
     before = os.umask(umask)
     try:
         with claimed(path), bind(path, backlog=1):
@@ -46,8 +46,8 @@ def test_nobody_else_may_ever_connect(path, umask):
         os.umask(before)
 
 
-def test_its_mode_is_right_before_anyone_could_connect(path, monkeypatch):
-    """No chmod afterwards: at the return of bind(2) the file is private already."""
+def test_the_mode_is_right_from_the_start(path, monkeypatch):
+    """The file is private when ``bind(2)`` returns, without a later ``chmod``."""
     seen = []
 
     class Watched(socket.socket):
@@ -80,7 +80,7 @@ def test_a_dead_daemons_socket_is_removed(path):
         bind(path, backlog=1).close()
 
 
-def test_what_a_stale_symlink_points_to_is_left_alone(path, tmp_path):
+def test_the_target_of_a_stale_symlink_is_not_touched(path, tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("kept")
     path.symlink_to(precious)
@@ -91,7 +91,7 @@ def test_what_a_stale_symlink_points_to_is_left_alone(path, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "symlink", "dangling symlink", "symlink to a socket", "pipe"])
-def test_what_is_no_socket_of_ours_stays(path, tmp_path, kind):
+def test_files_that_are_not_our_socket_stay(path, tmp_path, kind):
     match kind:
         case "file":
             path.write_text("kept")
@@ -132,7 +132,7 @@ def test_a_second_daemon_is_refused_whatever_the_first_is_doing(path):
         pass
 
 
-def test_another_program_that_listens_is_left_alone(path):
+def test_the_socket_of_another_program_that_listens_stays(path):
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen(1)
@@ -141,7 +141,7 @@ def test_another_program_that_listens_is_left_alone(path):
         assert path.exists()
 
 
-def test_another_program_whose_queue_is_full_is_left_alone(path):
+def test_the_socket_of_another_program_with_a_full_backlog_stays(path):
     with (
         socket.socket(socket.AF_UNIX) as other,
         socket.socket(socket.AF_UNIX) as first,
@@ -168,8 +168,8 @@ def test_a_lock_file_that_is_a_symlink_is_not_followed(path, tmp_path):
     assert not target.exists()
 
 
-def test_the_lock_goes_with_its_process(path):
-    """A daemon that was killed keeps nothing locked."""
+def test_the_lock_ends_with_its_process(path):
+    """A killed daemon leaves no lock."""
     hold = f"from pathlib import Path\nfrom uma_trio.daemon.listener import claimed\nwith claimed(Path({str(path)!r})):\n print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
@@ -194,30 +194,30 @@ def test_a_path_that_is_too_long_is_explained(tmp_path, extra):
         pass
 
 
-def test_bytes_count_and_not_characters(tmp_path):
+def test_the_length_of_a_path_is_counted_in_bytes(tmp_path):
     path = tmp_path / ("é" * 60)
     with pytest.raises(SocketPathError, match="bytes"), claimed(path):
         pass
 
 
-def test_a_folder_that_cannot_be(tmp_path):
+def test_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SocketPathError, match="cannot use"), claimed(tmp_path / "file" / "uma.sock"):
         pass
 
 
 class Starved:
-    """A listening socket whose process has no file descriptors left, ``n`` times."""
+    """A listening socket whose first ``n`` calls to ``accept`` fail."""
 
     def __init__(self, sock, n, error):
         self._sock, self._left, self._error = sock, n, error
-        self.asked_at = []
+        self.called_at = []
 
     def fileno(self):
         return self._sock.fileno()
 
     def accept(self):
-        self.asked_at.append(trio.current_time())
+        self.called_at.append(trio.current_time())
         if self._left:
             self._left -= 1
             raise OSError(self._error, os.strerror(self._error))
@@ -225,7 +225,7 @@ class Starved:
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
-async def test_out_of_file_descriptors_it_backs_off_and_goes_on(autojump_clock, path, error):
+async def test_accepting_backs_off_without_file_descriptors(autojump_clock, path, error):
     served = []
 
     async def handler(sock):
@@ -241,12 +241,12 @@ async def test_out_of_file_descriptors_it_backs_off_and_goes_on(autojump_clock, 
                 while not served:
                     await trio.sleep(0.5)
             nursery.cancel_scope.cancel()
-    gaps = [later - sooner for sooner, later in zip(starved.asked_at, starved.asked_at[1:], strict=False)][:50]
+    gaps = [later - sooner for sooner, later in zip(starved.called_at, starved.called_at[1:], strict=False)][:50]
     assert min(gaps) > 0.99 * listener.BACK_OFF_S
 
 
 @pytest.mark.parametrize("error", [errno.ECONNABORTED, errno.EAGAIN])
-async def test_a_client_that_left_before_it_was_accepted_is_nothing(autojump_clock, path, error):
+async def test_a_client_that_left_before_it_was_accepted_is_ignored(autojump_clock, path, error):
     served = []
 
     async def handler(sock):

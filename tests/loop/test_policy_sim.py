@@ -1,4 +1,4 @@
-"""The simulation of the scheduler runs, and finds nobody starved."""
+"""The simulation of the scheduling policies runs, and no request starves."""
 
 import csv
 import subprocess

@@ -1,4 +1,4 @@
-"""What clients see when the engine fails, dies or cannot be started: over a fake engine in virtual time."""
+"""Clients of an engine that fails, dies or cannot be started, over a fake engine in virtual time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.sampling import SamplingParams
 
 POISON = 5000
-"""A token that the model itself never says."""
+"""A token that the model never samples."""
 
 FAILURES = [EngineError("no room"), EngineDied("SIGKILL")]
 
 
 def kill(harness) -> None:
-    """The engine process is gone."""
+    """Kill the engine process."""
     harness.scheduler._engine.link.kill()
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=str)
-async def test_a_step_that_fails_once_is_made_up_for(autojump_clock, failure):
+async def test_a_step_that_fails_once_fails_no_request(autojump_clock, failure):
     async with asking(FakeEngine(n_seq_max=2)) as harness:
         stuck = harness.ask([3], 30)
         await trio.sleep(0.05)
@@ -46,8 +46,8 @@ async def test_a_step_that_fails_once_is_made_up_for(autojump_clock, failure):
 
 
 @pytest.mark.parametrize("after_s", [0.001, 0.02, 0.05, 0.0551, 0.09, 0.2])
-async def test_texts_are_the_same_with_a_crash_in_between(autojump_clock, after_s):
-    """Greedy, sampled and penalised ones, in prefill and decode; run-ahead steps among those that are lost."""
+async def test_a_crash_changes_no_text(autojump_clock, after_s):
+    """Greedy, sampled and penalised texts, in prefill and decode, with and without a run-ahead step."""
     sampled = SamplingParams(temperature=1.0, seed=5)
     penalised = SamplingParams(repetition_penalty=1.5, repeat_last_n=8)
     async with asking() as harness:
@@ -59,6 +59,20 @@ async def test_texts_are_the_same_with_a_crash_in_between(autojump_clock, after_
         await harness.ended(*clients)
         for client, params in zip(clients, [None] * 4 + [sampled, penalised], strict=True):
             assert client.tokens == expected_continuation(client.prompt, 40, params=params)
+        await harness.clean()
+
+
+@pytest.mark.parametrize("after_s", [0.0501, 0.0601, 0.0701, 0.0801])
+async def test_a_step_that_ran_ahead_of_a_failed_step_is_ignored(autojump_clock, after_s):
+    """The daemon submits it before it knows of the failure."""
+    async with asking() as harness:
+        clients = [harness.ask([10 + i], 40) for i in range(3)]
+        await trio.sleep(after_s)
+        assert harness.scheduler.telemetry.run_ahead_steps_total > 0
+        harness.engine.fail_next = EngineError("no room")
+        await harness.ended(*clients)
+        assert all(client.tokens == expected_continuation(client.prompt, 40) for client in clients)
+        assert harness.engine.resets == 1
         await harness.clean()
 
 
@@ -109,7 +123,7 @@ async def test_two_that_kill_the_engine_both_fail(autojump_clock):
         await harness.clean()
 
 
-async def test_suspects_whose_client_does_not_read_hold_nobody_up(autojump_clock):
+async def test_suspects_whose_client_does_not_read_block_no_other(autojump_clock):
     async with asking() as harness:
         first, second = harness.ask([1], 30), harness.ask([2], 30)
         await trio.sleep(0.05)
@@ -159,8 +173,8 @@ async def test_cancelled_during_the_restart(autojump_clock):
         await harness.clean()
 
 
-async def test_where_the_engine_cannot_be_started_everybody_is_told_and_it_is_tried_again(autojump_clock):
-    """One in the fatal step, one whose client does not read, one that waits, and one that comes later."""
+async def test_requests_fail_while_the_engine_cannot_be_started_and_are_served_later(autojump_clock):
+    """One request is in the fatal step, the client of one does not read, one waits, and one comes later."""
     engine = FakeEngine(n_seq_max=2)
     async with asking(engine) as harness:
         stuck = harness.ask([3], 30)
@@ -193,8 +207,8 @@ async def test_an_end_token_in_the_step_before_a_crash_still_ends(autojump_clock
         await harness.clean()
 
 
-async def test_a_session_whose_state_is_on_its_way_survives(autojump_clock):
-    """A crash while a state is saved and while one is loaded: tokens are computed again instead."""
+async def test_a_crash_during_a_copy_of_a_state_loses_no_session(autojump_clock):
+    """While a state is saved, and while one is loaded.  The tokens are computed again."""
     files = MemoryFiles()
     engine = FakeEngine(n_ctx=1024, n_seq_max=2, unified=False)
     async with asking(engine, files, offload_after_s=0.0) as harness:

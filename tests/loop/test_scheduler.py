@@ -24,7 +24,7 @@ ANYBODY = Principal("uid:0")
 
 @attrs.define
 class Collector:
-    """A sink that keeps everything; ``open`` says whether it has room."""
+    """A sink that keeps all events; ``open`` is whether it has room."""
 
     events: list[Any] = attrs.field(factory=list)
     open: bool = True
@@ -83,7 +83,7 @@ async def running(engine: FakeEngine | None = None, **values: Any):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_stream_is_what_the_model_says_after_its_prompt(autojump_clock):
+async def test_a_stream_continues_its_prompt(autojump_clock):
     async with running() as harness:
         sink = Collector()
         sequence = harness.ask([5, 6, 7], sink, n=10)
@@ -96,7 +96,7 @@ async def test_a_stream_is_what_the_model_says_after_its_prompt(autojump_clock):
         await harness.clean()
 
 
-async def test_streams_together_are_what_they_are_alone(autojump_clock):
+async def test_streams_do_not_affect_each_other(autojump_clock):
     prompts = [[10 + i] * (1 + 40 * i) for i in range(8)]
     async with running() as harness:
         sinks = [Collector() for _ in prompts]
@@ -121,7 +121,7 @@ async def test_more_requests_than_sequences_wait_their_turn(autojump_clock):
         await harness.clean()
 
 
-async def test_room_is_reserved_for_the_whole_answer(autojump_clock):
+async def test_cells_are_reserved_for_the_whole_answer(autojump_clock):
     async with running(FakeEngine(n_ctx=100, n_seq_max=4), max_queue=10) as harness:
         sinks = [Collector() for _ in range(5)]
         sequences = [harness.ask([1] * 20, sink, n=30) for sink in sinks]  # two fit at a time
@@ -143,7 +143,7 @@ async def test_a_full_queue_refuses(autojump_clock):
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.001, 0.02, 0.2, 0.5, 1.0])
-async def test_cancelled_at_any_moment_everything_is_given_back(autojump_clock, after_s):
+async def test_a_request_cancelled_at_any_moment_frees_everything(autojump_clock, after_s):
     async with running() as harness:
         sink, other = Collector(), Collector()
         sequence = harness.ask([1] * 2000, sink, n=1000)
@@ -159,7 +159,7 @@ async def test_cancelled_at_any_moment_everything_is_given_back(autojump_clock, 
         await harness.clean()
 
 
-async def test_from_cancel_to_freed_is_at_most_one_step(autojump_clock):
+async def test_a_cancelled_sequence_is_freed_within_one_step(autojump_clock):
     engine = FakeEngine(cost_ms=lambda prompt, decodes: 100)
     async with running(engine) as harness:
         sequence = harness.ask([1] * 2000, Collector(), n=50)
@@ -171,7 +171,7 @@ async def test_from_cancel_to_freed_is_at_most_one_step(autojump_clock):
         await harness.clean()
 
 
-async def test_cancelled_while_it_waits(autojump_clock):
+async def test_a_waiting_request_is_cancelled(autojump_clock):
     async with running(FakeEngine(n_seq_max=1)) as harness:
         first, second = harness.ask([1], Collector(), n=5), harness.ask([2], sink := Collector(), n=5)
         harness.scheduler.cancel(second)
@@ -181,7 +181,7 @@ async def test_cancelled_while_it_waits(autojump_clock):
         await harness.clean()
 
 
-async def test_who_does_not_read_slows_only_itself(autojump_clock):
+async def test_a_client_that_does_not_read_slows_no_other(autojump_clock):
     async with running() as harness:
         stuck, quick = Collector(), Collector()
         slow_job, quick_job = harness.ask([1], stuck, n=20), harness.ask([2], quick, n=200)
@@ -200,7 +200,7 @@ async def test_who_does_not_read_slows_only_itself(autojump_clock):
         await harness.clean()
 
 
-async def test_the_end_of_generation_token_ends(autojump_clock):
+async def test_an_end_token_ends_the_answer(autojump_clock):
     async with running(FakeEngine(eog_after=10)) as harness:
         sequence = harness.ask([1, 2, 3], sink := Collector(), n=50)
         await sequence.done.wait()
@@ -219,7 +219,7 @@ async def test_ignore_eos_generates_all(autojump_clock):
         await harness.clean()
 
 
-async def test_a_stop_string_ends_and_is_not_shown(autojump_clock):
+async def test_a_stop_string_ends_the_answer_and_is_not_sent(autojump_clock):
     expected = expected_continuation([1], 20)
     stop = f"{expected[5]} {expected[6]}"
     async with running() as harness:
@@ -231,7 +231,7 @@ async def test_a_stop_string_ends_and_is_not_shown(autojump_clock):
         await harness.clean()
 
 
-async def test_not_streamed_is_the_streamed_text(autojump_clock):
+async def test_without_streaming_the_text_is_the_same(autojump_clock):
     async with running() as harness:
         await harness.ask([1], streamed := Collector(), n=20, echo=True).done.wait()
         await harness.ask([1], whole := Collector(), n=20, echo=True, stream=False).done.wait()
@@ -240,7 +240,7 @@ async def test_not_streamed_is_the_streamed_text(autojump_clock):
         assert streamed.text.startswith("the prompt")
 
 
-async def test_a_prompt_of_the_whole_window_and_one_token_more(autojump_clock):
+async def test_a_prompt_that_fills_the_context_and_one_token_more(autojump_clock):
     async with running(FakeEngine(n_ctx=64)) as harness:
         await harness.ask([1] * 64, sink := Collector(), n=1).done.wait()
         assert sink.tokens == expected_continuation([1] * 64, 1)
@@ -251,7 +251,7 @@ async def test_a_prompt_of_the_whole_window_and_one_token_more(autojump_clock):
         await harness.clean()
 
 
-async def test_closed_it_takes_no_more_and_finishes_the_rest(autojump_clock):
+async def test_a_closed_scheduler_completes_its_requests_and_accepts_no_more(autojump_clock):
     async with running() as harness:
         sequence = harness.ask([1], sink := Collector(), n=5)
         harness.scheduler.close()
@@ -265,7 +265,7 @@ async def test_closed_it_takes_no_more_and_finishes_the_rest(autojump_clock):
 # -- steps that begin by themselves ---------------------------------------------------------------------
 
 
-async def test_streams_that_go_on_need_no_plan_in_between(autojump_clock):
+async def test_streams_that_go_on_run_ahead(autojump_clock):
     async with running() as harness:
         sinks = [Collector(), Collector()]
         sequences = [harness.ask([n + 1], sink, n=60) for n, sink in enumerate(sinks)]
@@ -278,8 +278,8 @@ async def test_streams_that_go_on_need_no_plan_in_between(autojump_clock):
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.052, 0.0549, 0.055, 0.0551, 0.056])
-async def test_who_comes_in_the_middle_is_in_the_next_step(autojump_clock, after_s):
-    """The step that was made ready does not begin."""
+async def test_a_request_that_comes_during_a_step_is_in_the_next_one(autojump_clock, after_s):
+    """The run-ahead step is revoked."""
     async with running(FakeEngine(cost_ms=lambda prompt, decodes: 5)) as harness:
         harness.ask([1], on := Collector(), n=100)
         await trio.sleep(after_s)
@@ -297,7 +297,7 @@ async def test_who_comes_in_the_middle_is_in_the_next_step(autojump_clock, after
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.052, 0.0549, 0.055, 0.0551, 0.056])
-async def test_who_is_cancelled_in_the_middle_is_not_in_the_next_step(autojump_clock, after_s):
+async def test_a_request_cancelled_during_a_step_is_not_in_the_next_one(autojump_clock, after_s):
     async with running(FakeEngine(cost_ms=lambda prompt, decodes: 5)) as harness:
         sequence, other = harness.ask([1], Collector(), n=100), harness.ask([2], on := Collector(), n=100)
         await trio.sleep(after_s)
@@ -310,7 +310,7 @@ async def test_who_is_cancelled_in_the_middle_is_not_in_the_next_step(autojump_c
         await harness.clean()
 
 
-async def test_a_token_that_ends_a_stream_is_followed_by_nothing_of_it(autojump_clock):
+async def test_nothing_of_a_stream_is_computed_behind_its_end_token(autojump_clock):
     async with running(FakeEngine(eog_after=30)) as harness:
         sequence, other = harness.ask([1] * 5, ended := Collector(), n=100), harness.ask([2], on := Collector(), n=25)
         await sequence.done.wait()

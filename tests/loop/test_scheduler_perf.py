@@ -55,7 +55,9 @@ async def recorded(engine: FakeEngine | None = None, **values: Any) -> AsyncIter
         nursery.cancel_scope.cancel()
 
 
-def ask(scheduler: Scheduler, name: str, n_prompt: int, n_tokens: int, *, principal: str = "uid:0", **fields: Any) -> Answer:
+def ask(
+    scheduler: Scheduler, name: str, n_prompt: int, n_tokens: int, *, principal: str = "uid:0", **fields: Any
+) -> Answer:
     tokens = np.arange(n_prompt, dtype=np.int32) + 100 * len(name)
     request = Generate(id=name, prompt="", max_tokens=n_tokens, **fields)
     [answer] = scheduler.submit(request, Prompt(tokens, ""), NullClient(), Principal(principal))
@@ -75,7 +77,12 @@ async def test_ticks_and_requests_add_up(autojump_clock):
     assert all(tick.decode_ms > 0 and tick.predicted_ms is not None for tick in records.ticks)
     assert sorted(records.ticks, key=lambda tick: tick.start_s) == records.ticks
     for n, found in enumerate(sorted(records.requests, key=lambda request: request.id), 1):
-        assert (found.id, found.principal, found.priority, found.finish_reason) == ("r" * n, f"uid:{n}", "normal", "length")
+        assert (found.id, found.principal, found.priority, found.finish_reason) == (
+            "r" * n,
+            f"uid:{n}",
+            "normal",
+            "length",
+        )
         assert (found.prompt_tokens, found.cached_tokens, found.completion_tokens) == (40 * n, 0, 5 * n)
         assert len(found.inter_token_ms) == 5 * n - 1
         assert found.admitted_s is not None

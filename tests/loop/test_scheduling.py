@@ -98,7 +98,9 @@ async def test_a_stream_is_on_time_during_the_prefill_of_others(autojump_clock, 
             harness.ask(30_000 // 6, 1)
         await sequence.done.wait()
         assert max(stream.gaps_ms) <= 1.1 * target_ms
-        assert max(stream.gaps_ms) > min(0.8 * target_ms, 120), "prefill did not use the time until the next token was due"
+        assert max(stream.gaps_ms) > min(0.8 * target_ms, 120), (
+            "prefill did not use the time until the next token was due"
+        )
 
 
 async def test_prefill_goes_on_where_decoding_alone_misses_every_target(autojump_clock):

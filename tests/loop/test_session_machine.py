@@ -1,8 +1,8 @@
-"""Sessions in any order of events: what each of them has said is always what one long prompt would have been answered.
+"""Sessions in random sequences of events: each answer always equals the one to a single long prompt.
 
-Rules only note what is to happen; when an example is complete it is played over the real server, its connections and
-its journal, with a fake engine, in virtual time: the same each time.  After each event the books must add up.
-UMA_TEST_EXPLORE=1 looks further.
+The rules only record events.  When an example is complete, it is played with the real server, its connections and its
+journal, over a fake engine in virtual time, so it is reproducible.  After each event the bookkeeping is checked.
+UMA_TEST_EXPLORE=1 runs longer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import MemoryFiles
 from uma_trio.client import BrokenProtocol, Client, Event, Failure, ServerError, SessionInfo, Token
-from uma_trio.engine.messages import EngineError
+from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.store.journal import JournalError
 
 CELLS = 3 * 768
@@ -43,31 +43,31 @@ def tokens_of(text: str) -> list[int]:
 
 @attrs.define(eq=False)
 class Request:
-    """One turn that is under way, as its client sees it."""
+    """A turn in progress, as its client sees it."""
 
     prompt: list[int]
     n_tokens: int
     client: Client | None = None
     got: list[int] = attrs.field(factory=list)
     last: Event | None = None
-    """``eos`` or ``error``; ``None``: it has not come, or the connection ended before."""
+    """``eos`` or ``error``; ``None`` if it has not come, or the connection ended before."""
     reads: trio.Event = attrs.field(factory=trio.Event)
     done: trio.Event = attrs.field(factory=trio.Event)
     scope: trio.CancelScope = attrs.field(factory=trio.CancelScope)
 
 
 @attrs.define(eq=False)
-class Story:
-    """What a session must be."""
+class ExpectedSession:
+    """What a session must hold."""
 
     said: list[int] = attrs.field(factory=list)
     durable: list[int] | None = None
     """What a new server would find; ``None``: no such session."""
     request: Request | None = None
-    """Of which it is not known yet what it has added."""
+    """The turn in progress, or one whose result is not known yet."""
 
-    def takes(self, n_tokens: int) -> None:
-        """It turns out to have ``n_tokens``: as before, or with a part of the answer that is under way."""
+    def has_tokens(self, n_tokens: int) -> None:
+        """The server reports ``n_tokens``: the tokens from before, or also a part of the turn in progress."""
         if n_tokens != len(self.said):
             assert self.request is not None, f"{n_tokens} tokens instead of {len(self.said)}"
             before = [*self.said, *self.request.prompt]
@@ -77,14 +77,14 @@ class Story:
 
 
 class World:
-    """A server that can be ended and begun anew, and what its sessions must be."""
+    """A server that can be restarted, and what its sessions must hold."""
 
     def __init__(self, folder: Path, clients: trio.Nursery, *, unified: bool) -> None:
         self.clients = clients
-        self.stories: dict[str, Story] = {}
+        self.expected: dict[str, ExpectedSession] = {}
         self.files = MemoryFiles()
         self.failed = False
-        """The engine was made to fail since the last time that nothing was under way."""
+        """The engine has failed since the last restart."""
         self._folder = folder / "0"
         self._n_folders = 0
         self._unified = unified
@@ -117,40 +117,40 @@ class World:
     async def restart(self, how: str) -> None:
         if how == "drained":
             self.harness.server.drain()
-            for story in self.stories.values():
-                if story.request is not None:
-                    story.request.reads.set()
+            for session in self.expected.values():
+                if session.request is not None:
+                    session.request.reads.set()
             with trio.fail_after(1000):
                 while self.harness.nursery.child_tasks:
                     await trio.sleep(0.1)
         states, n = copy.copy(self.files.states), self._n_folders + 1
         folder = self._folder
-        if how == "killed":  # what is on disk now is all that there is
+        if how == "killed":  # keep only what is on disk now
             folder = self._folder.with_name(str(n))
             shutil.copytree(self._folder / "sessions", folder / "sessions")
         await self.stop()
         if how != "killed":
             states = self.files.states
-        for story in self.stories.values():
-            if story.request is not None:
-                story.request.reads.set()
-                await story.request.done.wait()
+        for session in self.expected.values():
+            if session.request is not None:
+                session.request.reads.set()
+                await session.request.done.wait()
         self._folder, self._n_folders = folder, n
         self.files, self.journal_fails = MemoryFiles(states), False
         await self.start()
         found = {session.session_id: session for session in await self.query("list")}
-        for name, story in list(self.stories.items()):
+        for name, session in list(self.expected.items()):
             if name not in found:
-                assert story.durable is None, f"{name} is gone"
-                del self.stories[name]
+                assert session.durable is None, f"{name} is lost"
+                del self.expected[name]
                 continue
             assert found[name].durable
-            if story.durable is not None and found[name].tokens == len(story.durable):
-                story.said = story.durable
+            if session.durable is not None and found[name].tokens == len(session.durable):
+                session.said = session.durable
             else:
-                story.takes(found[name].tokens)
-            story.durable, story.request = story.said, None
-        assert set(found) == set(self.stories), (sorted(found), sorted(self.stories))
+                session.has_tokens(found[name].tokens)
+            session.durable, session.request = session.said, None
+        assert set(found) == set(self.expected), (sorted(found), sorted(self.expected))
         self.failed = False
 
     # -- what clients do ------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class World:
             return await client.sessions(action, **fields)
 
     async def attempt(self, action: str, **fields: Any) -> tuple[list[SessionInfo], str | None]:
-        """The answer, or the code of the error."""
+        """The answer, or the error code."""
         try:
             return await self.query(action, **fields), None
         except ServerError as error:
@@ -168,13 +168,13 @@ class World:
 
     async def arrive(self, name: str, which: int, n_tokens: int) -> None:
         await self.settle_ended()
-        if name in self.stories and self.stories[name].request is not None:
-            return  # one at a time: tests/loop/test_sessions.py
-        story = self.stories.setdefault(name, Story())
+        if name in self.expected and self.expected[name].request is not None:
+            return  # a session runs one turn at a time; see test_sessions.py
+        session = self.expected.setdefault(name, ExpectedSession())
         prompt = PROMPTS[which]
-        if not story.said and not prompt:
+        if not session.said and not prompt:
             prompt = "x"
-        request = story.request = Request(tokens_of(prompt), n_tokens)
+        request = session.request = Request(tokens_of(prompt), n_tokens)
         request.reads.set()
         fields = {"prompt": prompt, "max_tokens": n_tokens, "session_id": name}
         self.clients.start_soon(self._converse, request, fields)
@@ -196,7 +196,7 @@ class World:
                             return
                         request.got.append(event.token_id)
         except BrokenProtocol:
-            pass  # the server has gone
+            pass  # the server has ended
         finally:
             request.client = None
             request.done.set()
@@ -224,46 +224,47 @@ class World:
             await self.settle_ended()
 
     def _request(self, name: str) -> Request | None:
-        return self.stories[name].request if name in self.stories else None
+        return self.expected[name].request if name in self.expected else None
 
     async def fork(self, name: str, new_name: str) -> None:
         await self.settle_ended()
         answer, code = await self.attempt("fork", session_id=name, new_id=new_name)
         if code == "E_SESSION_EXISTS":
-            assert new_name in self.stories
+            assert new_name in self.expected
         elif code is not None:
             assert code == "E_SESSION_NOT_FOUND"
-            assert name not in self.stories or not self.stories[name].said
+            assert name not in self.expected or not self.expected[name].said
         if code is not None:
             return
         (found,) = answer
-        assert new_name not in self.stories or not self.stories[new_name].said
-        source = self.stories[name]
-        story = self.stories[new_name] = Story(source.said, request=source.request)
-        story.takes(found.tokens)
-        story.request, story.durable = None, story.said if found.durable else None
+        assert new_name not in self.expected or not self.expected[new_name].said
+        source = self.expected[name]
+        session = self.expected[new_name] = ExpectedSession(source.said, request=source.request)
+        session.has_tokens(found.tokens)
+        session.request, session.durable = None, session.said if found.durable else None
 
     async def close(self, name: str) -> None:
         await self.settle_ended()
         _, code = await self.attempt("close", session_id=name)
         if code is None:
-            del self.stories[name]
+            del self.expected[name]
         elif code == "E_SESSION_BUSY":
             assert self._request(name) is not None
         else:
             assert code == "E_SESSION_NOT_FOUND"
-            assert name not in self.stories or not self.stories[name].said
+            assert name not in self.expected or not self.expected[name].said
 
     async def crowd(self, n_tokens: int) -> None:
-        """Somebody else needs the room."""
+        """Another request needs the cells."""
         async with self.harness.client() as client:
             prompt = "".join(random.Random(n_tokens).choices("ghijkl", k=n_tokens))
             with contextlib.suppress(ServerError):  # the engine may fail
                 async for _ in client.generate(prompt=prompt, max_tokens=4):
                     pass
 
-    async def fail(self, fatal: bool) -> None:
-        self.harness.engine.fail_next, self.failed = EngineError("it failed"), True
+    async def fail(self, dies: bool) -> None:
+        failure = EngineDied("killed") if dies else EngineError("it failed")
+        self.harness.engine.fail_next, self.failed = failure, True
 
     async def fault(self, what: str, there: bool) -> None:
         if what == "journal":
@@ -271,31 +272,33 @@ class World:
         else:
             setattr(self.files, what, there)
 
-    # -- what must be so ------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------
 
     async def settle_ended(self) -> None:
-        """Learn what requests have added whose clients know their end, or have gone."""
-        for name, story in list(self.stories.items()):
-            request = story.request
+        """Ask the server for the result of each turn that its client has seen end, or has left."""
+        for name, session in list(self.expected.items()):
+            request = session.request
             if request is None or not request.done.is_set():
                 continue
-            before = [*story.said, *request.prompt]
+            before = [*session.said, *request.prompt]
             assert request.got == expected_continuation(before, len(request.got))
             found = await self._described(name)
             if isinstance(request.last, Failure):
                 self._check_error(request.last.code, len(before) + request.n_tokens - 1)
-                assert found is None or found.tokens == len(story.said), "an error leaves it as it was"
+                assert found is None or found.tokens == len(session.said), "an error leaves the session unchanged"
             elif request.last is not None and found is not None:
-                n_told = len(request.got)
-                assert found.tokens == (len(before) + n_told if n_told else len(story.said)), "what was told is kept"
+                n_sent = len(request.got)
+                assert found.tokens == (len(before) + n_sent if n_sent else len(session.said)), (
+                    "tokens that were sent are kept"
+                )
             if found is None:
-                assert not story.said
-                del self.stories[name]
+                assert not session.said
+                del self.expected[name]
                 continue
-            story.takes(found.tokens)
-            story.request = None
+            session.has_tokens(found.tokens)
+            session.request = None
             if found.durable:
-                story.durable = story.said
+                session.durable = session.said
 
     def _check_error(self, code: str, cells: int) -> None:
         info = self.harness.engine.info
@@ -307,7 +310,7 @@ class World:
             assert code == "E_RUNTIME_SHUTDOWN"
 
     async def _described(self, name: str) -> dict[str, Any] | None:
-        """When it is not busy; ``None`` if it is not there."""
+        """Describe a session once it is not busy; ``None`` if it does not exist."""
         with trio.fail_after(500):
             while True:
                 answer, code = await self.attempt("describe", session_id=name)
@@ -324,40 +327,42 @@ class World:
         kv = scheduler.cache.statistics()
         assert kv.cells_reserved + kv.cached_cells <= kv.cells == CELLS
         assert sum(self.harness.engine.used_cells().values()) <= CELLS
-        assert self.files.open_files <= 1 + kv.sequences, "one is saved at a time, and each that waits reads one"
+        assert self.files.open_files <= 1 + kv.sequences, (
+            "one file is written at a time, and one is read for each waiting request"
+        )
 
     async def finish(self) -> None:
-        """All clients read on, all ends, and each session goes on as it must."""
+        """Let all turns end, and check that each session can go on."""
         self.journal_fails = self.files.full = self.files.fails_late = self.files.broken = False
-        for story in self.stories.values():
-            if story.request is not None:
-                story.request.reads.set()
+        for session in self.expected.values():
+            if session.request is not None:
+                session.request.reads.set()
                 with trio.fail_after(500):
-                    await story.request.done.wait()
+                    await session.request.done.wait()
         await self.settle_ended()
         await trio.sleep(100)
         await self.harness.settled()
         self.check()
         assert self.files.open_files == 0
-        shelf = self.harness.scheduler.cache.index
-        assert all(name in shelf for name in self.files.states), "a file that nobody knows"
-        assert len(shelf) == len(self.files.states)
+        index = self.harness.scheduler.cache.index
+        assert all(name in index for name in self.files.states), "a file that is not in the index"
+        assert len(index) == len(self.files.states)
         self.harness.engine.fail_next = None
-        for name in list(self.stories):
+        for name in list(self.expected):
             await self.arrive(name, 1, 3)
-            story = self.stories[name]
-            assert story.request is not None
-            await story.request.done.wait()
+            session = self.expected[name]
+            assert session.request is not None
+            await session.request.done.wait()
             await self.settle_ended()
-            assert story.durable == story.said
-        for name in list(self.stories):
+            assert session.durable == session.said
+        for name in list(self.expected):
             await self.close(name)
         await trio.sleep(100)
-        assert (len(shelf), self.files.states) == (0, {}), "what is closed is gone"
+        assert (len(index), self.files.states) == (0, {}), "closed sessions leave nothing"
 
 
 class Sessions(RuleBasedStateMachine):
-    """Notes what is to happen, and plays it at the end."""
+    """Records events, and plays them at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +375,7 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(name=NAMES, which=st.integers(0, len(PROMPTS) - 1), n_tokens=st.sampled_from([1, 5, 40, 200]))
     def arrive(self, name: str, which: int, n_tokens: int) -> None:
-        """Or go on, if there was something before."""
+        """Begin a session, or continue it."""
         self.events.append(("arrive", (name, which, n_tokens)))
 
     @rule(name=NAMES, stops=st.booleans())
@@ -399,12 +404,12 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.001, 0.02, 0.3, 40.0]))
     def wait(self, seconds: float) -> None:
-        """The spiller does its work meanwhile."""
+        """Idle sequences are saved meanwhile."""
         self.events.append(("wait", (seconds,)))
 
-    @rule(fatal=st.booleans())
-    def fail(self, fatal: bool) -> None:
-        self.events.append(("fail", (fatal,)))
+    @rule(dies=st.booleans())
+    def fail(self, dies: bool) -> None:
+        self.events.append(("fail", (dies,)))
 
     @rule(what=st.sampled_from(["journal", "full", "fails_late", "broken"]), there=st.booleans())
     def fault(self, what: str, there: bool) -> None:
@@ -439,5 +444,5 @@ EXPLORES = bool(os.environ.get("UMA_TEST_EXPLORE"))
 
 TestSessions = Sessions.TestCase
 TestSessions.settings = settings(
-    max_examples=1000 if EXPLORES else 40, stateful_step_count=60 if EXPLORES else 30, deadline=None
+    max_examples=1000 if EXPLORES else 12, stateful_step_count=60 if EXPLORES else 30, deadline=None
 )

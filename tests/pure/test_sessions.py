@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from uma_trio.config import Limits
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import BadRequest, SessionBusy, SessionExists, SessionNotFound
-from uma_trio.models.prompt import Prompt
+from uma_trio.models.prompt import Prompt, fit_prompt
 from uma_trio.protocol.messages import ChatMessage, Generate, SessionQuery, parse
-from uma_trio.models.prompt import fit_prompt
 from uma_trio.sessions import Session, SessionTable
 from uma_trio.sessions.trimming import drop_oldest
 

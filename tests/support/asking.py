@@ -1,4 +1,4 @@
-"""A scheduler over a fake engine in virtual time, and clients that keep what they are told."""
+"""A scheduler over a fake engine in virtual time, and clients that keep their events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from uma_trio.serving.sequence import Sequence as Answer
 
 @attrs.define(eq=False)
 class Client:
-    """One request's, a sink that keeps everything; ``has_room`` says whether it reads."""
+    """The sink of one request.  It keeps all events; ``has_room`` is whether the client reads."""
 
     prompt: list[int]
     events: list[Any] = attrs.field(factory=list)
@@ -59,7 +59,7 @@ class Client:
 
 @attrs.define
 class Harness:
-    """What asks the scheduler and looks at its books."""
+    """Submits requests to a scheduler and checks its bookkeeping."""
 
     scheduler: Scheduler
     engine: FakeEngine
@@ -68,7 +68,7 @@ class Harness:
     def ask(
         self, prompt: Sequence[int], n: int = 8, *, principal: str = "uid:0", durable: bool = False, **fields: Any
     ) -> Client:
-        """A request for ``n`` tokens; events go to the client that is returned."""
+        """Submit a request for ``n`` tokens; returns the client that gets its events."""
         self.n += 1
         client = Client(list(prompt))
         request = Generate(id=str(self.n), prompt="", max_tokens=n, **fields)
@@ -77,7 +77,7 @@ class Harness:
         return client
 
     async def answer(self, prompt: Sequence[int], n: int = 8, **fields: Any) -> Client:
-        """The same, when it has ended."""
+        """Submit a request and wait for its end."""
         client = self.ask(prompt, n, **fields)
         await self.ended(client)
         return client
@@ -88,12 +88,12 @@ class Harness:
                 await client.sequence.done.wait()
 
     def read_on(self, client: Client) -> None:
-        """A client that did not read does again."""
+        """Let a client that did not read go on."""
         client.has_room = True
         self.scheduler.wake()
 
     async def clean(self) -> None:
-        """Nothing runs, and the books say what the engine holds."""
+        """Wait until nothing runs, and check the bookkeeping against the engine."""
         with trio.fail_after(1000):
             await self.scheduler.wait_idle()
         self.scheduler.check_integrity()
@@ -103,7 +103,7 @@ class Harness:
 
     @property
     def computed(self) -> int:
-        """Prompt tokens since the start."""
+        """Prompt tokens that were computed since the start."""
         return self.scheduler.telemetry.prompt_tokens_total
 
 
@@ -114,11 +114,13 @@ async def asking(
     """A scheduler with settings by flat names; cancelled at the end.
 
     Args:
-        files: where idle sequences are saved to; the states there are found again.
-        in_thread: runs what blocks.
+        files: where idle sequences are saved; states that are there already can be loaded.
+        in_thread: runs blocking calls.
     """
     engine = engine or FakeEngine()
-    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values), files=files, in_thread=in_thread)
+    chosen = settings(**values)
+    virtual = VirtualEngine(engine, settings=chosen.engine)
+    scheduler = Scheduler(virtual, token_to_bytes, chosen, files=files, in_thread=in_thread)
     if files is not None:
         scheduler.cache.index.add_all(files.scan())
     async with trio.open_nursery() as nursery:

@@ -32,7 +32,7 @@ def checkpoint_bytes(engine, number):
 
 
 def with_checkpoint(engine, prompts):
-    """Compute the first two prompts into sequence 0, with checkpoint 7 between them; returns the checkpoint's length."""
+    """Prefill two prompts into sequence 0, with checkpoint 7 between them; returns the checkpoint's length."""
     engine.step(step(StepInput(0, 0, prompts[0], ())))
     engine.step(Step([SaveCheckpoint(0, 7)], [[StepInput(0, len(prompts[0]), prompts[1], ())]]))
     return len(prompts[0])

@@ -1,9 +1,9 @@
-"""An engine without a model: it keeps the books that a KV cache keeps, and refuses what llama.cpp would refuse.
+"""An engine without a model: it tracks the content of the KV cache, and fails where llama.cpp would fail.
 
-The next token of a sequence is a function of all tokens before it (and, where it is not greedy, of its seed and
-its number), so a test can tell whether a stream was computed from the right prefix: ``expected_continuation`` says
-what must come.  With penalties it says nothing again that they look at, and it refuses a ``Past`` that is not what the
-sequence holds; a bias of 50 and more decides.  The same conformance tests run on it and on the real engine.
+The next token of a sequence is a function of all tokens before it, and of seed and position where sampling is not
+greedy.  So a test can verify that a stream was computed from the right prefix: see ``expected_continuation``.  A
+penalty excludes all tokens that it applies to.  A ``Past`` that differs from the sequence fails the step.  A bias of at
+least 50 decides.  The fake engine and the real one pass the same tests: see ``engine_contract``.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from uma_trio.sampling import SamplingParams, TokenLogprobs
 N_VOCAB = 1000
 EOG = 0
 STATE_BYTES = 12_288
-"""Of each token in a saved state."""
-STATE_BYTES_A_MS = 2.4e6
+"""Size of one token in a saved state."""
+STATE_BYTES_PER_MS = 2.4e6
+"""Simulated speed of saving and loading."""
 CHECKPOINT_BYTES = 64
-"""Of a checkpoint."""
 
 
-class Story:
-    """A sequence as the fake model knows it: its tokens, and a digest of all of them after each."""
+class SequenceContent:
+    """The content of a sequence: its tokens, and for each length a digest of the tokens so far."""
 
     def __init__(self, tokens: Iterable[int] = (), digests: Iterable[int] = (17,)) -> None:
         self._tokens = list(tokens)
@@ -84,54 +84,58 @@ class Story:
             self._digests.append(digest)
 
     def digest(self, length: int) -> int:
-        """Of the first ``length`` tokens."""
+        """The digest of the first ``length`` tokens."""
         return self._digests[length]
 
     def before(self, length: int, n: int) -> list[int]:
         """The last ``n`` of the first ``length`` tokens."""
         return self._tokens[length - n : length]
 
-    def beginning(self, length: int) -> Story:
-        return Story(self._tokens[:length], self._digests[: length + 1])
+    def beginning(self, length: int) -> SequenceContent:
+        return SequenceContent(self._tokens[:length], self._digests[: length + 1])
 
-    def said_after(self, length: int, sample: SampleRequest, repeats: int = 0) -> int:
-        """What the model says after the first ``length`` tokens: EOG only if it repeats one."""
-        said = 1 + self._digests[length] % (N_VOCAB - 1)
+    def next_token(self, length: int, sample: SampleRequest, repeats: int = 0) -> int:
+        """The most likely token behind the first ``length`` tokens; EOG only as a repetition."""
+        token = 1 + self._digests[length] % (N_VOCAB - 1)
         if repeats and length >= repeats and self._digests[length] % 8:
-            said = self._tokens[length - repeats]
+            token = self._tokens[length - repeats]
         if sample.params.greedy or (sample.params.seed + 3 * sample.n_before) % 7:
-            return said
-        return 1 + (said + sample.params.seed + sample.n_before) % (N_VOCAB - 1)
+            return token
+        return 1 + (token + sample.params.seed + sample.n_before) % (N_VOCAB - 1)
 
 
-def chosen(liked: Iterable[int], avoided: Collection[int]) -> int:
-    """The first that can be said."""
-    return next(token for token in (*liked, *range(1, N_VOCAB)) if token not in avoided)
+def chosen(preferred: Iterable[int], avoided: Collection[int]) -> int:
+    """The first token that is not avoided."""
+    return next(token for token in (*preferred, *range(1, N_VOCAB)) if token not in avoided)
 
 
-def said_before(params: SamplingParams, story: Sequence[int], n_prompt: int) -> set[int]:
-    """What penalties look at, of a prompt with its answer."""
-    window = story[-params.repetition_window :] if params.repetition_window else ()
-    return {*window, *(story[n_prompt:] if params.counts_answer else ())}
+def penalised_tokens(params: SamplingParams, tokens: Sequence[int], n_prompt: int) -> set[int]:
+    """The tokens that penalties apply to.
+
+    Args:
+        tokens: prompt and answer.
+    """
+    window = tokens[-params.repetition_window :] if params.repetition_window else ()
+    return {*window, *(tokens[n_prompt:] if params.counts_answer else ())}
 
 
 def expected_score(token: int, n: int) -> TokenLogprobs:
-    """What the model tells of ``token`` to who asks for ``n``."""
+    """The log-probability of ``token``, with the ``n`` most likely tokens."""
     return TokenLogprobs(-(token % 97) / 8, tuple((token + i, -(token % 97 + i) / 8) for i in range(n)))
 
 
 def expected_continuation(
     prompt: Iterable[int], n: int, *, repeats: int = 0, params: SamplingParams | None = None
 ) -> list[int]:
-    """The first ``n`` tokens that follow ``prompt``, where nothing is masked."""
-    story, params = Story(), params or SamplingParams()
+    """The first ``n`` tokens that follow ``prompt``, if none are banned."""
+    content, params = SequenceContent(), params or SamplingParams()
     read = list(prompt)
     n_prompt = len(read)
-    story.read(read)
+    content.read(read)
     for step in range(n):
-        said = story.said_after(story.length, SampleRequest(params, step), repeats)
-        read.append(chosen([said], said_before(params, read, n_prompt)))
-        story.read(read[-1:])
+        token = content.next_token(content.length, SampleRequest(params, step), repeats)
+        read.append(chosen([token], penalised_tokens(params, read, n_prompt)))
+        content.read(read[-1:])
     return read[n_prompt:]
 
 
@@ -141,7 +145,7 @@ class FakeEngine:
     Args:
         cost_ms: (prompt tokens, rows of decodes) -> simulated milliseconds of a call.
         eog_after: the model ends a sequence that has grown to so many tokens.
-        can_truncate: otherwise only the whole of a sequence can be removed or copied, or what is behind a checkpoint.
+        can_truncate: otherwise a sequence can only be removed or copied as a whole, or truncated to a checkpoint.
         repeats: the model mostly says what stood so many tokens before; 0: never.
     """
 
@@ -189,7 +193,7 @@ class FakeEngine:
         self.resets = 0
         self._aborted = False
         self._masks_ready = False
-        self._cache: dict[int, Story] = {}
+        self._cache: dict[int, SequenceContent] = {}
         self.masks: MaskBuffer | None = None
         self.checkpoints: dict[int, tuple[int, int]] = {}
         """Length and digest of what was held, by number of the checkpoint."""
@@ -214,10 +218,10 @@ class FakeEngine:
                     try:
                         if isinstance(op, SaveState):
                             saved_bytes += self._save(op)
-                            copied_ms += op.n_bytes / STATE_BYTES_A_MS
+                            copied_ms += op.n_bytes / STATE_BYTES_PER_MS
                         else:
                             self._load(op)
-                            copied_ms += op.n_bytes / STATE_BYTES_A_MS
+                            copied_ms += op.n_bytes / STATE_BYTES_PER_MS
                     except ValueError as error:
                         refused.append((op.seq_id, str(error)))
                 case DropCheckpoint():
@@ -267,7 +271,7 @@ class FakeEngine:
 
     def _state(self, seq_id: int) -> bytes:
         """The tokens of a sequence as text, padded."""
-        tokens = self._cache.get(seq_id, Story()).tokens
+        tokens = self._cache.get(seq_id, SequenceContent()).tokens
         return b" ".join(b"%d" % token for token in tokens).ljust(STATE_BYTES * len(tokens), b"\0")
 
     def _save(self, op: SaveState) -> int:
@@ -296,9 +300,9 @@ class FakeEngine:
         room = self.info.n_ctx - sum(held.length for held in self._cache.values())
         if not tokens or len(tokens) != op.length or len(tokens) > min(room, self.info.n_ctx_seq):
             raise ValueError("not a state, or no room for it")
-        story = Story()
-        story.read(tokens)
-        self._cache[op.seq_id] = story
+        content = SequenceContent()
+        content.read(tokens)
+        self._cache[op.seq_id] = content
         at = op.offset + op.n_bytes
         for number, size in op.checkpoints:
             if number is not None:
@@ -309,7 +313,7 @@ class FakeEngine:
     def _change(self, op: KvOp) -> None:
         match op:
             case SaveCheckpoint():
-                held = self._cache.get(op.seq_id, Story())
+                held = self._cache.get(op.seq_id, SequenceContent())
                 full = len(self.checkpoints) >= self.info.max_checkpoints
                 if op.checkpoint in self.checkpoints or not held.length or full:
                     raise EngineError(f"{op} of {held.length} tokens with {len(self.checkpoints)} others")
@@ -317,18 +321,18 @@ class FakeEngine:
             case CopyPrefix():
                 self._check_seq(op.source)
                 self._check_seq(op.target)
-                source = self._cache.get(op.source, Story())
-                if self._cache.get(op.target, Story()).length or op.length > source.length:
+                source = self._cache.get(op.source, SequenceContent())
+                if self._cache.get(op.target, SequenceContent()).length or op.length > source.length:
                     raise EngineError(f"{op} of {source.length} tokens")
                 self._check_truncation(source, op.length, op.checkpoint)
                 self._cache[op.target] = source.beginning(op.length)
             case Truncate():
                 self._check_seq(op.seq_id)
-                held = self._cache.get(op.seq_id, Story())
+                held = self._cache.get(op.seq_id, SequenceContent())
                 self._check_truncation(held, op.length, op.checkpoint)
                 self._cache[op.seq_id] = held.beginning(op.length)
 
-    def _check_truncation(self, held: Story, length: int, checkpoint: int | None) -> None:
+    def _check_truncation(self, held: SequenceContent, length: int, checkpoint: int | None) -> None:
         """A memory that cannot be truncated goes back to a state that it had, and to no other."""
         if self.info.can_truncate or not 0 < length < held.length:
             return
@@ -339,7 +343,7 @@ class FakeEngine:
         self._check_seq(each.seq_id)
         if len(each.samples) not in (0, 1, len(each.tokens)):
             raise EngineError(f"{len(each.samples)} samples for {len(each.tokens)} tokens")
-        held = self._cache.setdefault(each.seq_id, Story())
+        held = self._cache.setdefault(each.seq_id, SequenceContent())
         if each.position != held.length:
             raise EngineError(f"sequence {each.seq_id} holds {held.length} tokens, continued at {each.position}")
         held.read(np.asarray(each.tokens).tolist())
@@ -349,10 +353,10 @@ class FakeEngine:
         for length, sample in enumerate(each.samples, held.length - len(each.samples) + 1):
             ended = self.eog_after is not None and length >= self.eog_after
             banned = set() if sample.banned is None else set(np.asarray(sample.banned).tolist())
-            said = held.said_after(length, sample, self.repeats)
-            liked = [EOG, said] if ended else [said]
+            token = held.next_token(length, sample, self.repeats)
+            preferred = [EOG, token] if ended else [token]
             if sample.bias is not None and sample.bias.values.max() >= 50:
-                liked.insert(0, int(sample.bias.ids[sample.bias.values.argmax()]))
+                preferred.insert(0, int(sample.bias.ids[sample.bias.values.argmax()]))
             if sample.late_mask:
                 if not self._masks_ready or self.masks is None:
                     sampled.append(MASK_LATE)
@@ -360,16 +364,16 @@ class FakeEngine:
                 logits = np.zeros(N_VOCAB, np.float32)
                 self.masks.apply(each.seq_id, logits)
                 banned |= set(np.flatnonzero(logits == -np.inf).tolist())
-            sampled.append(chosen(liked, banned | self._penalised(held, length, sample)))
+            sampled.append(chosen(preferred, banned | self._penalised(held, length, sample)))
         return sampled
 
-    def _penalised(self, held: Story, length: int, sample: SampleRequest) -> set[int]:
+    def _penalised(self, held: SequenceContent, length: int, sample: SampleRequest) -> set[int]:
         if sample.past is None:
             return set()
         past = sample.past.tokens.tolist()
         if past != held.before(length, len(past)):
             raise EngineError(f"a past of {past} where {held.before(length, len(past))} is held")
-        return said_before(sample.params, past, sample.past.n_prompt)
+        return penalised_tokens(sample.params, past, sample.past.n_prompt)
 
     def _check_seq(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.info.n_seq_max:

@@ -1,4 +1,4 @@
-"""The real daemon, listeners and connections included, over a fake engine in virtual time."""
+"""The real daemon with listener and connections, over a fake engine in virtual time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from uma_trio.store import Journal, StateFolder
 
 
 class FakeTokenizer:
-    """A token for each byte, with 100 added so that none is EOG; what the model says is read as numbers."""
+    """One token for each byte of a text: the byte plus 100, so none is EOG.  Tokens become decimal numbers."""
 
     bos = eos = ""
 
@@ -49,14 +49,14 @@ class FakeTokenizer:
 
 
 class FakeChat:
-    """Messages with bars between them: never what the tokens of the chat so far say, so all is cut anew."""
+    """Joins messages with bars.  The text never equals that of the chat's tokens, so each turn is tokenized again."""
 
     def parts(self, messages: list[dict[str, str]]) -> tuple[PromptPart, ...]:
         return (PromptPart("|".join(message["content"] for message in messages)),)
 
 
 class FakePrompts(PromptMaker):
-    """The real one without threads, of which virtual time knows nothing."""
+    """``PromptMaker`` without threads, which do not exist in virtual time."""
 
     async def make(self, request: Generate, before: History | None = None) -> Prompt:
         await trio.lowlevel.checkpoint()
@@ -65,7 +65,7 @@ class FakePrompts(PromptMaker):
 
 
 def token_to_bytes(token: int) -> bytes:
-    """The fake model's tokens read as numbers."""
+    """A token as a decimal number; nothing for EOG."""
     return b"" if token == 0 else f"{token} ".encode()
 
 
@@ -86,7 +86,7 @@ class FakeModel:
 
 @attrs.frozen
 class Serving:
-    """A running server and how to reach it."""
+    """A running server."""
 
     server: Server
     service: ModelService
@@ -102,7 +102,7 @@ class Serving:
         return open_client(self.path, **options)
 
     async def settled(self) -> None:
-        """Until nothing runs, and the books say that nothing is held."""
+        """Wait until nothing runs and no client is connected, and check the bookkeeping."""
         with trio.fail_after(1000):
             while list(self.scheduler.sequences()) or self.server.snapshot()["connections"]:
                 await trio.sleep(0.01)
@@ -115,7 +115,7 @@ class Serving:
 
 
 def settings(**values: Any) -> config.Config:
-    """A configuration, by flat names."""
+    """A configuration from flat names."""
     return config.load(flags=values)
 
 
@@ -123,10 +123,10 @@ def settings(**values: Any) -> config.Config:
 def remembering(
     folder: Path, files: StateFiles | None = None, *, max_sessions: int = 1000, states: Sequence[SavedState] = ()
 ) -> Iterator[Storage]:
-    """The storage of a server, in ``folder``, as ``daemon.storage.open_storage`` makes it.
+    """The storage of a server in ``folder``; see ``daemon.storage.open_storage``.
 
     Args:
-        files: instead of a folder of states, with ``states`` in it.
+        files: takes the place of a folder of states, and has ``states`` in it.
     """
     with contextlib.ExitStack() as stack:
         journal = Journal(folder / "sessions", model="fake", max_sessions=max_sessions)
@@ -146,18 +146,20 @@ async def serving(
     in_thread: InThread = at_once,
     **values: Any,
 ) -> AsyncIterator[Serving]:
-    """A server on a socket of its own, cancelled at the end.
+    """A server on a temporary socket, cancelled at the end.
 
     Args:
-        storage: what survives it; see ``remembering``.
-        in_thread: where what blocks is done.
-        values: of the configuration, by flat names.
+        storage: survives the server; see ``remembering``.
+        in_thread: runs blocking calls.
+        values: configuration by flat names.
     """
     engine = engine or FakeEngine()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "uma.sock")
         chosen = settings(**values)
-        model = FakeModel(VirtualEngine(engine), FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits))
+        model = FakeModel(
+            VirtualEngine(engine, settings=chosen.engine), FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits)
+        )
         service = ModelService(
             chosen, model, journal=storage.journal, files=storage.files, states=storage.states, in_thread=in_thread
         )

@@ -1,4 +1,4 @@
-"""States of sequences kept in memory instead of a folder, with everything that can go wrong with one."""
+"""Saved states in memory instead of a folder, with faults to switch on."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from uma_trio.store import StateFileError
 
 
 async def at_once(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Stands for a worker thread: others get their turn, and the call takes no time."""
+    """Stands for ``trio.to_thread.run_sync``: other tasks run first, and the call takes no time."""
     await trio.lowlevel.checkpoint()
     return call(*arguments)
 
 
 @attrs.define
 class MemoryFiles:
-    """See ``serving.offload.StateFiles``.  ``full``, ``lost`` and ``broken`` are faults to be switched on."""
+    """Implements ``serving.offload.StateFiles``.  The flags are faults."""
 
     states: dict[str, tuple[SavedState, bytes]] = attrs.field(factory=dict)
     full: bool = False
-    """There is no room."""
+    """The disk is full."""
     fails_late: bool = False
-    """A state that was written cannot be made durable."""
+    """``finish`` fails."""
     broken: bool = False
-    """What is read is not what was written, and its checksums say so."""
+    """Files are damaged, and their checksums show it."""
     garbled: bool = False
-    """What is read is no state, and nothing says so."""
+    """Files are damaged although their checksums are right."""
     open_files: int = 0
     _names: Any = attrs.field(factory=lambda: itertools.count(1))
 
@@ -69,7 +69,7 @@ class MemoryFiles:
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor of a file that has no name."""
+    """The descriptor of an unnamed file with this content."""
     fd = os.memfd_create("state")
     os.write(fd, data)
     return fd
