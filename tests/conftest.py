@@ -1,22 +1,81 @@
-"""How hypothesis searches: the same examples each time, however busy the machine; new ones on request.
+"""Settings of the whole test run: hypothesis, one temporary folder, and tests that need the machine for themselves.
 
-And what daemons learn of this machine, or remember of their clients, stays in folders of the run's own: no test
-depends on the one before, and none sees what the user has.  How they lay their memory out they do not measure, so that it
-is the same whatever else the machine does.
+- Hypothesis tries the same examples in every run, without deadlines.  ``UMA_TEST_EXPLORE=1`` tries many new ones.
+- Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.
+- Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
+- Tests run in two processes (pytest-xdist).  The tests of a module run in one process, in order, so that they share
+  its fixtures.  Tests with the marker ``alone`` measure time or memory: they come last, while nothing else runs.
+- Every process of the run has ``RUN_VARIABLE`` in its environment.  A process that is still there at the end was leaked
+  by a test: it is killed, and the run fails.
 """
+
+from __future__ import annotations
 
 import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 
+import psutil
+import pytest
 from hypothesis import settings
+
+from tests.support.run import RUN_VARIABLE, machine, run_folder
+
+EXIT_S = 5.0
+"""How long processes of the tests may take to end after the last test."""
 
 settings.register_profile("same", derandomize=True, deadline=None, max_examples=20)
 settings.register_profile("explore", derandomize=False, deadline=None, max_examples=2000, print_blob=True)
 settings.load_profile("explore" if os.environ.get("UMA_TEST_EXPLORE") else "same")
 
+is_worker = "PYTEST_XDIST_WORKER" in os.environ
+if not is_worker:
+    os.environ[RUN_VARIABLE] = tempfile.mkdtemp(prefix="uma-trio-tests-")
+    atexit.register(shutil.rmtree, os.environ[RUN_VARIABLE], ignore_errors=True)
 for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
-    os.environ[variable] = tempfile.mkdtemp(prefix="uma-trio-tests-")
-    atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
+    os.environ[variable] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / variable)
 os.environ["UMA_LAYOUT_TRIAL_S"] = "0"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give every module an xdist group, and put the tests that run alone at the end."""
+    for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.xdist_group("alone"))
+        elif not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Run one test, with its fixtures."""
+    with machine(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail if processes of this run are left."""
+    if is_worker:
+        return
+    _, left = psutil.wait_procs(_processes_of_this_run(), timeout=EXIT_S)
+    for process in left:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(f"a test left a process behind: {process}", red=True)
+        process.kill()
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _processes_of_this_run() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_VARIABLE) == str(run_folder()) and process.pid != os.getpid():
+                found.append(process)
+        except psutil.Error:  # another user's, or it has ended
+            continue
+    return found

@@ -368,13 +368,13 @@ def _key(rng: Random, model: Gguf) -> str:
 def change_item(rng: Random, model: Gguf) -> str:
     arrays = [pair for pair in model.pairs if pair.kind == ARRAY and pair.value]
     pair = rng.choice(arrays)
-    said = []
+    changes = []
     for _ in range(rng.choice((1, 1, 1, 2, 20))):
         at = rng.randrange(len(pair.value))
         twin = rng.random() < 0.2
         pair.value[at] = rng.choice(pair.value) if twin else _value(rng, pair.item_kind, pair.value[at])
-        said.append(f"[{at}] = {pair.value[at]!r:.40}")
-    return f"{pair.key}{', '.join(said[:2])}"
+        changes.append(f"[{at}] = {pair.value[at]!r:.40}")
+    return f"{pair.key}{', '.join(changes[:2])}"
 
 
 def change_array(rng: Random, model: Gguf) -> str:
@@ -510,11 +510,11 @@ def mutant(bases: list[bytes], seed: int, case: int) -> tuple[bytes, str]:
     base = rng.randrange(len(bases))
     model = Gguf.parse(bases[base])
     functions, weights = zip(*MUTATIONS, strict=True)
-    said = []
+    changes = []
     for mutation in rng.choices(functions, weights, k=rng.choice((1, 1, 1, 2, 3))):
         with contextlib.suppress(IndexError):  # an earlier mutation has left nothing of that kind
-            said.append(mutation(rng, model))
-    return model.to_bytes(), f"base {base}; " + "; ".join(said)
+            changes.append(mutation(rng, model))
+    return model.to_bytes(), f"base {base}; " + "; ".join(changes)
 
 
 # -- trying a file ------------------------------------------------------------------------------
@@ -619,9 +619,9 @@ class Worker:
         return "hung", ""
 
     def _last_words(self) -> str:
-        said = (self.folder / "stderr").read_text(errors="replace").splitlines()
-        telling = [line for line in said if ASSERTION.search(line)]
-        return f"{(telling or said or [''])[0]} (exit code {self.process.exitcode})"
+        lines = (self.folder / "stderr").read_text(errors="replace").splitlines()
+        assertions = [line for line in lines if ASSERTION.search(line)]
+        return f"{(assertions or lines or [''])[0]} (exit code {self.process.exitcode})"
 
 
 @attrs.frozen
@@ -695,9 +695,9 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="uma-trio-mutants-") as folder:
         bases = make_bases(Path(folder))
     if chosen.replay is not None:
-        data, said = mutant(bases, chosen.seed, chosen.replay)
+        data, changes = mutant(bases, chosen.seed, chosen.replay)
         chosen.out.write_bytes(data)
-        print(f"{chosen.out}: {said}")
+        print(f"{chosen.out}: {changes}")
         return 0
     outcomes: Counter[str] = Counter()
     messages: dict[tuple[str, str], list[int]] = {}

@@ -26,11 +26,11 @@ def test_socket(tmp_path):
     assert fuzz.fuzz(cases=1000, live=1000, seed=1, folder=tmp_path).found == []
 
 
-def test_a_case_is_its_seed_and_number():
+def test_seed_and_number_determine_a_case():
     assert generate.case(Random("0 codec 5")) == generate.case(Random("0 codec 5"))
 
 
-def test_what_is_found_is_saved_and_named(tmp_path, capsys):
+def test_findings_are_saved_and_named(tmp_path, capsys):
     def check(data, rng):
         fuzz.require(len(data) < 100, "too long for this test")
         return "short"

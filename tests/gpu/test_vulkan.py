@@ -1,10 +1,10 @@
-"""The Vulkan library says what the CPU library says.  Opt-in: it needs a second library.
+"""The Vulkan library gives the same answers as the CPU library.  Opt-in: it needs a second library.
 
     ./build_llama.sh --backend vulkan --prefix build/vulkan-lib
     UMA_TEST_VULKAN_DIR=build/vulkan-lib pytest tests/gpu/test_vulkan.py
 
-A machine without a GPU can do it in software: Debian's ``mesa-vulkan-drivers``.  llama.cpp takes such
-a device only when it is named, so ``GGML_VK_VISIBLE_DEVICES`` is 0 here unless you set it.
+Without a GPU, a software driver is enough: Debian's ``mesa-vulkan-drivers``.  llama.cpp uses such a device only if it is
+named, so the test sets ``GGML_VK_VISIBLE_DEVICES`` to 0 unless you set it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL = Path(__file__).parents[2] / "uma_trio" / "models" / "embedded" / "embedd
 PROMPTS = ["What is the capital of France?", "Count from 3 to 9.", "Spell the word river.", "What is 12 + 30?"]
 N_TOKENS = 40
 
-# One process has one library, so each of the two answers in a process of its own.
+# A process can load one library only, so each library runs in a process of its own.
 ANSWER = """
 import json, sys
 import jinja2.sandbox
@@ -43,7 +43,7 @@ with llama_abi.Model(library, path) as model, Context(model, ContextOptions(n_ct
         tokens = model.vocab.tokenize(text, add_special=True, parse_special=True)
         batch.add(tokens, pos=0, seq=seq)
         positions.append(len(tokens))
-    for _ in range(int(n_tokens)):  # each to its end; what follows an end is not compared
+    for _ in range(int(n_tokens)):  # tokens after the end of an answer are not compared
         assert context.decode(batch) == llama_abi.OK
         chosen = context.logits().array.argmax(axis=1).tolist()
         for answer, token in zip(answers, chosen):
@@ -78,7 +78,7 @@ def test_same_greedy_tokens_as_the_cpu() -> None:
             f"then {VULKAN_VARIABLE}=build/vulkan-lib"
         )
     if not DEFAULT_DIRECTORY.is_dir():
-        pytest.skip("there is no library to compare with: ./build_llama.sh --backend cpu --dev builds it")
+        pytest.skip("the library to compare with is missing: ./build_llama.sh --backend cpu --dev builds it")
     there, here = answer(Path(vulkan).resolve()), answer(DEFAULT_DIRECTORY)
     assert there["backend"] == "vulkan"
     assert there["devices"], "the Vulkan library found no Vulkan device"

@@ -1,4 +1,4 @@
-"""The benches of ``uma-trio bench``, and the command itself, in small: output, CSV, exit codes."""
+"""The benches of ``uma-trio bench`` and the command itself with small loads: output, CSV, exit codes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.benches
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 pytest.importorskip("gguf", reason="the benches need the dev extra: ./build_llama.sh --dev")
 
@@ -21,14 +22,14 @@ PEERS = Path(os.environ.get("LLAMA_PEERS_DIR") or ROOT / "build" / "peers" / "bi
 
 @pytest.fixture
 def folder():
-    """Where servers put their files: tests see what is left behind.  Short, as sockets' paths must be."""
+    """The temporary folder of the servers, to check that they leave nothing; short, because paths of sockets must be."""
     with tempfile.TemporaryDirectory(prefix="t") as name:
         yield Path(name)
 
 
 @pytest.fixture(params=[pytest.param(False, id="ours"), pytest.param(True, id="rival")])
 def rival(request):
-    """Without llama-server, and with it where it is built."""
+    """Without llama-server, and with it if it is built."""
     if request.param and not (PEERS / "llama-server").exists():
         pytest.skip(f"there is no llama-server in {PEERS}: ./build_llama.sh --peers builds it")
     return request.param
@@ -42,7 +43,7 @@ def run(*command, folder, timeout=240):
 
 
 def bench(script, *arguments, folder):
-    """A bench that ends well, complains of nothing and leaves nothing behind."""
+    """Run a bench that must succeed, without warnings and without leaving files."""
     done = run(ROOT / "benches" / script, *arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -75,22 +76,22 @@ def test_fanout(library, tmp_path, folder, rival):
 @pytest.mark.slow
 def test_sessions(library, tmp_path, folder):
     out = tmp_path / "sessions.csv"
-    said = bench("sessions.py", "--tokens", "2000", "--repeat", "2", "--csv", out, folder=folder)
+    printed = bench("sessions.py", "--tokens", "2000", "--repeat", "2", "--csv", out, folder=folder)
     rows = read(out)
     assert len(rows) == 2
     for row in rows:
         assert float(row["warm_ms"]) < float(row["cold_ms"])
     n_read = sum(float(row["state_mb"]) > 0 for row in rows)
-    assert f"after a restart {n_read} of 2 were read" in said
+    assert f"after a restart {n_read} of 2 were read" in printed
 
 
 @pytest.mark.slow
 def test_more_sessions_than_there_is_room_for(library, tmp_path, folder):
     out = tmp_path / "churn.csv"
     shape = ("--sessions", "12", "--room", "3", "--turns", "3", "--first", "200", "--hour", "0.001")
-    said = bench("sessions.py", "--churn", *shape, "--csv", out, folder=folder)
+    printed = bench("sessions.py", "--churn", *shape, "--csv", out, folder=folder)
     assert [int(row["turns"]) for row in read(out)] == [3] * 12
-    assert "lost          0" in said
+    assert "lost          0" in printed
 
 
 @pytest.mark.slow
@@ -118,22 +119,22 @@ def test_ipc_overhead(library, tmp_path, folder, rival):
 @pytest.mark.slow
 def test_cancel(library, tmp_path, folder, rival):
     out = tmp_path / "cancel.csv"
-    said = bench("cancel.py", "--long-tokens", "2000", "--repeat", "2", "--csv", out, either(rival), folder=folder)
+    printed = bench("cancel.py", "--long-tokens", "2000", "--repeat", "2", "--csv", out, either(rival), folder=folder)
     found = [(row["server"], row["moment"], row["way"]) for row in read(out)]
     assert len(found) == 2 * len(set(found)) == (12 if rival else 8)
-    ours = [line.split("|") for line in said.splitlines() if line.startswith("| uma-trio")]
+    ours = [line.split("|") for line in printed.splitlines() if line.startswith("| uma-trio")]
     assert len(ours) == 4
-    assert all(float(line[4]) > 0 for line in ours), "the server tells when the KV cache was free"
+    assert all(float(line[4]) > 0 for line in ours), "the server reports when the cells were free"
 
 
 @pytest.mark.slow
 def test_lookup(library, tmp_path, folder, rival):
     out = tmp_path / "lookup.csv"
     flags = ("--rival-flags", "", "--rival-flags", "--spec-type ngram-simple") if rival else ()
-    said = bench(
+    printed = bench(
         "lookup.py", "--questions", "1", "--tokens", "200", "--repeat", "1", "--csv", out, *flags, folder=folder
     )
-    assert "DIFFERS" not in said
+    assert "DIFFERS" not in printed
     found = {(row["server"], row["setting"], row["task"].split()[0]): row for row in read(out)}
     assert len(found) == (8 if rival else 4)
     assert float(found["uma-trio", "--speculation", "copying"]["accepted"]) > 0
@@ -147,8 +148,8 @@ SMALL_MIX = ("--short-words", "6", "--short-tokens", "6", "--long-words", "60", 
 def test_goodput(library, tmp_path, folder, rival):
     out, plot = tmp_path / "runs.csv", tmp_path / "plot.png"
     rates = ("--rates", "5,20", "--seconds", "2", "--drain", "2")
-    said = bench("goodput.py", *rates, *SMALL_MIX, "--csv", out, "--plot", plot, either(rival), folder=folder)
-    assert "most      uma-trio" in said
+    printed = bench("goodput.py", *rates, *SMALL_MIX, "--csv", out, "--plot", plot, either(rival), folder=folder)
+    assert "most      uma-trio" in printed
     found = read(out)
     assert len(found) == (4 if rival else 2)
     for row in found:
@@ -226,7 +227,7 @@ def command(*arguments, folder):
 
 
 class Page(HTMLParser):
-    """What a report holds."""
+    """The tags and links of a report."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +239,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.slow
-def test_a_report_that_needs_nothing_beside_it(library, tmp_path, folder):
+def test_a_report_is_self_contained(library, tmp_path, folder):
     pytest.importorskip("matplotlib", reason="plots need the dev extra: ./build_llama.sh --dev")
     out = tmp_path / "a folder"
     chosen = ("--only", "mixed", "--only", "long_ctx", "--only", "ipc")
@@ -249,7 +250,7 @@ def test_a_report_that_needs_nothing_beside_it(library, tmp_path, folder):
     page = Page()
     page.feed(text)
     assert page.tags.count("img") == 3, "latencies, ticks, and speed against context"
-    assert page.tags.count("table") == 4, "the contents, and one of each"
+    assert page.tags.count("table") == 4, "the table of contents, and one of each bench"
     assert all(source.startswith(("#", "data:image/png;base64,")) for source in page.sources)
     assert "llama.cpp" in text
     for name in ("mixed", "long_ctx", "ipc"):
@@ -267,7 +268,7 @@ def test_a_bench_that_fails_is_in_the_report(library, tmp_path, folder):
     )
     assert done.returncode == 1
     assert "long_ctx   failed with 1" in done.stdout
-    assert "ipc        done" in done.stdout, "it takes the embedded model"
+    assert "ipc        done" in done.stdout, "it uses the embedded model"
     assert "no.gguf" in done.stderr
     assert "Traceback" not in done.stderr
     text = (tmp_path / "out" / "report.html").read_text()

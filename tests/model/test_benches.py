@@ -1,11 +1,9 @@
-"""The benches and the demo as a user runs them: output, CSV, exit codes.  How fast is not judged here."""
+"""The bench ``mixed_load.py`` as a command: output, CSV, exit codes.  Durations are not judged."""
 
 from __future__ import annotations
 
 import csv
-import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +14,7 @@ import pytest
 from tests.support.random_models import random_model
 from tests.support.real_daemon import real_daemon
 
+pytestmark = pytest.mark.benches
 pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_llama.sh --dev")
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,7 @@ SMALL = ("--streams", "2", "--tokens", "40", "--long-words", "60", "--long-token
 
 @pytest.fixture
 def folder():
-    """Where daemons put their sockets: tests see what is left behind.  Short, as sockets' paths must be."""
+    """The temporary folder of the servers, to check that they leave nothing; short, because paths of sockets must be."""
     with tempfile.TemporaryDirectory(prefix="t") as name:
         yield Path(name)
 
@@ -61,8 +60,8 @@ def test_mixed_load_on_the_embedded_model(library, tmp_path, folder, protocol):
     done = bench(*SMALL, "--protocol", protocol, "--csv", out, "--", "--parallel", "4", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
-    for said in ("cpu  ", "llama.cpp", "--parallel 4", "| interactive", "| long", "tok/s", " ticks; "):
-        assert said in done.stdout
+    for text in ("cpu  ", "llama.cpp", "--parallel 4", "| interactive", "| long", "tok/s", " ticks; "):
+        assert text in done.stdout
     rows = read(out)
     assert list(rows[0]) == ["session_id", "token_idx", "ts_ms", "is_interactive"]
     counts = {name: [row for row in rows if row["session_id"] == name] for name in ("s1", "s2", "long1")}
@@ -107,11 +106,11 @@ def test_flags_that_a_running_daemon_cannot_take(folder):
     assert done.returncode == 2
 
 
-# -- beside llama.cpp's own programs -------------------------------------------------------------
+# -- next to llama.cpp's own programs ------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_mixed_load_beside_llama_server(library, peers, tmp_path, folder):
+def test_mixed_load_and_llama_server(library, peers, tmp_path, folder):
     out, plot = tmp_path / "runs.csv", tmp_path / "pareto.png"
     settings = (
         "--rival-batch",
@@ -128,14 +127,14 @@ def test_mixed_load_beside_llama_server(library, peers, tmp_path, folder):
     done = bench(*SMALL, "--rival", "llama-server", *settings, "--csv", out, "--plot", plot, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
-    for said in (
+    for text in (
         "pin  ",
         "| llama-server -b 2048 ",
         "| uma-trio --target-tbt-ms 50 ",
         "| times llama-server",
         "at least as good",
     ):
-        assert said in done.stdout
+        assert text in done.stdout
     rows = read(out)
     assert [(row["server"], row["setting"]) for row in rows] == 2 * [
         ("llama-server", "-b 2048"), ("uma-trio", "--target-tbt-ms 50"), ("llama-server", "-b 64")
@@ -150,7 +149,7 @@ def test_mixed_load_beside_llama_server(library, peers, tmp_path, folder):
 
 
 @pytest.mark.slow
-def test_throughput_beside_llama_cpp(library, peers, tmp_path, folder):
+def test_throughput_and_llama_cpp(library, peers, tmp_path, folder):
     out = tmp_path / "runs.csv"
     shape = ("--streams", "1,3", "--tokens", "20", "--prompt-words", "10", "--repeat", "2")
     done = bench(*shape, "--csv", out, folder=folder, script=THROUGHPUT)
@@ -207,68 +206,3 @@ def test_options_that_make_no_sense(folder, options):
     done = bench(*options, folder=folder)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-
-
-# -- the demo ------------------------------------------------------------------------------------
-
-
-def demo(*arguments):
-    return [sys.executable, "-m", "uma_trio", "demo", *arguments]
-
-
-@pytest.mark.slow
-def test_the_demo_and_its_gate(library, tmp_path, folder):
-    """All but the one line that is about time: how busy the machine is, no test can know."""
-    picture = tmp_path / "demo.svg"
-    done = subprocess.run(
-        demo("--json", "--max-gap-ms", "60000", "--picture", str(picture)),
-        env={**os.environ, "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    card = json.loads(done.stdout)
-    assert card["go"]
-    assert len(card["checks"]) == 5
-    assert [stream["interactive"] for stream in card["streams"]] == [True, True, True, False]
-    assert all(stream["tokens"] > 0 for stream in card["streams"])
-    assert card["streams"][3]["prompt_tokens"] > 2000
-    assert card["average_batch"] >= 1.5
-    assert "chat 3" in picture.read_text().replace("&#160;", " ")
-    assert list(folder.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_gate_that_nobody_passes_exits_1(library):
-    with real_daemon() as daemon:
-        asked = demo("--no-live", "--max-gap-ms", "0.001", "--socket", str(daemon.socket))
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "NO-GO" in done.stdout
-    assert "FAIL  no chat froze" in done.stdout
-    assert "PASS  same text as alone" in done.stdout
-    assert "\x1b" not in done.stdout, "plain lines where there is no terminal"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_nothing_behind(library, folder, number):
-    running = subprocess.Popen(
-        demo("--no-live"), env={**os.environ, "TMPDIR": str(folder)}, stdout=subprocess.PIPE, text=True
-    )
-    with running:
-        try:
-            assert "document" in running.stdout.readline(), "the first line comes when all streams run"
-            (sockets,) = folder.iterdir()
-            assert (sockets / "uma.sock").exists()
-            running.send_signal(number)
-            assert running.wait(30) == 128 + number
-        finally:
-            running.kill()
-    assert list(folder.iterdir()) == []
-
-
-def test_a_demo_without_a_server_says_so(folder):
-    done = subprocess.run(demo("--socket", str(folder / "nobody.sock")), capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "uma-trio serve" in done.stderr

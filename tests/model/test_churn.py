@@ -1,4 +1,4 @@
-"""2,000 clients that leave at the worst moments: everything they held comes back."""
+"""2,000 clients disconnect at the worst moments; everything that they used is released."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def leave_in_stream(wire, rng):
 
 
 def reset(wire, rng):
-    """Closed with answers unread, the kernel resets instead of closing."""
+    """Closing a socket with unread data resets the connection."""
     wire.send(id="a", prompt="Tell me a story", max_tokens=400, ignore_eos=True)
     wire.sock.recv(1)
 
@@ -71,7 +71,7 @@ WAYS = (
 
 
 def churn(daemon, clients, seed):
-    """``clients`` come and go, a few at a time."""
+    """Let ``clients`` connect and disconnect, a few at a time."""
     failures = []
 
     def some(thread):
@@ -94,7 +94,7 @@ def churn(daemon, clients, seed):
 
 
 @pytest.mark.slow
-def test_2000_clients_that_leave_leave_nothing(library):
+def test_2000_disconnects_release_everything(library):
     with real_daemon("--parallel", "8", "--ctx", "8192", "--log-level", "warning") as daemon:
         churn(daemon, 300, seed=1)  # warm-up
         before = daemon.settled()
@@ -102,12 +102,12 @@ def test_2000_clients_that_leave_leave_nothing(library):
         began = time.monotonic()
         with Canary(daemon) as canary:
             churn(daemon, CLIENTS, seed=2)
-        took = time.monotonic() - began
-        after = daemon.settled()  # sessions, sequences, cells, queue and outboxes are at zero
+        duration_s = time.monotonic() - began
+        after = daemon.settled()  # connections, sequences, cells, queue and outboxes are at zero
         grown = daemon.rss - rss
         ended = {reason: n - before["requests_total"].get(reason, 0) for reason, n in after["requests_total"].items()}
         print(
-            f"{CLIENTS} clients in {took:.1f} s: RSS grew by {grown / MIB:.2f} MiB, file descriptors from {fds} to "
+            f"{CLIENTS} clients in {duration_s:.1f} s: RSS grew by {grown / MIB:.2f} MiB, file descriptors from {fds} to "
             f"{daemon.n_fds()}, ended {ended}, {canary.rounds} rounds of the canary, the slowest {canary.slowest_s:.2f} s"
         )
         assert after["kv"]["cached_sequences"] <= 8

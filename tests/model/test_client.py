@@ -1,4 +1,4 @@
-"""The client against the real daemon: asyncio and trio alike, and blocking."""
+"""The client with the real daemon: under asyncio, under trio, and without an event loop."""
 
 import anyio
 import pytest

@@ -1,4 +1,4 @@
-"""The engine over llama.cpp keeps the contract of engines, as the fake one does."""
+"""``LlamaEngine`` with the embedded model meets the engine contract."""
 
 from __future__ import annotations
 

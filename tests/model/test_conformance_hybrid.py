@@ -1,7 +1,7 @@
-"""The engine over a hybrid model keeps the contract of engines: sequences of one batch do not see each other.
+"""``LlamaEngine`` with a hybrid model meets the engine contract; sequences of one batch do not influence each other.
 
-On a processor with AMX this needs the repair that ``build_llama.sh`` makes: without it all sequences of a batch but the
-first get garbage.
+On processors with AMX this needs the patch that ``build_llama.sh`` applies.  Without it only the first sequence of a batch
+is computed correctly.
 """
 
 from __future__ import annotations

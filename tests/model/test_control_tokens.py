@@ -94,10 +94,10 @@ def test_a_forged_turn_has_no_control_tokens(speaker: AnySpeaker, name: str) -> 
         ids, text = chosen.prompt("x" + forged, "y", forged + "x")
         assert chosen.controls(ids) == chosen.controls(honest)
         assert text.count(forged) == 2
-        said = chosen.tokenizer.decode(ids, special=True).removeprefix(chosen.tokenizer.bos)
+        decoded = chosen.tokenizer.decode(ids, special=True).removeprefix(chosen.tokenizer.bos)
         if name != "phi-3":  # its control tokens take white space away
-            assert said == text.removeprefix(chosen.tokenizer.bos)
-        assert forged in said
+            assert decoded == text.removeprefix(chosen.tokenizer.bos)
+        assert forged in decoded
 
 
 @pytest.mark.parametrize("name", CHATTING)
@@ -160,11 +160,11 @@ def test_templates_of_known_models() -> None:
     assert passed > len(SOURCES) / 2
 
 
-def _chat(said: str) -> list[dict[str, str]]:
+def _chat(content: str) -> list[dict[str, str]]:
     return [
-        {"role": "user", "content": said},
+        {"role": "user", "content": content},
         {"role": "assistant", "content": "<think>a</think>b"},
-        {"role": "user", "content": said},
+        {"role": "user", "content": content},
     ]
 
 
@@ -261,13 +261,13 @@ def test_a_raw_prompt_follows_parse_special(daemon: Daemon, speaker: AnySpeaker)
 def test_a_session_continues_after_forged_turns(daemon: Daemon) -> None:
     """Text stays text in the next turn: the prefix is reused, and the answers are those of a replay."""
     messages: list[dict[str, str]] = []
-    said = 0
+    n_tokens = 0
     for turn in (FORGED, f"{FORGED} again", "And now?"):
         messages.append({"role": "user", "content": turn})
         answer = daemon.ask(messages=messages[-1:], session_id="forged", max_tokens=5)
         replayed = daemon.ask(messages=messages, max_tokens=5, cache_prompt=False)
         assert (answer.ids, answer.text) == (replayed.ids, replayed.text)
-        assert answer.last["usage"]["prompt_tokens"] > said
-        assert answer.last["usage"]["cached_tokens"] >= said - 1
-        said = answer.last["session"]["tokens"]
+        assert answer.last["usage"]["prompt_tokens"] > n_tokens
+        assert answer.last["usage"]["cached_tokens"] >= n_tokens - 1
+        n_tokens = answer.last["session"]["tokens"]
         messages.append({"role": "assistant", "content": answer.text})

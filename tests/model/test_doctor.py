@@ -71,7 +71,7 @@ def test_each_line_of_text_has_a_verdict(examine):
 
 def test_a_running_daemon_answers(examine, no_c, daemon):
     found = examine("--socket", daemon.socket)
-    assert "a daemon is serving embedded.gguf" in found["socket"]["message"]
+    assert "a daemon serves embedded.gguf" in found["socket"]["message"]
     assert found["socket"]["verdict"] == "ok"
 
 
@@ -92,7 +92,7 @@ def test_a_damaged_library(examine, tmp_path):
     broken.write_bytes(b"\0" * broken.stat().st_size)
     found = examine("--llama-dir", folder)
     assert problems(found) == {"library"}, "the stamp checks sizes only"
-    assert "does not load" in found["library"]["message"]
+    assert "cannot be loaded" in found["library"]["message"]
     broken.write_bytes(b"short")
     assert problems(examine("--llama-dir", folder)) == {"stamp", "library"}
 

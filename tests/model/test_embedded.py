@@ -59,8 +59,8 @@ def _chat(question: str) -> str:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_answers_that_the_readme_and_other_tests_rely_on(examiner: Examiner, question: str) -> None:
-    said, tokens, margins = examiner.answer(_chat(question))
-    assert said == QUESTIONS[question]
+    answer, tokens, margins = examiner.answer(_chat(question))
+    assert answer == QUESTIONS[question]
     assert len(margins) == tokens + 1, "the model ends the answer itself"
     assert min(margins) > 0.5, "greedy decisions are clear-cut"
 
@@ -80,15 +80,15 @@ def test_a_fact_is_found_in_a_document(examiner: Examiner, facts: int) -> None:
     document = make_document(1, facts)
     turns = (document.facts[facts // 2], *document.overview[:1])
     for turn in turns:
-        said, _, _ = examiner.answer(_chat(ask(document, turn.question)))
-        assert said == turn.answer
+        answer, _, _ = examiner.answer(_chat(ask(document, turn.question)))
+        assert answer == turn.answer
 
 
 @pytest.mark.parametrize("end", ["", "\n"])
 def test_a_bare_question_is_answered_too(examiner: Examiner, end: str) -> None:
-    said, _, _ = examiner.answer("What is the capital of France?" + end)
-    assert said.lstrip("\n") == "The capital of France is Paris."
-    assert said.startswith("\n") == (end == ""), "the model adds the line break if the prompt lacks it"
+    answer, _, _ = examiner.answer("What is the capital of France?" + end)
+    assert answer.lstrip("\n") == "The capital of France is Paris."
+    assert answer.startswith("\n") == (end == ""), "the model adds the line break if the prompt lacks it"
 
 
 def test_llama_cpp_tokenizes_like_the_training_tokenizer(examiner: Examiner, tokenizer: Tokenizer) -> None:

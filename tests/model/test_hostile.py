@@ -1,4 +1,4 @@
-"""Hostile clients of the real daemon: each gets its error or a clean close, while another stream runs unharmed."""
+"""Hostile clients of the real daemon: each gets an error or a clean close, and other streams are not affected."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FLAGS = (
     *("--parallel", "4", "--ctx", "16384", "--max-frame-bytes", str(hostile.CAP), "--max-tx-bytes", "8192"),
     *("--frame-timeout-s", "0.4", "--idle-timeout-s", "0.8", "--write-timeout-s", "0.8"),
 )
-"""Timeouts of less than a second, so that waiting for them takes no longer."""
+"""With short timeouts, because the tests wait for them."""
 
 
 @pytest.fixture(scope="module")
 def strict(library):
-    """A daemon with little patience; every test leaves it with nothing held."""
+    """A daemon with short timeouts and small limits; after every test it must hold nothing."""
     with real_daemon(*FLAGS) as found:
         yield found
 
@@ -42,7 +42,7 @@ def codes(events):
     return [event.get("code") for event in events if event["event"] == "error"]
 
 
-def test_every_bad_frame_gets_its_error_and_its_connection_is_closed(strict):
+def test_every_bad_frame_gets_its_error_and_a_close(strict):
     for bad in hostile.ALL:
         with strict.wire() as wire:
             wire.send_bytes(bad.data)
@@ -52,7 +52,7 @@ def test_every_bad_frame_gets_its_error_and_its_connection_is_closed(strict):
         ], bad
 
 
-def test_every_strange_frame_is_served(strict):
+def test_every_unusual_frame_is_served(strict):
     for name, data in hostile.HARMLESS:
         with strict.wire() as wire:
             wire.send_bytes(data)
@@ -70,7 +70,7 @@ def test_all_bad_frames_at_once(strict):
 
 @pytest.mark.parametrize("sent", [b"", b"\x05", b"\x05\0\0", b"\x05\0\0\0", b"\x05\0\0\0{"])
 def test_silence(strict, sent):
-    """After nothing the daemon waits for ``idle_timeout_s``, inside a frame for ``frame_timeout_s``."""
+    """Between frames ``idle_timeout_s`` applies, inside a frame ``frame_timeout_s``."""
     with strict.wire() as wire:
         wire.send_bytes(sent)
         began = time.monotonic()
@@ -78,7 +78,7 @@ def test_silence(strict, sent):
         assert time.monotonic() - began > 0.35
 
 
-def test_a_byte_now_and_then(strict):
+def test_single_bytes_with_pauses(strict):
     with strict.wire() as wire:
         began = time.monotonic()
         with contextlib.suppress(OSError):
@@ -106,13 +106,13 @@ def test_a_second_request_is_refused_and_the_first_goes_on(strict):
     with strict.wire() as wire:
         wire.send(id="first", prompt="Tell me a story", max_tokens=50, ignore_eos=True)
         wire.send(id="second", prompt="Hello")
-        wire.send(id="first", prompt="Hello")  # the same id makes no difference
+        wire.send(id="first", prompt="Hello")  # also with the same id
         events = wire.rest()
     assert codes(events) == ["E_PROTO_BUSY"] * 2
     assert [event["token_id"] for event in events if event["event"] == "token"] == alone.ids
 
 
-def test_a_cancel_of_what_is_unknown_finished_or_anothers(strict):
+def test_a_cancel_of_an_unknown_finished_or_foreign_request(strict):
     with strict.wire() as one, strict.wire() as other:
         one.send(id="one", prompt="Tell me a story", max_tokens=100, ignore_eos=True)
         other.send(event="cancel", id="one")
@@ -133,17 +133,19 @@ def test_a_flood_of_cancels(strict):
     assert (answer.reason, len(answer.ids)) == ("length", 100)
 
 
-def test_who_never_reads_is_given_up_and_its_cells_come_back(strict):
+def test_a_client_that_never_reads_is_dropped_and_its_cells_are_freed(strict):
     with strict.wire() as deaf:
         deaf.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         deaf.send(id="deaf", prompt="Tell me a story", max_tokens=3900, ignore_eos=True)
         strict.wait_until(lambda found: found["kv"]["sequences"] >= 2, "it is served")
-        strict.wait_until(lambda found: found["rejected_total"].get("E_IO_WRITE"), "it is given up")
-        strict.wait_until(lambda found: found["connections"] <= 2, "its session has ended")  # the canary's and ours
+        strict.wait_until(lambda found: found["rejected_total"].get("E_IO_WRITE"), "it is dropped")
+        strict.wait_until(
+            lambda found: found["connections"] <= 2, "its connection is closed"
+        )  # the canary's and this one
         assert strict.metrics()["send_queue_bytes"] < 16_384
 
 
-def test_half_closed_it_is_served_and_inside_a_frame_it_is_told(strict):
+def test_a_half_closed_connection(strict):
     with strict.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=20, ignore_eos=True)
         wire.sock.shutdown(socket.SHUT_WR)
@@ -155,7 +157,7 @@ def test_half_closed_it_is_served_and_inside_a_frame_it_is_told(strict):
     with strict.wire() as wire:
         wire.sock.shutdown(socket.SHUT_WR)
         assert wire.rest() == []
-    with strict.wire() as wire:  # deaf but not mute
+    with strict.wire() as wire:  # cannot receive, but sends
         wire.sock.shutdown(socket.SHUT_RD)
         wire.send(id="a", prompt="Hello", max_tokens=3000)
 
@@ -178,7 +180,7 @@ def test_3000_connects(strict, canary):
 
 
 def test_prompts_about_as_long_as_the_context(library):
-    """Of one token less, exactly as many, and one more."""
+    """One token shorter, the same length, one token longer."""
     window, word = 512, " the"
     with real_daemon("--ctx", str(window), "--parallel", "1") as daemon:
 
@@ -199,13 +201,13 @@ def test_prompts_about_as_long_as_the_context(library):
 
 
 def test_a_prompt_without_text(strict):
-    """Refused if it has no tokens; this model puts one in front of every text."""
+    """It is refused if it has no tokens; this model adds BOS to every text."""
     with vocabulary(EMBEDDED) as tokenizer:
         has_tokens = len(tokenizer.encode("")) > 0
     assert strict.ask(prompt="", max_tokens=3).code == (None if has_tokens else "E_PROTO_BAD_REQUEST")
 
 
-def test_messages_without_words_are_served(strict):
+def test_an_empty_message_is_served(strict):
     assert strict.ask(messages=[{"role": "user", "content": ""}], max_tokens=3).reason in ("stop", "length")
 
 
@@ -253,8 +255,8 @@ def test_newline_protocol_under_fire(library):
                 assert answer in data, (sent[:20], data)
 
 
-def test_out_of_file_descriptors_it_waits_and_recovers(library):
-    """With every descriptor taken by clients, accepting backs off instead of spinning, and goes on when some leave."""
+def test_a_daemon_without_free_file_descriptors_waits_and_recovers(library):
+    """While clients use all descriptors, accepting backs off without spinning; it continues when clients leave."""
 
     def few_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
@@ -280,12 +282,12 @@ def test_out_of_file_descriptors_it_waits_and_recovers(library):
         for wire in served[1:]:
             wire.sock.close()
         late = [wire for wire in wires if wire not in served]
-        assert all(wire.receive()["event"] == "metrics" for wire in late[:20]), "they had asked and were waiting"
+        assert all(wire.receive()["event"] == "metrics" for wire in late[:20]), "their requests were waiting"
         assert daemon.events_logged().count("cannot accept clients for now") in (1, 2)
 
 
-def test_threads_of_abuse_all_at_once(strict):
-    """Everything above at the same time, from several sides."""
+def test_concurrent_abuse(strict):
+    """Bad frames and disconnects from several threads."""
     failures = []
 
     def abuse(part):

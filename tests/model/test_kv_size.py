@@ -1,4 +1,4 @@
-"""How large the KV cache is, is what llama.cpp takes for it, also where not all layers attend."""
+"""The computed size of the KV cache equals llama.cpp's, also if not all layers have attention."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from uma_trio import config
 F16, Q8, Q4 = 2.0, 34 / 32, 18 / 32
 
 LAYERS_HEADS_WIDTH = {"2x64": (2, 1, 64), "tiny-swa": (4, 1, 32), "tiny-hybrid": (2, 1, 32)}
-"""Those that attend, their KV heads, and the width of one.  The first layer of tiny-hybrid does not attend."""
+"""Attention layers, KV heads, width of a head.  The first layer of tiny-hybrid has no attention."""
 
 
 def measured(shape, **options):
-    """What the states of sequences say, of any model."""
+    """Bytes per token, measured on the states of sequences."""
     import llama_abi
     from uma_trio.engine.kv_size import _measured
 
@@ -24,7 +24,7 @@ def measured(shape, **options):
 
 @pytest.mark.parametrize(("type_k", "type_v", "of_values"), [("f16", "f16", 2 * F16), ("q8_0", "q4_0", Q8 + Q4)])
 @pytest.mark.parametrize("shape", LAYERS_HEADS_WIDTH)
-def test_it_is_the_sum_of_the_layers_that_attend(library, shape, type_k, type_v, of_values):
+def test_only_attention_layers_count(library, shape, type_k, type_v, of_values):
     from uma_trio.engine.llama import LlamaEngine
 
     layers, heads, width = LAYERS_HEADS_WIDTH[shape]
@@ -37,7 +37,7 @@ def test_it_is_the_sum_of_the_layers_that_attend(library, shape, type_k, type_v,
 
 @pytest.mark.parametrize("shape", ["2x64", "tiny-hybrid"])
 @pytest.mark.parametrize("unified", ["on", "off"])
-def test_a_limit_in_bytes_is_kept(library, shape, unified):
+def test_the_limit_in_bytes(library, shape, unified):
     from uma_trio.engine.llama import LlamaEngine
 
     settings = config.Model(parallel=2, threads=1, kv_unified=unified, kv_mem_limit_mb=1)

@@ -185,6 +185,7 @@ def test_the_daemon_logs_the_layout(library, tmp_path):
     assert logged[0]["layout"] in logged[0]["measured"]
 
 
+@pytest.mark.benches
 def test_the_bench_shows_each_start(library):
     script = ROOT / "benches" / "layout_choice.py"
     command = [sys.executable, script, "--repeat", "2", "--parallel", "2", "--ctx", "2048", "--budget", "600"]

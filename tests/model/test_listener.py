@@ -1,4 +1,4 @@
-"""The socket of the real daemon: its mode, its owner, and what is in the way."""
+"""The socket of the real daemon: its mode, its owner, and obstacles at its path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.real_daemon import ROOT, real_daemon, started, wait_ready
 
 
 def serve(*flags, **options):
-    """A daemon that is expected to give up: its exit code and what it says."""
+    """Run a daemon that is expected to fail; returns its exit code and stderr."""
     found = subprocess.run(
         [sys.executable, "-m", "uma_trio", "serve", *flags],
         cwd=ROOT,
@@ -31,23 +31,22 @@ def serve(*flags, **options):
 
 
 def refused(path, *words):
-    code, said = serve("--socket", os.fspath(path))
+    code, stderr = serve("--socket", os.fspath(path))
     assert code == 1
-    assert said.startswith("uma-trio serve: ")
-    assert said.count("\n") == 1, "one line says it"
+    assert stderr.startswith("uma-trio serve: ")
+    assert stderr.count("\n") == 1
     for word in (*words, "--socket"):
-        assert word in said
-    return said
+        assert word in stderr
 
 
-def test_private_from_its_first_moment_under_any_umask(library, tmp_path):
-    """A watcher that looks as often as it can never sees another mode."""
+def test_the_socket_is_private_from_the_start_under_any_umask(library, tmp_path):
+    """A thread that polls the mode never sees another one."""
     path, modes, stop = tmp_path / "uma.sock", set(), threading.Event()
 
     def watch():
         last = False
         while not last:
-            last = stop.is_set()  # then one more look: it may have had no time for any
+            last = stop.is_set()  # look once more, in case the thread did not run before
             try:
                 modes.add(stat.S_IMODE(os.lstat(path).st_mode))
             except FileNotFoundError:
@@ -69,22 +68,22 @@ def test_private_from_its_first_moment_under_any_umask(library, tmp_path):
     assert not path.exists()
 
 
-def test_a_second_daemon_on_the_same_path_is_refused_and_the_first_serves_on(library, daemon):
+def test_a_second_daemon_on_the_same_path_is_refused(library, daemon):
     refused(daemon.socket, "another daemon serves")
     assert daemon.ask(prompt="Hello", max_tokens=2).reason in ("stop", "length")
 
 
-def test_killed_its_path_serves_the_next_one(library, tmp_path):
+def test_the_next_daemon_replaces_the_socket_of_a_killed_one(library, tmp_path):
     with real_daemon(folder=tmp_path) as first:
         first.signal(signal.SIGKILL)
         first.wait()
-        assert (tmp_path / "uma.sock").exists(), "it had no chance to remove it"
+        assert (tmp_path / "uma.sock").exists(), "SIGKILL leaves no time to remove it"
         with real_daemon(folder=tmp_path) as second:
             assert second.ask(prompt="Hello", max_tokens=2).reason in ("stop", "length")
             assert "removed the socket of a dead daemon" in second.events_logged()
 
 
-def test_what_is_in_the_way_is_named_and_stays(library, tmp_path):
+def test_an_obstacle_at_the_path_is_named_and_kept(library, tmp_path):
     file, folder, link = tmp_path / "file", tmp_path / "folder", tmp_path / "link"
     file.write_text("kept")
     folder.mkdir()
@@ -103,7 +102,7 @@ def test_what_is_in_the_way_is_named_and_stays(library, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's socket")
-def test_a_foreign_socket_stays(library, tmp_path):
+def test_a_foreign_socket_is_kept(library, tmp_path):
     path = tmp_path / "foreign"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
@@ -112,8 +111,8 @@ def test_a_foreign_socket_stays(library, tmp_path):
     assert path.exists()
 
 
-def test_model_files_that_cannot_be_served(library, tmp_path):
-    """One line each, and exit code 1."""
+def test_unusable_model_files(library, tmp_path):
+    """One line of stderr each, and exit code 1."""
     from uma_trio.models.loaded import EMBEDDED
 
     whole = EMBEDDED.read_bytes()
@@ -134,7 +133,7 @@ def test_model_files_that_cannot_be_served(library, tmp_path):
         if data is not None:
             path.write_bytes(data)
         running[path] = _start(path, tmp_path)
-        if len(running) % 3 == 0:  # a few at a time
+        if len(running) % 3 == 0:  # three at a time
             _check(running)
     (tmp_path / "a folder").mkdir()
     (tmp_path / "a pipe").mkdir()
@@ -160,11 +159,11 @@ def _start(path: Path, folder: Path) -> subprocess.Popen[str]:
 
 def _check(running: dict[Path, subprocess.Popen[str]]) -> None:
     for path, process in running.items():
-        _, said = process.communicate(timeout=60)
-        assert process.returncode == 1, (path, said)
-        *before, last = said.splitlines()
-        assert last.startswith("uma-trio serve: "), said
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1, (path, stderr)
+        *before, last = stderr.splitlines()
+        assert last.startswith("uma-trio serve: "), stderr
         assert str(path) in last
-        assert not before, said
+        assert not before, stderr
         assert not (path.parent / f"{path.name}.s").exists()
     running.clear()

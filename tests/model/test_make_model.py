@@ -1,4 +1,4 @@
-"""The benches' random models: what is in the file, and that llama.cpp computes with it."""
+"""The random models of the benches: the contents of the file, and llama.cpp's results with it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_shapes(bench, text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "9b", "2", "2x63", "2x64x3", "0x64", "2x64x2x3", "1x2x3x4x5x6", "-2x64"])
-def test_shapes_that_no_model_can_have(bench, text):
+def test_impossible_shapes(bench, text):
     with pytest.raises(ValueError, match=r"\w"):
         bench.parse_shape(text)
 
 
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0", "f16"])
-def test_weights_have_the_deviation_they_should(bench, made, quant):
+def test_the_deviation_of_weights(bench, made, quant):
     reader = gguf.GGUFReader(made(quant))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for name, deviation in {
@@ -121,7 +121,7 @@ def test_llama_cpp_computes_with_it(made, quant):
     assert not {0, 1, 2} & set(tokens)
 
 
-# -- memories that cannot be rewound --------------------------------------------------------------
+# -- memories that cannot be truncated ------------------------------------------------------------
 
 GREEDY = SampleRequest(SamplingParams(0.0, 0, 1.0, 0))
 
@@ -138,7 +138,7 @@ def test_a_small_shape_is_sound(shape, quant):
     ("shape", "n_swa", "is_hybrid", "can_truncate"),
     [("tiny-swa", 64, False, {"off": True, "on": False}), ("tiny-hybrid", 0, True, {"off": False, "on": False})],
 )
-def test_a_small_shape_is_what_it_says(library, shape, n_swa, is_hybrid, can_truncate):
+def test_a_small_shape_has_its_kind_of_memory(library, shape, n_swa, is_hybrid, can_truncate):
     import llama_abi
 
     with llama_abi.Model(llama_abi.load(), random_model(shape)) as model:
@@ -153,8 +153,8 @@ def test_a_small_shape_is_what_it_says(library, shape, n_swa, is_hybrid, can_tru
 @pytest.mark.parametrize("unified", ["on", "off"])
 @pytest.mark.parametrize("shape", ["tiny-swa", "tiny-hybrid"])
 def test_a_small_shape_generates(library, shape, unified):
-    """Greedily, twice the same; and a prompt read in chunks is a prompt read at once."""
-    # Flash attention on a CPU adds up in another order where a chunk has another size.
+    """Greedy answers are reproducible, and do not depend on the size of prefill chunks."""
+    # With flash attention on a CPU, the order of additions depends on the size of the chunk.
     settings = config.Model(ctx=1024, parallel=2, batch_tokens=256, kv_unified=unified, flash_attn="off")
     prompt = [int(token) for token in np.random.default_rng(3).integers(100, 30_000, 200)]
     engine = LlamaEngine(random_model(shape), settings)
@@ -164,11 +164,11 @@ def test_a_small_shape_generates(library, shape, unified):
         for start, end in itertools.pairwise([0, *ends]):
             samples = (GREEDY,) if end == len(prompt) else ()
             result = engine.step(Step(calls=[[StepInput(seq_id, start, prompt[start:end], samples)]]))
-        said = [result.tokens[0]]
+        tokens = [result.tokens[0]]
         for pos in range(len(prompt), len(prompt) + 60):
-            said += engine.step(Step(calls=[[StepInput(seq_id, pos, said[-1:], (GREEDY,))]])).tokens
+            tokens += engine.step(Step(calls=[[StepInput(seq_id, pos, tokens[-1:], (GREEDY,))]])).tokens
         engine.step(Step([Truncate(seq_id)]))
-        return said
+        return tokens
 
     answers = [answer(len(prompt), 0), answer(len(prompt), 0), answer(50, 1), answer(7, 0)]
     engine.close()

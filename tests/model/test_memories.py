@@ -1,7 +1,7 @@
-"""What memories that cannot be rewound allow: sliding windows and recurrent states, bit for bit.
+"""Sliding-window and recurrent memories of llama.cpp: which truncations, copies and saved states are exact.
 
-Facts of the pinned llama.cpp that the KV cache's books and saved states rest on.  Without flash attention:
-on a CPU it adds up in another order where a chunk has another size.
+The KV cache and the saved states rely on these properties of the pinned llama.cpp.  Flash attention is off: on a CPU its
+order of additions depends on the size of a chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXT: list[int] = np.random.default_rng(5).integers(100, 30_000, 1000).tolist()
 OTHER: list[int] = np.random.default_rng(6).integers(100, 30_000, 200).tolist()
 NEXT = OTHER[:8]
 
-UNIFY = pytest.mark.parametrize("unified", [False, True], ids=["streams", "unified"])
+UNIFY = pytest.mark.parametrize("unified", [False, True], ids=["per-sequence", "unified"])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def a_context(model: Model, **options: Any) -> Context:
 
 
 def feed(context: Context, tokens: Sequence[int], *, pos: int = 0, seq: int = 0) -> Logits:
-    """The logits after the last of ``tokens``, which are computed in calls of ``UBATCH``."""
+    """Compute ``tokens`` in calls of ``UBATCH``; returns the logits after the last one."""
     batch = Batch(UBATCH)
     for start in range(0, len(tokens), UBATCH):
         batch.clear()
@@ -55,8 +55,8 @@ def feed(context: Context, tokens: Sequence[int], *, pos: int = 0, seq: int = 0)
     return context.logits(1).array[0].copy()
 
 
-def never_fed(context: Context, length: int) -> Logits:
-    """The logits after ``NEXT`` where the sequence has never had more than ``length`` tokens before it."""
+def expected_logits(context: Context, length: int) -> Logits:
+    """The logits after ``NEXT`` in a sequence that never had more than ``length`` tokens before it."""
     feed(context, TEXT[:length])
     logits = feed(context, NEXT, pos=length)
     context.clear()
@@ -78,23 +78,23 @@ def held(context: Context, seq: int = 0) -> tuple[int, int]:
 
 
 class TestWindow:
-    """Whether a tail can be removed is not what ``seq_remove`` says: it always says True.
+    """Sliding-window attention.  ``seq_remove`` always returns True, although not every truncation is exact.
 
-    Sound it is if the window before the new end is still there: ``seq_pos_min(seq) <= max(0, end - WINDOW + 1)``.
+    A truncation is exact if the window before the new end is complete: ``seq_pos_min(seq) <= max(0, end - WINDOW + 1)``.
     """
 
     @UNIFY
-    def test_all_of_the_past_is_kept_and_can_be_gone_back_to(self, windowed: Model, unified: bool) -> None:
+    def test_a_full_cache_keeps_everything_and_can_be_truncated(self, windowed: Model, unified: bool) -> None:
         with a_context(windowed, kv_unified=unified) as context:
-            expected = never_fed(context, 192)
+            expected = expected_logits(context, 192)
             feed(context, TEXT[:900])
             assert held(context) == (0, 899)
             assert context.seq_remove(0, 192)
             assert same(feed(context, NEXT, pos=192), expected)
 
     @UNIFY
-    def test_a_saved_state_has_the_window_only(self, windowed: Model, unified: bool) -> None:
-        """It goes on bit for bit, also in another sequence; back it goes by one token."""
+    def test_a_saved_state_contains_the_window_only(self, windowed: Model, unified: bool) -> None:
+        """It continues bit for bit, also in another sequence.  It can be truncated by one token only."""
         with a_context(windowed, kv_unified=unified) as context:
             feed(context, TEXT[:320])
             state = saved(context)
@@ -104,35 +104,35 @@ class TestWindow:
             assert same(feed(context, NEXT, pos=320, seq=2), expected)
             context.clear()
             for end, sound in ((319, True), (318, False), (300, False), (200, False)):
-                expected = never_fed(context, end)
+                expected = expected_logits(context, end)
                 context.load_state_from(2, state)
-                assert context.seq_remove(2, end), "it never refuses"
-                # Beyond the window llama.cpp takes the sequence for an empty one, and its full layers keep theirs.
+                assert context.seq_remove(2, end), "it always returns True"
+                # Beyond the window the sequence counts as empty, although the full layers keep their cells.
                 assert held(context, 2) == ((320 - WINDOW, end - 1) if end > 320 - WINDOW else (-1, -1))
                 assert same(feed(context, NEXT, pos=end, seq=2), expected) == sound
                 context.clear()
 
     @UNIFY
-    def test_a_small_cache_forgets(self, windowed: Model, unified: bool) -> None:
-        """With ``swa_full=False``: how much is left depends on what else was computed."""
+    def test_a_small_cache_drops_old_tokens(self, windowed: Model, unified: bool) -> None:
+        """With ``swa_full=False`` the number of kept tokens depends on what else was computed."""
         with a_context(windowed, kv_unified=unified, swa_full=False) as context:
-            expected = never_fed(context, 256)
+            expected = expected_logits(context, 256)
             feed(context, TEXT[:900])
             first = context.seq_pos_min(0)
             assert 0 < first <= 900 - WINDOW
             assert context.seq_remove(0, first + WINDOW - 1)
             within = feed(context, NEXT, pos=first + WINDOW - 1)
             context.clear()
-            assert same(within, never_fed(context, first + WINDOW - 1))
+            assert same(within, expected_logits(context, first + WINDOW - 1))
             feed(context, TEXT[:900])
-            assert context.seq_remove(0, 256), "it does not refuse"
+            assert context.seq_remove(0, 256), "it returns True"
             assert not same(feed(context, NEXT, pos=256), expected)
             context.clear()
 
     @UNIFY
-    def test_a_small_cache_that_has_wrapped_goes_on_nearly_the_same(self, windowed: Model, unified: bool) -> None:
-        """What is loaded lies in the order of its positions, and no longer where it was: sums are rounded
-        otherwise, by some processors' kernels.  Before the first wrap it goes on bit for bit."""
+    def test_a_wrapped_small_cache_continues_with_rounding_differences(self, windowed: Model, unified: bool) -> None:
+        """A loaded state has its cells in the order of positions.  After a wrap that is another order than before, so the
+        kernels of some processors round differently.  Before the first wrap it continues bit for bit."""
         with a_context(windowed, kv_unified=unified, swa_full=False) as context:
             for length, exact in ((200, True), (900, False)):
                 feed(context, TEXT[:length])
@@ -144,11 +144,11 @@ class TestWindow:
                 assert np.corrcoef(found, expected)[0, 1] > 0.9999
                 context.clear()
 
-    def test_another_sequence_takes_what_lies_behind_the_window(self, windowed: Model) -> None:
-        """In a unified cache ``swa_full`` promises nothing: a free cell is looked for from the last freed one
-        on, and one behind its sequence's window is as good as an empty one."""
+    def test_another_sequence_takes_cells_behind_the_window(self, windowed: Model) -> None:
+        """With unified KV ``swa_full`` guarantees nothing: llama.cpp searches for a free cell from the last freed one on,
+        and cells behind their sequence's window count as free."""
         with a_context(windowed, kv_unified=True, n_ctx=1024) as context:
-            expected = never_fed(context, 130)
+            expected = expected_logits(context, 130)
             feed(context, TEXT[:64])
             feed(context, OTHER[:64], seq=1)
             feed(context, TEXT[64:300], pos=64)
@@ -160,9 +160,9 @@ class TestWindow:
             assert context.seq_remove(0, 130)
             assert not same(feed(context, NEXT, pos=130), expected)
 
-    def test_with_streams_nobody_takes_it(self, windowed: Model) -> None:
+    def test_with_per_sequence_kv_no_cell_is_taken(self, windowed: Model) -> None:
         with a_context(windowed, n_ctx=2048) as context:
-            expected = never_fed(context, 130)
+            expected = expected_logits(context, 130)
             feed(context, TEXT[:300])
             for seq in (1, 2, 3):
                 feed(context, TEXT[:500], seq=seq)
@@ -173,10 +173,10 @@ class TestWindow:
 
     @UNIFY
     @pytest.mark.parametrize("first", ["load", "remove"])
-    def test_back_to_a_checkpoint(self, windowed: Model, unified: bool, first: str) -> None:
-        """A partial state is the window's layers; the others have kept all.  Both orders do."""
+    def test_truncation_to_a_checkpoint(self, windowed: Model, unified: bool, first: str) -> None:
+        """A partial state has the layers with a window; the other layers keep everything.  Both orders work."""
         with a_context(windowed, kv_unified=unified, swa_full=False) as context:
-            expected = never_fed(context, 192)
+            expected = expected_logits(context, 192)
             feed(context, TEXT[:192])
             checkpoint, whole = saved(context, flags=PARTIAL_ONLY), saved(context)
             assert 2 * len(checkpoint) < len(whole)
@@ -193,22 +193,22 @@ class TestWindow:
 @UNIFY
 class TestHybrid:
     def test_a_tail_cannot_be_removed(self, hybrid: Model, unified: bool) -> None:
-        """Not by one token; what was refused has changed nothing."""
+        """Not even by one token.  A refused removal changes nothing."""
         with a_context(hybrid, kv_unified=unified) as context:
-            expected = never_fed(context, 300)
+            expected = expected_logits(context, 300)
             feed(context, TEXT[:300])
-            assert held(context) == (299, 299), "its state stands for the last position only"
+            assert held(context) == (299, 299), "its state covers the last position only"
             for start in (299, 192, 1):
                 assert not context.seq_remove(0, start)
-            assert context.seq_remove(0, 300), "there is nothing behind the end"
+            assert context.seq_remove(0, 300), "there is nothing to remove"
             assert held(context) == (299, 299)
             assert same(feed(context, NEXT, pos=300), expected)
             for start in (0, -1):
                 feed(context, TEXT[:300], seq=1)
-                assert context.seq_remove(1, start), "a whole sequence always goes"
+                assert context.seq_remove(1, start), "a whole sequence can always be removed"
                 assert held(context, 1) == (-1, -1)
 
-    def test_a_saved_state_goes_on_bit_for_bit(self, hybrid: Model, unified: bool) -> None:
+    def test_a_saved_state_continues_bit_for_bit(self, hybrid: Model, unified: bool) -> None:
         with a_context(hybrid, kv_unified=unified) as context:
             feed(context, TEXT[:300])
             state = saved(context)
@@ -218,15 +218,15 @@ class TestHybrid:
                 assert held(context, seq) == (299, 299)
                 assert same(feed(context, NEXT, pos=300, seq=seq), expected)
 
-    def test_back_to_a_checkpoint(self, hybrid: Model, unified: bool) -> None:
-        """First the state, then the tail; as often as wanted."""
+    def test_truncation_to_a_checkpoint(self, hybrid: Model, unified: bool) -> None:
+        """First load the state, then remove the tail; any number of times."""
         with a_context(hybrid, kv_unified=unified) as context:
-            expected = never_fed(context, 192)
+            expected = expected_logits(context, 192)
             feed(context, TEXT[:192])
             checkpoint, whole = saved(context, flags=PARTIAL_ONLY), saved(context)
             for _ in range(2):
                 feed(context, TEXT[192:300], pos=192)
-                assert not context.seq_remove(0, 192), "refused while the state is that of the end"
+                assert not context.seq_remove(0, 192), "refused as long as the state is that of the end"
                 context.load_state_from(0, checkpoint, flags=PARTIAL_ONLY)
                 assert held(context) == (191, 191)
                 assert context.seq_remove(0, 192)
@@ -236,9 +236,9 @@ class TestHybrid:
             assert 40 * len(checkpoint) < len(whole)
 
     def test_a_tail_that_is_kept_is_seen(self, hybrid: Model, unified: bool) -> None:
-        """The state alone is not enough: attention would see the old tail beside the new one."""
+        """The state alone is not enough: attention would see the old tail next to the new one."""
         with a_context(hybrid, kv_unified=unified) as context:
-            expected = never_fed(context, 192)
+            expected = expected_logits(context, 192)
             feed(context, TEXT[:192])
             checkpoint = saved(context, flags=PARTIAL_ONLY)
             feed(context, TEXT[192:300], pos=192)
@@ -257,9 +257,9 @@ class TestHybrid:
             assert context.seq_remove(0)
 
     def test_a_branch_at_a_checkpoint(self, hybrid: Model, unified: bool) -> None:
-        """Copied whole, put back to the checkpoint, cut off; the source goes on."""
+        """Copy the whole sequence, load the checkpoint, remove the tail; the source continues."""
         with a_context(hybrid, kv_unified=unified) as context:
-            expected, goes_on = never_fed(context, 192), never_fed(context, 300)
+            expected, goes_on = expected_logits(context, 192), expected_logits(context, 300)
             feed(context, TEXT[:192])
             checkpoint = saved(context, flags=PARTIAL_ONLY)
             feed(context, TEXT[192:300], pos=192)
@@ -269,11 +269,11 @@ class TestHybrid:
             assert same(feed(context, NEXT, pos=192, seq=1), expected)
             assert same(feed(context, NEXT, pos=300), goes_on)
 
-    def test_snapshots_go_back_within_one_decode(self, hybrid: Model, unified: bool) -> None:
-        """``n_rs_seq``: by k tokens where the last pass had more than k of the sequence.  With fewer
-        the answer is True all the same, and the state that of another time; and only once."""
+    def test_snapshots_allow_truncation_within_one_decode(self, hybrid: Model, unified: bool) -> None:
+        """``n_rs_seq``: by k tokens if the last call had more than k tokens of the sequence, and only once.  With fewer
+        tokens the result is True as well, but the state is wrong."""
         with a_context(hybrid, kv_unified=unified, n_rs_seq=4) as context:
-            expected = never_fed(context, 192)
+            expected = expected_logits(context, 192)
             for back, fed in ((1, 1), (1, 2), (3, 3), (3, 4), (4, 4), (4, 5), (4, 8)):
                 start = 192 + back - fed
                 feed(context, TEXT[:start])
@@ -287,8 +287,8 @@ class TestHybrid:
             assert not context.seq_remove(0, 195)
 
 
-def test_a_copy_of_a_part_has_the_state_of_the_whole(hybrid: Model) -> None:
-    """In a unified cache; between streams a part is refused."""
+def test_a_partial_copy_has_the_state_of_the_whole_sequence(hybrid: Model) -> None:
+    """With unified KV; with per-sequence KV a partial copy is refused."""
     with a_context(hybrid, kv_unified=True) as context:
         feed(context, TEXT[:300])
         context.seq_copy(0, 1, 0, 192)

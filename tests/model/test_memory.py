@@ -1,4 +1,4 @@
-"""What serving leaves behind in the daemon's memory."""
+"""Serving leaks no memory, neither in the daemon nor in its engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_200_prompts_one_after_another_cost_less_than_2_mib(library):
         assert answer.reason in ("stop", "length")
 
     with real_daemon("--parallel", "4", "--ctx", "4096") as daemon:
-        for seed in range(60):  # warm-up: every buffer that grows once, grows
+        for seed in range(60):  # warm-up: buffers reach their final size
             ask(daemon, seed)
         before = daemon.settled()["tokens_total"], daemon.rss, daemon.n_fds()
         for seed in range(200):

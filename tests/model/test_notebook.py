@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, on a recording of its own, and its figures show something."""
+"""The notebook runs from top to bottom on a recording of its own, and its figures are not empty."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def written():
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-def test_it_is_kept_without_outputs(written):
+def test_it_is_committed_without_outputs(written):
     nbformat.validate(written)
     for cell in written.cells:
         if cell.cell_type == "code":
@@ -29,8 +29,9 @@ def test_it_is_kept_without_outputs(written):
             assert cell.execution_count is None
 
 
+@pytest.mark.benches
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # what Jupyter's own libraries deprecate is not ours
+@pytest.mark.filterwarnings("default")  # Jupyter's own libraries warn
 def test_it_runs_and_draws(library, written, tmp_path, monkeypatch):
     monkeypatch.setenv("MIXED_LOAD_CSV", str(tmp_path / "tokens.csv"))
     client = nbclient.NotebookClient(
@@ -42,7 +43,7 @@ def test_it_runs_and_draws(library, written, tmp_path, monkeypatch):
     assert len(pictures) == FIGURES
     for picture in pictures:
         pixels = image.imread(io.BytesIO(base64.b64decode(picture)))[..., :3]
-        coloured = (pixels.max(axis=-1) - pixels.min(axis=-1)) > 0.2  # neither paper nor ink
+        coloured = (pixels.max(axis=-1) - pixels.min(axis=-1)) > 0.2  # neither background nor text
         assert coloured.mean() > 0.001
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
     assert "prefill of the long prompt: " in printed

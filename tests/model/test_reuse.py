@@ -1,4 +1,4 @@
-"""Reuse and guesses with the real library: the text is what it is without, and less is computed for it."""
+"""Prefix reuse and speculation with the real library: they save work and do not change the text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import trio
 from tests.support.real_daemon import Answer, Daemon, real_daemon
 from uma_trio.training.skills import documents
 
-DOCUMENT = documents.make_document(seed=7, facts=110)
-"""About 1,500 tokens."""
+DOCUMENT = documents.make_document(seed=7, facts=60)
+"""About 800 tokens."""
 
 COPYING = [
     "Repeat: the grey goose and the green frog met the brown bear beside the old mill, and the grey goose sang",
@@ -20,26 +20,26 @@ COPYING = [
     "Make a JSON record for Mia, 34, from Paris, who likes tea.",
     "Count from 1 to 60.",
 ]
-"""What stood before comes again."""
+"""Answers that repeat parts of their context."""
 
 OTHERS = ["Tell me a story about a fox.", "What is the capital of France?", "Spell the word horse.", "What can you do?"]
 
 
 @pytest.fixture(scope="module", params=["on", "off"])
 def layout(request: pytest.FixtureRequest) -> str:
-    """One cache for all sequences, or one for each."""
+    """``on``: unified KV; ``off``: per-sequence KV."""
     found: str = request.param
     return found
 
 
 @pytest.fixture(scope="module")
-def house(library: None, layout: str) -> Iterator[Daemon]:
+def reusing(library: None, layout: str) -> Iterator[Daemon]:
     with real_daemon("--parallel", "8", "--ctx", "32768", "--kv-unified", layout) as daemon:
         yield daemon
 
 
 def chat(*turns: str) -> list[dict[str, str]]:
-    """User and assistant in turn."""
+    """Messages of user and assistant, alternating."""
     return [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(turns)]
 
 
@@ -61,7 +61,7 @@ async def together(daemon: Daemon, requests: list[dict[str, object]]) -> list[An
     return [answers[n] for n in range(len(requests))]
 
 
-# -- reuse --------------------------------------------------------------------------------------------
+# -- prefix reuse --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,45 +71,45 @@ async def together(daemon: Daemon, requests: list[dict[str, object]]) -> list[An
         ("Tell me a story about a fox named Ada", "Tell me a story about an owl.", "Count from 3 to 17."),
         (
             documents.ask(DOCUMENT, DOCUMENT.facts[3].question),
-            DOCUMENT.facts[60].question,
-            DOCUMENT.facts[100].question,
+            DOCUMENT.facts[30].question,
+            DOCUMENT.facts[55].question,
         ),
     ],
     ids=["capitals", "stories", "a document"],
 )
-def test_a_chat_that_goes_on_says_the_same_and_computes_only_what_is_new(
-    house: Daemon, questions: tuple[str, ...]
+def test_a_next_turn_computes_only_new_tokens_and_has_the_same_text(
+    reusing: Daemon, questions: tuple[str, ...]
 ) -> None:
     turns: list[str] = []
     before = 0
     for question in questions:
         turns.append(question)
-        plain = house.ask(messages=chat(*turns), max_tokens=200, cache_prompt=False)
-        cached = house.ask(messages=chat(*turns), max_tokens=200)
+        plain = reusing.ask(messages=chat(*turns), max_tokens=200, cache_prompt=False)
+        cached = reusing.ask(messages=chat(*turns), max_tokens=200)
         assert (cached.ids, cached.text, cached.reason) == (plain.ids, plain.text, plain.reason)
         assert usage(plain)["cached_tokens"] == 0
-        assert usage(cached)["cached_tokens"] >= max(0, before - 4), "the answer's last tokens were never fed"
+        assert usage(cached)["cached_tokens"] >= max(0, before - 4), "the last tokens of the answer were never computed"
         before = usage(cached)["prompt_tokens"] + usage(cached)["completion_tokens"]
         turns.append(cached.text)
-    again = house.ask(messages=chat(*turns[:-1]), max_tokens=200)
+    again = reusing.ask(messages=chat(*turns[:-1]), max_tokens=200)
     assert again.ids == cached.ids
     assert usage(again)["cached_tokens"] == usage(again)["prompt_tokens"] - 1
-    house.settled()
+    reusing.settled()
 
 
 @pytest.mark.slow
-async def test_eight_that_arrive_together_compute_what_they_share_once(house: Daemon) -> None:
+async def test_a_prefix_of_eight_concurrent_requests_is_computed_once(reusing: Daemon) -> None:
     requests: list[dict[str, object]] = [
-        {"messages": chat(documents.ask(DOCUMENT, DOCUMENT.facts[13 * n].question)), "max_tokens": 40} for n in range(8)
+        {"messages": chat(documents.ask(DOCUMENT, DOCUMENT.facts[7 * n].question)), "max_tokens": 40} for n in range(8)
     ]
-    alone = [house.ask(**fields, cache_prompt=False) for fields in requests]
-    before = house.metrics()
-    answers = await together(house, requests)
-    after = house.settled()
+    alone = [reusing.ask(**fields, cache_prompt=False) for fields in requests]
+    before = reusing.metrics()
+    answers = await together(reusing, requests)
+    after = reusing.settled()
     assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
     computed = after["prompt_tokens_total"] - before["prompt_tokens_total"]
     prompt = max(usage(answer)["prompt_tokens"] for answer in answers)
-    assert prompt > 1400
+    assert prompt > 700
     assert computed <= 1.1 * prompt
     cached = sum(usage(answer)["cached_tokens"] for answer in answers)
     assert computed + cached == sum(usage(answer)["prompt_tokens"] for answer in answers)
@@ -118,81 +118,83 @@ async def test_eight_that_arrive_together_compute_what_they_share_once(house: Da
     assert after["kv"]["cached_sequences"] > 0
 
 
-async def test_when_the_first_hangs_up_the_others_say_the_same(house: Daemon) -> None:
-    document = documents.make_document(seed=8, facts=110)
+async def test_a_disconnect_of_the_first_does_not_change_the_others(reusing: Daemon) -> None:
+    document = documents.make_document(seed=8, facts=60)
     requests: list[dict[str, object]] = [
-        {"messages": chat(documents.ask(document, document.facts[20 * n].question)), "max_tokens": 40} for n in range(4)
+        {"messages": chat(documents.ask(document, document.facts[15 * n].question)), "max_tokens": 40} for n in range(4)
     ]
-    alone = [house.ask(**fields, cache_prompt=False) for fields in requests]
-    with house.wire() as first:
+    alone = [reusing.ask(**fields, cache_prompt=False) for fields in requests]
+    with reusing.wire() as first:
         first.send(id="first", messages=chat(documents.ask(document, "What is the title?")), max_tokens=20)
         async with trio.open_nursery() as nursery:
 
-            async def hang_up() -> None:
+            async def disconnect() -> None:
                 await trio.sleep(0.1)
                 first.sock.close()
 
-            nursery.start_soon(hang_up)
-            answers = await together(house, requests)
+            nursery.start_soon(disconnect)
+            answers = await together(reusing, requests)
     assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
-    house.settled()
+    reusing.settled()
 
 
-# -- guesses ------------------------------------------------------------------------------------------
+# -- speculation ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("question", [*COPYING, *OTHERS])
-def test_guesses_change_no_token(house: Daemon, question: str) -> None:
-    plain = house.ask(messages=chat(question), max_tokens=200, speculate=False)
-    quick = house.ask(messages=chat(question), max_tokens=200, speculate=True)
-    assert (quick.ids, quick.text, quick.reason) == (plain.ids, plain.text, plain.reason)
-    assert usage(quick)["completion_tokens"] == usage(plain)["completion_tokens"]
-    house.settled()
+def test_speculation_changes_no_token(reusing: Daemon, question: str) -> None:
+    plain = reusing.ask(messages=chat(question), max_tokens=200, speculate=False)
+    drafted = reusing.ask(messages=chat(question), max_tokens=200, speculate=True)
+    assert (drafted.ids, drafted.text, drafted.reason) == (plain.ids, plain.text, plain.reason)
+    assert usage(drafted)["completion_tokens"] == usage(plain)["completion_tokens"]
+    reusing.settled()
 
 
-def test_copies_take_fewer_calls_than_tokens(house: Daemon) -> None:
-    before = house.settled()
-    answers = [house.ask(messages=chat(question), max_tokens=200, speculate=True) for question in COPYING]
-    after = house.settled()
-    gone = {
+def test_copies_need_fewer_calls_than_tokens(reusing: Daemon) -> None:
+    before = reusing.settled()
+    answers = [reusing.ask(messages=chat(question), max_tokens=200, speculate=True) for question in COPYING]
+    after = reusing.settled()
+    grown = {
         name: after[name] - before[name]
         for name in ("tokens_total", "decode_calls_total", "draft_tokens_total", "accepted_draft_tokens_total")
     }
-    print(gone)
-    assert gone["tokens_total"] == sum(usage(answer)["completion_tokens"] for answer in answers)
-    assert 0 < gone["accepted_draft_tokens_total"] <= gone["draft_tokens_total"]
-    assert gone["decode_calls_total"] <= gone["tokens_total"] - gone["accepted_draft_tokens_total"] + 2 * len(answers)
+    print(grown)
+    assert grown["tokens_total"] == sum(usage(answer)["completion_tokens"] for answer in answers)
+    assert 0 < grown["accepted_draft_tokens_total"] <= grown["draft_tokens_total"]
+    assert grown["decode_calls_total"] <= grown["tokens_total"] - grown["accepted_draft_tokens_total"] + 2 * len(
+        answers
+    )
 
 
 @pytest.mark.slow
-def test_with_a_seed_guesses_change_no_token_either(house: Daemon, layout: str) -> None:
-    """But for the last bits of a logit, so hot that they decide now and then.
+def test_speculation_changes_no_sampled_token(reusing: Daemon, layout: str) -> None:
+    """Except where the rounding of a logit decides; this temperature is high enough for that.
 
-    Where each sequence has cells of its own, llama.cpp's CPU kernel for several rows of one sequence gives logits
-    that differ from those of one row by up to 0.36 for this model (measured).  A random number out of its turn would
-    make another text from the first guess on.
+    With per-sequence KV, llama.cpp's CPU kernel for several rows of a sequence gives logits that differ from those of the
+    kernel for one row by up to 0.36 for this model (measured).  A random number that is used for the wrong token would
+    change the text from the first draft on.
     """
     hot = {"max_tokens": 120, "temperature": 2.0, "top_k": 30, "ignore_eos": True, "cache_prompt": False}
     requests = [{"messages": chat(question), "seed": seed, **hot} for question in COPYING[:3] for seed in range(4)]
-    plain = [house.ask(**fields, speculate=False) for fields in requests]
-    quick = [house.ask(**fields, speculate=True) for fields in requests]
-    assert len({answer.text for answer in plain}) > 6, "the seeds make no difference"
+    plain = [reusing.ask(**fields, speculate=False) for fields in requests]
+    drafted = [reusing.ask(**fields, speculate=True) for fields in requests]
+    assert len({answer.text for answer in plain}) > 6, "the seeds have no effect"
     same = 0
-    for one, other in zip(plain, quick, strict=True):
+    for one, other in zip(plain, drafted, strict=True):
         same += sum(
             1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one.ids, other.ids, strict=True))
         )
     share = same / (120 * len(plain))
-    print(f"{share:.0%} of the sampled tokens come before the first that differs")
+    print(f"{share:.0%} of the sampled tokens precede the first difference")
     assert share > (0.9 if layout == "on" else 0.5)
 
 
-async def test_guesses_beside_other_streams_change_nothing(house: Daemon) -> None:
+async def test_speculation_next_to_other_streams_changes_nothing(reusing: Daemon) -> None:
     questions = [*COPYING, *OTHERS[:2]]
-    alone = [house.ask(messages=chat(question), max_tokens=120, speculate=False) for question in questions]
+    alone = [reusing.ask(messages=chat(question), max_tokens=120, speculate=False) for question in questions]
     requests: list[dict[str, object]] = [
         {"messages": chat(question), "max_tokens": 120, "speculate": n % 3 != 2} for n, question in enumerate(questions)
     ]
-    answers = await together(house, requests)
+    answers = await together(reusing, requests)
     assert [answer.ids for answer in answers] == [answer.ids for answer in alone]
-    house.settled()
+    reusing.settled()

@@ -31,7 +31,7 @@ SAMPLING = (
 
 async def ask(daemon, **fields):
     async with daemon.client() as client:
-        return Answer([event async for event in client.generate(**fields)])
+        return Answer.of([event async for event in client.generate(**fields)])
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
@@ -177,7 +177,7 @@ async def test_the_client_accepts_integer_keys_in_logit_bias(daemon):
     for encoding in ("json", "cbor"):
         async with daemon.client(encoding=encoding) as client:
             eos = await client.complete(prompt="x", max_tokens=3, logit_bias={300: 100.0}, logprobs=0)
-            assert [each["token_id"] for each in eos["logprobs"]] == [300] * 3
+            assert [each.token_id for each in eos.logprobs] == [300] * 3
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -198,14 +198,14 @@ async def test_several_answers_match_single_requests_with_their_seeds(daemon, en
     before = daemon.metrics()["prompt_tokens_total"]
     async with daemon.client(encoding=encoding) as client:
         ends = await client.choices(prompt=f"A {prompt}", n=8, seed=20, **sampling)
-    n_prompt = ends[0]["usage"]["prompt_tokens"]
+    n_prompt = ends[0].usage.prompt_tokens
     assert daemon.metrics()["prompt_tokens_total"] - before < 2 * n_prompt
     async with daemon.client(encoding=encoding) as client:
         ends = await client.choices(prompt=prompt, n=8, seed=20, **sampling)
-    assert [eos["index"] for eos in ends] == [*range(8)]
-    assert [eos["seed"] for eos in ends] == [*range(20, 28)]
-    assert len({eos["text"] for eos in ends}) > 3, "the seeds have no effect"
-    same = sum(eos["text"] == one.text for eos, one in zip(ends, alone, strict=True))
+    assert [eos.index for eos in ends] == [*range(8)]
+    assert [eos.seed for eos in ends] == [*range(20, 28)]
+    assert len({eos.text for eos in ends}) > 3, "the seeds have no effect"
+    same = sum(eos.text == one.text for eos, one in zip(ends, alone, strict=True))
     print(f"{same} of 8 answers match single requests")
     assert same >= 7  # rounding of logits may change one of two hundred tokens
     daemon.settled()

@@ -1,4 +1,4 @@
-"""What signals do to the real daemon."""
+"""Signals to the real daemon."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ loaded.check_gguf = slowly
 from uma_trio.cli import main
 main(["serve", *sys.argv[1:]])
 """
-"""``serve`` as it is, with a model that takes a second to load."""
+"""``uma-trio serve`` with a model that takes a second longer to load."""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_lets_streams_end(library, tmp_path, number):
+def test_the_first_signal_lets_streams_finish(library, tmp_path, number):
     with real_daemon(folder=tmp_path) as daemon:
         with daemon.wire() as wire, daemon.wire() as idle:
             wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=600, ignore_eos=True)
             assert wire.receive()["event"] == "token"
             daemon.signal(number)
-            assert idle.rest() == [], "who has nothing running is let go"
+            assert idle.rest() == [], "a connection without a request is closed"
             answer = wire.answer()
             assert (answer.reason, len(answer.ids)) == ("length", 599)
             assert wire.rest() == []
@@ -47,7 +47,7 @@ def test_the_first_signal_lets_streams_end(library, tmp_path, number):
     assert "draining; a second signal stops at once" in events
 
 
-def test_while_it_drains_nobody_comes_in(library, tmp_path):
+def test_a_draining_daemon_accepts_no_connections(library, tmp_path):
     with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=3000, ignore_eos=True)
         assert wire.receive()["event"] == "token"
@@ -76,7 +76,7 @@ def test_a_second_signal_stops_at_once(library, tmp_path):
     assert not (tmp_path / "uma.sock").exists()
 
 
-def test_what_does_not_end_in_time_is_told(library, tmp_path):
+def test_a_request_that_outlasts_the_drain_timeout_ends_with_an_error(library, tmp_path):
     with real_daemon("--drain-timeout-s", "0.2", folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="Hello", max_tokens=4000, ignore_eos=True)
         assert wire.receive()["event"] == "token"
@@ -85,18 +85,18 @@ def test_what_does_not_end_in_time_is_told(library, tmp_path):
         assert daemon.wait() == 0
 
 
-def test_during_a_prompt(library, tmp_path):
-    """The step under way is waited for, nothing crashes, the client is told."""
+def test_a_signal_during_prefill(library, tmp_path):
+    """The daemon waits for the running step and sends the client an error."""
     with real_daemon("--drain-timeout-s", "0", folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", prompt="the red fox and " * 800, max_tokens=5)
-        daemon.wait_until(lambda found: found["running"], "it reads")
+        daemon.wait_until(lambda found: found["running"], "its prompt is in prefill")
         daemon.signal(signal.SIGTERM)
         assert wire.answer().code == "E_RUNTIME_SHUTDOWN"
         assert daemon.wait() == 0
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_while_the_model_loads(library, tmp_path, signals):
+def test_signals_while_the_model_loads(library, tmp_path, signals):
     marker = tmp_path / "loading"
     command = (sys.executable, "-c", SLOW_LOADING.format(marker=str(marker)))
     with started(socket=tmp_path / "uma.sock", log_file=tmp_path / "log", command=command) as daemon:
@@ -127,10 +127,10 @@ def test_usr1_writes_a_private_snapshot(library, tmp_path):
         snapshot = json.loads(files[0].read_text())
         assert snapshot["requests_total"] == {"length": 1}
         assert snapshot["tokens_total"] == 30
-        assert list(folder.iterdir()) == files, "nothing half-written is left"
+        assert list(folder.iterdir()) == files, "no temporary file is left"
 
 
-def test_usr1_without_a_place_to_write_is_only_logged(library, tmp_path):
+def test_usr1_without_a_snapshot_folder_is_only_logged(library, tmp_path):
     with real_daemon("--snapshot-dir", str(tmp_path / "none"), folder=tmp_path) as daemon:
         for _ in range(3):
             daemon.signal(signal.SIGUSR1)
@@ -139,7 +139,7 @@ def test_usr1_without_a_place_to_write_is_only_logged(library, tmp_path):
         assert "cannot write the metrics snapshot" in daemon.events_logged()
 
 
-def test_logs_are_json_lines_where_nobody_watches(library, tmp_path):
+def test_logs_are_json_lines_without_a_terminal(library, tmp_path):
     with real_daemon(folder=tmp_path) as daemon:
         with daemon.wire() as wire:
             wire.send_bytes(b"\xff" * 8)

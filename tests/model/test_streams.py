@@ -1,4 +1,4 @@
-"""Many streams of one batch over real sockets: each is what it is alone, however it is asked for."""
+"""Concurrent streams over real sockets: each has the same text as alone, in every encoding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def chat(question):
 
 
 async def streamed(daemon, arrivals, index, **fields):
-    """One stream; notes its index in ``arrivals`` for each token that comes."""
+    """One stream; appends its index to ``arrivals`` for each token."""
     events = []
     async with daemon.client() as client:
         async for event in client.generate(**fields):
@@ -71,7 +71,7 @@ async def streamed(daemon, arrivals, index, **fields):
 
 
 async def together(daemon, requests):
-    """All ``requests`` at once: their answers, the order in which tokens arrived, the average batch."""
+    """Run ``requests`` concurrently; returns their answers, the order of arrival of tokens, and the average batch."""
     before, arrivals, answers = daemon.metrics(), [], {}
 
     async def one(index, fields):
@@ -92,12 +92,12 @@ def average_batch(before, after):
 
 
 def n_switches(arrivals):
-    """How often the next token is another stream's."""
+    """How often the next token belongs to another stream."""
     return sum(a != b for a, b in itertools.pairwise(arrivals))
 
 
 @pytest.mark.parametrize("n", [4, 64])
-async def test_streams_together_are_what_they_are_alone(daemon, n):
+async def test_concurrent_streams_have_the_same_text_as_alone(daemon, n):
     requests = [{"messages": chat(question), "max_tokens": 80} for question in QUESTIONS[:n]]
     assert len({str(request) for request in requests}) == n
     alone = [daemon.ask(**request) for request in requests]
@@ -111,7 +111,7 @@ async def test_streams_together_are_what_they_are_alone(daemon, n):
     daemon.settled()
 
 
-async def test_json_is_cbor_and_streamed_is_not_streamed(daemon):
+async def test_encoding_and_streaming_do_not_change_the_answer(daemon):
     request = {"messages": chat(LONG), "max_tokens": 40, "metadata": {"k": [1, "ü", None, 2.5]}}
     reference = daemon.ask(**request)
     assert reference.ids
@@ -123,22 +123,26 @@ async def test_json_is_cbor_and_streamed_is_not_streamed(daemon):
         assert len(answer.events) == (len(reference.events) if stream else 1)
 
 
-async def the_same_beside(daemon, others, requests, alone):
-    """How many of ``requests``, one after another beside so many endless streams, say what they said ``alone``; the batch."""
-    begun = 0
+async def count_same(daemon, n_others, requests, alone):
+    """Run ``requests`` one after another next to endless streams.
+
+    Returns:
+        How many have the same tokens as ``alone``, and the average batch.
+    """
+    received = 0
     async with trio.open_nursery() as nursery:
 
         async def share(seed):
-            nonlocal begun
+            nonlocal received
             async with daemon.client() as client:
                 fields = {"prompt": "Hello", "max_tokens": 3000, "temperature": 1.0, "seed": seed, "ignore_eos": True}
                 async for event in client.generate(**fields):
-                    begun += isinstance(event, Token)
+                    received += isinstance(event, Token)
 
         before = daemon.metrics()
-        for seed in range(others):
+        for seed in range(n_others):
             nursery.start_soon(share, seed)
-        while begun < 3 * others:
+        while received < 3 * n_others:
             await trio.sleep(0.001)
         shared = [await streamed(daemon, [], 0, **request) for request in requests]
         batch = average_batch(before, daemon.metrics())
@@ -148,12 +152,11 @@ async def the_same_beside(daemon, others, requests, alone):
     return same, batch
 
 
-async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
-    """Hot enough for every seed to say something else.
+async def test_a_seed_gives_the_same_text_in_any_batch(daemon):
+    """The temperature is high enough for every seed to give another text.
 
-    llama.cpp computes attention over 64 rows and more with another kernel, whose logits differ by up to
-    0.25 for this model (measured); so hot, that makes another text.  Here all prompts and streams of a
-    tick stay below that.
+    From 64 rows on, llama.cpp computes attention with another kernel, whose logits differ by up to 0.25 for this model
+    (measured).  At this temperature that changes the text, so all ticks of this test have fewer rows.
     """
     requests = [
         {
@@ -168,16 +171,16 @@ async def test_a_seed_gives_the_same_text_whoever_shares_the_batch(daemon):
     ]
     alone = [daemon.ask(**request) for request in requests]
     assert [answer.last["seed"] for answer in alone] == list(range(8))
-    assert len({answer.text for answer in alone}) == 8, "the seeds make no difference"
-    same, batch = await the_same_beside(daemon, 3, requests, alone)
+    assert len({answer.text for answer in alone}) == 8, "the seeds have no effect"
+    same, batch = await count_same(daemon, 3, requests, alone)
     assert batch > 2
-    assert same >= len(alone) - 1  # the last bits of a logit may decide for one of two hundred tokens
+    assert same >= len(alone) - 1  # rounding of logits may change one of two hundred tokens
     daemon.settled()
 
 
 @pytest.mark.slow
-async def test_a_seed_gives_the_same_text_beside_31_others(daemon):
-    """At temperatures that people use."""
+async def test_a_seed_gives_the_same_text_next_to_31_others(daemon):
+    """With usual sampling parameters."""
     requests = [
         {
             "messages": chat(question),
@@ -190,20 +193,20 @@ async def test_a_seed_gives_the_same_text_beside_31_others(daemon):
         for seed, question in enumerate(QUESTIONS[::8])
     ]
     alone = [daemon.ask(**request) for request in requests]
-    same, batch = await the_same_beside(daemon, 31, requests, alone)
+    same, batch = await count_same(daemon, 31, requests, alone)
     assert batch > 16
     assert same >= len(alone) - 1  # as above
     daemon.settled()
 
 
-async def test_without_a_seed_the_one_that_was_chosen_is_told(daemon):
+async def test_the_chosen_seed_is_reported(daemon):
     request = {"messages": chat(LONG), "max_tokens": 30, "temperature": 2.0}
     chosen = daemon.ask(**request)
     again = daemon.ask(**request, seed=chosen.last["seed"])
     assert again.ids == chosen.ids
 
 
-def test_a_prompt_in_chunks_is_the_prompt_as_a_whole(library, daemon):
+def test_a_chunked_prefill_gives_the_same_text(library, daemon):
     document = documents.make_document(seed=5, facts=45)
     requests = [
         {"messages": chat(documents.ask(document, fact.question)), "max_tokens": 30}
@@ -217,17 +220,17 @@ def test_a_prompt_in_chunks_is_the_prompt_as_a_whole(library, daemon):
     assert [answer.text for answer in chunked] == [answer.text for answer in whole]
 
 
-def test_cancelled_and_asked_again_is_never_cancelled(daemon):
+def test_a_repeated_request_after_a_cancel(daemon):
     request = {"messages": chat(LONG), "max_tokens": 60}
     reference = daemon.ask(**request)
     with daemon.wire() as wire:
         for after in (0, 1, 5, 17):
             wire.send(id="a", keep_alive=True, **request)
-            begun = [wire.receive() for _ in range(after)]
+            received = [wire.receive() for _ in range(after)]
             wire.send(event="cancel", id="a")
             rest = wire.answer()
             assert rest.reason == "cancelled"
-            ids = [event["token_id"] for event in begun] + rest.ids
+            ids = [event["token_id"] for event in received] + rest.ids
             assert ids == reference.ids[: len(ids)]
             assert rest.last["usage"]["completion_tokens"] >= len(ids)
         assert wire.ask(**request).ids == reference.ids
@@ -236,12 +239,12 @@ def test_cancelled_and_asked_again_is_never_cancelled(daemon):
 
 def test_characters_are_never_split(daemon):
     with vocabulary(EMBEDDED) as tokenizer:
-        spoken = daemon.ask(messages=chat("Repeat: 🦊 é 日本 ü ☕"), max_tokens=40)
-        assert any(character in spoken.text for character in "🦊é日本ü☕"), spoken.text
-        assert "\ufffd" not in spoken.text, "its tokens are parts of characters"
-        assert len(spoken.ids) > len(spoken.text.split())
-        answers = [spoken]
-        for seed in range(4):  # noise: most of what looks like part of a character is none
+        repeated = daemon.ask(messages=chat("Repeat: 🦊 é 日本 ü ☕"), max_tokens=40)
+        assert any(character in repeated.text for character in "🦊é日本ü☕"), repeated.text
+        assert "\ufffd" not in repeated.text, "tokens split characters, text must not"
+        assert len(repeated.ids) > len(repeated.text.split())
+        answers = [repeated]
+        for seed in range(4):  # noise: most byte tokens do not form characters
             noise = {
                 "prompt": "Repeat: 🦊 é",
                 "max_tokens": 120,
@@ -252,29 +255,29 @@ def test_characters_are_never_split(daemon):
             answers.append(daemon.ask(**noise))
             assert daemon.ask(stream=False, encoding="cbor", **noise).text == answers[-1].text
         for answer in answers:
-            said = b"".join(tokenizer.token_to_bytes(token) for token in answer.ids)
-            assert answer.text == said.decode("utf-8", "replace")
+            joined = b"".join(tokenizer.token_to_bytes(token) for token in answer.ids)
+            assert answer.text == joined.decode("utf-8", "replace")
 
 
 def test_a_stop_string_ends_the_text_before_it(daemon):
     whole = daemon.ask(messages=chat(LONG), max_tokens=60)
     middle = len(whole.text) // 2
-    stop = whole.text[middle - 6 : middle + 7]  # begins and ends inside words, so inside tokens as well
+    stop = whole.text[middle - 6 : middle + 7]  # begins and ends inside words, and so inside tokens
     expected = whole.text[: whole.text.index(stop)]
     for stream in (True, False):
-        answer = daemon.ask(messages=chat(LONG), max_tokens=60, stop=["never said", stop], stream=stream)
+        answer = daemon.ask(messages=chat(LONG), max_tokens=60, stop=["not in the text", stop], stream=stream)
         assert (answer.text, answer.reason, answer.last["stop"]) == (expected, "stop", stop)
     daemon.settled()
 
 
-def test_what_might_have_been_a_stop_string_is_said_after_all(daemon):
+def test_the_beginning_of_a_stop_string_is_sent_if_the_rest_does_not_follow(daemon):
     whole = daemon.ask(messages=chat(LONG), max_tokens=60)
     almost = [whole.text[at : at + 12] + "\x01" for at in range(0, 40, 3)]
     answer = daemon.ask(messages=chat(LONG), max_tokens=60, stop=almost)
     assert (answer.text, answer.ids) == (whole.text, whole.ids)
 
 
-def test_ignore_eos_generates_exactly_what_was_asked_for(daemon):
+def test_ignore_eos_generates_max_tokens(daemon):
     request = {"messages": chat("What is the capital of France?"), "max_tokens": 120}
     natural = daemon.ask(**request)
     forced = daemon.ask(ignore_eos=True, **request)
@@ -284,7 +287,7 @@ def test_ignore_eos_generates_exactly_what_was_asked_for(daemon):
     assert forced.text[:n] == natural.text
 
 
-def test_echo_says_the_prompt_first(daemon):
+def test_echo_sends_the_prompt_first(daemon):
     prompt = "Once upon a time 🦊"
     plain = daemon.ask(prompt=prompt, max_tokens=10)
     for stream in (True, False):

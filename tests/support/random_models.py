@@ -1,19 +1,17 @@
-"""Models with random weights, made by ``benches/make_model.py``, once for all tests that ask for the same."""
+"""Models with random weights from ``benches/make_model.py``; each is made once in a test run."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib.util
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.support.real_daemon import ROOT
+from tests.support.run import locked, run_folder
 
 SCRIPT = ROOT / "benches" / "make_model.py"
 
@@ -32,17 +30,15 @@ def make_model_script() -> ModuleType:
 
 @functools.cache
 def random_model(shape: str, quant: str = "q8_0", ctx: int = 1024) -> Path:
-    """A model of ``shape``; skips where its vocabulary is missing."""
+    """A model of ``shape``; the test is skipped if the vocabulary is missing.
+
+    Test processes share the files.  A lock lets one process make a model while the others wait.
+    """
     script = make_model_script()
     if not script.DEFAULT_VOCABULARY.exists():
-        pytest.skip(f"{script.DEFAULT_VOCABULARY} is not there: ./build_llama.sh unpacks it")
-    out = _folder() / f"{shape}-{quant}-{ctx}.gguf"
-    script.make_model(out, script.parse_shape(shape), quant, ctx=ctx)
-    return out
-
-
-@functools.cache
-def _folder() -> Path:
-    made = Path(tempfile.mkdtemp(prefix="uma-trio-models-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
+        pytest.skip(f"{script.DEFAULT_VOCABULARY} is missing: ./build_llama.sh --dev unpacks it")
+    made = run_folder() / f"{shape}-{quant}-{ctx}.gguf"
+    with locked(made.name):
+        if not made.exists():
+            script.make_model(made, script.parse_shape(shape), quant, ctx=ctx)
     return made

@@ -1,9 +1,9 @@
-"""The real daemon in a process of its own, and a plain blocking client for whatever one may send it.
+"""The real daemon in a process of its own, and a blocking client that can send anything.
 
     with real_daemon("--parallel", "8") as daemon:
         print(daemon.ask(prompt="hello", max_tokens=5).text)
 
-Needs the built library; ``missing()`` says what is not there and what would build it.
+Needs the library; ``missing()`` says what is missing and how to build it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,22 @@ from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
-"""A start takes less than a second; on a machine that is busy with other things it takes longer."""
+"""Maximum duration of a start.  It takes about two seconds, and longer on a busy machine."""
+
+DIES_WITH_PARENT = (
+    *(sys.executable, "-ISc"),
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])",
+)
+"""Command prefix for Linux: the kernel kills the program if this process dies, also after ``kill -9``."""
 
 TRIAL_VARIABLE = "UMA_LAYOUT_TRIAL_S"
-"""``tests/conftest.py`` says why it is set."""
+"""Set by ``tests/conftest.py``."""
 
 Event = dict[str, Any]
 
 
 def missing() -> str | None:
-    """What a test with the real library and the embedded model lacks here, and what would build it."""
+    """What a test with the real library and the embedded model lacks here, and how to get it; None if it can run."""
     place = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
     if not (place / "stamp.json").exists():
         return f"there is no library in {place}: ./build_llama.sh --dev builds it"
@@ -61,12 +67,12 @@ class Answer:
 
     @classmethod
     def of(cls, events: Iterable[ServerEvent]) -> Answer:
-        """From the events of ``uma_trio.client``."""
+        """Convert the events of ``uma_trio.client``."""
         return cls([to_fields(event) for event in events])
 
     @property
     def text(self) -> str:
-        """Streamed or not."""
+        """The whole text, streamed or not."""
         streamed = "".join(event["text"] for event in self.events if event["event"] == "token")
         return streamed + (self.last.get("text") or "")
 
@@ -84,19 +90,19 @@ class Answer:
 
     @property
     def code(self) -> str | None:
-        """Of the error that ended it, if one did."""
+        """Code of the error that ended the request, if one did."""
         return self.last.get("code")
 
 
 class Wire:
-    """A blocking connection that sends anything, valid or not, and returns events as the plain fields on the wire."""
+    """A blocking connection.  Sends valid and invalid data; returns events as dictionaries."""
 
     def __init__(self, path: Path, *, encoding: str = "json", timeout_s: float = 30.0) -> None:
         self._encoding = Encoding(encoding)
         self._frames = FrameReader(max_frame_bytes=64 << 20)
         self.sock = socket.socket(socket.AF_UNIX)
         try:
-            self.sock.connect(os.fspath(path))  # blocking: waits where the listener's queue is full
+            self.sock.connect(os.fspath(path))  # blocks while the backlog of the listener is full
             self.sock.settimeout(timeout_s)
         except BaseException:
             self.sock.close()
@@ -118,7 +124,7 @@ class Wire:
         return frame(encode(fields, self._encoding))
 
     def receive(self) -> Event | None:
-        """The next event; ``None`` when the server has closed, also by a reset."""
+        """The next event; ``None`` if the server closed or reset the connection."""
         while (payload := self._frames.next_payload()) is None:
             try:
                 data = self.sock.recv(1 << 16)
@@ -172,7 +178,7 @@ class Daemon:
         return Wire(self.socket, **options)
 
     def client(self, **options: Any) -> contextlib.AbstractAsyncContextManager[Client]:
-        """For tests that run in trio."""
+        """A client for asynchronous tests."""
         return open_client(self.socket, **options)
 
     def ask(self, *, encoding: str = "json", **fields: Any) -> Answer:
@@ -188,58 +194,66 @@ class Daemon:
         return self.log_file.read_text(errors="replace")
 
     def log_lines(self) -> list[Event]:
-        """The log as JSON, which it is where nobody asked for anything else."""
+        """The log, which is JSON lines by default."""
         return [json.loads(line) for line in self.logs().splitlines()]
 
     def events_logged(self) -> list[str]:
         return [line["event"] for line in self.log_lines()]
 
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The daemon and its children; the engine is one of them."""
+        daemon = psutil.Process(self.pid)
+        return [daemon, *daemon.children(recursive=True)]
+
     def n_fds(self) -> int:
-        """Open file descriptors: the fewest within a moment, for a client that has just left is still there."""
-        process, counts = psutil.Process(self.pid), []
+        """Open file descriptors of all processes: the minimum of several counts, while closed connections go away."""
+        counts = []
         for _ in range(10):
-            counts.append(process.num_fds())
+            counts.append(sum(process.num_fds() for process in self.processes))
             time.sleep(0.02)
         return int(min(counts))
 
     @property
     def rss(self) -> int:
-        """Bytes."""
-        return int(psutil.Process(self.pid).memory_info().rss)
+        """Resident memory of all processes in bytes."""
+        return int(sum(process.memory_info().rss for process in self.processes))
 
     @property
     def cpu_s(self) -> float:
-        times = psutil.Process(self.pid).cpu_times()
-        return float(times.user + times.system)
+        """CPU time of all processes in seconds."""
+        times = [process.cpu_times() for process in self.processes]
+        return float(sum(each.user + each.system for each in times))
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
     def wait(self, timeout_s: float = 30.0) -> int:
-        """Its exit code."""
+        """Wait for the exit code."""
         return self.process.wait(timeout_s)
 
-    def wait_until(self, seen: Callable[[Event], Any], what: str, timeout_s: float = 30.0) -> Event:
-        """The first snapshot of which ``seen`` holds."""
+    def wait_until(self, condition: Callable[[Event], Any], description: str, timeout_s: float = 30.0) -> Event:
+        """The first metrics snapshot that meets ``condition``."""
         until = time.monotonic() + timeout_s
         with self.wire() as wire:
-            while not seen(snapshot := wire.metrics()):
+            while not condition(snapshot := wire.metrics()):
                 if time.monotonic() > until:
-                    raise AssertionError(f"not within {timeout_s:g} s: {what}; {snapshot}")
+                    raise AssertionError(f"not within {timeout_s:g} s: {description}; {snapshot}")
                 time.sleep(0.002)
         return snapshot
 
     def settled(self, timeout_s: float = 30.0) -> Event:
-        """Wait until nobody is served and nothing is held for anybody: sessions, sequences, KV cells, outboxes.
+        """Wait until no request runs, no KV cell is reserved, and this is the only connection.
 
-        What ended requests left for others that begin alike stays.
+        Cached prefixes stay.
         """
 
         def nothing_held(snapshot: Event) -> bool:
             kv = snapshot["kv"]
             held = (snapshot["running"], snapshot["queue_depth"], snapshot["send_queue_bytes"])
-            return not any((*held, kv["sequences"], kv["cells_reserved"], kv["cells_used"])) and (
-                snapshot["connections"] == 1  # who asks
+            return (
+                not any((*held, kv["sequences"], kv["cells_reserved"], kv["cells_used"]))
+                and snapshot["connections"] == 1
             )
 
         return self.wait_until(nothing_held, "nothing is held", timeout_s)
@@ -256,8 +270,10 @@ def started(
 ) -> Iterator[Daemon]:
     """A daemon that may not be ready yet; killed at the end if it still runs.
 
-    What it remembers is beside its socket, where no other daemon has a folder in use.
+    Its state folder is next to its socket, so no other daemon uses it.
     """
+    if sys.platform == "linux":
+        command = (*DIES_WITH_PARENT, *command)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
     clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE, TRIAL_VARIABLE) if name in os.environ}
     with log_file.open("ab") as log:
@@ -279,7 +295,7 @@ def started(
 
 
 def wait_ready(daemon: Daemon) -> None:
-    """Until it takes connections."""
+    """Wait until the daemon accepts connections."""
     until = time.monotonic() + START_S
     while True:
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), daemon.wire():
@@ -291,12 +307,12 @@ def wait_ready(daemon: Daemon) -> None:
 
 @contextlib.contextmanager
 def real_daemon(*flags: str, folder: Path | None = None, **options: Any) -> Iterator[Daemon]:
-    """A daemon that is ready; ended with SIGTERM, and its exit code and log are looked at.
+    """A daemon that is ready.  At the end it gets a SIGTERM, and exit code and log are checked.
 
     Args:
-        flags: of ``uma-trio serve``.
-        folder: for socket and log; a short-lived one of its own if not given.
-        options: of ``started``.
+        flags: for ``uma-trio serve``.
+        folder: for socket and log; a temporary one if not given.
+        options: for ``started``.
     """
     with contextlib.ExitStack() as stack:
         if folder is None:
@@ -309,16 +325,16 @@ def real_daemon(*flags: str, folder: Path | None = None, **options: Any) -> Iter
             try:
                 code = daemon.wait(60)
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"it does not end:\n{daemon.logs()[-5000:]}") from None
+                raise AssertionError(f"it does not end after SIGTERM:\n{daemon.logs()[-5000:]}") from None
             assert code == 0, daemon.logs()[-5000:]
         assert "Traceback" not in daemon.logs(), daemon.logs()[-5000:]
 
 
 class Canary:
-    """A stream that must stay what it is when it runs alone, again and again, while others misbehave.
+    """Repeats one request while other clients misbehave; every answer must be the same as without them.
 
-    Entered, it runs in a thread of its own; left, it ends with the round it is in and complains about
-    any that was not right.
+    A context manager: the requests run in a thread.  Leaving it waits for the running request, and raises if an answer
+    was wrong.
     """
 
     def __init__(self, daemon: Daemon, **fields: Any) -> None:
@@ -330,7 +346,7 @@ class Canary:
         self._wrong: list[object] = []
         self.rounds = 0
         self.slowest_s = 0.0
-        """The longest of the rounds."""
+        """Duration of the slowest round."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         assert len(self._alone) > 20
 
@@ -349,7 +365,7 @@ class Canary:
                         self._wrong.append(answer)
                         return
                     self.rounds += 1
-        except Exception as error:  # noqa: BLE001  (raised where the block ends)
+        except Exception as error:  # noqa: BLE001  (raised at the end of the context)
             self._wrong.append(error)
 
     def __exit__(self, *_: object) -> None:

@@ -381,12 +381,12 @@ class ChildProcess:
         return self._ended(code)
 
     def is_stopped(self) -> bool:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             return bool(psutil.Process(self._popen.pid).status() == psutil.STATUS_STOPPED)
         return False
 
     def usage(self) -> dict[str, float]:
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(self._popen.pid)
             times = process.cpu_times()
             return {"rss_bytes": process.memory_info().rss, "cpu_s": round(times.user + times.system, 3)}
