@@ -92,8 +92,8 @@ class Tensor:
     data: bytes
     offset: int | None = None
     """Offset to write; ``None`` for the right one."""
-    pads: bool = True
-    """Write as many bytes as type and shape need, whatever ``data`` has."""
+    fit_data: bool = True
+    """Cut or pad ``data`` to the size that type and shape require."""
 
     @property
     def n_bytes(self) -> int:
@@ -162,7 +162,7 @@ class Gguf:
         position, bodies = 0, []
         for tensor in self.tensors:
             body = tensor.data
-            if tensor.pads:
+            if tensor.fit_data:
                 body = body[: tensor.n_bytes].ljust(min(tensor.n_bytes, MAX_TENSOR_BYTES), b"\x11")
             offset = position if tensor.offset is None else tensor.offset
             layout = f"<I{len(tensor.shape)}QIQ"
@@ -482,7 +482,7 @@ def change_data(rng: Random, model: Gguf) -> str:
 def change_offset(rng: Random, model: Gguf) -> str:
     tensor = rng.choice(model.tensors)
     tensor.offset = rng.choice((0, 32, 64, 1, 2**31, 2**63, 2**64 - 32))
-    tensor.pads = rng.random() < 0.5
+    tensor.fit_data = rng.random() < 0.5
     return f"{tensor.name}: at {tensor.offset}"
 
 
@@ -619,9 +619,9 @@ class Worker:
         return "hung", ""
 
     def _last_words(self) -> str:
-        said = (self.folder / "stderr").read_text(errors="replace").splitlines()
-        telling = [line for line in said if ASSERTION.search(line)]
-        return f"{(telling or said or [''])[0]} (exit code {self.process.exitcode})"
+        lines = (self.folder / "stderr").read_text(errors="replace").splitlines()
+        reasons = [line for line in lines if ASSERTION.search(line)]
+        return f"{(reasons or lines or [''])[0]} (exit code {self.process.exitcode})"
 
 
 @attrs.frozen
