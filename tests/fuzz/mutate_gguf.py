@@ -620,8 +620,8 @@ class Worker:
 
     def _last_words(self) -> str:
         lines = (self.folder / "stderr").read_text(errors="replace").splitlines()
-        reasons = [line for line in lines if ASSERTION.search(line)]
-        return f"{(reasons or lines or [''])[0]} (exit code {self.process.exitcode})"
+        assertions = [line for line in lines if ASSERTION.search(line)]
+        return f"{(assertions or lines or [''])[0]} (exit code {self.process.exitcode})"
 
 
 @attrs.frozen
