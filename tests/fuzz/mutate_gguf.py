@@ -524,8 +524,8 @@ def run_model(library: llama_abi.Library, path: Path) -> None:
     """Load ``path`` and do with it once what serving does."""
     with llama_abi.Model(library, path) as model:
         tokenizer = Tokenizer(model.vocab)
-        assert tokenizer.controls is not None
-        assert tokenizer.markers is not None
+        assert tokenizer.control_tokens is not None
+        assert tokenizer.user_defined_controls is not None
         for text in ("Hello, wörld 42\n\n\t▁ \0\x7f🦊", "", " ", "".join(map(chr, range(1, 256)))):
             for parse_special in (False, True):
                 tokenizer.encode_with_offsets(text, parse_special=parse_special)
