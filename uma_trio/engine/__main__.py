@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+from typing import Final
 
 import msgspec
 import setproctitle
 
 from uma_trio.engine.messages import LOG_MARK
+
+PR_SET_PDEATHSIG: Final = 1
 
 
 class _ToDaemon(logging.Handler):
@@ -28,7 +32,12 @@ class _ToDaemon(logging.Handler):
 
 
 def _end_with_the_daemon() -> None:
-    """End when the daemon does, however it ends and whatever this process is doing then."""
+    """End when the daemon does, however it ends and whatever this process is doing then.
+
+    The thread sees the end of standard input.  On Linux the kernel kills this process as well, also while it is stopped.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def watch() -> None:
         while os.read(0, 1):
