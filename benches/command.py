@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -58,6 +59,19 @@ def csv_option(holds: str) -> Decorator:
 
 def repeat_option(default: int, of: str = "Runs of each setting, alternating.") -> Decorator:
     return click.option("--repeat", type=click.IntRange(1), default=default, help=of)
+
+
+def plot_option(shows: str) -> Decorator:
+    """``--plot``, which fails at once if matplotlib is missing."""
+
+    def check(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+        if value is not None and importlib.util.find_spec("matplotlib") is None:
+            raise click.ClickException(
+                "--plot needs matplotlib: run ./build_llama.sh --dev, or pip install 'uma-trio[dev]'"
+            )
+        return value
+
+    return click.option("--plot", "plot_file", type=FILE, callback=check, help=f"Write a plot of {shows}.")
 
 
 def rival_option() -> Decorator:

@@ -52,12 +52,12 @@ class Figures:
     wall_s: float
     tokens_per_s: float
     itl_p50_ms: float | None
-    """Of the interactive streams; likewise the next three."""
+    """Interactive streams; likewise the next three."""
     itl_p95_ms: float | None
     itl_p99_ms: float | None
     itl_max_ms: float | None
     ttft_p50_ms: float | None
-    """Of the long prompts."""
+    """Long prompts; likewise the next."""
     ttft_max_ms: float | None
     generator_cpu: float
     """Share of one core; likewise the next two."""

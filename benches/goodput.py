@@ -16,13 +16,13 @@ import click
 import contenders
 import tenants
 from command import (
-    FILE,
     Place,
     bench,
     carry_out,
     csv_option,
     numbers,
     places,
+    plot_option,
     repeat_option,
     rival_option,
     show_rival,
@@ -255,7 +255,7 @@ async def two_users(test: Test, sizes: Sequence[int], seconds: float, setting: s
 @peers_option()
 @repeat_option(1)
 @csv_option("a row for each run")
-@click.option("--plot", "plot_file", type=FILE, help="Write a plot of TTFT and goodput against the rate.")
+@plot_option("TTFT and goodput against the rate")
 @click.option(
     "--overload",
     "factor",

@@ -1,8 +1,7 @@
-"""What a first start would choose as the layout of the KV cache, again and again: whether it is always the same, and right.
+"""Repeat the choice of the KV cache's layout that a first start makes: is it stable, and is it right?
 
-For devices on which nobody has looked yet.  Needs the library that is to serve (UMA_LLAMA_DIR names another one), and
-for a figure that means something a model of the size that is to be served.  ``kv_layout.py`` measures the same
-behind longer contexts, ``mixed_load.py -- --kv-unified off`` what comes of it.
+For new devices.  Needs the library for that device (UMA_LLAMA_DIR selects one), and a model of the size that it will
+serve.  ``kv_layout.py`` measures the same with longer contexts, and ``mixed_load.py -- --kv-unified off`` the effect.
 
     python benches/layout_choice.py --model /tmp/7b.gguf --repeat 5
 """
@@ -21,8 +20,8 @@ from uma_trio.engine.llama import LlamaEngine
 from uma_trio.models.loaded import EMBEDDED
 
 
-class Forgetful:
-    """Remembers nothing, so that each start measures; but what was asked for, and how long it took."""
+class TimingCache:
+    """A layout cache that stores nothing, so that each start measures, and that times the measurement."""
 
     def __init__(self) -> None:
         self.began_s = self.took_s = 0.0
@@ -41,22 +40,25 @@ class Forgetful:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     default=EMBEDDED,
     show_default=False,
-    help="GGUF file; the embedded one if not given.",
+    help="GGUF file to load.  [default: the embedded model]",
 )
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Starts.")
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, help="Sequences.")
-@click.option("--ctx", type=click.IntRange(0), default=0, help="KV cache in tokens; 0 as in serve.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="Compute threads; 0 as in serve.")
+@click.option("--ctx", type=click.IntRange(0), default=0, help="KV cache in tokens; 0: as serve.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="Compute threads; 0: as serve.")
 @click.option("--type-v", type=click.Choice(["f16", "q8_0", "q4_0"]), default="f16", help="Type of the V cache.")
+@click.option("--gpu-layers", type=click.IntRange(-1), default=-1, help="Layers on the GPU, if there is one; -1: all.")
 @click.option(
-    "--gpu-layers", type=click.IntRange(-1), default=-1, help="Layers on the GPU, where there is one; -1 for all."
+    "--budget",
+    type=click.FloatRange(0.001),
+    default=60.0,
+    help="Seconds for the measurement; see layout_trial_s in docs/CONFIG.md.",
 )
-@click.option("--budget", type=click.FloatRange(0.001), default=60.0, help="layout_trial_s: serve has 1.5.")
 def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None:
-    """What is measured and chosen in each of some starts, in ms.
+    """Show the measurements and the choice of several starts, in ms.
 
-    Cost is that of the mean tick; the first line of each start is the default layout.  Where streams alone already take too
-    long, mixed ticks are not measured, and the cost is the least that it can be.
+    The cost is that of the mean tick.  The first line of each start is the default layout.  If streams alone take too long
+    already, mixed ticks are not measured, and the cost is a lower bound.
     """
     for line in machine():
         click.echo(line)
@@ -64,7 +66,7 @@ def main(model: Path, repeat: int, budget: float, **settings: int | str) -> None
     click.echo(f"| start | {'layout':<38} | decode | mixed | cost | of default | chosen |")
     click.echo(f"|---:|{'-' * 40}|---:|---:|---:|---:|---|")
     for start in range(1, repeat + 1):
-        choices = Forgetful()
+        choices = TimingCache()
         engine = LlamaEngine(model, config.Model(layout_trial_s=budget, **settings), layout_cache=choices)  # type: ignore[arg-type]
         choice = engine.layout_choice
         engine.close()

@@ -26,6 +26,7 @@ from command import (
     csv_option,
     numbers,
     places,
+    plot_option,
     repeat_option,
     rival_option,
     show_rival,
@@ -125,7 +126,7 @@ def plot(speeds: dict[Contender, Speeds], path: Path, title: str) -> None:
 @repeat_option(3)
 @csv_option("ctx,tps: the medians of the first setting of uma-trio")
 @click.option("--csv-all", type=FILE, help="Write a row for each run of each setting and server.")
-@click.option("--plot", "plot_file", type=FILE, help="Write a plot of tokens per second against the context.")
+@plot_option("tokens per second against the context")
 def main(
     layouts: str,
     flash: str,

@@ -1,4 +1,4 @@
-"""Guessing from what was said before: what does prompt lookup gain where answers copy, and lose where they do not?
+"""Measure speculation with prompt lookup: its gain for answers that copy the prompt, and its loss for others.
 
 python benches/lookup.py
 python benches/lookup.py --model /tmp/125m.gguf --threads 1 --repeat 5 --csv lookup.csv
@@ -30,36 +30,37 @@ from uma_trio.training.skills import records, stories
 
 OFF, ON = "--no-speculation", "--speculation"
 
-LEAST_CHARS = 600
-"""Of a question to copy from: a short one is over before a guess is worth looking for."""
-MOST_TRIES = 32
-"""Prompts of a random model that are tried for answers that go round in circles."""
-TRIED_AT_ONCE = 8
-WORD_TIMES = 1400
+MIN_CHARS = 600
+"""Characters of a text that is copied.  A shorter copy ends before drafts pay."""
+MAX_PROMPTS = 32
+"""Prompts that are tried with a random model until enough answers repeat themselves."""
+PARALLEL_PROMPTS = 8
+WORD_REPETITIONS = 1400
 LONGEST_LOOP = 200
-"""Characters."""
+"""Characters of the repeated part, at most."""
 
 
 @attrs.frozen(kw_only=True)
 class Task:
-    """Questions of one kind, one after another."""
+    """Questions of one kind, which are sent one after another."""
 
     name: str
     questions: Sequence[Question]
 
 
 Texts = list[list[str]]
+"""For each answer, the text of each token event."""
 
 
 @attrs.frozen(kw_only=True)
 class Figures:
-    """Of one task in one run, or the medians of several."""
+    """Figures of a task in one run, or the medians of several runs."""
 
     tokens_per_s: float
-    """From each answer's first token to its last."""
+    """From the first token of each answer to its last one."""
     tokens: float
     drafted: float | None
-    """Tokens that were guessed; ``None`` where the server does not tell."""
+    """Draft tokens; ``None`` if the server does not report them."""
     accepted: float | None
     others_cpu: float
 
@@ -67,11 +68,11 @@ class Figures:
 NAMES = [field.name for field in attrs.fields(Figures)]
 
 
-# -- what is asked ---------------------------------------------------------------------------------
+# -- the tasks ------------------------------------------------------------------------------------
 
 
 def known_tasks(n: int, tokens: int, seed: int) -> list[Task]:
-    """Of the embedded model: lists to be written again with one field changed, and stories."""
+    """Tasks for the embedded model: JSON lists to repeat with one field changed, and stories."""
     return [
         Task(
             name="copying (JSON)",
@@ -92,7 +93,7 @@ def _lists(seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     while True:
         turn = records.change_in_list(rng, 30)
-        if len(turn.question) >= LEAST_CHARS:
+        if len(turn.question) >= MIN_CHARS:
             yield turn.question
 
 
@@ -100,33 +101,33 @@ def _stories(seed: int) -> Iterator[str]:
     rng = random.Random(seed)
     while True:
         turn = stories.tell(rng, 40)
-        if len(turn.answer) >= LEAST_CHARS:
+        if len(turn.answer) >= MIN_CHARS:
             yield turn.question
 
 
 async def random_tasks(rig: Rig, n: int, tokens: int, seed: int) -> list[Task]:
-    """Of a model with random weights: greedy answers that go round in circles, which is copying, at most ``n``; and any.
+    """Tasks for a model with random weights: at most ``n`` greedy answers that repeat themselves, and ``n`` others.
 
-    After one word a thousand times what is attended to hardly changes, the next token follows from the last
-    one, and some answers find a circle.
+    After a word that is repeated a thousand times, attention hardly changes from token to token.  The next token then
+    depends on the last one only, and some answers become loops.
 
     Raises:
-        click.ClickException: none does.
+        click.ClickException: No answer is a loop.
     """
     rng = random.Random(seed)
-    words = rng.sample(WORDS, k=MOST_TRIES)
-    ordinary = [_exactly(" ".join(rng.choices(WORDS, k=WORD_TIMES)), tokens) for _ in range(n)]
+    words = rng.sample(WORDS, k=MAX_PROMPTS)
+    ordinary = [_exactly(" ".join(rng.choices(WORDS, k=WORD_REPETITIONS)), tokens) for _ in range(n)]
     loops: list[Question] = []
-    for at in range(0, MOST_TRIES, TRIED_AT_ONCE):
-        some = [_exactly(" ".join([word] * WORD_TIMES), tokens) for word in words[at : at + TRIED_AT_ONCE]]
+    for at in range(0, MAX_PROMPTS, PARALLEL_PROMPTS):
+        some = [_exactly(" ".join([word] * WORD_REPETITIONS), tokens) for word in words[at : at + PARALLEL_PROMPTS]]
         result = await measure(rig, [Stream(name="try", questions=(question,)) for question in some])
         answers = [answer for track in result.tracks for answer in track.answers]
         loops += [answer.question for answer in answers if is_loop(answer.text)]
-        click.echo(f"{len(loops)} of {at + len(some)} answers go round in circles")
+        click.echo(f"{len(loops)} of {at + len(some)} answers are loops")
         if len(loops) >= n:
             break
     if not loops:
-        raise click.ClickException("no greedy answer goes round in circles; try another --seed, or more --tokens")
+        raise click.ClickException("no greedy answer is a loop; try another --seed, or more --tokens")
     return [Task(name="copying (loops)", questions=loops[:n]), Task(name="ordinary", questions=ordinary)]
 
 
@@ -135,19 +136,19 @@ def _exactly(text: str, tokens: int) -> Question:
 
 
 def is_loop(text: str) -> bool:
-    """Whether the second half of ``text`` is one piece, again and again."""
+    """Whether the second half of ``text`` is a repetition of one part."""
     tail = text[len(text) // 2 :]
     return any(tail[period:] == tail[:-period] for period in range(1, min(LONGEST_LOOP, len(tail) // 3) + 1))
 
 
-# -- what came of it -------------------------------------------------------------------------------
+# -- the figures -----------------------------------------------------------------------------------
 
 
 async def run(rig: Rig, task: Task, place: Place) -> tuple[Figures, Texts]:
-    """The figures, and the texts as they came, piece by piece."""
-    before = await _guesses(rig)
+    """Run a task; return its figures, and the texts of its token events."""
+    before = await _draft_counts(rig)
     result: Result = await measure(rig, [Stream(name=task.name, questions=tuple(task.questions))], pins=place.pins)
-    after = await _guesses(rig)
+    after = await _draft_counts(rig)
     answers = result.tracks[0].answers
     figures = Figures(
         tokens_per_s=decode_rate(answers),
@@ -160,18 +161,18 @@ async def run(rig: Rig, task: Task, place: Place) -> tuple[Figures, Texts]:
 
 
 def first_difference(texts: Texts, others: Texts) -> int | None:
-    """The piece of an answer that is another one in ``others``, counted from 1; the earliest of all answers'."""
+    """Number of the first event, counted from 1, whose text differs from that in ``others``; the lowest of all answers."""
     found = [
         at
         for text, other in zip(texts, others, strict=True)
-        for at, (piece, another) in enumerate(itertools.zip_longest(text, other), 1)
-        if piece != another
+        for at, (one, another) in enumerate(itertools.zip_longest(text, other), 1)
+        if one != another
     ]
     return min(found, default=None)
 
 
-async def _guesses(rig: Rig) -> tuple[int, int] | None:
-    """Tokens drafted and accepted so far, where the server tells."""
+async def _draft_counts(rig: Rig) -> tuple[int, int] | None:
+    """Draft tokens and accepted ones so far; ``None`` if the server does not report them."""
     if not isinstance(rig.transport, Daemon):
         return None
     snapshot = await rig.transport.snapshot()
@@ -179,12 +180,12 @@ async def _guesses(rig: Rig) -> tuple[int, int] | None:
 
 
 def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Contender, str], int]) -> str:
-    """Each beside its server's first setting, which guesses nothing.
+    """A row for each contender and task, relative to the first setting of its server, which has no speculation.
 
     Args:
-        differ: where texts are first others than the first setting's.
+        differ: Number of the first event that differs from the first setting.
     """
-    header = ("", "task", "tok/s", "times without", "tokens", "drafted", "accepted", "text")
+    header = ("", "task", "tok/s", "ratio", "tokens", "drafted", "accepted", "text")
     base = {contender.server: found for contender, found in reversed(figures.items())}
     lines = [
         [
@@ -198,27 +199,31 @@ def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Conten
 
 
 @bench()
-@click.option("--questions", type=click.IntRange(1), default=3, help="Of each kind.")
+@click.option("--questions", type=click.IntRange(1), default=3, help="Questions of each kind.")
 @click.option(
-    "--tokens", type=click.IntRange(16), default=1000, help="Most that an answer has; a random model's has as many."
+    "--tokens",
+    type=click.IntRange(16),
+    default=1000,
+    help="Most tokens of an answer; exactly as many with a random model.",
 )
-@click.option("--seed", type=int, default=0, help="Of the questions.")
+@click.option("--seed", type=int, default=0, help="Seed of the questions.")
 @places()
-@click.option("--rival-flags", multiple=True, default=[], help="Flags of llama-server, which has such guesses too; given twice, the first is what the second is held against, as in the example.  [default: no rival]", show_default=False)  # fmt: skip
+@click.option("--rival-flags", multiple=True, default=[], help="Flags of llama-server, which has speculation too; repeatable.  Ratios are relative to the first.  [default: no rival]", show_default=False)  # fmt: skip
 @peers_option()
 @repeat_option(3)
 @csv_option("a row for each task of each run")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
 def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
-    """One stream with --no-speculation and with --speculation: tokens a second, guesses, and whether the texts are the same.
+    """Measure one stream with --no-speculation and with --speculation.
 
-    The embedded model writes JSON lists again with one field changed, and tells stories. Any other model
-    is taken for one with random weights: prompts are tried until enough greedy answers are found that go round in
-    circles, which is what copying is to such a model. SERVE_FLAGS after -- go to `uma-trio serve`.
+    The embedded model repeats JSON lists with one field changed, and tells stories. Any other model is assumed to have
+    random weights: prompts are tried until enough greedy answers are loops, which stand for copying. SERVE_FLAGS
+    after -- go to `uma-trio serve`.
 
-    Guesses are right or dropped, so a text must be the same as without them, and this says where it is not. For
-    the embedded model that is a failure, and exit code 1. A random model chooses between tokens that are nearly
-    as likely, and some kernels round a row beside others otherwise than alone. Interleaved runs, each starting its server anew; medians of --repeat.
+    Rejected draft tokens are dropped, so the text must be the same with speculation. If a text of the embedded model
+    differs, the exit code is 1. Texts of a random model can differ, since its best tokens are almost equally likely,
+    and some kernels round differently for wider batches. Runs alternate, and each starts its server; the table has the
+    medians of --repeat runs.
     """
     place = Place.of(options)
     n, tokens, seed = options["questions"], options["tokens"], options["seed"]
@@ -227,13 +232,13 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
     async def tasks(serving: ServerSettings) -> list[Task]:
         if place.model == EMBEDDED:
             return known_tasks(n, tokens, seed)
-        several = attrs.evolve(serving, parallel=TRIED_AT_ONCE, ctx=TRIED_AT_ONCE * serving.ctx)
+        several = attrs.evolve(serving, parallel=PARALLEL_PROMPTS, ctx=PARALLEL_PROMPTS * serving.ctx)
         async with uma_trio_rig([*uma_trio_flags(several), OFF]) as rig:
             return await random_tasks(rig, n, tokens, seed)
 
     async def work() -> tuple[str, bool]:
-        """The table, and whether a text of ours differs."""
-        ctx = 8192 if place.model == EMBEDDED else -(-(2 * WORD_TIMES + tokens) // 256) * 256
+        """Return the table, and whether a text of uma-trio differs."""
+        ctx = 8192 if place.model == EMBEDDED else -(-(2 * WORD_REPETITIONS + tokens) // 256) * 256
         serving = ServerSettings(model=place.model, threads=place.threads, parallel=1, ctx=ctx)
         if options["rival_flags"]:
             show_rival(options["peers"])
@@ -251,9 +256,9 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
             async with contender.rig() as rig:
                 await warm_up(rig)
                 for task in asked:
-                    figures, said = await run(rig, task, place)
+                    figures, received = await run(rig, task, place)
                     runs[contender][task.name].append(figures)
-                    at = first_difference(said, texts.setdefault((contender.server, task.name), said))
+                    at = first_difference(received, texts.setdefault((contender.server, task.name), received))
                     if at is not None:
                         differ[contender, task.name] = min(at, differ.get((contender, task.name), at))
                     file.add(

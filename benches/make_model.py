@@ -1,11 +1,12 @@
-"""Make a GGUF of any size with random weights and a real vocabulary.
+"""Write a GGUF file of any size with random weights and a real vocabulary.
 
     python benches/make_model.py --shape 125m --quant q8_0 --out /tmp/125m.gguf
 
-It computes what a trained model of its shape computes, at the same speed, and says nothing sensible.
-Some shapes have memories that cannot be rewound: tiny-swa, tiny-hybrid and 125m-hybrid.
-Weights are scaled so that activations keep their size from layer to layer and logits have a standard
-deviation of 3: greedy text wanders through the vocabulary.  The same arguments give the same file.
+The model is as fast as a trained one of its shape, but its text has no meaning.  Sequences of the shapes tiny-swa,
+tiny-hybrid and 125m-hybrid cannot be truncated.
+
+Weights are scaled so that activations keep their size from layer to layer, and logits have a standard deviation of 3, so
+that greedy text uses the whole vocabulary.  The same arguments write the same file.
 """
 
 from __future__ import annotations
@@ -18,10 +19,19 @@ from pathlib import Path
 
 import attrs
 import click
-import gguf
 import numpy as np
 import numpy.typing as npt
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+try:
+    import gguf
+except ModuleNotFoundError:
+    if __name__ != "__main__":
+        raise
+    sys.exit(
+        "make_model.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev, or "
+        "pip install 'uma-trio[dev]'"
+    )
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_VOCABULARY = ROOT / "build/llama.cpp/models/ggml-vocab-llama-spm.gguf"
@@ -33,23 +43,23 @@ QUANTS = {
 }
 
 VECTORS = gguf.GGMLQuantizationType.F32
-"""Of what is no matrix, or too narrow for a block."""
+"""Type of vectors, and of matrices that are narrower than a block."""
 
 BLOCK = 32
-"""Weights that share a scale, in Q8_0 and in Q4_0."""
+"""Weights that share a scale in Q8_0 and Q4_0."""
 
 CHUNK_BYTES = 16 << 20
-"""Made and written at a time: the model never is in memory."""
+"""Bytes that are generated and written at once, so that memory stays small."""
 
 LOGIT_DEVIATION = 3.0
 SHARP_ATTENTION = 1.5
-"""Makes attention scores differ enough that the text depends on more than the last token."""
+"""Factor for queries and keys.  With sharper attention, the text depends on more than the last token."""
 
 
 WINDOW = 64
-"""Tokens that a layer with sliding-window attention sees."""
+"""Tokens in the window of a layer with sliding-window attention."""
 CONVOLUTION = 3
-"""Tokens that a layer with a short convolution sees; all but the last are its state."""
+"""Tokens in the kernel of a layer with a short convolution; all but the last are its state."""
 
 
 @attrs.frozen
@@ -62,8 +72,8 @@ class Shape:
     kv_heads: int
     ffn: int
     architecture: str = "llama"
-    """``llama``; ``gemma3``, where every second layer sees a window only; ``lfm2``, where every second
-    layer is recurrent and does not attend: memories that cannot be rewound."""
+    """``llama``; ``gemma3``, in which every second layer has a sliding window; ``lfm2``, in which every second layer is a
+    recurrent convolution.  The last two cannot truncate sequences."""
 
     def __attrs_post_init__(self) -> None:
         if min(self.layers, self.width, self.heads, self.kv_heads, self.ffn) < 1:
@@ -80,7 +90,7 @@ class Shape:
         return self.width // self.heads
 
     def is_plain(self, layer: int) -> bool:
-        """It attends to all that went before."""
+        """Whether the layer has attention over the whole context."""
         return self.architecture == "llama" or layer % 2 == 1
 
 
@@ -95,12 +105,12 @@ SHAPES = {
 
 
 def parse_shape(text: str) -> Shape:
-    """A name of ``SHAPES``, or LAYERSxWIDTH[xHEADS[xKVHEADS[xFFN]]].
+    """Parse a name of ``SHAPES``, or LAYERSxWIDTH[xHEADS[xKVHEADS[xFFN]]].
 
-    What is not given: heads of 64, as many KV heads as heads, 8/3 of the width in the feed-forward part.
+    Defaults: heads of width 64, as many KV heads as heads, and a feed-forward width of 8/3 of the width.
 
     Raises:
-        ValueError: it is neither, or no model can have this shape.
+        ValueError: The text is neither, or the shape is impossible.
     """
     if text.lower() in SHAPES:
         return SHAPES[text.lower()]
@@ -109,7 +119,7 @@ def parse_shape(text: str) -> Shape:
     except ValueError:
         numbers = []
     if not 2 <= len(numbers) <= 5:
-        raise ValueError(f"{text!r} is neither one of {', '.join(SHAPES)} nor like 12x768 or 12x768x12x4x2048")
+        raise ValueError(f"{text!r} is not one of {', '.join(SHAPES)}, and not of the form 12x768 or 12x768x12x4x2048")
     layers, width, *rest = numbers
     heads = rest[0] if rest else max(1, width // 64)
     kv_heads = rest[1] if len(rest) > 1 else heads
@@ -119,7 +129,7 @@ def parse_shape(text: str) -> Shape:
 
 @attrs.frozen
 class Tensor:
-    """A matrix to be made.  ``deviation`` is that of its weights; None is a vector of ones."""
+    """A tensor of the file.  ``deviation`` is the standard deviation of its weights; ``None``: a vector of ones."""
 
     name: str
     rows: int
@@ -128,20 +138,22 @@ class Tensor:
     silent_rows: npt.NDArray[np.intp] = attrs.field(factory=lambda: np.empty(0, np.intp))
     """Rows of zeros."""
 
-    def kind(self, quant: str) -> gguf.GGMLQuantizationType:
+    def ggml_type(self, quant: str) -> gguf.GGMLQuantizationType:
         return VECTORS if self.deviation is None or self.columns % BLOCK else QUANTS[quant][0]
 
 
 def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp]) -> Iterator[Tensor]:
-    """All tensors in file order.  ``silent`` tokens get the logit 0, far below the largest.
+    """Yield all tensors in the order of the file.
 
-    A matrix whose deviation is 1/sqrt(columns) keeps the size of what is multiplied with it.  What a
-    layer adds is halved, lest the last layers drown the first.
+    A matrix with the deviation 1/sqrt(columns) keeps the size of the vectors that it multiplies.
+
+    Args:
+        silent: Tokens that get the logit 0, which is far below the largest one.
     """
     width, ffn = shape.width, shape.ffn
     from_width, from_ffn = 1 / math.sqrt(width), 1 / math.sqrt(ffn)
     gemma = shape.architecture == "gemma3"
-    # Gemma multiplies what it reads by the root of its width.
+    # Gemma multiplies embeddings by the root of its width
     yield Tensor("token_embd.weight", n_vocab, width, from_width if gemma else 1.0)
     for layer in range(shape.layers):
         yield Tensor(f"blk.{layer}.attn_norm.weight", 1, width, None)
@@ -163,7 +175,7 @@ def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp]) -> Iterato
 
 
 def attention(layer: int, shape: Shape) -> Iterator[Tensor]:
-    """Of one layer."""
+    """Yield the tensors of attention in one layer."""
     width, kv = shape.width, shape.kv_heads * shape.head_width
     deviation = 1 / math.sqrt(width)
     yield Tensor(f"blk.{layer}.attn_q.weight", width, width, deviation * SHARP_ATTENTION)
@@ -176,7 +188,7 @@ def attention(layer: int, shape: Shape) -> Iterator[Tensor]:
 
 
 def convolution(layer: int, width: int) -> Iterator[Tensor]:
-    """Of one layer: a convolution over the last tokens, between two gates."""
+    """Yield the tensors of a convolution over the last tokens, between two gates, in one layer."""
     deviation = 1 / math.sqrt(width)
     yield Tensor(f"blk.{layer}.shortconv.in_proj.weight", 3 * width, width, deviation)
     yield Tensor(f"blk.{layer}.shortconv.conv.weight", width, CONVOLUTION, 1 / math.sqrt(CONVOLUTION))
@@ -184,7 +196,7 @@ def convolution(layer: int, width: int) -> Iterator[Tensor]:
 
 
 def random_rows(noise: np.random.SFC64, rows: int, columns: int, deviation: float, quant: str) -> npt.NDArray[np.uint8]:
-    """(rows, bytes a row) of a matrix in its file format, straight from random bytes."""
+    """Rows of a matrix in its file format, ``[rows, bytes in a row]``, made directly from random bytes."""
     if quant == "f16" or columns % BLOCK:
         values = np.linspace(-1, 1, 256) * deviation * math.sqrt(3)
         table = values.astype(np.float32 if columns % BLOCK else np.float16)
@@ -197,7 +209,7 @@ def random_rows(noise: np.random.SFC64, rows: int, columns: int, deviation: floa
     else:
         quants = _bytes(noise, blocks * BLOCK // 2).reshape(blocks, BLOCK // 2)
         scale = deviation / math.sqrt((16**2 - 1) / 12)
-    # A 4-bit level is -8 to 7 times the scale: signs of scales at random take the mean to 0.
+    # 4-bit levels are -8 to 7 times the scale; random signs of the scales make the mean 0
     signs = _bytes(noise, blocks) & 1
     scales = np.array([scale, -scale], np.float16)[signs]
     made = np.concatenate([scales[:, np.newaxis].view(np.uint8), quants], axis=1)
@@ -210,18 +222,18 @@ def _bytes(noise: np.random.SFC64, count: int) -> npt.NDArray[np.uint8]:
 
 
 def tensor_bytes(tensor: Tensor, quant: str, seed: int, index: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """The data of one tensor in chunks of whole rows."""
+    """Yield the data of one tensor in chunks of whole rows."""
     if tensor.deviation is None:
         yield np.ones(tensor.columns, np.float32).view(np.uint8)
         return
     noise = np.random.SFC64(np.random.SeedSequence([seed, index]))
-    row_bytes = gguf.quant_shape_to_byte_shape((1, tensor.columns), tensor.kind(quant))[1]
+    row_bytes = gguf.quant_shape_to_byte_shape((1, tensor.columns), tensor.ggml_type(quant))[1]
     step = max(1, CHUNK_BYTES // row_bytes)
     for first in range(0, tensor.rows, step):
         rows = min(step, tensor.rows - first)
         made = random_rows(noise, rows, tensor.columns, tensor.deviation, quant)
         silent = tensor.silent_rows[(tensor.silent_rows >= first) & (tensor.silent_rows < first + rows)]
-        made[silent - first] = 0  # zero levels in F16; elsewhere a scale of zero
+        made[silent - first] = 0  # zeros in F16; otherwise a scale of zero
         yield made
 
 
@@ -235,22 +247,22 @@ def make_model(
     seed: int = 0,
     progress: bool = False,
 ) -> None:
-    """Write the file ``out``; it appears there only when it is whole.
+    """Write the file ``out``, which appears when it is complete.  Blocks until then.
 
     Args:
-        quant: a key of ``QUANTS``.
-        vocabulary: a GGUF whose ``tokenizer.*`` entries are copied.
-        ctx: tokens of context that the file claims.
+        quant: A key of ``QUANTS``.
+        vocabulary: A GGUF file whose ``tokenizer.*`` entries are copied.
+        ctx: Training context that the file declares, in tokens.
 
     Raises:
-        FileNotFoundError: no such vocabulary; the message says how to get it.
-        OSError: the disk is too small, or cannot be written.
+        FileNotFoundError: There is no such vocabulary; the message has a remedy.
+        OSError: The disk is too small, or the file cannot be written.
     """
     if not vocabulary.exists():
-        raise FileNotFoundError(f"{vocabulary} is not there: run ./build_llama.sh, or give --vocab PATH")
+        raise FileNotFoundError(f"there is no vocabulary at {vocabulary}: run ./build_llama.sh, or give --vocab PATH")
     reader = gguf.GGUFReader(vocabulary)
     n_vocab = len(reader.fields["tokenizer.ggml.tokens"].data)
-    all_tensors = list(tensors(shape, n_vocab, _never_wanted(reader, n_vocab)))
+    all_tensors = list(tensors(shape, n_vocab, _special_tokens(reader, n_vocab)))
 
     part = out.with_name(out.name + ".part")
     writer = gguf.GGUFWriter(part, shape.architecture)
@@ -258,10 +270,10 @@ def make_model(
     _copy_tokenizer(reader, writer)
     total = 0
     for tensor in all_tensors:
-        kind = tensor.kind(quant)
+        ggml_type = tensor.ggml_type(quant)
         matrix = (tensor.rows, tensor.columns) if tensor.deviation is not None else (tensor.columns,)
-        n_bytes = math.prod(gguf.quant_shape_to_byte_shape(matrix, kind))
-        writer.add_tensor_info(tensor.name, matrix, np.dtype(np.float32), n_bytes, kind)
+        n_bytes = math.prod(gguf.quant_shape_to_byte_shape(matrix, ggml_type))
+        writer.add_tensor_info(tensor.name, matrix, np.dtype(np.float32), n_bytes, ggml_type)
         total += n_bytes
     free = shutil.disk_usage(out.parent).free
     if free < total + (16 << 20):
@@ -290,8 +302,8 @@ def make_model(
         part.unlink(missing_ok=True)
 
 
-def _never_wanted(reader: gguf.GGUFReader, n_vocab: int) -> npt.NDArray[np.intp]:
-    """Tokens that end or confuse the text: control, unknown and unused ones."""
+def _special_tokens(reader: gguf.GGUFReader, n_vocab: int) -> npt.NDArray[np.intp]:
+    """Control, unknown and unused tokens, which should not appear in the text."""
     types = reader.fields.get("tokenizer.ggml.token_type")
     kinds = np.array(types.contents() if types else [gguf.TokenType.NORMAL] * n_vocab)
     return np.flatnonzero(np.isin(kinds, (gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.UNUSED)))
@@ -342,9 +354,15 @@ def _copy_tokenizer(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
     "--vocab",
     type=click.Path(path_type=Path),
     default=DEFAULT_VOCABULARY,
-    help="GGUF to take the vocabulary from.",
+    help="GGUF file with the vocabulary.",
 )
-@click.option("--ctx", type=click.IntRange(min=16), default=8192, show_default=True, help="Context length to claim.")
+@click.option(
+    "--ctx",
+    type=click.IntRange(min=16),
+    default=8192,
+    show_default=True,
+    help="Training context that the file declares.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 def main(shape_text: str, quant: str, out: Path, vocab: Path, ctx: int, seed: int) -> None:
     try:

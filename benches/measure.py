@@ -94,7 +94,7 @@ WORDS = [
     "study",
     "book",
     "eye",
-    "job",
+    "street",
     "word",
     "business",
     "issue",
@@ -161,11 +161,11 @@ class Cpu:
     """Processor time so far, in seconds."""
 
     generator: float
-    """Of this process, the load generator."""
+    """This process, the load generator."""
     server: float | None
-    """Of the server and its child processes; ``None`` if its process is not known."""
+    """The server and its child processes; ``None`` if its process is not known."""
     machine: float
-    """Of all processes."""
+    """All processes."""
 
     @classmethod
     def now(cls, pid: int | None) -> Cpu:

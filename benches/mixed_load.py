@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 import click
-from command import PIN_HELP, carry_out
+from command import PIN_HELP, carry_out, plot_option
 from comparison import NAMES, US, Comparison, Contender, Figures, RunsFile, interleaved, medians
 from machine import machine
 from measure import Result, measure, stream, warm_up
@@ -282,7 +282,7 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Runs of each setting, alternating.")
 @click.option("--parallel", type=click.IntRange(1), help="With --rival: sequences of each server.  [default: one for each stream and long prompt]")  # fmt: skip
 @click.option("--ctx", type=click.IntRange(1), help="With --rival: tokens of context of each server.  [default: what the load needs]")  # fmt: skip
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot of wall time against p99.")
+@plot_option("wall time against p99")
 @click.argument("serve_flags", nargs=-1, type=click.UNPROCESSED)
 def main(**options: Any) -> None:
     """Measure interactive streams next to long prompts.
@@ -320,8 +320,8 @@ def main(**options: Any) -> None:
     found = carry_out(partial(work, options, asked, pins))
     if isinstance(found, Comparison):
         click.echo(f"\n{found.show()}")
-        if options["plot"] is not None:
-            found.plot(options["plot"], f"{(options['model'] or EMBEDDED).name}: {asked}")
+        if options["plot_file"] is not None:
+            found.plot(options["plot_file"], f"{(options['model'] or EMBEDDED).name}: {asked}")
         return
     show(found)
     if options["csv_file"] is not None:

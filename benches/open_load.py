@@ -234,7 +234,7 @@ class Figures:
     ttft_p99_ms: float | None
     itl_p50_ms: float | None
     itl_p99_ms: float | None
-    """Of all inter-token latencies."""
+    """All inter-token latencies; likewise ``itl_p50_ms``."""
     refused_p50_ms: float | None
     refused_max_ms: float | None
     retry_after_p50_ms: float | None

@@ -1,4 +1,4 @@
-"""Conversations that come back: from the cache, from disk, or computed again; and many more of them than there is room for.
+"""Measure sessions that continue: from the KV cache, from disk, or computed again; and many more than fit into memory.
 
 python benches/sessions.py --model /tmp/125m.gguf --threads 1
 python benches/sessions.py --model /tmp/125m.gguf --threads 1 --churn
@@ -30,18 +30,18 @@ from uma_trio.client import Client, Eos, ServerError, Token, open_client
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.loaded import vocabulary
 
-SPILL_NOW = ("--offload-after-s", "0")
-"""So that nobody has to wait for it."""
+OFFLOAD_NOW = ("--offload-after-s", "0")
+"""Sessions go to disk at once, so that the bench need not wait."""
 
 SAMPLE_S = 0.25
 MB = 1e6
 
 
-# -- cold, warm, restored ---------------------------------------------------------------------------
+# -- cold, warm, from disk --------------------------------------------------------------------------
 
 
 async def ttft(client: Client, session: str, prompt: str, tokens: int = 4) -> tuple[float, Eos]:
-    """Milliseconds from sending to the first token, as the client sees it, and the last event."""
+    """Send the next prompt of a session; return its TTFT in ms by the client's clock, and the last event."""
     began, first = time.perf_counter(), math.nan
     async for event in client.generate(
         prompt=prompt, session_id=session, max_tokens=tokens, ignore_eos=True, keep_alive=True
@@ -52,20 +52,20 @@ async def ttft(client: Client, session: str, prompt: str, tokens: int = 4) -> tu
     return first, event
 
 
-async def spilled(client: Client, n: int) -> dict[str, Any]:
-    """The server's counters, when it has saved so many states."""
+async def offloaded(client: Client, n: int) -> dict[str, Any]:
+    """Wait until the server has handled ``n`` states; return its counters of KV offload."""
     with trio.fail_after(120):
         while True:
             await client.send({"type": "metrics", "keep_alive": True})
-            found: dict[str, Any] = (await client.receive()).snapshot["spill"]
-            if found["saved_total"] + found["failed_total"] + found["skipped_total"] >= n:
+            found: dict[str, Any] = (await client.receive()).snapshot["kv_offload"]
+            if found["saved_total"] + found["save_failed_total"] + found["skipped_total"] >= n:
                 return found
             await trio.sleep(0.05)
 
 
 @attrs.define
 class Times:
-    """Of one session."""
+    """TTFT of one session."""
 
     cold_ms: float
     warm_ms: float
@@ -75,10 +75,14 @@ class Times:
 
 
 async def three_ways(
-    serving: ServerSettings, texts: Sequence[str], state: Path, spill_mb: int
+    serving: ServerSettings, texts: Sequence[str], state: Path, offload_mb: int
 ) -> tuple[list[Times], dict[str, Any]]:
-    """Each text a session: begun, gone on with, and gone on with in a server that was started anew; what the first saved."""
-    flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--offload-max-mb", str(spill_mb), *SPILL_NOW]
+    """Begin a session with each text, continue it, and continue it once more after a restart of the server.
+
+    Returns:
+        The times of each session, and the counters of KV offload before the restart.
+    """
+    flags = [*uma_trio_flags(serving), "--state-dir", str(state), "--offload-max-mb", str(offload_mb), *OFFLOAD_NOW]
     found = []
     async with uma_trio_rig(flags) as rig, open_client(path_of(rig)) as client:
         await ttft(client, "warm up", "Hello")
@@ -86,26 +90,29 @@ async def three_ways(
             cold, _ = await ttft(client, f"s{n}", text)
             warm, last = await ttft(client, f"s{n}", " and then")
             if last.usage.cached_tokens < len(text.split()):
-                raise click.ClickException(f"the session was not in the cache: {last.usage}")
+                raise click.ClickException(f"the session was not in the KV cache: {last.usage}")
             found.append(Times(cold, warm))
-        saved = await spilled(client, len(texts))
+        saved = await offloaded(client, len(texts))
     async with uma_trio_rig(flags) as rig, open_client(path_of(rig)) as client:
         await ttft(client, "warm up", "Hello")
         before = 0
         for n, times in enumerate(found):
             times.restored_ms, last = await ttft(client, f"s{n}", " and then")
             times.restored_tokens = last.usage.cached_tokens
-            counted = await spilled(client, 0)
+            counted = await offloaded(client, 0)
             times.state_mb = (counted["loaded_bytes_total"] - before) / MB
             before = counted["loaded_bytes_total"]
     return found, saved
 
 
 def path_of(rig: Rig) -> Path:
+    """The socket of the daemon."""
     return Path(rig.transport.path)  # type: ignore[attr-defined]
 
 
 def show(times: Sequence[Times], saved: dict[str, Any]) -> str:
+    """A row for each way to continue, relative to a cold start."""
+
     def of(name: str) -> list[float]:
         return [getattr(one, name) for one in times]
 
@@ -114,56 +121,60 @@ def show(times: Sequence[Times], saved: dict[str, Any]) -> str:
         [name, cell(statistics.median(of(key))), cell(max(of(key))), f"{statistics.median(of(key)) / cold:.2%}"]
         for name, key in (("cold", "cold_ms"), ("in the cache", "warm_ms"), ("after a restart", "restored_ms"))
     ]
-    read = [one.state_mb for one in times if one.state_mb]
-    what = f", {statistics.median(read):,.1f} MB of {times[0].restored_tokens} tokens each" if read else ""
+    loaded = [one.state_mb for one in times if one.state_mb]
+    size = f", {statistics.median(loaded):,.1f} MB of {times[0].restored_tokens} tokens each" if loaded else ""
     return (
         f"{table(('session', 'TTFT p50 ms', 'max', 'of cold'), lines)}\n\n"
-        f"saved {saved['saved_total']}, not worth it {saved['skipped_total']}, failed {saved['failed_total']}; "
-        f"after a restart {len(read)} of {len(times)} were read{what}"
+        f"saved {saved['saved_total']}, skipped {saved['skipped_total']}, failed {saved['save_failed_total']}; "
+        f"after a restart {len(loaded)} of {len(times)} were read{size}"
     )
 
 
-# -- more than there is room for --------------------------------------------------------------------
+# -- more sessions than fit -------------------------------------------------------------------------
 
 
 @attrs.define
-class Talker:
-    """One user's conversation."""
+class Conversation:
+    """The conversation of one user."""
 
     name: str
     texts: list[str]
     tokens: int = 0
-    """That the session should have."""
+    """Tokens that the session should have."""
     turns: int = 0
     ttft_ms: list[float] = attrs.field(factory=list)
     cached: list[float] = attrs.field(factory=list)
-    """Shares of its later prompts that were not computed."""
+    """Share of the history that came from the KV cache or from disk, for each later turn."""
     lost: list[str] = attrs.field(factory=list)
+    """Turns that failed or lost a part of the history."""
 
 
-async def talk(talker: Talker, path: Path, starts: Sequence[float], answer: int, began: float) -> None:
-    for n, (text, start) in enumerate(zip(talker.texts, starts, strict=True)):
+async def converse(conversation: Conversation, path: Path, starts: Sequence[float], answer: int, began: float) -> None:
+    """Send the turns of ``conversation`` at the times ``starts``, and check each answer."""
+    for n, (text, start) in enumerate(zip(conversation.texts, starts, strict=True)):
         await trio.sleep_until(began + start)
         async with open_client(path) as client:
             try:
-                first, last = await ttft(client, talker.name, text, answer)
+                first, last = await ttft(client, conversation.name, text, answer)
             except ServerError as error:
-                talker.lost.append(f"turn {n + 1}: {error}")
+                conversation.lost.append(f"turn {n + 1}: {error}")
                 continue
         usage, session = last.usage, last.session
-        talker.ttft_ms.append(first)
+        conversation.ttft_ms.append(first)
         if n:
-            talker.cached.append(usage.cached_tokens / talker.tokens)
-            if usage.prompt_tokens <= talker.tokens:
-                talker.lost.append(f"turn {n + 1}: its prompt has {usage.prompt_tokens} of {talker.tokens} tokens")
-        talker.tokens, talker.turns = session.tokens, talker.turns + 1
-        if (session.turns, session.durable) != (talker.turns, True):
-            talker.lost.append(f"turn {n + 1}: {session}")
+            conversation.cached.append(usage.cached_tokens / conversation.tokens)
+            if usage.prompt_tokens <= conversation.tokens:
+                conversation.lost.append(
+                    f"turn {n + 1}: its prompt has {usage.prompt_tokens} of {conversation.tokens} tokens"
+                )
+        conversation.tokens, conversation.turns = session.tokens, conversation.turns + 1
+        if (session.turns, session.durable) != (conversation.turns, True):
+            conversation.lost.append(f"turn {n + 1}: {session}")
 
 
 @attrs.define
 class Watch:
-    """What was seen of the server while they talked."""
+    """Samples of the server's metrics and memory."""
 
     cells: int = 0
     most_cells: int = 0
@@ -172,6 +183,7 @@ class Watch:
     last: dict[str, Any] = attrs.field(factory=dict)
 
     async def run(self, path: Path, pid: int | None) -> None:
+        """Sample until cancelled."""
         while True:
             async with open_client(path) as client:
                 self.last = await client.metrics()
@@ -185,16 +197,22 @@ class Watch:
 
 
 async def churn(
-    serving: ServerSettings, talkers: list[Talker], hour_s: float, answer: int, state: Path, spill_mb: int, seed: int
+    serving: ServerSettings,
+    conversations: list[Conversation],
+    hour_s: float,
+    answer: int,
+    state: Path,
+    offload_mb: int,
+    seed: int,
 ) -> Watch:
-    """All of them talk, each turn at a random moment of the hour."""
+    """Run all conversations, each turn at a random moment of the hour."""
     rng = random.Random(seed)
     flags = [
         *uma_trio_flags(serving),
         "--state-dir",
         str(state),
         "--offload-max-mb",
-        str(spill_mb),
+        str(offload_mb),
         "--max-queue",
         "1000",
         "--max-connections",
@@ -206,21 +224,26 @@ async def churn(
         async with trio.open_nursery() as watching:
             watching.start_soon(watch.run, path, rig.pid)
             async with trio.open_nursery() as nursery:
-                for talker in talkers:
-                    starts = sorted(rng.uniform(0, hour_s) for _ in talker.texts)
-                    nursery.start_soon(talk, talker, path, starts, answer, began)
+                for conversation in conversations:
+                    starts = sorted(rng.uniform(0, hour_s) for _ in conversation.texts)
+                    nursery.start_soon(converse, conversation, path, starts, answer, began)
             await trio.sleep(2 * SAMPLE_S)
             watching.cancel_scope.cancel()
     return watch
 
 
-def tell(talkers: Sequence[Talker], watch: Watch, wall_s: float) -> None:
-    lost = [f"{talker.name}, {why}" for talker in talkers for why in talker.lost]
-    ttft_ms = sorted(ms for talker in talkers for ms in talker.ttft_ms)
-    cached = [share for talker in talkers for share in talker.cached]
-    spill, tick_ms = watch.last["spill"], watch.last["decode_ms_avg"]
+def show_churn(conversations: Sequence[Conversation], watch: Watch, wall_s: float) -> None:
+    """Print the figures.
+
+    Raises:
+        click.ClickException: A turn failed or lost a part of the history.
+    """
+    lost = [f"{conversation.name}, {why}" for conversation in conversations for why in conversation.lost]
+    ttft_ms = sorted(ms for conversation in conversations for ms in conversation.ttft_ms)
+    cached = [share for conversation in conversations for share in conversation.cached]
+    offload, tick_ms = watch.last["kv_offload"], watch.last["decode_ms_avg"]
     click.echo(
-        f"sessions      {len(talkers)}, {sum(t.turns for t in talkers)} turns in {wall_s:.0f} s, {sum(t.tokens for t in talkers):,} tokens at the end"
+        f"sessions      {len(conversations)}, {sum(each.turns for each in conversations)} turns in {wall_s:.0f} s, {sum(each.tokens for each in conversations):,} tokens at the end"
     )
     click.echo(f"lost          {len(lost)}")
     click.echo(f"cells         {watch.most_cells:,} of {watch.cells:,} at most")
@@ -233,57 +256,56 @@ def tell(talkers: Sequence[Talker], watch: Watch, wall_s: float) -> None:
     click.echo(
         f"TTFT          p50 {statistics.median(ttft_ms):,.0f}, p95 {ttft_ms[int(0.95 * len(ttft_ms))]:,.0f}, max {ttft_ms[-1]:,.0f} ms"
     )
-    click.echo(f"not computed  {statistics.fmean(cached):.0%} of what was said before, on average")
+    click.echo(f"reused        {statistics.fmean(cached):.0%} of the history on average")
     click.echo(
-        f"saved         {spill['saved_total']} states, {spill['saved_bytes_total'] / MB:,.0f} MB; {spill['failed_total']} failed, {spill['skipped_total']} are quicker to compute"
+        f"saved         {offload['saved_total']} states, {offload['saved_bytes_total'] / MB:,.0f} MB; {offload['save_failed_total']} failed, {offload['skipped_total']} are faster to compute"
     )
     click.echo(
-        f"loaded        {spill['loaded_total']} states, {spill['loaded_bytes_total'] / MB:,.0f} MB; {spill['unusable_total']} not"
+        f"loaded        {offload['loaded_total']} states, {offload['loaded_bytes_total'] / MB:,.0f} MB; {offload['load_failed_total']} failed"
     )
     click.echo(
-        f"longest stall {spill['stall_max_ms']} ms (p50 {spill['stall_p50_ms']}, p99 {spill['stall_p99_ms']}); a tick takes {tick_ms:.1f} ms on average"
+        f"longest stall {offload['stall_max_ms']} ms (p50 {offload['stall_p50_ms']}, p99 {offload['stall_p99_ms']}); a tick takes {tick_ms:.1f} ms on average"
     )
     for line in lost[:20]:
         click.echo(f"LOST: {line}", err=True)
     if lost:
-        raise click.ClickException(f"{len(lost)} turns went wrong")
+        raise click.ClickException(f"{len(lost)} turns failed or lost a part of the history")
 
 
-def texts_of(tokenizer: Tokenizer, rng: random.Random, turns: int, first: int, later: int) -> list[str]:
+def random_texts(tokenizer: Tokenizer, rng: random.Random, turns: int, first: int, later: int) -> list[str]:
+    """A prompt for each turn; sizes vary between 0.5 and 1.5 times ``first`` and ``later``."""
     spread = [first, *[later] * (turns - 1)]
     return [of_tokens(tokenizer, rng, max(4, int(n * rng.uniform(0.5, 1.5)))) for n in spread]
 
 
 @bench()
-@click.option("--tokens", type=click.IntRange(32), default=4000, help="Of each session, without --churn.")
-@click.option("--churn", "churns", is_flag=True, help="Many sessions in too little room, instead.")
-@click.option("--sessions", type=click.IntRange(1), default=500, help="With --churn: how many.")
-@click.option("--room", type=click.IntRange(1), default=20, help="With --churn: sequences that there are.")
-@click.option("--turns", type=click.IntRange(1), default=4, help="With --churn: of each session.")
+@click.option("--tokens", type=click.IntRange(32), default=4000, help="Tokens of each session, without --churn.")
+@click.option("--churn", "churns", is_flag=True, help="Measure more sessions than fit into memory, instead.")
+@click.option("--sessions", type=click.IntRange(1), default=500, help="With --churn: number of sessions.")
+@click.option("--room", type=click.IntRange(1), default=20, help="With --churn: sequences of the server.")
+@click.option("--turns", type=click.IntRange(1), default=4, help="With --churn: turns of each session.")
+@click.option("--first", type=click.IntRange(4), default=400, help="With --churn: mean tokens of the first prompt.")
+@click.option("--later", type=click.IntRange(4), default=60, help="With --churn: mean tokens of later prompts.")
+@click.option("--answer", type=click.IntRange(1), default=24, help="With --churn: tokens generated in each turn.")
+@click.option("--hour", type=click.FloatRange(0.001), default=0.1, help="With --churn: duration, in hours.")
+@click.option("--offload-mb", type=click.IntRange(1), default=8192, help="Most megabytes of KV cache on disk.")
 @click.option(
-    "--first", type=click.IntRange(4), default=400, help="With --churn: tokens of the first prompt, on average."
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the sessions.  [default: a temporary folder]",
 )
-@click.option("--later", type=click.IntRange(4), default=60, help="With --churn: of each later one.")
-@click.option("--answer", type=click.IntRange(1), default=24, help="With --churn: tokens generated in a turn.")
-@click.option(
-    "--hour", type=click.FloatRange(0.001), default=0.1, help="With --churn: how long the hour lasts, in hours."
-)
-@click.option("--spill-mb", type=click.IntRange(1), default=8192, help="Most megabytes of states on disk.")
-@click.option(
-    "--state-dir", type=click.Path(file_okay=False, path_type=Path), help="Where to; a temporary folder if not given."
-)
-@click.option("--seed", type=int, default=0, help="Of words and moments.")
+@click.option("--seed", type=int, default=0, help="Seed of words and moments.")
 @places()
 @repeat_option(5, "Sessions, without --churn.")
 @csv_option("a row for each session")
 def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
-    """Sessions in the cache, on disk, and computed again.
+    """Measure sessions that continue.
 
-    Without --churn: how long the first token of a session's next turn takes where its first prompt was never seen
-    (cold), where its sequence is still in the cache, and where the server was started anew and reads it from disk.
+    Without --churn: the TTFT of a session's first turn (cold), of its next turn while its sequence is in the KV cache,
+    and of its next turn after a restart of the server, from disk.
 
     With --churn: --sessions conversations of --turns each, at random moments of a compressed hour, in a server with
-    --room sequences. Every answer is checked: nothing of what was said may be missing. Ends with 1 if something is.
+    --room sequences. Each answer is checked. If a part of a history is missing, the exit code is 1.
     """
     place = Place.of(options)
     place.show()
@@ -302,7 +324,7 @@ def main(repeat: int, csv_file: Path | None, **options: Any) -> None:
         )
 
         async def work() -> tuple[list[Times], dict[str, Any]]:
-            return await three_ways(serving, texts, Path(folder), options["spill_mb"])
+            return await three_ways(serving, texts, Path(folder), options["offload_mb"])
 
         times, saved = carry_out(work)
         file = RunsFile(csv_file, ["session", *[field.name for field in attrs.fields(Times)]])
@@ -315,8 +337,8 @@ def _churn(
     place: Place, options: dict[str, Any], tokenizer: Tokenizer, rng: random.Random, folder: Path, csv_file: Path | None
 ) -> None:
     turns, answer = options["turns"], options["answer"]
-    talkers = [
-        Talker(f"talk {n}", texts_of(tokenizer, rng, turns, options["first"], options["later"]))
+    conversations = [
+        Conversation(f"talk {n}", random_texts(tokenizer, rng, turns, options["first"], options["later"]))
         for n in range(options["sessions"])
     ]
     most = 1.5 * (options["first"] + (turns - 1) * options["later"]) + turns * (answer + 2)
@@ -326,20 +348,22 @@ def _churn(
     )
     hour_s = 3600 * options["hour"]
     click.echo(
-        f"server    {serving}\nload      {len(talkers)} sessions of {turns} turns in {hour_s:.0f} s, {options['first']} tokens first, "
+        f"server    {serving}\nload      {len(conversations)} sessions of {turns} turns in {hour_s:.0f} s, {options['first']} tokens first, "
         f"{options['later']} later, {answer} generated, seed {options['seed']}\n"
     )
     began = time.perf_counter()
 
     async def work() -> Watch:
-        return await churn(serving, talkers, hour_s, answer, folder, options["spill_mb"], options["seed"])
+        return await churn(serving, conversations, hour_s, answer, folder, options["offload_mb"], options["seed"])
 
     watch = carry_out(work)
     file = RunsFile(csv_file, ["session", "turns", "tokens", "ttft_p50_ms", "cached_share"])
-    for talker in talkers:
-        share = statistics.fmean(talker.cached) if talker.cached else math.nan
-        file.add(talker.name, talker.turns, talker.tokens, statistics.median(talker.ttft_ms), share)
-    tell(talkers, watch, time.perf_counter() - began)
+    for conversation in conversations:
+        share = statistics.fmean(conversation.cached) if conversation.cached else math.nan
+        file.add(
+            conversation.name, conversation.turns, conversation.tokens, statistics.median(conversation.ttft_ms), share
+        )
+    show_churn(conversations, watch, time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def why_not() -> str | None:
 
 
 @attrs.define(kw_only=True)
-class Tenant:
+class User:
     """One user and its service."""
 
     uid: int
@@ -61,7 +61,7 @@ class Tenant:
 
 async def share(
     rig: Rig, mix: Mix, tokenizer: Tokenizer, sizes: Sequence[int], *, seconds: float, seed: int, pins: Pins | None
-) -> list[Tenant]:
+) -> list[User]:
     """Run clients of two users, which send one request after another, for ``seconds``.
 
     Args:
@@ -70,22 +70,22 @@ async def share(
     assert isinstance(rig.transport, Daemon)
     path = Path(rig.transport.path)
     _open_to_all(path)
-    tenants = [Tenant(uid=FIRST_UID + n, clients=clients) for n, clients in enumerate(sizes)]
+    users = [User(uid=FIRST_UID + n, clients=clients) for n, clients in enumerate(sizes)]
     requests = mix.requests(seed)
     counts_from = trio.current_time() + WARM_UP_S
 
-    async def client(tenant: Tenant) -> None:
-        async with await anyio.abc.UNIXSocketStream.from_socket(connected(path, tenant.uid)) as stream:
+    async def client(user: User) -> None:
+        async with await anyio.abc.UNIXSocketStream.from_socket(connected(path, user.uid)) as stream:
             connection = Client(stream)
             for request in requests:
-                await _ask(connection, request, tokenizer, tenant, counts_from)
+                await _ask(connection, request, tokenizer, user, counts_from)
 
     with pinned(rig.pid, pins), trio.move_on_after(WARM_UP_S + seconds):
         async with trio.open_nursery() as nursery:
-            for tenant in tenants:
-                for _ in range(tenant.clients):
-                    nursery.start_soon(client, tenant)
-    return tenants
+            for user in users:
+                for _ in range(user.clients):
+                    nursery.start_soon(client, user)
+    return users
 
 
 def _open_to_all(path: Path) -> None:
@@ -94,16 +94,16 @@ def _open_to_all(path: Path) -> None:
     path.chmod(0o666)
 
 
-async def _ask(connection: Client, request: Request, tokenizer: Tokenizer, tenant: Tenant, counts_from: float) -> None:
+async def _ask(connection: Client, request: Request, tokenizer: Tokenizer, user: User, counts_from: float) -> None:
     """Send a request.  The prompt counts with the first token, so that requests without an end count too."""
     question, first = request.question, True
     fields = {"prompt": question.text, "max_tokens": question.max_tokens, "ignore_eos": True}
     async for event in connection.generate(keep_alive=True, cache_prompt=False, **fields):
         if isinstance(event, Token) and trio.current_time() >= counts_from:
-            tenant.generated += 1
+            user.generated += 1
             if first:
-                tenant.requests += 1
-                tenant.prompt_tokens += len(tokenizer.encode(question.text))
+                user.requests += 1
+                user.prompt_tokens += len(tokenizer.encode(question.text))
         first = False
 
 
@@ -134,17 +134,17 @@ def _effective(uid: int) -> Iterator[None]:
         os.seteuid(before)
 
 
-def show(tenants: Sequence[Tenant], seconds: float) -> str:
+def show(users: Sequence[User], seconds: float) -> str:
     """A row for each user, and a verdict."""
-    total = sum(tenant.service for tenant in tenants) or 1
+    total = sum(user.service for user in users) or 1
     lines = [
         [
-            f"user {tenant.uid}", str(tenant.clients), str(tenant.requests), cell(tenant.prompt_tokens, 0), cell(tenant.generated, 0),
-            cell(tenant.service / seconds), f"{tenant.service / total:.1%}",
+            f"user {user.uid}", str(user.clients), str(user.requests), cell(user.prompt_tokens, 0), cell(user.generated, 0),
+            cell(user.service / seconds), f"{user.service / total:.1%}",
         ]
-        for tenant in tenants
+        for user in users
     ]  # fmt: skip
-    least, most = (of(tenant.service for tenant in tenants) for of in (min, max))
+    least, most = (of(user.service for user in users) for of in (min, max))
     difference = (most - least) / most if most else 0.0
     verdict = "equal" if difference <= FAIR else "NOT EQUAL"
     shown = table(("", "clients", "requests", "prompt tok", "generated", "service / s", "share"), lines)

@@ -46,5 +46,5 @@ def test_it_runs_and_draws(library, written, tmp_path, monkeypatch):
         coloured = (pixels.max(axis=-1) - pixels.min(axis=-1)) > 0.2  # neither background nor text
         assert coloured.mean() > 0.001
     printed = "".join(output.text for output in outputs if output.output_type == "stream")
-    assert "the long prompt was read in" in printed
+    assert "prefill of the long prompt: " in printed
     assert " ticks; " in printed, "the bench ran, since there was no recording"

@@ -72,6 +72,8 @@ def command(
     sessions    sessions that continue, from memory and from disk
     churn       more sessions than fit into memory
     lookup      speculative decoding with prompt lookup
+    modes       the engine in its own process and in a thread
+    recovery    crashes of the engine under load
 
     After Ctrl-C, the report covers the benchmarks that have finished.  Exit codes: 0 success, 1 a benchmark failed,
     2 no benchmark could run.

@@ -122,6 +122,17 @@ BENCHES: Final = (
         quick="--questions 1 --tokens 300 --repeat 1",
         rival=("--rival-flags '-fa off' --rival-flags '-fa off --spec-type ngram-simple'", ""), embedded=True,
     ),
+    Bench(
+        name="modes", title="The engine in its own process and in a thread", script="engine_modes.py",
+        about="What does the separation cost in throughput, latency and time to start?",
+        full="--rounds 5", quick="--rounds 1 --tokens 64", rival=None,
+    ),
+    Bench(
+        name="recovery", title="Crashes of the engine", script="recovery.py",
+        about="The engine is killed at random moments under load. Are all texts right, and how long do streams pause? "
+        "With the embedded model.",
+        full="--count 100", quick="--count 8", rival=None, embedded=True,
+    ),
 )  # fmt: skip
 
 

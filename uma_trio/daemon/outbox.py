@@ -23,7 +23,7 @@ class Outbox:
         encode: Turns an event into bytes.
         max_bytes: Bytes in the buffer from which on ``has_room`` is false.
         write_timeout_s: Time within which the client must read some of the buffer.
-        on_room: Called when ``has_room`` becomes true again.
+        on_room: Called when there is room again.
     """
 
     def __init__(

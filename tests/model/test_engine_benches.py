@@ -1,0 +1,64 @@
+"""The benches of the engine process: crashes under load, and the comparison of the two modes."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHES = Path(__file__).parents[2] / "benches"
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHES / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    with file.open() as opened:
+        return list(csv.DictReader(opened))
+
+
+@pytest.mark.slow
+def test_recovery(library, tmp_path):
+    out = tmp_path / "crashes.csv"
+    done = run("recovery.py", "--count", 4, "--streams", 2, "--tokens", 60, "--csv", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "restarts  4 for 4 crashes" in done.stdout
+    assert "lost      0 requests" in done.stdout
+    found = rows(out)
+    assert [row["signal"] for row in found] == ["kill", "segv", "abrt", "stop"]
+    for row in found:
+        assert 0 < float(row["next_token_ms"]) <= float(row["all_streams_ms"])
+
+
+@pytest.mark.slow
+def test_engine_modes(library, tmp_path):
+    out = tmp_path / "modes.csv"
+    done = run("engine_modes.py", "--streams", "1,2", "--tokens", 20, "--rounds", 2, "--csv", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("1 stream, process / thread", "2 streams, process / thread"):
+        assert f"| {name}" in done.stdout
+    found = rows(out)
+    order = ["process", "thread", "thread", "process"]
+    assert [(row["streams"], row["mode"]) for row in found] == [(n, mode) for n in "12" for mode in order]
+    for row in found:
+        assert float(row["ready_s"]) > 0
+        assert float(row["tokens_per_s"]) > 0
+        assert float(row["host_gap_p50_ms"]) > 0
+
+
+def test_make_model_without_its_package_is_one_sentence(tmp_path):
+    (tmp_path / "gguf.py").write_text("raise ModuleNotFoundError(name='gguf')")
+    done = subprocess.run(
+        [sys.executable, str(BENCHES / "make_model.py"), "--out", str(tmp_path / "m.gguf")],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "./build_llama.sh --dev" in done.stderr
