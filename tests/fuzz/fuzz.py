@@ -83,7 +83,7 @@ def check_codecs(data: bytes, rng: Random) -> str:
     began = time.perf_counter()
     mode = rng.choice(("auto", "auto", "auto", "auto", "json", "cbor", "newline"))
     outcomes, codec = read(mode, [data])
-    again, _ = read(mode, generate.pieces(rng, data))
+    again, _ = read(mode, generate.chunks(rng, data))
     require(
         repr(outcomes) == repr(again),
         f"the result depends on how the bytes are split ({mode}): {outcomes!r} or {again!r}",
@@ -160,7 +160,7 @@ def check_live(daemon: Daemon, data: bytes, rng: Random) -> str:
     last = "nothing"
     with daemon.wire(timeout_s=20) as wire:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            for part in generate.pieces(rng, data) if rng.random() < 0.3 else [data]:
+            for part in generate.chunks(rng, data) if rng.random() < 0.3 else [data]:
                 wire.send_bytes(part)
         if rng.random() < 0.1:
             return "left without reading"

@@ -152,8 +152,8 @@ def case(rng: Random) -> bytes:
     return frames
 
 
-def pieces(rng: Random, data: bytes) -> list[bytes]:
-    """Split ``data`` as a socket might."""
+def chunks(rng: Random, data: bytes) -> list[bytes]:
+    """Split ``data`` at random places, as a socket may."""
     size = rng.choice((1, 2, 3, 5, 64, 4096))
     if size < 5 and len(data) > 3000:
         size = 64

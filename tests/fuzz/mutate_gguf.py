@@ -92,8 +92,8 @@ class Tensor:
     data: bytes
     offset: int | None = None
     """Offset to write; ``None`` for the right one."""
-    pads: bool = True
-    """Write as many bytes as type and shape need, whatever ``data`` has."""
+    fit_data: bool = True
+    """Cut or pad ``data`` to the size that type and shape require."""
 
     @property
     def n_bytes(self) -> int:
@@ -162,7 +162,7 @@ class Gguf:
         position, bodies = 0, []
         for tensor in self.tensors:
             body = tensor.data
-            if tensor.pads:
+            if tensor.fit_data:
                 body = body[: tensor.n_bytes].ljust(min(tensor.n_bytes, MAX_TENSOR_BYTES), b"\x11")
             offset = position if tensor.offset is None else tensor.offset
             layout = f"<I{len(tensor.shape)}QIQ"
@@ -482,7 +482,7 @@ def change_data(rng: Random, model: Gguf) -> str:
 def change_offset(rng: Random, model: Gguf) -> str:
     tensor = rng.choice(model.tensors)
     tensor.offset = rng.choice((0, 32, 64, 1, 2**31, 2**63, 2**64 - 32))
-    tensor.pads = rng.random() < 0.5
+    tensor.fit_data = rng.random() < 0.5
     return f"{tensor.name}: at {tensor.offset}"
 
 
@@ -524,8 +524,8 @@ def run_model(library: llama_abi.Library, path: Path) -> None:
     """Load ``path`` and do with it once what serving does."""
     with llama_abi.Model(library, path) as model:
         tokenizer = Tokenizer(model.vocab)
-        assert tokenizer.controls is not None
-        assert tokenizer.markers is not None
+        assert tokenizer.control_tokens is not None
+        assert tokenizer.user_defined_controls is not None
         for text in ("Hello, wörld 42\n\n\t▁ \0\x7f🦊", "", " ", "".join(map(chr, range(1, 256)))):
             for parse_special in (False, True):
                 tokenizer.encode_with_offsets(text, parse_special=parse_special)

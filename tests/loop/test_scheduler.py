@@ -184,16 +184,16 @@ async def test_a_waiting_request_is_cancelled(autojump_clock):
 async def test_a_client_that_does_not_read_slows_no_other(autojump_clock):
     async with running() as harness:
         stuck, quick = Collector(), Collector()
-        slow_job, quick_job = harness.ask([1], stuck, n=20), harness.ask([2], quick, n=200)
+        stuck_sequence, quick_sequence = harness.ask([1], stuck, n=20), harness.ask([2], quick, n=200)
         await trio.sleep(0.05)
         stuck.open = False
         had = len(stuck.tokens)
-        await quick_job.done.wait()
+        await quick_sequence.done.wait()
         assert quick.tokens == expected_continuation([2], 200)
         assert len(stuck.tokens) <= had + 2  # one was under way, and one made ready behind it
         stuck.open = True
         harness.scheduler.wake()
-        await slow_job.done.wait()
+        await stuck_sequence.done.wait()
         assert stuck.tokens == expected_continuation([1], 20)
         p99 = harness.scheduler.telemetry.inter_token_ms.percentiles(99)[0]
         assert p99 < 20, "the pause of a slow client counts as the server's"

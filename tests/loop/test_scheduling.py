@@ -285,10 +285,10 @@ async def test_a_refusal_has_an_estimate_of_the_wait(autojump_clock):
             harness.ask(100, 20)
         assert early.value.retry_after_ms is None, "nothing has ended yet"
         await sequences[0].done.wait()
-        took_ms = 1e3 * (sequences[0].ended_at - sequences[0].admitted_at)
+        duration_ms = 1e3 * (sequences[0].ended_at - sequences[0].admitted_at)
         await trio.sleep(0.01)
         while len(list(harness.scheduler.sequences())) < 4:
             harness.ask(100, 20)
         with pytest.raises(errors.QueueFull) as later:
             harness.ask(100, 20)
-        assert later.value.retry_after_ms == pytest.approx(2 * took_ms, rel=0.5)
+        assert later.value.retry_after_ms == pytest.approx(2 * duration_ms, rel=0.5)

@@ -15,7 +15,7 @@ DOCUMENT = documents.make_document(seed=7, facts=60)
 """About 800 tokens."""
 
 COPYING = [
-    "Repeat: the grey goose and the green frog met the brown bear beside the old mill, and the grey goose sang",
+    "Repeat: the grey goose and the green frog met the brown bear near the old mill, and the grey goose sang",
     "Repeat: grüße 🚀 日本, grüße 🦊 日本, grüße 🚀 日本",
     "Make a JSON record for Mia, 34, from Paris, who likes tea.",
     "Count from 1 to 60.",

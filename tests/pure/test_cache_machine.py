@@ -67,12 +67,14 @@ class Plain:
     most: int | None
     """Maximum number of checkpoints; ``None`` if the memory can be truncated without."""
     sequences: Sequences = attrs.field(factory=dict)
-    marks: Sequences = attrs.field(factory=dict)
+    checkpoints: Sequences = attrs.field(factory=dict)
     """Tokens of each checkpoint, by number."""
 
     def after(self, ops: Iterable[KvOp]) -> Plain:
         """Return a copy in which ``ops`` have run; each of them must be valid."""
-        there = Plain(self.most, {seq_id: list(cells) for seq_id, cells in self.sequences.items()}, dict(self.marks))
+        there = Plain(
+            self.most, {seq_id: list(cells) for seq_id, cells in self.sequences.items()}, dict(self.checkpoints)
+        )
         for op in ops:
             there.do(op)
         return there
@@ -86,18 +88,18 @@ class Plain:
         elif isinstance(op, Truncate):
             self.cut(op.seq_id, op.length, op.checkpoint)
         elif isinstance(op, SaveCheckpoint):
-            assert op.checkpoint not in self.marks
+            assert op.checkpoint not in self.checkpoints
             assert self.most is not None
-            assert len(self.marks) < self.most
-            self.marks[op.checkpoint] = list(self.sequences[op.seq_id])
+            assert len(self.checkpoints) < self.most
+            self.checkpoints[op.checkpoint] = list(self.sequences[op.seq_id])
         elif isinstance(op, DropCheckpoint):
-            self.marks.pop(op.checkpoint, None)
+            self.checkpoints.pop(op.checkpoint, None)
 
-    def cut(self, seq_id: int, length: int, mark: int | None) -> None:
+    def cut(self, seq_id: int, length: int, checkpoint: int | None) -> None:
         cells = self.sequences.setdefault(seq_id, [])
-        if mark is not None:  # allowed for a whole sequence too: a running step might have appended to it
+        if checkpoint is not None:  # allowed for a whole sequence too: a running step might have appended to it
             assert self.most is not None
-            assert [cell.token for cell in self.marks[mark]] == [cell.token for cell in cells[:length]]
+            assert [cell.token for cell in self.checkpoints[checkpoint]] == [cell.token for cell in cells[:length]]
         else:
             assert self.most is None or length in (0, len(cells))
         del cells[length:]
@@ -113,13 +115,13 @@ class CacheMachine(RuleBasedStateMachine):
         n=st.sampled_from([8, 5, 3, 2, 1]),
         cells=st.sampled_from([600, 1200, 200, 100]),
         unified=st.booleans(),
-        rewinds=st.sampled_from([True, True, False]),
+        can_truncate=st.sampled_from([True, True, False]),
         reuse=st.sampled_from([True] * 5 + [False]),
         checkpoints=st.sampled_from([64, 3, 0]),
     )
-    def start(self, n: int, cells: int, unified: bool, rewinds: bool, reuse: bool, checkpoints: int) -> None:
-        self.whole_only = not rewinds and not checkpoints
-        self.n, self.unified, self.rewinds, self.reuse = n, unified, rewinds, reuse
+    def start(self, n: int, cells: int, unified: bool, can_truncate: bool, reuse: bool, checkpoints: int) -> None:
+        self.whole_only = not can_truncate and not checkpoints
+        self.n, self.unified, self.can_truncate, self.reuse = n, unified, can_truncate, reuse
         self.most = cells
         self.n_cells = cells if unified else n * cells
         self.cache = KvCache(
@@ -127,14 +129,14 @@ class CacheMachine(RuleBasedStateMachine):
             n_cells=self.n_cells,
             cells_per_sequence=cells,
             unified=unified,
-            can_truncate=rewinds,
+            can_truncate=can_truncate,
             max_checkpoints=checkpoints,
             reuse=reuse,
         )
-        self.engine = Plain(None if rewinds else checkpoints)
+        self.engine = Plain(None if can_truncate else checkpoints)
         self.requests: dict[int, Request] = {}
-        self.told: list[list[int]] = []
-        """Stories of earlier requests, whose prefixes later ones share."""
+        self.stories: list[list[int]] = []
+        """Stories of earlier requests.  Later requests share their prefixes."""
         self.names = iter(range(1 << 30))
 
     # -- rules
@@ -163,7 +165,7 @@ class CacheMachine(RuleBasedStateMachine):
         private: bool,
     ) -> None:
         """``n`` requests that share a prefix with an earlier one and with each other."""
-        old = self.told[-like - 1 :][0] if self.told else []
+        old = self.stories[-like - 1 :][0] if self.stories else []
         begin = [*old[: int(same * len(old))], *range(variant, variant + n_new)]
         for i in range(n):
             prompt = [*begin, i] if n > 1 else begin
@@ -177,7 +179,7 @@ class CacheMachine(RuleBasedStateMachine):
                 place(self.cache, array, cells)
             return
         idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
-        best = self.longest_idle(prompt, principal) if self.rewinds else self.furthest_idle(prompt, principal)
+        best = self.longest_idle(prompt, principal) if self.can_truncate else self.furthest_idle(prompt, principal)
         before, ops = self.cache.held(), list(self.cache._pool.ops)
         placement = place(self.cache, array, cells, principal=principal, rank=rank, private=private)
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
@@ -195,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert placement.n_cached >= best or placement.waits
         if private or not self.reuse:
             assert (placement.n_cached, placement.waits) == (0, False)
-        self.told.append(story)
+        self.stories.append(story)
         self.requests[placement.seq_id] = Request(
             next(self.names), story, len(prompt), principal, rank, private, cells, placement.waits, placement.n_cached
         )
@@ -346,7 +348,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7), n=st.integers(1, 8))
     def reject_drafts(self, which: int, n: int) -> None:
         able = [seq_id for seq_id, request in self.requests.items() if request.held > request.n_prompt]
-        if able and self.rewinds:
+        if able and self.can_truncate:
             seq_id = able[which % len(able)]
             self.count(seq_id)
             request = self.requests[seq_id]
@@ -361,7 +363,7 @@ class CacheMachine(RuleBasedStateMachine):
         for cells in self.engine.sequences.values():
             del cells[0 if lost else len(cells) // 2 :]
         if lost:
-            self.engine.marks.clear()
+            self.engine.checkpoints.clear()
         for request in self.requests.values():
             request.held = request.in_flight = 0
 
@@ -389,13 +391,13 @@ class CacheMachine(RuleBasedStateMachine):
             return
         there = self.engine.after(self.cache._pool.ops)
         engine = {seq_id: cells for seq_id, cells in there.sequences.items() if cells}
-        assert set(there.marks) == {
+        assert set(there.checkpoints) == {
             point.id for allocation in self.cache._pool.allocations.values() for point in allocation.checkpoints
         }
         for seq_id, allocation in self.cache._pool.allocations.items():
             for point in allocation.checkpoints:
-                told = [cell.token for cell in there.marks[point.id]]
-                assert told == [cell.token for cell in engine[seq_id][: point.length]]
+                saved = [cell.token for cell in there.checkpoints[point.id]]
+                assert saved == [cell.token for cell in engine[seq_id][: point.length]]
         counted = {seq_id: len(cells) for seq_id, cells in engine.items()}
         for seq_id, request in self.requests.items():
             if request.in_flight:
@@ -416,7 +418,7 @@ class CacheMachine(RuleBasedStateMachine):
         """No request waits for ever: without stalls all complete after a few steps, and the cache is usable again."""
         if not hasattr(self, "cache"):
             return
-        for _ in range(2 * self.n + 2 if self.rewinds else 4 * self.n + 4):  # prefill pauses
+        for _ in range(2 * self.n + 2 if self.can_truncate else 4 * self.n + 4):  # prefill pauses
             self.begin_step((), {request.name for request in self.requests.values()})
             for seq_id, request in self.requests.items():
                 if not request.waits:
@@ -444,11 +446,11 @@ def test_long_runs(n: int, unified: bool, checkpoints: int | None) -> None:
 def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) -> None:
     for cells in (100, 300, 600):
         machine = CacheMachine()
-        rewinds = checkpoints is None
-        machine.start(n, cells * (n if unified else 1), unified, rewinds, reuse=True, checkpoints=checkpoints or 0)
+        can_truncate = checkpoints is None
+        machine.start(n, cells * (n if unified else 1), unified, can_truncate, reuse=True, checkpoints=checkpoints or 0)
         for _ in range(500):
             some = {chance.randrange(8) for _ in range(chance.choice([0, 0, 0, 1, 2]))}
-            match chance.choices(["arrive", "step", "finish", "cancel", "guess", "fail"], [25, 50, 20, 4, 10, 0.3])[0]:
+            match chance.choices(["arrive", "step", "finish", "cancel", "reject", "fail"], [25, 50, 20, 4, 10, 0.3])[0]:
                 case "arrive":
                     machine.arrive(
                         n=chance.choice([1, 1, 2, n]),
@@ -469,7 +471,7 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                     machine.finish(chance.randrange(8), chance.choice([0, 0, 5]))
                 case "cancel":
                     machine.cancel(chance.randrange(8))
-                case "guess":
+                case "reject":
                     machine.reject_drafts(chance.randrange(8), chance.randint(1, 8))
                 case "fail":
                     machine.fail(chance.random() < 0.5)

@@ -31,8 +31,8 @@ def test_eight_equal_requests_compute_only_their_last_token_each() -> None:
 
 def test_with_per_sequence_kv_a_step_copies_once() -> None:
     prompts = [tokens(LONG, [i + 1]) for i in range(8)]
-    apart = {"cells_per_sequence": 1000, "unified": False}
-    assert together(make_cache(**apart), prompts) == (800 + 8, 8 + 7)
+    per_sequence = {"cells_per_sequence": 1000, "unified": False}
+    assert together(make_cache(**per_sequence), prompts) == (800 + 8, 8 + 7)
 
 
 def test_requests_wait_for_the_first_one_during_its_prefill() -> None:

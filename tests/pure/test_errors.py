@@ -69,8 +69,8 @@ def test_each_error_becomes_an_event(cls: type[UmaError]) -> None:
     error = cls("what happened")
     assert Failure.of(error) == Failure(code=cls.code, message="what happened")
     error.request_id, error.retry_after_ms = "r1", 250
-    told = Failure.of(error, metadata={"k": 1})
-    assert (told.id, told.retry_after_ms, told.metadata) == ("r1", 250, {"k": 1})
+    event = Failure.of(error, metadata={"k": 1})
+    assert (event.id, event.retry_after_ms, event.metadata) == ("r1", 250, {"k": 1})
 
 
 def test_attributes_are_per_instance() -> None:

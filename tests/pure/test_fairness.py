@@ -316,7 +316,7 @@ def test_a_group_that_finishes_at_once_was_not_skipped() -> None:
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 200), min_size=40, max_size=80))
 def test_a_lower_class_is_skipped_only_so_often(burst: int, ticks: list[int]) -> None:
-    """The lowest of three classes waits no longer than the middle one, apart from one turn of it."""
+    """The lowest of three classes waits at most one tick longer than the middle one."""
     prefill = Prefill([SequenceView(i, ENDLESS, priority=priority) for i, priority in enumerate(Priority)], burst)
     waited = dict.fromkeys(range(3), 0)
     for tokens in ticks:

@@ -397,10 +397,11 @@ def test_errors_quote_at_most_a_few_hundred_characters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("claimed", "told"), [("x" * 256, "x" * 256), ("x" * 257, None), ("", None), (5, None), (None, None), ([], None)]
+    ("claimed", "expected"),
+    [("x" * 256, "x" * 256), ("x" * 257, None), ("", None), (5, None), (None, None), ([], None)],
 )
-def test_errors_carry_a_usable_request_id(claimed: object, told: str | None) -> None:
-    assert refused({"id": claimed, "prompt": 5}).request_id == told
+def test_errors_carry_a_usable_request_id(claimed: object, expected: str | None) -> None:
+    assert refused({"id": claimed, "prompt": 5}).request_id == expected
 
 
 # -- metadata ---------------------------------------------------------------------------------------
@@ -617,10 +618,10 @@ def plain(value: object) -> object:
 
 @given(events)
 def test_events_round_trip_in_both_encodings(event: ServerEvent) -> None:
-    told = [decode(encode(to_fields(event), encoding), encoding) for encoding in Encoding]
-    assert told[0] == told[1]
-    assert parse_event(told[0]) == event
-    fields = dict(told[0])
+    decoded = [decode(encode(to_fields(event), encoding), encoding) for encoding in Encoding]
+    assert decoded[0] == decoded[1]
+    assert parse_event(decoded[0]) == event
+    fields = dict(decoded[0])
     assert type(event) is CLASSES[fields.pop("event")]
     if isinstance(event, Token):
         fields.setdefault("echo", False)

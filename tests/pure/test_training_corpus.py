@@ -184,9 +184,9 @@ def test_generators_give_known_results() -> None:
     assert COUNTRIES["Australia"] == ("Canberra", "Oceania")
     assert numbers.count_answer(8, 14, 2) == "8, 10, 12, 14."
     assert numbers.count_answer(3, 1, lines=True) == "3\n2\n1"
-    told = stories.story("Mia", "fox", "forest", 12)
-    assert told.count("\nPart ") == 12
-    assert told == stories.story("Mia", "fox", "forest", 12)
+    story = stories.story("Mia", "fox", "forest", 12)
+    assert story.count("\nPart ") == 12
+    assert story == stories.story("Mia", "fox", "forest", 12)
 
 
 def test_the_card_matches_the_model_and_the_page() -> None:

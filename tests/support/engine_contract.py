@@ -506,7 +506,7 @@ def test_a_saved_state_can_be_loaded_into_another_sequence(engine, prompts, new_
 
 
 def test_saving_does_not_depend_on_what_the_step_computes(engine, prompts, new_file):
-    """Of a file with more room than the state needs, ``saved_bytes`` counts the state only."""
+    """``saved_bytes`` counts only the state, even if the file is larger."""
     engine.step(step(prefill_input(0, prompts[0])))
     [n_bytes] = state_sizes(engine, 0)
     first, second = new_file(bytes(n_bytes)), new_file(bytes(n_bytes + 1000))

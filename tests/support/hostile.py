@@ -25,7 +25,7 @@ class Hostile:
     name: str
     data: bytes
     code: str
-    """Of the error."""
+    """Code of the error."""
     id: str | None = None
     """Request id in the error."""
 

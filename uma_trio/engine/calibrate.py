@@ -13,7 +13,7 @@ from uma_trio.sampling import SamplingParams
 from uma_trio.scheduling.cost import CostModel, DecodeCallTimes, Work
 
 BUDGET_S: Final = 0.5
-"""For each of the two parts; no further step begins after that.  A rough guess is better than a long start."""
+"""Time limit of each of the two parts; no step begins after it.  A rough estimate is better than a slow start."""
 
 SHAPES: Final = (((0, 16),), ((1, 64),), ((2, 16), (3, 16)), ((0, 1),), ((0, 1), (1, 1), (2, 1), (3, 1)),
                  ((0, 1), (1, 1), (2, 1), (3, 32)), ((0, 128),), ((0, 1), (1, 1)), ((1, 256),), ((1, 1),), ((0, 1),),
@@ -25,7 +25,7 @@ MAX_ROWS: Final = 8
 """Calls of 1 to this many decode rows are measured one by one."""
 
 ROUNDS: Final = 2
-"""Of each; the quicker one counts, since nothing makes a step quicker than it is."""
+"""Measurements of each call width.  The fastest counts, because noise only makes a step slower."""
 
 
 async def calibrate(link: EngineLink, *, known: CostModel | None = None, budget_s: float = BUDGET_S) -> CostModel:

@@ -67,7 +67,7 @@ class Process(Protocol):
     """Where a worker runs."""
 
     pid: int | None
-    """Of a process of its own; ``None`` for a thread."""
+    """Process id; ``None`` if the worker is a thread of this process."""
 
     def kill(self) -> None:
         """End it at once, whatever it does."""

@@ -63,7 +63,7 @@ LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall)
 """What opening an engine raises: about the model, or about the library."""
 
 SHARE_OF_LOADING = 0.1
-"""Of the time that loading the weights took: what measuring layouts may always take."""
+"""Layout measurements may always take this fraction of the time that loading the weights took."""
 
 PROBE_TOKENS = 32
 """In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
@@ -177,7 +177,7 @@ class LlamaEngine:
             self._info = msgspec.structs.replace(self._info, memory_bytes_per_s=bandwidth)
 
     def describe(self) -> Ready:
-        """What the daemon is told when the model is loaded."""
+        """Return the report to the daemon that the model is loaded."""
         stamp, options, choice = self._model.library.stamp, self._options, self._choice
         return Ready(
             info=self._info,
@@ -524,7 +524,7 @@ def _candidates(model: llama_abi.Model, shape: Shape, settings: config.Model) ->
 def _choice(
     model: llama_abi.Model, shape: Shape, settings: config.Model, layout_cache: LayoutCache | None, *, loaded_s: float
 ) -> LayoutChoice:
-    """How to lay the memory out: as before under these circumstances, else as is measured now.
+    """Choose the layout of the KV cache: the cached choice for this environment, or a new measurement.
 
     Args:
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.

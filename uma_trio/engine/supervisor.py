@@ -33,7 +33,7 @@ class SupervisedEngine:
         launcher: starts it.
         start: what it loads.
         link: to the engine that runs now.
-        settings: when an engine counts as hung, and how often to try before clients are told.
+        settings: When an engine counts as hung, and after how many failed starts all requests fail.
     """
 
     def __init__(self, launcher: Launcher, start: Start, link: EngineLink, settings: EngineSettings) -> None:

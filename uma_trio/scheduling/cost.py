@@ -128,7 +128,7 @@ class LinearModel:
         residual = believed - sum([c * t for c, t in zip(unconstrained, x, strict=True)])
         gain = _solve(information, x)
         unconstrained = tuple([c + g * residual for c, g in zip(unconstrained, gain, strict=True)])
-        # an average over the warm-up would be dominated by the initial guess
+        # an average over the warm-up would be dominated by the initial estimate
         error = tick_error if in_warmup else self.error + ERROR_SMOOTHING * (tick_error - self.error)
         coefficients = _non_negative(unconstrained, information)
         return LinearModel(coefficients, information, self.n_observed + 1, error, unconstrained)
@@ -227,7 +227,7 @@ class DecodeCallTimes:
 
 @attrs.frozen
 class CostModel:
-    """Predicts the time of ticks.  Immutable.  Starts from a guess, which a few ticks correct."""
+    """Predicts the time of ticks.  Immutable.  Starts from a rough estimate, which a few ticks correct."""
 
     decode_only: LinearModel = LinearModel((5.0, 0.0, 5.0, 1.0, 0.0))
     """Ticks without prefill."""

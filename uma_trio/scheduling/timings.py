@@ -18,7 +18,7 @@ RATE_WEIGHT: Final = 0.3
 """Weight of the latest copy in the rate."""
 
 OVERHEAD_MS: Final = 3.0
-"""Of loading a state of any size."""
+"""Fixed cost of loading a state, whatever its size."""
 
 
 class StepTimings:

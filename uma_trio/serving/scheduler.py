@@ -234,7 +234,7 @@ class Scheduler:
     # 1. complete
 
     async def _complete(self) -> list[CompletedStep]:
-        """Wait for the engine, and note what the next plan must know; clients are not told yet."""
+        """Wait for the engine and update what the next plan depends on.  ``_deliver`` sends the tokens later."""
         if not self._in_flight:
             return []
         completed = []

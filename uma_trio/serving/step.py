@@ -87,7 +87,7 @@ class NewTokens:
     paused: bool
     """The client had not read: the time since the last token is not the server's."""
     scores: Items[TokenLogprobs | None]
-    """Of the tokens, and perhaps of rejected drafts behind them; empty where nobody asked."""
+    """Logprobs of the tokens, perhaps followed by those of rejected draft tokens.  Empty unless requested."""
 
 
 @attrs.frozen
