@@ -45,7 +45,9 @@ NO_NUMPY = ("errors", "config", "principal", "protocol", "scheduling")
 DOOR_MODULES = ("connection", "listener", "outbox", "peers")
 """Modules of ``daemon`` that serve clients."""
 
-BEHIND_THE_SERVICE = frozenset({"scheduling", "sampling", "kv", "store", "engine", "models", "offload", "serving", "sessions"})
+BEHIND_THE_SERVICE = frozenset(
+    {"scheduling", "sampling", "kv", "store", "engine", "models", "offload", "serving", "sessions"}
+)
 """Rooms that a door does not see: it calls ``ModelService``."""
 
 DAEMON_SIDE_OF_ENGINE = ("link", "supervisor", "calibrate")

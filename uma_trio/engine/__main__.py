@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from typing import Final
 
 import msgspec
 import setproctitle
 
+from llama_abi.process import die_with_parent
 from uma_trio.engine.messages import LOG_MARK
-
-PR_SET_PDEATHSIG: Final = 1
 
 
 class _ToDaemon(logging.Handler):
@@ -36,8 +33,7 @@ def _end_with_the_daemon() -> None:
 
     The thread sees the end of standard input.  On Linux the kernel kills this process as well, also while it is stopped.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
 
     def watch() -> None:
         while os.read(0, 1):
