@@ -68,7 +68,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(library, folder, number):
     )
     with running:
         try:
-            assert "document" in running.stdout.readline(), "the first line comes when all streams run"
+            assert running.stdout.readline(), "the first line comes when one stream has ended and the others run"
             (sockets,) = folder.iterdir()
             assert (sockets / "uma.sock").exists()
             running.send_signal(number)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -158,5 +159,7 @@ def test_it_ends_with_its_parent_also_after_kill_9(library, stopped):
         engine = psutil.Process(int(parent.stdout.readline()))
         if stopped:
             engine.suspend()
+            while engine.status() != psutil.STATUS_STOPPED:  # only a group that has stopped gets the kernel's SIGHUP
+                time.sleep(0.001)
         parent.kill()
     engine.wait(10)

@@ -110,7 +110,7 @@ async def test_a_prefix_of_eight_concurrent_requests_is_computed_once(reusing: D
     computed = after["prompt_tokens_total"] - before["prompt_tokens_total"]
     prompt = max(usage(answer)["prompt_tokens"] for answer in answers)
     assert prompt > 700
-    assert computed <= 1.1 * prompt
+    assert computed <= prompt + 7 * 20, "of the other seven, only the questions are computed"
     cached = sum(usage(answer)["cached_tokens"] for answer in answers)
     assert computed + cached == sum(usage(answer)["prompt_tokens"] for answer in answers)
     assert after["cached_tokens_total"] - before["cached_tokens_total"] == cached

@@ -360,7 +360,7 @@ def test_a_damaged_state_is_computed_again(
         assert answer.ids == replayed[0][1].ids
         assert answer.last["usage"]["cached_tokens"] == 0
         assert daemon.settled()["kv_offload"]["loaded_total"] == 0
-        problems = {"a saved state is of no use", "a saved state cannot be used; its tokens are computed"}
+        problems = {"a saved state cannot be used", "a saved state cannot be used; its tokens are computed again"}
         assert problems & set(daemon.events_logged())
         assert on_disk(state, "states", "*.bad")
 
@@ -378,7 +378,7 @@ def test_a_damaged_session_does_not_affect_others(library: None, tmp_path: Path,
     file.write_bytes(damaged(data, how, len(data) // 3))
     with real_daemon("--state-dir", str(state)) as victim:
         assert "intact" in names(victim)
-        assert "a session's file is not as it was" in victim.events_logged()
+        assert "a session's file is damaged" in victim.events_logged()
         assert say(victim, "intact", texts[1]).ids == expected[1].ids
         again = say(victim, "broken", texts[0])
         assert again.ids == expected[0].ids, "it starts again"
@@ -409,7 +409,7 @@ def test_without_a_state_folder_sessions_are_in_memory(library: None, tmp_path: 
     (tmp_path / "file").touch()
     state = tmp_path / "file" if place == "a file" else tmp_path / "file" / "state"
     with real_daemon("--state-dir", str(state)) as daemon:
-        assert "sessions will not survive this server" in daemon.events_logged()
+        assert "sessions will not survive a restart" in daemon.events_logged()
         first = say(daemon, "a", "What is the capital of France?")
         assert first.last["session"]["durable"] is False
         second = say(daemon, "a", "And of Italy?")
@@ -426,7 +426,7 @@ def test_the_second_daemon_with_the_same_state_folder_has_no_storage(library: No
     with real_daemon(*flags, folder=tmp_path / "one") as first:
         assert say(first, "a", "What is the capital of France?").last["session"]["durable"]
         with real_daemon(*flags, folder=tmp_path / "two") as second:
-            assert "sessions will not survive this server" in second.events_logged()
+            assert "sessions will not survive a restart" in second.events_logged()
             assert names(second) == []
             assert say(second, "a", "And of Italy?").last["session"]["durable"] is False
         assert say(first, "a", "And of Italy?").last["session"]["turns"] == 2

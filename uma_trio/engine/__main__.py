@@ -12,6 +12,7 @@ import threading
 import msgspec
 import setproctitle
 
+from llama_abi.process import die_with_parent
 from uma_trio.engine.messages import LOG_MARK
 
 
@@ -28,7 +29,11 @@ class _ToDaemon(logging.Handler):
 
 
 def _end_with_the_daemon() -> None:
-    """End when the daemon does, however it ends and whatever this process is doing then."""
+    """End when the daemon does, however it ends and whatever this process is doing then.
+
+    The thread sees the end of standard input.  On Linux the kernel kills this process as well, also while it is stopped.
+    """
+    die_with_parent()
 
     def watch() -> None:
         while os.read(0, 1):
