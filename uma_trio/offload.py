@@ -38,13 +38,13 @@ InThread: TypeAlias = Callable[..., Awaitable[Any]]
 MAX_OPEN_FILES: Final = 4
 """Files that are being written: one is synced while the next one is copied into."""
 
-LOOK_S: Final = 1.0
+SCAN_INTERVAL_S: Final = 1.0
 """How often to look for sequences that have been idle for long enough."""
 
-PATIENCE_S: Final = 0.25
+OVERRUN_AFTER_S: Final = 0.25
 """After this long a copy may make a step take twice as long."""
 
-GIVE_UP_S: Final = 3.0
+TRANSFER_TIMEOUT_S: Final = 3.0
 """After this long a copy that a request waits for does not take place."""
 
 
@@ -187,11 +187,11 @@ class Offloader:
                 self._end(transfer)
                 continue
             ms, waited = self.predicted_ms(transfer), now - transfer.asked_at
-            if ms <= spare_ms or (waited > PATIENCE_S and ms <= step_ms):
+            if ms <= spare_ms or (waited > OVERRUN_AFTER_S and ms <= step_ms):
                 self._waiting.remove(transfer)
                 return transfer
             is_load = isinstance(transfer.op, LoadState)
-            if waited > GIVE_UP_S and (is_load or self._planner.blocks_requests):
+            if waited > TRANSFER_TIMEOUT_S and (is_load or self._planner.blocks_requests):
                 transfer.refused = "no step had time for it"
                 self._end(transfer)
         return None
@@ -293,7 +293,7 @@ class Offloader:
                     continue
                 if self._after_s < 0 and not self._planner.is_saving:
                     self._everything_saved.set()
-                with trio.move_on_after(LOOK_S if self._planner.has_unsaved else math.inf):
+                with trio.move_on_after(SCAN_INTERVAL_S if self._planner.has_unsaved else math.inf):
                     await self._look.wait()
 
     async def _swap_out(self, allocation: Allocation) -> None:
@@ -304,7 +304,7 @@ class Offloader:
         finishing = False
         try:
             checkpoints = allocation.checkpoints
-            measured = await self._made(
+            measured = await self._run_transfer(
                 Transfer(
                     allocation,
                     MeasureState(allocation.seq_id, tuple([checkpoint.id for checkpoint in checkpoints])),
@@ -335,7 +335,7 @@ class Offloader:
                 measured.sizes[0],
                 tuple([(checkpoint.id, size) for checkpoint, size in kept]),
             )
-            saved = await self._made(Transfer(allocation, op, n_bytes, trio.current_time(), checkpoints))
+            saved = await self._run_transfer(Transfer(allocation, op, n_bytes, trio.current_time(), checkpoints))
             if saved.refused is not None:
                 await self._in_thread(draft.abandon)
                 if self._is_unchanged(allocation, checkpoints):
@@ -351,7 +351,7 @@ class Offloader:
             if not finishing:
                 self._writing.release()
 
-    async def _made(self, transfer: Transfer) -> Transfer:
+    async def _run_transfer(self, transfer: Transfer) -> Transfer:
         """Have a step make ``transfer``, and wait for it."""
         self._waiting.append(transfer)
         try:
@@ -403,7 +403,7 @@ class Offloader:
             checkpoints = tuple([(ids.get(length), size) for length, size in state.checkpoints])
             n_bytes = state.n_bytes - sum([size for _, size in checkpoints])
             op = LoadState(allocation.seq_id, len(state.tokens), reader.fd, reader.offset, n_bytes, checkpoints)
-            await self._made(
+            await self._run_transfer(
                 Transfer(allocation, op, state.n_bytes, trio.current_time(), allocation.checkpoints, state)
             )
             self._wake()

@@ -181,23 +181,23 @@ class Generation:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
             if self.request.session_id is None:
-                prompt = await self._before_start(self.service._prompts.make(self.request), began)
+                prompt = await self._prepare(self.service._prompts.make(self.request), began)
                 await self._stream(prompt, self._sink, began)
             else:
                 sessions = self.service._sessions
-                turn = await self._before_start(sessions.begin(self.request, self._principal.name, self._sink), began)
+                turn = await self._prepare(sessions.begin(self.request, self._principal.name, self._sink), began)
                 try:
                     await self._stream(turn.prompt, turn, began)
                 finally:
                     await self._end_turn(turn)
 
-    async def _before_start(self, making: Awaitable[Any], began: float) -> Any:
+    async def _prepare(self, making: Awaitable[Any], began: float) -> Any:
         """Wait for what comes before the first step; a request that is cancelled meanwhile has done nothing."""
         try:
             return await making
         except trio.Cancelled:
             for index in range(self.request.n) if self.request.n > 1 else (None,):
-                self._sink.send(self._nothing_done(index, began))
+                self._sink.send(self._cancelled_before_start(index, began))
             raise
 
     async def _stream(self, prompt: Prompt, sink: EventSink, began: float) -> None:
@@ -227,7 +227,7 @@ class Generation:
         if last is not None:
             self._sink.send(last)
 
-    def _nothing_done(self, index: int | None, began: float) -> Eos:
+    def _cancelled_before_start(self, index: int | None, began: float) -> Eos:
         waited_ms = round(1e3 * (trio.current_time() - began), 3)
         return Eos(
             id=self.request.id,

@@ -20,10 +20,10 @@ START = Start(Path("fake.gguf"), config.Model())
 class SlowEngine(FakeEngine):
     """Takes some time for what is long, so that the daemon can act while it computes."""
 
-    def step(self, step, link=None):
+    def step(self, step, callbacks=None):
         if sum(len(each.tokens) for call in step.calls for each in call) > 64:
             time.sleep(0.02)
-        return super().step(step, link)
+        return super().step(step, callbacks)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_a_model_that_cannot_be_loaded(nursery):
 
 async def test_a_defect_of_the_engine_ends_the_worker(nursery, caplog):
     class Broken(FakeEngine):
-        def step(self, step, link=None):
+        def step(self, step, callbacks=None):
             raise RuntimeError("a defect")
 
     link = ThreadLauncher(nursery, lambda start, progress: Broken()).launch("fake")

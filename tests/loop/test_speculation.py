@@ -15,7 +15,7 @@ from tests.support.asking import Client, Harness, asking
 from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.sampling import SamplingParams
-from uma_trio.serving.scheduler import DRAFTS_UP_TO, MAX_DRAFTS
+from uma_trio.serving.scheduler import MAX_DECODES_WITH_DRAFTS, MAX_DRAFTS
 
 REPEATS = 20
 PROMPT = random.Random(2).choices(range(1, 900), k=50)
@@ -241,7 +241,7 @@ async def test_a_step_with_draft_tokens_fails(autojump_clock, failure):
 
 
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "per-sequence"])
-@pytest.mark.parametrize("n", [2, 5, DRAFTS_UP_TO])
+@pytest.mark.parametrize("n", [2, 5, MAX_DECODES_WITH_DRAFTS])
 async def test_streams_in_one_batch_do_not_affect_each_other(autojump_clock, n, unified):
     """With and without speculation, greedy and sampled, of different lengths."""
     async with asking(engine(unified=unified)) as harness:
@@ -258,9 +258,9 @@ async def test_streams_in_one_batch_do_not_affect_each_other(autojump_clock, n, 
 
 
 async def test_no_speculation_in_a_wide_batch(autojump_clock):
-    """See ``DRAFTS_UP_TO``."""
-    async with asking(engine(n_seq_max=DRAFTS_UP_TO + 1)) as harness:
-        clients = [harness.ask(PROMPT[i:], 200, speculate=True) for i in range(DRAFTS_UP_TO + 1)]
+    """See ``MAX_DECODES_WITH_DRAFTS``."""
+    async with asking(engine(n_seq_max=MAX_DECODES_WITH_DRAFTS + 1)) as harness:
+        clients = [harness.ask(PROMPT[i:], 200, speculate=True) for i in range(MAX_DECODES_WITH_DRAFTS + 1)]
         await trio.sleep(1)
         assert draft_tokens(harness) == (0, 0)
         harness.scheduler.cancel(clients[0].sequence)
@@ -310,7 +310,7 @@ async def test_only_tokens_that_were_sent_stay_in_the_cache(autojump_clock, unif
                 chat = [*chat, *rng.choices(range(1, 900), k=rng.randint(1, 10))]
 
         async with trio.open_nursery() as nursery:
-            for _ in range(DRAFTS_UP_TO - 1):
+            for _ in range(MAX_DECODES_WITH_DRAFTS - 1):
                 nursery.start_soon(converse)
         telemetry = harness.scheduler.telemetry
         assert telemetry.accepted_draft_tokens_total > 300

@@ -32,10 +32,10 @@ from uma_trio.engine.messages import (
     SampleRequest,
     Start,
     Step,
+    StepCallbacks,
     StepFailed,
     StepInput,
     StepOutput,
-    WhileComputing,
 )
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
@@ -201,7 +201,7 @@ class FakeEngine:
     def describe(self) -> Ready:
         return Ready(self.info, LayoutReport("fake", "only one"), "fake", "fake")
 
-    def step(self, step: Step, link: WhileComputing | None = None) -> StepOutput:
+    def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
         self.steps.append(step)
         self.cost_of_last_ms = 0.0
         refused: list[tuple[int, str]] = []
@@ -247,10 +247,12 @@ class FakeEngine:
             lengths = [len(each.tokens) for each in call]
             if not lengths or not all(lengths) or sum(lengths) > self.info.n_batch:
                 raise EngineError(f"a call of {lengths} tokens")
-            if link is not None:
-                link.read()
+            if callbacks is not None:
+                callbacks.read()
             late = any(sample.late_mask for each in call for sample in each.samples)
-            self._masks_ready = late and link is not None and link.wait_for_masks(step.number, step.mask_timeout_ms)
+            self._masks_ready = (
+                late and callbacks is not None and callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
+            )
             for each in call:
                 sampled += self._compute(each)
             if sum(held.length for held in self._cache.values()) > self.info.n_ctx:

@@ -56,7 +56,7 @@ READ_BYTES: Final = 1 << 16
 EXIT_S: Final = 5.0
 """How long an engine that was asked to end may take before it is killed."""
 
-OBITUARY_S: Final = 1.0
+EXIT_REASON_TIMEOUT_S: Final = 1.0
 """How long to wait for the exit status and the last lines of an engine whose socket has closed."""
 
 LAST_LINES: Final = 20
@@ -199,7 +199,7 @@ class EngineLink:
                 data = b""
             if not data:
                 self._broken = True
-                raise EngineDied(await self._obituary())
+                raise EngineDied(await self._exit_reason())
             if found := self._decoder.feed(data):
                 return found
 
@@ -250,8 +250,8 @@ class EngineLink:
                 self.kill()
                 await self.ended.wait()
 
-    async def _obituary(self) -> str:
-        with trio.move_on_after(OBITUARY_S, shield=True):
+    async def _exit_reason(self) -> str:
+        with trio.move_on_after(EXIT_REASON_TIMEOUT_S, shield=True):
             await self.ended.wait()
         return self.reason or "it closed its socket"
 
@@ -416,8 +416,8 @@ class ChildProcess:
         if code >= 0:
             how = f"the engine process ended with exit code {code}"
         else:
-            with contextlib.suppress(ValueError):
-                how = f"the engine process was ended by {signal.Signals(-code).name}"
+            named = [number.name for number in signal.Signals if number == -code]
+            how = f"the engine process was ended by {named[0] if named else f'signal {-code}'}"
         return f"{how}: {said}" if said else how
 
 

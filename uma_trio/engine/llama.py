@@ -42,9 +42,9 @@ from uma_trio.engine.messages import (
     SampleRequest,
     Start,
     Step,
+    StepCallbacks,
     StepInput,
     StepOutput,
-    WhileComputing,
 )
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.engine.tuning_cache import FileLayoutCache
@@ -186,22 +186,22 @@ class LlamaEngine:
                 reason=choice.why,
                 measured={each.layout.name: str(each) for each in choice.measured},
             ),
-            environment=repr((*_surroundings(self._model.library, self._settings), options)),
+            environment=repr((*_environment(self._model.library, self._settings), options)),
             state_format=repr(
                 (stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn)
             ),
         )
 
-    def step(self, step: Step, link: WhileComputing | None = None) -> StepOutput:
+    def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``."""
         try:
-            return self._step(step, link)
+            return self._step(step, callbacks)
         except EngineError:
             raise
         except Exception as error:  # refused by the ABI layer, or a defect: the context is not to be trusted
             raise EngineError(f"{type(error).__name__}: {error}") from error
 
-    def _step(self, step: Step, link: WhileComputing | None) -> StepOutput:
+    def _step(self, step: Step, callbacks: StepCallbacks | None) -> StepOutput:
         started = began = time.perf_counter()
         changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []
@@ -210,10 +210,10 @@ class LlamaEngine:
         decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
         for inputs in step.calls:
-            self._decode(inputs, link)
+            self._decode(inputs, callbacks)
             decoded = time.perf_counter()
             samples = [sample for each in inputs for sample in each.samples]
-            late = self._late_rows(step, inputs, link) if step.mask_timeout_ms else {}
+            late = self._late_rows(step, inputs, callbacks) if step.mask_timeout_ms else {}
             sampled, scored = self._sample(samples, late)
             tokens += sampled
             scores += scored or [None] * len(sampled)
@@ -324,7 +324,7 @@ class LlamaEngine:
 
     # -- computing ------------------------------------------------------------------------------
 
-    def _decode(self, inputs: Sequence[StepInput], link: WhileComputing | None) -> None:
+    def _decode(self, inputs: Sequence[StepInput], callbacks: StepCallbacks | None) -> None:
         batch = self._batch
         batch.clear()
         at = 0
@@ -340,19 +340,25 @@ class LlamaEngine:
                 _add(batch, inputs[at])
                 at += 1
         code = self._context.decode(batch)
-        if link is not None:
-            link.read()
+        if callbacks is not None:
+            callbacks.read()
         self._context.synchronize()
         if code:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
 
-    def _late_rows(self, step: Step, inputs: Sequence[StepInput], link: WhileComputing | None) -> dict[int, int | None]:
+    def _late_rows(
+        self, step: Step, inputs: Sequence[StepInput], callbacks: StepCallbacks | None
+    ) -> dict[int, int | None]:
         """Rows of logits that wait for a mask: their sequence ids, or ``None`` where the mask has not come in time."""
         seq_ids = [(each.seq_id, sample.late_mask) for each in inputs for sample in each.samples]
         late = [(row, seq_id) for row, (seq_id, is_late) in enumerate(seq_ids) if is_late]
         if not late:
             return {}
-        ready = link is not None and self.masks is not None and link.wait_for_masks(step.number, step.mask_timeout_ms)
+        ready = (
+            callbacks is not None
+            and self.masks is not None
+            and callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
+        )
         return {row: seq_id if ready else None for row, seq_id in late}
 
     def _sample(
@@ -505,7 +511,7 @@ def _has_gpu(library: llama_abi.Library, settings: config.Model) -> bool:
     return settings.gpu_layers != 0 and any(device.type in gpus for device in library.devices())
 
 
-def _surroundings(library: llama_abi.Library, settings: config.Model) -> tuple[object, ...]:
+def _environment(library: llama_abi.Library, settings: config.Model) -> tuple[object, ...]:
     """What computes, and with what."""
     devices = tuple((device.name, device.description) for device in library.devices())
     return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), settings.gpu_layers
@@ -534,7 +540,7 @@ def _choice(
         return LayoutChoice(layout=layouts[0], why="only one")
     if layout_cache is None or settings.layout_trial_s == 0:
         return LayoutChoice(layout=layouts[0], why="default")
-    facts = (*_surroundings(model.library, settings), *(_context_options(settings, each) for each in layouts))
+    facts = (*_environment(model.library, settings), *(_context_options(settings, each) for each in layouts))
     known = layout_cache.load(facts)
     for each in layouts:
         if each.name == known:

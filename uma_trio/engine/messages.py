@@ -268,7 +268,7 @@ StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
 FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepAnswer
 
 
-class WhileComputing(Protocol):
+class StepCallbacks(Protocol):
     """What an engine calls during a step."""
 
     def read(self) -> None:
@@ -287,11 +287,11 @@ class Engine(Protocol):
     masks: MaskBuffer | None
     """Where late masks are; attached by the worker."""
 
-    def step(self, step: Step, link: WhileComputing | None = None) -> StepOutput:
+    def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
         """Compute one step without ``SAMPLED`` inputs.  Blocks for as long as it computes, without the GIL.
 
         Args:
-            link: gets its turns while the device computes, and knows when masks are ready.
+            callbacks: get their turns while the device computes, and know when masks are ready.
 
         Raises:
             EngineError: what the KV cache holds is unknown afterwards.

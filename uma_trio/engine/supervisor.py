@@ -47,7 +47,7 @@ class SupervisedEngine:
     async def receive(self, predicted_s: float) -> list[StepAnswer]:
         """The engine's next answers; an engine that hangs is killed.
 
-        Time is counted in looks and not by the clock: if the daemon itself was stopped, the engine had no time either.
+        Counts polling intervals and not wall time, so time in which the daemon itself was stopped does not count.
 
         Args:
             predicted_s: what the step in flight should take.
@@ -69,11 +69,11 @@ class SupervisedEngine:
                 self.link.kill()
                 killed = True
 
-    async def bring_back(self, n_crashes: int, on_unavailable: Callable[[LoadError, float], None]) -> None:
+    async def restart_until_ready(self, n_crashes: int, on_unavailable: Callable[[LoadError, float], None]) -> None:
         """Start the engine again if it has died, however long that takes.
 
         Args:
-            n_crashes: since a step was completed; from ``restart_attempts`` on there is a wait before the restart.
+            n_crashes: since a step was completed; with more than ``restart_attempts`` there is a wait before the restart.
             on_unavailable: called after ``restart_attempts`` failures in a row, and after each further one, with the reason
                 and the seconds until the next attempt.
         """

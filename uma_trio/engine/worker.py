@@ -209,7 +209,7 @@ class Worker:
             self._report_revoked(Revoked(step.number))
             return True
         try:
-            output = runner.run(step, link=self)
+            output = runner.run(step, callbacks=self)
         except EngineError as error:
             engine.reset()
             self._read(wait=False)
@@ -238,11 +238,11 @@ class Worker:
     # -- called by the engine during a step -----------------------------------------------------
 
     def read(self) -> None:
-        """See ``messages.WhileComputing``."""
+        """See ``messages.StepCallbacks``."""
         self._read()
 
     def wait_for_masks(self, number: int, timeout_ms: float) -> bool:
-        """See ``messages.WhileComputing``."""
+        """See ``messages.StepCallbacks``."""
         deadline = time.monotonic() + timeout_ms / 1e3
         while self._masks_ready < number and not self._closed:
             left_s = deadline - time.monotonic()

@@ -38,7 +38,7 @@ from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.request import admit
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
-from uma_trio.serving.step import CompletedStep, InFlightStep, build_run_ahead, build_step, complete_step, goes_on
+from uma_trio.serving.step import CompletedStep, InFlightStep, build_run_ahead, build_step, can_run_ahead, complete_step
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")
@@ -46,10 +46,10 @@ log = structlog.get_logger("uma_trio.serving")
 MAX_DRAFTS: Final = 16
 """Draft tokens of one sequence in one step."""
 
-DRAFTS_UP_TO: Final = 8
+MAX_DECODES_WITH_DRAFTS: Final = 8
 """Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
 
-TRUSTED: Final = 0.95
+INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
 """Acceptance rate that is assumed at first where the request asks for speculation; 0.5 otherwise."""
 
 
@@ -246,7 +246,7 @@ class Scheduler:
                     case StepOutput():
                         completed.append(self._complete_step(self._in_flight.pop(0), answer))
                     case Revoked():
-                        self._take_back(self._in_flight.pop(0))
+                        self._undo_revoked(self._in_flight.pop(0))
                     case StepFailed():
                         await self._recover(answer.reason)
         except EngineDied as death:
@@ -272,11 +272,17 @@ class Scheduler:
         for ahead in self._in_flight:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
-        if step.rows and not any(row.dropped for row in step.rows):
-            self.timings.record_step(step.plan.work, completed.duration_ms)
+        if completed.is_outlier:
+            self._learn(completed)
         return completed
 
-    def _take_back(self, step: InFlightStep) -> None:
+    def _learn(self, completed: CompletedStep) -> None:
+        """Learn from the duration of a step: at once if the next plan should know, otherwise while that step computes."""
+        step = completed.step
+        if step.rows and not any(row.dropped for row in step.rows):
+            self.timings.record_step(step.plan.work, completed.duration_ms)
+
+    def _undo_revoked(self, step: InFlightStep) -> None:
         """``step`` was not begun."""
         self.cache.put_back(step.ops)
         self._freed[:0] = step.freed
@@ -294,7 +300,7 @@ class Scheduler:
             suspects = self._bisection.current({*decodes, *prefills})
             decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
             prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
-        max_drafts = MAX_DRAFTS if len(decodes) <= DRAFTS_UP_TO else 0
+        max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
         decode_views = [sequence.view(max_drafts=max_drafts) for sequence in decodes]
         transfer = self.offloader.next_transfer(decode_views)
         copy_ms = 0.0 if transfer is None else self.offloader.predicted_ms(transfer)
@@ -338,6 +344,8 @@ class Scheduler:
     # 3. deliver, while the step computes
 
     def _deliver(self, completed: CompletedStep) -> None:
+        if not completed.is_outlier:
+            self._learn(completed)
         self._stats.record_step(completed, waiting=len(self._waiting))
         for new in completed.new_tokens:
             sequence = new.sequence
@@ -356,7 +364,9 @@ class Scheduler:
         wanted = sequence.request.speculate
         if self.info.can_truncate and (self._config.scheduling.speculation if wanted is None else wanted):
             known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
-            sequence.lookup = PromptLookup(known, acceptance_rate=TRUSTED if wanted else 0.5)
+            sequence.lookup = PromptLookup(
+                known, acceptance_rate=INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else 0.5
+            )
 
     # 4. run ahead
 
@@ -370,7 +380,7 @@ class Scheduler:
         live = [row.sequence for row in step.rows if not row.dropped]
         if len(live) != sum([each.state is not State.FINISHED for each in self._running]):
             return  # others have come, or can go on again
-        sequences = [sequence for sequence in live if goes_on(sequence)]
+        sequences = [sequence for sequence in live if can_run_ahead(sequence)]
         if not sequences or any(sequence.lookup is not None and sequence.drafts(1) for sequence in sequences):
             return
         chosen = self._plan([sequence.view(n_in_flight=1) for sequence in sequences])
@@ -466,23 +476,23 @@ class Scheduler:
         )
         self._freed = []
         self._stats.idle()
-        guilty = self._bisection.crashed(suspects)
-        if guilty is not None:
-            self._finish(guilty, DecodeFailed(f"this request made the engine fail twice: {reason}"))
-        await self._bring_back()
+        culprit = self._bisection.crashed(suspects)
+        if culprit is not None:
+            self._finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
+        await self._restart_engine()
 
-    async def _bring_back(self) -> None:
+    async def _restart_engine(self) -> None:
         """Restart the engine if it has died; where that fails for too long, tell the clients, and go on trying."""
         if self._stopping:
             self._fail_everything(ShuttingDown("the server is shutting down"))
             self._stopped = True
             self._idle.set()
             await trio.sleep_forever()
-        await self._engine.bring_back(self._bisection.n_crashes, self._tell_unavailable)
+        await self._engine.restart_until_ready(self._bisection.n_crashes, self._on_engine_unavailable)
         if isinstance(self._refusal, ModelUnavailable):
             self._refusal = None
 
-    def _tell_unavailable(self, error: LoadError, retry_s: float) -> None:
+    def _on_engine_unavailable(self, error: LoadError, retry_s: float) -> None:
         """Fail all requests, and refuse new ones until the engine runs."""
         unavailable = ModelUnavailable(f"the model's engine cannot be started: {error}")
         unavailable.retry_after_ms = round(1e3 * retry_s)

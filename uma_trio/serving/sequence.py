@@ -91,7 +91,7 @@ class Sequence:
     """Prompt tokens that did not have to be computed."""
     tokens: list[int] = attrs.field(factory=list)
     """Sampled so far."""
-    n_shown: int | None = None
+    n_tokens_before_stop: int | None = None
     """Tokens in front of the stop string that was found; only for sessions, which go on from there."""
     lookup: PromptLookup | None = None
     """Proposes draft tokens, if speculation is on."""
@@ -226,14 +226,14 @@ class Sequence:
         while shown and stop not in tail and len(tail) < most:
             shown -= 1
             tail = token_to_bytes(self.tokens[shown]) + tail
-        self.n_shown = shown
+        self.n_tokens_before_stop = shown
 
     def computed_tokens(self) -> TokenIds:
         """The tokens in the KV cache that others may go on from; without a stop string that a session does not show."""
         n, n_prompt = self.n_computed, len(self.prompt.tokens)
         if n <= n_prompt:
             return self.prompt.tokens[:n]
-        answer = np.asarray(self.tokens[: n - n_prompt][: self.n_shown], dtype=np.int32)
+        answer = np.asarray(self.tokens[: n - n_prompt][: self.n_tokens_before_stop], dtype=np.int32)
         return np.concatenate([self.prompt.tokens, answer])
 
     def record_token_time(self, now: float, *, paused: bool) -> float | None:

@@ -155,7 +155,7 @@ def build_run_ahead(
     return InFlightStep(number, plan, rows, ops, freed, runs_ahead=True), Step(ops, calls, number)
 
 
-def goes_on(sequence: Sequence) -> bool:
+def can_run_ahead(sequence: Sequence) -> bool:
     """Whether a step can run ahead for ``sequence``, which the step in flight decodes."""
     if sequence.state is not State.DECODE or len(sequence.tokens) + 1 >= sequence.max_tokens:
         return False  # the last of its tokens is in flight
