@@ -31,9 +31,14 @@ def prompts():
     return [[10 + i, 20 + i, 30 + i] for i in range(5)]
 
 
-@pytest.fixture
-async def link(nursery):
-    launcher = ThreadLauncher(nursery, lambda start, progress: SlowEngine(n_ctx=4096, n_seq_max=4, n_batch=64))
+@pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
+async def link(request, nursery):
+    def load(start, progress):
+        engine = SlowEngine(n_ctx=4096, n_seq_max=4, n_batch=64)
+        engine.is_async = request.param
+        return engine
+
+    launcher = ThreadLauncher(nursery, load)
     link = launcher.launch("fake")
     assert await link.load(START, lambda share: None, lambda: True)
     yield link

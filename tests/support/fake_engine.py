@@ -195,6 +195,7 @@ class FakeEngine:
         self._masks_ready = False
         self._cache: dict[int, SequenceContent] = {}
         self.masks: MaskBuffer | None = None
+        self.is_async = False
         self.checkpoints: dict[int, tuple[int, int]] = {}
         """Length and digest of what was held, by number of the checkpoint."""
 
@@ -248,7 +249,7 @@ class FakeEngine:
             if not lengths or not all(lengths) or sum(lengths) > self.info.n_batch:
                 raise EngineError(f"a call of {lengths} tokens")
             if callbacks is not None:
-                callbacks.read()
+                callbacks.computing(0.0)
             late = any(sample.late_mask for each in call for sample in each.samples)
             self._masks_ready = (
                 late and callbacks is not None and callbacks.wait_for_masks(step.number, step.mask_timeout_ms)

@@ -69,6 +69,9 @@ PROBE_TOKENS = 32
 """In one batch of the context that measures how large a token's keys and values are; as few as may be configured."""
 
 
+READ_SHARE: Final = 0.5
+"""Of the time that a GPU computes: for this long the next message of the daemon is waited for meanwhile."""
+
 NO_LATE_ROWS: Final[Mapping[int, int | None]] = {}
 
 
@@ -112,6 +115,9 @@ class LlamaEngine:
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
         self.masks: MaskBuffer | None = None
+        self.is_async = _has_gpu(library, settings)
+        self._device_s = 0.0
+        """How long the device computed after the latest ``llama_decode`` call had returned."""
         self.tokenizer = Tokenizer(self._model.vocab)
         self.chat_template = self._model.chat_template
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
@@ -340,9 +346,11 @@ class LlamaEngine:
                 _add(batch, inputs[at])
                 at += 1
         code = self._context.decode(batch)
+        launched = time.perf_counter()
         if callbacks is not None:
-            callbacks.read()
+            callbacks.computing(READ_SHARE * self._device_s if self.is_async else 0.0)
         self._context.synchronize()
+        self._device_s = time.perf_counter() - launched
         if code:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
 

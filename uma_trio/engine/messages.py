@@ -271,8 +271,12 @@ FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepAnswer
 class StepCallbacks(Protocol):
     """What an engine calls during a step."""
 
-    def read(self) -> None:
-        """Take in what the daemon has sent; does not block.  Called while a GPU computes."""
+    def computing(self, wait_s: float) -> None:
+        """The device computes: send and take in what does not concern this call.
+
+        Args:
+            wait_s: how long to wait for a message; 0 where the device has finished already.
+        """
 
     def wait_for_masks(self, number: int, timeout_ms: float) -> bool:
         """Block until the late masks of step ``number`` are there, or the time is over; whether they are there."""
@@ -284,6 +288,8 @@ class Engine(Protocol):
     @property
     def info(self) -> ModelInfo: ...
 
+    is_async: bool
+    """``llama_decode`` returns while the device still computes, as on a GPU."""
     masks: MaskBuffer | None
     """Where late masks are; attached by the worker."""
 

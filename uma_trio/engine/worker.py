@@ -158,6 +158,8 @@ class Worker:
         """Number of the latest step whose late masks are there."""
         self._steps: deque[Step] = deque()
         self._revoked: list[Revoked] = []
+        self._unsent = b""
+        """Answers that go out as soon as the next step computes, so that the device does not wait for the socket."""
         self._closed = False
         self.engine: LoadedEngine | None = None
 
@@ -189,8 +191,9 @@ class Worker:
         self._send(engine.describe())
         runner = StepRunner(engine)
         while True:
-            self._read(wait=not self._steps)
-            self._report_revoked()
+            if not self._steps:  # otherwise the socket was read when the last step was complete
+                self._read(wait=True)
+                self._report_revoked()
             if self._steps:
                 if not self._compute(runner, engine, self._steps.popleft()):
                     return
@@ -229,16 +232,25 @@ class Worker:
         waiting = self._steps[0].number if self._steps else math.inf
         turn = [each for each in self._revoked if each.number < waiting]
         self._revoked = [each for each in self._revoked if each.number > waiting]
-        if before or turn:
-            self._sock.sendall(b"".join([encode(each) for each in (*before, *turn)]))
+        self._unsent += b"".join([encode(each) for each in (*before, *turn)])
+        if not (self._steps and self.engine is not None and self.engine.is_async):
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._unsent:
+            unsent, self._unsent = self._unsent, b""
+            self._sock.sendall(unsent)
 
     def _send(self, message: FromEngine) -> None:
         self._sock.sendall(encode(message))
 
     # -- called by the engine during a step -----------------------------------------------------
 
-    def read(self) -> None:
+    def computing(self, wait_s: float) -> None:
         """See ``messages.StepCallbacks``."""
+        self._flush()
+        if wait_s and not self._steps:
+            select.select([self._sock], [], [], wait_s)
         self._read()
 
     def wait_for_masks(self, number: int, timeout_ms: float) -> bool:

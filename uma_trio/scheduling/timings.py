@@ -8,7 +8,7 @@ from typing import Final, Literal
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.view import SequenceView
 
-FIRST_BYTES_PER_MS: Final = {"save": 2e6, "load": 1e7, "read": 2e6}
+FIRST_BYTES_PER_MS: Final = {"save": 2e6, "load": 1e7, "read": 1e7}
 """Copy rates that are assumed until there are measurements."""
 
 LEARN_FROM_BYTES: Final = 4_000_000

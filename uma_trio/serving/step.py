@@ -157,10 +157,8 @@ def build_run_ahead(
 
 def can_run_ahead(sequence: Sequence) -> bool:
     """Whether a step can run ahead for ``sequence``, which the step in flight decodes."""
-    if sequence.state is not State.DECODE or len(sequence.tokens) + 1 >= sequence.max_tokens:
-        return False  # the last of its tokens is in flight
-    sequence.paused = sequence.paused or not sequence.sink.has_room
-    return not sequence.paused
+    last_in_flight = len(sequence.tokens) + 1 >= sequence.max_tokens
+    return sequence.state is State.DECODE and not last_in_flight and sequence.sink.has_room
 
 
 def complete_step(step: InFlightStep, output: StepOutput, cache: KvCache, now: float) -> list[NewTokens]:
