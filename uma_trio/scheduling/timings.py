@@ -21,6 +21,11 @@ OVERHEAD_MS: Final = 3.0
 """Fixed cost of loading a state, whatever its size."""
 
 
+LONG_PREFILL: Final = 2.0
+"""How much longer than predicted a long prefill may take: after a start, the cost of long contexts is extrapolated from
+short ones, while the cost of a copy is known well."""
+
+
 class StepTimings:
     """What steps and copies of states take on this machine, as learned.
 
@@ -53,7 +58,7 @@ class StepTimings:
         return n_bytes / self._bytes_per_ms[way]
 
     def worth_loading(self, n_tokens: int, n_bytes: int) -> bool:
-        """Whether reading, verifying and loading a state is predicted to be faster than computing ``n_tokens`` of it."""
+        """Whether reading, verifying and loading a state is likely to be faster than computing ``n_tokens`` of it."""
         chunk = min(n_tokens, self._n_batch)
         compute_ms = self.cost.predict(Work(chunk, 0, 0, mean_prefill_context=n_tokens / 2)) * n_tokens / chunk
-        return OVERHEAD_MS + self.copy_ms("read", n_bytes) + self.copy_ms("load", n_bytes) < compute_ms
+        return OVERHEAD_MS + self.copy_ms("read", n_bytes) + self.copy_ms("load", n_bytes) < LONG_PREFILL * compute_ms
