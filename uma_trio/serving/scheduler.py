@@ -165,7 +165,7 @@ class Scheduler:
             self._finish(sequence, reason)
 
     def wake(self) -> None:
-        """Something has changed that the next plan should know."""
+        """Something has changed that the next plan should know: revokes a step that runs ahead, and ends the wait for work."""
         ahead = self._in_flight[-1] if len(self._in_flight) > 1 else None  # the first one has begun
         if ahead is not None and not ahead.revoked:
             ahead.revoked = True
@@ -218,6 +218,10 @@ class Scheduler:
             self._idle.set()
 
     async def _tick(self) -> None:
+        """Complete what the engine has answered, keep it busy, then serve the clients.
+
+        Behind a step that ran ahead and has begun, there is nothing to plan: the next one runs ahead of it in turn.
+        """
         completed = await self._complete()
         if not self._in_flight:
             self._plan_and_submit()
@@ -234,10 +238,11 @@ class Scheduler:
     # 1. complete
 
     async def _complete(self) -> list[CompletedStep]:
-        """Wait for the engine and update what the next plan depends on.  ``_deliver`` sends the tokens later."""
+        """Wait for the engine, and note what the next plan must know; clients hear of it later."""
         if not self._in_flight:
             return []
-        completed = []
+        completed: list[CompletedStep] = []
+        failure: str | None = None
         try:
             for answer in await self._engine.receive(self._in_flight[0].plan.predicted_ms / 1e3):
                 if not self._in_flight or answer.number != self._in_flight[0].number:
@@ -248,10 +253,16 @@ class Scheduler:
                     case Revoked():
                         self._undo_revoked(self._in_flight.pop(0))
                     case StepFailed():
-                        await self._recover(answer.reason)
+                        failure = answer.reason
+                        break
         except EngineDied as death:
-            await self._recover(str(death))
-        return completed
+            failure = str(death)
+        if failure is None:
+            return completed
+        for each in completed:  # what was computed before the failure does not wait for the restart
+            self._deliver(each)
+        await self._recover(failure)
+        return []
 
     def _complete_step(self, step: InFlightStep, output: StepOutput) -> CompletedStep:
         now = trio.current_time()
