@@ -90,6 +90,7 @@ async def test_closed_while_it_computes_it_ends(child):
 
 async def test_its_log_lines_come_out_of_this_process_with_the_model(nursery, library, caplog):
     caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "llama_abi")  # a daemon in this process has perhaps raised it
     link = ProcessLauncher(nursery).launch(EMBEDDED.name)
     assert await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
     await link.aclose()

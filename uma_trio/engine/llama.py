@@ -70,7 +70,7 @@ PROBE_TOKENS = 32
 
 
 READ_SHARE: Final = 0.5
-"""Of the time that a GPU computes: for this long the next message of the daemon is waited for meanwhile."""
+"""The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""
 
 NO_LATE_ROWS: Final[Mapping[int, int | None]] = {}
 
