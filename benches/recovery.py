@@ -40,6 +40,8 @@ SIGNALS: Final = {
     "stop": signal.SIGSTOP,
 }
 QUESTIONS_PER_STREAM: Final = 3
+TEMPERATURE: Final = 0.7
+"""Of every second stream."""
 POLL_S: Final = 0.01
 """Interval between two looks at the daemon's count of restarts.  A restart takes ten times as long at least."""
 RECOVERY_LIMIT_S: Final = 120.0
@@ -50,7 +52,7 @@ NAMES: Final = ("Ada", "Bo", "Max", "Lily", "Ivo", "Nora", "Otto", "Pia")
 
 
 def questions(model: Path, n_streams: int, tokens: int, seed: int) -> list[list[Question]]:
-    """Return ``QUESTIONS_PER_STREAM`` greedy requests for each stream.
+    """Return ``QUESTIONS_PER_STREAM`` requests for each stream: greedy, and with a seed in every second stream.
 
     The embedded model gets questions that it was trained on, so that rounding does not change its answers.
     """
@@ -66,7 +68,13 @@ def questions(model: Path, n_streams: int, tokens: int, seed: int) -> list[list[
             for _ in range(QUESTIONS_PER_STREAM * n_streams)
         ]
     of_stream = itertools.cycle(asked)
-    return [[next(of_stream) for _ in range(QUESTIONS_PER_STREAM)] for _ in range(n_streams)]
+    return [
+        [
+            attrs.evolve(next(of_stream), temperature=TEMPERATURE if n % 2 else 0.0, seed=n)
+            for _ in range(QUESTIONS_PER_STREAM)
+        ]
+        for n in range(n_streams)
+    ]
 
 
 @attrs.define

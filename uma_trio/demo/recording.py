@@ -17,7 +17,7 @@ Gap = tuple[float, float]
 
 @attrs.frozen(kw_only=True)
 class Question:
-    """One greedy request."""
+    """One request; greedy unless it has a temperature."""
 
     text: str
     raw: bool = False
@@ -25,6 +25,8 @@ class Question:
     max_tokens: int = 1024
     ignore_eos: bool = False
     """Generate exactly ``max_tokens``."""
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @attrs.frozen(kw_only=True)
