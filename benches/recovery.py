@@ -41,7 +41,7 @@ SIGNALS: Final = {
 }
 QUESTIONS_PER_STREAM: Final = 3
 TEMPERATURE: Final = 0.7
-"""Of every second stream."""
+"""Every second stream samples at this temperature, with a seed."""
 POLL_S: Final = 0.01
 """Interval between two looks at the daemon's count of restarts.  A restart takes ten times as long at least."""
 RECOVERY_LIMIT_S: Final = 120.0
