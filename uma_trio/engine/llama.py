@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, assert_never
 
 import attrs
 import msgspec
@@ -278,6 +278,8 @@ class LlamaEngine:
                     except (llama_abi.LlamaError, OSError, ValueError) as error:
                         changes.refused.append((op.seq_id, str(error)))
                     changes.copied_ms += 1e3 * (time.perf_counter() - began)
+                case _:  # without this, an operation without a case would be skipped in silence
+                    assert_never(op)
         return changes
 
     def _truncate(self, seq_id: int, length: int, checkpoint: int | None) -> None:
