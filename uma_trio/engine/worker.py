@@ -189,8 +189,7 @@ class Worker:
                 self._read(wait=True)
                 self._report_revoked()
             if self._steps:
-                if not self._compute(runner, engine, self._steps.popleft()):
-                    return
+                self._compute(runner, engine, self._steps.popleft())
             elif self._closed:
                 return
 
@@ -199,12 +198,12 @@ class Worker:
         self._read(wait=False)
         return not self._closed
 
-    def _compute(self, runner: StepRunner, engine: LoadedEngine, step: Step) -> bool:
-        """Compute one step and answer; whether the engine can go on."""
+    def _compute(self, runner: StepRunner, engine: LoadedEngine, step: Step) -> None:
+        """Compute one step and answer."""
         if runner.is_stale(step):
             self._close_fds_of([step])
             self._report_revoked(Revoked(step.number))
-            return True
+            return
         try:
             output = runner.run(step, callbacks=self)
         except EngineError as error:
@@ -214,12 +213,11 @@ class Worker:
             self._close_fds_of(self._steps)
             self._steps.clear()
             self._report_revoked(StepFailed(step.number, str(error)))
-            return True
+            return
         finally:
             self._close_fds_of([step])
         self._read(wait=False)
         self._report_revoked(output)
-        return True
 
     def _report_revoked(self, *before: FromEngine) -> None:
         """Send ``before``, and withdrawn steps as far as it is their turn, in one write."""
