@@ -50,10 +50,48 @@ def test_each_command_has_a_help_text(name: str) -> None:
     assert flags_of(command) <= set(re.findall(r"--?[a-z][a-z-]*", shown))
 
 
-def test_an_unknown_command() -> None:
-    code, shown = run("server")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["serv"], "there is no command serv; did you mean serve?"),
+        (["server", "--model", "x"], "there is no command server; did you mean serve?"),
+        (["sesions", "list"], "did you mean sessions?"),
+        (["sessions", "lst"], "there is no command lst; did you mean list?"),
+        (["perf", "reprot"], "there is no command reprot; did you mean report?"),
+        (["xyzzy"], "there is no command xyzzy; the commands are serve, ask,"),
+        (["--verson"], "--version"),
+        *[([name, "--hlep"], "--help") for name in INSTALLED],
+    ],
+    ids=" ".join,
+)
+def test_a_misspelt_command_or_flag_gets_a_suggestion(args: list[str], message: str) -> None:
+    code, shown = run(*args)
     assert code == 2
-    assert "server" in shown
+    assert message in " ".join(shown.split())
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["-m", "a.gguf", "-c", "32k", "-ngl", "99", "-np", "4", "-t", "3"],
+        ["-ma.gguf", "-c32k", "-ngl=99", "-np=4", "-t3"],
+        ["--model", "a.gguf", "--ctx", "32k", "--gpu-layers", "99", "--parallel", "4", "--threads", "3"],
+    ],
+)
+def test_short_flags_are_those_of_llama_cpp(args: list[str], tmp_path: Path) -> None:
+    code, shown = run("serve", "--print-config", *args)
+    assert code == 0, shown
+    file = tmp_path / "uma.yaml"
+    file.write_text(shown)
+    model = config.load(file).model
+    assert (model.model, model.ctx, model.gpu_layers, model.parallel, model.threads) == (
+        Path("a.gguf"),
+        32768,
+        99,
+        4,
+        3,
+    )
 
 
 def test_every_setting_is_a_flag_of_serve() -> None:
@@ -102,8 +140,12 @@ def test_print_config_writes_a_file_with_the_same_settings(tmp_path: Path) -> No
         (["--max-queue", "-1"], "--max-queue: max_queue must be a whole number from 0 to 1000000, not '-1'"),
         (["--protocol", "http"], "protocol must be one of auto, json, cbor, newline, not 'http'"),
         (["--batch-tokens", "32", "--parallel", "100"], "make batch_tokens at least 164"),
-        (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml: [Errno 2] No such file or directory"),
-        (["--max-que", "1"], "--max-que"),
+        (["--config", "/nowhere.yaml"], "cannot read /nowhere.yaml: No such file or directory; --config takes a file"),
+        (["--max-que", "1"], "--max-queue"),
+        (["--modle", "a.gguf"], "Did you mean '--model'?"),
+        (["a.gguf"], "write: uma-trio serve --model a.gguf"),
+        (["--model", "a", "model.gguf"], "model.gguf belongs to none of them"),
+        (["many", "words"], "many words belongs to none of them"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence_and_exit_code_2(args: list[str], message: str) -> None:

@@ -101,14 +101,22 @@ def test_variables_of_the_test_suite_are_ignored() -> None:
     [
         ("limit:\n  max_queue: 1\n", "unknown section limit; did you mean limits?"),
         ("limits:\n  max_conections: 1\n", "unknown key max_conections; did you mean max_connections?"),
-        ("limits:\n  ctx: 1000\n", "limits: unknown key ctx"),
+        ("limits:\n  ctx: 1000\n", "limits: ctx is a key of the section model; put it under model:"),
+        ("limits:\n  CTX: 1000\n", "limits: CTX is a key of the section model"),
+        ("limits:\n  max-queue: 1\n", "unknown key max-queue; did you mean max_queue?"),
+        ("limits:\n  UMA_MAX_QUEUE: 1\n", "unknown key UMA_MAX_QUEUE; did you mean max_queue?"),
+        ("limits:\n  gpu_layer: 1\n", "unknown key gpu_layer; did you mean gpu_layers, of the section model?"),
         ("limits:\n  zzz: 1\n", "known are default_max_tokens, drain_timeout_s"),
-        ("ctx: 5\n", "unknown section ctx"),
+        ("ctx: 5\n", "ctx is a key of the section model; put it under model:"),
+        ("max-queue: 5\n", "max-queue is a key of the section limits"),
+        ("model:\n  ctx: 1k\n\n  ctx: 2k\n", "ctx is set in line 2 and again in line 4; remove one of them"),
+        ("model: {}\nlimits:\n  max_queue: 1\nmodel: {}\n", "model is set in line 1 and again in line 4"),
         ("5: 5\n", "unknown section 5"),
         ("limits:\n  5: 5\n", "unknown key 5"),
         ("- a\n", "expected keys and values, not list"),
         ("limits: 5\n", "limits: expected keys and values, not int"),
-        ("limits: [\n", "is not YAML"),
+        ("limits: [\n", "is not YAML: expected the node content, but found"),
+        ("limits:\n\tmax_queue: 1\n", "look at line 2, column 1"),
         ("limits:\n  max_queue: 2024-99-99\n", "is not YAML"),
         (f"limits:\n  max_queue: {'9' * 5000}\n", "is not YAML"),
         ("limits: !!python/object:os.system {}\n", "is not YAML"),
@@ -120,6 +128,7 @@ def test_a_wrong_file_is_an_error_that_names_the_file(tmp_path: Path, text: str,
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         load(file)
     assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
@@ -129,6 +138,13 @@ def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot read"):
         load(tmp_path / "binary.yaml")
+
+
+def test_a_mapping_may_override_what_it_merges(tmp_path: Path) -> None:
+    file = write_config(tmp_path, "limits: &same\n  max_queue: 1\n")
+    assert load(file).limits.max_queue == 1
+    file = write_config(tmp_path, "model: &m {ctx: 1k}\nscheduling: {}\n")
+    assert load(file).model.ctx == 1024
 
 
 def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
@@ -210,6 +226,56 @@ def test_an_error_names_the_flag_or_the_variable() -> None:
         load(flags={"max_queue": "-1"})
     with pytest.raises(ConfigError, match=r"^UMA_MAX_QUEUE: max_queue must be"):
         load(environment={"UMA_MAX_QUEUE": "-1"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("ctx", "32k", 32768),
+        ("ctx", "32K", 32768),
+        ("ctx", "1.5k", 1536),
+        ("ctx", "1M", 1 << 20),
+        ("max_queue", "2 k", 2048),
+        ("max_frame_bytes", "512k", 512 << 10),
+        ("max_frame_bytes", "8MiB", 8 << 20),
+        ("max_frame_bytes", "8MB", 8_000_000),
+        ("max_frame_bytes", "300B", 300),
+        ("kv_mem_limit_mb", "8GiB", 8589),
+        ("kv_mem_limit_mb", "8GB", 8000),
+        ("kv_mem_limit_mb", "1T", 1_099_511),
+        ("idle_timeout_s", "5m", 300.0),
+        ("idle_timeout_s", "30s", 30.0),
+        ("idle_timeout_s", "1h", 3600.0),
+        ("idle_timeout_s", "1.5 min", 90.0),
+        ("session_ttl_s", "7d", 604_800.0),
+        ("target_tbt_ms", "50ms", 50.0),
+        ("target_tbt_ms", "2s", 2000.0),
+    ],
+)
+def test_suffixes_mean_the_same_in_all_places(tmp_path: Path, name: str, value: str, found: float) -> None:
+    section = BY_NAME[name].section
+    for loaded in (
+        load(flags={name: value}),
+        load(environment={BY_NAME[name].variable: value}),
+        load(write_config(tmp_path, f"{section}:\n  {name}: {value}\n")),
+    ):
+        converted = getattr(getattr(loaded, section), name)
+        assert converted == pytest.approx(found)
+        assert type(converted) is type(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("ctx", value) for value in ("32kk", "32KiB", "5s", "1.0001k", "k", "1 2k", "-1k", "99G", "1e999k", "٣k")],
+        *[("max_frame_bytes", value) for value in ("8s", "8 MiBs", "1TiB", "1.5B")],
+        *[("idle_timeout_s", value) for value in ("5GiB", "5x", "99999d", "0s", "-5m", "5m30s")],
+        *[("mmap", value) for value in ("1k", "1s")],
+    ],
+)
+def test_wrong_suffixes_are_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"here: {name} must be {re.escape(BY_NAME[name].expected)}"):
+        BY_NAME[name].convert(value, "here")
 
 
 # -- settings that must fit each other ----------------------------------------------------------------------

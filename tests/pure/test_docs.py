@@ -375,7 +375,8 @@ def settings_in_markdown() -> str:
             if found.section == name:
                 default = "" if found.default is None else f"`{json.dumps(found.default).strip(chr(34))}`"
                 help = found.help.replace("|", "\\|")
-                lines.append(f"| `{found.name}` | {found.expected} | {default} | {help} |")
+                short = "" if found.short is None else f", `{found.short}`"
+                lines.append(f"| `{found.name}`{short} | {found.expected} | {default} | {help} |")
     return "\n".join(lines) + "\n\n"
 
 

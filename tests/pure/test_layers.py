@@ -34,7 +34,9 @@ PURE_MAY_IMPORT = STANDARD_AND_PURE | {"attrs", "cbor2", "msgspec", "numpy"}
 """Modules without a clock, a socket, a file or a task."""
 
 EXCEPTIONS = {
-    "config.py": {"pathlib", "yaml"},  # paths are values of the configuration, and it reads its own file
+    "config/fields.py": {"pathlib"},  # paths are values of the configuration
+    "config/values.py": {"pathlib"},
+    "config/sources.py": {"pathlib", "yaml"},  # it reads its own file
     "protocol/address.py": {"os", "pathlib"},  # one rule for the socket's path, for the daemon and its clients
     "telemetry/perf_records.py": {"gzip", "zlib"},  # used on bytes in memory
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 import click
@@ -20,7 +21,21 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
+class SuggestingGroup(click.Group):
+    """A group that suggests the nearest command for a misspelt one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        known = self.list_commands(ctx)
+        if not args[0].startswith("-") and args[0] not in known and not ctx.resilient_parsing:
+            nearest = difflib.get_close_matches(args[0], known, n=1, cutoff=0.5)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(known)}."
+            ctx.fail(f"there is no command {args[0]}; {hint}")
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(SuggestingGroup):
     """A group that imports a command when it is needed, so that --help is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

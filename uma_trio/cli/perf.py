@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from uma_trio.cli import SuggestingGroup
+
 if TYPE_CHECKING:
     from uma_trio.telemetry.perf_records import Run
 
 
-@click.group("perf", short_help="Report on a perf log, as tables and plots.")
+@click.group("perf", cls=SuggestingGroup, short_help="Report on a perf log, as tables and plots.")
 def command() -> None:
     """Report on a perf log: what each tick computed, and how long each request waited.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +25,8 @@ def _option(setting: Setting) -> Callable[[Any], Any]:
         help += f"  [default: {shown}]"
     if setting.type is bool:
         return click.option(f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=help)
-    metavar = "|".join(setting.choices) or {int: "N", float: "X"}.get(setting.type, "PATH")
-    return click.option(setting.flag, setting.name, default=None, metavar=metavar, help=help)
+    names = (setting.flag,) if setting.short is None else (setting.short, setting.flag)
+    return click.option(*names, setting.name, default=None, metavar=setting.metavar, help=help)
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,6 +37,16 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 class _ServeCommand(click.Command):
     """A command whose help groups the flags by the sections of the configuration."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True  # to say below what is wrong with them
+        super().parse_args(ctx, args)
+        if ctx.args and not ctx.resilient_parsing:
+            given = shlex.join(ctx.args)
+            if any(arg.endswith(".gguf") for arg in ctx.args) and ctx.params["model"] is None:
+                ctx.fail(f"serve takes flags only; for a model write: uma-trio serve --model {given}")
+            ctx.fail(f"serve takes flags only, and {given} belongs to none of them; put a value with spaces in quotes")
+        return ctx.args
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections = {setting.name: setting.section for setting in config.settings()}
@@ -61,6 +72,9 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     Every flag can also be set in a YAML file (--config; --print-config prints an example) or in an environment variable
     (UMA_MAX_CONNECTIONS for --max-connections).  Flags override variables, and variables override the file.
     docs/CONFIG.md explains which settings to think about.
+
+    N may be 32k (1024), SIZE 512MiB or 8GiB, and TIME 500ms, 30s, 5m or 1h.  A plain number has the unit in the name of
+    the flag.
 
     Ctrl-C or SIGTERM stops the daemon after the running requests; a second one stops it at once.  SIGUSR1 writes a
     metrics snapshot to a file.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from uma_trio.cli import SuggestingGroup
+
 if TYPE_CHECKING:
     from uma_trio.client import SessionInfo
 
@@ -22,7 +24,12 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")(function)
 
 
-@click.group("sessions", invoke_without_command=True, short_help="List, describe, fork and close sessions.")
+@click.group(
+    "sessions",
+    cls=SuggestingGroup,
+    invoke_without_command=True,
+    short_help="List, describe, fork and close sessions.",
+)
 @_options
 @click.pass_context
 def command(context: click.Context, as_json: bool, socket: str | None) -> None:

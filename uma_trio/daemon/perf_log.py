@@ -24,7 +24,7 @@ import structlog
 import trio
 
 import uma_trio
-from uma_trio.config import Config
+from uma_trio.config import MB, Config
 from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.telemetry.perf_records import FIRST_BYTES, GZIP_MAGIC, Header, RequestRecord, TickRecord, Trailer, encode
@@ -42,7 +42,6 @@ MAX_QUEUED: Final = 16_384
 """Records in memory; further ones are dropped. At 100 ticks a second this bridges a disk stall of two minutes."""
 
 CLOSE_TIMEOUT_S: Final = 5.0
-MIB: Final = 1 << 20
 
 
 class PerfLogError(Exception):
@@ -196,7 +195,7 @@ def perf_log(config: Config, info: ModelInfo) -> Iterator[PerfLog | None]:
     path, opened = config.operations.perf_log, None
     if path is not None:
         try:
-            opened = PerfLog(path, run_header(config, info), max_bytes=config.operations.perf_log_mb * MIB)
+            opened = PerfLog(path, run_header(config, info), max_bytes=config.operations.perf_log_mb * MB)
         except PerfLogError as error:
             log.warning("there is no perf log; the daemon continues", path=str(path), reason=str(error))
     try:

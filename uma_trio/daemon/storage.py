@@ -15,15 +15,13 @@ import msgspec
 import platformdirs
 import structlog
 
-from uma_trio.config import Config
+from uma_trio.config import MB, Config
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
 from uma_trio.offload import StateFiles
 from uma_trio.store import Journal, JournalError, StateFileError, StateFolder, StoredState
 
 log = structlog.get_logger("uma_trio.daemon")
-
-MB: Final = 1_000_000
 
 MAX_READERS: Final = 4
 """Most threads that read one large state.  A few saturate the memory, and queue enough requests for a fast disk."""

@@ -212,7 +212,7 @@ def _sized(
 
 def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int:
     """The cells that fit into ``kv_mem_limit_mb``, rounded down as llama.cpp would round up."""
-    most = int(settings.kv_mem_limit_mb * 1_000_000 / max(1.0, shape.kv_bytes_per_token))
+    most = int(settings.kv_mem_limit_mb * config.MB / max(1.0, shape.kv_bytes_per_token))
     block = KV_CELL_MULTIPLE if unified else KV_CELL_MULTIPLE * settings.parallel
     if most < block:
         raise KvCacheTooSmall(

@@ -1,69 +1,74 @@
 """The settings of the daemon: names, units, defaults, bounds and help texts, each in one place.
 
-Every setting is a field of one of the frozen classes below.  The YAML file, the ``UMA_*`` environment variables, the
-flags of ``uma-trio serve`` and the tables in docs/CONFIG.md are all derived from these fields.  Names are unique over
-all sections: a flag or a variable needs no section (``--max-connections``, ``UMA_MAX_CONNECTIONS``), while the file
-groups settings by section::
-
-    limits:
-      max_connections: 64
-
-Flags override the environment, the environment overrides the file, and the file overrides the defaults.  An unknown key
-is an error that names the nearest known one.
+Every setting is a field of one of the frozen classes below.
 """
 # ruff: noqa: RUF009  (``setting`` makes a field, not a value)
 
 from __future__ import annotations
 
-import difflib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
+MB: Final = 1_000_000
+"""Bytes of the unit ``_mb``."""
 
 
-class ConfigError(ValueError):
-    """A setting is unknown, of the wrong type or out of bounds.  The message says where it was set."""
-
-
-def setting(default: Any, help: str, *, name: str | None = None, **bounds: float) -> Any:
+def setting(default: Any, help: str, *, name: str | None = None, short: str | None = None, **bounds: float) -> Any:
     """Declare a setting.
 
     Args:
         name: its name in files, variables and flags, if that is not the name of the field.
+        short: a short flag, spelled as llama.cpp's tools spell it.
         bounds: ``ge``, ``gt`` and ``le``, as ``msgspec.Meta`` takes them.
     """
-    return attrs.field(default=default, metadata={"help": help, "name": name, "bounds": bounds})
+    metadata = {"help": help, "name": name, "short": short, "bounds": bounds}
+    return attrs.field(default=default, metadata=metadata)
 
 
 @attrs.frozen(kw_only=True)
 class Model:
     """The model, and the memory and compute that it may use."""
 
-    model: Path | None = setting(None, "GGUF file to serve. If not given, the embedded demo model is served.")
+    model: Path | None = setting(
+        None, "GGUF file to serve. If not given, the embedded demo model is served.", short="-m"
+    )
     ctx: int = setting(
         0,
         "Size of the KV cache in tokens, shared by all sequences. 0 takes 8192 tokens for each sequence, or the "
         "model's training context if that is smaller, within a quarter of the machine's memory.",
+        short="-c",
         ge=0,
         le=64 * MIB,
     )
     parallel: int = setting(
-        8, "Sequences that are decoded at the same time. Further requests wait in the queue.", ge=1, le=256
+        8,
+        "Sequences that are decoded at the same time. Further requests wait in the queue.",
+        short="-np",
+        ge=1,
+        le=256,
     )
     threads: int = setting(
-        0, "Compute threads. 0 takes all physical cores but one, which is left to the event loop.", ge=0, le=512
+        0,
+        "Compute threads. 0 takes all physical cores but one, which is left to the event loop.",
+        short="-t",
+        ge=0,
+        le=512,
     )
     batch_tokens: int = setting(
         512, "Most tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick.", ge=32, le=8192
     )
     gpu_layers: int = setting(
-        -1, "Layers to keep on the GPU, if the library supports one. -1 keeps all of them there.", ge=-1, le=10_000
+        -1,
+        "Layers to keep on the GPU, if the library supports one. -1 keeps all of them there.",
+        short="-ngl",
+        ge=-1,
+        le=10_000,
     )
     kv_mem_limit_mb: int = setting(
         0, "Most megabytes of KV cache. ctx is lowered to fit. 0 is no limit.", ge=0, le=100_000_000
@@ -299,206 +304,3 @@ class Config:
 
 
 SECTIONS: Final[Mapping[str, type]] = typing.get_type_hints(Config)
-
-_BOOLEANS: Final = {"yes": "true", "on": "true", "no": "false", "off": "false", "": "false"}
-"""How the environment may spell booleans, in addition to true, false, 1 and 0."""
-
-
-@attrs.frozen
-class Setting:
-    """One setting, as the file, the environment, the flags and the documentation see it."""
-
-    section: str
-    field: str
-    """Its attribute in the class of the section."""
-    name: str
-    """Its unique name, and its key in files."""
-    type: Any
-    default: Any
-    help: str
-    bounds: Mapping[str, float]
-    """``ge``, ``gt`` and ``le``; empty unless it is a number."""
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The allowed words, if there is a fixed set of them."""
-        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
-
-    @property
-    def variable(self) -> str:
-        return f"UMA_{self.name.upper()}"
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
-    def convert(self, value: Any, source: str) -> Any:
-        """Convert ``value`` to the type of this setting, and check its bounds.
-
-        Numbers and booleans may be given as text.  For a path, ``None`` and the empty text mean "not given".
-
-        Args:
-            source: where the value comes from, for the error message.
-
-        Raises:
-            ConfigError: the value has the wrong type or is out of bounds.
-        """
-        import msgspec  # late: the help of commands must not wait for this import
-
-        raw = value
-        is_text = isinstance(value, str) and self.type in (int, float, bool)
-        if is_text:
-            raw = value.strip()
-            if self.type is bool:
-                raw = _BOOLEANS.get(raw.lower(), raw)
-        elif value == "":
-            raw = None
-        try:
-            annotated = Annotated[self.type, msgspec.Meta(**self.bounds)]  # type: ignore[name-defined]
-            return msgspec.convert(raw, annotated, strict=not is_text, dec_hook=_path)
-        except (msgspec.ValidationError, RuntimeError):  # RuntimeError: ~user, and there is no such user
-            raise ConfigError(f"{source}: {self.name} must be {self.expected}, not {value!r}") from None
-
-    @property
-    def expected(self) -> str:
-        """A description of the allowed values."""
-        if self.choices:
-            return "one of " + ", ".join(self.choices)
-        kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(self.type, "a path")
-        if not self.bounds:
-            return kind
-        lower = f"from {self.bounds['ge']:.10g}" if "ge" in self.bounds else f"above {self.bounds['gt']:g}, up"
-        return f"{kind} {lower} to {self.bounds['le']:.10g}"
-
-
-def _path(_: type, value: Any) -> Path:
-    if not isinstance(value, str | Path) or "\0" in str(value):
-        raise ValueError("not a path")
-    return Path(value).expanduser()
-
-
-def settings() -> Iterator[Setting]:
-    """Yield all settings, in the order of this file."""
-    for section, cls in SECTIONS.items():
-        hints = typing.get_type_hints(cls)
-        for field in attrs.fields(cls):
-            meta = field.metadata
-            name = meta["name"] or field.name
-            yield Setting(section, field.name, name, hints[field.name], field.default, meta["help"], meta["bounds"])
-
-
-def load(
-    file: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    flags: Mapping[str, Any] | None = None,
-) -> Config:
-    """Combine the defaults, the YAML ``file``, the ``UMA_*`` variables of ``environment``, and the ``flags``.
-
-    Later sources override earlier ones.  A flag that is ``None`` is not given.
-
-    Raises:
-        ConfigError: a key is unknown, a value has the wrong type or is out of bounds, two values contradict each
-            other, or the file cannot be read.
-    """
-    known = {found.name: found for found in settings()}
-    values: dict[str, Any] = {}
-    if file is not None:
-        values.update(_from_file(file, known))
-    values.update(_from_environment(environment or {}, known))
-    for name, value in (flags or {}).items():
-        if value is not None:
-            values[name] = known[name].convert(value, known[name].flag)
-    fields: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, value in values.items():
-        fields[known[name].section][known[name].field] = value
-    config = Config(**{section: cls(**fields[section]) for section, cls in SECTIONS.items()})
-    _check_consistency(config)
-    return config
-
-
-def _check_consistency(config: Config) -> None:
-    """Check that settings fit each other.  The guarantees of the scheduling policy rest on the first check."""
-    model, scheduling = config.model, config.scheduling
-    for name, tokens in (("batch_tokens", model.batch_tokens), ("ctx", model.ctx)):
-        needed = model.parallel + scheduling.prefill_burst_tokens
-        if 0 < tokens < needed:
-            raise ConfigError(
-                f"{name} is {tokens}, but a tick must have room for a token of each of {model.parallel} sequences "
-                f"(parallel) and for {scheduling.prefill_burst_tokens} tokens of a prompt (prefill_burst_tokens): "
-                f"make {name} at least {needed}, or one of the others smaller"
-            )
-    if scheduling.min_chunk_tokens > model.batch_tokens - model.parallel:
-        raise ConfigError(
-            f"min_chunk_tokens is {scheduling.min_chunk_tokens}, but a tick has room for only "
-            f"{model.batch_tokens - model.parallel} tokens of prompts (batch_tokens less parallel): make "
-            "min_chunk_tokens smaller, or batch_tokens larger"
-        )
-
-
-def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
-    import yaml  # late: only needed with a file
-
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from None
-    try:
-        found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, or a number with too many digits
-        raise ConfigError(f"{file} is not YAML: {error}") from None
-    for section, fields in _mapping(found, str(file)).items():
-        if section not in SECTIONS:
-            raise _unknown(section, SECTIONS, str(file), "section")
-        names = {name for name, setting in known.items() if setting.section == section}
-        for name, value in _mapping(fields, f"{file}: {section}").items():
-            if name not in names:
-                raise _unknown(name, names, f"{file}: {section}", "key")
-            yield name, known[name].convert(value, f"{file}: {section}")
-
-
-def _mapping(found: Any, source: str) -> dict[Any, Any]:
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{source}: expected keys and values, not {type(found).__name__}")
-    return found
-
-
-def _from_environment(environment: Mapping[str, str], known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
-    by_variable = {setting.variable: setting for setting in known.values()}
-    for variable, value in environment.items():
-        if not variable.startswith("UMA_") or variable.startswith("UMA_TEST_"):
-            continue
-        if variable not in by_variable:
-            raise _unknown(variable, by_variable, "the environment", "variable")
-        yield by_variable[variable].name, by_variable[variable].convert(value, variable)
-
-
-def _unknown(name: object, known: Mapping[str, Any] | set[str], source: str, kind: str) -> ConfigError:
-    nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(sorted(known))}"
-    return ConfigError(f"{source}: unknown {kind} {name!s}{hint}")
-
-
-def to_yaml(config: Config) -> str:
-    """Write ``config`` as a YAML file with a comment for each setting.  ``load`` reads back an equal ``Config``."""
-    import textwrap
-
-    lines: list[str] = []
-    section = ""
-    for found in settings():
-        if found.section != section:
-            section = found.section
-            lines += ["", f"{section}:"] if lines else [f"{section}:"]
-        value = getattr(getattr(config, section), found.field)
-        plain = str(value) if isinstance(value, Path) else value
-        lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ")
-        lines.append(f"  {found.name}: {_yaml_scalar(plain)}")
-    return "\n".join(lines) + "\n"
-
-
-def _yaml_scalar(value: str | int | float | bool | None) -> str:
-    import json
-
-    text = json.dumps(value, ensure_ascii=False)
-    return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08X}" for c in text)

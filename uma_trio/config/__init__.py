@@ -1,0 +1,44 @@
+"""The settings of the daemon.
+
+The YAML file, the ``UMA_*`` environment variables, the flags of ``uma-trio serve`` and the tables in docs/CONFIG.md are
+all derived from the fields in ``fields.py``.  Names are unique over all sections: a flag or a variable needs no section
+(``--max-connections``, ``UMA_MAX_CONNECTIONS``), while the file groups settings by section::
+
+    limits:
+      max_connections: 64
+
+Flags override the environment, the environment overrides the file, and the file overrides the defaults.
+"""
+
+from uma_trio.config.fields import (
+    MB,
+    SECTIONS,
+    Config,
+    Engine,
+    Limits,
+    Listen,
+    Model,
+    Operations,
+    Scheduling,
+    Sessions,
+)
+from uma_trio.config.sources import load, to_yaml
+from uma_trio.config.values import ConfigError, Setting, settings
+
+__all__ = [
+    "MB",
+    "SECTIONS",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "Limits",
+    "Listen",
+    "Model",
+    "Operations",
+    "Scheduling",
+    "Sessions",
+    "Setting",
+    "load",
+    "settings",
+    "to_yaml",
+]

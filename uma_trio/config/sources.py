@@ -1,0 +1,200 @@
+"""Where settings come from: the defaults, a YAML file, the environment, flags; and back to YAML."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from uma_trio.config.fields import SECTIONS, Config
+from uma_trio.config.values import ConfigError, Setting, settings
+
+CLOSE: Final = 0.75
+"""Similarity from which a name of another section is suggested."""
+
+
+def load(
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Config:
+    """Combine the defaults, the YAML ``file``, the ``UMA_*`` variables of ``environment``, and the ``flags``.
+
+    Later sources override earlier ones.  A flag that is ``None`` is not given.
+
+    Raises:
+        ConfigError: a key is unknown, a value has the wrong type or is out of bounds, two values contradict each
+            other, or the file cannot be read.
+    """
+    known = {found.name: found for found in settings()}
+    values: dict[str, Any] = {}
+    if file is not None:
+        values.update(_from_file(file, known))
+    values.update(_from_environment(environment or {}, known))
+    for name, value in (flags or {}).items():
+        if value is not None:
+            values[name] = known[name].convert(value, known[name].flag)
+    fields: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for name, value in values.items():
+        fields[known[name].section][known[name].field] = value
+    config = Config(**{section: cls(**fields[section]) for section, cls in SECTIONS.items()})
+    _check_consistency(config)
+    return config
+
+
+def _check_consistency(config: Config) -> None:
+    """Check that settings fit each other.  The guarantees of the scheduling policy rest on the first check."""
+    model, scheduling = config.model, config.scheduling
+    for name, tokens in (("batch_tokens", model.batch_tokens), ("ctx", model.ctx)):
+        needed = model.parallel + scheduling.prefill_burst_tokens
+        if 0 < tokens < needed:
+            raise ConfigError(
+                f"{name} is {tokens}, but a tick must have room for a token of each of {model.parallel} sequences "
+                f"(parallel) and for {scheduling.prefill_burst_tokens} tokens of a prompt (prefill_burst_tokens): "
+                f"make {name} at least {needed}, or one of the others smaller"
+            )
+    if scheduling.min_chunk_tokens > model.batch_tokens - model.parallel:
+        raise ConfigError(
+            f"min_chunk_tokens is {scheduling.min_chunk_tokens}, but a tick has room for only "
+            f"{model.batch_tokens - model.parallel} tokens of prompts (batch_tokens less parallel): make "
+            "min_chunk_tokens smaller, or batch_tokens larger"
+        )
+
+
+# -- the file -------------------------------------------------------------------------------------------
+
+
+def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
+    for section, fields in _mapping(_parse(file), str(file)).items():
+        if section not in SECTIONS:
+            raise _unknown_section(section, known, str(file))
+        for name, value in _mapping(fields, f"{file}: {section}").items():
+            if name not in known or known[name].section != section:
+                raise _unknown_key(name, section, known, f"{file}: {section}")
+            yield name, known[name].convert(value, f"{file}: {section}")
+
+
+def _parse(file: Path) -> Any:
+    """Parse a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or sets a key twice.
+    """
+    import yaml  # late: only needed with a file
+
+    class Loader(yaml.SafeLoader):
+        """Refuses duplicate keys.  YAML forbids them, and PyYAML takes the last one in silence."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    line = key.start_mark.line + 1
+                    if key.value in lines:
+                        raise ConfigError(
+                            f"{file}: {key.value} is set in line {lines[key.value]} and again in line {line}; "
+                            "remove one of them"
+                        )
+                    lines[key.value] = line
+            return super().construct_mapping(node, deep)
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {file}: {error.strerror}; --config takes a file such as uma-trio serve --print-config prints"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"cannot read {file}: it is not UTF-8 text; save it as UTF-8") from None
+    try:
+        return yaml.load(text, Loader)
+    except ConfigError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f"; look at line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"{file} is not YAML: {error.problem or error.context}{where}") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, or a number with too many digits
+        raise ConfigError(f"{file} is not YAML: {error}") from None
+
+
+def _mapping(found: Any, source: str) -> dict[Any, Any]:
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{source}: expected keys and values, not {type(found).__name__}")
+    return found
+
+
+def _unknown_section(section: object, known: Mapping[str, Setting], source: str) -> ConfigError:
+    name = _spelled(section)
+    if name in known:
+        return ConfigError(
+            f"{source}: {section} is a key of the section {known[name].section}; put it under {known[name].section}:"
+        )
+    return ConfigError(f"{source}: unknown section {section}{_hint(name, SECTIONS)}")
+
+
+def _unknown_key(key: object, section: str, known: Mapping[str, Setting], source: str) -> ConfigError:
+    name = _spelled(key)
+    here = [setting.name for setting in known.values() if setting.section == section]
+    if name in known and name not in here:
+        other = known[name].section
+        return ConfigError(f"{source}: {key} is a key of the section {other}; put it under {other}:")
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
+    if nearest and nearest[0] not in here:
+        return ConfigError(
+            f"{source}: unknown key {key}; did you mean {nearest[0]}, of the section {known[nearest[0]].section}?"
+        )
+    return ConfigError(f"{source}: unknown key {key}{_hint(name, here)}")
+
+
+# -- the environment ------------------------------------------------------------------------------------
+
+
+def _from_environment(environment: Mapping[str, str], known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
+    by_variable = {setting.variable: setting for setting in known.values()}
+    for variable, value in environment.items():
+        if not variable.startswith("UMA_") or variable.startswith("UMA_TEST_"):
+            continue
+        if variable not in by_variable:
+            raise ConfigError(f"the environment: unknown variable {variable}{_hint(variable, by_variable)}")
+        yield by_variable[variable].name, by_variable[variable].convert(value, variable)
+
+
+def _spelled(key: object) -> str:
+    """A key as names are spelled, for one that is spelled like a flag or a variable."""
+    return str(key).lower().replace("-", "_").strip("_").removeprefix("uma_")
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(sorted(known))}"
+
+
+# -- back to YAML ---------------------------------------------------------------------------------------
+
+
+def to_yaml(config: Config) -> str:
+    """Write ``config`` as a YAML file with a comment for each setting.  ``load`` reads back an equal ``Config``."""
+    import textwrap
+
+    lines: list[str] = []
+    section = ""
+    for found in settings():
+        if found.section != section:
+            section = found.section
+            lines += ["", f"{section}:"] if lines else [f"{section}:"]
+        value = getattr(getattr(config, section), found.field)
+        plain = str(value) if isinstance(value, Path) else value
+        lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ")
+        lines.append(f"  {found.name}: {_yaml_scalar(plain)}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml_scalar(value: str | int | float | bool | None) -> str:
+    import json
+
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isascii() and c.isprintable() else f"\\U{ord(c):08X}" for c in text)
