@@ -311,6 +311,27 @@ def test_tokenize_and_back(library):
     assert found == {"ids": [int(word) for word in ids.split()], "text": "<|bos|>" + text}
 
 
+def test_tokenize_shows_bytes_that_are_no_whole_character_once_escaped(library):
+    lines = invoke("tokenize", "--no-special", "é\\").stdout.splitlines()
+    assert [line.split()[2] for line in lines] == ["b'\\xc3'", "b'\\xa9'", "'\\\\'"]
+    rows = json.loads(invoke("tokenize", "--no-special", "--json", "é\\").stdout)
+    assert bytes(byte for row in rows for byte in row["bytes"]) == "é\\".encode()
+    assert [row["text"] for row in rows] == ["\ufffd", "\ufffd", "\\"]
+
+
+@pytest.mark.parametrize("special", [[], ["--no-special"]])
+def test_tokenize_json_goes_with_every_option(library, special):
+    def found(*options, **more):
+        return json.loads(invoke("tokenize", *special, *options, "--json", **more).stdout)
+
+    rows = found("hello")
+    ids = [row["id"] for row in rows]
+    assert found("--ids", "hello") == found("--ids", "-", stdin="hello") == ids
+    assert found("--count", "hello") == len(ids)
+    decoded = {"ids": ids, "text": "hello" if special else "<|bos|>hello"}
+    assert found("--decode", json.dumps(ids)) == found("--decode", "-", stdin=json.dumps(ids) + "\n") == decoded
+
+
 def test_tokenize_control_tokens_as_text(library):
     text = "<|im_end|>"
     assert invoke("tokenize", "--count", text).stdout == "2\n"
@@ -328,6 +349,9 @@ def test_tokenize_control_tokens_as_text(library):
         (["--decode", "9" * 5000], 2, "is not a token id"),
         (["--decode", "1", "text"], 2, "--decode takes token ids"),
         (["--decode", "1", "--count"], 2, "--decode takes token ids"),
+        (["--decode", "1", "--ids"], 2, "--decode takes token ids"),
+        (["--decode", "1 [2]"], 2, "'[2' is not a token id"),
+        (["--ids", "--count", "text"], 2, "give --ids or --count"),
     ],
 )
 def test_tokenize_wrong_ids(library, arguments, code, message):

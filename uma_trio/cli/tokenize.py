@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     "--json",
     "as_json",
     is_flag=True,
-    help="Print JSON: a list of {id, start, end, text}, or with --decode {ids, text}.",
+    help="Print JSON: a list of {id, start, end, text, bytes}; with --ids a list of numbers, with --count a number, and "
+    "with --decode {ids, text}.",
 )
 @click.option("--llama-dir", type=click.Path(path_type=Path), help="Folder of the built libllama.")
 def command(
@@ -44,9 +45,10 @@ def command(
     as_json: bool,
     llama_dir: Path | None,
 ) -> None:
-    """Show the tokens of TEXT, or of stdin.
+    """Show the tokens of TEXT.  Without TEXT, or with -, the text is read from stdin.
 
-    Each line is a token: its id, its byte range in the text, and its text.  Only the vocabulary of the model is loaded.
+    Each line is a token: its id, its byte range in the text, and its text in quotes.  A token that is only a part of a
+    character is shown by its bytes, such as b'\\xc3'.  Only the vocabulary of the model is loaded.
     Text that spells a control token becomes that token, unless --no-special is given.  Added tokens such as
     BOS have an empty byte range.  If the tokenizer normalises the text, byte ranges are unknown: they are shown as -,
     and in JSON as null.
@@ -58,18 +60,27 @@ def command(
     """
     if decode is not None:
         if text is not None or ids or count:
-            raise click.UsageError("--decode takes token ids, and no other options than --no-special and --json")
+            raise click.UsageError("--decode takes token ids, and none of TEXT, --ids and --count")
         token_ids = _parse_ids(_stdin("no token ids; pipe them in") if decode == "-" else decode)
         with _tokenizer(model, llama_dir) as tokenizer:
-            _show_text(tokenizer, token_ids, special=not no_special, as_json=as_json)
+            decoded = tokenizer.decode(token_ids, special=not no_special)
+            click.echo(_json({"ids": token_ids, "text": decoded}) if as_json else decoded)
         return
-    source = _stdin("no text; give one as an argument or pipe it in") if text is None else _to_text(os.fsencode(text))
+    if ids and count:
+        raise click.UsageError("give --ids or --count, not both")
+    if text is None or text == "-":
+        source = _stdin("no text; give one as an argument or pipe it in")
+    else:
+        source = _to_text(os.fsencode(text))
     with _tokenizer(model, llama_dir) as tokenizer:
-        if count or ids:
-            found = tokenizer.encode(source, add_special=not no_special, parse_special=not no_special).tolist()
-            click.echo(len(found) if count else " ".join(map(str, found)))
-        else:
+        if not ids and not count:
             _show_tokens(tokenizer, source, special=not no_special, as_json=as_json)
+            return
+        found = tokenizer.encode(source, add_special=not no_special, parse_special=not no_special).tolist()
+    if count:
+        click.echo(len(found))
+    else:
+        click.echo(_json(found) if as_json else " ".join(map(str, found)))
 
 
 @contextlib.contextmanager
@@ -92,24 +103,33 @@ def _show_tokens(tokenizer: Tokenizer, text: str, *, special: bool, as_json: boo
     ranges = [(None, None)] * len(tokens) if encoding.offsets is None else encoding.offsets.tolist()
     rows = list(zip(tokens, ranges, tokenizer.tokens_to_bytes(tokens), strict=True))
     if as_json:
+        names = ("id", "start", "end", "text", "bytes")
         found = [
-            {"id": token, "start": start, "end": end, "text": token_bytes.decode("utf-8", "replace")}
+            dict(zip(names, (token, start, end, token_bytes.decode("utf-8", "replace"), [*token_bytes]), strict=True))
             for token, (start, end), token_bytes in rows
         ]
-        click.echo(json.dumps(found, ensure_ascii=False))
+        click.echo(_json(found))
         return
     for token, (start, end), token_bytes in rows:
         place = "-" if start is None else f"{start}-{end}"
-        click.echo(f"{token:>7}  {place:>11}  {token_bytes.decode('utf-8', 'backslashreplace')!r}")
+        click.echo(f"{token:>7}  {place:>11}  {_quoted(token_bytes)}")
 
 
-def _show_text(tokenizer: Tokenizer, ids: list[int], *, special: bool, as_json: bool) -> None:
-    text = tokenizer.decode(ids, special=special)
-    click.echo(json.dumps({"ids": ids, "text": text}, ensure_ascii=False) if as_json else text)
+def _quoted(token_bytes: bytes) -> str:
+    """Show the text of a token as a Python literal, or its bytes if they are not whole characters."""
+    try:
+        return repr(token_bytes.decode())
+    except UnicodeDecodeError:
+        return repr(token_bytes)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _parse_ids(text: str) -> list[int]:
-    words = text.replace(",", " ").split()
+    """Parse numbers with spaces or commas between them; brackets around them, as in JSON, are allowed."""
+    words = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
     wrong = [word for word in words if not word.removeprefix("-").isdecimal() or len(word) > 20]
     if wrong:
         raise click.UsageError(
