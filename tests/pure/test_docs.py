@@ -15,6 +15,7 @@ import yaml
 import uma_trio
 from uma_trio import config
 from uma_trio.cli import COMMANDS
+from uma_trio.cli.metrics_view import GROUPS
 from uma_trio.errors import all_errors
 from uma_trio.kv.cache import CacheStatistics
 from uma_trio.protocol import messages
@@ -338,6 +339,18 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
     rows = [row for table in tables(text_of("METRICS.md")) for row in table]
     assert set(named(rows)) == measured
     assert len(named(rows)) == len(measured), "one is documented twice"
+
+
+def test_the_command_groups_metrics_by_the_headings_of_the_page() -> None:
+    page = text_of("METRICS.md")
+    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    documented = {
+        title: tuple(
+            dict.fromkeys(name.split(".")[0] for table in tables(section(page, title)) for name in named(table))
+        )
+        for title in headings
+    }
+    assert documented == GROUPS
 
 
 def test_every_metric_has_unit_and_window_and_meaning() -> None:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
-from typing import Any, Final
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Final
 
 import click
 
-NOTES: Final = {
-    "sessions": "stored sessions of all users; see uma-trio sessions",
-}
-"""Explanations of names that could be misunderstood."""
+if TYPE_CHECKING:
+    import trio
+    from rich.live import Live
+
+    from uma_trio.cli.metrics_view import Sample
+
+SERVER_ERROR, PROTOCOL_ERROR = 2, 3
+
+ANSWER_S: Final = 5.0
+"""Time after which a daemon counts as not answering.  It needs a millisecond."""
 
 
 @click.command("metrics", short_help="Show the metrics of the daemon.")
-@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Show the most important metrics live, until q or Ctrl-C.")
 @click.option(
-    "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between repetitions."
+    "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between two snapshots."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print each snapshot as a line of JSON.")
 @click.option(
@@ -26,57 +38,181 @@ NOTES: Final = {
 def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> None:
     """Show the metrics of the daemon.  docs/METRICS.md explains every field.
 
-    The daemon answers at once, also during a long prefill.  Exit codes: 0 success, 2 server error or no server,
-    3 protocol error.
+    The daemon answers at once, also during a long prefill.  --watch goes on when the daemon is restarted.  If the
+    output is not a terminal, --watch prints JSON.  Exit codes: 0 success, 2 server error or no server, 3 protocol
+    error.
 
     \b
+      uma-trio metrics
       uma-trio metrics --watch
       uma-trio metrics --json | jq .tokens_total
     """
+    from uma_trio.cli.metrics_view import table
     from uma_trio.cli.running import run
     from uma_trio.client import BrokenProtocol, ClientError
+    from uma_trio.demo.temporary_daemon import Interrupted, until_interrupted
 
     try:
-        run(_watch, interval if watch else None, as_json, socket)
-    except KeyboardInterrupt:
-        sys.exit(0)
+        if not watch:
+            snapshot = run(_read, socket).snapshot
+            click.echo(json.dumps(snapshot) if as_json else "\n".join(table(snapshot)))
+        elif as_json or not _is_screen():
+            run(until_interrupted, lambda: _print(interval, socket))
+        else:
+            run(until_interrupted, lambda: _show(interval, socket))
+    except Interrupted as interrupted:
+        sys.exit(0 if interrupted.number == signal.SIGINT else 128 + interrupted.number)
     except ClientError as error:
         click.echo(f"uma-trio metrics: {error}", err=True)
-        sys.exit(3 if isinstance(error, BrokenProtocol) else 2)
+        sys.exit(PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR)
 
 
-async def _watch(interval: float | None, as_json: bool, socket: str | None) -> None:
+def _is_screen() -> bool:
+    """Whether the output is a terminal that can draw."""
+    from rich.console import Console
+
+    console = Console()
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+async def _read(socket: str | None) -> Sample:
+    """Read one snapshot.
+
+    Raises:
+        ClientError: there is no daemon, or it does not answer.
+    """
     import trio
 
-    from uma_trio.client import open_client
+    from uma_trio.cli.metrics_view import Sample
+    from uma_trio.client import ClientError, open_client
 
-    while True:
+    with trio.move_on_after(ANSWER_S):
         async with open_client(socket) as client:
-            snapshot = await client.metrics()
-        if as_json:
-            click.echo(json.dumps(snapshot))
-        else:
-            if interval is not None and sys.stdout.isatty():
-                click.clear()
-            click.echo("\n".join(_lines(snapshot)))
-        if interval is None:
-            return
+            return Sample(time.monotonic(), await client.metrics())
+    raise ClientError(f"the daemon has not answered for {ANSWER_S:g} s")
+
+
+class _Watch:
+    """Reads a snapshot now and then, also across restarts of the daemon."""
+
+    def __init__(self, socket: str | None) -> None:
+        from uma_trio.cli.metrics_view import N_SAMPLES
+
+        self._socket = socket
+        self._is_gone = False
+        self.samples: deque[Sample] = deque(maxlen=N_SAMPLES)
+        self.notice = ""
+        """What happened to the daemon last, and when."""
+
+    async def read(self) -> bool:
+        """Read a snapshot, or find out that there is no daemon now.  Returns whether there is a new sample.
+
+        Raises:
+            ClientError: there was no daemon from the beginning.
+        """
+        from uma_trio.cli.metrics_view import is_restart
+        from uma_trio.client import BrokenProtocol, ClientError, NoServer
+
+        try:
+            sample = await _read(self._socket)
+        except ClientError as error:
+            if not self.samples:
+                raise
+            if not self._is_gone:
+                why = "the daemon is gone" if isinstance(error, NoServer | BrokenProtocol) else str(error)
+                self.notice = f"{_clock()} {why}; the figures are those of before"
+            self._is_gone = True
+            return False
+        if self.samples and is_restart(self.samples[-1], sample):
+            self.notice = f"{_clock()} the daemon was restarted"
+        elif self._is_gone:
+            self.notice = f"{_clock()} the daemon answers again"
+        self._is_gone = False
+        self.samples.append(sample)
+        return True
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+async def _print(interval: float, socket: str | None) -> None:
+    """Print a line of JSON for each snapshot, and notices to stderr."""
+    import trio
+
+    watch, noticed = _Watch(socket), ""
+    while True:
+        if await watch.read():
+            click.echo(json.dumps(watch.samples[-1].snapshot))
+        if watch.notice != noticed:
+            click.echo(f"uma-trio metrics: {watch.notice}", err=True)
+            noticed = watch.notice
         await trio.sleep(interval)
 
 
-def _lines(snapshot: dict[str, Any], indent: str = "") -> list[str]:
-    lines = []
-    for name, value in snapshot.items():
-        if isinstance(value, dict):
-            lines.append(f"{indent}{name:<{26 - len(indent)}} {f'({NOTES[name]})' if name in NOTES else ''}".rstrip())
-            lines += _lines(value, indent + "  ") or [f"{indent}  none yet"]
-        else:
-            note = NOTES.get(name, "")
-            lines.append(f"{indent}{name:<{26 - len(indent)}} {_shown(value)}{note and f'  ({note})'}")
-    return lines
+async def _show(interval: float, socket: str | None) -> None:
+    """Draw the figures on the whole terminal until q is pressed."""
+    import trio
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from uma_trio.cli.metrics_view import screen
+
+    watch = _Watch(socket)
+    await watch.read()
+    console = Console(highlight=False)
+
+    def frame() -> Group:
+        width, height = console.size
+        notice = watch.notice
+        return Group(*screen(watch.samples, notice=notice, interval_s=interval, width=width, height=height))
+
+    with (
+        trio.open_signal_receiver(signal.SIGWINCH) as resized,
+        _unbuffered_keys() as keyboard,
+        Live(console=console, screen=True, auto_refresh=False, get_renderable=frame) as live,
+    ):
+        async with trio.open_nursery() as nursery:
+            if keyboard is not None:
+                nursery.start_soon(_until_q, keyboard, nursery.cancel_scope)
+            nursery.start_soon(_redraw, live, resized)
+            while True:
+                live.refresh()
+                await trio.sleep(interval)
+                await watch.read()
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+@contextlib.contextmanager
+def _unbuffered_keys() -> Iterator[int | None]:
+    """Let the terminal hand over each key at once and not show it; yields its file, or ``None`` without a terminal."""
+    import termios
+    import tty
+
+    if not sys.stdin.isatty():
+        yield None
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    try:
+        yield keyboard
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+async def _until_q(keyboard: int, scope: trio.CancelScope) -> None:
+    """Cancel ``scope`` when q is pressed, or the terminal is gone."""
+    import trio
+
+    while True:
+        await trio.lowlevel.wait_readable(keyboard)
+        keys = os.read(keyboard, 64)
+        if not keys or b"q" in keys.lower():
+            scope.cancel()
+            return
+
+
+async def _redraw(live: Live, resized: AsyncIterator[int]) -> None:
+    """Draw again whenever the size of the terminal has changed."""
+    async for _ in resized:
+        live.refresh()

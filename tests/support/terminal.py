@@ -1,0 +1,113 @@
+"""A command on a terminal: a pseudoterminal, and pyte, which draws what the command writes to it.
+
+with terminal(["uma-trio", "metrics", "--watch"], columns=80, lines=24) as shown:
+    shown.wait_for("generated")
+    shown.type("q")
+    assert shown.wait() == 0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pyte
+
+WAIT_S = 30.0
+"""Maximum duration of a wait.  Nothing takes a second, except on a busy machine."""
+
+
+class Terminal:
+    """A running command and its screen."""
+
+    def __init__(self, process: subprocess.Popen[bytes], master: int, columns: int, lines: int) -> None:
+        self.process = process
+        self.screen = pyte.Screen(columns, lines)
+        self.written = b""
+        """All that the command has written."""
+        self._stream = pyte.ByteStream(self.screen)
+        self._master = master
+
+    @property
+    def keyboard(self) -> int:
+        """File of the terminal, for its settings."""
+        return self._master
+
+    @property
+    def text(self) -> str:
+        """What is on the screen."""
+        return "\n".join(line.rstrip() for line in self.screen.display)
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def resize(self, columns: int, lines: int) -> None:
+        """Change the size of the terminal; the kernel notifies the command."""
+        self.screen.resize(lines, columns)
+        _set_size(self._master, columns, lines)
+
+    def draw(self, timeout_s: float) -> bool:
+        """Draw what the command writes within a time; returns False when the command has closed the terminal."""
+        ready, _, _ = select.select([self._master], [], [], timeout_s)
+        if ready:
+            try:
+                data = os.read(self._master, 1 << 16)
+            except OSError:  # EIO: Linux says so when the last process has closed the terminal
+                return False
+            self.written += data
+            self._stream.feed(data)
+        return True
+
+    def wait_for(self, found: str | Callable[[str], object]) -> str:
+        """Wait until a text is on the screen, or until a function of the screen's text is true."""
+        until = time.monotonic() + WAIT_S
+        while not (found in self.text if isinstance(found, str) else found(self.text)):
+            if time.monotonic() > until or not self.draw(0.1):
+                raise AssertionError(f"{found!r} is not on the screen:\n{self.text}")
+        return self.text
+
+    def wait(self) -> int:
+        """Wait for the end of the command and return its exit code."""
+        until = time.monotonic() + WAIT_S
+        while self.draw(0.1):
+            assert time.monotonic() < until, f"the command does not end:\n{self.text}"
+        return self.process.wait(WAIT_S)
+
+
+@contextlib.contextmanager
+def terminal(
+    command: Sequence[str], *, columns: int, lines: int, environment: Mapping[str, str] | None = None
+) -> Iterator[Terminal]:
+    """Run a command on a terminal of its own; killed at the end if it still runs."""
+    master, slave = pty.openpty()
+    _set_size(slave, columns, lines)
+    clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=clean | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | dict(environment or {}),
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    try:
+        yield Terminal(process, master, columns, lines)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        os.close(master)
+
+
+def _set_size(file: int, columns: int, lines: int) -> None:
+    fcntl.ioctl(file, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))

@@ -1,0 +1,354 @@
+"""What ``uma-trio metrics`` shows.  Pure: snapshots in, lines out.
+
+``table`` has every metric of one snapshot.  ``screen`` has the most important figures of several snapshots, with rates
+between them, in as many lines as a terminal has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import attrs
+from rich.filesize import decimal
+from rich.text import Text
+
+GROUPS: Final = {
+    "Load": (
+        *("model", "connections", "running", "queue_depth", "requests_total", "rejected_total", "uptime_s"),
+        "draining",
+    ),
+    "Throughput": (
+        *("tokens_total", "prompt_tokens_total", "prefix_cache_hits_total", "cached_tokens_total"),
+        *("draft_tokens_total", "accepted_draft_tokens_total", "acceptance_rate", "ticks_total", "decode_calls_total"),
+        *("run_ahead_steps_total", "avg_batch"),
+    ),
+    "Latency": (
+        *("inter_token_p50_ms", "inter_token_p95_ms", "inter_token_p99_ms", "ttft_p50_ms", "ttft_p95_ms"),
+        *("requests_inter_token_ms", "cancel_to_free_p50_ms", "cancel_to_free_max_ms"),
+    ),
+    "Ticks": (
+        *("decode_ms_avg", "sample_ms_avg", "host_gap_p50_ms", "host_gap_p95_ms", "host_gap_share"),
+        *("logits_zero_copy_share", "bytes_per_token", "memory_bandwidth_share", "tick_prediction_error"),
+    ),
+    "Memory": ("kv", "kv_offload", "send_queue_bytes"),
+    "Engine": ("engine",),
+    "Sessions": ("sessions",),
+    "Perf log": ("perf_log_dropped_total",),
+}
+"""The metrics by the headings of docs/METRICS.md."""
+
+OTHER: Final = "Other"
+"""Heading of metrics that a newer daemon has."""
+
+ENDED: Final = ("stop", "length")
+"""Reasons of complete answers; other keys of ``requests_total`` are ``cancelled`` and error codes."""
+
+N_SAMPLES: Final = 400
+"""Number of samples to keep: more than the widest terminal shows."""
+
+LABEL_WIDTH: Final = 11
+CELL_WIDTH: Final = 20
+GAP: Final = 2
+RATE_WIDTH: Final = 9
+BARS: Final = " ▁▂▃▄▅▆▇█"
+MAX_CHART_LINES: Final = 6
+
+
+# -- one snapshot --------------------------------------------------------------------------------------
+
+
+def table(snapshot: Mapping[str, Any]) -> list[str]:
+    """Format every metric as a line below the heading of its group."""
+    known = {name for names in GROUPS.values() for name in names}
+    groups = {**GROUPS, OTHER: tuple(name for name in snapshot if name not in known)}
+    lines: list[str] = []
+    for title, names in groups.items():
+        found = [pair for name in names if name in snapshot for pair in _flat(name, snapshot[name])]
+        if found:
+            lines += ["", title, *(f"  {name:<34} {_shown(value)}" for name, value in found)]
+    return lines[1:]
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Name the fields of nested objects as docs/METRICS.md does: ``kv.cells``."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    else:
+        yield name, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value == {}:
+        return "-"
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
+
+
+# -- two snapshots -------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Sample:
+    """A snapshot, and when it was taken."""
+
+    at_s: float
+    """Seconds on the reader's monotonic clock."""
+    snapshot: Mapping[str, Any]
+
+    def get(self, path: str) -> Any:
+        """Return a metric by its name in docs/METRICS.md; ``None`` if the daemon has not measured it."""
+        found: Any = self.snapshot
+        for key in path.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
+
+
+def is_restart(before: Sample, now: Sample) -> bool:
+    """Whether the daemon was restarted between the two samples."""
+    names = ("uptime_s", "tokens_total", "prompt_tokens_total", "ticks_total")
+    return any((now.get(name) or 0) < (before.get(name) or 0) for name in names)
+
+
+def per_second(before: Sample | None, now: Sample, path: str) -> float | None:
+    """Return how fast a counter grew; ``None`` without a sample before, across a restart and without the counter."""
+    if before is None or now.at_s <= before.at_s or is_restart(before, now):
+        return None
+    first, last = before.get(path), now.get(path)
+    if first is None or last is None or last < first:  # engine.cpu_s begins again with each engine
+        return None
+    return float(last - first) / (now.at_s - before.at_s)
+
+
+@attrs.frozen
+class Cell:
+    """A figure with its label."""
+
+    label: str
+    value: str
+    is_alarm: bool = False
+    """Whether somebody should look at it."""
+
+
+@attrs.frozen
+class Row:
+    """A line of the screen."""
+
+    title: str
+    cells: tuple[Cell, ...]
+    note: str = ""
+
+
+def rows(before: Sample | None, now: Sample) -> list[Row]:
+    """Return the figures below the rates of tokens, the most important first."""
+    reasons: Mapping[str, int] = now.get("requests_total") or {}
+    refused: Mapping[str, int] = now.get("rejected_total") or {}
+    n_complete = sum(reasons.get(reason, 0) for reason in ENDED)
+    n_cancelled = reasons.get("cancelled", 0)
+    n_failed = sum(reasons.values()) - n_complete - n_cancelled
+    n_refused = sum(refused.values())
+    cells = now.get("kv.cells")
+    cpu = per_second(before, now, "engine.cpu_s")
+    return [
+        Row(
+            "streams",
+            (
+                Cell("running", _count(now.get("running"))),
+                Cell("waiting", _count(now.get("queue_depth")), is_alarm=bool(now.get("queue_depth"))),
+                Cell("connections", _count(now.get("connections"))),
+            ),
+        ),
+        Row(
+            "ITL",
+            (
+                Cell("p50", _ms(now.get("inter_token_p50_ms"))),
+                Cell("p95", _ms(now.get("inter_token_p95_ms"))),
+                Cell("p99", _ms(now.get("inter_token_p99_ms"))),
+            ),
+        ),
+        Row("TTFT", (Cell("p50", _ms(now.get("ttft_p50_ms"))), Cell("p95", _ms(now.get("ttft_p95_ms"))))),
+        Row(
+            "KV cache",
+            (
+                Cell("in use", _share(now.get("kv.cells_used"), cells)),
+                Cell("reserved", _share(now.get("kv.cells_reserved"), cells)),
+                Cell("reusable", _share(now.get("kv.cached_cells"), cells)),
+            ),
+        ),
+        Row(
+            "engine",
+            (
+                Cell("memory", _bytes(now.get("engine.rss_bytes"))),
+                Cell("CPU", "-" if cpu is None else f"{cpu:.0%}"),
+                Cell("restarts", _count(now.get("engine.restarts_total")), bool(now.get("engine.restarts_total"))),
+            ),
+        ),
+        Row(
+            "sessions",
+            (
+                Cell("stored", _count(now.get("sessions.stored"))),
+                Cell("active", _count(now.get("sessions.active"))),
+                Cell("not durable", _count(now.get("sessions.not_durable")), bool(now.get("sessions.not_durable"))),
+            ),
+        ),
+        Row(
+            "requests",
+            (
+                Cell("complete", _count(n_complete)),
+                Cell("cancelled", _count(n_cancelled)),
+                Cell("failed", _count(n_failed), is_alarm=n_failed > 0),
+            ),
+        ),
+        Row(
+            "refused",
+            (Cell("requests", _count(n_refused), is_alarm=n_refused > 0),),
+            note=", ".join(f"{code} {n:,}" for code, n in sorted(refused.items(), key=lambda pair: -pair[1])),
+        ),
+        Row(
+            "reuse",
+            (
+                Cell("prefix hits", _count(now.get("prefix_cache_hits_total"))),
+                Cell("cached", _share(now.get("cached_tokens_total"), _prompt_tokens(now))),
+                Cell("drafts", _share(now.get("accepted_draft_tokens_total"), now.get("draft_tokens_total"))),
+            ),
+        ),
+        Row(
+            "ticks",
+            (
+                Cell("per second", _rate(per_second(before, now, "ticks_total"))),
+                Cell("decode", _ms(now.get("decode_ms_avg"))),
+                Cell("host gap", _share(now.get("host_gap_share"), 1)),
+            ),
+        ),
+        Row(
+            "offload",
+            (
+                Cell("saved", _count(now.get("kv_offload.saved_total"))),
+                Cell("loaded", _count(now.get("kv_offload.loaded_total"))),
+                Cell("on disk", _bytes(now.get("kv_offload.disk_bytes"))),
+            ),
+        ),
+    ]
+
+
+def _prompt_tokens(now: Sample) -> int:
+    return (now.get("cached_tokens_total") or 0) + (now.get("prompt_tokens_total") or 0)
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _rate(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}" if value < 1e5 else f"{value:,.0f}"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f} ms"
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else decimal(value)
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return "-" if part is None or not whole else f"{part / whole:.1%}"
+
+
+# -- the screen ----------------------------------------------------------------------------------------
+
+
+def screen(samples: Sequence[Sample], *, notice: str, interval_s: float, width: int, height: int) -> list[Text]:
+    """Return at most ``height`` lines of at most ``width`` columns.
+
+    Args:
+        samples: the latest last; at least one.
+        notice: what happened to the daemon, or nothing.
+    """
+    before, now = (samples[-2] if len(samples) > 1 else None), samples[-1]
+    found = rows(before, now)
+    running = _running(now, height)
+    fixed = 2 + 2 + 1 + len(found) + len(running)  # headers, one line for each chart, a blank line
+    chart_lines = max(1, min(MAX_CHART_LINES, 1 + (height - fixed) // 2))
+    lines = [_header(now, interval_s, width), Text(notice, style="bold red")]
+    for title, path, colour in (
+        ("generated", "tokens_total", "green"),
+        ("prefill", "prompt_tokens_total", "cyan"),
+    ):
+        rates = [per_second(*pair, path) for pair in pairwise(samples)]
+        lines += _chart(title, rates, colour, width, chart_lines)
+    lines.append(Text())
+    lines += [_line(row) for row in found]
+    lines += running
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines[:height]
+
+
+def _header(now: Sample, interval_s: float, width: int) -> Text:
+    left = Text(f"{now.get('model')}", style="bold")
+    left.append(f"  up {_duration(now.get('uptime_s') or 0)}", style="dim")
+    if now.get("draining"):
+        left.append("  draining", style="bold yellow")
+    right = f"every {interval_s:g} s, q quits"
+    left.append(" " * max(GAP, width - left.cell_len - len(right)))
+    return left.append(right, style="dim")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _chart(title: str, rates: Sequence[float | None], colour: str, width: int, n_lines: int) -> list[Text]:
+    """Draw the rates of a counter: the latest as a number and as the rightmost bar."""
+    latest = rates[-1] if rates else None
+    heads = [Text(f"{title:<{LABEL_WIDTH}}{_rate(latest):>{RATE_WIDTH}} tokens/s", style="bold")]
+    n_bars = max(0, width - len(heads[0]) - GAP)
+    shown = [rate or 0.0 for rate in rates][-n_bars:] if n_bars else []
+    heads.append(Text(f"{'  highest':<{LABEL_WIDTH}}{_rate(max(shown, default=None)):>{RATE_WIDTH}}", style="dim"))
+    lines = []
+    for at, bars in enumerate(_bars(shown, n_bars, n_lines)):
+        line = heads[at].copy() if at < len(heads) else Text()
+        line.pad_right(len(heads[0]) + GAP - len(line))
+        lines.append(line.append(bars, style=colour))
+    return lines
+
+
+def _bars(values: Sequence[float], width: int, height: int) -> Iterator[str]:
+    """Draw a bar for each value, from the top line to the bottom line; the highest bar fills all lines."""
+    most = max(values, default=0.0) or 1.0
+    steps = len(BARS) - 1
+    eighths = [round(value / most * height * steps) for value in values]
+    for line in reversed(range(height)):
+        yield "".join(BARS[min(steps, max(0, n - line * steps))] for n in eighths).rjust(width)
+
+
+def _line(row: Row) -> Text:
+    line = Text(f"{row.title:<{LABEL_WIDTH}}", style="")
+    for cell in row.cells:
+        line.append(cell.label, style="dim")
+        line.append(cell.value.rjust(CELL_WIDTH - len(cell.label)), style="bold yellow" if cell.is_alarm else "bold")
+        line.append(" " * GAP)
+    if row.note:
+        line.append(row.note, style="yellow")
+    return line
+
+
+def _running(now: Sample, height: int) -> list[Text]:
+    """List the running requests with the longest inter-token latency, on a terminal that is taller than usual."""
+    latencies: Mapping[str, float] = now.get("requests_inter_token_ms") or {}
+    room = height - 24
+    if room < 4 or not latencies:
+        return []
+    slowest = sorted(latencies.items(), key=lambda pair: -pair[1])[: room - 2]
+    return [Text(), Text("running requests, the slowest first", style="dim"), *_requests(slowest)]
+
+
+def _requests(latencies: Iterable[tuple[str, float]]) -> Iterator[Text]:
+    for name, ms in latencies:
+        yield Text.assemble((f"{_ms(ms):>12}", "bold"), "  ", name)
