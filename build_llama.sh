@@ -12,8 +12,10 @@ environment, checks the package's declarations against llama.h with the C compil
 Requires Python 3.11 or newer and a C++ compiler; downloads everything else with pip. A second run skips
 the steps that are up to date.
 
-  --backend NAME   auto (default), cpu, metal, vulkan or cuda. auto selects Metal on Apple Silicon, Vulkan on
-                   Linux if its headers, glslc and a loader are installed, and the CPU otherwise
+  --backend NAME   auto (default), cpu, metal, vulkan, cuda or hip (ROCm, never tested). auto selects Metal on Apple
+                   Silicon. On Linux it selects CUDA or ROCm if driver and toolkit are installed, Vulkan if its
+                   headers, glslc and a loader are installed, and the CPU otherwise
+  --cuda-arch LIST build for these CUDA architectures, such as 90 or "80;89" (default: the GPUs of this machine)
   --dev            also install the requirements of tests, benches and notebooks
   --peers          also build llama-server, llama-batched-bench and llama-bench, which benches/ compares with,
                    from the same source with the same flags, in build/peers/bin
@@ -24,8 +26,9 @@ the steps that are up to date.
   --clean          rebuild everything, except for the downloaded archive
   --help           show this text
 
-Environment variables: PYTHON (interpreter), CC and CXX, CMAKE_ARGS (further options for cmake), VULKAN_SDK
-(directory with include/, lib/ and bin/ that is searched first), and those of pip.
+Environment variables: PYTHON (interpreter), CC and CXX, CMAKE_ARGS (further options for cmake), CUDA_HOME and
+ROCM_PATH (directories of the toolkits), VULKAN_SDK (directory with include/, lib/ and bin/ that is searched first),
+and those of pip.
 END
 }
 
@@ -92,9 +95,10 @@ need_room() {
   fi
 }
 
-# Explains a failed step: a known cause in one sentence, or the last line of the log.
+# Explains a failed step: a known cause in one sentence, or the last line of the log. The optional third argument is what
+# helps without a network.
 explain() {
-  local what=$1 log=$2 last
+  local what=$1 log=$2 offline=${3:+, or $3} last
   last=$(grep -A1 'CMake Error' "$log" 2>/dev/null | sed -n '2s/^ *//p' || true)
   if [ -z "$last" ]; then last=$(grep -v '^[[:space:]]*$' "$log" 2>/dev/null | tail -n 1 || true); fi
   if grep -Eqi 'no space left on device|disk quota exceeded|Errno 28' "$log" 2>/dev/null; then
@@ -106,12 +110,32 @@ explain() {
     die "the downloaded $pin does not have the pinned SHA-256: your package index or proxy serves a changed file; use another index" "$log"
   fi
   if grep -Eqi 'Failed to establish|NewConnectionError|Name or service not known|name resolution|Network is unreachable|Connection refused|timed out|ProxyError|SSLError|Could not find a version|No matching distribution' "$log"; then
-    die "$what failed because pip found no package index that has it ($(grep -Em1 'No matching distribution|Could not find a version|Connection|resolution' "$log" | sed 's/^ *\(ERROR: \)*//' | cut -c1-120)): connect to the network, unset PIP_NO_INDEX, or set PIP_INDEX_URL to a mirror" "$log"
+    die "$what failed because pip found no package index that has it ($(grep -Em1 'No matching distribution|Could not find a version|Connection|resolution' "$log" | sed 's/^ *\(ERROR: \)*//' | cut -c1-120)): connect to the network, unset PIP_NO_INDEX, or set PIP_INDEX_URL to a mirror$offline" "$log"
   fi
   if grep -qi 'permission denied' "$log"; then
     die "$what failed because a directory is not writable: use a virtual environment (python3 -m venv .venv && . .venv/bin/activate)" "$log"
   fi
   die "$what failed: $last" "$log"
+}
+
+# The known causes for which cmake cannot set up a CUDA build; returns if it is none of them.
+explain_cuda() {
+  local log=$1 otherwise="or use --backend vulkan or cpu"
+  if grep -q 'no GPU was detected' "$log"; then
+    die "no NVIDIA GPU found to build for: name its architecture, as in --cuda-arch 90, $otherwise" "$log"
+  fi
+  if grep -q 'Unsupported gpu architecture' "$log"; then
+    die "$nvcc cannot build for the architecture ${cuda_arch:-of this GPU}: name one with --cuda-arch ($nvcc --list-gpu-arch lists them), or install another version of the CUDA toolkit" "$log"
+  fi
+  if grep -Eqi 'unsupported (GNU|clang) version' "$log"; then
+    die "the CUDA toolkit does not support $($cxx --version 2>/dev/null | head -n 1): set CUDAHOSTCXX to an older compiler, as in CUDAHOSTCXX=g++-12, install a newer toolkit, $otherwise" "$log"
+  fi
+  if grep -Eq 'Unable to find cublas|CUDA::cublas' "$log"; then
+    die "the CUDA toolkit has no cuBLAS: install the whole toolkit (Debian, Ubuntu: apt install libcublas-dev of the same version), $otherwise" "$log"
+  fi
+  if grep -q 'CUDA compiler' "$log" && grep -Eq 'is not able to compile a simple test program|broken' "$log"; then
+    die "the CUDA compiler $nvcc does not work: install the whole CUDA toolkit, $otherwise" "$log"
+  fi
 }
 
 managed() {
@@ -120,7 +144,7 @@ managed() {
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────
 
-backend=auto prefix=$root/llama_abi/lib source='' jobs='' extra='' clean='' peers=''
+backend=auto prefix=$root/llama_abi/lib source='' jobs='' extra='' clean='' peers='' cuda_arch=''
 
 while [ $# -gt 0 ]; do
   case $1 in
@@ -128,11 +152,12 @@ while [ $# -gt 0 ]; do
     --dev) extra=dev ;;
     --clean) clean=yes ;;
     --peers) peers=yes ;;
-    --backend=* | --prefix=* | --jobs=* | --source=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
-    --backend | --prefix | --jobs | --source)
+    --backend=* | --cuda-arch=* | --prefix=* | --jobs=* | --source=*) set -- "${1%%=*}" "${1#*=}" "${@:2}"; continue ;;
+    --backend | --cuda-arch | --prefix | --jobs | --source)
       if [ $# -lt 2 ] || [ -z "$2" ]; then die "$1 needs a value; see --help"; fi
       case $1 in
         --backend) backend=$2 ;;
+        --cuda-arch) cuda_arch=$2 ;;
         --prefix) prefix=$2 ;;
         --jobs) jobs=$2 ;;
         --source) source=$2 ;;
@@ -143,8 +168,9 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-case $backend in auto | cpu | metal | vulkan | cuda) ;; *) die "unknown backend '$backend': use auto, cpu, metal, vulkan or cuda" ;; esac
+case $backend in auto | cpu | metal | vulkan | cuda | hip) ;; *) die "unknown backend '$backend': use auto, cpu, metal, vulkan, cuda or hip" ;; esac
 case $jobs in '') ;; 0* | *[!0-9]*) die "--jobs must be a number from 1, not '$jobs'" ;; esac
+case $cuda_arch in *[!0-9a-z\;-]*) die "--cuda-arch must be a list such as 90 or '80;89', not '$cuda_arch'" ;; esac
 case $prefix in /*) ;; *) prefix=$PWD/$prefix ;; esac
 if [ -n "$source" ]; then
   [ -f "$source/include/llama.h" ] || die "--source $source is not a llama.cpp checkout: it has no include/llama.h"
@@ -248,6 +274,12 @@ need_compiler() {
     if have g++; then cxx=g++; elif have clang++; then cxx=clang++; else no_compiler; fi
   fi
 }
+# Refuses a compiler that would fail after minutes, with an error about a header.
+check_compiler() {
+  printf '#include <charconv>\n#include <filesystem>\n#include <optional>\nstd::optional<std::filesystem::path> found;\n' |
+    $cxx -std=c++17 -x c++ -fsyntax-only - >"$logs/compiler.log" 2>&1 ||
+    die "the C++ compiler $cxx cannot compile C++17, which llama.cpp needs: install GCC 9, Clang 9 or newer, and set CC and CXX to it if it is not the default" "$logs/compiler.log"
+}
 no_compiler() { die "no C++ compiler found: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), or set CC and CXX"; }
 
 vulkan_problem='' vulkan_library='' vulkan_version=''
@@ -279,22 +311,29 @@ check_vulkan() {
 }
 
 need_compiler
-reason='as requested'
+reason='as requested' hint=''
+if [ "$backend" = auto ] && [ "$(uname)" = Darwin ]; then
+  if [ "$(uname -m)" = arm64 ]; then backend=metal reason='Apple Silicon'; else backend=cpu reason='Metal is not reliable on Intel Macs'; fi
+fi
+case $backend in auto | vulkan) check_vulkan ;; esac
+case $backend in auto | cuda | hip)
+  found=$("$python" -I "$root/llama_abi/gpus.py" "$vulkan_version" "$vulkan_problem") || die "llama_abi/gpus.py does not run in $python: set PYTHON to another one, or name a --backend"
+  nvcc=$(printf '%s\n' "$found" | sed -n 4p)
+  hipcc=$(printf '%s\n' "$found" | sed -n 5p) ;;
+esac
 case $backend in
   auto)
-    if [ "$(uname)" = Darwin ]; then
-      if [ "$(uname -m)" = arm64 ]; then backend=metal reason='Apple Silicon'; else backend=cpu reason='Metal is not reliable on Intel Macs'; fi
-    else
-      check_vulkan
-      if [ -z "$vulkan_problem" ]; then backend=vulkan reason="Vulkan headers $vulkan_version, glslc and a loader are installed"
-      else backend=cpu reason="not Vulkan: $vulkan_problem"; fi
-    fi ;;
-  vulkan)
-    check_vulkan
-    [ -z "$vulkan_problem" ] || die "$vulkan_problem; or use --backend cpu" ;;
-  metal) [ "$(uname)" = Darwin ] || die "Metal exists on macOS only: use --backend vulkan, cuda or cpu" ;;
-  cuda) have nvcc || [ -n "${CUDACXX:-}" ] || die "no CUDA compiler found: install the CUDA toolkit and put nvcc on the PATH, or use --backend vulkan or cpu" ;;
+    backend=$(printf '%s\n' "$found" | sed -n 1p)
+    reason=$(printf '%s\n' "$found" | sed -n 2p)
+    hint=$(printf '%s\n' "$found" | sed -n 3p) ;;
+  vulkan) [ -z "$vulkan_problem" ] || die "$vulkan_problem; or use --backend cpu" ;;
+  metal) [ "$(uname)" = Darwin ] || die "Metal exists on macOS only: use --backend vulkan, cuda, hip or cpu" ;;
+  cuda) [ -n "$nvcc" ] || die "no CUDA compiler found: install the CUDA toolkit and put nvcc on the PATH or set CUDA_HOME, or use --backend vulkan or cpu" ;;
+  hip) [ -n "$hipcc" ] || die "no HIP compiler found: install ROCm and put hipcc on the PATH or set ROCM_PATH, or use --backend vulkan or cpu" ;;
 esac
+if [ -n "$cuda_arch" ] && [ "$backend" != cuda ]; then
+  die "--cuda-arch is for the CUDA backend, and this build is for $backend ($reason): add --backend cuda"
+fi
 
 origin=\$ORIGIN
 if [ "$(uname)" = Darwin ]; then origin=@loader_path; fi
@@ -306,6 +345,7 @@ options=(
   # One file per library. Each finds the others in its own directory, wherever that is.
   -DCMAKE_PLATFORM_NO_VERSIONED_SONAME=ON -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=$origin"
 )
+cmake_minor=19
 cxx_flags="${CXXFLAGS:+$CXXFLAGS }-w"      # -w: no warnings for code of another project
 on() { if [ "$backend" = "$1" ]; then echo ON; else echo OFF; fi; }
 options+=("-DGGML_METAL=$(on metal)" "-DGGML_VULKAN=$(on vulkan)" "-DGGML_CUDA=$(on cuda)")
@@ -317,7 +357,17 @@ if [ "$backend" = vulkan ]; then
     cxx_flags="$cxx_flags -I$VULKAN_SDK/include"
   fi
 elif [ "$backend" = cuda ]; then
-  need_mib=3000
+  need_mib=3000 cmake_minor=24                # 3.24 is the first that finds out what the GPUs of this machine are
+  options+=("-DCMAKE_CUDA_COMPILER=$nvcc" -DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON)
+  if [ -n "$cuda_arch" ]; then options+=("-DCMAKE_CUDA_ARCHITECTURES=$cuda_arch"); fi
+elif [ "$backend" = hip ]; then
+  need_mib=3000 cmake_minor=21                # 3.21 is the first that knows HIP
+  rocm=${hipcc%/bin/hipcc}
+  export ROCM_PATH=${ROCM_PATH:-$rocm}
+  options+=(-DGGML_HIP=ON -DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON)
+  for clang in "$rocm/llvm/bin/clang++" "$rocm/lib/llvm/bin/clang++"; do
+    if [ -x "$clang" ]; then options+=("-DCMAKE_HIP_COMPILER=$clang"); break; fi
+  done
 fi
 options+=("-DCMAKE_C_FLAGS=${CFLAGS:+$CFLAGS }-w" "-DCMAKE_CXX_FLAGS=$cxx_flags")
 if [ -n "${CMAKE_ARGS:-}" ]; then
@@ -386,6 +436,7 @@ finish() {
     *":$scripts:"*) say "Next: uma-trio serve" ;;
     *) say "Next: $scripts/uma-trio serve    ($scripts is not on your PATH)" ;;
   esac
+  if [ -n "$hint" ]; then say "Note: $hint"; fi
   exit 0
 }
 
@@ -411,6 +462,7 @@ fi
 sha256() { if have sha256sum; then sha256sum "$1"; else shasum -a 256 "$1"; fi | cut -d' ' -f1; }
 
 mkdir -p "$work" "$logs" 2>/dev/null || no_room "$work"
+check_compiler
 tree=$work/llama.cpp            # the source; tests also use its models/ggml-vocab-*.gguf
 
 if [ -n "$source" ]; then
@@ -423,7 +475,7 @@ else
     if ! [ -f "$archive" ]; then
       say "Downloading the source of $pin"
       quietly "$logs/fetch.log" "$python" -m pip download --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
-        --require-hashes -r "$root/llama_abi/pin.txt" -d "$work/download" || explain "Downloading $pin" "$logs/fetch.log"
+        --require-hashes -r "$root/llama_abi/pin.txt" -d "$work/download" || explain "Downloading $pin" "$logs/fetch.log" "build a llama.cpp checkout that you have with --source DIR"
     fi
     [ -f "$archive" ] || die "pip did not download $(basename "$archive")" "$logs/fetch.log"
     actual=$(sha256 "$archive")
@@ -473,7 +525,7 @@ fi
 # ── cmake, ninja ──────────────────────────────────────────────────────────────────────────────
 
 tools=$work/tools
-cmake_is_new_enough() { "$1" --version 2>/dev/null | awk 'NR == 1 { split($3, v, "."); exit !(v[1] > 3 || v[1] == 3 && v[2] >= 19) }'; }
+cmake_is_new_enough() { "$1" --version 2>/dev/null | awk 'NR == 1 { split($3, v, "."); exit !(v[1] > 3 || v[1] == 3 && v[2] >= '"$cmake_minor"') }'; }
 cmake=cmake ninja=ninja
 if ! have cmake || ! cmake_is_new_enough cmake; then cmake=$tools/bin/cmake; fi
 if ! have ninja; then ninja=$tools/bin/ninja; fi
@@ -485,7 +537,7 @@ if [ -n "$missing" ]; then
   rm -rf "$tools"
   "$python" -m venv --without-pip "$tools" >"$logs/tools.log" 2>&1 || explain "Creating an environment for$missing" "$logs/tools.log"
   # shellcheck disable=SC2086  # two words are two packages
-  quietly "$logs/tools.log" "$python" -m pip --python "$tools/bin/python" install --disable-pip-version-check cmake ninja || explain "Downloading$missing" "$logs/tools.log"
+  quietly "$logs/tools.log" "$python" -m pip --python "$tools/bin/python" install --disable-pip-version-check cmake ninja || explain "Downloading$missing" "$logs/tools.log" "install cmake 3.$cmake_minor or newer and ninja in another way"
 fi
 
 # ── build ─────────────────────────────────────────────────────────────────────────────────────
@@ -510,9 +562,9 @@ if ! [ -f "$build/.wanted" ] || [ -n "$peers" ]; then
   say "Configuring ($why)"
   if ! CC=$cc CXX=$cxx quietly "$logs/configure-$backend.log" "$cmake" -S "$code" -B "$build" -G Ninja "-DCMAKE_MAKE_PROGRAM=$(command -v "$ninja")" "${configure[@]}"; then
     log=$logs/configure-$backend.log
+    if [ "$backend" = cuda ]; then explain_cuda "$log"; fi
     if grep -q 'SPIRV-Headers' "$log"; then die "cmake cannot find the SPIR-V headers: apt install spirv-headers, or set VULKAN_SDK" "$log"; fi
     if grep -Eq 'is not able to compile a simple test program|broken' "$log"; then die "the C++ compiler $cxx does not work: install a complete one (Debian, Ubuntu: apt install g++)" "$log"; fi
-    if grep -q 'no GPU was detected' "$log"; then die "no GPU found to build for: name one, as in  CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=90 ./build_llama.sh --backend cuda" "$log"; fi
     explain "Configuring" "$log"
   fi
   printf '%s\n' "$wanted" >"$build/.wanted" || no_room "$work"

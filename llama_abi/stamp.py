@@ -58,7 +58,7 @@ class Stamp:
     pin: str
     """Version of the source: a pip requirement, or ``source:`` and a version for a build with ``--source``."""
     backend: str
-    """``cpu``, ``metal``, ``vulkan`` or ``cuda``."""
+    """``cpu``, ``metal``, ``vulkan``, ``cuda`` or ``hip``."""
     header_sha256: str
     """Digest of ``include/`` when the check passed."""
     declarations_sha256: str

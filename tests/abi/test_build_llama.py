@@ -1,6 +1,7 @@
-"""Tests for build_llama.sh before it builds anything: every missing requirement is one sentence with the remedy.
+"""Tests for build_llama.sh without building: the backend that it chooses, and one sentence with the remedy for every
+requirement that is missing.
 
-Nothing is compiled, installed or downloaded: a fake interpreter answers the script's questions.
+Nothing is compiled, installed or downloaded: fake tools answer the script's questions.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,16 +36,33 @@ def fake(path: Path, text: str) -> Path:
     return path
 
 
-def python(folder: Path, *, version: str = "3.11.2 new", pip: str = "pip") -> Path:
+def python(folder: Path, *, version: str = "3.11.2 new", pip: str = "pip", todo: str = "", more: str = "") -> Path:
+    """A fake interpreter for a machine whose files are in ``folder``.
+
+    Args:
+        todo: what is left to do, ``build`` or ``nothing``; otherwise the script ends where it asks.
+        more: shell commands that answer the other questions.
+    """
     lines = [*version.split(), pip, "installed", "/nowhere/bin", "environment", "hash"]
-    # The fake answers only the first question, so the script never gets to downloading or building.
-    return fake(folder / "fake-python", f"[ $# -eq 4 ] || exit 1\nprintf '%s\\n' {' '.join(lines)}")
+    left = f"printf '{todo}\\nthe reason\\n'" if todo else "exit 1"
+    return fake(
+        folder / "fake-python",
+        f"""case "$*" in
+          -I*gpus.py*) exec {sys.executable} "$@" "{folder}" ;;
+          *GGML_RPC*) {left}; exit ;;
+          -m*) {more} ;;
+          *) printf '%s\\n' {" ".join(lines)} ;;
+        esac""",
+    )
 
 
-def run(*arguments: str, **environment: str | Path) -> tuple[int, str]:
-    clean = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHON", "VULKAN_SDK", "CC", "CXX")}
+IGNORED = ("VIRTUAL_ENV", "PYTHON", "VULKAN_SDK", "CC", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "ROCM_PATH")
+
+
+def run(*arguments: str, script: Path = SCRIPT, **environment: str | Path) -> tuple[int, str]:
+    clean = {name: value for name, value in os.environ.items() if name not in IGNORED}
     done = subprocess.run(
-        [str(shutil.which("bash")), str(SCRIPT), *arguments],
+        [str(shutil.which("bash")), str(script), *arguments],
         env={**clean, **{name: str(value) for name, value in environment.items()}},
         capture_output=True,
         text=True,
@@ -56,7 +75,17 @@ def run(*arguments: str, **environment: str | Path) -> tuple[int, str]:
 def test_help() -> None:
     code, said = run("--help")
     assert code == 0
-    for option in ("--backend", "--dev", "--peers", "--prefix", "--jobs", "--source", "--clean", "--help"):
+    for option in (
+        "--backend",
+        "--cuda-arch",
+        "--dev",
+        "--peers",
+        "--prefix",
+        "--jobs",
+        "--source",
+        "--clean",
+        "--help",
+    ):
         assert option in said
 
 
@@ -66,6 +95,7 @@ def test_help() -> None:
         (["--bakend", "cpu"], "unknown option --bakend"),
         (["--backend", "gpu"], "unknown backend 'gpu'"),
         (["--backend=gpu"], "unknown backend 'gpu'"),
+        (["--cuda-arch", "80,90"], "--cuda-arch must be a list such as 90 or '80;89', not '80,90'"),
         (["--jobs", "0"], "--jobs must be a number from 1"),
         (["--jobs", "two"], "--jobs must be a number from 1"),
         (["--jobs"], "--jobs needs a value"),
@@ -140,6 +170,7 @@ class TestVulkan:
         )
 
     def auto(self, sdk: Path, tmp_path: Path, *arguments: str) -> str:
+        # The machine that the fake interpreter shows has no GPU.
         first, last = run(*arguments, PYTHON=python(tmp_path), VULKAN_SDK=sdk)[1].splitlines()
         assert last.startswith("error: the package cannot be imported")
         return first
@@ -162,3 +193,160 @@ class TestVulkan:
 
     def test_the_cpu_on_request(self, sdk: Path, tmp_path: Path) -> None:
         assert self.auto(sdk, tmp_path, "--backend=cpu") == "==> Backend: cpu (as requested)"
+
+
+@pytest.fixture
+def checkout(bare: Path, tmp_path: Path) -> Path:
+    """The script in a tree of its own, with a llama.cpp checkout, and a PATH with compilers that accept everything."""
+    for name in ("build_llama.sh", "llama_abi/pin.txt", "llama_abi/gpus.py"):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(SCRIPT.parent / name, tmp_path / "tree" / name)
+    (tmp_path / "llama.cpp" / "include").mkdir(parents=True)
+    (tmp_path / "llama.cpp" / "include" / "llama.h").touch()
+    for name in ("basename", "cp", "ln", "mv", "nproc", "rmdir", "tee"):
+        (bare / name).symlink_to(str(shutil.which(name)))
+    for name in ("cc", "c++", "ninja"):
+        fake(bare / name, "")
+    return tmp_path
+
+
+def build(checkout: Path, *arguments: str, source: bool = True, todo: str = "build", more: str = "") -> tuple[int, str]:
+    """Run the script of ``checkout`` up to its first error."""
+    if source:
+        arguments = (*arguments, "--source", str(checkout / "llama.cpp"))
+    interpreter = python(checkout, todo=todo, more=more)
+    return run(*arguments, script=checkout / "tree" / "build_llama.sh", PATH=checkout / "bin", PYTHON=interpreter)
+
+
+def cmake(checkout: Path, said: str = "", *, version: str = "3.30.1", code: int = 1) -> Path:
+    """A fake cmake that writes its arguments to the file returned, says ``said`` and fails."""
+    arguments = checkout / "cmake-arguments"
+    fake(
+        checkout / "bin" / "cmake",
+        f"""[ "$1" != --version ] || {{ echo "cmake version {version}"; exit; }}
+        printf '%s\\n' "$@" >{arguments}
+        echo {said!r}; exit {code}""",
+    )
+    return arguments
+
+
+def errors(said: str) -> str:
+    """The last message, which must be one line, followed only by the name of a log file."""
+    *_, error = [line for line in said.splitlines() if not line.startswith("       See ")]
+    assert error.startswith("error: "), said
+    assert said.count("error: ") == 1
+    return error
+
+
+class TestErrors:
+    def test_a_compiler_that_is_too_old(self, checkout: Path) -> None:
+        fake(checkout / "bin" / "c++", "echo 'error: unrecognized command line option -std=c++17'; exit 1")
+        code, said = build(checkout)
+        assert code == 1
+        assert "the C++ compiler c++ cannot compile C++17, which llama.cpp needs: install GCC 9" in errors(said)
+
+    def test_no_network_for_the_source(self, checkout: Path) -> None:
+        offline = "echo 'ERROR: No matching distribution found for llama-cpp-python'; exit 1"
+        code, said = build(checkout, source=False, more=offline)
+        assert code == 1
+        assert "pip found no package index that has it (No matching distribution found" in errors(said)
+        assert "or build a llama.cpp checkout that you have with --source DIR" in errors(said)
+
+    def test_no_network_for_cmake(self, checkout: Path) -> None:
+        offline = 'case "$*" in *install*) echo "ERROR: Failed to establish a new connection"; exit 1 ;; esac'
+        code, said = build(checkout, more=offline)
+        assert code == 1
+        assert "Downloading cmake failed because" in errors(said)
+        assert "or install cmake 3.19 or newer and ninja in another way" in errors(said)
+
+    def test_a_full_disk(self, checkout: Path) -> None:
+        full = "echo 'OSError: [Errno 28] No space left on device'; exit 1"
+        code, said = build(checkout, source=False, more=full)
+        assert code == 1
+        assert "the disk is full" in errors(said)
+        assert "MiB and run this script again" in errors(said)
+
+    @pytest.mark.parametrize(
+        ("log", "complaint"),
+        [
+            (
+                "CMake Error: CMAKE_CUDA_ARCHITECTURES is set to native, but no GPU was detected.",
+                "no NVIDIA GPU found to build for: name its architecture, as in --cuda-arch 90",
+            ),
+            ("nvcc fatal   : Unsupported gpu architecture compute_13", "--list-gpu-arch lists them"),
+            (
+                "#error -- unsupported GNU version! gcc versions later than 13 are not supported!",
+                "set CUDAHOSTCXX to an older compiler",
+            ),
+            ('Target "ggml-cuda" links to: CUDA::cublas', "the CUDA toolkit has no cuBLAS"),
+            (
+                "The CUDA compiler nvcc is not able to compile a simple test program.",
+                "does not work: install the whole",
+            ),
+        ],
+    )
+    def test_a_toolkit_that_cannot_build(self, checkout: Path, log: str, complaint: str) -> None:
+        fake(checkout / "bin" / "nvcc", "")
+        cmake(checkout, log)
+        code, said = build(checkout, "--backend", "cuda")
+        assert code == 1
+        assert complaint in errors(said)
+
+    @pytest.mark.parametrize(("backend", "tool"), [("cuda", "nvcc"), ("hip", "hipcc")])
+    def test_a_backend_without_its_toolkit(self, checkout: Path, backend: str, tool: str) -> None:
+        code, said = build(checkout, "--backend", backend)
+        assert (code, len(said.splitlines())) == (1, 1)
+        assert f"put {tool} on the PATH or set " in said
+
+
+@pytest.mark.skipif(os.uname().sysname != "Linux", reason="auto considers CUDA and ROCm on Linux only")
+class TestGpus:
+    @staticmethod
+    def driver(checkout: Path, name: str) -> None:
+        (checkout / "dev").mkdir()
+        (checkout / "dev" / name).touch()
+
+    def test_auto_builds_for_cuda(self, checkout: Path) -> None:
+        self.driver(checkout, "nvidiactl")
+        nvcc = checkout / "usr/local/cuda/bin/nvcc"
+        nvcc.parent.mkdir(parents=True)
+        fake(nvcc, "")
+        arguments = cmake(checkout)
+        said = build(checkout, "--cuda-arch", "80;90")[1]
+        assert f"==> Backend: cuda (this machine has an NVIDIA GPU with its driver, and {nvcc})" in said
+        assert {
+            "-DGGML_CUDA=ON",
+            f"-DCMAKE_CUDA_COMPILER={nvcc}",
+            "-DCMAKE_CUDA_ARCHITECTURES=80;90",
+        } <= set(arguments.read_text().splitlines())
+
+    def test_auto_builds_for_rocm(self, checkout: Path) -> None:
+        self.driver(checkout, "kfd")
+        for name in ("bin/hipcc", "llvm/bin/clang++"):
+            (checkout / "opt/rocm" / name).parent.mkdir(parents=True)
+            fake(checkout / "opt/rocm" / name, "")
+        arguments = cmake(checkout)
+        said = build(checkout)[1]
+        assert "==> Backend: hip (this machine has an AMD GPU with its driver" in said
+        compiler = f"-DCMAKE_HIP_COMPILER={checkout}/opt/rocm/llvm/bin/clang++"
+        assert {"-DGGML_HIP=ON", "-DGGML_CUDA=OFF", compiler} <= set(arguments.read_text().splitlines())
+
+    def test_cuda_needs_a_newer_cmake(self, checkout: Path) -> None:
+        fake(checkout / "bin" / "nvcc", "")
+        cmake(checkout, version="3.22.1")
+        said = build(checkout, "--backend", "cuda", more="exit 1")[1]
+        assert "==> Downloading cmake" in said
+
+    def test_the_last_line_names_the_toolkit_that_a_gpu_lacks(self, checkout: Path) -> None:
+        self.driver(checkout, "nvidiactl")
+        code, said = build(checkout, source=False, todo="nothing")
+        assert code == 0
+        assert said.splitlines()[-1] == (
+            "==> Note: this machine has an NVIDIA GPU, which this library does not use: "
+            "install the CUDA toolkit, then run ./build_llama.sh --backend cuda"
+        )
+
+    def test_an_architecture_for_another_backend(self, checkout: Path) -> None:
+        code, said = build(checkout, "--cuda-arch", "90")
+        assert (code, len(said.splitlines())) == (1, 1)
+        assert "--cuda-arch is for the CUDA backend, and this build is for cpu" in said
