@@ -1,8 +1,7 @@
-"""``uma-trio perf report``: its figures, its plots, and its errors."""
+"""``uma-trio perf report``: its figures and its errors."""
 
 import builtins
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,8 @@ from msgspec.structs import replace
 from tests.support.perf_runs import HEADER, encode_run, simulated
 from uma_trio.cli import main
 from uma_trio.cli.perf import command
-from uma_trio.telemetry.perf_records import RequestRecord, Run, TickRecord, Trailer, decode, encode
+from uma_trio.telemetry.perf_records import Run, Trailer, decode, encode
 from uma_trio.telemetry.perf_summary import summarise
-
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="plots need the dev extra: ./build_llama.sh --dev"
-)
 
 
 def report(*args: object) -> Result:
@@ -156,9 +151,6 @@ def test_a_folder_and_no_file_at_all(tmp_path: Path) -> None:
     assert report().exit_code == 2
 
 
-# -- plots --------------------------------------------------------------------------------------------
-
-
 def test_without_matplotlib_the_fix_is_named(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
@@ -174,61 +166,3 @@ def test_without_matplotlib_the_fix_is_named(log: Path, tmp_path: Path, monkeypa
     assert "pip install matplotlib" in result.output
     monkeypatch.undo()
     assert not (tmp_path / "a.png").exists()
-
-
-@needs_matplotlib
-def test_the_picture(log: Path, tmp_path: Path) -> None:
-    from matplotlib import image
-
-    target = tmp_path / "a.png"
-    result = report(log, "--plot", target)
-    assert result.exit_code == 0, result.output
-    assert "latency_ms" in result.output
-    pixels = image.imread(target)[..., :3]
-    assert pixels.shape[0] > 900
-    assert ((pixels.max(axis=-1) - pixels.min(axis=-1)) > 0.2).mean() > 0.05
-    assert report(log, "--plot", tmp_path / "b.svg").exit_code == 0
-    assert b"<svg" in (tmp_path / "b.svg").read_bytes()
-
-
-@needs_matplotlib
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(header=HEADER),
-        Run(header=HEADER, ticks=[TickRecord(start_s=1.0)]),
-        Run(header=HEADER, ticks=[TickRecord(start_s=1.0, decode_seq_ids=(0,), decode_ms=5.0, predicted_ms=5.0)]),
-        Run(
-            header=HEADER,
-            requests=[
-                RequestRecord(
-                    id="r", arrived_s=0.0, first_token_s=0.0, finished_s=0.0, finish_reason="stop", inter_token_ms=[0.0]
-                )
-            ],
-        ),
-        attrs.evolve(simulated(requests=1), header=replace(HEADER, scheduling={}, description="")),
-        Run(
-            header=HEADER,
-            ticks=[TickRecord(start_s=float(n), decode_seq_ids=tuple(range(256)), decode_ms=900.0) for n in range(3)],
-        ),
-    ],
-    ids=["nothing", "an empty tick", "one tick", "one request", "one simulated", "256 streams"],
-)
-def test_pictures_of_little_and_of_much(run: Run, tmp_path: Path) -> None:
-    file = tmp_path / "perf"
-    file.write_bytes(encode_run(run))
-    result = report(file, "--plot", tmp_path / "a.png")
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-
-
-@needs_matplotlib
-def test_pictures_that_cannot_be_written(log: Path, tmp_path: Path) -> None:
-    for target, said in (
-        (tmp_path / "a.xyz", "not supported"),
-        (tmp_path / "no" / "a.png", "No such file or directory"),
-    ):
-        result = report(log, "--plot", target)
-        assert result.exit_code == 2
-        assert f"cannot write {target}" in result.output
-        assert said in result.output

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,8 @@ DAEMON_SIDE_OF_ENGINE = ("link", "supervisor", "calibrate")
 class Import:
     """One imported module, and the line that imports it."""
 
-    def __init__(self, file: Path, line: int, module: str) -> None:
-        self.file, self.line, self.module = file, line, module
+    def __init__(self, file: Path, line: int, module: str, *, is_star: bool = False) -> None:
+        self.file, self.line, self.module, self.is_star = file, line, module, is_star
 
     @property
     def top(self) -> str:
@@ -76,10 +77,20 @@ class Import:
         return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below ``node``, without their expressions, which are most of a tree."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for each in getattr(node, part, ()):
+            yield each
+            yield from statements(each)
+
+
 def imports_of(file: Path, source: str | None = None) -> list[Import]:
     """All imports of a file, also those inside functions and under TYPE_CHECKING."""
+    if source is None:
+        source = file.read_text()
     found = []
-    for node in ast.walk(ast.parse(source if source is not None else file.read_text(), str(file))):
+    for node in statements(ast.parse(source, str(file))):
         if isinstance(node, ast.Import):
             found += [Import(file, node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -90,7 +101,7 @@ def imports_of(file: Path, source: str | None = None) -> list[Import]:
             if module == "uma_trio" or (node.level and not node.module):  # from uma_trio import config
                 found += [Import(file, node.lineno, f"{module}.{alias.name}") for alias in node.names]
             else:
-                found.append(Import(file, node.lineno, module))
+                found.append(Import(file, node.lineno, module, is_star=node.names[0].name == "*"))
     return found
 
 
@@ -101,7 +112,8 @@ def room_of(file: Path) -> str:
 
 FILES = sorted(file for file in (ROOT / "uma_trio").rglob("*.py") if "__pycache__" not in file.parts)
 ABI_FILES = sorted((ROOT / "llama_abi").rglob("*.py"))
-ALL_IMPORTS = [found for file in FILES for found in imports_of(file)]
+IMPORTS = {file: imports_of(file) for file in (*FILES, *ABI_FILES)}
+ALL_IMPORTS = [found for file in FILES for found in IMPORTS[file]]
 
 
 def complain(wrong: list[Import], rule: str) -> None:
@@ -135,7 +147,7 @@ def modules_of(room: str) -> dict[str, set[str]]:
     """The modules of a room, each with the modules of the same room that it imports."""
     prefix = f"uma_trio.{room}."
     return {
-        file.stem: {found.module.removeprefix(prefix) for found in imports_of(file) if found.module.startswith(prefix)}
+        file.stem: {found.module.removeprefix(prefix) for found in IMPORTS[file] if found.module.startswith(prefix)}
         for file in FILES
         if room_of(file) == room and file.stem != "__init__"
     }
@@ -169,7 +181,7 @@ def test_nothing_imports_the_training_scripts_which_the_wheel_leaves_out() -> No
 
 
 def test_the_package_itself_imports_the_client_only_when_it_is_used() -> None:
-    assert {found.module for found in imports_of(ROOT / "uma_trio" / "__init__.py")} <= {
+    assert {found.module for found in IMPORTS[ROOT / "uma_trio" / "__init__.py"]} <= {
         *("__future__", "typing", "uma_trio.client"),
     }
     code = "import sys, uma_trio\nprint([name for name in sys.modules if name.startswith('uma_trio.')])"
@@ -208,7 +220,7 @@ def test_nobody_above_llama_abi_touches_ctypes() -> None:
 
 
 def test_llama_abi_does_not_import_uma_trio() -> None:
-    found = [found for file in ABI_FILES for found in imports_of(file)]
+    found = [found for file in ABI_FILES for found in IMPORTS[file]]
     complain([each for each in found if each.top in ("uma_trio", "trio")], "llama_abi is C and nothing else:")
 
 
@@ -218,10 +230,7 @@ def test_click_stays_in_the_command_line() -> None:
 
 
 def test_nothing_is_imported_by_star() -> None:
-    for file in (*FILES, *ABI_FILES):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                assert all(alias.name != "*" for alias in node.names), f"{file}:{node.lineno}"
+    complain([found for each in IMPORTS.values() for found in each if found.is_star], "name what you import:")
 
 
 def test_trio_is_the_only_event_loop_of_the_daemon() -> None:

@@ -6,7 +6,6 @@ replaced, each with the word to use.
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import tokenize
@@ -146,6 +145,7 @@ GAP = r"\s+(?:#\s+)?"
 WORD = re.compile(rf"(?<![a-z])({'|'.join(WORDS)})(?![a-z])", re.IGNORECASE)
 PHRASE_USES = {re.compile(pattern.replace(" ", GAP), re.IGNORECASE): use for pattern, use in PHRASES.items()}
 NAME = re.compile(rf"\b({'|'.join(NAMES)})\b")
+OF = re.compile(r"""r?["']+\s*Of\s""")
 PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
@@ -181,6 +181,7 @@ def in_source(file: Path, source: str) -> Iterator[Finding]:
     comment: list[str] = []
     begins = ends = 0
     before = ""
+    begins_statement = True
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             if token.start[0] != ends + 1:
@@ -194,13 +195,12 @@ def in_source(file: Path, source: str) -> Iterator[Finding]:
                 yield Finding(file, token.start[0], token.string, ATTRIBUTES[token.string])
         elif tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE"):
             yield from in_prose(token.string, file, token.start[0])
+            if begins_statement and OF.match(token.string):
+                yield Finding(file, token.start[0], "Of ...", "a docstring starts with a verb or a noun phrase")
+        if token.type not in (tokenize.NL, tokenize.COMMENT):
+            begins_statement = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
         before = token.string
     yield from in_prose("\n".join(comment), file, begins)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            first = node.value.value.lstrip().split(" ")[0]
-            if first == "Of":
-                yield Finding(file, node.lineno, "Of ...", "a docstring starts with a verb or a noun phrase")
 
 
 def in_document(page: Path, text: str) -> Iterator[Finding]:
@@ -234,6 +234,8 @@ def test_documents_use_the_fields_words() -> None:
         ("# while prompts are\n# read", ["while prompts are read", "prompts are read"]),
         ("x = 1  # beside it", ["beside"]),
         ('def f():\n    """Of a sequence."""', ["Of ..."]),
+        ("x = 1\n\n'Of x.'\n", ["Of ..."]),
+        ("print('Of course',\n    'Of x')", []),
         ('"""Some draft\n\nthat came\ntrue."""', ["came true"]),
         ("spilling = SpillWay", ["spilling", "SpillWay"]),
         ("for job_id in jobs: ...", ["job_id", "jobs"]),
