@@ -276,8 +276,12 @@ need_compiler() {
 }
 # Refuses a compiler that would fail after minutes, with an error about a header.
 check_compiler() {
-  printf '#include <charconv>\n#include <filesystem>\n#include <optional>\nstd::optional<std::filesystem::path> found;\n' |
-    $cxx -std=c++17 -x c++ -fsyntax-only - >"$logs/compiler.log" 2>&1 ||
+  $cxx -std=c++17 -x c++ -fsyntax-only - >"$logs/compiler.log" 2>&1 <<'END' ||
+#include <charconv>
+#include <filesystem>
+#include <optional>
+std::optional<std::filesystem::path> found;
+END
     die "the C++ compiler $cxx cannot compile C++17, which llama.cpp needs: install GCC 9, Clang 9 or newer, and set CC and CXX to it if it is not the default" "$logs/compiler.log"
 }
 no_compiler() { die "no C++ compiler found: install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install), or set CC and CXX"; }
