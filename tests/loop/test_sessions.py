@@ -53,7 +53,7 @@ async def run_turns(harness: Serving, session: str, *prompts: str, n: int = 5) -
     return said
 
 
-async def can_run_ahead(harness: Serving, session: str, said: list[int], prompt: str = "on", n: int = 5) -> list[int]:
+async def continue_session(harness: Serving, session: str, said: list[int], prompt: str = "on", n: int = 5) -> list[int]:
     """Run one more turn, and check that it continues ``said``; returns the session's tokens."""
     events = await ask(harness, session, prompt, n)
     before = [*said, *tokens_of(prompt)]
@@ -131,7 +131,7 @@ async def test_an_echoed_prompt_is_kept_once(autojump_clock):
         expected = expected_continuation(tokens_of("hello"), 5)
         assert events[-1].text == "hello" + "".join(f"{token} " for token in expected)
         assert events[-1].session.tokens == 10
-        await can_run_ahead(harness, "a", [*tokens_of("hello"), *expected])
+        await continue_session(harness, "a", [*tokens_of("hello"), *expected])
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -142,7 +142,7 @@ async def test_a_stop_string_is_not_kept(autojump_clock, stream, echo):
     async with serving() as harness:
         events = await ask(harness, "a", "hello", stop=stop, stream=stream, echo=echo)
         assert (events[-1].reason, events[-1].stop) == ("stop", stop)
-        await can_run_ahead(harness, "a", [*tokens_of("hello"), *expected[:2]])
+        await continue_session(harness, "a", [*tokens_of("hello"), *expected[:2]])
 
 
 async def test_the_part_of_a_token_before_a_stop_string_is_kept(autojump_clock):
@@ -153,7 +153,7 @@ async def test_the_part_of_a_token_before_a_stop_string_is_kept(autojump_clock):
         events = await ask(harness, "a", "hello", stop=stop)
         shown = "".join((getattr(event, "text", "") or "") for event in events)
         assert shown.endswith(f" {str(expected[2])[0]}")
-        await can_run_ahead(harness, "a", [*tokens_of("hello"), *expected[:2], *tokens_of(str(expected[2])[0])])
+        await continue_session(harness, "a", [*tokens_of("hello"), *expected[:2], *tokens_of(str(expected[2])[0])])
 
 
 async def test_an_end_token_is_not_kept(autojump_clock):
@@ -163,7 +163,7 @@ async def test_an_end_token_is_not_kept(autojump_clock):
         assert events[-1].session.tokens == 8
         assert events[-1].usage.completion_tokens == 4
         harness.engine.eog_after = None
-        await can_run_ahead(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 3)])
+        await continue_session(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 3)])
 
 
 async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
@@ -206,8 +206,8 @@ async def test_a_fork_and_its_source_are_independent(autojump_clock, tmp_path):
             found = await query(harness, "fork", session_id="a", new_id="b")
             assert (found.session_id, found.turns, found.tokens) == ("b", 2, len(said))
             assert found.durable
-            one = await can_run_ahead(harness, "a", said, " a fox")
-            other = await can_run_ahead(harness, "b", said, " an owl")
+            one = await continue_session(harness, "a", said, " a fox")
+            other = await continue_session(harness, "b", said, " an owl")
             assert one != other
             with pytest.raises(ServerError, match="E_SESSION_EXISTS"):
                 await query(harness, "fork", session_id="a", new_id="b")
@@ -224,7 +224,7 @@ async def test_a_fork_of_a_busy_session_starts_before_the_current_turn(autojump_
             await client.send({"id": "r", "prompt": "go on", "max_tokens": 500, "session_id": "a"})
             assert isinstance(await client.receive(), Token)
             await query(harness, "fork", session_id="a", new_id="b")
-            await can_run_ahead(harness, "b", said)
+            await continue_session(harness, "b", said)
 
 
 # -- one request at a time, one owner -----------------------------------------------------------------
@@ -243,7 +243,7 @@ async def test_a_session_runs_one_request_at_a_time(autojump_clock):
             while not isinstance(event := await client.receive(), Eos):
                 pass
             assert event.session.tokens == 105
-        await can_run_ahead(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 100)])
+        await continue_session(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 100)])
 
 
 async def test_principals_do_not_see_each_others_sessions(autojump_clock, monkeypatch):
@@ -262,7 +262,7 @@ async def test_principals_do_not_see_each_others_sessions(autojump_clock, monkey
         monkeypatch.setattr(connection, "principal_of", lambda sock: Principal("uid:1"))
         assert await names(harness) == ["a"]
         assert mine != theirs
-        await can_run_ahead(harness, "a", mine)
+        await continue_session(harness, "a", mine)
 
 
 # -- how a turn can end -----------------------------------------------------------------------------
@@ -280,7 +280,7 @@ async def test_a_cancelled_turn_keeps_what_was_sent(autojump_clock):
         assert events[-1].reason == "cancelled"
         said += [*tokens_of("go on"), *ids(events)]
         assert events[-1].session.tokens == len(said)
-        await can_run_ahead(harness, "a", said)
+        await continue_session(harness, "a", said)
 
 
 async def test_a_turn_cancelled_before_its_first_token_changes_nothing(autojump_clock):
@@ -296,7 +296,7 @@ async def test_a_turn_cancelled_before_its_first_token_changes_nothing(autojump_
                         pass
                     assert event.reason == "cancelled"
         assert await names(harness) == ["a"], "a session without a completed turn does not exist"
-        await can_run_ahead(harness, "a", said)
+        await continue_session(harness, "a", said)
         await harness.settled()
 
 
@@ -315,7 +315,7 @@ async def test_a_client_that_disconnects_cancels_its_turn(autojump_clock, after_
         if answered > 0:
             said += tokens_of("go on")
             said += expected_continuation(said, answered)
-        await can_run_ahead(harness, "a", said)
+        await continue_session(harness, "a", said)
 
 
 async def test_an_error_leaves_the_session_unchanged(autojump_clock):
@@ -330,7 +330,7 @@ async def test_an_error_leaves_the_session_unchanged(autojump_clock):
                 with pytest.raises(ServerError, match=code):
                     async for _ in client.generate(**{"prompt": "go on", "session_id": "a", **fields}):
                         pass
-        await can_run_ahead(harness, "a", said)
+        await continue_session(harness, "a", said)
         await harness.settled()
 
 
@@ -345,7 +345,7 @@ async def test_a_turn_that_ends_while_draining_is_durable(autojump_clock, tmp_pa
             assert (event.reason, event.session.durable) == ("length", True)
     with remembering(tmp_path) as storage:
         async with serving(storage=storage) as harness:
-            await can_run_ahead(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 50)])
+            await continue_session(harness, "a", [*tokens_of("hello"), *expected_continuation(tokens_of("hello"), 50)])
 
 
 async def test_a_turn_cut_off_by_shutdown_changes_nothing(autojump_clock, tmp_path):
@@ -360,7 +360,7 @@ async def test_a_turn_cut_off_by_shutdown_changes_nothing(autojump_clock, tmp_pa
                 assert event.code == "E_RUNTIME_SHUTDOWN"
     with remembering(tmp_path) as storage:
         async with serving(storage=storage) as harness:
-            await can_run_ahead(harness, "a", said)
+            await continue_session(harness, "a", said)
 
 
 # -- durability --------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ async def test_a_turn_is_on_disk_before_its_eos_is_sent(autojump_clock, tmp_path
         async with serving(storage=storage) as harness:
             said: list[int] = []
             for prompt in ("once", " upon", " a", " time"):
-                said = await can_run_ahead(harness, "a", said, prompt)
+                said = await continue_session(harness, "a", said, prompt)
                 assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
 
 
@@ -416,7 +416,7 @@ async def test_after_a_disk_failure_the_next_turn_writes_the_whole_session(autoj
                     said += ids(events)
                     assert events[-1].session.durable is False
                     assert harness.server.snapshot()["sessions"]["not_durable"] == 1
-                said = await can_run_ahead(harness, session, said)
+                said = await continue_session(harness, session, said)
                 assert (await query(harness, "describe", session_id=session)).durable
                 assert after_a_crash(tmp_path, tmp_path / "copy")[session].tokens.tolist() == said
             found = harness.server.snapshot()["sessions"]
@@ -430,7 +430,7 @@ async def test_a_failed_write_is_repeated_after_a_minute(autojump_clock, tmp_pat
             said = await run_turns(harness, "a", "hello")
             with monkeypatch.context() as broken:
                 broken.setattr(os, "fdatasync", fails)
-                said = await can_run_ahead(harness, "a", said)
+                said = await continue_session(harness, "a", said)
                 await ask(harness, "new", "hello")
                 await trio.sleep(SWEEP_S + 1)
                 assert harness.server.snapshot()["sessions"]["not_durable"] == 2
@@ -441,7 +441,7 @@ async def test_a_failed_write_is_repeated_after_a_minute(autojump_clock, tmp_pat
     with remembering(tmp_path) as storage:
         async with serving(storage=storage) as harness:
             assert await listed(harness) == before
-            await can_run_ahead(harness, "a", said)
+            await continue_session(harness, "a", said)
 
 
 async def test_a_failed_write_is_repeated_when_the_server_drains(autojump_clock, tmp_path, monkeypatch):
@@ -473,7 +473,7 @@ async def test_files_removed_under_a_running_server_are_written_again(autojump_c
                 shutil.rmtree(tmp_path / "sessions")
                 shutil.rmtree(tmp_path / "states")
             if then == "another turn":
-                said = await can_run_ahead(harness, "a", said)
+                said = await continue_session(harness, "a", said)
                 found = await query(harness, "describe", session_id="a")
                 assert (found.durable, found.turns) == (True, 3)
                 assert after_a_crash(tmp_path, tmp_path / "copy")["a"].tokens.tolist() == said
@@ -484,8 +484,8 @@ async def test_files_removed_under_a_running_server_are_written_again(autojump_c
     with remembering(tmp_path) as storage:
         async with serving(storage=storage) as harness:
             assert await listed(harness) == before
-            await can_run_ahead(harness, "a", said)
-            await can_run_ahead(harness, "b", other)
+            await continue_session(harness, "a", said)
+            await continue_session(harness, "b", other)
 
 
 async def test_without_its_folders_the_server_goes_on_without_durability(autojump_clock, tmp_path):
@@ -496,7 +496,7 @@ async def test_without_its_folders_the_server_goes_on_without_durability(autojum
             for room in ("sessions", "states"):
                 shutil.rmtree(tmp_path / room)
                 (tmp_path / room).write_text("a file in its place")
-            said = await can_run_ahead(harness, "a", said)
+            said = await continue_session(harness, "a", said)
             events = await ask(harness, "b", "hello")
             assert events[-1].session.durable is False
             await trio.sleep(SWEEP_S + 5)
@@ -591,7 +591,7 @@ async def test_without_a_journal_sessions_end_with_the_server(autojump_clock):
     async with serving() as harness:
         said = await run_turns(harness, "a", "hello", " there")
         assert (await query(harness, "describe", session_id="a")).durable is False
-        await can_run_ahead(harness, "a", said)
+        await continue_session(harness, "a", said)
     async with serving() as harness:
         assert await names(harness) == []
 
@@ -612,7 +612,7 @@ async def test_sessions_go_on_after_a_restart(autojump_clock, tmp_path, at_end):
             for name, tokens in said.items():
                 found = await query(harness, "describe", session_id=name)
                 assert (found.turns, found.tokens, found.durable) == (2, len(tokens), True)
-                await can_run_ahead(harness, name, tokens)
+                await continue_session(harness, name, tokens)
             assert harness.server.snapshot()["kv_offload"]["loaded_total"] == len(storage.states)
             await harness.settled()
 
@@ -622,7 +622,7 @@ async def test_turns_of_five_servers_equal_one_long_prompt(autojump_clock, tmp_p
     for n in range(5):
         with remembering(tmp_path) as storage:
             async with serving(storage=storage) as harness:
-                said = await can_run_ahead(harness, "a", said, f"part {n}")
+                said = await continue_session(harness, "a", said, f"part {n}")
 
 
 # -- closing ----------------------------------------------------------------------------------------
@@ -691,11 +691,11 @@ async def test_the_least_recently_used_sessions_are_closed_if_there_are_too_many
         async with serving(storage=storage, max_stored_sessions=3) as harness:
             for n in range(3):
                 await run_turns(harness, f"s{n}", f"hello {n}")
-            await can_run_ahead(harness, "s0", [*tokens_of("hello 0"), *expected_continuation(tokens_of("hello 0"), 5)])
+            await continue_session(harness, "s0", [*tokens_of("hello 0"), *expected_continuation(tokens_of("hello 0"), 5)])
             said = await run_turns(harness, "s3", "hello 3")
             await trio.sleep(61)
             assert await names(harness) == ["s3", "s0", "s2"]
-            await can_run_ahead(harness, "s3", said)
+            await continue_session(harness, "s3", said)
             assert set(after_a_crash(tmp_path, tmp_path / "copy")) == {"s0", "s2", "s3"}
 
 
@@ -738,4 +738,4 @@ async def test_a_session_that_is_used_while_others_expire_stays(autojump_clock, 
                 assert event.session.turns == 2
             assert await names(harness) == ["b"]
             said += tokens_of("go on")
-            await can_run_ahead(harness, "b", [*said, *expected_continuation(said, 300)])
+            await continue_session(harness, "b", [*said, *expected_continuation(said, 300)])

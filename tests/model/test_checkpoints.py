@@ -174,11 +174,11 @@ async def test_a_branch_leaves_its_source_usable(library: None, kv_unified: str)
         prompt = words(1, 100)
         long = [*prompt, *(await ask(prompt, 400)).tokens]
         branch = [*prompt, *words(2, 30)]
-        wanted, can_run_ahead = await ask.uncached(branch), await ask.uncached([*long, 500])
+        wanted, continued = await ask.uncached(branch), await ask.uncached([*long, 500])
         client = await ask(branch)
         assert (client.tokens, client.cached) == (wanted, 100 - TOKENS_AFTER_LAST)
         client = await ask([*long, 500])
-        assert (client.tokens, client.cached) == (can_run_ahead, len(long) - 1)
+        assert (client.tokens, client.cached) == (continued, len(long) - 1)
 
 
 @KV_LAYOUTS

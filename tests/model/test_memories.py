@@ -259,7 +259,7 @@ class TestHybrid:
     def test_a_branch_at_a_checkpoint(self, hybrid: Model, unified: bool) -> None:
         """Copy the whole sequence, load the checkpoint, remove the tail; the source continues."""
         with a_context(hybrid, kv_unified=unified) as context:
-            expected, can_run_ahead = expected_logits(context, 192), expected_logits(context, 300)
+            expected, continued = expected_logits(context, 192), expected_logits(context, 300)
             feed(context, TEXT[:192])
             checkpoint = saved(context, flags=PARTIAL_ONLY)
             feed(context, TEXT[192:300], pos=192)
@@ -267,7 +267,7 @@ class TestHybrid:
             context.load_state_from(1, checkpoint, flags=PARTIAL_ONLY)
             assert context.seq_remove(1, 192)
             assert same(feed(context, NEXT, pos=192, seq=1), expected)
-            assert same(feed(context, NEXT, pos=300), can_run_ahead)
+            assert same(feed(context, NEXT, pos=300), continued)
 
     def test_snapshots_allow_truncation_within_one_decode(self, hybrid: Model, unified: bool) -> None:
         """``n_rs_seq``: by k tokens if the last call had more than k tokens of the sequence, and only once.  With fewer

@@ -705,3 +705,19 @@ def test_sequences_with_and_without_drafts_share_a_call() -> None:
     chosen = plan(decodes, [], PolicyState(), now_s=0.0, cost=cost, max_tokens=512, limits=LIMITS)
     assert chosen.drafts == (0, 3, 16)
     assert chosen.call_widths == (3,)
+
+
+# -- plans that are not carried out -----------------------------------------------------------------
+
+
+@given(cases(), st.data())
+def test_an_undone_plan_charges_nobody_and_forgets_nobody(case: Case, data: st.DataObject) -> None:
+    before = case.state
+    after = case.plan().state
+    assert attrs.evolve(after.undo(before, after).service, counters={}) == attrs.evolve(before.service, counters={})
+    arrived = attrs.evolve(after, service=after.service.arrived("late", [view.principal for view in case.decodes]))
+    undone = arrived.undo(before, after)
+    assert (undone.had_prefill, undone.background_skips) == (before.had_prefill, before.background_skips)
+    for principal in before.service.counters:
+        assert undone.service.counter(principal) == pytest.approx(before.service.counter(principal))
+    assert undone.service.counters["late"] == arrived.service.counters["late"]

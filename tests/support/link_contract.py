@@ -17,7 +17,6 @@ from uma_trio.engine.link import EngineLink
 from uma_trio.engine.messages import (
     DROPPED,
     MASK_LATE,
-    SAMPLED,
     EngineDied,
     EngineError,
     Revoked,
@@ -33,12 +32,8 @@ from uma_trio.sampling import Past, SamplingParams
 GREEDY = SamplingParams()
 
 
-def prefill(seq_id: int, tokens: list[int]) -> StepInput:
-    return StepInput(seq_id, 0, tokens, [SampleRequest(GREEDY)])
-
-
-def ahead(seq_id: int, position: int, n_before: int, stop_ids: list[int] | None = None) -> StepInput:
-    return StepInput(seq_id, position, [SAMPLED], [SampleRequest(GREEDY, n_before)], stop_ids or [])
+def prefill(seq_id: int, tokens: list[int], stop_ids: list[int] | None = None) -> StepInput:
+    return StepInput(seq_id, 0, tokens, [SampleRequest(GREEDY)], stop_ids or [])
 
 
 async def answers(link: EngineLink, n: int) -> list[object]:
@@ -75,8 +70,7 @@ async def test_a_step_that_runs_ahead_gets_the_sampled_tokens(link, prompts):
     link.submit(Step((), [[prefill(seq, prompts[seq]) for seq in range(3)]], 1))
     outputs: list[object] = []
     for n in range(1, 9):
-        inputs = [ahead(seq, len(prompts[seq]) + n - 1, n) for seq in range(3)]
-        link.submit(Step((), [inputs], n + 1))
+        link.submit(Step((), [[0, 1, 2]], n + 1, n))
         while len(outputs) < n:
             outputs += await link.receive()
     outputs = [output for output in outputs if isinstance(output, StepOutput)][:8]
@@ -84,12 +78,41 @@ async def test_a_step_that_runs_ahead_gets_the_sampled_tokens(link, prompts):
     assert [[output.tokens[seq] for output in outputs] for seq in range(3)] == expected
 
 
+async def test_a_prompt_goes_on_in_steps_that_run_ahead(link, prompts):
+    long = (prompts[0] * 8)[:24]
+    expected = await alone(link, long, 3)
+    other = await alone(link, prompts[1], 4)
+    link.submit(Step((), [[StepInput(0, 0, long[:8]), prefill(1, prompts[1])]], 1))
+    link.submit(Step((), [[1, StepInput(0, 8, long[8:16])]], 2, 1))
+    link.submit(Step((), [[1, StepInput(0, 16, long[16:], [SampleRequest(GREEDY)])]], 3, 2))
+    link.submit(Step((), [[0, 1]], 4, 3))
+    link.submit(Step((), [[0]], 5, 4))
+    found = await answers(link, 5)
+    assert [each.tokens for each in found] == [
+        (other[0],),
+        (other[1],),
+        (other[2], expected[0]),
+        (expected[1], other[3]),
+        (expected[2],),
+    ]
+
+
+async def test_a_step_that_runs_ahead_of_another_than_the_last_is_revoked(link, prompts):
+    [expected] = await alone(link, prompts[0], 1)
+    link.submit(Step((), [[prefill(0, prompts[0])]], 1))
+    link.submit(Step((), [[prefill(1, prompts[1])]], 2))
+    link.submit(Step((), [[0]], 3, 1))
+    first, _, third = await answers(link, 3)
+    assert first.tokens == (expected,)
+    assert third == Revoked(3)
+
+
 async def test_a_sequence_that_has_ended_is_dropped_and_the_others_go_on(link, prompts):
     expected = [await alone(link, prompt, 3) for prompt in prompts[:2]]
-    link.submit(Step((), [[prefill(0, prompts[0]), prefill(1, prompts[1])]], 1))
     stop = [expected[0][0]]
-    link.submit(Step((), [[ahead(0, len(prompts[0]), 1, stop), ahead(1, len(prompts[1]), 1)]], 2))
-    link.submit(Step((), [[ahead(0, len(prompts[0]) + 1, 2), ahead(1, len(prompts[1]) + 1, 2)]], 3))
+    link.submit(Step((), [[prefill(0, prompts[0], stop), prefill(1, prompts[1])]], 1))
+    link.submit(Step((), [[0, 1]], 2, 1))
+    link.submit(Step((), [[0, 1]], 3, 2))
     first, second, third = await answers(link, 3)
     assert first.tokens == (expected[0][0], expected[1][0])
     assert second.tokens == (DROPPED, expected[1][1])
@@ -98,8 +121,8 @@ async def test_a_sequence_that_has_ended_is_dropped_and_the_others_go_on(link, p
 
 async def test_a_step_of_which_all_inputs_are_dropped_computes_nothing(link, prompts):
     expected = await alone(link, prompts[0], 1)
-    link.submit(Step((), [[prefill(0, prompts[0])]], 1))
-    link.submit(Step((), [[ahead(0, len(prompts[0]), 1, expected)]], 2))
+    link.submit(Step((), [[prefill(0, prompts[0], expected)]], 1))
+    link.submit(Step((), [[0]], 2, 1))
     _, second = await answers(link, 2)
     assert second.tokens == (DROPPED,)
 
@@ -117,7 +140,7 @@ async def test_penalties_of_a_step_that_runs_ahead_see_the_sampled_token(link, p
     plain = Step((), [[StepInput(0, len(prompt), list(first.tokens), [sample(1, list(first.tokens))])]])
     second = await link.compute(plain)
     link.submit(Step([Truncate(0)], [[StepInput(0, 0, prompt, [sample(0, [])])]], 1))
-    link.submit(Step((), [[StepInput(0, len(prompt), [SAMPLED], [sample(1, [])])]], 2))
+    link.submit(Step((), [[0]], 2, 1))
     assert [output.tokens for output in await answers(link, 2)] == [first.tokens, second.tokens]
 
 
@@ -146,15 +169,12 @@ async def test_a_step_that_fails_revokes_what_is_behind_it_and_empties_the_cache
     expected = await alone(link, prompts[0], 2)
     await link.compute(Step((), [[prefill(0, prompts[0])]]))
     link.submit(Step((), [[StepInput(0, 500, [5], [SampleRequest(GREEDY)])]], 7))
-    link.submit(Step((), [[ahead(0, 501, 1)]], 8))
+    link.submit(Step((), [[0]], 8, 7))
     found = await answers(link, 2)
     assert isinstance(found[0], StepFailed)
     assert found[0].number == 7
     assert found[0].reason
-    if isinstance(found[1], StepOutput):  # it came when the failure was over, and had nothing to go on from
-        assert found[1].tokens == (DROPPED,)
-    else:
-        assert found[1] == Revoked(8)
+    assert found[1] == Revoked(8)
     assert await alone(link, prompts[0], 2) == expected
 
 
@@ -203,7 +223,7 @@ async def test_a_mask_that_does_not_come_in_time_costs_its_own_row_alone(link, p
     link.attach_masks("bits")
     masked = [StepInput(0, 0, prompts[0], [SampleRequest(GREEDY, late_mask=True)]), prefill(1, prompts[0])]
     link.submit(Step((), [masked], 1, mask_timeout_ms=20))
-    link.submit(Step((), [[ahead(0, len(prompts[0]), 1), ahead(1, len(prompts[0]), 1)]], 2))
+    link.submit(Step((), [[0, 1]], 2, 1))
     first, second = await answers(link, 2)
     assert first.tokens == (MASK_LATE, likeliest)
     assert second.tokens[0] == DROPPED

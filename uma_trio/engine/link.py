@@ -43,9 +43,9 @@ from uma_trio.engine.messages import (
     Ready,
     Revoke,
     Start,
-    Step,
     StepFailed,
     StepOutput,
+    SubmittedStep,
     encode,
 )
 from uma_trio.kv.ops import LoadState, SaveState
@@ -159,7 +159,7 @@ class EngineLink:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def submit(self, step: Step) -> None:
+    def submit(self, step: SubmittedStep) -> None:
         """Send a step; does not wait.  The engine computes steps in the order of their submission."""
         fds = [op.fd for op in step.ops if isinstance(op, SaveState | LoadState)]
         self._send(step, fds)
@@ -203,7 +203,7 @@ class EngineLink:
             if found := self._decoder.feed(data):
                 return found
 
-    async def compute(self, step: Step) -> StepOutput:
+    async def compute(self, step: SubmittedStep) -> StepOutput:
         """Submit one step and wait for its output.
 
         Raises:

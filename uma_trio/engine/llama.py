@@ -198,7 +198,7 @@ class LlamaEngine:
             ),
         )
 
-    def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
+    def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``."""
         try:
             return self._step(step, callbacks)
@@ -207,7 +207,7 @@ class LlamaEngine:
         except Exception as error:  # refused by the ABI layer, or a defect: the context is not to be trusted
             raise EngineError(f"{type(error).__name__}: {error}") from error
 
-    def _step(self, step: Step, callbacks: StepCallbacks | None) -> StepOutput:
+    def _step(self, step: Step[StepInput], callbacks: StepCallbacks | None) -> StepOutput:
         started = began = time.perf_counter()
         changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []
@@ -357,7 +357,7 @@ class LlamaEngine:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
 
     def _late_rows(
-        self, step: Step, inputs: Sequence[StepInput], callbacks: StepCallbacks | None
+        self, step: Step[StepInput], inputs: Sequence[StepInput], callbacks: StepCallbacks | None
     ) -> dict[int, int | None]:
         """Rows of logits that wait for a mask: their sequence ids, or ``None`` where the mask has not come in time."""
         seq_ids = [(each.seq_id, sample.late_mask) for each in inputs for sample in each.samples]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import attrs
 import msgspec
@@ -31,10 +31,6 @@ DROPPED: Final = -2
 
 MASK_LATE: Final = -3
 """In place of a sampled token: its mask did not arrive in time, so nothing was sampled.  The input was computed."""
-
-SAMPLED: Final = -4
-"""In place of an input token: the token that the step before samples for the same sequence."""
-
 
 LOG_MARK: Final = "\x1e"
 """Begins a line of the engine's stderr that is a log record as JSON: ``[level, logger, message]``."""
@@ -122,7 +118,7 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """Where measured layouts are kept; ``None``: the user's cache folder."""
 
 
-class SampleRequest(msgspec.Struct, array_like=True):
+class SampleRequest(msgspec.Struct, array_like=True, gc=False):
     """How to sample one token."""
 
     params: SamplingParams
@@ -133,39 +129,54 @@ class SampleRequest(msgspec.Struct, array_like=True):
     bias: Bias | None = None
     """Added to the logits."""
     past: Past | None = None
-    """What penalties look at: the tokens that end where the sampled one goes.  Where the input is ``SAMPLED``, the engine
-    appends that token."""
+    """What penalties look at: the tokens that end where the sampled one goes."""
     logprobs: int | None = None
     """Also report the log-probability of the token and of this many most likely ones."""
     late_mask: bool = False
     """Wait for this sequence's row of the mask buffer before sampling; see ``engine.masks``."""
 
 
-class StepInput(msgspec.Struct, array_like=True):
+class StepInput(msgspec.Struct, array_like=True, gc=False):
     """Tokens of one sequence for one step, consecutive in the sequence and in the batch."""
 
     seq_id: int
     position: int
     """Position of the first token: how many tokens the sequence holds."""
     tokens: Sequence[int]
-    """At least one; or ``[SAMPLED]``."""
+    """At least one."""
     samples: Sequence[SampleRequest] = ()
     """One for what follows each of the last ``len(samples)`` tokens: none inside a prompt, one at its end and while
     decoding, one for each token where all but the first are draft tokens."""
     stop_ids: Sequence[int] = ()
-    """Used with ``SAMPLED``: besides the model's own end tokens, these end the sequence, and the engine drops the input."""
+    """Besides the model's own end tokens, these end the sequence; see ``Continued``."""
 
 
-class Step(msgspec.Struct, array_like=True, tag="step"):
-    """One tick: changes of the KV cache first, then what is computed."""
+Continued: TypeAlias = int
+"""A sequence id in place of a ``StepInput``: the sequence goes on from the step before, which sampled one token for it.
+
+The input is that token at the next position, sampled in the same way.  If the token has ended the sequence, the engine
+leaves the input out and reports ``DROPPED``."""
+
+
+Input = TypeVar("Input")
+
+
+class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
+    """One tick: changes of the KV cache first, then what is computed.
+
+    An engine computes a ``Step[StepInput]``.  The worker makes it of what the daemon sends.
+    """
 
     ops: Sequence[KvOp] = ()
     """In order."""
-    calls: Sequence[Sequence[StepInput]] = ()
+    calls: Sequence[Sequence[Input]] = ()
     """One ``llama_decode`` call each, in order.  A sequence is in at most one of them.  No call is empty or has more than
     ``n_batch`` tokens."""
     number: int = 0
-    """Rises by one from step to step."""
+    """Rises from step to step."""
+    follows: int = 0
+    """Number of the step that it runs ahead of.  If the last step that was computed is another one, or failed, this one
+    is revoked.  0: none."""
     mask_timeout_ms: float = 0.0
     """How long sampling waits for late masks, counted from the end of the computation."""
 
@@ -262,7 +273,8 @@ class Revoked(msgspec.Struct, array_like=True, tag="revoked"):
     number: int
 
 
-FromDaemon: TypeAlias = Start | Step | Revoke | AttachMasks | MasksReady
+SubmittedStep: TypeAlias = Step[StepInput | Continued]
+FromDaemon: TypeAlias = Start | SubmittedStep | Revoke | AttachMasks | MasksReady
 StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
 """What comes after ``Ready``: one for each step, in order."""
 FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepAnswer
@@ -293,8 +305,8 @@ class Engine(Protocol):
     masks: MaskBuffer | None
     """Where late masks are; attached by the worker."""
 
-    def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
-        """Compute one step without ``SAMPLED`` inputs.  Blocks for as long as it computes, without the GIL.
+    def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
+        """Compute one step.  Blocks for as long as it computes, without the GIL.
 
         Args:
             callbacks: get their turns while the device computes, and know when masks are ready.

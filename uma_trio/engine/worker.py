@@ -15,6 +15,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -24,7 +25,6 @@ from uma_trio.engine.masks import MaskBuffer, MaskKind
 from uma_trio.engine.messages import (
     DROPPED,
     MAX_FDS,
-    SAMPLED,
     AttachMasks,
     Decoder,
     Engine,
@@ -38,11 +38,13 @@ from uma_trio.engine.messages import (
     Ready,
     Revoke,
     Revoked,
+    SampleRequest,
     Start,
     Step,
     StepFailed,
     StepInput,
     StepOutput,
+    SubmittedStep,
     encode,
 )
 from uma_trio.kv.ops import LoadState, SaveState
@@ -73,21 +75,18 @@ class StepRunner:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._last: dict[int, int] = {}
-        """Sequence -> the token that the last step sampled for it."""
+        self._sampled: dict[int, tuple[StepInput, int]] = {}
+        """Sequence -> what the last step computed of it, and the token that it sampled."""
         self._end_ids = frozenset(engine.info.eog_ids)
-        self._failed = False
-        """The last step failed, so there are no tokens for a step that ran ahead of it."""
+        self._last_number = 0
+        """Number of the last step; 0 if it failed."""
 
-    def is_stale(self, step: Step) -> bool:
-        """Whether ``step`` ran ahead of a step that failed: the daemon sent it before it knew."""
-        return self._failed and any(each.tokens[0] == SAMPLED for inputs in step.calls for each in inputs)
+    def is_stale(self, step: SubmittedStep) -> bool:
+        """Whether ``step`` ran ahead of another step than the last one, or of one that failed."""
+        return step.follows not in (0, self._last_number)
 
-    def run(self, step: Step, **options: Any) -> StepOutput:
+    def run(self, step: SubmittedStep, **options: Any) -> StepOutput:
         """Compute ``step``.
-
-        Inputs with ``SAMPLED`` get the token of the step before.  An input is dropped where that token ended its
-        sequence; the output has ``DROPPED`` in its place.
 
         Args:
             options: for the engine's ``step``.
@@ -95,41 +94,52 @@ class StepRunner:
         Raises:
             EngineError: what the KV cache holds is unknown.
         """
-        last, self._last = self._last, {}
-        self._failed = True
+        before, self._sampled = self._sampled, {}
+        self._last_number = 0
         kept: list[list[StepInput]] = []
         dropped = False
         for inputs in step.calls:
             runnable = []
-            for each in inputs:  # inline: with many sequences this is most of the gap between two steps
-                if each.tokens[0] == SAMPLED:
-                    token = last.get(each.seq_id, DROPPED)
-                    if token < 0 or token in self._end_ids or token in each.stop_ids:
-                        dropped = True
-                        continue
-                    each.tokens = [token]
-                    sample = each.samples[0]
-                    if sample.past is not None:
-                        sample.past = Past(np.append(sample.past.tokens, np.int32(token)), sample.past.n_prompt)
-                runnable.append(each)
+            for each in inputs:
+                known = each if isinstance(each, StepInput) else self._continue(before.get(each))
+                if known is None:
+                    dropped = True
+                else:
+                    runnable.append(known)
             if runnable:
                 kept.append(runnable)
-        output = self._engine.step(Step(step.ops, kept, step.number, step.mask_timeout_ms), **options)
-        self._failed = False
+        output = self._engine.step(Step(step.ops, kept, step.number, 0, step.mask_timeout_ms), **options)
+        self._last_number = step.number
         tokens = iter(output.tokens)
-        self._last = {each.seq_id: next(tokens) for inputs in kept for each in inputs for _ in each.samples}
+        self._sampled = {each.seq_id: (each, next(tokens)) for inputs in kept for each in inputs for _ in each.samples}
         return self._with_dropped(step, kept, output) if dropped else output
 
+    def _continue(self, before: tuple[StepInput, int] | None) -> StepInput | None:
+        """The input behind one that sampled a token; ``None`` where that ended the sequence."""
+        if before is None:
+            return None
+        last, token = before
+        if token < 0 or token in self._end_ids or token in last.stop_ids:
+            return None
+        sample = last.samples[-1]
+        past = sample.past
+        if past is not None:
+            past = Past(np.append(past.tokens, np.int32(token)), past.n_prompt)
+        following = SampleRequest(
+            sample.params, sample.n_before + 1, sample.banned, sample.bias, past, sample.logprobs, sample.late_mask
+        )
+        return StepInput(last.seq_id, last.position + len(last.tokens), (token,), (following,), last.stop_ids)
+
     @staticmethod
-    def _with_dropped(step: Step, kept: list[list[StepInput]], output: StepOutput) -> StepOutput:
+    def _with_dropped(step: SubmittedStep, kept: list[list[StepInput]], output: StepOutput) -> StepOutput:
         ran = {each.seq_id for inputs in kept for each in inputs}
         found = iter(zip(output.tokens, output.scores or [None] * len(output.tokens), strict=True))
-        both = [
-            next(found) if each.seq_id in ran else (DROPPED, None)
-            for inputs in step.calls
-            for each in inputs
-            for _ in each.samples
-        ]
+        both = []
+        for each in chain.from_iterable(step.calls):
+            if isinstance(each, StepInput):
+                both += [next(found) for _ in each.samples]
+            else:
+                both.append(next(found) if each in ran else (DROPPED, None))
         scores = [score for _, score in both] if output.scores else ()
         return msgspec.structs.replace(output, tokens=tuple([token for token, _ in both]), scores=scores)
 
@@ -150,9 +160,9 @@ class Worker:
         self._start: Start | None = None
         self._masks_ready = 0
         """Number of the latest step whose late masks are there."""
-        self._steps: deque[Step] = deque()
+        self._steps: deque[SubmittedStep] = deque()
         self._revoked: list[Revoked] = []
-        self._unsent = b""
+        self._unsent: list[FromEngine] = []
         """Answers that go out as soon as the next step computes, so that the device does not wait for the socket."""
         self._closed = False
         self.engine: LoadedEngine | None = None
@@ -198,7 +208,7 @@ class Worker:
         self._read(wait=False)
         return not self._closed
 
-    def _compute(self, runner: StepRunner, engine: LoadedEngine, step: Step) -> None:
+    def _compute(self, runner: StepRunner, engine: LoadedEngine, step: SubmittedStep) -> None:
         """Compute one step and answer."""
         if runner.is_stale(step):
             self._close_fds_of([step])
@@ -224,14 +234,14 @@ class Worker:
         waiting = self._steps[0].number if self._steps else math.inf
         turn = [each for each in self._revoked if each.number < waiting]
         self._revoked = [each for each in self._revoked if each.number > waiting]
-        self._unsent += b"".join([encode(each) for each in (*before, *turn)])
+        self._unsent += [*before, *turn]
         if not (self._steps and self.engine is not None and self.engine.is_async):
             self._flush()
 
     def _flush(self) -> None:
         if self._unsent:
-            unsent, self._unsent = self._unsent, b""
-            self._sock.sendall(unsent)
+            unsent, self._unsent = self._unsent, []
+            self._sock.sendall(b"".join([encode(each) for each in unsent]))
 
     def _send(self, message: FromEngine) -> None:
         self._sock.sendall(encode(message))
@@ -308,7 +318,7 @@ class Worker:
         return op
 
     @staticmethod
-    def _close_fds_of(steps: Iterable[Step]) -> None:
+    def _close_fds_of(steps: Iterable[SubmittedStep]) -> None:
         for step in steps:
             for op in step.ops:
                 if isinstance(op, SaveState | LoadState):

@@ -99,6 +99,12 @@ class Service:
         """Raise the counter of each principal by its cost, in virtual tokens."""
         return self.with_counters({principal: self.counter(principal) + cost for principal, cost in costs.items()})
 
+    def refunded(self, before: Service, after: Service) -> Service:
+        """Take back what was charged between ``before`` and ``after``, for a tick that was not computed."""
+        charged = {p: after.counters[p] - before.counter(p) for p in after.counters}
+        counters = {p: counter - charged.get(p, 0.0) for p, counter in self.counters.items()}
+        return Service(counters, before.histories, self.departed)
+
     def with_counters(self, counters: Mapping[str, float]) -> Service:
         """Set the counters of some principals, which are active from now on."""
         departed = {p: c for p, c in self.departed.items() if p not in counters} if self.departed else self.departed

@@ -66,6 +66,11 @@ class PolicyState:
         """The state after a tick that decoded one token for each of ``views`` and nothing else."""
         return PolicyState(self.service.decoded(views), False, self.background_skips)
 
+    def undo(self, before: PolicyState, after: PolicyState) -> PolicyState:
+        """The state without a plan that led from ``before`` to ``after``.  Principals that came or went since stay so."""
+        service = self.service.refunded(before.service, after.service)
+        return PolicyState(service, before.had_prefill, before.background_skips)
+
     def without(self, principal: str) -> PolicyState:
         """Make ``principal`` idle, because its last request has ended."""
         return attrs.evolve(self, service=self.service.without(principal))

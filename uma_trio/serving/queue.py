@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Items
 
 import trio
@@ -67,15 +67,17 @@ class RunningSet:
         return True
 
     def settle(self, sequence: Sequence) -> None:
-        """Move ``sequence``, which is about to be prefilled, to the sequence id that suits best, if it holds nothing."""
+        """Move ``sequence``, of which nothing is computed or in flight, to the sequence id that suits best."""
         assert sequence.allocation is not None
-        if sequence.n_computed == 0:
-            self._cache.settle(sequence.allocation)
+        self._cache.settle(sequence.allocation)
 
-    def ready(self) -> tuple[list[Sequence], list[Sequence]]:
+    def ready(self, in_flight: Container[Sequence] = ()) -> tuple[list[Sequence], list[Sequence]]:
         """Sequences that the next step can decode, and those that it can prefill; by sequence id.
 
-        Call it before each step is planned, when the steps before are complete.
+        Call it before each step is planned.
+
+        Args:
+            in_flight: the sequences that a step in flight computes.
         """
         for allocation, state in self._offloader.take_swapped_in():
             if self._cache.restored(allocation, state):
@@ -86,7 +88,8 @@ class RunningSet:
             if sequence.state is State.FINISHED:
                 continue
             if not sequence.sink.has_room:
-                sequence.paused = True
+                if sequence not in in_flight:  # its next token was not held up yet
+                    sequence.paused = True
                 stalled.append(allocation.seq_id)
             elif sequence.state is State.DECODE:
                 decodes.append(sequence)

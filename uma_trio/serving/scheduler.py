@@ -10,7 +10,6 @@ Source: docs/ARCHITECTURE.md, "A tick".
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Any, Final
 
@@ -30,7 +29,7 @@ from uma_trio.protocol.messages import Failure, FinishReason, Generate
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.scheduling.policy import Plan, PolicyState, plan
+from uma_trio.scheduling.policy import PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
 from uma_trio.serving.output import TokenToBytes, send_prompt, send_tokens
@@ -38,7 +37,7 @@ from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.request import admit
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
-from uma_trio.serving.step import CompletedStep, InFlightStep, build_run_ahead, build_step, can_run_ahead, complete_step
+from uma_trio.serving.step import CompletedStep, InFlightStep, build_step, complete_step
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")
@@ -48,6 +47,10 @@ MAX_DRAFTS: Final = 16
 
 MAX_DECODES_WITH_DRAFTS: Final = 8
 """Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
+
+MAX_DELAY_MS: Final = 20.0
+"""A new request may wait this long for a step that runs ahead.  Revoking that step would stop the device until the next
+one is planned, which all other streams would feel."""
 
 INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
 """Acceptance rate that is assumed at first where the request asks for speculation; 0.5 otherwise."""
@@ -101,6 +104,8 @@ class Scheduler:
         self._freed: list[Sequence] = []
         """Cancelled sequences whose tokens leave the KV cache with the next step."""
         self._n_steps = 0
+        self._is_surprised = True
+        """The last step took much more or less time than predicted, or there was none."""
         self._wake = trio.Event()
         self._idle = trio.Event()
         self._refusal: UmaError | None = None
@@ -161,16 +166,31 @@ class Scheduler:
         """
         if sequence.state is not State.FINISHED:
             sequence.cancelled_at = trio.current_time()
+            ahead = self._ahead
+            if ahead is not None and ahead.computes(sequence):
+                self._revoke(ahead)
             self.wake()
             self._finish(sequence, reason)
 
     def wake(self) -> None:
-        """Something has changed that the next plan should know: revokes a step that runs ahead, and ends the wait for work."""
-        ahead = self._in_flight[-1] if len(self._in_flight) > 1 else None  # the first one has begun
-        if ahead is not None and not ahead.revoked:
-            ahead.revoked = True
-            self._engine.link.revoke(ahead.number)
+        """Something has changed that the next plan should know: ends the wait for work.
+
+        A step that runs ahead was planned without knowing it.  A short one is let run.
+        """
+        ahead = self._ahead
+        if ahead is not None and ahead.plan.predicted_ms > MAX_DELAY_MS:
+            self._revoke(ahead)
         self._wake.set()
+
+    @property
+    def _ahead(self) -> InFlightStep | None:
+        """The step that runs ahead and was not revoked; the first step in flight has begun."""
+        ahead = self._in_flight[-1] if len(self._in_flight) > 1 else None
+        return None if ahead is None or ahead.revoked else ahead
+
+    def _revoke(self, ahead: InFlightStep) -> None:
+        ahead.revoked = True
+        self._engine.link.revoke(ahead.number)
 
     def close(self, reason: UmaError | None = None) -> None:
         """Accept no more requests; those that were accepted go on."""
@@ -268,21 +288,18 @@ class Scheduler:
         now = trio.current_time()
         if step.transfer is not None:
             self.offloader.complete(step.transfer, output)
-        if step.runs_ahead:
-            self._policy = self._policy.after_decode(step.plan.decodes)
         new_tokens = complete_step(step, output, self.cache, now)
         for new in new_tokens:
             if new.reason is not None:
                 for ahead in self._in_flight:
                     ahead.drop(new.sequence)
                 self._release(new.sequence, keep=not isinstance(new.reason, UmaError))
-        for row in step.rows:
-            if row.sequence.state is State.FINISHED and row.sequence.allocation is not None:
-                self._release_when_computed(row.sequence)
-        self._bisection.step_completed({row.sequence: row.end for row in step.rows})
+        self._release_finished(step)
+        self._bisection.step_completed({sequence: row.end for sequence, row in step.rows.items()})
         for ahead in self._in_flight:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
+        self._is_surprised = completed.is_outlier
         if completed.is_outlier:
             self._learn(completed)
         return completed
@@ -290,67 +307,100 @@ class Scheduler:
     def _learn(self, completed: CompletedStep) -> None:
         """Learn from the duration of a step: at once if the next plan should know, otherwise while that step computes."""
         step = completed.step
-        if step.rows and not any(row.dropped for row in step.rows):
+        if step.rows and not any(row.dropped for row in step.rows.values()):
             self.timings.record_step(step.plan.work, completed.duration_ms)
 
     def _undo_revoked(self, step: InFlightStep) -> None:
         """``step`` was not begun."""
         self.cache.put_back(step.ops)
         self._freed[:0] = step.freed
-        for row in step.rows:
-            if row.sequence.state is State.FINISHED and row.sequence.allocation is not None:
-                self._release_when_computed(row.sequence)
+        self._policy = self._policy.undo(step.policy_before, step.plan.state)
+        self._release_finished(step)
+
+    def _release_finished(self, step: InFlightStep) -> None:
+        """Give back the cells of sequences that finished while ``step`` was in flight."""
+        for sequence in step.rows:
+            if sequence.state is State.FINISHED and sequence.allocation is not None:
+                self._release_when_computed(sequence)
 
     # 2. plan and submit
 
-    def _plan_and_submit(self) -> None:
-        """Submit the next step, if there is anything to do."""
-        self._waiting.admit(self._policy.service)
-        decodes, prefills = self._running.ready()
-        if self._bisection.is_active:
-            suspects = self._bisection.current({*decodes, *prefills})
-            decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
-            prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
-        max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
-        decode_views = [sequence.view(max_drafts=max_drafts) for sequence in decodes]
-        transfer = self.offloader.next_transfer(decode_views)
-        copy_ms = 0.0 if transfer is None else self.offloader.predicted_ms(transfer)
-        prefill_views = [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills]
-        chosen = self._plan(decode_views, prefill_views, copy_ms)
-        self._policy = chosen.state
-        by_seq_id = self._running.by_seq_id()  # as the plan calls them
-        for chunk in chosen.chunks:
-            self._running.settle(by_seq_id[chunk.seq_id])
-        ops = [*self.cache.take_ops()]
-        if transfer is not None:
-            ops.append(transfer.op)
-        if not chosen.decodes and not chosen.chunks and not ops:
-            return
-        freed, self._freed = self._freed, []
-        step, message = build_step(chosen, by_seq_id, ops, self._next_number(), freed=freed, transfer=transfer)
-        self._in_flight.append(step)
-        self._engine.link.submit(message)
+    def _plan_and_submit(self, behind: InFlightStep | None = None) -> None:
+        """Submit the next step, if there is anything to do.
 
-    def _plan(self, decodes: Items[SequenceView], prefills: Items[SequenceView] = (), copy_ms: float = 0.0) -> Plan:
-        return plan(
+        Args:
+            behind: the step in flight; the next one runs ahead of it.
+        """
+        self._waiting.admit(self._policy.service)
+        transfer = None
+        starts_at = trio.current_time()
+        if behind is None:
+            decodes, prefills = self._views()
+            transfer = self.offloader.next_transfer(decodes)
+            if transfer is not None:
+                starts_at += self.offloader.predicted_ms(transfer) / 1e3
+        else:
+            decodes, prefills = behind.views_behind(chain(*self._running.ready(behind.rows)))
+            starts_at = behind.completed_at
+        by_seq_id = self._running.by_seq_id()  # as the plan calls them
+        if behind is not None and prefills and self._is_surprised:
+            return  # a chunk of the wrong size would delay everybody
+        if behind is not None and not prefills and any(by_seq_id[view.seq_id].drafts(1) for view in decodes):
+            return  # drafts continue a token that must be known
+        chosen = plan(
             decodes,
             prefills,
             self._policy,
-            now_s=trio.current_time() + copy_ms / 1e3,
+            now_s=starts_at,
             cost=self.timings.cost,
             max_tokens=self.info.n_batch,
             limits=self._config.scheduling,
             mixes_prefill=self.info.unified,
             pads_attention=self.info.pads_attention,
         )
+        if behind is not None and not chosen.decodes and not chosen.chunks:
+            return
+        for chunk in chosen.chunks:
+            sequence = by_seq_id[chunk.seq_id]
+            if not sequence.n_computed and (behind is None or sequence not in behind.rows):
+                self._running.settle(sequence)
+        ops = [*self.cache.take_ops()]
+        if transfer is not None:
+            ops.append(transfer.op)
+        if not chosen.decodes and not chosen.chunks and not ops:
+            return
+        freed, self._freed = self._freed, []
+        self._n_steps += 1
+        step, message = build_step(
+            chosen,
+            by_seq_id,
+            ops,
+            self._n_steps,
+            policy_before=self._policy,
+            behind=behind,
+            freed=freed,
+            transfer=transfer,
+        )
+        self._policy = chosen.state
+        self._in_flight.append(step)
+        self._engine.link.submit(message)
+
+    def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
+        """What the next step can decode and prefill, if none is in flight; by sequence id."""
+        decodes, prefills = self._running.ready()
+        if self._bisection.is_active:
+            suspects = self._bisection.current({*decodes, *prefills})
+            decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
+            prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
+        max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
+        return (
+            [sequence.view(max_drafts=max_drafts) for sequence in decodes],
+            [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
+        )
 
     def _pause_of(self, sequence: Sequence) -> int:
         assert sequence.allocation is not None
         return self.cache.next_pause(sequence.allocation)
-
-    def _next_number(self) -> int:
-        self._n_steps += 1
-        return self._n_steps
 
     # 3. deliver, while the step computes
 
@@ -382,26 +432,17 @@ class Scheduler:
     # 4. run ahead
 
     def _run_ahead(self) -> None:
-        """Submit the next step of sequences that simply go on, to begin as soon as the one in flight is complete."""
-        [*before, step] = self._in_flight
-        if before or step.revoked or step.plan.chunks or step.plan.drafts or not step.rows:
+        """Plan and submit the step behind the one in flight, which begins as soon as that one is complete."""
+        [step, *others] = self._in_flight
+        if others or step.revoked or step.plan.drafts or not step.rows:
             return
-        if self._waiting.may_admit or self.offloader.has_transfers or self._bisection.is_active:
+        if self.offloader.has_transfers or self._bisection.is_active:
             return
-        live = [row.sequence for row in step.rows if not row.dropped]
-        if len(live) != sum([each.state is not State.FINISHED for each in self._running]):
-            return  # others have come, or can go on again
-        sequences = [sequence for sequence in live if can_run_ahead(sequence)]
-        if not sequences or any(sequence.lookup is not None and sequence.drafts(1) for sequence in sequences):
-            return
-        chosen = self._plan([sequence.view(n_in_flight=1) for sequence in sequences])
-        if len(chosen.decodes) < len(sequences):
-            return
-        freed, self._freed = self._freed, []
-        ops = self.cache.take_ops()
-        step, message = build_run_ahead(chosen, self._running.by_seq_id(), ops, self._next_number(), freed)
-        self._in_flight.append(step)
-        self._engine.link.submit(message)
+        if not self.info.can_truncate and (
+            self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
+        ):
+            return  # what a sequence holds must be known where it cannot be cut to that
+        self._plan_and_submit(behind=step)
 
     # -- the end of a sequence ------------------------------------------------------------------
 
@@ -437,7 +478,7 @@ class Scheduler:
         computing = [step for step in self._in_flight if step.computes(sequence)]
         if keep and computing and computing == self._in_flight[:1] and not computing[0].revoked:
             assert sequence.allocation is not None
-            self.cache.advance(sequence.allocation, computing[0].end_of(sequence))
+            self.cache.advance(sequence.allocation, computing[0].rows[sequence].end)
             computing = []
         if not computing:
             self._release(sequence, keep=keep)
@@ -475,12 +516,12 @@ class Scheduler:
         for step in self._in_flight:
             if step.transfer is not None:
                 self.offloader.complete(step.transfer, None)
-            suspects |= {row.sequence: row.end for row in step.rows if row.sequence.state is not State.FINISHED}
+            suspects |= {each: row.end for each, row in step.rows.items() if each.state is not State.FINISHED}
         in_flight, self._in_flight = self._in_flight, []
         log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
-        for row in chain.from_iterable([step.rows for step in in_flight]):
-            if row.sequence.state is State.FINISHED and row.sequence.allocation is not None:
-                self._release(row.sequence, keep=False)
+        for sequence in chain.from_iterable([step.rows for step in in_flight]):
+            if sequence.state is State.FINISHED and sequence.allocation is not None:
+                self._release(sequence, keep=False)
         self._running.restart()
         self._stats.record_freed(
             [*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time()

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import trio
 
-from uma_trio.engine.messages import SAMPLED, SampleRequest, StepInput, TokenIds
+from uma_trio.engine.messages import SampleRequest, StepInput, TokenIds
 from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
@@ -141,24 +141,45 @@ class Sequence:
         """Tokens of prompt and answer."""
         return len(self.prompt.tokens) + len(self.tokens)
 
-    def view(self, *, pause: int = 0, n_in_flight: int = 0, max_drafts: int = 0) -> SequenceView:
-        """What the policy may know.
+    def view(self, *, pause: int = 0, max_drafts: int = 0) -> SequenceView:
+        """What the policy may know of a sequence that no step in flight computes.
 
         Args:
             pause: a step must end at this many tokens, for a checkpoint; 0: nowhere.
-            n_in_flight: tokens that the step in flight computes.
             max_drafts: draft tokens that it may have.
         """
-        n_computed = self.n_computed + n_in_flight
-        return SequenceView(
-            seq_id=NOT_PLACED if self.allocation is None else self.allocation.seq_id,
-            n_pending=1 if n_in_flight else (pause if n_computed < pause else self.n_known) - n_computed,
+        n_computed = self.n_computed
+        return self._view(
+            n_pending=(pause if n_computed < pause else self.n_known) - n_computed,
             n_context=n_computed,
             due_s=self.due_at,
+            n_drafts=len(self.drafts(max_drafts)) if max_drafts else 0,
+        )
+
+    def view_behind(self, end: int, *, samples: bool, completed_at: float) -> SequenceView:
+        """What the policy may know of it behind the step in flight.
+
+        Args:
+            end: tokens in the KV cache behind that step.
+            samples: the step samples its next token.
+            completed_at: when the step is expected to be complete.
+        """
+        return self._view(
+            n_pending=1 if samples else self.n_known - end,
+            n_context=end,
+            due_s=completed_at + self.target_itl_s if samples else self.due_at,
+        )
+
+    def _view(self, *, n_pending: int, n_context: int, due_s: float, n_drafts: int = 0) -> SequenceView:
+        return SequenceView(
+            seq_id=NOT_PLACED if self.allocation is None else self.allocation.seq_id,
+            n_pending=n_pending,
+            n_context=n_context,
+            due_s=due_s,
             priority=self.priority,
             principal=self.principal.name,
             weight=self.principal.weight,
-            n_drafts=len(self.drafts(max_drafts)) if max_drafts else 0,
+            n_drafts=n_drafts,
             acceptance_rate=0.0 if self.lookup is None else self.lookup.acceptance_rate,
         )
 
@@ -169,40 +190,34 @@ class Sequence:
 
     # -- what a step computes of it -------------------------------------------------------------
 
-    def prefill_input(self, n: int) -> StepInput:
-        """The next ``n`` tokens; the step samples if they are the last known ones."""
-        start, n_prompt = self.n_computed, len(self.prompt.tokens)
+    def prefill_input(self, start: int, n: int) -> StepInput:
+        """``n`` tokens behind the first ``start``; the step samples if they are the last known ones."""
+        n_prompt = len(self.prompt.tokens)
         end = start + n
         tokens: list[int] = self.prompt.tokens[start:end].tolist()
         if end > n_prompt:  # the KV cache was lost in the middle of the answer
             tokens += self.tokens[max(0, start - n_prompt) : end - n_prompt]
         samples = [self._sample_request(len(self.tokens))] if end == self.n_known else []
-        return StepInput(self._seq_id, start, tokens, samples)
+        return StepInput(self._seq_id, start, tokens, samples, self.request.stop_token_ids)
 
-    def decode_input(self, drafts: Items[int]) -> StepInput:
+    def decode_input(self, drafts: Items[int] = ()) -> StepInput:
         """The last token, and draft tokens that the same step verifies."""
         n = len(self.tokens)
         if self.sampling.history is not None:
             self.sampling.history.write(n, drafts)
         samples = [self._sample_request(n + i) for i in range(1 + len(drafts))]
-        return StepInput(self._seq_id, self.n_computed, [self.tokens[-1], *drafts], samples)
-
-    def run_ahead_input(self) -> StepInput:
-        """The token that the step in flight is about to sample."""
-        n = len(self.tokens)
-        sample = self._sample_request(n + 1, n_past=n)
-        return StepInput(self._seq_id, self.n_computed + 1, [SAMPLED], [sample], self.request.stop_token_ids)
+        return StepInput(
+            self._seq_id, self.n_computed, [self.tokens[-1], *drafts], samples, self.request.stop_token_ids
+        )
 
     @property
     def _seq_id(self) -> int:
         assert self.allocation is not None
         return self.allocation.seq_id
 
-    def _sample_request(self, n_before: int, n_past: int | None = None) -> SampleRequest:
+    def _sample_request(self, n_before: int) -> SampleRequest:
         sampling = self.sampling
-        past = None
-        if sampling.history is not None:
-            past = sampling.history.past(n_before if n_past is None else n_past)
+        past = None if sampling.history is None else sampling.history.past(n_before)
         return SampleRequest(sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs)
 
     # -- what came of it ------------------------------------------------------------------------

@@ -1,27 +1,29 @@
 """From a plan to a step, and from its output to tokens; the same for a step that runs ahead.
 
-A step runs ahead when it is submitted while the one before computes: its inputs are the tokens that this one is about to
-sample (``SAMPLED``).  The engine begins it at once, so the device never waits for the event loop.
+A step runs ahead when it is planned and submitted while the one before computes.  Sequences go on in it with the tokens
+that this one is about to sample.  The engine begins it at once, so the device never waits for the event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
+from operator import attrgetter
 from typing import Final
 
 import attrs
 import trio
 
-from uma_trio.engine.messages import Step, StepInput, StepOutput
+from uma_trio.engine.messages import Continued, Step, StepInput, StepOutput, SubmittedStep
 from uma_trio.errors import DecodeFailed, UmaError
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
 from uma_trio.offload import Transfer
 from uma_trio.protocol.messages import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
-from uma_trio.scheduling.policy import Plan
+from uma_trio.scheduling.policy import Plan, PolicyState
+from uma_trio.scheduling.view import SequenceView
 from uma_trio.serving.sequence import Sequence, State
 
 OUTLIER: Final = 0.5
@@ -47,31 +49,56 @@ class InFlightStep:
 
     number: int
     plan: Plan
-    rows: Items[StepRow]
+    rows: Mapping[Sequence, StepRow]
     """In the order of the step's inputs."""
     ops: Items[KvOp]
-    freed: Items[Sequence] = ()
+    freed: Items[Sequence]
     """Cancelled sequences whose tokens leave the KV cache with this step."""
-    transfer: Transfer | None = None
+    transfer: Transfer | None
     """The state that it saves or loads."""
+    policy_before: PolicyState
+    """The policy's state without this step."""
     runs_ahead: bool = False
     revoked: bool = False
     """The engine was asked not to begin it."""
     began_at: float = attrs.field(factory=trio.current_time)
 
+    @property
+    def completed_at(self) -> float:
+        """When it is expected to be complete."""
+        return max(trio.current_time(), self.began_at + self.plan.predicted_ms / 1e3)
+
     def computes(self, sequence: Sequence) -> bool:
         """Whether it writes to the KV cells of ``sequence``."""
-        return any(row.sequence is sequence and not row.dropped for row in self.rows)
-
-    def end_of(self, sequence: Sequence) -> int:
-        """Tokens of ``sequence`` in the KV cache behind this step, which computes it."""
-        return next(row.end for row in self.rows if row.sequence is sequence)
+        row = self.rows.get(sequence)
+        return row is not None and not row.dropped
 
     def drop(self, sequence: Sequence) -> None:
         """``sequence`` has ended with a token that the engine knows to end it."""
-        for row in self.rows:
-            if row.sequence is sequence:
-                row.dropped = True
+        if sequence in self.rows:
+            self.rows[sequence].dropped = True
+
+    def views_behind(self, sequences: Iterable[Sequence]) -> tuple[list[SequenceView], list[SequenceView]]:
+        """What the next step can decode and prefill if it is planned before this one is complete; by sequence id.
+
+        A sequence whose last token this step samples is left out.
+        """
+        decodes: list[SequenceView] = []
+        prefills: list[SequenceView] = []
+        completed_at = self.completed_at
+        for sequence in sequences:
+            row = self.rows.get(sequence)
+            if row is None:
+                samples = sequence.state is State.DECODE
+                view = sequence.view()
+            else:
+                samples = row.n_samples > 0
+                if samples and len(sequence.tokens) + 1 >= sequence.max_tokens:
+                    continue
+                view = sequence.view_behind(row.end, samples=samples, completed_at=completed_at)
+            (decodes if samples else prefills).append(view)
+        decodes.sort(key=attrgetter("seq_id"))  # one whose prefill ends comes behind the others
+        return decodes, prefills
 
 
 @attrs.define(eq=False)
@@ -116,49 +143,44 @@ def build_step(
     ops: Items[KvOp],
     number: int,
     *,
+    policy_before: PolicyState,
+    behind: InFlightStep | None = None,
     freed: Items[Sequence] = (),
     transfer: Transfer | None = None,
-) -> tuple[InFlightStep, Step]:
-    """The step that ``plan`` asks for: what the daemon remembers of it, and what the engine gets."""
+) -> tuple[InFlightStep, SubmittedStep]:
+    """The step that ``plan`` asks for: what the daemon remembers of it, and what the engine gets.
+
+    Args:
+        behind: the step in flight that it runs ahead of.
+    """
+    before: Mapping[Sequence, StepRow] = {} if behind is None else behind.rows
     rows: list[StepRow] = []
-    calls: list[list[StepInput]] = []
+    calls: list[list[StepInput | Continued]] = []
     decodes = iter(zip(plan.decodes, plan.drafts or repeat(0)))  # noqa: B905  (the second has no end)
     for width in plan.call_widths:
-        inputs = []
+        inputs: list[StepInput | Continued] = []
         for _ in range(width):
             view, n_drafts = next(decodes)
             sequence = by_seq_id[view.seq_id]
             drafts = sequence.drafts(n_drafts) if n_drafts else ()
-            inputs.append(sequence.decode_input(drafts))
-            rows.append(StepRow(sequence, sequence.n_computed + 1 + len(drafts), 1 + len(drafts), drafts))
+            inputs.append(view.seq_id if sequence in before else sequence.decode_input(drafts))
+            rows.append(StepRow(sequence, view.n_context + 1 + len(drafts), 1 + len(drafts), drafts))
         if inputs:
             calls.append(inputs)
     if plan.prefill_separately or not calls:
         calls.append([])
     for chunk in plan.chunks:
         sequence = by_seq_id[chunk.seq_id]
-        prefill = sequence.prefill_input(chunk.n_tokens)
+        start = before[sequence].end if sequence in before else sequence.n_computed
+        prefill = sequence.prefill_input(start, chunk.n_tokens)
         calls[-1].append(prefill)
-        rows.append(StepRow(sequence, sequence.n_computed + chunk.n_tokens, len(prefill.samples)))
-    step = Step(ops, [inputs for inputs in calls if inputs], number)
-    return InFlightStep(number, plan, rows, ops, freed, transfer), step
-
-
-def build_run_ahead(
-    plan: Plan, by_seq_id: Mapping[int, Sequence], ops: Items[KvOp], number: int, freed: Items[Sequence]
-) -> tuple[InFlightStep, Step]:
-    """The same for a step behind one in flight that decodes the same sequences."""
-    sequences = [by_seq_id[view.seq_id] for view in plan.decodes]
-    rows = [StepRow(sequence, sequence.n_computed + 2, 1) for sequence in sequences]
-    inputs = iter([sequence.run_ahead_input() for sequence in sequences])
-    calls = [[next(inputs) for _ in range(width)] for width in plan.call_widths]
-    return InFlightStep(number, plan, rows, ops, freed, runs_ahead=True), Step(ops, calls, number)
-
-
-def can_run_ahead(sequence: Sequence) -> bool:
-    """Whether a step can run ahead for ``sequence``, which the step in flight decodes."""
-    last_in_flight = len(sequence.tokens) + 1 >= sequence.max_tokens
-    return sequence.state is State.DECODE and not last_in_flight and sequence.sink.has_room
+        rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
+    step = Step(ops, [inputs for inputs in calls if inputs], number, 0 if behind is None else behind.number)
+    by_sequence = {row.sequence: row for row in rows}
+    in_flight = InFlightStep(
+        number, plan, by_sequence, ops, freed, transfer, policy_before, runs_ahead=behind is not None
+    )
+    return in_flight, step
 
 
 def complete_step(step: InFlightStep, output: StepOutput, cache: KvCache, now: float) -> list[NewTokens]:
@@ -168,7 +190,7 @@ def complete_step(step: InFlightStep, output: StepOutput, cache: KvCache, now: f
     """
     new_tokens = []
     at = 0
-    for row in step.rows:
+    for row in step.rows.values():
         sampled: Items[int] = output.tokens[at : at + row.n_samples]
         scores = output.scores[at : at + row.n_samples]
         at += row.n_samples
