@@ -48,6 +48,7 @@ from uma_trio.protocol.messages import (
     SessionList,
     Timings,
     Token,
+    Transcript,
     UnknownEvent,
     Usage,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "SessionInfo",
     "SessionList",
     "Token",
+    "Transcript",
     "UnknownEvent",
     "ask",
     "open_client",
@@ -191,7 +193,7 @@ class Client:
         await self.send({"event": "cancel", "id": request_id})
 
     async def sessions(self, action: str = "list", **fields: Any) -> list[SessionInfo]:
-        """List, describe, close or fork sessions; ``fields`` are those of ``SessionQuery`` in docs/PROTOCOL.md.
+        """List, describe, close or fork sessions; ``fields`` are those of a session query in docs/PROTOCOL.md.
 
         Raises:
             ServerError: the server answered with an error.
@@ -203,6 +205,27 @@ class Client:
             case Failure():
                 raise ServerError(event)
         raise BrokenProtocol(f"expected a list of sessions, got {event!r}")
+
+    async def transcript(self, session_id: str, *, keep_alive: bool = False) -> Transcript:
+        """Return the whole content of a session.
+
+        Raises:
+            ServerError: the server answered with an error.
+        """
+        query = {"type": "sessions", "action": "read", "session_id": session_id, "keep_alive": keep_alive}
+        await self.send(query)
+        parts: list[Transcript] = []
+        while not parts or parts[-1].more:
+            match event := await self.receive():
+                case Transcript():
+                    parts.append(event)
+                case Failure():
+                    raise ServerError(event)
+                case _:
+                    raise BrokenProtocol(f"expected a transcript, got {event!r}")
+        messages = [message for part in parts for message in part.messages]
+        text = None if parts[0].text is None else "".join(part.text or "" for part in parts)
+        return attrs.evolve(parts[-1], messages=messages, text=text)
 
     async def metrics(self) -> dict[str, Any]:
         """Return one snapshot, as docs/METRICS.md describes it.  The server closes the connection afterwards."""

@@ -20,7 +20,7 @@ from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Usage
+from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Transcript, Usage
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
 from uma_trio.sessions import Sessions, SessionTurn
@@ -68,8 +68,8 @@ class ModelService:
         """A request that has not begun: see ``Generation.run``."""
         return Generation(self, request, principal, sink)
 
-    async def answer_sessions(self, query: SessionQuery, principal: Principal) -> SessionList:
-        """List, describe, fork or close sessions of ``principal``.
+    async def answer_sessions(self, query: SessionQuery, principal: Principal) -> Iterable[SessionList | Transcript]:
+        """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
 
         Raises:
             SessionError: it cannot be done.

@@ -16,10 +16,14 @@ import trio
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import at_once
-from uma_trio.client import Eos, ServerError, Token
+from uma_trio.client import Eos, ServerError, Token, Transcript
 from uma_trio.daemon import connection
+from uma_trio.daemon.peers import OWN_PRINCIPAL
 from uma_trio.principal import Principal
+from uma_trio.protocol.messages import ChatMessage
+from uma_trio.sessions import table
 from uma_trio.sessions.sessions import SWEEP_S
+from uma_trio.sessions.table import PART_CHARS
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import SPARE_BYTES, SessionRecord
 
@@ -53,7 +57,9 @@ async def run_turns(harness: Serving, session: str, *prompts: str, n: int = 5) -
     return said
 
 
-async def continue_session(harness: Serving, session: str, said: list[int], prompt: str = "on", n: int = 5) -> list[int]:
+async def continue_session(
+    harness: Serving, session: str, said: list[int], prompt: str = "on", n: int = 5
+) -> list[int]:
     """Run one more turn, and check that it continues ``said``; returns the session's tokens."""
     events = await ask(harness, session, prompt, n)
     before = [*said, *tokens_of(prompt)]
@@ -73,6 +79,11 @@ async def names(harness: Serving) -> list[str]:
 async def query(harness: Serving, action: str, **fields):
     async with harness.client() as client:
         return (await client.sessions(action, **fields))[0]
+
+
+async def read(harness: Serving, session: str, **options) -> Transcript:
+    async with harness.client(**options) as client:
+        return await client.transcript(session)
 
 
 def after_a_crash(folder: Path, copy: Path) -> dict[str, SessionRecord]:
@@ -255,6 +266,8 @@ async def test_principals_do_not_see_each_others_sessions(autojump_clock, monkey
         for action in ("describe", "close", "fork"):
             with pytest.raises(ServerError, match="E_SESSION_NOT_FOUND"):
                 await query(harness, action, session_id="a", **({"new_id": "b"} if action == "fork" else {}))
+        with pytest.raises(ServerError, match="E_SESSION_NOT_FOUND"):
+            await read(harness, "a")
         theirs = await run_turns(harness, "a", "hello")
         events = await ask(harness, None, "a secret that nobody else must know")
         assert events[-1].usage.cached_tokens == 0
@@ -263,6 +276,80 @@ async def test_principals_do_not_see_each_others_sessions(autojump_clock, monkey
         assert await names(harness) == ["a"]
         assert mine != theirs
         await continue_session(harness, "a", mine)
+
+
+# -- transcripts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["json", "cbor"])
+async def test_the_transcript_of_a_chat_has_its_messages(autojump_clock, encoding):
+    async with serving() as harness, harness.client() as client:
+        eos = None
+        for text in ("one", "two"):
+            chat = [{"role": "system", "content": "be brief"}] if text == "one" else []
+            chat.append({"role": "user", "content": text})
+            eos = await client.complete(messages=chat, max_tokens=4, session_id="a", keep_alive=True)
+            found = await read(harness, "a", encoding=encoding)
+            assert (found.messages[-1].role, found.messages[-1].content) == ("assistant", eos.text)
+        assert [(message.role, message.content) for message in found.messages[:2]] == [
+            ("system", "be brief"),
+            ("user", "one"),
+        ]
+        assert [message.role for message in found.messages[2:]] == ["assistant", "user", "assistant"]
+        assert (found.session, found.text, found.more) == (eos.session, None, False)
+
+
+async def test_the_transcript_of_plain_prompts_is_one_text(autojump_clock, monkeypatch):
+    monkeypatch.setattr(table, "PART_CHARS", 40)
+    async with serving() as harness:
+        tokens = await run_turns(harness, "a", "hello", "on", n=50)
+        found = await read(harness, "a")
+        assert (found.messages, found.text) == ([], "".join(f"{token} " for token in tokens))
+        assert len(found.text) > 3 * 40, "it takes several events"
+
+
+async def test_a_transcript_while_the_session_answers_ends_before_the_current_turn(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        await client.complete(messages=[{"role": "user", "content": "one"}], session_id="a", keep_alive=True)
+        before = await read(harness, "a")
+        await client.send(
+            {"id": "r", "messages": [{"role": "user", "content": "two"}], "max_tokens": 90, "session_id": "a"}
+        )
+        assert isinstance(await client.receive(), Token)
+        found = await read(harness, "a")
+        assert (found.messages, found.session.busy) == (before.messages, True)
+
+
+async def test_a_client_that_does_not_read_a_long_transcript_costs_bounded_memory(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        await client.complete(messages=[{"role": "user", "content": "one"}], session_id="a", keep_alive=True)
+        [session] = harness.service._sessions._table
+        session.messages = [ChatMessage(role="user", content=f"{n} " * 10_000) for n in range(100)]
+        await client.send({"type": "sessions", "action": "read", "session_id": "a"})
+        await trio.sleep(30)
+        n_bytes = sum(len(message.content) for message in session.messages)
+        waiting = harness.server.snapshot()["send_queue_bytes"]
+        assert 0 < waiting < connection.MAX_UNREAD_BYTES + harness.server.limits.max_tx_bytes + 2 * PART_CHARS < n_bytes
+        received = []
+        while (event := await client.receive()) is not None:
+            received += event.messages
+        assert received == session.messages
+
+
+async def test_a_list_of_any_length_reaches_a_client_that_reads_it_later(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        stored, now = harness.service._sessions._table, time.time()
+        for n in range(9000):
+            session = stored.begin(OWN_PRINCIPAL, f"session {n}", now)
+            stored.record_turn(session, now)
+            stored.end(session)
+        await client.send({"type": "sessions", "keep_alive": True})
+        await trio.sleep(30)
+        assert harness.server.snapshot()["send_queue_bytes"] > connection.MAX_UNREAD_BYTES
+        await client.send({"type": "sessions", "action": "describe", "session_id": "session 7"})
+        found = await client.receive()
+        assert len(found.sessions) == 9000
+        assert [session.session_id for session in (await client.receive()).sessions] == ["session 7"]
 
 
 # -- how a turn can end -----------------------------------------------------------------------------
@@ -691,7 +778,9 @@ async def test_the_least_recently_used_sessions_are_closed_if_there_are_too_many
         async with serving(storage=storage, max_stored_sessions=3) as harness:
             for n in range(3):
                 await run_turns(harness, f"s{n}", f"hello {n}")
-            await continue_session(harness, "s0", [*tokens_of("hello 0"), *expected_continuation(tokens_of("hello 0"), 5)])
+            await continue_session(
+                harness, "s0", [*tokens_of("hello 0"), *expected_continuation(tokens_of("hello 0"), 5)]
+            )
             said = await run_turns(harness, "s3", "hello 3")
             await trio.sleep(61)
             assert await names(harness) == ["s3", "s0", "s2"]

@@ -74,11 +74,11 @@ def names(daemon: Daemon) -> list[str]:
     return [session["session_id"] for session in sessions(daemon)["sessions"]]
 
 
-def uma(*arguments: object) -> subprocess.CompletedProcess[str]:
+def uma(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
     return subprocess.run(
         [sys.executable, "-m", "uma_trio", *map(str, arguments)],
-        cwd=ROOT, env=clean, text=True, capture_output=True, timeout=60,
+        cwd=ROOT, env=clean, input=stdin, text=True, capture_output=True, timeout=60,
     )  # fmt: skip
 
 
@@ -482,6 +482,92 @@ def test_uma_trio_sessions(library: None, tmp_path: Path) -> None:
         assert shown[[line.split()[0] for line in shown].index("sessions") + 1].split() == ["stored", "1"]
     nobody = uma("sessions", "--socket", tmp_path / "none")
     assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)
+
+
+@pytest.fixture(scope="module")
+def chatted(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon with a chat ``cooking`` and a session of plain prompts ``story``, which no test changes."""
+    with real_daemon("--state-dir", str(tmp_path_factory.mktemp("state"))) as daemon:
+        say(daemon, "cooking", "What is the capital of France?")
+        say(daemon, "cooking", "\x1b[31mAnd of *Italy*?\n")
+        assert daemon.ask(prompt="Once upon a time", session_id="story", max_tokens=5).reason == "length"
+        yield daemon
+
+
+def test_show_and_export_have_the_messages(chatted: Daemon, tmp_path: Path) -> None:
+    def run(*arguments: object) -> str:
+        found = uma("sessions", "--socket", chatted.socket, *arguments)
+        assert (found.returncode, found.stderr) == (0, "")
+        return found.stdout
+
+    shown = json.loads(run("show", "cooking", "--json"))
+    messages = shown["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
+    assert messages[2]["content"] == "\x1b[31mAnd of *Italy*?\n"
+    assert (shown["session"]["session_id"], shown["session"]["turns"]) == ("cooking", 2)
+    text = run("show", "cooking")
+    assert f"cooking: 2 turns, {shown['session']['tokens']} tokens, begun 20" in text.splitlines()[0]
+    for message in messages:
+        assert f"\n\n{message['role']}\n{message['content']}\n".replace("\x1b", "\ufffd") in text
+    assert json.loads(run("export", "cooking")) == {"messages": messages}
+    for name in ("a.json", "b.md"):
+        assert run("export", "cooking", tmp_path / name) == ""
+    assert json.loads((tmp_path / "a.json").read_text()) == {"messages": messages}
+    markdown = (tmp_path / "b.md").read_text()
+    assert markdown.startswith("# cooking\n\n## user\n\nWhat is the capital of France?\n\n## assistant\n\n")
+
+    story = json.loads(run("show", "--json", "story"))
+    assert story["text"].endswith(run("show", "story").split("\n\n", 1)[1].rstrip("\n")[-20:])
+    assert "Once upon a time" in story["text"]
+    assert "messages" not in story
+    assert json.loads(run("export", "story")) == {"prompt": story["text"]}
+    assert chatted.ask(prompt=story["text"], max_tokens=3).reason == "length", "it can be asked as a prompt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "cookin"], "there is no session 'cookin'; did you mean 'cooking'?"),
+        (["export", "storys"], "did you mean 'story'?"),
+        (["describe", "zzz"], "there is no session 'zzz'; uma-trio sessions lists yours"),
+        (["fork", "stor", "x"], "did you mean 'story'?"),
+        (["close", "stor"], "did you mean 'story'?"),
+        (["export", "cooking", "x.pdf"], "x.pdf must end in .json or .md"),
+        (["export", "cooking", "/nowhere/x.md"], "cannot write /nowhere/x.md: No such file or directory"),
+        (["close"], "give the names of sessions, or --all"),
+        (["close", "story", "--all"], "give the names of sessions, or --all"),
+        (["close", "--all"], "add --yes"),
+    ],
+)
+def test_what_cannot_be_done_with_a_session(chatted: Daemon, arguments: list[str], message: str) -> None:
+    found = uma("sessions", "--socket", chatted.socket, *arguments)
+    assert (found.returncode, message in found.stderr, "Traceback" in found.stderr) == (2, True, False), found.stderr
+    assert sorted(names(chatted)) == ["cooking", "story"]
+
+
+def test_close_several_and_all(library: None, tmp_path: Path) -> None:
+    with real_daemon("--state-dir", str(tmp_path / "state")) as daemon:
+
+        def close(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+            found = uma("sessions", "--socket", daemon.socket, "close", *arguments, stdin=stdin)
+            return found.returncode, found.stdout, found.stderr
+
+        for name in "abcdef":
+            daemon.ask(prompt="Hello", session_id=name, max_tokens=2)
+        assert close("a", "b") == (0, "closed a\nclosed b\n", "")
+        code, stdout, stderr = close("a", "c", "b")
+        assert (code, stdout) == (2, "closed c\n")
+        assert [line.split(";")[0] for line in stderr.splitlines()] == [
+            f"uma-trio sessions: E_SESSION_NOT_FOUND: there is no session {name!r}" for name in "ab"
+        ]
+        assert [json.loads(line)["session_id"] for line in close("d", "--json")[1].splitlines()] == ["d"]
+        assert close("--all", stdin="n\n")[0] != 0
+        assert sorted(names(daemon)) == ["e", "f"]
+        assert "Close 2 sessions?" in close("--all", stdin="y\n")[1]
+        assert names(daemon) == []
+        daemon.ask(prompt="Hello", session_id="g", max_tokens=2)
+        assert close("--all", "--yes") == (0, "closed g\n", "")
+        assert close("--all", "--yes") == (0, "no sessions to close\n", "")
 
 
 def test_a_second_signal_does_not_wait_for_saves(library: None, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from uma_trio.protocol.messages import (
     Slo,
     Timings,
     Token,
+    Transcript,
     Usage,
     to_fields,
 )
@@ -108,6 +109,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("Metrics query", MetricsQuery, {"type"}),
         ("Session query", SessionQuery, {"type"}),
         ("sessions", SessionList, {"event"}),
+        ("transcript", Transcript, {"event"}),
         ("token", Token, {"event"}),
         ("eos", Eos, {"event"}),
         ("error", Failure, {"event"}),
@@ -202,12 +204,12 @@ def test_the_codec_accepts_every_json_example() -> None:
     for example in examples:
         payload = example.strip().encode()
         fields = decode(payload, Encoding.JSON)
-        if fields.get("event") in ("token", "eos", "error"):
+        if fields.get("event") in ("token", "eos", "error", "transcript"):
             client = ClientCodec()
             client.receive_data(frame(payload))
             event = client.next_event()
             assert to_fields(event) == fields
-            cls = {"token": Token, "eos": Eos, "error": Failure}[fields["event"]]
+            cls = {"token": Token, "eos": Eos, "error": Failure, "transcript": Transcript}[fields["event"]]
             known = {field.name for field in attrs.fields(cls)} | {"event"}
             assert set(fields) <= known
             assert type(event) is cls
@@ -219,7 +221,7 @@ def test_the_codec_accepts_every_json_example() -> None:
             known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
             assert set(fields) <= known
             kinds.add(type(message))
-    assert kinds == {Generate, Cancel, MetricsQuery, SessionQuery, Token, Eos, Failure}
+    assert kinds == {Generate, Cancel, MetricsQuery, SessionQuery, Token, Eos, Failure, Transcript}
 
 
 def test_the_frames_decode_to_the_examples() -> None:

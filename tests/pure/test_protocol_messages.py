@@ -30,6 +30,7 @@ from uma_trio.protocol.messages import (
     Slo,
     Timings,
     Token,
+    Transcript,
     UnknownEvent,
     Usage,
     parse,
@@ -719,11 +720,14 @@ def test_unknown_events_and_fields_of_a_newer_server() -> None:
     )
 
 
-def test_metrics_and_sessions_round_trip() -> None:
+def test_answers_to_queries_round_trip() -> None:
     metrics = Metrics(snapshot={"tokens_total": 0, "kv": {"cells": 5}}, id="m")
     assert parse_event(to_fields(metrics)) == metrics
     sessions = SessionList(sessions=[SessionInfo(session_id="s", turns=1, tokens=9, durable=True)])
     assert parse_event(to_fields(sessions)) == sessions
+    for content in ({"messages": [ChatMessage(role="user", content="x")]}, {"text": ""}):
+        transcript = Transcript(session=sessions.sessions[0], more=True, id="q", **content)
+        assert parse_event(to_fields(transcript)) == transcript
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from uma_trio.config import Limits
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import BadRequest, SessionBusy, SessionExists, SessionNotFound
 from uma_trio.models.prompt import Prompt, fit_prompt
-from uma_trio.protocol.messages import ChatMessage, Generate, SessionQuery, parse
+from uma_trio.protocol.messages import ChatMessage, Generate, SessionInfo, SessionQuery, parse
 from uma_trio.sessions import Session, SessionTable
+from uma_trio.sessions.table import MESSAGE_CHARS, PART_CHARS, transcript
 from uma_trio.sessions.trimming import drop_oldest
 
 # -- the table --------------------------------------------------------------------------------------
@@ -178,6 +180,36 @@ def test_no_more_messages_are_dropped_than_needed() -> None:
         assert list(left) == before[:first] + before[end:], (n_keep, n_drop)
 
 
+# -- transcripts ------------------------------------------------------------------------------------
+
+INFO = SessionInfo(session_id="a", turns=1, tokens=9, durable=True)
+
+
+@given(st.lists(st.integers(0, 3 * PART_CHARS), max_size=12), st.integers(0, 3000))
+def test_a_transcript_has_all_messages_in_parts_of_bounded_size(sizes: list[int], n_short: int) -> None:
+    messages = [ChatMessage(role="user", content="x" * n) for n in [*sizes, *[0] * n_short]]
+    parts = [*transcript(INFO, messages, None, "q")]
+    assert [message for part in parts for message in part.messages] == messages
+    assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert {(part.session.session_id, part.id, part.text) for part in parts} == {("a", "q", None)}
+    for part in parts:
+        n_chars = sum(len(message.content) for message in part.messages)
+        assert len(part.messages) == 1 or n_chars + MESSAGE_CHARS * len(part.messages) <= PART_CHARS
+    for one, other in itertools.pairwise(parts):  # no more parts than needed
+        both = [*one.messages, other.messages[0]]
+        assert sum(len(message.content) for message in both) + MESSAGE_CHARS * len(both) > PART_CHARS
+
+
+@pytest.mark.parametrize("n", [0, 1, PART_CHARS, PART_CHARS + 1, 3 * PART_CHARS])
+def test_a_transcript_has_the_whole_text_in_parts_of_bounded_size(n: int) -> None:
+    text = "".join(chr(65 + i % 26) for i in range(n))
+    parts = [*transcript(INFO, (), text, None)]
+    assert "".join(part.text or "" for part in parts) == text
+    assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert len(parts) == max(1, -(-n // PART_CHARS))
+    assert all(part.text is not None and len(part.text) <= PART_CHARS for part in parts)
+
+
 # -- queries ----------------------------------------------------------------------------------------
 
 
@@ -186,6 +218,7 @@ def test_no_more_messages_are_dropped_than_needed() -> None:
     [
         {"action": "list"},
         {"action": "describe", "session_id": "a"},
+        {"action": "read", "session_id": "a"},
         {"action": "close", "session_id": "a", "id": "q", "keep_alive": True},
         {"action": "fork", "session_id": "a" * 256, "new_id": "b"},
     ],
@@ -199,6 +232,8 @@ def test_valid_queries(fields: dict[str, object]) -> None:
     [
         {"action": "list", "session_id": "a"},
         {"action": "describe"},
+        {"action": "read"},
+        {"action": "read", "session_id": "a", "new_id": "b"},
         {"action": "close", "session_id": ""},
         {"action": "close", "session_id": "a" * 257},
         {"action": "close", "session_id": "a", "new_id": "b"},

@@ -10,7 +10,7 @@ import click
 COMMANDS = {
     "serve": "Load a model once and serve it to many clients.",
     "ask": "Ask the daemon and stream the answer.",
-    "sessions": "List, describe, fork and close sessions.",
+    "sessions": "List, show, export, fork and close sessions.",
     "demo": "Watch short chats stay fast next to a long document.",
     "metrics": "Show the metrics of the daemon.",
     "perf": "Report on a perf log, as tables and plots.",

@@ -1,39 +1,50 @@
-"""``uma-trio sessions``: list, describe, fork and close sessions."""
+"""``uma-trio sessions``: list, show, export, fork and close sessions."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import click
 
 from uma_trio.cli import SuggestingGroup
 
 if TYPE_CHECKING:
-    from uma_trio.client import SessionInfo
+    from uma_trio.client import Client, SessionInfo, Transcript
+
+T = TypeVar("T")
+
+MARKDOWN: Final = (".md", ".markdown")
+
+
+def _socket_option(function: Callable[..., None]) -> Callable[..., None]:
+    """Add ``--socket``, which can come before or after the name of a subcommand; the one after it wins."""
+    return click.option(
+        "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
+    )(function)
 
 
 def _options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that can come before or after the name of a subcommand; the one after it wins."""
-    function = click.option(
-        "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
-    )(function)
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")(function)
+    """Add ``--socket`` and ``--json``, likewise."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")(
+        _socket_option(function)
+    )
 
 
 @click.group(
     "sessions",
     cls=SuggestingGroup,
     invoke_without_command=True,
-    short_help="List, describe, fork and close sessions.",
+    short_help="List, show, export, fork and close sessions.",
 )
 @_options
 @click.pass_context
 def command(context: click.Context, as_json: bool, socket: str | None) -> None:
-    """List, describe, fork and close your sessions: conversations that the daemon remembers.
+    """List, show, export, fork and close your sessions: conversations that the daemon remembers.
 
     The first request with a session's name begins the session, and further requests continue it.  A session
     survives restarts of the daemon.  It ends when you close it, or after session_ttl_s without use (30 days by
@@ -43,12 +54,16 @@ def command(context: click.Context, as_json: bool, socket: str | None) -> None:
       uma-trio ask --session cooking "How do I make pancakes?"
       uma-trio ask --session cooking "And without eggs?"
       uma-trio sessions
+      uma-trio sessions show cooking
+      uma-trio sessions export cooking cooking.md
       uma-trio sessions fork cooking baking
-      uma-trio sessions close cooking
+      uma-trio sessions close cooking baking
+
+    Exit codes: 0 success, 2 server error or no server, 3 protocol error.
     """
     context.obj = (as_json, socket)
     if context.invoked_subcommand is None:
-        _show(_ask(context, "list", socket), as_json)
+        _print(_run(context, socket, lambda client: client.sessions()), as_json)
 
 
 @command.command("list")
@@ -56,18 +71,18 @@ def command(context: click.Context, as_json: bool, socket: str | None) -> None:
 @click.pass_context
 def list_(context: click.Context, as_json: bool, socket: str | None) -> None:
     """List all sessions, the last used first."""
-    _show(_ask(context, "list", socket), as_json or context.obj[0])
+    _print(_run(context, socket, lambda client: client.sessions()), as_json or context.obj[0])
 
 
 @command.command()
-@click.argument("session_id")
+@click.argument("session_id", metavar="NAME")
 @_options
 @click.pass_context
 def describe(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
-    """Show the details of one session."""
-    (session,) = _ask(context, "describe", socket, session_id=session_id)
+    """Show how long a session is, when it was used, and whether it is on disk."""
+    (session,) = _run(context, socket, lambda client: client.sessions("describe", session_id=session_id), session_id)
     if as_json or context.obj[0]:
-        _show([session], as_json=True)
+        _print([session], as_json=True)
         return
     for name, value in (
         ("session", _shown(session.session_id)),
@@ -81,55 +96,206 @@ def describe(context: click.Context, session_id: str, as_json: bool, socket: str
 
 
 @command.command()
-@click.argument("session_id")
-@click.argument("new_id")
+@click.argument("session_id", metavar="NAME")
 @_options
 @click.pass_context
-def fork(context: click.Context, session_id: str, new_id: str, as_json: bool, socket: str | None) -> None:
-    """Copy SESSION_ID to NEW_ID; both continue independently."""
-    _show(_ask(context, "fork", socket, session_id=session_id, new_id=new_id), as_json or context.obj[0])
+def show(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
+    """Show what a session contains: the messages of a chat, or the text of plain prompts and their answers.
+
+    \b
+      uma-trio sessions show cooking
+      uma-trio sessions show cooking --json | jq -r ".messages[-1].content"
+    """
+    found = _run(context, socket, lambda client: client.transcript(session_id), session_id)
+    session = found.session
+    if as_json or context.obj[0]:
+        import attrs
+
+        click.echo(_json({"session": attrs.asdict(session), **_content(found)}))
+        return
+    click.secho(
+        f"{_shown(session.session_id)}: {session.turns:,} turns, {session.tokens:,} tokens, begun "
+        f"{_when(session.created_at)}, last used {_when(session.used_at)}",
+        bold=True,
+    )
+    for message in found.messages:
+        click.secho(f"\n{message.role}", bold=True)
+        click.echo(_shown(message.content, keep="\n\t"))
+    if found.text is not None:
+        click.echo("\n" + _shown(found.text, keep="\n\t"))
 
 
 @command.command()
-@click.argument("session_id")
+@click.argument("session_id", metavar="NAME")
+@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@_socket_option
+@click.pass_context
+def export(context: click.Context, session_id: str, file: Path | None, socket: str | None) -> None:
+    """Write the messages of a session to FILE: as Markdown if it ends in .md, otherwise as JSON (.json).
+
+    JSON has the shape that the OpenAI API takes: {"messages": [{"role": ..., "content": ...}]}.  For a session of plain
+    prompts it is {"prompt": ...}.  Without FILE, JSON goes to stdout.  An existing FILE is replaced.
+
+    \b
+      uma-trio sessions export cooking cooking.md
+      uma-trio sessions export cooking > cooking.json
+    """
+    if file is not None and file.suffix.lower() not in (".json", *MARKDOWN):
+        raise click.UsageError(f"{file.name} must end in .json or .md, which says the format")
+    found = _run(context, socket, lambda client: client.transcript(session_id), session_id)
+    if file is None or file.suffix.lower() not in MARKDOWN:
+        content = _content(found)
+        text = json.dumps({"prompt": content["text"]} if "text" in content else content, ensure_ascii=False, indent=2)
+    else:
+        heading = f"# {_shown(session_id)}"
+        sections = [f"## {message.role}\n\n{message.content}" for message in found.messages]
+        text = "\n\n".join([heading, *sections, *([] if found.text is None else [found.text])])
+    if file is None:
+        click.echo(text)
+        return
+    try:
+        file.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        _fail(f"cannot write {file}: {error.strerror}")
+
+
+@command.command()
+@click.argument("session_id", metavar="NAME")
+@click.argument("new_id", metavar="NEW_NAME")
 @_options
 @click.pass_context
-def close(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
-    """Delete a session: its messages, on disk too, and its KV cache."""
-    closed = _ask(context, "close", socket, session_id=session_id)
-    if as_json or context.obj[0]:
-        _show(closed, as_json=True)
-    else:
-        click.echo(f"closed {_shown(session_id)}")
+def fork(context: click.Context, session_id: str, new_id: str, as_json: bool, socket: str | None) -> None:
+    """Copy the session NAME to NEW_NAME; both continue independently."""
+    fields = {"session_id": session_id, "new_id": new_id}
+    _print(
+        _run(context, socket, lambda client: client.sessions("fork", **fields), session_id), as_json or context.obj[0]
+    )
 
 
-def _ask(context: click.Context, action: str, socket: str | None, **fields: Any) -> list[SessionInfo]:
+@command.command()
+@click.argument("session_ids", metavar="NAME...", nargs=-1)
+@click.option("--all", "close_all", is_flag=True, help="Close all your sessions, after a question.")
+@click.option("--yes", is_flag=True, help="With --all: do not ask.")
+@_options
+@click.pass_context
+def close(
+    context: click.Context, session_ids: Sequence[str], close_all: bool, yes: bool, as_json: bool, socket: str | None
+) -> None:
+    """Delete sessions: their messages, on disk too, and their KV cache.
+
+    A session that cannot be closed does not keep the others from being closed.
+
+    \b
+      uma-trio sessions close cooking baking
+      uma-trio sessions close --all --yes
+    """
+    if close_all == bool(session_ids):
+        raise click.UsageError("give the names of sessions, or --all")
+    if close_all:
+        session_ids = [session.session_id for session in _run(context, socket, lambda client: client.sessions())]
+        if session_ids and not yes:
+            _confirm(f"Close {len(session_ids):,} sessions? Their messages are deleted.")
+    json_wanted = as_json or context.obj[0]
+    failures: list[str] = []
+
+    async def close_each(client: Client) -> None:
+        from uma_trio.client import ServerError
+
+        for name in session_ids:
+            try:
+                closed = await client.sessions("close", session_id=name, keep_alive=True)
+            except ServerError as error:
+                failures.append(await _explained(client, error, name))
+                continue
+            if json_wanted:
+                _print(closed, as_json=True)
+            else:
+                click.echo(f"closed {_shown(name)}")
+
+    if session_ids:
+        _run(context, socket, close_each)
+    elif not json_wanted:
+        click.echo("no sessions to close")
+    for failure in failures[:-1]:
+        click.echo(f"uma-trio sessions: {failure}", err=True)
+    if failures:
+        _fail(failures[-1])
+
+
+def _confirm(question: str) -> None:
+    try:
+        click.confirm(question, abort=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise click.UsageError("nobody confirmed; to close all sessions without a question, add --yes") from None
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    click.echo(f"uma-trio sessions: {message}", err=True)
+    sys.exit(code)
+
+
+def _run(
+    context: click.Context, socket: str | None, work: Callable[[Client], Awaitable[T]], name: str | None = None
+) -> T:
+    """Connect to the daemon and run ``work``.  Its errors end the program.
+
+    Args:
+        name: The session that ``work`` is about; if it does not exist, the error names similar ones.
+    """
     from uma_trio.cli.running import run
-    from uma_trio.client import BrokenProtocol, ClientError, ServerError
+    from uma_trio.client import BrokenProtocol, ClientError, ServerError, open_client
+
+    path = socket or context.obj[1]
+
+    async def connected() -> T:
+        async with open_client(path) as client:
+            return await work(client)
+
+    async def explained(error: ServerError) -> str:
+        async with open_client(path) as client:
+            return await _explained(client, error, name)
 
     try:
-        found: list[SessionInfo] = run(_asked, socket or context.obj[1], action, fields)
-        return found
+        try:
+            return run(connected)
+        except ServerError as error:
+            _fail(run(explained, error))
     except ClientError as error:
-        missing = isinstance(error, ServerError) and error.code == "E_SESSION_NOT_FOUND"
-        hint = "; uma-trio sessions lists yours" if missing else ""
-        click.echo(f"uma-trio sessions: {error}{hint}", err=True)
-        sys.exit(3 if isinstance(error, BrokenProtocol) else 2)
+        _fail(str(error), 3 if isinstance(error, BrokenProtocol) else 2)
 
 
-async def _asked(socket: str | None, action: str, fields: dict[str, Any]) -> list[SessionInfo]:
-    from uma_trio.client import open_client
+async def _explained(client: Client, error: Exception, name: str | None) -> str:
+    """The error's text; if the session ``name`` does not exist, with the names that it may have been."""
+    import difflib
 
-    async with open_client(socket) as client:
-        return await client.sessions(action, **fields)
+    if name is None or getattr(error, "code", None) != "E_SESSION_NOT_FOUND":
+        return str(error)
+    names = [session.session_id for session in await client.sessions(keep_alive=True)]
+    similar = [repr(found) for found in difflib.get_close_matches(name, names, cutoff=0.7)]
+    if name in names or not similar:
+        return f"{error}; uma-trio sessions lists yours"
+    return f"{error}; did you mean {' or '.join(similar)}?"
 
 
-def _show(found: list[SessionInfo], as_json: bool) -> None:
+def _content(found: Transcript) -> dict[str, Any]:
+    """The content of a session as JSON: ``messages``, or ``text``."""
+    if found.text is not None:
+        return {"text": found.text}
+    return {"messages": [{"role": message.role, "content": message.content} for message in found.messages]}
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _print(found: list[SessionInfo], as_json: bool) -> None:
     if as_json:
         import attrs
 
         for session in found:
-            click.echo(json.dumps(attrs.asdict(session), ensure_ascii=False))
+            click.echo(_json(attrs.asdict(session)))
         return
     if not found:
         click.echo('no sessions yet; begin one with: uma-trio ask --session NAME "..."')
@@ -150,9 +316,9 @@ def _show(found: list[SessionInfo], as_json: bool) -> None:
         click.echo("  ".join(cells).rstrip())
 
 
-def _shown(name: str) -> str:
-    """Replace control characters: a client can put anything into a name, such as terminal escapes."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
+def _shown(text: str, keep: str = "") -> str:
+    """Replace control characters except ``keep``: a client can put anything into a text, such as terminal escapes."""
+    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _when(seconds: float) -> str:

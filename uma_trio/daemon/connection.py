@@ -38,7 +38,9 @@ log = structlog.get_logger("uma_trio.daemon")
 
 READ_BYTES: Final = 64 * 1024
 MAX_UNREAD_BYTES: Final = 256 * 1024
-"""Answers to queries and errors that may wait for the client, in addition to ``max_tx_bytes``."""
+"""Answers to queries and errors that may wait for the client, in addition to ``max_tx_bytes``.
+
+With more, the connection reads no further messages until the client has read some."""
 HANGUP_POLL_S: Final = 0.05
 """Interval between checks whether a client that has shut down its sending side still reads."""
 
@@ -113,7 +115,7 @@ class Connection:
                     self._refuse(error)
                 await self._cancel_request()
                 nursery.cancel_scope.deadline = trio.current_time() + self._limits.write_timeout_s
-                await self._outbox.flush()
+                await self._outbox.shrink_to(0)
                 nursery.cancel_scope.cancel()
         except* WriteFailed as group:
             failure = group.exceptions[0]
@@ -139,8 +141,7 @@ class Connection:
                 self._frame_deadline = None  # the next bytes belong to another frame
                 await self._wait_if_answered()
                 await self._handle(message, nursery)
-                if self.waiting_bytes > self._limits.max_tx_bytes + MAX_UNREAD_BYTES:
-                    raise WriteFailed("the client sends queries faster than it reads the answers")
+                await self._wait_for_reader()
             if not data:
                 await self._wait_for_hangup()
                 return
@@ -194,7 +195,9 @@ class Connection:
             case SessionQuery():
                 try:
                     service = self._owner.models.get(None)
-                    self._outbox.send(await service.answer_sessions(message, self._principal))
+                    for event in await service.answer_sessions(message, self._principal):
+                        await self._wait_for_reader()
+                        self._outbox.send(event)
                 except UmaError as error:
                     self._refuse(error, message)
                 self._leave_after(message)
@@ -237,6 +240,10 @@ class Connection:
         await trio.lowlevel.checkpoint()
         if self._generation is not None and self._generation.is_answered:
             await self._request_ended.wait()
+
+    async def _wait_for_reader(self) -> None:
+        """Wait while too many bytes wait for the client.  If it reads nothing, the outbox ends the connection."""
+        await self._outbox.shrink_to(self._limits.max_tx_bytes + MAX_UNREAD_BYTES)
 
     async def _wait_for_hangup(self) -> None:
         """Let the request of a client finish that has shut down its sending side but still reads, as ``nc -U`` does."""

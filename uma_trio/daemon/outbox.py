@@ -42,7 +42,7 @@ class Outbox:
         self._on_room = on_room
         self._waiting = bytearray()
         self._filled = trio.Event()
-        self._emptied = trio.Event()
+        self._shrunk = trio.Event()
         self._is_closed = False
         """The peer has closed its end."""
 
@@ -74,7 +74,7 @@ class Outbox:
         except OSError:  # the peer has closed; the reading side sees that too and ends the connection
             self._is_closed = True
             self._waiting.clear()
-            self._emptied.set()
+            self._shrunk.set()
             return len(data)
 
     async def run(self) -> None:
@@ -96,11 +96,11 @@ class Outbox:
                 del self._waiting[: self._send_now(self._waiting)]
                 if full and self.has_room:
                     self._on_room()
+                self._shrunk.set()
+                self._shrunk = trio.Event()
             self._filled = trio.Event()
-            self._emptied.set()
-            self._emptied = trio.Event()
 
-    async def flush(self) -> None:
-        """Wait until the buffer is empty or the peer has closed its end.  ``run`` must be running."""
-        if self._waiting:
-            await self._emptied.wait()
+    async def shrink_to(self, n_bytes: int) -> None:
+        """Wait until the buffer has at most ``n_bytes`` or the peer has closed its end.  ``run`` must be running."""
+        while len(self._waiting) > n_bytes:
+            await self._shrunk.wait()

@@ -22,6 +22,7 @@ from uma_trio.protocol.messages import (
     ServerEvent,
     SessionList,
     Token,
+    Transcript,
 )
 from uma_trio.protocol.payload import Encoding
 
@@ -184,5 +185,5 @@ class NewlineCodec:
                 return b"\n"
             case Failure(code=code, message=message):
                 return f"error: {code} {' '.join(message.splitlines())}\n".encode()
-            case Metrics() | SessionList():
+            case Metrics() | SessionList() | Transcript():
                 raise AssertionError("the newline protocol has no such query")

@@ -1,7 +1,7 @@
 """Messages of the socket protocol, as frozen records.
 
 Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The server answers with ``Token``,
-``Eos``, ``Failure``, ``Metrics`` and ``SessionList``.
+``Eos``, ``Failure``, ``Metrics``, ``SessionList`` and ``Transcript``.
 
 The types hold the bounds that every server enforces, and no other module repeats them.  Limits that an operator can
 set are checked later, when a request is admitted.
@@ -161,9 +161,9 @@ class MetricsQuery:
 
 @attrs.frozen(kw_only=True)
 class SessionQuery:
-    """Lists, describes, closes or forks sessions of the user."""
+    """Lists, describes, reads, closes or forks sessions of the user."""
 
-    action: Literal["list", "describe", "close", "fork"] = "list"
+    action: Literal["list", "describe", "read", "close", "fork"] = "list"
     session_id: Name | None = None
     """The session to act on; set for every action except ``list``."""
     new_id: Name | None = None
@@ -209,10 +209,24 @@ class SessionInfo:
 
 @attrs.frozen(kw_only=True)
 class SessionList:
-    """Answer to a ``SessionQuery``."""
+    """Answer to a ``SessionQuery`` with any action but ``read``."""
 
     sessions: list[SessionInfo]
     """All sessions of the user, the last used first; or the one that was described, closed or created by a fork."""
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Transcript:
+    """What a session contains, or a part of it.  A long session takes several events; each has the next part."""
+
+    session: SessionInfo
+    messages: list[ChatMessage] = attrs.field(factory=list)
+    """Messages of a chat, oldest first."""
+    text: str | None = None
+    """Prompts and answers of a session of plain prompts, as one text.  ``None`` for a chat."""
+    more: bool = False
+    """Whether another event follows."""
     id: str | None = None
 
 
@@ -354,7 +368,7 @@ class Metrics:
     id: str | None = None
 
 
-ServerEvent = Token | Eos | Failure | Metrics | SessionList
+ServerEvent = Token | Eos | Failure | Metrics | SessionList | Transcript
 
 
 @attrs.frozen
@@ -372,7 +386,14 @@ class UnknownEvent:
 Event = ServerEvent | UnknownEvent
 """Everything that a client can receive."""
 
-_EVENT_NAMES: Final = {Token: "token", Eos: "eos", Failure: "error", Metrics: "metrics", SessionList: "sessions"}
+_EVENT_NAMES: Final = {
+    Token: "token",
+    Eos: "eos",
+    Failure: "error",
+    Metrics: "metrics",
+    SessionList: "sessions",
+    Transcript: "transcript",
+}
 _EVENT_TYPES: Final[Mapping[str, type[ServerEvent]]] = {name: cls for cls, name in _EVENT_NAMES.items()}
 
 
@@ -446,7 +467,7 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
 def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
     query = msgspec.convert(fields, SessionQuery)
     if (query.session_id is None) != (query.action == "list"):
-        raise BadRequest("session_id is required to describe, close or fork a session, and not allowed to list them")
+        raise BadRequest("session_id is required for every action except list, and not allowed to list sessions")
     if (query.new_id is None) != (query.action != "fork"):
         raise BadRequest("new_id is required to fork a session, and not allowed otherwise")
     return query

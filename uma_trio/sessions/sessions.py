@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -23,11 +24,12 @@ from uma_trio.protocol.messages import (
     SessionList,
     SessionQuery,
     Token,
+    Transcript,
 )
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink
 from uma_trio.serving.sequence import Sequence as Answer
-from uma_trio.sessions.table import Session, SessionTable
+from uma_trio.sessions.table import Session, SessionTable, transcript
 from uma_trio.sessions.trimming import drop_oldest
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import MAX_MESSAGES
@@ -233,23 +235,32 @@ class Sessions:
 
     # -- queries --------------------------------------------------------------------------------
 
-    async def answer_query(self, query: SessionQuery, principal: str) -> SessionList:
-        """List, describe, fork or close sessions of ``principal``.
+    async def answer_query(self, query: SessionQuery, principal: str) -> Iterable[SessionList | Transcript]:
+        """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
 
         Raises:
             SessionError: The query is not possible.
         """
         if query.action == "list":
-            return SessionList(sessions=[session.info for session in self._table.of(principal)], id=query.id)
+            return [SessionList(sessions=[session.info for session in self._table.of(principal)], id=query.id)]
         assert query.session_id is not None
         if query.action == "fork":
             assert query.new_id is not None
             session = await self._fork(principal, query.session_id, query.new_id)
         else:
             session = self._table.get(principal, query.session_id)
+            if query.action == "read":
+                return await self._read(session, query.id)
             if query.action == "close":
                 await self._close(session)
-        return SessionList(sessions=[session.info], id=query.id)
+        return [SessionList(sessions=[session.info], id=query.id)]
+
+    async def _read(self, session: Session, id: str | None) -> Iterable[Transcript]:
+        info, messages, tokens = session.info, session.messages, session.tokens  # the session may go on meanwhile
+        text = None
+        if not messages:
+            text = await self._in_thread(partial(self._prompts.tokenizer.decode, tokens, special=True))
+        return transcript(info, messages, text, id)
 
     async def _fork(self, principal: str, name: str, new_name: str) -> Session:
         session = self._table.fork(principal, name, new_name, self._clock())

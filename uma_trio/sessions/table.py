@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import attrs
 import numpy as np
 
 from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
 from uma_trio.kv.prefix import Tokens, common_prefix
-from uma_trio.protocol.messages import ChatMessage, SessionInfo
+from uma_trio.protocol.messages import ChatMessage, SessionInfo, Transcript
 from uma_trio.store import SessionKey, SessionRecord
+
+PART_CHARS: Final = 1 << 16
+"""Characters in one event of a transcript.  A longer message is not divided."""
+MESSAGE_CHARS: Final = 64
+"""What a message without content counts for."""
 
 
 def no_tokens() -> Tokens:
@@ -199,3 +205,28 @@ class SessionTable:
             session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )
+
+
+def transcript(
+    info: SessionInfo, messages: Sequence[ChatMessage], text: str | None, id: str | None
+) -> Iterator[Transcript]:
+    """Yield the content of a session in parts of about ``PART_CHARS`` characters; at least one part.
+
+    Args:
+        text: The content of a session of plain prompts; ``None`` for a chat.
+    """
+    if text is not None:
+        for start in range(0, max(1, len(text)), PART_CHARS):
+            more = start + PART_CHARS < len(text)
+            yield Transcript(session=info, text=text[start : start + PART_CHARS], more=more, id=id)
+        return
+    part: list[ChatMessage] = []
+    n_chars = 0
+    for message in messages:
+        size = MESSAGE_CHARS + len(message.content)
+        if part and n_chars + size > PART_CHARS:
+            yield Transcript(session=info, messages=part, more=True, id=id)
+            part, n_chars = [], 0
+        part.append(message)
+        n_chars += size
+    yield Transcript(session=info, messages=part, id=id)
