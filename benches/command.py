@@ -18,7 +18,8 @@ from uma_trio.cli.running import run
 from uma_trio.client import ClientError
 from uma_trio.demo.temporary_daemon import DaemonStartError, Interrupted, until_interrupted
 from uma_trio.engine.cores import default_threads
-from uma_trio.models.loaded import EMBEDDED, ModelError
+from uma_trio.models.load_errors import ModelError
+from uma_trio.models.loaded import EMBEDDED
 
 T = TypeVar("T")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,8 @@ from tests.support import aborting_engine
 from uma_trio.cli.serve import command
 from uma_trio.daemon import server
 from uma_trio.engine.link import EngineLink, ProcessLauncher
+from uma_trio.engine.messages import EngineDied
+from uma_trio.models.load_errors import ModelError, explained, readable
 from uma_trio.models.loaded import EMBEDDED
 
 
@@ -41,7 +44,8 @@ def test_a_model_on_which_the_library_aborts_is_one_sentence_and_exit_code_1(abo
     result = CliRunner().invoke(command, ["--socket", str(path), "--log-level", "error"])
     assert result.exit_code == 1
     assert result.output == (
-        f"uma-trio serve: cannot load {EMBEDDED}: the engine process was ended by SIGABRT: {aborting_engine.ASSERTION}\n"
+        f"uma-trio serve: cannot load {EMBEDDED}: the engine process was ended by SIGABRT: {aborting_engine.ASSERTION}; "
+        "llama.cpp cannot serve this file: get the file from another source, or convert the model again\n"
     )
     assert CountingLauncher.n_started == 1
     assert not path.exists()
@@ -52,3 +56,42 @@ def test_the_log_has_the_lines_of_the_library_and_no_traceback(aborting, tmp_pat
     events = [json.loads(line)["event"] for line in result.output.splitlines() if line.startswith("{")]
     assert aborting_engine.ASSERTION in events
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        (
+            "llama_model_load: error loading model: unable to allocate CUDA0 buffer; "
+            "llama_model_load_from_file_impl: failed to load model",
+            "the weights do not fit into memory: take a smaller model",
+        ),
+        (
+            "cannot create a context: ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 9; "
+            "llama_init_from_model: failed to initialize the context: failed to allocate buffer for kv cache",
+            "the context does not fit into memory: lower --ctx",
+        ),
+        (
+            "cannot create a context: llama_init_from_model: V cache quantization requires flash_attn",
+            "llama.cpp refuses these settings (V cache quantization requires flash_attn): change those of the section",
+        ),
+        (
+            "llama_model_load: error loading model vocabulary: cannot find tokenizer merges in model file; "
+            "llama_model_load_from_file_impl: failed to load model",
+            "llama.cpp refuses the file (cannot find tokenizer merges in model file): get the file from another source",
+        ),
+        ("llama_x: failed to load model", "llama.cpp refuses the file (failed to load model): get the file"),
+        ("kv_mem_limit_mb 1 has room for 2 tokens: raise it", "kv_mem_limit_mb 1 has room for 2 tokens: raise it"),
+    ],
+)
+def test_the_lines_of_llama_cpp_become_one_reason_with_a_remedy(reason, shown):
+    assert readable(reason).startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("signal", "remedy"), [("SIGKILL", "lower --ctx"), ("SIGILL", "build_llama"), ("SIGHUP", "log")]
+)
+def test_the_end_of_an_engine_that_loads_has_a_remedy(signal, remedy):
+    message = f"cannot load m.gguf: the engine process was ended by {signal}; .*{remedy}"
+    with pytest.raises(ModelError, match=message), explained(Path("m.gguf")):
+        raise EngineDied(f"the engine process was ended by {signal}")

@@ -93,7 +93,7 @@ def test_an_obstacle_at_the_path_is_named_and_kept(library, tmp_path):
     assert file.read_text() == "kept"
     assert link.is_symlink()
     refused(tmp_path / ("x" * 120), "bytes")
-    refused(file / "uma.sock", "cannot use")
+    refused(file / "uma.sock", "is not a folder")
     taken = tmp_path / "taken"
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(taken))

@@ -392,7 +392,7 @@ def test_many_threads_can_save_and_read(path: Path, folder: StateFolder) -> None
 
 
 def test_only_one_process_can_use_a_folder(path: Path, folder: StateFolder) -> None:
-    with pytest.raises(StateFileError, match="in use by another process"):
+    with pytest.raises(StateFileError, match=f"in use by process {os.getpid()}"):
         opened(path)
     folder.close()
     folder.close()
@@ -440,7 +440,7 @@ def test_a_removed_folder_is_created_again(path: Path, folder: StateFolder) -> N
     later = save(folder, b"later")
     assert folder.used_bytes == later.file_bytes
     assert state.name not in folder
-    with pytest.raises(StateFileError, match="in use by another process"):
+    with pytest.raises(StateFileError, match=f"in use by process {os.getpid()}"):
         opened(path)
     folder.close()
     again = opened(path)

@@ -96,7 +96,7 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
 def _serve(settings: Config) -> int:
     from uma_trio.cli.running import run
     from uma_trio.daemon import listener, logs, server
-    from uma_trio.models.loaded import ModelError
+    from uma_trio.models.load_errors import ModelError
     from uma_trio.protocol.address import default_socket_path
 
     logs.configure(settings.operations)

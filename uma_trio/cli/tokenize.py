@@ -87,7 +87,8 @@ def command(
 def _tokenizer(model: Path | None, llama_dir: Path | None) -> Iterator[Tokenizer]:
     """The vocabulary; what goes wrong with it, or with what is asked of it, ends the program with 1."""
     from uma_trio.engine.tokenizer import InvalidTokenId
-    from uma_trio.models.loaded import EMBEDDED, ModelError, vocabulary
+    from uma_trio.models.load_errors import ModelError
+    from uma_trio.models.loaded import EMBEDDED, vocabulary
 
     try:
         with vocabulary(model or EMBEDDED, llama_dir) as tokenizer:

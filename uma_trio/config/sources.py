@@ -54,6 +54,11 @@ def _check_consistency(config: Config) -> None:
                 f"(parallel) and for {scheduling.prefill_burst_tokens} tokens of a prompt (prefill_burst_tokens): "
                 f"make {name} at least {needed}, or one of the others smaller"
             )
+    if model.type_v != "f16" and model.flash_attn == "off":
+        raise ConfigError(
+            f"type_v is {model.type_v} and flash_attn off, but llama.cpp quantizes V with flash attention only: make "
+            "flash_attn auto, or type_v f16"
+        )
     if scheduling.min_chunk_tokens > model.batch_tokens - model.parallel:
         raise ConfigError(
             f"min_chunk_tokens is {scheduling.min_chunk_tokens}, but a tick has room for only "

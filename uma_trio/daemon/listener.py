@@ -50,8 +50,12 @@ def claimed(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise SocketPathError(f"{path.parent} is not a folder; choose another path with --socket") from None
     except OSError as error:
-        raise SocketPathError(f"cannot use {path.parent}: {error.strerror}; choose another with --socket") from None
+        raise SocketPathError(
+            f"cannot use the folder {path.parent} for the socket: {error.strerror}; choose another with --socket"
+        ) from None
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

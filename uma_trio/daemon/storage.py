@@ -57,7 +57,7 @@ def open_storage(config: Config, model: LoadedModel) -> Iterator[Storage]:
             journal = Journal(folder / "sessions", model=model.name, max_sessions=config.sessions.max_stored_sessions)
             stack.callback(journal.close)
         except JournalError as error:
-            log.error("sessions will not survive a restart", reason=str(error))
+            log.error("sessions will not survive a restart", reason=str(error), flag="--state-dir")
         if config.sessions.offload and journal is not None:
             try:
                 files = StateFolder(
@@ -71,7 +71,7 @@ def open_storage(config: Config, model: LoadedModel) -> Iterator[Storage]:
                 for problem in files.problems:
                     log.warning("a saved state cannot be used", reason=problem)
             except StateFileError as error:
-                log.error("KV caches of sessions will not be written to disk", reason=str(error))
+                log.error("KV caches of sessions will not be written to disk", reason=str(error), flag="--state-dir")
         yield Storage(journal, files, states)
 
 

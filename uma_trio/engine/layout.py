@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Final, Literal, Protocol
 
 import attrs
+import psutil
 
 from uma_trio import config
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
@@ -51,6 +52,19 @@ differ by some percent, and each start should choose the same."""
 
 class KvCacheTooSmall(ValueError):
     """``kv_mem_limit_mb`` is below the smallest possible KV cache."""
+
+
+class ContextTooLarge(ValueError):
+    """The KV cache does not fit into the free memory."""
+
+    def __init__(self, n_ctx: int, kv_bytes_per_token: float, free_bytes: int) -> None:
+        fitting = int(free_bytes / max(1.0, kv_bytes_per_token))
+        fitting -= fitting % KV_CELL_MULTIPLE
+        super().__init__(
+            f"a KV cache of {n_ctx} tokens takes {n_ctx * kv_bytes_per_token / 1e9:.1f} GB, and "
+            f"{free_bytes / 1e9:.1f} GB of memory are free: lower --ctx to {fitting} or less, or set --type-k and "
+            "--type-v to q8_0, which takes half"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -230,3 +244,8 @@ def max_checkpoints(n_bytes: int, *, n_sequences: int, memory_bytes: int) -> int
 def machine_memory_bytes() -> int:
     """Physical memory of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory_bytes() -> int:
+    """Memory of this machine that can be used without taking it from another program, swap included, in bytes."""
+    return psutil.virtual_memory().available + psutil.swap_memory().free

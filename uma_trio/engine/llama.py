@@ -21,12 +21,14 @@ from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
     KV_CELL_MULTIPLE,
+    ContextTooLarge,
     KvCacheTooSmall,
     Layout,
     LayoutCache,
     LayoutChoice,
     Shape,
     candidates,
+    free_memory_bytes,
     machine_memory_bytes,
     max_checkpoints,
 )
@@ -59,7 +61,7 @@ from uma_trio.kv.ops import (
     Truncate,
 )
 
-LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall)
+LOAD_ERRORS = (llama_abi.LlamaError, llama_abi.LibraryError, KvCacheTooSmall, ContextTooLarge)
 """What opening an engine raises: about the model, or about the library."""
 
 SHARE_OF_LOADING = 0.1
@@ -171,6 +173,7 @@ class LlamaEngine:
         except llama_abi.LlamaError:
             rule = _candidates(self._model, self._shape, self._settings)[0]
             if rule == self._choice.layout:
+                _check_memory(self._model, self._shape, self._settings, rule.n_ctx, failed=True)
                 raise
             self._choice = attrs.evolve(self._choice, layout=rule, why="no room")
             self._options = _context_options(self._settings, rule)
@@ -537,6 +540,27 @@ def _candidates(model: llama_abi.Model, shape: Shape, settings: config.Model) ->
     )
 
 
+def _check_memory(
+    model: llama_abi.Model, shape: Shape, settings: config.Model, n_ctx: int, *, failed: bool = False
+) -> None:
+    """Compare the KV cache with the free memory, before the kernel ends a process to make room for it.
+
+    Args:
+        failed: llama.cpp could not create the context.  Before that, only the machine's own memory is compared: how
+            much of a GPU's is free depends on what the backend counts.
+
+    Raises:
+        ContextTooLarge: the KV cache does not fit.
+    """
+    on_gpu = _has_gpu(model.library, settings)
+    if on_gpu and not failed:
+        return
+    gpus = [device.memory_free for device in model.library.devices() if device.type is llama_abi.DeviceType.GPU]
+    free = sum(gpus) if on_gpu and gpus else free_memory_bytes()
+    if n_ctx * shape.kv_bytes_per_token > free:
+        raise ContextTooLarge(n_ctx, shape.kv_bytes_per_token, free)
+
+
 def _choice(
     model: llama_abi.Model, shape: Shape, settings: config.Model, layout_cache: LayoutCache | None, *, loaded_s: float
 ) -> LayoutChoice:
@@ -546,6 +570,7 @@ def _choice(
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.
     """
     layouts = _candidates(model, shape, settings)
+    _check_memory(model, shape, settings, layouts[0].n_ctx)
     if len(layouts) == 1:
         return LayoutChoice(layout=layouts[0], why="only one")
     if layout_cache is None or settings.layout_trial_s == 0:

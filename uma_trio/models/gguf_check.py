@@ -16,11 +16,9 @@ from pathlib import Path
 
 import attrs
 
-from uma_trio.models.gguf_header import GgufError, GgufHeader, read_header
+from uma_trio.models.gguf_header import REMEDY, GgufError, GgufHeader, read_header
 
 __all__ = ["GgufError", "GgufSummary", "check_gguf"]
-
-REMEDY = "get the file from another source, or convert the model again"
 
 MAX_LAYERS = 512
 """``LLAMA_MAX_LAYERS``"""
@@ -337,7 +335,9 @@ def _check_decoder_only(header: GgufHeader) -> None:
     """llama-graph.cpp: a decoder asserts the output of its encoder, which nobody computes here."""
     architecture = header.text("general.architecture")
     if architecture in WITH_ENCODER or header.text("tokenizer.ggml.model") == "t5":
-        raise GgufError(f"it is a model with an encoder ({architecture}); only decoder-only models can be served")
+        raise GgufError(
+            f"it is a model with an encoder ({architecture}); only decoder-only models can be served: give another one"
+        )
 
 
 # -- tensors ------------------------------------------------------------------------------------

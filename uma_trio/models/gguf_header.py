@@ -55,6 +55,13 @@ class GgufError(ValueError):
     """The file must not be loaded. The message names the defect and the remedy."""
 
 
+REMEDY = "get the file from another source, or convert the model again"
+
+
+def _damaged(defect: str) -> GgufError:
+    return GgufError(f"{defect}: the file is damaged; {REMEDY}")
+
+
 class _BeyondWindow(Exception):
     """The header continues behind the part of the file that has been read so far."""
 
@@ -154,7 +161,9 @@ class GgufHeader:
         if magic != b"GGUF":
             if self._data.startswith(b"version https://git-lfs"):
                 raise GgufError("it is a Git LFS pointer, not the model; run git lfs pull")
-            raise GgufError(f"it begins with {magic!r} and not with b'GGUF'; it is not a GGUF file")
+            raise GgufError(
+                f"it begins with {magic!r} and not with b'GGUF'; it is not a GGUF file: give the path of a .gguf file"
+            )
         self._at = 4
         (version,) = self._unpack("I", "the version")
         if version in (2 << 24, 3 << 24):
@@ -167,10 +176,10 @@ class GgufHeader:
     def _read_pair(self) -> None:
         key = self._read_string(MAX_KEY_BYTES, "a key")
         if not key or "\0" in key or key in self.values or key in self._arrays:
-            raise GgufError(f"the key {key!r} is empty, duplicate, or contains a NUL; the file is damaged")
+            raise _damaged(f"the key {key!r} is empty, duplicate, or contains a NUL")
         (kind,) = self._unpack("I", f"the type of {key}")
         if key == "general.alignment" and kind != _UINT32:
-            raise GgufError("general.alignment is not a uint32; the file is damaged")
+            raise _damaged("general.alignment is not a uint32")
         if kind == _ARRAY:
             self._read_array(key)
         elif kind == _STRING:
@@ -178,7 +187,7 @@ class GgufHeader:
         elif kind in _SCALARS:
             (self.values[key],) = self._unpack(_SCALARS[kind], key)
         else:
-            raise GgufError(f"the value of {key} has the type {kind}, which does not exist")
+            raise _damaged(f"the value of {key} has the type {kind}, which does not exist")
 
     def _read_array(self, key: str) -> None:
         kind, count = self._unpack("IQ", f"the array {key}")
@@ -191,16 +200,16 @@ class GgufHeader:
             self._check_count(count, self.size_bytes, size, f"values in {key}")
             self._skip(count * size, key)
         elif kind == _ARRAY:
-            raise GgufError(f"{key} is an array of arrays, which llama.cpp does not support")
+            raise _damaged(f"{key} is an array of arrays, which llama.cpp does not support")
         else:
-            raise GgufError(f"the array {key} has items of the type {kind}, which does not exist")
+            raise _damaged(f"the array {key} has items of the type {kind}, which does not exist")
         self._arrays[key] = _Array(kind, count, start)
 
     def _read_tensors(self, n_tensors: int) -> None:
         alignment = self.values.get("general.alignment", DEFAULT_ALIGNMENT)
         assert isinstance(alignment, int)
         if not DEFAULT_ALIGNMENT <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise GgufError(
+            raise _damaged(
                 f"its alignment {alignment} is not a power of two from {DEFAULT_ALIGNMENT} to {MAX_ALIGNMENT}"
             )
         names: set[str] = set()
@@ -209,14 +218,14 @@ class GgufHeader:
             tensor, offset, size = self._read_tensor()
             name = tensor.name
             if name in names:
-                raise GgufError(f"the tensor {name} is duplicate; the file is damaged")
+                raise _damaged(f"the tensor {name} is duplicate")
             names.add(name)
             self.tensors.append(tensor)
             if offset % alignment:
-                raise GgufError(f"the data of {name} at {offset} is not aligned to {alignment} bytes")
+                raise _damaged(f"the data of {name} at {offset} is not aligned to {alignment} bytes")
             if offset != expected:
                 wrong = "overlaps the tensor before it" if offset < expected else "leaves a gap before it"
-                raise GgufError(f"the data of {name} at {offset} {wrong}: it belongs at {expected}")
+                raise _damaged(f"the data of {name} at {offset} {wrong}: it belongs at {expected}")
             end = offset + size
             expected = _aligned(end, alignment)
         available = self.size_bytes - _aligned(self._at, alignment)
@@ -231,19 +240,19 @@ class GgufHeader:
         name = self._read_string(MAX_TENSOR_NAME_BYTES, "a tensor's name")
         (n_dimensions,) = self._unpack("I", f"the number of dimensions of {name}")
         if not 1 <= n_dimensions <= MAX_DIMENSIONS:
-            raise GgufError(f"the tensor {name} has {n_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
+            raise _damaged(f"the tensor {name} has {n_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
         shape = self._unpack(f"{n_dimensions}Q", f"the dimensions of {name}")
         kind, offset = self._unpack("IQ", f"type and offset of {name}")
         if kind not in TENSOR_TYPES:
-            raise GgufError(f"the tensor {name} has the type {kind}, unknown to the llama.cpp this is built with")
+            raise _damaged(f"the tensor {name} has the type {kind}, unknown to the llama.cpp this is built with")
         type_name, block, block_bytes = TENSOR_TYPES[kind]
         if shape[0] % block:
-            raise GgufError(f"the tensor {name} has rows of {shape[0]}, no multiple of {type_name}'s {block}")
+            raise _damaged(f"the tensor {name} has rows of {shape[0]}, no multiple of {type_name}'s {block}")
         n_blocks = shape[0] // block
         for dimension in shape[1:]:
             n_blocks *= dimension  # Python's integers do not overflow
         if n_blocks == 0:
-            raise GgufError(f"the tensor {name} has a dimension of 0")
+            raise _damaged(f"the tensor {name} has a dimension of 0")
         size = n_blocks * block_bytes
         if size > self.size_bytes:
             raise GgufError(
@@ -271,12 +280,12 @@ class GgufHeader:
 
     def _check_count(self, count: int, limit: int, least_bytes: int, what: str) -> None:
         if count > limit or count * least_bytes > self.size_bytes - self._at:
-            raise GgufError(f"it claims {count} {what}, more than it has room for; the file is damaged")
+            raise _damaged(f"it claims {count} {what}, more than it has room for")
 
     def _read_string(self, limit: int, what: str) -> str:
         (length,) = self._unpack("Q", f"the length of {what}")
         if length > limit:
-            raise GgufError(f"{what} has {length} bytes, more than {limit}; the file is damaged")
+            raise _damaged(f"{what} has {length} bytes, more than {limit}")
         self._skip(length, what)
         return self._data[self._at - length : self._at].decode("utf-8", "replace")
 
@@ -314,7 +323,7 @@ def read_header(path: Path, *, vocab_only: bool = False) -> GgufHeader:
             except _BeyondWindow:
                 if window >= MAX_HEADER_BYTES:
                     limit = MAX_HEADER_BYTES >> 20
-                    raise GgufError(f"its header is larger than {limit} MiB, which no model needs") from None
+                    raise _damaged(f"its header is larger than {limit} MiB, which no model needs") from None
                 window = min(window * 8, MAX_HEADER_BYTES)
                 file.seek(0, os.SEEK_SET)
                 data = file.read(window)

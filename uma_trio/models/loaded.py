@@ -15,13 +15,14 @@ from uma_trio.config import Config
 from uma_trio.engine import tuning_cache
 from uma_trio.engine.calibrate import calibrate
 from uma_trio.engine.link import Launcher
-from uma_trio.engine.llama import LOAD_ERRORS, open_vocabulary
-from uma_trio.engine.messages import EngineDied, EngineError, LayoutReport, LoadError, ModelInfo, Start
+from uma_trio.engine.llama import open_vocabulary
+from uma_trio.engine.messages import LayoutReport, ModelInfo, Start
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.control_tokens import ControlTokens
-from uma_trio.models.gguf_check import GgufError, check_gguf
+from uma_trio.models.gguf_check import check_gguf
+from uma_trio.models.load_errors import explained
 from uma_trio.models.prompt import PromptMaker
 from uma_trio.scheduling.cost import CostModel
 
@@ -29,10 +30,6 @@ log = structlog.get_logger("uma_trio.models")
 
 EMBEDDED: Final = Path(__file__).parent / "embedded" / "embedded.gguf"
 """The demo and test model that comes with the package; see docs/EMBEDDED_MODEL.md."""
-
-
-class ModelError(Exception):
-    """The model cannot be loaded; says why and what to do."""
 
 
 @attrs.frozen(eq=False)
@@ -81,7 +78,7 @@ async def open_model(
     """
     path = config.model.model or EMBEDDED
     with contextlib.ExitStack() as stack:
-        with _explained(path):
+        with explained(path):
             await trio.to_thread.run_sync(check_gguf, path)
             start = Start(path, config.model)
             link = launcher.launch(path.name)
@@ -91,7 +88,7 @@ async def open_model(
             return
         engine = SupervisedEngine(launcher, start, link, config.engine)
         try:
-            with _explained(path):
+            with explained(path):
                 _log_layout(link.ready.layout)
                 # the engine has loaded this vocabulary before, so it does not end this process
                 vocabulary = await trio.to_thread.run_sync(
@@ -121,23 +118,10 @@ def vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]
     Raises:
         ModelError: as ``open_model``.
     """
-    with _explained(path):
+    with explained(path):
         check_gguf(path, vocab_only=True)
         with open_vocabulary(path, llama_dir) as found:
             yield found.tokenizer
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Whatever goes wrong with the model at ``path`` in here becomes a ``ModelError`` that says what to do."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise ModelError(f"there is no model at {path}") from None
-    except (OSError, GgufError, EngineError, EngineDied, LoadError, *LOAD_ERRORS) as error:
-        reason = str(error)
-        where = "" if str(path) in reason else f"{path}: "
-        raise ModelError(f"cannot load {where}{reason}") from error
 
 
 def _log_layout(layout: LayoutReport) -> None:

@@ -54,6 +54,12 @@ class FileInfo:
     """Why the file must not be opened; ``None`` for a regular file of this user."""
 
 
+def _holder(locked: int) -> str:
+    """The process that holds the lock of the open lock file, which has its process id."""
+    pid = os.pread(locked, 20, 0).strip()
+    return f"process {int(pid)}" if pid.isdigit() else "another process"
+
+
 class PrivateFolder:
     """A folder of the current user, created if missing and locked while it is open.
 
@@ -86,8 +92,11 @@ class PrivateFolder:
                 fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self._error(
-                    f"{self.path} is in use by another process: stop it, or choose another folder"
+                    f"{self.path} is in use by {_holder(locked)}: stop it, or choose another folder"
                 ) from None
+            with contextlib.suppress(OSError):  # a full disk: the error of the next process has no number
+                os.ftruncate(locked, 0)
+                os.pwrite(locked, b"%d\n" % os.getpid(), 0)
             on_error.pop_all()
             return descriptor, locked
 
