@@ -21,12 +21,10 @@ cancellation too, and so does leaving a loop over ``stream``.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
-import os
 import socket as sockets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
@@ -34,8 +32,8 @@ import anyio
 import anyio.abc
 import attrs
 
+from uma_trio.connect import ClientError, Connector, Loading, NoServer, SocketPath
 from uma_trio.errors import ProtocolError
-from uma_trio.protocol.address import default_socket_path
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.messages import (
     Eos,
@@ -62,6 +60,7 @@ __all__ = [
     "Eos",
     "Event",
     "Failure",
+    "Loading",
     "Metrics",
     "NoServer",
     "ServerError",
@@ -76,20 +75,7 @@ __all__ = [
 ]
 
 READ_BYTES: Final = 64 * 1024
-CONNECT_TIMEOUT_S: Final = 10.0
-"""How long to retry while the daemon's queue of new connections is full."""
-CONNECT_RETRY_S: Final = 0.01
-
-SocketPath = str | os.PathLike[str]
 Messages = Sequence[Mapping[str, str]]
-
-
-class ClientError(Exception):
-    """A request did not end with ``eos``."""
-
-
-class NoServer(ClientError):
-    """No daemon listens at the path."""
 
 
 class ServerError(ClientError):
@@ -272,24 +258,28 @@ class _Request:
 
 @contextlib.asynccontextmanager
 async def open_client(
-    path: SocketPath | None = None, *, encoding: Literal["json", "cbor"] = "json"
+    path: SocketPath | None = None,
+    *,
+    encoding: Literal["json", "cbor"] = "json",
+    wait_s: float | None = 0,
+    on_loading: Callable[[Path], None] | None = None,
 ) -> AsyncIterator[Client]:
     """Connect to the daemon.  Works under asyncio and trio.
 
     Args:
         path: the daemon's socket; ``default_socket_path()`` if not given.
+        wait_s: how long to wait for a daemon that does not run or still loads its model.  ``None``: as long as it
+            loads, and not at all if there is none.
+        on_loading: called once with the socket's path when there is a wait.
 
     Raises:
-        NoServer: no daemon listens there.
+        Loading: the daemon still loads its model.
+        NoServer: no daemon can be reached there.
     """
-    where = _socket_path(path)
-    with _no_server(where):
-        give_up_at = anyio.current_time() + CONNECT_TIMEOUT_S
-        while (sock := _try_connect(where)) is None:
-            if anyio.current_time() > give_up_at:
-                raise BlockingIOError(errno.EAGAIN, "it accepts no connections")
-            await anyio.sleep(CONNECT_RETRY_S)
-    async with await anyio.abc.UNIXSocketStream.from_socket(sock) as connection:
+    connector = Connector(path, wait_s=wait_s, now=anyio.current_time(), on_loading=on_loading)
+    while isinstance(found := connector.attempt(anyio.current_time()), float):  # noqa: ASYNC110 - a process starts
+        await anyio.sleep(found)
+    async with await anyio.abc.UNIXSocketStream.from_socket(found) as connection:
         yield Client(connection, encoding=Encoding(encoding))
 
 
@@ -305,7 +295,7 @@ def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None 
         fields: further fields of the request, as in docs/PROTOCOL.md.
 
     Raises:
-        NoServer: no daemon listens at the socket.
+        NoServer: no daemon can be reached at the socket.
         ServerError: the server answered with an error.
         BrokenProtocol: the connection ended before the answer.
     """
@@ -336,7 +326,7 @@ def stream(
         prompt = [{"role": "user", "content": prompt}]
     request = _Request({"prompt" if raw else "messages": prompt, **fields}, "r1")
     codec = ClientCodec()
-    with _connect_blocking(_socket_path(socket)) as sock:
+    with _connect_blocking(socket) as sock:
         try:
             with contextlib.suppress(BrokenPipeError):  # a server that closed the connection may have sent the reason
                 sock.sendall(codec.encode(request.fields))
@@ -349,43 +339,9 @@ def stream(
             raise BrokenProtocol(str(error)) from None
 
 
-def _socket_path(path: SocketPath | None) -> Path:
-    return Path(path) if path is not None else default_socket_path()
-
-
-@contextlib.contextmanager
-def _no_server(where: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise NoServer(f"no daemon at {where} ({error.strerror or error}); start one with: uma-trio serve") from None
-
-
-def _connect_blocking(where: Path) -> sockets.socket:
-    with _no_server(where):
-        give_up_at = time.monotonic() + CONNECT_TIMEOUT_S
-        while (sock := _try_connect(where)) is None:
-            if time.monotonic() > give_up_at:
-                raise BlockingIOError(errno.EAGAIN, "it accepts no connections")
-            time.sleep(CONNECT_RETRY_S)
-    sock.setblocking(True)
-    return sock
-
-
-def _try_connect(where: Path) -> sockets.socket | None:
-    """Connect a non-blocking socket; ``None`` if the daemon's queue of new connections is full.
-
-    A Unix socket connects at once or fails with EAGAIN.  Both ``trio`` and ``asyncio`` take EAGAIN for a connection in
-    progress, as with TCP, and would return a stream without a peer.
-    """
-    sock = sockets.socket(sockets.AF_UNIX)
-    try:
-        sock.setblocking(False)
-        sock.connect(os.fspath(where))
-    except BlockingIOError:
-        sock.close()
-        return None
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+def _connect_blocking(path: SocketPath | None) -> sockets.socket:
+    connector = Connector(path, wait_s=0, now=time.monotonic())
+    while isinstance(found := connector.attempt(time.monotonic()), float):
+        time.sleep(found)
+    found.setblocking(True)
+    return found

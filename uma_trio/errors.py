@@ -3,8 +3,8 @@
 Each class has a wire code (docs/PROTOCOL.md) and the matching HTTP status.  The class is raised where the problem is
 found; the connection, or the HTTP gateway, turns it into an answer with ``code``, ``str(error)`` and ``http_status``.
 
-The branches say who can fix the problem: ``ProtocolError``, ``LimitError`` and ``SessionError`` are up to the client,
-``RuntimeFault`` to the server.
+The branches say who can fix the problem: ``ProtocolError``, ``ModelRequestError``, ``LimitError`` and ``SessionError``
+are up to the client, ``RuntimeFault`` to the server.
 """
 
 from __future__ import annotations
@@ -69,11 +69,22 @@ class Busy(ProtocolError):
     http_status = 409
 
 
-class ModelNotFound(UmaError):
+class ModelRequestError(UmaError):
+    """The server has models, and none of them can do what the request asks."""
+
+
+class ModelNotFound(ModelRequestError):
     """The server has no model of the requested name."""
 
     code = "E_MODEL_NOT_FOUND"
     http_status = 404
+
+
+class NoChatTemplate(ModelRequestError):
+    """A request has ``messages``, and the model has no chat template to render them with."""
+
+    code = "E_MODEL_NO_CHAT_TEMPLATE"
+    http_status = 400
 
 
 class LimitError(UmaError):

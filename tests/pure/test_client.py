@@ -147,7 +147,7 @@ def test_leaving_closes_the_connection_also_by_cancellation(tmp_path: Path, run:
 
 
 def test_nobody_there_is_said(tmp_path: Path, run: Run) -> None:
-    with pytest.raises(NoServer, match=r"no daemon at .*none.sock .*uma-trio serve"):
+    with pytest.raises(NoServer, match=r"no daemon at .*none.sock; .*uma-trio serve"):
         run(async_events(tmp_path / "none.sock", prompt="x"))
 
 

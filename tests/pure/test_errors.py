@@ -7,7 +7,15 @@ import re
 import pytest
 
 from uma_trio import errors
-from uma_trio.errors import LimitError, ModelNotFound, ProtocolError, RuntimeFault, SessionError, UmaError, all_errors
+from uma_trio.errors import (
+    LimitError,
+    ModelRequestError,
+    ProtocolError,
+    RuntimeFault,
+    SessionError,
+    UmaError,
+    all_errors,
+)
 from uma_trio.protocol.messages import Failure
 
 CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|IO)(_[A-Z]+)+")
@@ -33,7 +41,7 @@ def test_codes_are_unique_and_prefixed_by_branch() -> None:
             ProtocolError: "E_PROTO_",
             LimitError: "E_LIMIT_",
             SessionError: "E_SESSION_",
-            ModelNotFound: "E_MODEL_",
+            ModelRequestError: "E_MODEL_",
             RuntimeFault: ("E_RUNTIME_", "E_MODEL_", "E_IO_"),
         }
         [prefix] = [prefix for base, prefix in branch.items() if issubclass(cls, base)]
@@ -58,7 +66,9 @@ def test_each_error_has_a_docstring_and_a_fitting_status(cls: type[UmaError]) ->
         assert 400 <= cls.http_status < 500
     elif issubclass(cls, LimitError):
         assert cls.http_status in (400, 408, 413, 429, 504)
-    elif issubclass(cls, SessionError | ModelNotFound):
+    elif issubclass(cls, ModelRequestError):
+        assert cls.http_status in (400, 404)
+    elif issubclass(cls, SessionError):
         assert cls.http_status in (404, 409)
     else:
         assert cls.http_status >= 499

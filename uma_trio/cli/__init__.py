@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from typing import Any
 
 import click
+
+from uma_trio.cli.exits import clean_exit, open_closed_streams, require_utf8
 
 COMMANDS = {
     "serve": "Load a model once and serve it to many clients.",
@@ -46,7 +49,20 @@ class LazyGroup(SuggestingGroup):
             return None
         command = importlib.import_module(f"uma_trio.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
+        require_utf8(command)
         return command
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        open_closed_streams()
+        return super().main(*args, **extra)
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with clean_exit():  # --help is printed here
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with clean_exit():
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from uma_trio.client import Eos
-
-OK, SERVER_ERROR, PROTOCOL_ERROR = 0, 2, 3
-INTERRUPTED = 130
-"""The exit code that shells use for a program killed by SIGINT."""
+from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.exits import INTERRUPTED, OK, SERVER_ERROR
 
 OPTIONAL_FIELDS = (
     "max_tokens", "n", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty",
-    "presence_penalty", "logprobs", "seed", "n_keep",
+    "presence_penalty", "logprobs", "seed", "n_keep", "model",
 )  # fmt: skip
 """Options that become fields of the request by the same name, if they are given."""
 
@@ -28,14 +24,17 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 
 
 @click.command("ask", short_help="Ask the daemon and stream the answer.")
-@click.argument("question", required=False)
-@click.option(
-    "--prompt", help="The question, if not given as an argument. Without both, or with -, it is read from stdin."
-)
+@click.argument("question", nargs=-1)
+@click.option("--prompt", help="The question, if not given as an argument.")
+@click.option("--model", help="Name of the model that answers.  [default: the daemon's first]")
 @click.option("--system", help="System message before the question.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @click.option("--no-special", is_flag=True, help="With --raw: treat control tokens in the text as plain text.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens to generate.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    help="Maximum number of tokens to generate.  [default: as many as the server has room for]",
+)
 @click.option("--n", type=click.IntRange(1, 16), help="Number of answers, printed one after another.")
 @click.option("--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: 0]")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
@@ -69,7 +68,7 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option(
     "--logprobs",
     type=click.IntRange(0, 20),
-    help="With --json: report the log probability of each token and of this many alternatives.",
+    help="Show the probability of each token and of this many most likely ones; with --json, their logarithms.",
 )
 @click.option("--seed", type=click.IntRange(0), help="The same seed gives the same answer.")
 @click.option("--stop", multiple=True, help="Stop at this text; repeatable.")
@@ -94,28 +93,61 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option("--cbor", is_flag=True, help="Use CBOR instead of JSON on the socket.")
 @click.option("--stats", is_flag=True, help="Print usage and timings to stderr at the end.")
 @click.option(
-    "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
+    "--wait",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Wait this long for a daemon to start and load its model.  [default: for as long as a daemon loads]",
 )
-def command(question: str | None, prompt: str | None, **options: Any) -> None:
+@click.option("--no-wait", is_flag=True, help="Fail at once if the daemon still loads its model.")
+@socket_option()
+def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> None:
     """Ask the daemon and stream the answer to stdout.
 
-    Ctrl-C cancels the request and waits for the server to confirm; a second Ctrl-C exits at once.  Exit codes:
-    0 success, 2 server error or no server, 3 protocol error, 130 interrupted.
+    QUESTION may be several words.  Text that is piped in follows it after a blank line, or is the question if there is
+    no other.  Notices and errors go to stderr.
 
     \b
-      uma-trio ask "What is the capital of France?"
-      git diff | uma-trio ask --system "Summarise this change" --max-tokens 200
+      uma-trio ask What is the capital of France
+      git diff | uma-trio ask "Summarise this change:"
+      uma-trio ask --session cooking "How do I make pancakes?"
       uma-trio ask --session cooking "And without eggs?"
-      uma-trio ask --raw --temp 0.8 --seed 7 "Once upon a time"
+      uma-trio ask --raw --temp 0.8 --seed 7 --max-tokens 60 "Once upon a time"
+      uma-trio ask --json "Name a colour." | jq -r .text
+
+    Ctrl-C cancels the request and waits for the server to confirm; a second Ctrl-C exits at once.
+
+    \b
+    Exit codes:
+        0  the answer is complete, or was cut by a limit: then a notice says so
+        1  the output cannot be written
+        2  wrong usage, no daemon, or the daemon refused
+        3  the other side does not speak the protocol
+      130  interrupted
+      141  the reader of the output has gone, as with | head
     """
-    if question is not None and prompt is not None:
+    from uma_trio.cli.running import run
+
+    if question and prompt is not None:
         raise click.UsageError("give the question once: as an argument or with --prompt")
-    text = question if question is not None else prompt
-    if text is None or text == "-":
-        if sys.stdin.isatty() and text is None:
-            raise click.UsageError('nothing to ask; try: uma-trio ask "What is the capital of France?"')
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
-    sys.exit(_ask(_request(text, options), options))
+    request = _request(_text(" ".join(question) if prompt is None else prompt), options)
+    code = SERVER_ERROR
+    with reporting_errors("ask", options["socket"]):
+        code = run(_stream, request, options)
+    sys.exit(code)
+
+
+def _text(question: str) -> str:
+    """The question, and behind a blank line what is piped in; ``-`` stands for no question."""
+    parts = ["" if question == "-" else question]
+    if question == "-" or not sys.stdin.isatty():
+        parts.append(sys.stdin.buffer.read().decode("utf-8", "replace"))
+    text = "\n\n".join(part for part in parts if part.strip())
+    if not text:
+        raise click.UsageError(
+            'nothing to ask: there is no question, and nothing was piped in; try: uma-trio ask "What is the capital of '
+            'France?"'
+        )
+    return text
 
 
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -157,30 +189,22 @@ def _biases(given: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def _ask(request: dict[str, Any], options: dict[str, Any]) -> int:
-    from uma_trio.cli.running import run
-    from uma_trio.client import BrokenProtocol, NoServer, ServerError
-
-    try:
-        return run(_stream, request, options)
-    except (NoServer, ServerError) as error:
-        click.echo(f"uma-trio ask: {error}", err=True)
-        return SERVER_ERROR
-    except BrokenProtocol as error:
-        click.echo(f"uma-trio ask: {error}", err=True)
-        return PROTOCOL_ERROR
-
-
 async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     import trio
 
-    from uma_trio.client import Eos, Token, open_client
-    from uma_trio.protocol.messages import UnknownEvent, to_fields
+    from uma_trio.cli.answer import TextPrinter, print_json, print_stats, warn_if_cut
+    from uma_trio.client import Eos, open_client
 
     request["id"] = "ask"
-    encoding = "cbor" if options["cbor"] else "json"
-    last: Eos | None = None
-    async with trio.open_nursery() as nursery, open_client(options["socket"], encoding=encoding) as client:  # type: ignore[arg-type]
+    as_json, reason = options["as_json"], ""
+    show = print_json if as_json else TextPrinter().print
+    connecting = open_client(
+        options["socket"],
+        encoding="cbor" if options["cbor"] else "json",
+        wait_s=0 if options["no_wait"] else options["wait"],
+        on_loading=_say_that_it_loads,
+    )
+    async with trio.open_nursery() as nursery, connecting as client:
 
         async def cancel_on_interrupt() -> None:
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -190,40 +214,25 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
                 nursery.cancel_scope.cancel()
 
         nursery.start_soon(cancel_on_interrupt)
-        last_character = ""
+        if is_verbose():
+            await say_which_daemon("ask", options["socket"])
         async for event in client.generate(**request):
+            show(event)
             if isinstance(event, Eos):
-                last = event
-            if options["as_json"]:
-                fields = event.fields if isinstance(event, UnknownEvent) else to_fields(event)
-                click.echo(json.dumps(fields, ensure_ascii=False))
-            elif isinstance(event, Token | Eos):
-                text = event.text or ""
-                if event.index is not None:  # with several answers, each comes whole
-                    text = f"--- {event.index}\n{text}\n"
-                last_character = text[-1:] or last_character
-                click.echo(text, nl=False)
-        if not options["as_json"] and last_character != "\n":
-            click.echo()
-        assert last is not None  # generate() ends with eos or raises
-        if options["stats"]:
-            _show_stats(last)
-        if last.session is not None and not last.session.durable:
-            click.echo("this session is in memory only and ends with the daemon; see its log", err=True)
+                reason = event.reason
+                if not as_json:
+                    warn_if_cut(event, options["max_tokens"])
+                if options["stats"]:
+                    print_stats(event)
+                if event.session is not None and not event.session.durable:
+                    click.echo("this session is in memory only and ends with the daemon; see its log", err=True)
         nursery.cancel_scope.cancel()
-    if last is None or last.reason != "cancelled":
+    if reason and reason != "cancelled":
         return OK
     click.echo("cancelled", err=True)
     return INTERRUPTED
 
 
-def _show_stats(eos: Eos) -> None:
-    usage, timings = eos.usage, eos.timings
-    parts = [
-        f"{usage.prompt_tokens} prompt + {usage.completion_tokens} tokens",
-        f"first after {timings.ttft_ms:.0f} ms" if timings.ttft_ms is not None else None,
-        f"{timings.tokens_per_s:.1f} tokens/s" if timings.tokens_per_s else None,
-        f"seed {eos.seed}" if eos.seed is not None else None,
-        eos.reason,
-    ]
-    click.echo(", ".join(part for part in parts if part), err=True)
+def _say_that_it_loads(path: Path) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"waiting for the daemon at {path}, which still loads its model; Ctrl-C gives up", err=True)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from uma_trio.cli.daemon import is_verbose, say_which_daemon, socket_option
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -33,7 +35,7 @@ GIL_TURN_S = 0.001
     help="Maximum gap in a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 150]",
 )
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also save this run as an SVG file.")
-@click.option("--socket", type=click.Path(), help="Use the running daemon at this socket instead of starting one.")
+@socket_option(help="Use the running daemon at this socket instead of starting one.")
 def command(**options: Any) -> None:
     """Watch short chats stay fast next to a long document.
 
@@ -70,6 +72,8 @@ async def _demo(options: dict[str, Any]) -> Scorecard:
         if path is None:
             with console.status("loading the model"):
                 path = (await stack.enter_async_context(temporary_daemon())).path
+        if is_verbose():
+            await say_which_daemon("demo", path)
         card, scene = await _play(Daemon(path), console, options)
     _show(card, scene, console, options)
     return card

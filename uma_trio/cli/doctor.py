@@ -343,8 +343,7 @@ def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Findin
 def _socket(settings: Config) -> Iterator[Finding]:
     import stat
 
-    from uma_trio.daemon.listener import MAX_PATH_BYTES
-    from uma_trio.protocol.address import default_socket_path
+    from uma_trio.protocol.address import MAX_PATH_BYTES, default_socket_path
 
     path = settings.listen.socket or default_socket_path()
     other = "choose another path with --socket"

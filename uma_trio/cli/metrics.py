@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
+
 if TYPE_CHECKING:
     import trio
     from rich.live import Live
 
     from uma_trio.cli.metrics_view import Sample
-
-SERVER_ERROR, PROTOCOL_ERROR = 2, 3
 
 ANSWER_S: Final = 5.0
 """Time after which a daemon counts as not answering.  It needs a millisecond."""
@@ -32,9 +32,7 @@ ANSWER_S: Final = 5.0
     "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between two snapshots."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print each snapshot as a line of JSON.")
-@click.option(
-    "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
-)
+@socket_option()
 def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> None:
     """Show the metrics of the daemon.  docs/METRICS.md explains every field.
 
@@ -49,22 +47,21 @@ def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> 
     """
     from uma_trio.cli.metrics_view import table
     from uma_trio.cli.running import run
-    from uma_trio.client import BrokenProtocol, ClientError
     from uma_trio.demo.temporary_daemon import Interrupted, until_interrupted
 
     try:
-        if not watch:
-            snapshot = run(_read, socket).snapshot
-            click.echo(json.dumps(snapshot) if as_json else "\n".join(table(snapshot)))
-        elif as_json or not _is_screen():
-            run(until_interrupted, lambda: _print(interval, socket))
-        else:
-            run(until_interrupted, lambda: _show(interval, socket))
+        with reporting_errors("metrics", socket):
+            if is_verbose():
+                run(say_which_daemon, "metrics", socket)
+            if not watch:
+                snapshot = run(_read, socket).snapshot
+                click.echo(json.dumps(snapshot) if as_json else "\n".join(table(snapshot)))
+            elif as_json or not _is_screen():
+                run(until_interrupted, lambda: _print(interval, socket))
+            else:
+                run(until_interrupted, lambda: _show(interval, socket))
     except Interrupted as interrupted:
         sys.exit(0 if interrupted.number == signal.SIGINT else 128 + interrupted.number)
-    except ClientError as error:
-        click.echo(f"uma-trio metrics: {error}", err=True)
-        sys.exit(PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR)
 
 
 def _is_screen() -> bool:

@@ -16,8 +16,8 @@ from rich.text import Text
 
 GROUPS: Final = {
     "Load": (
-        *("model", "connections", "running", "queue_depth", "requests_total", "rejected_total", "uptime_s"),
-        "draining",
+        *("model", "connections", "running", "queue_depth", "requests_total", "rejected_total", "pid"),
+        *("version", "uptime_s", "draining"),
     ),
     "Throughput": (
         *("tokens_total", "prompt_tokens_total", "prefix_cache_hits_total", "cached_tokens_total"),

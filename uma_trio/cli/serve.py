@@ -26,7 +26,7 @@ def _option(setting: Setting) -> Callable[[Any], Any]:
     if setting.type is bool:
         return click.option(f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=help)
     names = (setting.flag,) if setting.short is None else (setting.short, setting.flag)
-    return click.option(*names, setting.name, default=None, metavar=setting.metavar, help=help)
+    return click.option(*names, setting.name, default=None, type=click.UNPROCESSED, metavar=setting.metavar, help=help)
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,10 +97,10 @@ def _serve(settings: Config) -> int:
     from uma_trio.cli.running import run
     from uma_trio.daemon import listener, logs, server
     from uma_trio.models.load_errors import ModelError
-    from uma_trio.protocol.address import default_socket_path
+    from uma_trio.protocol.address import socket_path
 
     logs.configure(settings.operations)
-    path = settings.listen.socket or default_socket_path()
+    path = socket_path(settings.listen.socket)
     with _progress_bar() as on_progress:
         try:
             return 0 if run(functools.partial(server.serve, settings, path, on_progress=on_progress)) else 1

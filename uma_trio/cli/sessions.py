@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
 
 if TYPE_CHECKING:
     from uma_trio.client import Client, SessionInfo, Transcript
@@ -21,17 +22,10 @@ T = TypeVar("T")
 MARKDOWN: Final = (".md", ".markdown")
 
 
-def _socket_option(function: Callable[..., None]) -> Callable[..., None]:
-    """Add ``--socket``, which can come before or after the name of a subcommand; the one after it wins."""
-    return click.option(
-        "--socket", type=click.Path(), help="The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
-    )(function)
-
-
 def _options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add ``--socket`` and ``--json``, likewise."""
+    """Add the options that can come before or after the name of a subcommand; the one after it wins."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one line a session.")(
-        _socket_option(function)
+        socket_option()(function)
     )
 
 
@@ -128,7 +122,7 @@ def show(context: click.Context, session_id: str, as_json: bool, socket: str | N
 @command.command()
 @click.argument("session_id", metavar="NAME")
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@_socket_option
+@socket_option()
 @click.pass_context
 def export(context: click.Context, session_id: str, file: Path | None, socket: str | None) -> None:
     """Write the messages of a session to FILE: as Markdown if it ends in .md, otherwise as JSON (.json).
@@ -245,7 +239,7 @@ def _run(
         name: The session that ``work`` is about; if it does not exist, the error names similar ones.
     """
     from uma_trio.cli.running import run
-    from uma_trio.client import BrokenProtocol, ClientError, ServerError, open_client
+    from uma_trio.client import ServerError, open_client
 
     path = socket or context.obj[1]
 
@@ -257,13 +251,13 @@ def _run(
         async with open_client(path) as client:
             return await _explained(client, error, name)
 
-    try:
+    with reporting_errors("sessions", path):
+        if is_verbose():
+            run(say_which_daemon, "sessions", path)
         try:
             return run(connected)
         except ServerError as error:
             _fail(run(explained, error))
-    except ClientError as error:
-        _fail(str(error), 3 if isinstance(error, BrokenProtocol) else 2)
 
 
 async def _explained(client: Client, error: Exception, name: str | None) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("tokenize", short_help="Show the tokens of a text.")
-@click.argument("text", required=False)
+@click.argument("text", required=False, type=click.UNPROCESSED)
 @click.option("--model", type=click.Path(path_type=Path), help="GGUF file. If not given, the embedded model is used.")
 @click.option("--decode", metavar="IDS", help="Print the text of these token ids. - reads them from stdin.")
 @click.option(

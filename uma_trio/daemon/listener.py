@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import stat
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -15,12 +16,15 @@ from typing import Final
 import structlog
 import trio
 
+from uma_trio.protocol.address import MAX_PATH_BYTES, lock_path
+
 log = structlog.get_logger("uma_trio.daemon")
 
-MAX_PATH_BYTES: Final = 103
-"""``sun_path`` has 104 bytes on macOS and 108 on Linux, including the NUL at the end."""
-
 OUT_OF_FILES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LOCK_ATTEMPTS: Final = 20
+LOCK_RETRY_S: Final = 0.01
+"""A client that looks whether a daemon runs holds the lock for a moment."""
+
 BACK_OFF_S: Final = 0.1
 """Delay before the next attempt to accept when the process or the system is out of file descriptors or memory."""
 
@@ -49,7 +53,7 @@ def claimed(path: Path) -> Iterator[None]:
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise SocketPathError(f"{path.parent} is not a folder; choose another path with --socket") from None
     except OSError as error:
@@ -57,10 +61,8 @@ def claimed(path: Path) -> Iterator[None]:
             f"cannot use the folder {path.parent} for the socket: {error.strerror}; choose another with --socket"
         ) from None
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SocketPathError(f"another daemon serves on {path}; stop it, or choose another --socket") from None
+        if not _locked(lock):
+            raise SocketPathError(f"another daemon serves on {path}; stop it, or choose another --socket")
         _remove_stale(path)
         try:
             yield
@@ -69,6 +71,17 @@ def claimed(path: Path) -> Iterator[None]:
                 os.unlink(path)
     finally:
         os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    """Lock the open file ``lock``; False if another daemon holds it."""
+    for attempt in range(LOCK_ATTEMPTS):
+        if attempt:
+            time.sleep(LOCK_RETRY_S)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
 
 
 def _remove_stale(path: Path) -> None:

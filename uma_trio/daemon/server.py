@@ -25,6 +25,7 @@ import msgspec
 import structlog
 import trio
 
+import uma_trio
 from uma_trio.config import Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
@@ -71,6 +72,8 @@ class Server:
             "rejected_total": dict(self._refused),
             "connections": len(self._connections),
             "send_queue_bytes": sum(connection.waiting_bytes for connection in self._connections),
+            "pid": os.getpid(),
+            "version": uma_trio.__version__,
             "uptime_s": round(time.time() - self._started_at, 1),
             "draining": self.draining,
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,

@@ -12,7 +12,7 @@ import trio
 from uma_trio.config import Limits
 from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, PromptTooLarge
+from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.protocol.messages import ChatMessage, Generate
 
@@ -74,7 +74,8 @@ class PromptMaker:
 
         Raises:
             PromptTooLarge: the size exceeds ``max_prompt_bytes``.  Checked before anything is rendered.
-            BadRequest: the template refuses the messages, or the model has no template.
+            BadRequest: the template refuses the messages.
+            NoChatTemplate: the model has no template for the messages.
             BrokenTemplate: the template fails or exceeds its limits.
         """
         size = check_prompt_size(request, self.limits)
@@ -105,7 +106,7 @@ class PromptMaker:
 
     def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[PromptPart]:
         if self.chat is None:
-            raise BadRequest("this model has no chat template: send prompt instead of messages")
+            raise NoChatTemplate("this model has no chat template: send prompt instead of messages")
         return self.chat.parts([attrs.asdict(message) for message in messages])
 
     def truncate_tokens(self, tokens: Sequence[int], text: str) -> TokenIds:

@@ -10,6 +10,9 @@ from typing import Final
 SOCKET_VARIABLE: Final = "UMA_SOCKET"
 FALLBACK_PATH: Final = "/tmp/uma.sock"
 
+MAX_PATH_BYTES: Final = 103
+"""``sun_path`` has 104 bytes on macOS and 108 on Linux, including the NUL at the end."""
+
 
 def default_socket_path(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path to use when no socket is given explicitly.
@@ -26,3 +29,13 @@ def default_socket_path(environment: Mapping[str, str] = os.environ) -> Path:
     if runtime and os.path.isdir(runtime):
         return Path(runtime, "uma-trio", "uma.sock")
     return Path(FALLBACK_PATH)
+
+
+def socket_path(given: str | os.PathLike[str] | None) -> Path:
+    """Return the path that is ``given`` explicitly, or the default."""
+    return default_socket_path() if given is None else Path(given).expanduser()
+
+
+def lock_path(socket: Path) -> Path:
+    """Return the path of the lock file.  A daemon locks it before it loads the model, and until it has ended."""
+    return Path(f"{socket}.lock")

@@ -1,0 +1,195 @@
+"""``uma-trio ask`` as people use it: words, pipes, full disks, limits, a daemon that loads or stops."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from tests.support.real_daemon import ROOT, started
+
+QUESTION = "What is the capital of France?"
+COMMAND = [sys.executable, "-m", "uma_trio"]
+
+
+def environment(**more):
+    return {name: value for name, value in os.environ.items() if not name.startswith("UMA_")} | more
+
+
+@pytest.fixture
+def run(daemon):
+    """Run a command with the daemon's socket in the environment."""
+
+    def run(*arguments, **options):
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **options}
+        if "input" in options:
+            del options["stdin"]
+        return subprocess.run(
+            [*COMMAND, *map(os.fsencode, map(str, arguments))],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env=environment(UMA_SOCKET=str(daemon.socket)),
+            **options,
+        )
+
+    return run
+
+
+def chat(daemon, text, **fields):
+    return daemon.ask(messages=[{"role": "user", "content": text}], **fields).text.rstrip("\n") + "\n"
+
+
+# -- the question -------------------------------------------------------------------------------------------
+
+
+def test_words_need_no_quotes(run, daemon):
+    found = run("ask", *QUESTION.split())
+    assert (found.returncode, found.stdout) == (0, chat(daemon, QUESTION))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "piped", "sent"),
+    [
+        (["Repeat:"], "hello", "Repeat:\n\nhello"),
+        (["--prompt", "Repeat:"], "hello", "Repeat:\n\nhello"),
+        ([], "hello", "hello"),
+        (["-"], "hello", "hello"),
+        (["hello"], "", "hello"),
+        (["hello"], "\n", "hello"),
+    ],
+)
+def test_a_question_and_what_is_piped_in_go_together(run, daemon, arguments, piped, sent):
+    found = run("ask", *arguments, "--max-tokens", 30, input=piped)
+    assert found.stdout == chat(daemon, sent, max_tokens=30)
+
+
+@pytest.mark.parametrize("stdin", ["empty", "blank", "null", "closed", "terminal"])
+def test_no_question_is_an_error_that_says_what_to_do(run, stdin):
+    with ExitStack() as stack:
+        options = {"empty": {"input": ""}, "blank": {"input": " \n"}, "null": {}}.get(stdin, {})
+        if stdin == "closed":
+            options = {"stdin": None, "preexec_fn": lambda: os.close(0)}
+        if stdin == "terminal":
+            master, slave = pty.openpty()
+            stack.callback(os.close, master)
+            stack.callback(os.close, slave)
+            options = {"stdin": slave}
+        found = run("ask", **options)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "nothing to ask" in found.stderr
+    assert "uma-trio ask" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_a_question_needs_no_stdin(run, daemon):
+    found = run("ask", QUESTION, stdin=None, preexec_fn=lambda: os.close(0))
+    assert (found.returncode, found.stdout, found.stderr) == (0, chat(daemon, QUESTION), "")
+
+
+# -- the output ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here; Linux has it")
+@pytest.mark.parametrize(
+    "arguments", [["ask", QUESTION], ["ask", "--json", QUESTION], ["metrics"], ["sessions"], ["--help"], ["ask", "-h"]]
+)
+def test_a_full_disk_is_one_line_for_every_command(run, daemon, arguments):
+    with open("/dev/full", "w") as full:
+        found = run(*arguments, stdout=full)
+    assert (found.returncode, found.stderr) == (1, "uma-trio: cannot write the output: No space left on device\n")
+    daemon.settled()
+
+
+@pytest.mark.parametrize("arguments", [["ask", QUESTION], ["metrics"], ["--help"]])
+def test_a_closed_pipe_ends_every_command_quietly(run, daemon, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        found = run(*arguments, stdout=closed)
+    assert (found.returncode, found.stderr) == (141, "")
+    daemon.settled()
+
+
+def test_logprobs_are_a_table_behind_the_answer(run):
+    answer = run("ask", QUESTION).stdout
+    found = run("ask", "--logprobs", 2, QUESTION).stdout
+    assert found.startswith(answer + "\n")
+    rows = found.removeprefix(answer + "\n").splitlines()
+    assert len(rows) > 3
+    for row in rows:
+        assert row.count("%") == 3
+    several = run("ask", "--n", 2, "--logprobs", 0, "--max-tokens", 3, QUESTION).stdout
+    assert several.count("%") == 6
+
+
+# -- what the daemon says -----------------------------------------------------------------------------------
+
+
+def test_an_answer_that_is_cut_says_so(run):
+    found = run("ask", "--max-tokens", 3, QUESTION)
+    assert found.returncode == 0
+    assert found.stderr == "the answer is not complete: it was cut at --max-tokens 3; a larger number gives more\n"
+    found = run("ask", "--n", 2, "--max-tokens", 3, QUESTION)
+    assert sorted(line[:9] for line in found.stderr.splitlines()) == ["answer 0 ", "answer 1 "]
+
+
+def test_verbose_names_the_daemon(run, daemon):
+    for arguments in (
+        ["ask", "-v", QUESTION],
+        ["metrics", "--verbose"],
+        ["sessions", "-v"],
+        ["sessions", "list", "-v"],
+    ):
+        found = run(*arguments)
+        assert found.returncode == 0
+        [line] = found.stderr.splitlines()
+        for part in (str(daemon.socket), "model embedded.gguf", f"pid {daemon.pid}", "version"):
+            assert part in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "nope"], ["'nope'", "there is embedded", "--model"]),
+        (["--max-tokens", "100000000"], ["100000000", "--max-tokens"]),
+    ],
+)
+def test_a_refusal_names_the_fix_and_the_socket(run, daemon, arguments, words):
+    found = run("ask", *arguments, QUESTION)
+    assert (found.returncode, found.stdout) == (2, "")
+    for word in (*words, str(daemon.socket)):
+        assert word in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+# -- a daemon that loads ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loading(library, tmp_path):
+    """A daemon that begins to load its model while the test runs."""
+    with started(socket=tmp_path / "uma.sock", log_file=tmp_path / "log") as daemon:
+        yield daemon
+        daemon.signal(signal.SIGTERM)
+        daemon.wait()
+
+
+def test_ask_waits_for_a_daemon_that_starts(loading):
+    found = subprocess.run(
+        [*COMMAND, "ask", "--socket", loading.socket, "--wait", "60", QUESTION],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment(),
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "Paris" in found.stdout

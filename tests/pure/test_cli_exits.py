@@ -1,0 +1,72 @@
+"""How commands end when the output, an argument or Ctrl-C stops them; the same for all of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from uma_trio.cli import COMMANDS, LazyGroup
+from uma_trio.cli.exits import FAILED, INTERRUPTED, OUTPUT_CLOSED
+
+
+@pytest.fixture
+def ends_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Run a command that raises an error."""
+
+    def run(error: BaseException) -> Result:
+        @click.command()
+        def command() -> None:
+            raise error
+
+        monkeypatch.setattr(LazyGroup, "get_command", lambda *_: command)
+        monkeypatch.setattr(os, "dup2", lambda *_: None)  # the output of the tests stays
+        return CliRunner().invoke(LazyGroup("uma-trio"), ["serve"])
+
+    return run  # type: ignore[return-value]
+
+
+def test_a_full_disk_is_one_line(ends_with) -> None:  # type: ignore[no-untyped-def]
+    found = ends_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert (found.exit_code, found.stderr) == (FAILED, "uma-trio: cannot write the output: No space left on device\n")
+
+
+def test_a_closed_pipe_is_quiet(ends_with) -> None:  # type: ignore[no-untyped-def]
+    found = ends_with(BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    assert (found.exit_code, found.output) == (OUTPUT_CLOSED, "")
+
+
+def test_an_interrupt_is_quiet(ends_with) -> None:  # type: ignore[no-untyped-def]
+    found = ends_with(KeyboardInterrupt())
+    assert (found.exit_code, found.output) == (INTERRUPTED, "")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "x"), OSError(errno.ENOSPC, "full", "a/file")])
+def test_other_errors_keep_their_traceback(ends_with, error: OSError) -> None:  # type: ignore[no-untyped-def]
+    assert ends_with(error).exception is error
+
+
+WITH_TEXT = {"ask": ["ask", "a\udcff"], "sessions": ["sessions", "describe", "a\udcff"]}
+
+
+@pytest.mark.parametrize("arguments", WITH_TEXT.values(), ids=WITH_TEXT)
+def test_an_argument_that_is_not_utf8_is_refused(arguments: list[str]) -> None:
+    from uma_trio.cli import main
+
+    found = CliRunner().invoke(main, arguments, env={"UMA_SOCKET": "/nowhere/uma.sock"})
+    assert found.exit_code == 2
+    assert "is not UTF-8 (byte 1)" in found.stderr
+
+
+def test_every_text_parameter_refuses_what_is_not_utf8() -> None:
+    from uma_trio.cli import main
+
+    for name in COMMANDS:
+        command = main.get_command(click.Context(main), name)
+        assert command is not None
+        for part in (command, *getattr(command, "commands", {}).values()):
+            assert not [each.name for each in part.params if each.type is click.STRING], name

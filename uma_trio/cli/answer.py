@@ -1,0 +1,114 @@
+"""Prints an answer: its text as it comes, log probabilities, usage, and a notice when it is not complete."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from uma_trio.client import Eos, Event, Token
+    from uma_trio.protocol.messages import Logprob, Logprobs
+
+
+def print_json(event: Event) -> None:
+    """Print an event as a line of JSON."""
+    from uma_trio.protocol.messages import UnknownEvent, to_fields
+
+    fields = event.fields if isinstance(event, UnknownEvent) else to_fields(event)
+    click.echo(json.dumps(fields, ensure_ascii=False))
+
+
+class TextPrinter:
+    """Prints the events of a request as text.
+
+    Several answers come whole, each under its number.  Log probabilities follow their answer as a table.
+    """
+
+    def __init__(self) -> None:
+        self._scores: list[Token | Logprobs] = []
+        self._last_character = ""
+
+    def print(self, event: Event) -> None:
+        """Print the text of ``event``, if it has any."""
+        from uma_trio.client import Eos, Token
+
+        if isinstance(event, Token):
+            if event.logprob is not None:
+                self._scores.append(event)
+            self._echo(event.text)
+        elif isinstance(event, Eos):
+            self._scores += event.logprobs or []
+            if event.index is not None:
+                click.echo(f"--- {event.index}")
+            self._echo(event.text or "")
+            self._end_line()
+            if self._scores:
+                click.echo("\n".join(["", *_table(self._scores)]))
+                self._scores = []
+
+    def _echo(self, text: str) -> None:
+        self._last_character = text[-1:] or self._last_character
+        click.echo(text, nl=False)
+
+    def _end_line(self) -> None:
+        if self._last_character != "\n":
+            click.echo()
+        self._last_character = ""
+
+
+def _table(scores: Sequence[Token | Logprobs]) -> list[str]:
+    """One line a token: its probability, the token, and the most likely tokens at its place with theirs."""
+    shown = [_quoted(score.bytes or []) for score in scores]
+    width = max(map(len, shown))
+    return [
+        f"{_percent(score.logprob or 0.0)}  {text:<{width}}  {_alternatives(score.top_logprobs or [])}".rstrip()
+        for score, text in zip(scores, shown, strict=True)
+    ]
+
+
+def _alternatives(found: Sequence[Logprob]) -> str:
+    return "  ".join(f"{_percent(each.logprob)} {_quoted(each.bytes)}" for each in found)
+
+
+def _quoted(data: Sequence[int]) -> str:
+    return repr(bytes(data).decode("utf-8", "backslashreplace"))
+
+
+def _percent(logprob: float) -> str:
+    return f"{100 * math.exp(logprob):5.1f}%"
+
+
+def print_stats(eos: Eos) -> None:
+    """Print usage and timings of an answer on stderr."""
+    usage, timings = eos.usage, eos.timings
+    parts = [
+        f"{usage.prompt_tokens} prompt + {usage.completion_tokens} tokens",
+        f"first after {timings.ttft_ms:.0f} ms" if timings.ttft_ms is not None else None,
+        f"{timings.tokens_per_s:.1f} tokens/s" if timings.tokens_per_s else None,
+        f"seed {eos.seed}" if eos.seed is not None else None,
+        eos.reason,
+    ]
+    click.echo(", ".join(part for part in parts if part), err=True)
+
+
+def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
+    """Say on stderr that an answer is not complete, and how to get more of it.
+
+    Args:
+        max_tokens: what the request asked for.
+    """
+    if eos.reason != "length":
+        return
+    name = "the answer" if eos.index is None else f"answer {eos.index}"
+    if max_tokens is not None:
+        reason = f"it was cut at --max-tokens {max_tokens}; a larger number gives more"
+    else:
+        reason = (
+            f"it was cut after {eos.usage.completion_tokens} tokens, all that the server had room for; --max-tokens N "
+            "may give more, and uma-trio serve --ctx N makes room"
+        )
+    click.echo(f"{name} is not complete: {reason}", err=True)

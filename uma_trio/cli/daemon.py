@@ -1,0 +1,97 @@
+"""What the commands that talk to the daemon share: options, and errors that say what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from uma_trio.cli.exits import PROTOCOL_ERROR, SERVER_ERROR
+
+if TYPE_CHECKING:
+    from uma_trio.client import ServerError
+
+HINTS: Final = {
+    "E_LIMIT_CONTEXT": "use a smaller --max-tokens or a shorter text, or serve with a larger --ctx",
+    "E_LIMIT_MAX_TOKENS": "use a smaller --max-tokens, or serve with a larger one",
+    "E_LIMIT_PROMPT_TOO_LARGE": "shorten the text, or serve with a larger --max-prompt-bytes or --max-prompt-tokens",
+    "E_MODEL_NO_CHAT_TEMPLATE": "use --raw, and the model continues the text",
+    "E_MODEL_NOT_FOUND": "choose one of these with --model",
+    "E_SESSION_BUSY": "wait for its answer, or copy it first with: uma-trio sessions fork",
+    "E_SESSION_EXISTS": "choose another name",
+    "E_SESSION_NOT_FOUND": "uma-trio sessions lists yours",
+    "E_RUNTIME_INTERNAL": "the log of uma-trio serve has the details",
+}
+"""What a person at the command line can do about an error, by its code."""
+
+
+_VERBOSE: Final = f"{__name__}.verbose"
+
+
+DEFAULT_SOCKET: Final = "The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
+
+
+def socket_option(*, help: str = DEFAULT_SOCKET) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add ``--socket``, which becomes an argument, and ``--verbose``, for ``is_verbose``."""
+    verbose = click.option(
+        "-v",
+        "--verbose",
+        is_flag=True,
+        expose_value=False,
+        callback=_note_verbose,
+        help="Say on stderr which daemon answers: its socket, model, pid and version.",
+    )
+    socket = click.option("--socket", type=click.Path(), help=help)
+    return lambda command: socket(verbose(command))
+
+
+def _note_verbose(context: click.Context, _: click.Parameter, given: bool) -> None:
+    """A group and its subcommands share ``meta``, so the flag counts before and after the subcommand's name."""
+    if given:
+        context.meta[_VERBOSE] = True
+
+
+def is_verbose() -> bool:
+    """Whether the running command has ``--verbose``."""
+    return _VERBOSE in click.get_current_context().meta
+
+
+@contextlib.contextmanager
+def reporting_errors(command: str, socket: str | None) -> Iterator[None]:
+    """End the program with one line that names the socket and a remedy, if the daemon cannot answer."""
+    from uma_trio.client import BrokenProtocol, ClientError, NoServer, ServerError
+    from uma_trio.protocol.address import socket_path
+
+    where = f"the daemon at {socket_path(socket)}"
+    try:
+        yield
+    except NoServer as error:  # names the socket itself
+        click.echo(f"uma-trio {command}: {error}", err=True)
+        sys.exit(SERVER_ERROR)
+    except ServerError as error:
+        click.echo(f"uma-trio {command}: {where} answers {error}{_hint(error)}", err=True)
+        sys.exit(SERVER_ERROR)
+    except ClientError as error:
+        click.echo(f"uma-trio {command}: {where}: {error}", err=True)
+        sys.exit(PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR)
+
+
+def _hint(error: ServerError) -> str:
+    if error.event.retry_after_ms is not None:
+        return f"; try again in {max(1, round(error.event.retry_after_ms / 1e3))} s"
+    return f"; {HINTS[error.code]}" if error.code in HINTS else ""
+
+
+async def say_which_daemon(command: str, socket: str | os.PathLike[str] | None) -> None:
+    """Ask the daemon what it is, and print that on stderr."""
+    from uma_trio.client import open_client
+    from uma_trio.protocol.address import socket_path
+
+    async with open_client(socket) as client:
+        snapshot = await client.metrics()
+    known = [f"{name} {snapshot[name]}" for name in ("model", "pid", "version") if name in snapshot]
+    click.echo(f"uma-trio {command}: the daemon at {socket_path(socket)}: {', '.join(known)}", err=True)

@@ -1,0 +1,189 @@
+"""Connects a client to the daemon's socket, and finds out why that fails.
+
+A daemon locks a file next to its socket before it loads the model, makes the socket when the model can answer, stops to
+listen when it drains, and unlocks the file when it has ended.  So the lock and the socket together tell a client what
+the daemon does:
+
+============  ===================  ====================================
+lock          socket               the daemon
+============  ===================  ====================================
+locked        does not exist       loads its model
+locked        refuses connections  is stopping
+not locked    either               does not run
+============  ===================  ====================================
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pwd
+import socket as sockets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from uma_trio.protocol.address import MAX_PATH_BYTES, lock_path, socket_path
+
+QUEUE_TIMEOUT_S: Final = 10.0
+"""How long to retry while the daemon's queue of new connections is full."""
+QUEUE_RETRY_S: Final = 0.01
+START_RETRY_S: Final = 0.1
+"""Interval between attempts while the daemon is starting."""
+
+SocketPath = str | os.PathLike[str]
+
+
+class ClientError(Exception):
+    """A request did not end with ``eos``."""
+
+
+class NoServer(ClientError):
+    """No daemon can be reached at the path.  The message has the path, the reason and a remedy."""
+
+
+class Loading(NoServer):
+    """The daemon at the path still loads its model."""
+
+
+class Connector:
+    """Attempts to connect until one succeeds or there is no reason to go on.  Never blocks or sleeps itself.
+
+    Args:
+        path: the daemon's socket; ``default_socket_path()`` if not given.
+        wait_s: how long to wait for a daemon that does not run or still loads its model.  ``None``: as long as it
+            loads, and not at all if there is none.
+        now: the time, on the caller's monotonic clock.
+        on_loading: called once with the path when there is a wait.
+    """
+
+    def __init__(
+        self,
+        path: SocketPath | None,
+        *,
+        wait_s: float | None,
+        now: float,
+        on_loading: Callable[[Path], None] | None = None,
+    ) -> None:
+        self.path = socket_path(path)
+        self._wait_s = wait_s
+        self._began = now
+        self._queue_began: float | None = None
+        self._on_loading = on_loading
+
+    def attempt(self, now: float) -> sockets.socket | float:
+        """Connect.
+
+        Returns:
+            A connected, non-blocking socket, or the seconds after which to try again.
+
+        Raises:
+            NoServer: no daemon can be reached.
+        """
+        try:
+            found = _connect(self.path)
+        except OSError as error:
+            failure = explain(self.path, error)
+            if not self._waits_for(failure, now):
+                raise failure from None
+            if self._on_loading is not None:
+                self._on_loading(self.path)
+                self._on_loading = None
+            return START_RETRY_S
+        if found is not None:
+            return found
+        if self._queue_began is None:
+            self._queue_began = now
+        if now - self._queue_began > QUEUE_TIMEOUT_S:
+            raise NoServer(f"the daemon at {self.path} accepts no connections; uma-trio doctor looks for the reason")
+        return QUEUE_RETRY_S
+
+    def _waits_for(self, failure: NoServer, now: float) -> bool:
+        if self._wait_s is None:
+            return isinstance(failure, Loading)
+        return now - self._began < self._wait_s
+
+
+def _connect(path: Path) -> sockets.socket | None:
+    """Connect a non-blocking socket; ``None`` if the daemon's queue of new connections is full.
+
+    A Unix socket connects at once or fails with EAGAIN.  Both ``trio`` and ``asyncio`` take EAGAIN for a connection in
+    progress, as with TCP, and would return a stream without a peer.
+    """
+    sock = sockets.socket(sockets.AF_UNIX)
+    try:
+        sock.setblocking(False)
+        sock.connect(os.fspath(path))
+    except BlockingIOError:
+        sock.close()
+        return None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+START: Final = "start one with: uma-trio serve"
+
+
+def explain(path: Path, error: OSError) -> NoServer:
+    """Build the error for a connection to ``path`` that failed with ``error``."""
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        return NoServer(f"the path of a socket has at most {MAX_PATH_BYTES} bytes; give a shorter one than {path}")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return NoServer(_no_permission(path))
+    if error.errno == errno.ENOENT:
+        if _is_locked(path):
+            return Loading(f"the daemon at {path} still loads its model; try again when it is ready")
+        return NoServer(f"no daemon at {path}; {START}, or name the socket of another one with --socket or UMA_SOCKET")
+    if error.errno == errno.ECONNREFUSED:
+        if not stat.S_ISSOCK(_mode(path)):
+            return NoServer(f"{path} is not a socket, so no daemon is there; {START}")
+        if _is_locked(path):
+            return NoServer(f"the daemon at {path} is stopping and takes no new requests; when it has ended, {START}")
+        return NoServer(f"no daemon at {path}, only the socket of one that has ended; {START}")
+    return NoServer(f"no daemon at {path} ({error.strerror or error}); {START}")
+
+
+def _no_permission(path: Path) -> str:
+    try:
+        owner = os.stat(path).st_uid
+    except OSError:
+        return f"you may not open the folder of {path}; run your own daemon with: uma-trio serve --socket PATH"
+    if owner == os.geteuid():
+        return f"you may not write to {path}, although it is yours; run chmod 600 on it, or restart the daemon"
+    return (
+        f"{path} belongs to {_user(owner)}, and only the owner of a socket can use it; run your own daemon with: "
+        "uma-trio serve --socket PATH"
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"the user id {uid}"
+
+
+def _mode(path: Path) -> int:
+    try:
+        return os.stat(path).st_mode
+    except OSError:
+        return 0
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a daemon runs.  Takes the lock for a moment if none does; a daemon that starts meanwhile tries again."""
+    try:
+        lock = os.open(lock_path(path), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
