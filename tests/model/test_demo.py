@@ -45,7 +45,10 @@ def test_the_demo_and_its_gate(library, tmp_path, folder):
     assert all(stream["tokens"] > 0 for stream in card["streams"])
     assert card["streams"][3]["prompt_tokens"] > 2000
     assert card["average_batch"] >= 1.5
-    assert "chat 3" in picture.read_text().replace("&#160;", " ")
+    assert card["cpu"]["cores"] >= 1
+    drawn = picture.read_text()
+    assert "chat 3" in drawn
+    assert "@keyframes" in drawn
     assert list(folder.iterdir()) == []
 
 
@@ -58,6 +61,7 @@ def test_a_gate_that_nobody_passes_exits_1(library):
     assert "NO-GO" in done.stdout
     assert "FAIL  no chat froze" in done.stdout
     assert "PASS  same text as alone" in done.stdout
+    assert "Other programs used" in done.stdout
     assert "\x1b" not in done.stdout, "plain lines where there is no terminal"
 
 
@@ -82,3 +86,18 @@ def test_a_demo_without_a_server_says_so(folder):
     done = subprocess.run(demo("--socket", str(folder / "nobody.sock")), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "uma-trio serve" in done.stderr
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_run(folder):
+    done = subprocess.run(
+        demo("--picture", str(folder / "missing" / "demo.svg"), "--socket", str(folder / "nobody.sock")),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert f"mkdir -p {folder / 'missing'}" in done.stderr
+    assert "Traceback" not in done.stderr
+    done = subprocess.run(demo("--picture", str(folder)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert list(folder.iterdir()) == []

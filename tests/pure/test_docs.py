@@ -501,6 +501,12 @@ def test_a_design_page_begins_with_a_figure_or_a_table(page: Path) -> None:
     assert re.match(r"# .+\n\n(```|\||!\[)", page.read_text())
 
 
+@pytest.mark.parametrize("picture", sorted(DOCS.glob("*.svg")), ids=lambda picture: picture.name)
+def test_pictures_are_small_and_shown(picture: Path) -> None:
+    assert picture.stat().st_size < 500_000
+    assert any(f"{picture.name})" in page.read_text() for page in PAGES), "no page shows it"
+
+
 def test_the_architecture_fits_on_three_screens() -> None:
     assert len(text_of("ARCHITECTURE.md").splitlines()) <= 150
 

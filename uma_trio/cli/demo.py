@@ -7,15 +7,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from uma_trio.cli.daemon import is_verbose, say_which_daemon, socket_option
 
 if TYPE_CHECKING:
+    import psutil
     from rich.console import Console
 
     from uma_trio.demo.load import Daemon, Watcher
-    from uma_trio.demo.scorecard import Counters, Scorecard
+    from uma_trio.demo.picture import Count
+    from uma_trio.demo.scorecard import Counters, CpuUse, Scorecard
     from uma_trio.demo.view import Scene
 
 GO, NO_GO, SERVER_ERROR, PROTOCOL_ERROR = 0, 1, 2, 3
@@ -26,6 +29,22 @@ GIL_TURN_S = 0.001
 """Python's switch interval while a thread draws frames.  The default of 5 ms would delay the timestamps of tokens."""
 
 
+def _writable(_context: click.Context, _option: click.Parameter, file: Path | None) -> Path | None:
+    """Refuse a file that cannot be written, before the run instead of after it."""
+    if file is None:
+        return None
+    is_new = not file.exists()
+    try:
+        file.open("ab").close()
+    except FileNotFoundError:
+        raise click.BadParameter(f"there is no folder {file.parent}; make it with: mkdir -p {file.parent}")
+    except OSError as error:
+        raise click.BadParameter(f"cannot write {file} ({error.strerror}); give another file")
+    if is_new:
+        file.unlink()
+    return file
+
+
 @click.command("demo", short_help="Watch short chats stay fast next to a long document.")
 @click.option("--no-live", is_flag=True, help="Print plain lines; the default if the output is not a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print the scorecard as JSON and nothing else.")
@@ -34,7 +53,12 @@ GIL_TURN_S = 0.001
     type=click.FloatRange(0, min_open=True),
     help="Maximum gap in a chat during prefill of the document.  [default: 1.5 times target_tbt_ms, 150]",
 )
-@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Also save this run as an SVG file.")
+@click.option(
+    "--picture",
+    type=click.Path(path_type=Path, dir_okay=False),
+    callback=_writable,
+    help="Also save this run as an animated SVG file.",
+)
 @socket_option(help="Use the running daemon at this socket instead of starting one.")
 def command(**options: Any) -> None:
     """Watch short chats stay fast next to a long document.
@@ -65,6 +89,7 @@ async def _demo(options: dict[str, Any]) -> Scorecard:
 
     from uma_trio.demo.load import Daemon
     from uma_trio.demo.temporary_daemon import temporary_daemon
+    from uma_trio.demo.view import scorecard
 
     console = Console(quiet=options["as_json"], highlight=False)
     async with AsyncExitStack() as stack:
@@ -74,16 +99,20 @@ async def _demo(options: dict[str, Any]) -> Scorecard:
                 path = (await stack.enter_async_context(temporary_daemon())).path
         if is_verbose():
             await say_which_daemon("demo", path)
-        card, scene = await _play(Daemon(path), console, options)
-    _show(card, scene, console, options)
+        card = await _play(Daemon(path), console, options)
+    if options["as_json"]:
+        click.echo(json.dumps({"go": card.go, "advice": card.advice, **attrs.asdict(card)}, indent=2))
+    else:
+        console.print(scorecard(card))
     return card
 
 
-async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tuple[Scorecard, Scene]:
+async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> Scorecard:
     """Run all streams at once, then each alone."""
     import trio
 
     from uma_trio.demo.load import one_by_one, together
+    from uma_trio.demo.picture import picture
     from uma_trio.demo.scorecard import score
     from uma_trio.demo.script import HEAD_START, streams
     from uma_trio.demo.view import Lines, Scene
@@ -91,33 +120,85 @@ async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> tu
     script = streams()
     scene = Scene(script)
     live = console.is_terminal and not options["no_live"] and not options["as_json"]
-    watchers: list[Watcher] = [scene] if live else [scene, Lines(console)]
+    watchers: list[Watcher] = [scene] if live else [Lines(console)]
+    counts: list[Count] = []
     before = await daemon.counters()
+    others = _OtherPrograms((await daemon.snapshot())["engine"]["pid"])
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_count, daemon, before, scene)
+        nursery.start_soon(_count, daemon, before, scene, counts)
         if live:
             await nursery.start(_animate, scene, console)
         began = trio.current_time()
         tracks = await together(script, daemon, head_start=HEAD_START, watchers=watchers)
         wall_s = trio.current_time() - began
         nursery.cancel_scope.cancel()
+    cpu = others.measured(wall_s)
     counted = (await daemon.counters()).since(before)
     with console.status("running each stream alone, to compare the texts"):
         alone = await one_by_one(script, daemon)
     max_gap_ms = options["max_gap_ms"] or _longest_gap_ms()
-    return score(tracks, alone, counted, wall_s=wall_s, max_gap_ms=max_gap_ms), scene
+    card = score(tracks, alone, counted, wall_s=wall_s, max_gap_ms=max_gap_ms, cpu=cpu)
+    if options["picture"] is not None:
+        options["picture"].write_text(picture(tracks, counts, card))
+    return card
 
 
-async def _count(daemon: Daemon, before: Counters, scene: Scene) -> None:
-    """Update the status line until cancelled."""
+async def _count(daemon: Daemon, before: Counters, scene: Scene, counts: list[Count]) -> None:
+    """Read the server's counters until cancelled, for the status line."""
     import trio
 
+    from uma_trio.demo.picture import Count
     from uma_trio.demo.scorecard import Counters
 
     while True:
         snapshot = await daemon.snapshot()
-        scene.counted(Counters.of(snapshot).since(before), snapshot.get("decode_ms_avg"))
+        count = Count(trio.current_time(), Counters.of(snapshot).since(before), snapshot.get("decode_ms_avg"))
+        counts.append(count)
+        scene.counted(count.counters, count.tick_ms)
         await trio.sleep(COUNT_S)
+
+
+class _OtherPrograms:
+    """Measures how much CPU time programs other than the demo and its server use, from now on."""
+
+    def __init__(self, engine_pid: int | None) -> None:
+        self._own = _own_processes(engine_pid)
+        self._before_s = self._used_s()
+
+    def measured(self, wall_s: float) -> CpuUse | None:
+        """Return the use since the beginning, which is ``wall_s`` ago; ``None`` if it cannot be measured."""
+        import psutil
+
+        from uma_trio.demo.scorecard import CpuUse
+
+        used_s = self._used_s()
+        if used_s is None or self._before_s is None:
+            return None
+        return CpuUse(cores=psutil.cpu_count() or 1, by_others=round(max(0.0, used_s - self._before_s) / wall_s, 2))
+
+    def _used_s(self) -> float | None:
+        """CPU seconds of all programs but our own, since the machine started."""
+        import psutil
+
+        if self._own is None:
+            return None
+        machine = psutil.cpu_times()
+        busy = sum(getattr(machine, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
+        try:
+            own = [process.cpu_times() for process in self._own]
+        except psutil.Error:  # a process has ended, or belongs to somebody else
+            return None
+        return float(busy - sum(times.user + times.system for times in own))
+
+
+def _own_processes(engine_pid: int | None) -> set[psutil.Process] | None:
+    """Return the processes of the demo and of the server; ``None`` if the server's are not known."""
+    import psutil
+
+    if engine_pid is None:  # the engine is a thread of the daemon, whose process id nobody says
+        return None
+    me, engine = psutil.Process(), psutil.Process(engine_pid)
+    return {me, *me.children(recursive=True), engine, *engine.parents()[:1]}
 
 
 async def _animate(scene: Scene, console: Console, task_status: Any) -> None:
@@ -149,16 +230,3 @@ def _longest_gap_ms() -> float:
     from uma_trio.config import Scheduling
 
     return 1.5 * Scheduling().target_tbt_ms
-
-
-def _show(card: Scorecard, scene: Scene, console: Console, options: dict[str, Any]) -> None:
-    import attrs
-
-    from uma_trio.demo.view import save_picture, scorecard
-
-    if options["as_json"]:
-        click.echo(json.dumps({"go": card.go, **attrs.asdict(card)}, indent=2))
-    else:
-        console.print(scorecard(card))
-    if options["picture"] is not None:
-        save_picture(options["picture"], scene, card)

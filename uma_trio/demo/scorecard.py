@@ -25,6 +25,9 @@ MIN_AVERAGE_BATCH: Final = 1.5
 MIN_SHARE_OF_SWITCHES: Final = 0.5
 """Fraction of the possible switches.  Streams that are served one after another have hardly any."""
 
+MIN_CONTENTION: Final = 0.15
+"""Share of the machine's cores that other programs must use to be named as a cause of late tokens."""
+
 
 @attrs.frozen(kw_only=True)
 class Counters:
@@ -92,6 +95,21 @@ class Check:
     name: str
     passed: bool
     detail: str
+    depends_on_speed: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class CpuUse:
+    """How many cores were busy during the run, on average."""
+
+    cores: int
+    """Cores of the machine."""
+    by_others: float
+    """Cores that other programs used."""
+
+    @property
+    def is_contended(self) -> bool:
+        return self.by_others >= MIN_CONTENTION * self.cores
 
 
 @attrs.frozen(kw_only=True)
@@ -104,11 +122,25 @@ class Scorecard:
     ticks: int
     wall_s: float
     tokens_per_s: float
+    cpu: CpuUse | None
+    """``None`` if it could not be measured."""
     checks: tuple[Check, ...]
 
     @property
     def go(self) -> bool:
         return all(check.passed for check in self.checks)
+
+    @property
+    def advice(self) -> str | None:
+        """What to do about tokens that came too late; ``None`` if there were none."""
+        if all(check.passed for check in self.checks if check.depends_on_speed):
+            return None
+        if self.cpu is None:
+            return "If other programs were busy, run the demo again when the machine is idle."
+        used = f"Other programs used {self.cpu.by_others:.1f} of {self.cpu.cores} cores during the run"
+        if self.cpu.is_contended:
+            return f"{used}, which may be the reason. Run the demo again when the machine is idle."
+        return f"{used}, so they are not the reason. If this machine is too slow, allow more with --max-gap-ms."
 
 
 def score_stream(track: Track) -> StreamScore:
@@ -134,6 +166,7 @@ def score(
     *,
     wall_s: float,
     max_gap_ms: float,
+    cpu: CpuUse | None = None,
 ) -> Scorecard:
     """Judge a mixed load.
 
@@ -143,6 +176,7 @@ def score(
         counted: the server's counters, for the time of ``together``.
         wall_s: duration of ``together``.
         max_gap_ms: maximum time between two tokens of a chat during prefill of a long prompt.
+        cpu: use of the processor during ``together``.
     """
     return Scorecard(
         streams=tuple(score_stream(track) for track in together),
@@ -151,6 +185,7 @@ def score(
         ticks=counted.ticks,
         wall_s=wall_s,
         tokens_per_s=sum(track.n_tokens for track in together) / wall_s if wall_s > 0 else 0.0,
+        cpu=cpu,
         checks=(
             _all_finished(together),
             _interleaved(together),
@@ -196,6 +231,7 @@ def _never_frozen(tracks: Sequence[Track], max_gap_ms: float) -> Check:
     prefill_s = sum(end - start for start, end in windows)
     return Check(
         name=name,
+        depends_on_speed=True,
         passed=max(gaps) <= max_gap_ms,
         detail=f"worst gap {max(gaps):.1f} ms, of {len(gaps):,} during the {prefill_s:.1f} s of prefill; "
         f"at most {max_gap_ms:g} ms are allowed",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import io
-import re
 import textwrap
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
-from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -23,12 +19,6 @@ from uma_trio.demo.scorecard import Counters, Scorecard
 COLOURS: Final = ("cyan", "green", "magenta", "yellow")
 RIBBON: Final = 400
 """Number of arrivals to keep: more than the widest terminal shows."""
-
-PICTURED_AT: Final = 50
-"""Tokens of the document's answer when the picture is taken.  All four streams are running then."""
-
-PICTURE_WIDTH: Final = 116
-PICTURE_HEIGHT: Final = 24
 
 QUESTION_CHARS: Final = 60
 
@@ -44,8 +34,6 @@ class Scene(NullWatcher):
         self._chats_after: int | None = None
         self._counted: Counters | None = None
         self._tick_ms: float | None = None
-        self.picture: RenderableType | None = None
-        """The view at ``PICTURED_AT``; ``None`` before."""
 
     def request_sent(self, track: Track) -> None:
         self._tracks[track.stream.name] = track
@@ -54,12 +42,8 @@ class Scene(NullWatcher):
 
     def token_received(self, track: Track) -> None:
         self._ribbon.append(self._streams.index(track.stream))
-        if track.stream.interactive:
-            return
-        if self._chats_after is None:
+        if not track.stream.interactive and self._chats_after is None:
             self._chats_after = self._chat_tokens()
-        if track.n_tokens == PICTURED_AT:
-            self.picture = self.render(width=PICTURE_WIDTH, height=PICTURE_HEIGHT)
 
     def counted(self, counted: Counters, tick_ms: float | None) -> None:
         """Update the status line with the server's counters."""
@@ -187,15 +171,6 @@ def scorecard(card: Scorecard) -> RenderableType:
         verdict = Text("PASS", style="bold green") if check.passed else Text("FAIL", style="bold red")
         checks.add_row(verdict, Text(check.name), Text(check.detail, style="dim"))
     end = Text("GO", style="bold green") if card.go else Text("NO-GO", style="bold red")
+    if card.advice is not None:
+        end.append(f"  {card.advice}", style="not bold yellow")
     return Group(table, summary, Text(), checks, Text(), end)
-
-
-def save_picture(path: Path, scene: Scene, card: Scorecard) -> None:
-    """Save the view at ``PICTURED_AT`` and the scorecard as an SVG file."""
-    console = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True, highlight=False)
-    if scene.picture is not None:
-        console.print(scene.picture)
-        console.print()
-    console.print(scorecard(card))
-    without_web_fonts = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    console.save_svg(str(path), title="uma-trio demo", code_format=without_web_fonts)
