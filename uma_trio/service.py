@@ -14,7 +14,7 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.engine import tuning_cache
-from uma_trio.errors import ModelNotFound, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.errors import BadRequest, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
@@ -181,6 +181,8 @@ class Generation:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
             if self.request.session_id is None:
+                if self.request.drop_messages:
+                    raise BadRequest("drop_messages is for the messages of a session: send it with a session_id")
                 prompt = await self._prepare(self.service._prompts.make(self.request), began)
                 await self._stream(prompt, self._sink, began)
             else:

@@ -196,6 +196,41 @@ async def test_a_chat_keeps_its_messages(autojump_clock, tmp_path):
         assert "|".join(message.content for message in found.messages) == said
 
 
+async def test_a_request_replaces_the_last_messages(autojump_clock, tmp_path):
+    def user(text: str):
+        return [{"role": "user", "content": text}]
+
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
+            async with harness.client() as client:
+                for text in ("one", "two"):
+                    await client.complete(messages=user(text), max_tokens=4, session_id="a", keep_alive=True)
+                [*kept, _, _] = before = (await client.transcript("a")).messages
+            async with harness.client() as client:
+                with pytest.raises(ServerError, match="with a session_id"):
+                    await client.complete(messages=user("x"), drop_messages=2, keep_alive=True)
+                with pytest.raises(ServerError, match="has 4 messages; drop_messages is 5"):
+                    await client.complete(messages=user("x"), session_id="a", drop_messages=5, keep_alive=True)
+                with pytest.raises(ServerError, match="E_LIMIT_MAX_TOKENS"):
+                    await client.complete(messages=user("x"), session_id="a", drop_messages=2, max_tokens=10**6)
+            async with harness.client() as client:
+                assert (await client.transcript("a")).messages == before
+            async with harness.client() as client:
+                eos = await client.complete(messages=user("three"), max_tokens=4, session_id="a", drop_messages=2)
+            text = "|".join(message.content for message in kept) + "|three"
+            assert eos.text == "".join(f"{token} " for token in expected_continuation(tokens_of(text), 4))
+            assert (eos.session.turns, eos.session.durable) == (3, True)
+            async with harness.client() as client:
+                after = (await client.transcript("a")).messages
+            assert [(each.role, each.content) for each in after] == [
+                *((each.role, each.content) for each in kept),
+                ("user", "three"),
+                ("assistant", eos.text),
+            ]
+            await harness.settled()
+        assert list(after_a_crash(tmp_path, tmp_path / "copy")["a"].messages) == after
+
+
 async def test_a_forked_chat_is_on_disk_with_all_messages(autojump_clock, tmp_path):
     with remembering(tmp_path) as storage:
         async with serving(storage=storage) as harness:

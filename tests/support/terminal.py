@@ -30,7 +30,7 @@ class Terminal:
 
     def __init__(self, process: subprocess.Popen[bytes], master: int, columns: int, lines: int) -> None:
         self.process = process
-        self.screen = pyte.Screen(columns, lines)
+        self.screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self.written = b""
         """All that the command has written."""
         self._stream = pyte.ByteStream(self.screen)
@@ -45,6 +45,12 @@ class Terminal:
     def text(self) -> str:
         """What is on the screen."""
         return "\n".join(line.rstrip() for line in self.screen.display)
+
+    @property
+    def scrollback(self) -> str:
+        """The lines that have scrolled away, and the screen."""
+        above = ["".join(line[x].data for x in range(self.screen.columns)) for line in self.screen.history.top]
+        return "\n".join([*(line.rstrip() for line in above), self.text]).rstrip()
 
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())

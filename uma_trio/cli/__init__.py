@@ -13,6 +13,7 @@ from uma_trio.cli.exits import clean_exit, open_closed_streams, require_utf8
 COMMANDS = {
     "serve": "Load a model once and serve it to many clients.",
     "ask": "Ask the daemon and stream the answer.",
+    "chat": "Chat with the daemon on a terminal.",
     "sessions": "List, show, export, fork and close sessions.",
     "demo": "Watch short chats stay fast next to a long document.",
     "metrics": "Show the metrics of the daemon.",

@@ -130,6 +130,8 @@ class Generate:
     """Whether to use speculative decoding.  ``None`` is the server's setting.  The text does not depend on it."""
     session_id: Name | None = None
     """Session that this request continues, or begins."""
+    drop_messages: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
+    """How many of the session's last messages the request replaces: the session forgets them."""
     n_keep: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
     """If the context is too small, drop the oldest tokens after the first ``n_keep``.  ``None``: drop nothing."""
     slo: Slo = attrs.field(factory=Slo)

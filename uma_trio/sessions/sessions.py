@@ -161,7 +161,7 @@ class Sessions:
         otherwise each turn of a long chat would take more time, memory and disk.  If no message can be dropped,
         ``serving.request.admit`` drops tokens, as it does for a session of plain prompts.
         """
-        history = session.messages
+        history = session.messages[: len(session.messages) - request.drop_messages]
         prompt = await self._prompts.make(request, History(session.tokens, history))
         info, limits, n_whole = self._scheduler.info, self._limits, len(prompt.tokens)
         n_drop = surplus_tokens(n_whole, request, info, limits)
@@ -352,6 +352,10 @@ def _check(session: Session, request: Generate) -> None:
         raise BadRequest(
             f"session {session.name!r} began with {began} and cannot continue with {sent}: send {began}, or use another "
             "session"
+        )
+    if request.drop_messages > len(session.messages):
+        raise BadRequest(
+            f"session {session.name!r} has {len(session.messages)} messages; drop_messages is {request.drop_messages}"
         )
     if len(session.messages) + len(request.messages or ()) >= MAX_MESSAGES:
         raise BadRequest(

@@ -1,0 +1,271 @@
+"""``uma-trio chat`` on a pseudo-terminal, and with lines on stdin."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import attrs
+import psutil
+import pytest
+
+from tests.support.real_daemon import real_daemon
+from tests.support.terminal import Terminal, terminal
+
+FRANCE, PERU = "What is the capital of France?", "And of Peru?"
+CTRL_C, CTRL_D, ESCAPE = "\x03", "\x04", "\x1b"
+LONG = "Count from 1 to 990."
+PROMPT = r"^>\s*\Z"
+"""An empty prompt at the end of the text."""
+
+
+@attrs.frozen
+class Shown:
+    """The program on a terminal."""
+
+    terminal: Terminal
+
+    @property
+    def text(self):
+        return self.terminal.scrollback
+
+    def wait_for(self, pattern):
+        """Wait until a regular expression matches what was shown; returns all of it."""
+        self.terminal.wait_for(lambda _: re.search(pattern, self.text, re.MULTILINE))
+        return self.text
+
+    def type(self, keys):
+        self.terminal.type(keys)
+
+    def wait(self):
+        return self.terminal.wait()
+
+
+@contextlib.contextmanager
+def chatting(socket, *arguments, columns=200, lines=24):
+    command = [sys.executable, "-m", "uma_trio", "chat", "--socket", str(socket), *map(str, arguments)]
+    more = {"PROMPT_TOOLKIT_NO_CPR": "1"}  # pyte does not report the position of its cursor
+    with terminal(command, columns=columns, lines=lines, environment=more) as found:
+        yield Shown(found)
+
+
+@pytest.fixture
+def chat(daemon):
+    return functools.partial(chatting, daemon.socket)
+
+
+def run_lines(socket, *arguments, stdin):
+    command = [sys.executable, "-m", "uma_trio", "chat", "--socket", str(socket), *arguments]
+    return subprocess.run(command, input=stdin, text=True, capture_output=True, timeout=60)
+
+
+def closed(daemon, name):
+    with daemon.wire() as wire:
+        wire.send(type="sessions", action="close", session_id=name)
+        wire.receive()
+
+
+# -- on a terminal -----------------------------------------------------------------------------------
+
+
+def test_two_turns_and_the_end(chat, daemon):
+    with chat() as shown:
+        shown.wait_for(PROMPT)
+        shown.type(FRANCE + "\r")
+        shown.wait_for(rf"^> {re.escape(FRANCE)}\nThe capital of France is Paris\.\n\n{PROMPT[1:]}")
+        shown.type(PERU + "\r")
+        shown.wait_for(rf"^The capital of Peru is Lima\.\n\n{PROMPT[1:]}")
+        shown.type(CTRL_D)
+        assert shown.wait() == 0
+    daemon.settled()
+
+
+def test_commands(chat, tmp_path):
+    with chat("--system", "Answer in one word.") as shown:
+        shown.wait_for(PROMPT)
+        shown.type("/sav\r")
+        shown.wait_for(r"no command /sav; did you mean /save\?")
+        shown.type("/help\r")
+        shown.wait_for(r"^/retry \[TEMPERATURE\] +ask the last question again")
+        shown.type("/retry\r")
+        shown.wait_for("there is no question to ask again")
+        shown.type(FRANCE + "\r")
+        shown.wait_for(r"Paris.*\n\n" + PROMPT[1:])
+        shown.type("/stats\r")
+        shown.wait_for(r"\d+ prompt \+ \d+ tokens")
+        for name in ("chat.json", "chat.md", "chat.txt", "chat.md"):
+            shown.type(f"/save {tmp_path / name}\r")
+            shown.wait_for(r"saved to|must end with \.md")
+        shown.type("/new\r")
+        shown.wait_for("a new conversation\n" + PROMPT[1:])
+        shown.type(f"/save {tmp_path / 'new.json'}\r")
+        shown.wait_for(r"saved to .*new\.json")
+        shown.type("/quit\r")
+        assert shown.wait() == 0
+    saved = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    assert saved[:2] == [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": FRANCE}]
+    page = (tmp_path / "chat.md").read_text()
+    assert page == f"## system\n\nAnswer in one word.\n\n## user\n\n{FRANCE}\n\n## assistant\n\n{saved[2]['content']}\n"
+    assert not (tmp_path / "chat.txt").exists()
+    assert [message["role"] for message in json.loads((tmp_path / "new.json").read_text())["messages"]] == ["system"]
+
+
+def test_save_does_not_overwrite_a_file_that_is_not_its_own(chat, tmp_path):
+    path = tmp_path / "other.md"
+    path.write_text("mine")
+    with chat() as shown:
+        shown.wait_for(PROMPT)
+        shown.type(f"/save {path}\r")
+        shown.wait_for("exists already")
+    assert path.read_text() == "mine"
+
+
+def test_an_interrupt_cancels_the_answer_and_keeps_what_has_come(chat, daemon, tmp_path):
+    before = daemon.settled()["requests_total"].get("cancelled", 0)
+    with chat("--max-tokens", 2000) as shown:
+        shown.wait_for(PROMPT)
+        shown.type(LONG + "\r")
+        shown.wait_for(r"^1, 2, 3")
+        shown.type(CTRL_C)
+        shown.wait_for(r"^cancelled; what you see stays in the conversation\n\n" + PROMPT[1:])
+        assert "^C" not in shown.text
+        shown.type(f"/save {tmp_path / 'chat.json'}\r")
+        shown.wait_for("saved")
+        shown.type(CTRL_C)
+        shown.wait_for(r"to leave, type /quit")
+        shown.type("typed" + CTRL_C + FRANCE + "\r")
+        shown.wait_for(r"Paris\.")
+        assert "typedWhat" not in shown.text
+        shown.type(CTRL_D)
+        assert shown.wait() == 0
+    assert daemon.settled()["requests_total"]["cancelled"] == before + 1
+    [_, answer] = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert answer["content"].startswith("1, 2, 3")
+
+
+def test_a_session_goes_on_in_another_chat(chat, daemon, tmp_path):
+    with chat("--session", "travel") as shown:
+        shown.wait_for("a new session travel\n" + PROMPT[1:])
+        shown.type(FRANCE + "\r")
+        shown.wait_for(r"Paris\.")
+        shown.type(CTRL_D)
+        shown.wait()
+    with chat() as shown:
+        shown.wait_for(PROMPT)
+        shown.type("/session travel\r")
+        text = shown.wait_for(r"Paris\.\n\n" + PROMPT[1:])
+        assert "session travel: 1 turn" in text
+        assert f"> {FRANCE}" in text
+        shown.type("/system Be brief.\r")
+        shown.wait_for("this session has begun")
+        shown.type(PERU + "\r")
+        shown.wait_for(r"The capital of Peru is Lima\.")
+        shown.type("/retry\r")
+        shown.wait_for(r"Lima\.[^L]*Lima\.\n\n" + PROMPT[1:])
+        shown.type(f"/save {tmp_path / 'chat.json'}\r")
+        shown.wait_for("saved")
+    with daemon.wire() as wire:
+        wire.send(type="sessions", action="read", session_id="travel")
+        kept = wire.receive()["messages"]
+    assert kept == json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert [message["content"] for message in kept if message["role"] == "user"] == [FRANCE, PERU]
+    closed(daemon, "travel")
+
+
+def test_a_message_of_several_lines(chat, tmp_path):
+    with chat() as shown:
+        shown.wait_for(PROMPT)
+        shown.type("one" + ESCAPE + "\r" + "two\\\r" + "three\r")
+        shown.wait_for(r"\n\n" + PROMPT[1:])
+        shown.type(f"/save {tmp_path / 'chat.json'}\r")
+        shown.wait_for("saved")
+    [question, _] = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert question["content"] == "one\ntwo\nthree"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--plain"]], ids=["markdown", "plain"])
+def test_a_long_answer_scrolls_and_survives_a_resize(chat, arguments):
+    with chat("--max-tokens", 900, *arguments, columns=60, lines=10) as shown:
+        shown.wait_for(PROMPT)
+        shown.type(LONG + "\r")
+        shown.wait_for(r"\b20,")
+        shown.terminal.resize(40, 12)
+        shown.wait_for(PROMPT)
+        shown.type(FRANCE + "\r")
+        shown.wait_for(r"Paris\.\n\n" + PROMPT[1:])
+        assert shown.text.count("Paris.") == 1
+
+
+def test_every_line_of_a_long_answer_is_there_once(chat):
+    with chat("--max-tokens", 900, columns=60, lines=10) as shown:
+        shown.wait_for(PROMPT)
+        shown.type(LONG + "\r")
+        text = shown.wait_for(r"cut after 900 tokens[^>]*" + PROMPT[1:])
+    numbers = [int(found) for found in re.findall(r"\b(\d+),", text.partition(LONG)[2].partition("cut after")[0])]
+    assert len(numbers) > 100
+    assert numbers == [*range(1, len(numbers) + 1)]
+
+
+def test_the_daemon_goes_away_and_comes_back(library, tmp_path):
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(real_daemon(folder=tmp_path))
+        shown = stack.enter_context(chatting(tmp_path / "uma.sock", "--session", "a"))
+        shown.wait_for(PROMPT)
+        shown.type(FRANCE + "\r")
+        shown.wait_for(r"Paris\.\n\n" + PROMPT[1:])
+        daemon.signal(signal.SIGTERM)
+        daemon.wait()
+        shown.type(PERU + "\r")
+        shown.wait_for(r"Press Enter to try again\s+> And of Peru\?")
+        stack.enter_context(real_daemon(folder=tmp_path))
+        shown.type("\r")
+        shown.wait_for(r"The capital of Peru is Lima\.\n\n" + PROMPT[1:])
+        shown.type(CTRL_D)
+        assert shown.wait() == 0
+
+
+def test_a_restart_of_the_engine_is_reported(library, tmp_path):
+    with (
+        real_daemon(folder=tmp_path) as daemon,
+        chatting(tmp_path / "uma.sock", "--max-tokens", 2000) as shown,
+    ):
+        shown.wait_for(PROMPT)
+        shown.type(LONG + "\r")
+        shown.wait_for(r"^1, 2, 3")
+        psutil.Process(daemon.metrics()["engine"]["pid"]).kill()
+        shown.wait_for(r"the engine was restarted; nothing of the answer is lost\n\n" + PROMPT[1:])
+
+
+def test_a_conversation_that_no_longer_fits(chat):
+    with chat("--max-tokens", 4090) as shown:
+        shown.wait_for(PROMPT)
+        shown.type(FRANCE + "\r")
+        shown.wait_for(r"E_LIMIT_CONTEXT.*\n.*/new begins another conversation.*\n\n> " + re.escape(FRANCE))
+
+
+# -- stdin is not a terminal -------------------------------------------------------------------------
+
+
+def test_each_line_of_stdin_is_a_message(daemon):
+    found = run_lines(daemon.socket, stdin=f"{FRANCE}\n{PERU}\n/nothing\n")
+    assert (found.returncode, found.stdout) == (0, "The capital of France is Paris.\nThe capital of Peru is Lima.\n")
+    assert found.stderr.startswith("there is no command /nothing")
+
+
+def test_lines_end_with_the_first_error(daemon, tmp_path):
+    found = run_lines(daemon.socket, "--max-tokens", "100000", stdin=f"{FRANCE}\n{PERU}\n")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.count("E_LIMIT_MAX_TOKENS") == 1
+
+
+def test_without_a_daemon(tmp_path):
+    found = run_lines(tmp_path / "none", stdin="x")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr.count("\n") == 1
+    assert "uma-trio serve" in found.stderr

@@ -1,0 +1,177 @@
+"""The parts of ``uma-trio chat``: which messages a request has, and how Markdown is shown while it streams."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import pyte
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from uma_trio.cli import answer_view
+from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, printable, rendered
+from uma_trio.cli.conversation import Conversation
+from uma_trio.protocol.messages import Generate, parse
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def model(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+# -- the conversation --------------------------------------------------------------------------------
+
+
+def sent(conversation: Conversation, question: str, **options: Any) -> Any:
+    fields = conversation.request(question, **options)
+    assert isinstance(parse({"id": "a", **fields}), Generate)
+    return fields
+
+
+def test_without_a_session_each_request_has_all_messages() -> None:
+    chat = Conversation(system="Be brief.")
+    assert sent(chat, "a") == {"messages": [SYSTEM, user("a")]}
+    chat.answered("a", model("A"))
+    assert sent(chat, "b") == {"messages": [SYSTEM, user("a"), model("A"), user("b")]}
+    chat.answered("b", model("B"))
+    assert sent(chat, "b", retry=True) == sent(chat, "b") | {"messages": [SYSTEM, user("a"), model("A"), user("b")]}
+    chat.answered("b", model("C"), retry=True)
+    assert chat.transcript() == [SYSTEM, user("a"), model("A"), user("b"), model("C")]
+    chat.system = None
+    assert chat.transcript()[0] == user("a")
+
+
+def test_with_a_session_a_request_has_what_is_new() -> None:
+    chat = Conversation("s", "Be brief.")
+    assert sent(chat, "a") == {"session_id": "s", "messages": [SYSTEM, user("a")]}
+    chat.answered("a", model("A"))
+    assert sent(chat, "b") == {"session_id": "s", "messages": [user("b")]}
+    assert chat.last_question == "a"
+    assert sent(chat, "a", retry=True) == {"session_id": "s", "messages": [user("a")], "drop_messages": 2}
+    chat.answered("a", model("B"), retry=True)
+    assert chat.transcript() == [SYSTEM, user("a"), model("B")]
+
+
+def test_a_session_that_has_begun_keeps_its_system_message() -> None:
+    chat = Conversation("s", "Be verbose.", [SYSTEM, user("a"), model("A")])
+    assert chat.is_fixed
+    assert sent(chat, "b") == {"session_id": "s", "messages": [user("b")]}
+    assert chat.transcript() == [SYSTEM, user("a"), model("A")]
+
+
+# -- Markdown ----------------------------------------------------------------------------------------
+
+PAGE = """# Title
+
+A paragraph
+of two lines with **bold** text, <b>HTML</b> and a [link](http://example.org).
+
+- one
+- two
+
+  more of two
+- three
+
+1. first
+
+2. second
+
+```python
+def f():
+
+    return "a"
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+| 333 | 4 |
+
+> quoted
+
+The end.
+"""
+
+
+class FakeTerminal(io.StringIO):
+    def fileno(self) -> int:
+        return 1
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(text: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch, *, width: int = 50, height: int = 12) -> str:
+    """What a terminal shows of a streamed text, with all that has scrolled away."""
+    monkeypatch.setattr(answer_view.os, "get_terminal_size", lambda _: os.terminal_size((width, height)))
+    file = FakeTerminal()
+    view = MarkdownView(file)
+    at = 0
+    for size in [*sizes, len(text)]:
+        view.feed(text[at : at + size])
+        view.refresh()
+        at += size
+    view.finish()
+    screen = pyte.HistoryScreen(width, height, history=1000, ratio=0.5)
+    pyte.Stream(screen).feed(file.getvalue().replace("\n", "\r\n"))
+    above = ["".join(line[x].data for x in range(width)).rstrip() for line in screen.history.top]
+    return "\n".join([*above, *(line.rstrip() for line in screen.display)]).rstrip()
+
+
+@given(st.lists(st.integers(1, 40), max_size=60))
+def test_streamed_markdown_looks_like_the_whole(sizes: list[int]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        whole = shown(PAGE, [], monkeypatch)
+        streamed = shown(PAGE, sizes, monkeypatch)
+    assert [line for line in streamed.splitlines() if line] == [line for line in whole.splitlines() if line]
+
+
+def test_code_that_is_taller_than_the_terminal_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "```\n" + "".join(f"line {n}\n" for n in range(60)) + "```\n"
+    found = shown(text, [7] * 100, monkeypatch)
+    assert found.split() == " ".join(f"line {n}" for n in range(60)).split()
+
+
+def test_html_links_and_line_breaks_are_not_lost() -> None:
+    lines = ["".join(segment.text for segment in line) for line in rendered(Console(width=80), PAGE)]
+    assert "of two lines with bold text, <b>HTML</b> and a link (http://example.org)." in lines
+    assert lines[-1] == "The end."
+
+
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [
+        ("", ""),
+        ("a paragraph", ""),
+        ("a paragraph\n", ""),
+        ("a paragraph\n\nb", ""),
+        ("a paragraph\n\nb\n", "a paragraph\n\n"),
+        ("- a\n\n- b\n", ""),
+        ("- a\n\nb\nc", "- a\n\n"),
+        ("```\na\n\nb\n", ""),
+        ("```\na\n```\nb\n", "```\na\n```\n"),
+        ("# a\n# b\n", "# a\n"),
+        ("a\u2028b\n\nc\n", "a\u2028b\n\n"),
+    ],
+)
+def test_blocks_that_no_longer_change(text: str, closed: str) -> None:
+    assert text[: closed_size(text)] == closed
+
+
+def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\tc\nd\x9b\x07é") == "a\ufffd[2Jb\tc\nd\ufffd\ufffdé"
+    terminal, pipe = FakeTerminal(), io.StringIO()
+    for file in (terminal, pipe):
+        view = PlainView(file)
+        view.feed("\x1b[2J")
+        view.finish()
+    assert (terminal.getvalue(), pipe.getvalue()) == ("\ufffd[2J\n", "\x1b[2J\n")

@@ -1,0 +1,209 @@
+"""Shows an answer while it streams: as plain text, or as Markdown on a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from typing import ClassVar, Final, Protocol, TextIO
+
+from markdown_it import MarkdownIt
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
+from rich.segment import Segment
+from rich.syntax import Syntax
+
+FRAME_S: Final = 1 / 15
+"""Interval between two frames."""
+
+BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
+"""Terminals that know these show a frame at once; others ignore them."""
+
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """``text`` with U+FFFD for control characters, except tabs and line breaks: a model can write anything."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
+
+
+class AnswerView(Protocol):
+    """Where an answer is shown."""
+
+    def feed(self, text: str) -> None:
+        """Append ``text`` to the answer."""
+
+    def refresh(self) -> None:
+        """Show what was fed.  Called once a frame."""
+
+    def finish(self) -> None:
+        """Show everything; the cursor is then at the beginning of a line."""
+
+
+class PlainView:
+    """Writes the text as it comes.  Control characters are replaced on a terminal only."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._clean = printable if file.isatty() else str
+        self._last = "\n"
+
+    def feed(self, text: str) -> None:
+        if text:
+            self._file.write(self._clean(text))
+            self._file.flush()
+            self._last = text[-1]
+
+    def refresh(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        if self._last != "\n":
+            self._file.write("\n")
+            self._file.flush()
+
+
+class MarkdownView:
+    """Renders Markdown on a terminal.
+
+    Lines that can no longer change are printed once and scroll away like any output.  Only the lines after them are
+    drawn again with each frame.  They are the last block, such as a paragraph, a list or a piece of code: what follows
+    a block does not change it.  Of a block that is taller than the terminal, the upper lines are printed as well.
+    """
+
+    def __init__(self, file: TextIO = sys.stdout) -> None:
+        self._file = file
+        self._open = ""
+        """Markdown from the beginning of the last block."""
+        self._n_printed = 0
+        """Lines of the last block that are printed already."""
+        self._drawn: list[int] = []
+        """Widths of the lines that the next frame draws again."""
+        self._has_output = False
+        self._dirty = False
+
+    def feed(self, text: str) -> None:
+        self._open += printable(text)
+        self._dirty = True
+
+    def refresh(self) -> None:
+        if self._dirty:
+            self._draw(final=False)
+
+    def finish(self) -> None:
+        self._draw(final=True)
+
+    def _draw(self, *, final: bool) -> None:
+        self._dirty = False
+        width, height = os.get_terminal_size(self._file.fileno())
+        console = Console(file=self._file, width=width, height=height)
+        lines: list[list[Segment]] = []
+        size = len(self._open) if final else closed_size(self._open)
+        if size:
+            lines += self._new_lines(console, self._open[:size])
+            self._open, self._n_printed = self._open[size:], 0
+            self._has_output = self._has_output or bool(lines)
+        tail = self._new_lines(console, self._open)
+        n_above = max(0, len(tail) - max(1, height - 2))
+        self._n_printed += n_above
+        lines += tail[:n_above]
+        self._has_output = self._has_output or bool(n_above)
+        self._write(console, lines, tail[n_above:], width)
+
+    def _new_lines(self, console: Console, text: str) -> list[list[Segment]]:
+        """The lines of ``text`` that are not printed yet, after an empty one if ``text`` follows other blocks."""
+        lines = rendered(console, text)
+        if lines and lines[0] and self._has_output and not self._n_printed:
+            lines.insert(0, [])
+        return lines[self._n_printed :]
+
+    def _write(self, console: Console, above: list[list[Segment]], tail: list[list[Segment]], width: int) -> None:
+        rows = sum(max(1, math.ceil(each / width)) for each in self._drawn)  # a narrower terminal has wrapped them
+        out = [f"\x1b[{rows}A" if rows else "", "\r\x1b[J"]
+        out += [self._encoded(console, line) + "\n" for line in (*above, *tail)]
+        self._drawn = [sum(segment.cell_length for segment in line) for line in tail]
+        self._file.write(BEGIN_FRAME + "".join(out) + END_FRAME)
+        self._file.flush()
+
+    def _encoded(self, console: Console, line: list[Segment]) -> str:
+        with console.capture() as capture:
+            console.print(_Line(line), end="")
+        return capture.get()
+
+
+def closed_size(text: str) -> int:
+    """How many characters of ``text`` belong to Markdown blocks that nothing behind ``text`` can change.
+
+    These are all blocks but the last.  An incomplete last line does not count: it may turn out to be anything.
+    """
+    complete = text[: text.rfind("\n") + 1]
+    starts = [token.map[0] for token in _PARSER.parse(complete) if token.level == 0 and token.map]
+    if not starts or not starts[-1]:
+        return 0
+    return sum(len(line) + 1 for line in complete.split("\n")[: starts[-1]])
+
+
+def rendered(console: Console, text: str) -> list[list[Segment]]:
+    """The lines of a Markdown text, without empty ones at the end.
+
+    HTML is shown as text, links with their addresses, and the line breaks of the text are kept: a model means them.
+    """
+    markdown = _Markdown("", code_theme="ansi_dark", hyperlinks=False)
+    markdown.parsed = _PARSER.parse(text)
+    for token in markdown.parsed:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+    lines = [_without_padding(line) for line in console.render_lines(markdown, pad=False)]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _without_padding(line: list[Segment]) -> list[Segment]:
+    """``line`` without spaces at its end, which a narrower terminal would wrap."""
+    line = line.copy()
+    while line:
+        text = line[-1].text.rstrip()
+        if text:
+            return [*line[:-1], Segment(text, line[-1].style)]
+        line.pop()
+    return line
+
+
+_PARSER: Final = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+
+
+class _Code(CodeBlock):
+    """A code block without empty lines around it."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        code = str(self.text).rstrip()
+        yield Syntax(code, self.lexer_name, theme=self.theme, word_wrap=True, padding=(0, 2))
+
+
+class _Heading(Heading):
+    """A heading at the left."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.text
+
+
+class _Markdown(Markdown):
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {
+        **Markdown.elements,
+        "fence": _Code,
+        "code_block": _Code,
+        "heading_open": _Heading,
+    }
+
+
+class _Line:
+    """One rendered line."""
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self._segments = segments
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self._segments

@@ -1,0 +1,69 @@
+"""``uma-trio chat``: a conversation with the daemon on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from uma_trio.cli.ask import LIST_FIELDS, OPTIONAL_FIELDS
+from uma_trio.cli.ask import command as ask
+
+SHARED_WITH_ASK = frozenset(
+    {
+        *("system", "max_tokens", "temp", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n"),
+        *("frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "priority"),
+        *("n_keep", "socket"),
+    }
+)
+"""Options of ``ask`` that mean the same here."""
+
+
+@click.command(
+    "chat",
+    short_help="Chat with the daemon on a terminal.",
+    params=[option for option in ask.params if option.name in SHARED_WITH_ASK],
+)
+@click.option("--session", help="Continue or begin this session, which the daemon remembers.")
+@click.option("--model", help="Name of the model that answers.  [default: the daemon's first one]")
+@click.option("--plain", is_flag=True, help="Show answers as they are, without rendering Markdown.")
+def command(**options: Any) -> None:
+    """Chat with the daemon on a terminal.
+
+    With --session the daemon keeps the conversation, also after a restart.  Otherwise it ends with the program.
+
+    Enter sends the message, and Alt-Enter (or a backslash before Enter) begins another line.  Ctrl-C cancels an answer;
+    what has come of it stays in the conversation.  Ctrl-D ends the program.  /help lists more commands.
+
+    If stdin is not a terminal, each line of it is one message.  Exit codes: 0 success, 2 server error or no server,
+    3 protocol error, 130 interrupted.
+
+    \b
+      uma-trio chat
+      uma-trio chat --session cooking --system "You are a cook." --temp 0.7
+      printf 'Who wrote Faust?\\nAnd when?\\n' | uma-trio chat
+    """
+    from uma_trio.cli.chat_loop import Chat
+
+    chat = Chat(
+        fields=_fields(options),
+        session=options["session"],
+        system=options["system"],
+        socket=options["socket"],
+        plain=options["plain"],
+    )
+    sys.exit(chat.run())
+
+
+def _fields(options: dict[str, Any]) -> dict[str, Any]:
+    """What every request of the conversation has."""
+    fields = {name: options[name] for name in OPTIONAL_FIELDS if options.get(name) is not None}
+    fields |= {name: options[name] for name in LIST_FIELDS if options.get(name)}
+    if options["temp"] is not None:
+        fields["temperature"] = options["temp"]
+    if options["model"] is not None:
+        fields["model"] = options["model"]
+    if options["priority"]:
+        fields["slo"] = {"priority": options["priority"]}
+    return fields

@@ -1,0 +1,116 @@
+"""Where the messages of ``uma-trio chat`` come from: a terminal with line editing, or the lines of stdin."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import termios
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import platformdirs
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+
+
+class Input(Protocol):
+    """Reads messages and commands."""
+
+    def read(self, text: str = "") -> str:
+        """Wait for the next message.
+
+        Args:
+            text: what the user can edit and send, to begin with.
+
+        Raises:
+            EOFError: there are no more.
+            KeyboardInterrupt: the user pressed Ctrl-C.  Its argument is what had been typed.
+        """
+
+    def hidden(self) -> contextlib.AbstractContextManager[None]:
+        """What the user types between two messages does not appear in the answer, but in the next message."""
+
+
+class LineInput:
+    """Each line of stdin is one message."""
+
+    def read(self, text: str = "") -> str:
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\n")
+
+    def hidden(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class TerminalInput:
+    """A prompt with line editing, a history that is kept in a file, and completion of commands.
+
+    Enter sends the message.  Alt-Enter, and Enter after a backslash, begin another line.
+    """
+
+    def __init__(self, commands: Sequence[str]) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(),
+            multiline=True,
+            key_bindings=_key_bindings(),
+            prompt_continuation="… ",
+            completer=WordCompleter([*commands], sentence=True),
+            complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
+            output=create_output(always_prefer_tty=True),
+        )
+
+    def read(self, text: str = "") -> str:
+        try:
+            return self._session.prompt("> ", default=text)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self._session.default_buffer.text) from None
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+        quiet = termios.tcgetattr(fd)
+        quiet[0] &= ~termios.ICRNL  # so Enter and Ctrl-D reach the next prompt as the keys that they are
+        quiet[3] &= ~(termios.ECHO | termios.ICANON)
+        termios.tcsetattr(fd, termios.TCSADRAIN, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _key_bindings() -> KeyBindings:
+    bindings = KeyBindings()
+
+    @bindings.add("enter")
+    def send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\":
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add("escape", "enter")
+    def begin_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+def _history() -> History:
+    """The history file, which only its owner can read; in memory if there is no place for a file."""
+    path = Path(platformdirs.user_state_dir("uma-trio")) / "chat_history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.touch(mode=0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)

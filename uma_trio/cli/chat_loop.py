@@ -1,0 +1,365 @@
+"""The loop of ``uma-trio chat``: read a message or a command, show the answer."""
+
+from __future__ import annotations
+
+import difflib
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import trio
+
+from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView, printable
+from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
+from uma_trio.cli.conversation import Conversation, as_json, as_markdown
+from uma_trio.cli.running import run
+from uma_trio.client import BrokenProtocol, ClientError, Eos, NoServer, ServerError, Token, Transcript, open_client
+
+OK, SERVER_ERROR, PROTOCOL_ERROR, INTERRUPTED = 0, 2, 3, 130
+
+COMMANDS: Final = {
+    "/new": ("", "begin another conversation; a session stays with the daemon"),
+    "/session": ("NAME", "continue or begin a session, which the daemon remembers"),
+    "/system": ("TEXT", "set the system message; without TEXT, show it"),
+    "/retry": ("[TEMPERATURE]", "ask the last question again"),
+    "/save": ("FILE", "write the conversation to FILE.md or FILE.json"),
+    "/stats": ("", "show tokens and timings of the last answer"),
+    "/help": ("", "list the commands"),
+    "/quit": ("", "end the program"),
+}
+"""What follows each command, and what it does."""
+
+HINTS: Final = {
+    "E_LIMIT_CONTEXT": "the conversation and the answer no longer fit the context: /new begins another conversation; "
+    "with a smaller --max-tokens the answer needs less room, and with --n-keep the oldest messages are dropped",
+    "E_LIMIT_PROMPT_TOO_LARGE": "the conversation has become too long for this server: /new begins another one",
+    "E_SESSION_BUSY": "another program is using this session",
+}
+
+
+class Quit(Exception):
+    """The user wants to leave."""
+
+
+class Chat:
+    """One conversation after the other.
+
+    Args:
+        fields: what every request has.
+        session: continue or begin this one.
+        plain: no Markdown.
+    """
+
+    def __init__(
+        self, *, fields: dict[str, Any], session: str | None, system: str | None, socket: str | None, plain: bool
+    ) -> None:
+        self._fields = fields
+        self._socket = socket
+        self._renders = sys.stdout.isatty() and not plain
+        self._is_terminal = sys.stdin.isatty()
+        self._input: Input = TerminalInput([*COMMANDS]) if self._is_terminal else LineInput()
+        self._conversation = Conversation(session, system)
+        self._unanswered: str | None = None
+        """The last message, if it is not part of the conversation: it failed, or was cancelled before its answer."""
+        self._n_retries = 0
+        self._failed = ""
+        """A message that could not be sent, for the user to send again."""
+        self._last: Eos | None = None
+        self._restarts = 0
+        """Restarts of the engine that are known of."""
+        self._saved: set[Path] = set()
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Chat until the user leaves; returns the exit code."""
+        try:
+            with self._input.hidden():
+                self._greet()
+                while True:
+                    self._next()
+        except (EOFError, Quit):
+            return OK
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        except ClientError as error:
+            click.echo(f"uma-trio chat: {error}", err=True)
+            return PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR
+
+    def _next(self) -> None:
+        """Read a message or a command, and do what it asks for."""
+        failed, self._failed = self._failed, ""
+        try:
+            text = self._input.read(failed).strip()
+        except KeyboardInterrupt as interrupt:
+            if not self._is_terminal:
+                raise
+            if not interrupt.args[0]:
+                _note("to leave, type /quit or press Ctrl-D")
+            return
+        if text.startswith("//"):
+            self._ask(text[1:])
+        elif text.startswith("/"):
+            self._command(text)
+        elif text:
+            self._n_retries = 0
+            self._ask(text)
+
+    def _greet(self) -> None:
+        snapshot = run(self._metrics)
+        self._restarts = snapshot["engine"]["restarts_total"]
+        if self._is_terminal:
+            _note(f"{snapshot['model']}; /help lists the commands")
+        if self._conversation.session is not None:
+            self._open_session(self._conversation.session)
+
+    # -- commands -------------------------------------------------------------------------------
+
+    def _command(self, text: str) -> None:
+        name, _, argument = text.partition(" ")
+        if name not in COMMANDS:
+            close = difflib.get_close_matches(name, COMMANDS, n=1)
+            meant = f"did you mean {close[0]}?" if close else "/help lists the commands"
+            _note(f"there is no command {name}; {meant} A message that begins with / is sent with //")
+            return
+        handlers: dict[str, Callable[[str], None]] = {
+            "/new": self._new,
+            "/session": self._session,
+            "/system": self._system,
+            "/retry": self._retry,
+            "/save": self._save,
+            "/stats": self._stats,
+            "/help": self._help,
+            "/quit": self._quit,
+        }
+        handlers[name](argument.strip())
+
+    def _new(self, _: str) -> None:
+        self._begin(Conversation(system=self._conversation.system))
+        _note("a new conversation")
+
+    def _begin(self, conversation: Conversation) -> None:
+        self._conversation, self._unanswered, self._last = conversation, None, None
+
+    def _session(self, name: str) -> None:
+        if name:
+            self._begin(Conversation(name, self._conversation.system))
+            try:
+                self._open_session(name)
+            except ClientError as error:
+                self._fail(error)
+        elif self._conversation.session is None:
+            _note("this conversation is in no session: it ends with the program")
+        else:
+            _note(f"this is the session {printable(self._conversation.session)}")
+
+    def _open_session(self, name: str) -> None:
+        """Load what the daemon knows of a session, and show its last turn."""
+        try:
+            found = run(self._transcript, name)
+        except ServerError as error:
+            if error.code != "E_SESSION_NOT_FOUND":
+                raise
+            _note(f"a new session {printable(name)}")
+            return
+        info = found.session
+        turns = "1 turn" if info.turns == 1 else f"{info.turns:,} turns"
+        _note(f"session {printable(name)}: {turns}, {info.tokens:,} tokens")
+        if found.text is not None:
+            _note("it continues plain prompts, so it cannot continue a chat: begin another one")
+        messages = [{"role": each.role, "content": each.content} for each in found.messages]
+        self._conversation.messages = messages
+        if self._is_terminal and self._conversation.last_question is not None:
+            _note("> " + printable(self._conversation.last_question))
+            view = self._view()
+            view.feed(messages[-1]["content"])
+            view.finish()
+            click.echo(err=True)
+
+    def _system(self, text: str) -> None:
+        conversation = self._conversation
+        if not text:
+            known = [message["content"] for message in conversation.transcript() if message["role"] == "system"]
+            _note(printable(known[0]) if known else "there is no system message")
+        elif conversation.is_fixed:
+            _note("this session has begun, so its system message stays: begin another conversation with /new first")
+        else:
+            conversation.system = text
+            _note("the system message counts from the next message on")
+
+    def _retry(self, temperature: str) -> None:
+        question = self._unanswered or self._conversation.last_question
+        more: dict[str, Any] = {}
+        try:
+            if temperature:
+                more["temperature"] = float(temperature)
+        except ValueError:
+            _note(f"{temperature} is not a temperature; try /retry 0.8")
+            return
+        if question is None:
+            _note("there is no question to ask again")
+            return
+        self._n_retries += 1
+        if "seed" in self._fields:
+            more["seed"] = self._fields["seed"] + self._n_retries
+        if self._unanswered is None and not (self._fields | more).get("temperature"):
+            _note("at temperature 0 the answer is the same; try /retry 0.8")
+        self._ask(question, retry=self._unanswered is None, more=more)
+
+    def _save(self, name: str) -> None:
+        path = Path(name).expanduser()
+        writers = {".md": as_markdown, ".markdown": as_markdown, ".json": as_json}
+        if path.suffix not in writers:
+            _note("the name must end with .md or .json, as in /save chat.md")
+            return
+        try:
+            with path.open("w" if path in self._saved else "x") as file:
+                file.write(writers[path.suffix](self._conversation.transcript()))
+        except FileExistsError:
+            _note(f"{path} exists already: choose another name")
+        except OSError as error:
+            _note(f"cannot write {path}: {error.strerror}")
+        else:
+            self._saved.add(path)
+            _note(f"saved to {path}")
+
+    def _stats(self, _: str) -> None:
+        from uma_trio.cli.ask import _show_stats
+
+        if self._last is None:
+            _note("there is no answer yet")
+        else:
+            _show_stats(self._last)
+
+    def _help(self, _: str) -> None:
+        width = max(len(name) + len(argument) for name, (argument, _) in COMMANDS.items()) + 3
+        for name, (argument, meaning) in COMMANDS.items():
+            _note(f"{name} {argument}".ljust(width) + meaning)
+        _note("Enter sends; Alt-Enter, or a backslash before Enter, begins another line; Ctrl-C cancels an answer")
+
+    def _quit(self, _: str) -> None:
+        raise Quit
+
+    # -- one turn -------------------------------------------------------------------------------
+
+    def _ask(self, question: str, *, retry: bool = False, more: dict[str, Any] | None = None) -> None:
+        self._turn(question, retry=retry, more=more or {})
+        if self._is_terminal:
+            click.echo(err=True)
+
+    def _turn(self, question: str, *, retry: bool, more: dict[str, Any]) -> None:
+        self._unanswered = question if not retry else None
+        request = {**self._fields, **more, **self._conversation.request(question, retry=retry)}
+        view = self._view()
+        texts: list[str] = []
+        try:
+            eos = run(self._stream, request, view, texts)
+        except ClientError as error:
+            view.finish()
+            self._failed = question if self._is_terminal and not retry else ""
+            self._fail(error)
+            return
+        except KeyboardInterrupt:  # before the signal handler was there, or a second time
+            view.finish()
+            _note("cancelled; the conversation is as before")
+            return
+        view.finish()
+        self._last = eos
+        if eos.usage.completion_tokens:
+            answer = {"role": "assistant", "content": "".join(texts)}
+            self._conversation.answered(question, answer, retry=retry)
+            self._unanswered = None
+        self._remark(eos, request.get("max_tokens"))
+
+    def _view(self) -> AnswerView:
+        return MarkdownView(sys.stdout) if self._renders else PlainView(sys.stdout)
+
+    async def _stream(self, request: dict[str, Any], view: AnswerView, texts: list[str]) -> Eos:
+        """Show the answer to ``request``, and append its text to ``texts``.
+
+        Ctrl-C cancels the request on the server, whose last event then follows; a second one does not wait for it.
+
+        Raises:
+            ClientError: there is no answer.
+            KeyboardInterrupt: the second Ctrl-C.
+        """
+        last: Eos | None = None
+        async with trio.open_nursery() as nursery, open_client(self._socket) as client:
+
+            async def cancel_on_interrupt() -> None:
+                with trio.open_signal_receiver(signal.SIGINT) as signals:
+                    await anext(signals)
+                    await client.cancel("chat")
+                    await anext(signals)
+                    nursery.cancel_scope.cancel()
+
+            async def refresh() -> None:
+                while True:
+                    view.refresh()
+                    await trio.sleep(FRAME_S)
+
+            nursery.start_soon(cancel_on_interrupt)
+            nursery.start_soon(refresh)
+            async for event in client.generate(id="chat", **request):
+                if isinstance(event, Token):
+                    texts.append(event.text)
+                    view.feed(event.text)
+                elif isinstance(event, Eos):
+                    last = event
+            nursery.cancel_scope.cancel()
+        if last is None:
+            raise KeyboardInterrupt
+        return last
+
+    def _remark(self, eos: Eos, max_tokens: int | None) -> None:
+        """Say what the user should know of an answer."""
+        if eos.reason == "cancelled":
+            kept = "what you see stays in the conversation" if eos.usage.completion_tokens else "nothing was answered"
+            _note(f"cancelled; {kept}")
+        if eos.reason == "length":
+            limit = "--max-tokens" if max_tokens else "the server's default or the end of the context; see --max-tokens"
+            _note(f"cut after {eos.usage.completion_tokens:,} tokens by {limit}")
+        if eos.usage.dropped_tokens:
+            _note(
+                f"the conversation no longer fits the context: its oldest {eos.usage.dropped_tokens:,} tokens were "
+                "dropped"
+            )
+        if eos.session is not None and not eos.session.durable and eos.session.turns == 1:
+            _note("this session is in memory only and ends with the daemon; see its log")
+        try:
+            restarts = run(self._metrics)["engine"]["restarts_total"]
+        except ClientError:
+            return  # the next turn tells
+        if restarts > self._restarts:
+            _note("the engine was restarted; nothing of the answer is lost")
+        self._restarts = restarts
+
+    def _fail(self, error: ClientError) -> None:
+        """Report why there is no answer; stdin that is no terminal ends with it."""
+        if not self._is_terminal:
+            raise error
+        if isinstance(error, ServerError):
+            _note(f"{error}", colour="red")
+            if error.code in HINTS:
+                _note(HINTS[error.code])
+            return
+        gone = f"{error}" if isinstance(error, NoServer) else "the daemon went away; the conversation is as before"
+        _note(f"{gone}. Press Enter to try again", colour="red")
+
+    # -- queries --------------------------------------------------------------------------------
+
+    async def _metrics(self) -> dict[str, Any]:
+        async with open_client(self._socket) as client:
+            return await client.metrics()
+
+    async def _transcript(self, name: str) -> Transcript:
+        async with open_client(self._socket) as client:
+            return await client.transcript(name)
+
+
+def _note(text: str, colour: str | None = None) -> None:
+    """Tell the user something that is not part of the answer."""
+    click.echo(click.style(text, fg=colour, dim=colour is None), err=True)

@@ -1,0 +1,79 @@
+"""A conversation as its client sees it: the messages so far, and those that the next request sends.  Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import attrs
+
+Message = dict[str, str]
+
+
+@attrs.define
+class Conversation:
+    """The messages of a chat, and where they are kept.
+
+    The daemon keeps those of a session, and a request sends only what is new.  Without a session this object is all
+    there is, and each request sends everything; the daemon finds the beginning in its KV cache.
+    """
+
+    session: str | None = None
+    """Name of the session; ``None``: a conversation that ends with the program."""
+    system: str | None = None
+    """The system message, if ``messages`` does not have one yet."""
+    messages: list[Message] = attrs.field(factory=list)
+    """All that was answered so far, a system message of a session included."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the system message can no longer change, because the daemon has it."""
+        return self.session is not None and bool(self.messages)
+
+    @property
+    def last_question(self) -> str | None:
+        """The latest message of the user, if it is answered."""
+        if len(self.messages) < 2 or self.messages[-2]["role"] != "user":
+            return None
+        return self.messages[-2]["content"]
+
+    def request(self, question: str, *, retry: bool = False) -> dict[str, object]:
+        """Fields of the request that asks ``question``.
+
+        Args:
+            retry: replace the latest question and its answer.
+        """
+        new = {"role": "user", "content": question}
+        if self.session is None:
+            return {"messages": [*self._system, *self._kept(retry), new]}
+        fields: dict[str, object] = {"session_id": self.session}
+        fields["messages"] = [new] if self.messages else [*self._system, new]
+        if retry:
+            fields["drop_messages"] = 2
+        return fields
+
+    def answered(self, question: str, answer: Message, *, retry: bool = False) -> None:
+        """Add a turn that the daemon has answered."""
+        system = self._system if self.session is not None and not self.messages else []
+        self.messages = [*system, *self._kept(retry), {"role": "user", "content": question}, answer]
+
+    def transcript(self) -> list[Message]:
+        """All messages, the system message first."""
+        return [*(self._system if not self.is_fixed else []), *self.messages]
+
+    @property
+    def _system(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def _kept(self, retry: bool) -> Sequence[Message]:
+        return self.messages[:-2] if retry else self.messages
+
+
+def as_json(messages: Sequence[Message]) -> str:
+    """The messages as JSON, in the form of a request."""
+    return json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n"
+
+
+def as_markdown(messages: Sequence[Message]) -> str:
+    """The messages as a Markdown page with one section a message."""
+    return "\n\n".join(f"## {each['role']}\n\n{each['content']}" for each in messages) + "\n"
