@@ -136,6 +136,7 @@ class ModelService:
             "ctx": info.n_ctx,
             "ctx_per_request": info.max_request_tokens,
             "parallel": info.n_seq_max,
+            "device": str(self._model.devices),
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import numpy as np
 import trio
 
 from uma_trio import config
+from uma_trio.engine.devices import Devices
 from uma_trio.engine.masks import MaskBuffer
 from uma_trio.engine.messages import (
     MASK_LATE,
@@ -200,7 +201,7 @@ class FakeEngine:
         """Length and digest of what was held, by number of the checkpoint."""
 
     def describe(self) -> Ready:
-        return Ready(self.info, LayoutReport("fake", "only one"), "fake", "fake")
+        return Ready(self.info, LayoutReport("fake", "only one"), Devices(backend="cpu", found=()), "fake", "fake")
 
     def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
         self.steps.append(step)

@@ -61,6 +61,7 @@ async def alone(link: EngineLink, tokens: list[int], n: int) -> list[int]:
 async def test_the_model_is_described(link):
     assert link.info.n_vocab > 10
     assert link.info.n_seq_max == 4
+    assert str(link.ready.devices)
     assert link.ready.environment
     assert link.ready.state_format
 

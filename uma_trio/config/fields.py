@@ -40,7 +40,8 @@ class Model:
     )
     ctx: int = setting(
         0,
-        "Size of the KV cache in tokens, shared by all sequences. 0 takes 8192 tokens for each sequence, or the "
+        "Size of the KV cache in tokens, for all sequences together, as in llama-server. A request gets ctx / parallel "
+        "of them, or with unified KV up to all of them (kv_unified). 0 takes 8192 tokens for each sequence, or the "
         "model's training context if that is smaller, within a quarter of the machine's memory.",
         short="-c",
         ge=0,

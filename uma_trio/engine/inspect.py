@@ -8,26 +8,14 @@ from pathlib import Path
 import attrs
 
 import llama_abi
+from llama_abi.gpus import look
 from llama_abi.library import DIRECTORY_VARIABLE
 from llama_abi.stamp import DEFAULT_DIRECTORY
+from uma_trio.engine.devices import Device, Devices, MachineGpu
 
 
 class LibraryProblem(Exception):
     """The library cannot be used.  The message has the reason and the fix."""
-
-
-@attrs.frozen
-class DeviceFacts:
-    """A compute device."""
-
-    name: str
-    description: str
-    kind: str
-    """``cpu``, ``gpu``, ``igpu``, ``accel`` or ``meta``."""
-    memory_free: int
-    """Bytes.  0 if the backend does not report it."""
-    memory_total: int
-    """Bytes."""
 
 
 @attrs.frozen
@@ -44,9 +32,8 @@ class LibraryFacts:
 
     system_info: str
     """Instruction sets and build options, as llama.cpp reports them."""
-    supports_rpc: bool
     max_sequences: int
-    devices: tuple[DeviceFacts, ...]
+    devices: Devices
 
 
 def library_directory(named: Path | None = None) -> Path:
@@ -78,8 +65,14 @@ def load_library(directory: Path) -> LibraryFacts:
         library = llama_abi.load(directory)
     except llama_abi.LibraryError as error:
         raise LibraryProblem(str(error)) from None
-    devices = tuple(
-        DeviceFacts(device.name, device.description, device.type.name.lower(), device.memory_free, device.memory_total)
+    return LibraryFacts(library.system_info, library.max_sequences, find_devices(library))
+
+
+def find_devices(library: llama_abi.Library) -> Devices:
+    """The devices of ``library``, with their free memory now, and the GPU of this machine."""
+    found = tuple(
+        Device(device.name, device.description, device.type.name.lower(), device.memory_free, device.memory_total)
         for device in library.devices()
     )
-    return LibraryFacts(library.system_info, library.supports_rpc, library.max_sequences, devices)
+    here = next((MachineGpu(str(gpus), gpus.fix) for gpus in look() if gpus.has_gpu), None)
+    return Devices(backend=library.stamp.backend, found=found, machine_gpu=here)

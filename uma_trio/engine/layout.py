@@ -88,6 +88,8 @@ class Layout:
     """``on``, ``off``, or ``auto`` for llama.cpp to choose."""
     n_ubatch: int
     """Tokens computed at once.  llama.cpp splits longer batches."""
+    is_kv_mem_limited: bool = False
+    """``kv_mem_limit_mb`` made ``n_ctx`` smaller."""
 
     @property
     def name(self) -> str:
@@ -218,10 +220,14 @@ def _sized(
     window = min(shape.n_ctx_train, DEFAULT_WINDOW)
     affordable = int(KV_MEMORY_SHARE * memory_bytes / max(1.0, shape.kv_bytes_per_token))
     n_ctx = settings.ctx or max(min(window * settings.parallel, affordable), window)
-    if settings.kv_mem_limit_mb:
-        n_ctx = min(n_ctx, _cells_within(settings, shape, unified=unified))
-    n_ubatch = settings.batch_tokens if on_gpu else min(settings.batch_tokens, CPU_UBATCH)
-    return Layout(n_ctx=n_ctx, unified=unified, flash_attn=flash_attn, n_ubatch=n_ubatch)
+    most = _cells_within(settings, shape, unified=unified) if settings.kv_mem_limit_mb else n_ctx
+    return Layout(
+        n_ctx=min(n_ctx, most),
+        unified=unified,
+        flash_attn=flash_attn,
+        n_ubatch=settings.batch_tokens if on_gpu else min(settings.batch_tokens, CPU_UBATCH),
+        is_kv_mem_limited=most < n_ctx,
+    )
 
 
 def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int:

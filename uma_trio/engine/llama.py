@@ -18,6 +18,8 @@ import llama_abi
 from uma_trio import config, sampling
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
+from uma_trio.engine.devices import Devices, layers_on_gpu
+from uma_trio.engine.inspect import find_devices
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
     KV_CELL_MULTIPLE,
@@ -142,6 +144,7 @@ class LlamaEngine:
             state_can_truncate=not recurrent and not windowed,
             max_checkpoints=self._most_checkpoints() if recurrent and not windowed else 0,
             kv_bytes_per_token=self._shape.kv_bytes_per_token,
+            kv_mem_limited=self._choice.layout.is_kv_mem_limited,
             n_layer=self._model.n_layer,
             n_embd=self._model.n_embd,
             spare_cores=spare_cores(self._options.n_threads, on_gpu=_has_gpu(library, settings)),
@@ -195,11 +198,18 @@ class LlamaEngine:
                 reason=choice.why,
                 measured={each.layout.name: str(each) for each in choice.measured},
             ),
+            devices=self.devices(),
             environment=repr((*_environment(self._model.library, self._settings), options)),
             state_format=repr(
                 (stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn)
             ),
         )
+
+    def devices(self) -> Devices:
+        """What the model computes on, with the memory that is free now."""
+        found, n_layer = find_devices(self._model.library), self._model.n_layer
+        on_gpu = layers_on_gpu(found.found, self._settings.gpu_layers, n_layer)
+        return msgspec.structs.replace(found, layers_on_gpu=on_gpu, n_layers=n_layer + 1)
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:
         """See ``messages.Engine``."""

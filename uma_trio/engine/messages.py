@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from uma_trio import config
+from uma_trio.engine.devices import Devices
 from uma_trio.engine.masks import MaskBuffer, MaskKind
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
@@ -92,6 +93,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints of recurrent states that memory allows; 0 where sequences can be truncated."""
     kv_bytes_per_token: float = 0.0
     """In the KV cache, over all layers."""
+    kv_mem_limited: bool = False
+    """``kv_mem_limit_mb`` made ``n_ctx`` smaller."""
     n_layer: int = 0
     n_embd: int = 0
     memory_bytes_per_s: float | None = None
@@ -221,6 +224,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
     info: ModelInfo
     layout: LayoutReport
+    devices: Devices
     environment: str
     """Everything but the model that decides what a step costs: library, devices, threads, layout."""
     state_format: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -11,15 +12,17 @@ import attrs
 import structlog
 import trio
 
-from uma_trio.config import Config
+from uma_trio.config import Config, Limits
 from uma_trio.engine import tuning_cache
 from uma_trio.engine.calibrate import calibrate
+from uma_trio.engine.devices import Devices
 from uma_trio.engine.link import Launcher
 from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.messages import LayoutReport, ModelInfo, Start
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
+from uma_trio.models.context import explain_context, is_short, more_context
 from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import explained
@@ -53,6 +56,10 @@ class LoadedModel:
     @property
     def info(self) -> ModelInfo:
         return self.engine.info
+
+    @property
+    def devices(self) -> Devices:
+        return self.engine.link.ready.devices
 
     def token_to_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for."""
@@ -89,7 +96,9 @@ async def open_model(
         engine = SupervisedEngine(launcher, start, link, config.engine)
         try:
             with explained(path):
+                _warn_of_an_unused_gpu(link.ready.devices)
                 _log_layout(link.ready.layout)
+                _log_context(link.ready.info, config.limits)
                 # the engine has loaded this vocabulary before, so it does not end this process
                 vocabulary = await trio.to_thread.run_sync(
                     stack.enter_context, open_vocabulary(path, config.model.llama_dir)
@@ -122,6 +131,18 @@ def vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]
         check_gguf(path, vocab_only=True)
         with open_vocabulary(path, llama_dir) as found:
             yield found.tokenizer
+
+
+def _warn_of_an_unused_gpu(devices: Devices) -> None:
+    if devices.fix is not None:
+        log.warning("the model runs without a GPU", device=str(devices), fix=devices.fix)
+
+
+def _log_context(info: ModelInfo, limits: Limits) -> None:
+    """Log how to get more context; nothing where the model allows no more."""
+    if more := more_context(info):
+        level = logging.WARNING if is_short(info, limits) else logging.INFO
+        log.log(level, "context", context=explain_context(info), hint=f"{more} gives a request more")
 
 
 def _log_layout(layout: LayoutReport) -> None:

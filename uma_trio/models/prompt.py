@@ -14,6 +14,7 @@ from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
+from uma_trio.models.context import explain_context, more_context
 from uma_trio.protocol.messages import ChatMessage, Generate
 
 INLINE_BYTES: Final = 4096
@@ -191,10 +192,12 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
         raise BadRequest("the prompt has no tokens")
     if n_prompt > limits.max_prompt_tokens:
         raise PromptTooLarge(f"the prompt has {n_prompt} tokens; this server takes {limits.max_prompt_tokens}")
-    context = info.max_request_tokens
-    room = context - n_prompt + 1
+    room = info.max_request_tokens - n_prompt + 1
     if room < 1:
-        raise ContextTooSmall(f"the prompt has {n_prompt} tokens, the context has room for {context}")
+        raise ContextTooSmall(
+            f"the prompt has {n_prompt} tokens, and the context is {explain_context(info)}; "
+            f"ask with a shorter one{_or_more(info, n_prompt)}"
+        )
     wanted = request.max_tokens
     if wanted is None:
         return min(limits.default_max_tokens, limits.max_tokens, room)
@@ -202,6 +205,13 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
         raise MaxTokensTooLarge(f"max_tokens is {wanted}; this server gives {limits.max_tokens}")
     if wanted > room:
         raise ContextTooSmall(
-            f"{n_prompt} prompt tokens and max_tokens {wanted} exceed the context of {context}; ask for at most {room}"
+            f"{n_prompt} prompt tokens and max_tokens {wanted} exceed the context, which is {explain_context(info)}; "
+            f"ask for at most {room}{_or_more(info, n_prompt + wanted - 1)}"
         )
     return wanted
+
+
+def _or_more(info: ModelInfo, n_tokens: int) -> str:
+    """What the owner of the server can do for a request of ``n_tokens``, as the end of a sentence."""
+    more = more_context(info, n_tokens)
+    return f", or start uma-trio serve with {more}" if more else ""

@@ -1,0 +1,112 @@
+"""The context of a request in words, and the settings that give it more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.serving import settings
+from uma_trio.config import Limits
+from uma_trio.engine.layout import Shape, candidates
+from uma_trio.engine.messages import ModelInfo
+from uma_trio.errors import ContextTooSmall
+from uma_trio.models.context import explain_context, is_short, more_context
+from uma_trio.models.prompt import tokens_to_generate
+from uma_trio.protocol.messages import Generate
+
+INFO = ModelInfo(
+    name="m",
+    description="",
+    n_vocab=10,
+    n_ctx=4096,
+    n_ctx_seq=512,
+    n_ctx_train=32768,
+    n_batch=32,
+    n_seq_max=8,
+    eog_ids=(0,),
+    size_bytes=1,
+    n_params=1,
+    unified=False,
+    kv_bytes_per_token=1000,
+)
+"""As after: serve --ctx 4096 --parallel 8, with per-sequence KV."""
+
+
+def info(**fields: Any) -> ModelInfo:
+    return msgspec.structs.replace(INFO, **fields)
+
+
+SHARED = info(unified=True, n_ctx_seq=4096)
+ALONE = info(n_seq_max=1, n_ctx_seq=4096)
+TRAINED = info(n_ctx=65536, n_ctx_seq=8192, n_ctx_train=8192)
+LIMITED = info(kv_mem_limited=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "more"),
+    [
+        (
+            INFO,
+            "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences",
+            "--ctx 65536",
+        ),
+        (
+            info(n_ctx=32768, n_ctx_seq=4096),
+            "4096 tokens for a request: a KV cache of 32768 tokens, divided among 8 sequences",
+            "--ctx 65536 or --parallel 4",
+        ),
+        (SHARED, "4096 tokens for a request, which is the whole KV cache", "--ctx 8192"),
+        (ALONE, "4096 tokens for a request, which is the whole KV cache", "--ctx 8192"),
+        (TRAINED, "8192 tokens for a request, as many as the model was trained with", None),
+        (LIMITED, "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences", "--kv-mem-limit-mb 66"),
+    ],
+    ids=["per-sequence", "README", "unified", "one sequence", "trained", "limited in megabytes"],
+)  # fmt: skip
+def test_the_context_and_what_gives_more(model: ModelInfo, words: str, more: str | None) -> None:
+    assert explain_context(model) == words
+    assert more_context(model) == more
+
+
+def test_what_gives_a_request_its_context() -> None:
+    assert more_context(INFO, 513) == "--ctx 6144 or --parallel 5"
+    assert more_context(INFO, 4096) == "--ctx 32768 or --parallel 1"
+    assert more_context(INFO, 512) is None
+    assert more_context(INFO, 32768) == "--ctx 262144"
+    assert more_context(INFO, 32769) is None, "no setting helps beyond what the model was trained with"
+
+
+def test_the_settings_keep_their_promise() -> None:
+    """A context of the proposed size has room for the request."""
+    for wanted in (513, 768, 4096, 5000, 32768):
+        ctx = int((more_context(INFO, wanted) or "").split()[1])
+        shape = Shape(n_ctx_train=INFO.n_ctx_train, kv_bytes_per_token=1000)
+        model = settings(ctx=ctx, parallel=8, kv_unified="off").model
+        (layout, *_) = candidates(shape, model, on_gpu=False, memory_bytes=1 << 40, windowed=False)
+        assert layout.n_ctx // 8 >= wanted
+
+
+@pytest.mark.parametrize(("n_ctx_seq", "short"), [(1023, True), (1024, False)])
+def test_when_the_start_warns(n_ctx_seq: int, short: bool) -> None:
+    limits = Limits(default_max_tokens=512)
+    assert is_short(info(n_ctx_seq=n_ctx_seq), limits) == short
+    assert not is_short(info(n_ctx_seq=512, n_ctx_train=512), limits), "the model allows no more"
+
+
+def test_a_refusal_names_the_context_of_a_request_and_the_settings() -> None:
+    def refusal(n_prompt: int, max_tokens: int | None, model: ModelInfo = INFO) -> str:
+        with pytest.raises(ContextTooSmall) as refused:
+            tokens_to_generate(Generate(id="r", prompt="x", max_tokens=max_tokens), n_prompt, model, Limits())
+        return str(refused.value)
+
+    assert refusal(900, None) == (
+        "the prompt has 900 tokens, and the context is 512 tokens for a request: a KV cache of 4096 tokens, divided "
+        "among 8 sequences; ask with a shorter one, or start uma-trio serve with --ctx 8192 or --parallel 4"
+    )
+    assert refusal(100, 1000) == (
+        "100 prompt tokens and max_tokens 1000 exceed the context, which is 512 tokens for a request: a KV cache of "
+        "4096 tokens, divided among 8 sequences; ask for at most 413, or start uma-trio serve with --ctx 10240 or "
+        "--parallel 3"
+    )
+    assert refusal(9000, None, TRAINED).endswith("as many as the model was trained with; ask with a shorter one")

@@ -1,0 +1,51 @@
+"""The context of a request: how many tokens prompt and answer may have together, why, and what gives them more."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from uma_trio.config import Limits
+from uma_trio.engine.layout import DEFAULT_WINDOW, KV_CELL_MULTIPLE
+from uma_trio.engine.messages import ModelInfo
+
+MB: Final = 1_000_000
+
+
+def explain_context(info: ModelInfo) -> str:
+    """The context of a request, and where the number comes from."""
+    n = info.max_request_tokens
+    if info.n_ctx_seq >= info.n_ctx_train:
+        return f"{n} tokens for a request, as many as the model was trained with"
+    if _is_shared(info):
+        return f"{n} tokens for a request, which is the whole KV cache"
+    return f"{n} tokens for a request: a KV cache of {info.n_ctx} tokens, divided among {info.n_seq_max} sequences"
+
+
+def more_context(info: ModelInfo, wanted: int | None = None) -> str | None:
+    """The settings of ``uma-trio serve`` that give a request more context; ``None`` if the model allows no more.
+
+    Args:
+        wanted: tokens of prompt and answer.  Without it, what a request has by default.
+    """
+    target = min(wanted or DEFAULT_WINDOW, info.n_ctx_train)
+    target += -target % KV_CELL_MULTIPLE
+    if info.n_ctx_seq >= min(target, info.n_ctx_train) or (wanted or 0) > info.n_ctx_train:
+        return None
+    n_sequences = 1 if info.unified else info.n_seq_max
+    if info.kv_mem_limited:
+        larger = f"--kv-mem-limit-mb {1 + int(n_sequences * target * info.kv_bytes_per_token / MB)}"
+    else:
+        larger = f"--ctx {n_sequences * target}"
+    if _is_shared(info) or info.n_ctx < target:
+        return larger
+    return f"{larger} or --parallel {info.n_ctx // target}"
+
+
+def is_short(info: ModelInfo, limits: Limits) -> bool:
+    """A prompt as long as the default answer is refused, although the model could serve it."""
+    return info.n_ctx_seq < min(2 * limits.default_max_tokens, info.n_ctx_train)
+
+
+def _is_shared(info: ModelInfo) -> bool:
+    """One request can have all cells."""
+    return info.unified or info.n_seq_max == 1
