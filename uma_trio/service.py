@@ -56,6 +56,8 @@ class ModelService:
         self._model = model
         self._limits = config.limits
         self._prompts: PromptMaker = model.prompts
+        self.has_chat_template = model.prompts.chat is not None
+        """Whether requests can have ``messages``."""
         self._scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, perf, files, in_thread)
         self._scheduler.cache.index.add_all(states)
         self._sessions = Sessions(config, self._scheduler, model.prompts, journal, in_thread=in_thread)

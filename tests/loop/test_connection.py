@@ -130,18 +130,59 @@ async def test_a_half_closed_connection_is_cancelled_when_it_closes(autojump_clo
         assert harness.scheduler.telemetry.requests["cancelled"] == 1
 
 
-async def test_the_newline_protocol_takes_a_prompt_and_sends_text(autojump_clock):
+async def lines_answered(harness, sent, *, eof=False):
+    """Send ``sent``, and return what comes until the server closes."""
+    async with await trio.open_unix_socket(harness.path) as stream:
+        await stream.send_all(sent)
+        if eof:
+            await stream.send_eof()
+        data = b""
+        while chunk := await stream.receive_some():
+            data += chunk
+    return data.decode()
+
+
+async def test_the_newline_protocol_takes_a_question_and_sends_text(autojump_clock):
     async with serving(protocol="newline", default_max_tokens=4) as harness:
-        async with await trio.open_unix_socket(harness.path) as stream:
-            await stream.send_all(b"hello\r\n")
-            data = b""
-            while chunk := await stream.receive_some():
-                data += chunk
-            assert data.decode() == text_of(expected_continuation(PROMPT, 4)) + "\n"
-        async with await trio.open_unix_socket(harness.path) as stream:
-            await stream.send_all(b"hel\0lo\n")
-            assert (await stream.receive_some()).startswith(b"error: E_PROTO_BAD_REQUEST")
+        assert await lines_answered(harness, b"hello\r\n") == text_of(expected_continuation(PROMPT, 4)) + "\n"
+        assert (await lines_answered(harness, b"hel\0lo\n")).startswith("error: E_PROTO_BAD_REQUEST")
         await harness.settled()
+
+
+@pytest.mark.parametrize("eof", [False, True])
+async def test_lines_that_come_during_an_answer_wait_for_its_end(autojump_clock, eof):
+    async with serving(protocol="newline", default_max_tokens=4) as harness:
+        answers = "".join(
+            text_of(expected_continuation([byte + 100 for byte in word], 4)) + "\n" for word in (b"a", b"b")
+        )
+        assert await lines_answered(harness, b"a\nb\n", eof=eof) == answers
+        async with await trio.open_unix_socket(harness.path) as stream:
+            await stream.send_all(b"a\n")
+            data = (await stream.receive_some()).decode()
+            await stream.send_all(b"b\n")
+            while chunk := await stream.receive_some():
+                data += chunk.decode()
+        assert data == answers
+        await harness.settled()
+
+
+async def test_a_client_that_leaves_while_lines_wait_cancels_all_of_them(autojump_clock):
+    async with serving(protocol="newline", default_max_tokens=3000) as harness:
+        async with await trio.open_unix_socket(harness.path) as stream:
+            await stream.send_all(b"a\nb\nc\n")
+            await stream.receive_some()
+        await harness.settled()
+        assert harness.scheduler.telemetry.requests["cancelled"] == 1
+        assert harness.scheduler.telemetry.requests.get("length", 0) == 0
+
+
+@pytest.mark.parametrize("encoding", ["json", "cbor"])
+async def test_a_client_with_frames_learns_at_once_that_the_server_wants_lines(autojump_clock, encoding):
+    async with serving(protocol="newline") as harness, harness.client(encoding=encoding) as client:
+        began = trio.current_time()
+        with pytest.raises(BrokenProtocol, match="--protocol newline"):
+            await client.metrics()
+        assert trio.current_time() == began
 
 
 async def test_metrics_are_answered_while_a_request_runs(autojump_clock):

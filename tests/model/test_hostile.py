@@ -243,7 +243,7 @@ def test_newline_protocol_under_fire(library):
             (b"x" * 6000, b"error: E_PROTO_FRAME_TOO_LARGE"),
             (b"a\0b\n", b"error: E_PROTO_BAD_REQUEST"),
             (b"\xff\xfe\n", b"error: E_PROTO_BAD_REQUEST"),
-            (b"Hello\nHello\n", b"error: E_PROTO_BUSY"),
+            (b"\x10\0\0\0{", b"error: E_PROTO_BAD_REQUEST"),
         ):
             with daemon.wire() as wire:
                 wire.send_bytes(sent)

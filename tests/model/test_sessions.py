@@ -477,9 +477,8 @@ def test_uma_trio_sessions(library: None, tmp_path: Path) -> None:
         gone = uma("sessions", "--socket", daemon.socket, "describe", "cooking")
         assert (gone.returncode, "E_SESSION_NOT_FOUND" in gone.stderr) == (2, True)
         assert "uma-trio sessions lists yours" in gone.stderr
-        shown = uma("metrics", "--socket", daemon.socket).stdout.splitlines()
-        assert [line.split() for line in shown if line.startswith("connections ")] == [["connections", "1"]]
-        assert shown[[line.split()[0] for line in shown].index("sessions") + 1].split() == ["stored", "1"]
+        snapshot = json.loads(uma("metrics", "--json", "--socket", daemon.socket).stdout)
+        assert (snapshot["connections"], snapshot["sessions"]["stored"]) == (1, 1)
     nobody = uma("sessions", "--socket", tmp_path / "none")
     assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)
 

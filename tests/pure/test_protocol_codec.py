@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson, TruncatedFrame, UmaError
+from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson, ProtocolError, TruncatedFrame, UmaError
 from uma_trio.protocol.codec import ClientCodec, NewlineCodec, ServerCodec, server_codec
 from uma_trio.protocol.framing import frame
 from uma_trio.protocol.messages import (
     Cancel,
+    ChatMessage,
     ClientMessage,
     Eos,
     Failure,
@@ -229,8 +230,8 @@ def test_a_client_refuses_invalid_payloads() -> None:
 # -- newline ----------------------------------------------------------------------------------------
 
 
-def lines(*data: bytes, cap: int = 64) -> NewlineCodec:
-    codec = NewlineCodec(max_line_bytes=cap)
+def lines(*data: bytes, cap: int = 64, chat: bool = False) -> NewlineCodec:
+    codec = NewlineCodec(max_line_bytes=cap, chat=chat)
     for piece in data:
         codec.receive_data(piece)
     return codec
@@ -242,7 +243,12 @@ def prompts(codec: NewlineCodec) -> list[str | None]:
     return [message.prompt for message in found if isinstance(message, Generate)]
 
 
-def test_a_line_is_a_prompt() -> None:
+def test_a_line_is_a_question() -> None:
+    [message] = drain(lines(b"Why?\n", chat=True))
+    assert message == Generate(id="line-1", messages=[ChatMessage(role="user", content="Why?")])
+
+
+def test_without_a_chat_template_a_line_is_a_prompt() -> None:
     codec = lines("Erzähl\nmehr\n".encode())
     assert drain(codec) == [Generate(id="line-1", prompt="Erzähl"), Generate(id="line-2", prompt="mehr")]
     assert not codec.mid_message
@@ -279,6 +285,18 @@ def test_the_last_line_needs_no_end_when_the_client_closes(data: bytes, found: l
 def test_lines_that_are_not_text_are_refused(data: bytes) -> None:
     with pytest.raises(BadRequest):
         lines(data).next_message()
+
+
+@pytest.mark.parametrize("encoding", [JSON, CBOR])
+def test_a_client_and_a_server_of_different_protocols_find_out_at_once(encoding: Encoding) -> None:
+    """The client's frame has no newline at its end, and the server's error line no length at its beginning."""
+    codec, client = lines(), ClientCodec(encoding)
+    codec.receive_data(client.encode({"id": "r", "prompt": "x"}))
+    with pytest.raises(BadRequest, match="--protocol newline") as caught:
+        codec.next_message()
+    client.receive_data(codec.encode(Failure.of(caught.value)))
+    with pytest.raises(ProtocolError, match="--protocol newline"):
+        client.next_event()
 
 
 def test_a_line_as_long_as_allowed() -> None:

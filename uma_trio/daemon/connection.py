@@ -140,6 +140,10 @@ class Connection:
             while (message := self._codec.next_message()) is not None:
                 self._frame_deadline = None  # the next bytes belong to another frame
                 await self._wait_if_answered()
+                if self._codec.queues_requests:
+                    await self._wait_for_hangup()
+                    if self.busy:
+                        return  # the client has gone
                 await self._handle(message, nursery)
                 await self._wait_for_reader()
             if not data:
@@ -184,7 +188,7 @@ class Connection:
             case Generate():
                 if self.busy:
                     self._refuse(Busy("another request is running on this connection"), message)
-                elif not self._leaving:
+                elif not self._leaving or (self._codec.queues_requests and not self._owner.draining):
                     self._start(message, nursery)
             case Cancel():
                 if self._generation is not None and self._generation.request.id == message.id:
@@ -246,7 +250,10 @@ class Connection:
         await self._outbox.shrink_to(self._limits.max_tx_bytes + MAX_UNREAD_BYTES)
 
     async def _wait_for_hangup(self) -> None:
-        """Let the request of a client finish that has shut down its sending side but still reads, as ``nc -U`` does."""
+        """Wait until no request is running, or the client has gone.
+
+        So a client can shut down its sending side and still read the answer, as ``nc -U`` does.
+        """
         hangup = select.poll()
         hangup.register(self._sock, 0)  # poll always reports errors and hangups
         while self.busy and not hangup.poll(0):

@@ -129,7 +129,11 @@ class Server:
             service.stop()
 
     async def _serve_client(self, sock: socket.socket) -> None:
-        codec = server_codec(self.config.listen.protocol, max_frame_bytes=self.limits.max_frame_bytes)
+        codec = server_codec(
+            self.config.listen.protocol,
+            max_frame_bytes=self.limits.max_frame_bytes,
+            chat=self.models.get(None).has_chat_template,
+        )
         try:
             if len(self._connections) >= self.limits.max_connections:
                 error = TooManyConnections(f"{len(self._connections)} connections are open")

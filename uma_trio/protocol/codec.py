@@ -7,12 +7,13 @@ connection's current state.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson
 from uma_trio.protocol import framing, messages, payload
 from uma_trio.protocol.messages import (
     Cancel,
+    ChatMessage,
     ClientMessage,
     Eos,
     Event,
@@ -25,6 +26,9 @@ from uma_trio.protocol.messages import (
     Transcript,
 )
 from uma_trio.protocol.payload import Encoding
+
+ERROR_LINE: Final = b"error: "
+"""How an error begins in the newline protocol."""
 
 Mode = Literal["auto", "json", "cbor", "newline"]
 
@@ -49,11 +53,19 @@ class Codec(Protocol):
     def encode(self, event: ServerEvent) -> bytes:
         """Serialize an event."""
 
+    @property
+    def queues_requests(self) -> bool:
+        """Whether a request waits for the end of the one before, instead of being refused."""
 
-def server_codec(mode: Mode, *, max_frame_bytes: int) -> Codec:
-    """Return the codec for the server's end of a connection."""
+
+def server_codec(mode: Mode, *, max_frame_bytes: int, chat: bool = True) -> Codec:
+    """Return the codec for the server's end of a connection.
+
+    Args:
+        chat: whether a line of the newline protocol is a message of a chat, or a text to continue.
+    """
     if mode == "newline":
-        return NewlineCodec(max_line_bytes=max_frame_bytes)
+        return NewlineCodec(max_line_bytes=max_frame_bytes, chat=chat)
     return ServerCodec(mode, max_frame_bytes=max_frame_bytes)
 
 
@@ -62,6 +74,8 @@ class ServerCodec:
 
     Events of a request have the encoding of the request; events without an ``id``, that of the latest frame received.
     """
+
+    queues_requests = False
 
     def __init__(self, mode: Literal["auto", "json", "cbor"], *, max_frame_bytes: int) -> None:
         self._frames = framing.FrameReader(max_frame_bytes=max_frame_bytes)
@@ -119,7 +133,15 @@ class ClientCodec:
         Raises:
             ProtocolError: the server violated the protocol.
         """
-        found = self._frames.next_payload()
+        try:
+            found = self._frames.next_payload()
+        except FrameTooLarge:
+            if ERROR_LINE.startswith(self._frames.header):
+                raise InvalidJson(
+                    "the server sends lines instead of frames, because it runs with --protocol newline: start it "
+                    "without that, or talk to it with nc -U"
+                ) from None
+            raise
         if found is None:
             return None
         return messages.parse_event(payload.decode(found, payload.encoding_of(found)))
@@ -130,15 +152,21 @@ class ClientCodec:
 
 
 class NewlineCodec:
-    """The newline protocol: each line is a prompt, the answer is raw text.
+    """The newline protocol: each line is a question, the answer is plain text.
 
     An answer ends with a newline; an error is a line ``error: CODE message``.  For debugging only: a newline inside an
     answer looks like its end, until the connection closes.
 
         echo 'Tell me a story' | nc -U uma.sock
+
+    Args:
+        chat: send a line as the user's message of a chat; otherwise as a text to continue.
     """
 
-    def __init__(self, *, max_line_bytes: int) -> None:
+    queues_requests = True
+
+    def __init__(self, *, max_line_bytes: int, chat: bool = True) -> None:
+        self._chat = chat
         self._buffer = bytearray()
         self._searched = 0
         """Length of the buffer's beginning that is known to contain no newline."""
@@ -160,6 +188,7 @@ class NewlineCodec:
         if end < 0 and not (self._closed and self._buffer):
             if len(self._buffer) > self._max_line_bytes:
                 raise FrameTooLarge(f"a line has more than {self._max_line_bytes} bytes")
+            _refuse_nul(self._buffer)  # a frame has no newline at its end, so its client would wait for an answer
             return None
         line = bytes(self._buffer[: end if end >= 0 else None])
         del self._buffer[: len(line) + 1]
@@ -168,14 +197,16 @@ class NewlineCodec:
         return self._request(line.removesuffix(b"\r"))
 
     def _request(self, line: bytes) -> Generate:
-        if b"\0" in line:
-            raise BadRequest("a prompt line may not contain NUL")
+        _refuse_nul(line)
         try:
-            prompt = line.decode()
+            text = line.decode()
         except UnicodeDecodeError as error:
-            raise BadRequest(f"the prompt is not UTF-8: {error.reason} at byte {error.start}") from None
+            raise BadRequest(f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
         self._requests += 1
-        return Generate(id=f"line-{self._requests}", prompt=prompt)
+        name = f"line-{self._requests}"
+        if self._chat:
+            return Generate(id=name, messages=[ChatMessage(role="user", content=text)])
+        return Generate(id=name, prompt=text)
 
     def encode(self, event: ServerEvent) -> bytes:
         match event:
@@ -184,6 +215,14 @@ class NewlineCodec:
             case Eos():
                 return b"\n"
             case Failure(code=code, message=message):
-                return f"error: {code} {' '.join(message.splitlines())}\n".encode()
+                return ERROR_LINE + f"{code} {' '.join(message.splitlines())}\n".encode()
             case Metrics() | SessionList() | Transcript():
                 raise AssertionError("the newline protocol has no such query")
+
+
+def _refuse_nul(line: bytes | bytearray) -> None:
+    if b"\0" in line:
+        raise BadRequest(
+            "a line may not contain NUL; this server runs with --protocol newline, and a client that sends frames needs "
+            "a server without that"
+        )

@@ -28,6 +28,11 @@ class FrameReader:
         """Whether a frame has arrived in part."""
         return bool(self._buffer)
 
+    @property
+    def header(self) -> bytes:
+        """The first bytes of the frame that arrives."""
+        return bytes(self._buffer[:HEADER_BYTES])
+
     def receive_data(self, data: bytes) -> None:
         """Buffer ``data``; ``b""`` means that the peer closed its sending side."""
         self._buffer += data
