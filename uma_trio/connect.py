@@ -137,7 +137,7 @@ def explain(path: Path, error: OSError) -> NoServer:
     if error.errno == errno.ENOENT:
         if _is_locked(path):
             return Loading(f"the daemon at {path} still loads its model; try again when it is ready")
-        return NoServer(f"no daemon at {path}; {START}, or name the socket of another one with --socket or UMA_SOCKET")
+        return NoServer(f"no daemon at {path}; {START}")
     if error.errno == errno.ECONNREFUSED:
         if not stat.S_ISSOCK(_mode(path)):
             return NoServer(f"{path} is not a socket, so no daemon is there; {START}")
