@@ -206,8 +206,10 @@ def test_every_line_of_a_long_answer_is_there_once(chat):
     with chat("--max-tokens", 900, columns=60, lines=10) as shown:
         shown.wait_for(PROMPT)
         shown.type(LONG + "\r")
-        text = shown.wait_for(r"cut after 900 tokens[^>]*" + PROMPT[1:])
-    numbers = [int(found) for found in re.findall(r"\b(\d+),", text.partition(LONG)[2].partition("cut after")[0])]
+        text = shown.wait_for(r"cut at --max-tokens 900[^>]*" + PROMPT[1:])
+    numbers = [
+        int(found) for found in re.findall(r"\b(\d+),", text.partition(LONG)[2].partition("the answer is not")[0])
+    ]
     assert len(numbers) > 100
     assert numbers == [*range(1, len(numbers) + 1)]
 
@@ -222,7 +224,7 @@ def test_the_daemon_goes_away_and_comes_back(library, tmp_path):
         daemon.signal(signal.SIGTERM)
         daemon.wait()
         shown.type(PERU + "\r")
-        shown.wait_for(r"Press Enter to try again\s+> And of Peru\?")
+        shown.wait_for(r"press Enter to try again\s+> And of Peru\?")
         stack.enter_context(real_daemon(folder=tmp_path))
         shown.type("\r")
         shown.wait_for(r"The capital of Peru is Lima\.\n\n" + PROMPT[1:])
@@ -269,3 +271,18 @@ def test_without_a_daemon(tmp_path):
     assert (found.returncode, found.stdout) == (2, "")
     assert found.stderr.count("\n") == 1
     assert "uma-trio serve" in found.stderr
+
+
+def test_ask_without_a_question_begins_a_chat(daemon):
+    def command(*arguments):
+        return [sys.executable, "-m", "uma_trio", "ask", "--socket", str(daemon.socket), *arguments]
+
+    with terminal(command("--system", "Be brief."), columns=100, lines=24) as shown:
+        shown.wait_for("/help lists the commands")
+        shown.type("/system\r")
+        shown.wait_for("Be brief.")
+        shown.type(CTRL_D)
+        assert shown.wait() == 0
+    with terminal(command("--raw"), columns=100, lines=24) as shown:
+        shown.wait_for("has no --raw")
+        assert shown.wait() == 2

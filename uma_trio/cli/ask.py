@@ -104,7 +104,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
     """Ask the daemon and stream the answer to stdout.
 
     QUESTION may be several words.  Text that is piped in follows it after a blank line, or is the question if there is
-    no other.  Notices and errors go to stderr.
+    no other.  Without either, on a terminal, a chat begins: see uma-trio chat.  Notices and errors go to stderr.
 
     \b
       uma-trio ask What is the capital of France
@@ -127,6 +127,9 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
     """
     from uma_trio.cli.running import run
 
+    if not question and prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
+        _chat_instead()
+        return
     if question and prompt is not None:
         raise click.UsageError("give the question once: as an argument or with --prompt")
     request = _request(_text(" ".join(question) if prompt is None else prompt), options)
@@ -134,6 +137,23 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
     with reporting_errors("ask", options["socket"]):
         code = run(_stream, request, options)
     sys.exit(code)
+
+
+def _chat_instead() -> None:
+    """Begin a chat with the options of this command: there is no question, but somebody who could ask."""
+    from uma_trio.cli import main
+
+    context = click.get_current_context()
+    chat = main.get_command(context, "chat")
+    assert chat is not None
+    shared = {option.name for option in chat.params}
+    for option in command.params:
+        given = context.get_parameter_source(option.name or "") is not click.core.ParameterSource.DEFAULT
+        if given and option.name not in shared:
+            raise click.UsageError(
+                f"nothing to ask; a chat, which would begin without a question, has no {option.opts[0]}"
+            )
+    context.invoke(chat, **{name: value for name, value in context.params.items() if name in shared})
 
 
 def _text(question: str) -> str:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
 from uma_trio.cli.ask import LIST_FIELDS, OPTIONAL_FIELDS
 from uma_trio.cli.ask import command as ask
+from uma_trio.cli.daemon import reporting_errors
 
 SHARED_WITH_ASK = frozenset(
     {
         *("system", "max_tokens", "temp", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n"),
         *("frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "priority"),
-        *("n_keep", "socket"),
+        *("n_keep", "model", "session", "socket", "verbose"),
     }
 )
 """Options of ``ask`` that mean the same here."""
@@ -25,8 +25,6 @@ SHARED_WITH_ASK = frozenset(
     short_help="Chat with the daemon on a terminal.",
     params=[option for option in ask.params if option.name in SHARED_WITH_ASK],
 )
-@click.option("--session", help="Continue or begin this session, which the daemon remembers.")
-@click.option("--model", help="Name of the model that answers.  [default: the daemon's first one]")
 @click.option("--plain", is_flag=True, help="Show answers as they are, without rendering Markdown.")
 def command(**options: Any) -> None:
     """Chat with the daemon on a terminal.
@@ -36,8 +34,8 @@ def command(**options: Any) -> None:
     Enter sends the message, and Alt-Enter (or a backslash before Enter) begins another line.  Ctrl-C cancels an answer;
     what has come of it stays in the conversation.  Ctrl-D ends the program.  /help lists more commands.
 
-    If stdin is not a terminal, each line of it is one message.  Exit codes: 0 success, 2 server error or no server,
-    3 protocol error, 130 interrupted.
+    If stdin is not a terminal, each line of it is one message, and the first error ends the program.  Exit codes are
+    those of uma-trio ask.
 
     \b
       uma-trio chat
@@ -46,14 +44,14 @@ def command(**options: Any) -> None:
     """
     from uma_trio.cli.chat_loop import Chat
 
-    chat = Chat(
-        fields=_fields(options),
-        session=options["session"],
-        system=options["system"],
-        socket=options["socket"],
-        plain=options["plain"],
-    )
-    sys.exit(chat.run())
+    with reporting_errors("chat", options["socket"]):
+        Chat(
+            fields=_fields(options),
+            session=options["session"],
+            system=options["system"],
+            socket=options["socket"],
+            plain=options["plain"],
+        ).run()
 
 
 def _fields(options: dict[str, Any]) -> dict[str, Any]:
@@ -62,8 +60,6 @@ def _fields(options: dict[str, Any]) -> dict[str, Any]:
     fields |= {name: options[name] for name in LIST_FIELDS if options.get(name)}
     if options["temp"] is not None:
         fields["temperature"] = options["temp"]
-    if options["model"] is not None:
-        fields["model"] = options["model"]
     if options["priority"]:
         fields["slo"] = {"priority": options["priority"]}
     return fields

@@ -40,10 +40,10 @@ class LineInput:
     """Each line of stdin is one message."""
 
     def read(self, text: str = "") -> str:
-        line = sys.stdin.readline()
+        line = sys.stdin.buffer.readline()
         if not line:
             raise EOFError
-        return line.rstrip("\n")
+        return line.decode("utf-8", "replace")
 
     def hidden(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

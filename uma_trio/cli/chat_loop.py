@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import signal
 import sys
@@ -12,13 +13,13 @@ from typing import Any, Final
 import click
 import trio
 
+from uma_trio.cli.answer import print_stats, warn_if_cut
 from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView, printable
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
 from uma_trio.cli.conversation import Conversation, as_json, as_markdown
+from uma_trio.cli.daemon import HINTS, is_verbose, say_which_daemon
 from uma_trio.cli.running import run
-from uma_trio.client import BrokenProtocol, ClientError, Eos, NoServer, ServerError, Token, Transcript, open_client
-
-OK, SERVER_ERROR, PROTOCOL_ERROR, INTERRUPTED = 0, 2, 3, 130
+from uma_trio.client import ClientError, Eos, NoServer, ServerError, Token, Transcript, open_client
 
 COMMANDS: Final = {
     "/new": ("", "begin another conversation; a session stays with the daemon"),
@@ -32,11 +33,11 @@ COMMANDS: Final = {
 }
 """What follows each command, and what it does."""
 
-HINTS: Final = {
+CHAT_HINTS: Final = {
+    **HINTS,
     "E_LIMIT_CONTEXT": "the conversation and the answer no longer fit the context: /new begins another conversation; "
     "with a smaller --max-tokens the answer needs less room, and with --n-keep the oldest messages are dropped",
     "E_LIMIT_PROMPT_TOO_LARGE": "the conversation has become too long for this server: /new begins another one",
-    "E_SESSION_BUSY": "another program is using this session",
 }
 
 
@@ -74,20 +75,17 @@ class Chat:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def run(self) -> int:
-        """Chat until the user leaves; returns the exit code."""
-        try:
-            with self._input.hidden():
-                self._greet()
-                while True:
-                    self._next()
-        except (EOFError, Quit):
-            return OK
-        except KeyboardInterrupt:
-            return INTERRUPTED
-        except ClientError as error:
-            click.echo(f"uma-trio chat: {error}", err=True)
-            return PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR
+    def run(self) -> None:
+        """Chat until the user leaves.
+
+        Raises:
+            ClientError: there is no daemon at the start; or any error, if stdin is not a terminal.
+            KeyboardInterrupt: Ctrl-C, except on a terminal where it cancels an answer or empties the prompt.
+        """
+        with contextlib.suppress(EOFError, Quit), self._input.hidden():
+            self._greet()
+            while True:
+                self._next()
 
     def _next(self) -> None:
         """Read a message or a command, and do what it asks for."""
@@ -109,6 +107,8 @@ class Chat:
             self._ask(text)
 
     def _greet(self) -> None:
+        if is_verbose():
+            run(say_which_daemon, "chat", self._socket)
         snapshot = run(self._metrics)
         self._restarts = snapshot["engine"]["restarts_total"]
         if self._is_terminal:
@@ -227,12 +227,10 @@ class Chat:
             _note(f"saved to {path}")
 
     def _stats(self, _: str) -> None:
-        from uma_trio.cli.ask import _show_stats
-
         if self._last is None:
             _note("there is no answer yet")
         else:
-            _show_stats(self._last)
+            print_stats(self._last)
 
     def _help(self, _: str) -> None:
         width = max(len(name) + len(argument) for name, (argument, _) in COMMANDS.items()) + 3
@@ -287,7 +285,10 @@ class Chat:
             KeyboardInterrupt: the second Ctrl-C.
         """
         last: Eos | None = None
-        async with trio.open_nursery() as nursery, open_client(self._socket) as client:
+        async with (
+            trio.open_nursery() as nursery,
+            open_client(self._socket, wait_s=None, on_loading=_say_that_it_loads) as client,
+        ):
 
             async def cancel_on_interrupt() -> None:
                 with trio.open_signal_receiver(signal.SIGINT) as signals:
@@ -319,9 +320,7 @@ class Chat:
         if eos.reason == "cancelled":
             kept = "what you see stays in the conversation" if eos.usage.completion_tokens else "nothing was answered"
             _note(f"cancelled; {kept}")
-        if eos.reason == "length":
-            limit = "--max-tokens" if max_tokens else "the server's default or the end of the context; see --max-tokens"
-            _note(f"cut after {eos.usage.completion_tokens:,} tokens by {limit}")
+        warn_if_cut(eos, max_tokens)
         if eos.usage.dropped_tokens:
             _note(
                 f"the conversation no longer fits the context: its oldest {eos.usage.dropped_tokens:,} tokens were "
@@ -343,21 +342,27 @@ class Chat:
             raise error
         if isinstance(error, ServerError):
             _note(f"{error}", colour="red")
-            if error.code in HINTS:
-                _note(HINTS[error.code])
+            if error.code in CHAT_HINTS:
+                _note(CHAT_HINTS[error.code])
             return
         gone = f"{error}" if isinstance(error, NoServer) else "the daemon went away; the conversation is as before"
-        _note(f"{gone}. Press Enter to try again", colour="red")
+        _note(gone, colour="red")
+        if self._failed:
+            _note("press Enter to try again")
 
     # -- queries --------------------------------------------------------------------------------
 
     async def _metrics(self) -> dict[str, Any]:
-        async with open_client(self._socket) as client:
+        async with open_client(self._socket, wait_s=None, on_loading=_say_that_it_loads) as client:
             return await client.metrics()
 
     async def _transcript(self, name: str) -> Transcript:
-        async with open_client(self._socket) as client:
+        async with open_client(self._socket, wait_s=None, on_loading=_say_that_it_loads) as client:
             return await client.transcript(name)
+
+
+def _say_that_it_loads(path: Path) -> None:
+    _note(f"waiting for the daemon at {path}, which still loads its model; Ctrl-C gives up")
 
 
 def _note(text: str, colour: str | None = None) -> None:
