@@ -206,6 +206,54 @@ def test_a_folder_that_cannot_be_created(tmp_path):
         pass
 
 
+def passed_variables(n=1, pid=None):
+    return {"LISTEN_PID": str(pid or os.getpid()), "LISTEN_FDS": str(n), "LISTEN_FDNAMES": "uma-trio.socket"}
+
+
+def test_a_passed_socket_is_taken_and_stays_when_it_is_closed(path, monkeypatch):
+    with socket.socket(socket.AF_UNIX) as owner:
+        owner.bind(str(path))
+        owner.listen(1)
+        monkeypatch.setattr(listener, "FIRST_PASSED_FD", os.dup(owner.fileno()))
+        os.set_inheritable(listener.FIRST_PASSED_FD, True)
+        environment = {"HOME": "/", **passed_variables()}
+        with listener.take_passed(environment) as taken:
+            assert environment == {"HOME": "/"}
+            assert (taken.getsockname(), taken.getblocking(), taken.get_inheritable()) == (str(path), False, False)
+        assert path.exists()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, passed_variables(0), passed_variables(pid=1), passed_variables("x"), {"LISTEN_FDS": "1"}]
+)
+def test_without_a_passed_socket_there_is_none(environment):
+    """Variables that were inherited from another process do not count."""
+    assert listener.take_passed(environment) is None
+    assert environment == {}
+
+
+@pytest.mark.parametrize("kind", ["two", "closed", "file", "tcp", "not listening", "datagrams", "abstract"])
+def test_a_passed_socket_that_cannot_be_served_is_explained(path, monkeypatch, kind):
+    with socket.socket(
+        socket.AF_INET if kind == "tcp" else socket.AF_UNIX,
+        socket.SOCK_DGRAM if kind == "datagrams" else socket.SOCK_STREAM,
+    ) as owner:
+        if kind != "tcp":
+            owner.bind(f"\0uma-trio-{os.getpid()}" if kind == "abstract" else str(path))
+        if kind in ("tcp", "abstract"):
+            owner.listen(1)
+        fd = os.open(os.devnull, os.O_RDONLY) if kind == "file" else os.dup(owner.fileno())
+        if kind == "closed":
+            os.close(fd)
+        monkeypatch.setattr(listener, "FIRST_PASSED_FD", fd)
+        with pytest.raises(SocketPathError, match=r"systemd passed .* uma-trio service install"):
+            listener.take_passed(passed_variables(2 if kind == "two" else 1))
+        if kind in ("two", "file"):
+            os.close(fd)
+
+
 class Starved:
     """A listening socket whose first ``n`` calls to ``accept`` fail."""
 

@@ -1,4 +1,4 @@
-"""The Unix socket: claim its path, bind it, accept clients."""
+"""The Unix socket: claim its path and bind it, or take the one that systemd passes; accept clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Final
 
@@ -29,8 +29,13 @@ BACK_OFF_S: Final = 0.1
 """Delay before the next attempt to accept when the process or the system is out of file descriptors or memory."""
 
 
+FIRST_PASSED_FD: Final = 3
+"""The first socket that systemd passes: ``SD_LISTEN_FDS_START``."""
+PASSED_VARIABLES: Final = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+
+
 class SocketPathError(Exception):
-    """The socket cannot be created at its path.  The message has the reason and a remedy."""
+    """The socket cannot be created at its path, or used.  The message has the reason and a remedy."""
 
 
 @contextlib.contextmanager
@@ -130,6 +135,37 @@ def bind(path: Path, *, backlog: int) -> socket.socket:
     listener.setblocking(False)
     listener.listen(backlog)
     return listener
+
+
+def take_passed(environment: MutableMapping[str, str]) -> socket.socket | None:
+    """Return the listening socket that systemd has opened for this process; ``None`` if there is none.
+
+    The socket and its file belong to systemd: it keeps listening when the daemon ends, and starts the daemon again for
+    the next client.  The variables are removed, because they do not concern the daemon's children.
+
+    Raises:
+        SocketPathError: systemd passed something else than one listening Unix stream socket.
+
+    Source: sd_listen_fds(3).
+    """
+    pid, n_sockets, _ = (environment.pop(name, "") for name in PASSED_VARIABLES)
+    if pid != str(os.getpid()) or not n_sockets.isdecimal() or n_sockets == "0":
+        return None
+    fix = "put one ListenStream= with a path into the .socket unit, as uma-trio service install does"
+    if n_sockets != "1":
+        raise SocketPathError(f"systemd passed {n_sockets} sockets, but the daemon serves one; {fix}")
+    try:
+        passed = socket.socket(fileno=FIRST_PASSED_FD)
+    except OSError as error:
+        raise SocketPathError(f"systemd passed no usable socket ({error.strerror}); {fix}") from None
+    passed.set_inheritable(False)
+    passed.setblocking(False)
+    listens = passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    has_path = passed.family == socket.AF_UNIX and isinstance(name := passed.getsockname(), str) and name
+    if not has_path or passed.type != socket.SOCK_STREAM or not listens:
+        passed.close()
+        raise SocketPathError(f"systemd passed something else than a listening Unix stream socket; {fix}")
+    return passed
 
 
 async def accept_forever(

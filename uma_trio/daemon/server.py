@@ -29,6 +29,7 @@ import uma_trio
 from uma_trio.config import Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
+from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.storage import open_storage
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
@@ -165,9 +166,11 @@ async def serve(
 ) -> bool:
     """Load the model and serve it on the Unix socket ``path`` until SIGINT or SIGTERM.
 
-    The first signal drains; the second one stops at once.  SIGUSR1 writes a metrics snapshot.
+    The first signal drains; the second one stops at once.  SIGUSR1 writes a metrics snapshot.  A service manager that
+    started the daemon is notified when it serves and when it stops.
 
     Args:
+        path: Not used if systemd passes a socket.
         on_progress: Called with the loaded share of the model, from 0 to 1.
         task_status: Started when the socket accepts clients.
 
@@ -179,18 +182,24 @@ async def serve(
         ModelError: The model cannot be loaded.
     """
     stop = trio.CancelScope()
+    notifier = Notifier(os.environ)
+    passed = listener.take_passed(os.environ)
+    if passed is not None:
+        path = Path(passed.getsockname())
     with (
-        listener.claimed(path),
+        listener.claimed(path) if passed is None else passed,
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals,
     ):
         async with trio.open_nursery() as process:
-            handler = _SignalHandler(config, path, stop)
+            handler = _SignalHandler(config, path, stop, notifier)
             process.start_soon(handler.run, signals)
+            process.start_soon(notifier.ping_forever)
+            notifier.report("STATUS=loading the model")
             launcher = make_launcher(config, process)
             async with open_model(config, launcher, on_progress, handler.should_load) as model:
                 if model is not None:
                     with stop:
-                        await _serve_loaded(config, path, model, handler, task_status)
+                        await _serve_loaded(config, path, passed, model, handler, task_status)
             process.cancel_scope.cancel()
     return not stop.cancel_called
 
@@ -209,6 +218,7 @@ def make_launcher(config: Config, nursery: trio.Nursery) -> Launcher:
 async def _serve_loaded(
     config: Config,
     path: Path,
+    passed: socket.socket | None,
     model: LoadedModel,
     handler: _SignalHandler,
     task_status: trio.TaskStatus[Server],
@@ -219,7 +229,7 @@ async def _serve_loaded(
             config, model, perf=perf, journal=storage.journal, files=storage.files, states=storage.states
         )
         server = Server(config, ModelRegistry(service), perf)
-        sock = listener.bind(path, backlog=config.listen.backlog)
+        sock = passed or listener.bind(path, backlog=config.listen.backlog)
         handler.server = server
         log.info(
             "serving",
@@ -229,6 +239,7 @@ async def _serve_loaded(
             engine=config.engine.mode,
             engine_pid=model.engine.link.pid,
         )
+        handler.notifier.report("READY=1", f"STATUS=serving {service.name} on {path}")
         task_status.started(server)
         try:
             await server.run(sock)
@@ -240,7 +251,8 @@ async def _serve_loaded(
 class _SignalHandler:
     """Acts on signals: the first one drains the server, the second one stops it."""
 
-    def __init__(self, config: Config, path: Path, stop: trio.CancelScope) -> None:
+    def __init__(self, config: Config, path: Path, stop: trio.CancelScope, notifier: Notifier) -> None:
+        self.notifier = notifier
         self._config = config
         self._folder = config.operations.snapshot_dir or path.parent
         self._stop = stop
@@ -263,6 +275,7 @@ class _SignalHandler:
                     self.server.stop()
             else:
                 self._is_ending = True
+                self.notifier.report("STOPPING=1", "STATUS=draining")
                 log.info(
                     "draining; a second signal stops at once",
                     signal=signal.Signals(number).name,
