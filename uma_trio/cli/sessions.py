@@ -199,7 +199,7 @@ def close(
             try:
                 closed = await client.sessions("close", session_id=name, keep_alive=True)
             except ServerError as error:
-                failures.append(await _explained(client, error, name))
+                failures.append(f"{error}{await _similar(client, name)}")
                 continue
             if json_wanted:
                 _print(closed, as_json=True)
@@ -247,9 +247,9 @@ def _run(
         async with open_client(path) as client:
             return await work(client)
 
-    async def explained(error: ServerError) -> str:
+    async def similar() -> str:
         async with open_client(path) as client:
-            return await _explained(client, error, name)
+            return await _similar(client, name)
 
     with reporting_errors("sessions", path):
         if is_verbose():
@@ -257,20 +257,20 @@ def _run(
         try:
             return run(connected)
         except ServerError as error:
-            _fail(run(explained, error))
+            if error.code == "E_SESSION_NOT_FOUND" and (hint := run(similar)):
+                _fail(f"{error}{hint}")
+            raise
 
 
-async def _explained(client: Client, error: Exception, name: str | None) -> str:
-    """The error's text; if the session ``name`` does not exist, with the names that it may have been."""
+async def _similar(client: Client, name: str | None) -> str:
+    """The end of an error: which sessions have a name like ``name``; empty if none has."""
     import difflib
 
-    if name is None or getattr(error, "code", None) != "E_SESSION_NOT_FOUND":
-        return str(error)
     names = [session.session_id for session in await client.sessions(keep_alive=True)]
+    if name is None or name in names:
+        return ""
     similar = [repr(found) for found in difflib.get_close_matches(name, names, cutoff=0.7)]
-    if name in names or not similar:
-        return f"{error}; uma-trio sessions lists yours"
-    return f"{error}; did you mean {' or '.join(similar)}?"
+    return f"; did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def _content(found: Transcript) -> dict[str, Any]:
