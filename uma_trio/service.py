@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 import trio
 
-from uma_trio.config import Config
+from uma_trio.config import MB, Config
 from uma_trio.engine import tuning_cache
 from uma_trio.errors import BadRequest, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
 from uma_trio.kv.offload_index import SavedState
@@ -23,6 +23,7 @@ from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Transcript, Usage
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
+from uma_trio.serving.stats import log_request
 from uma_trio.sessions import Sessions, SessionTurn
 from uma_trio.store import Journal
 from uma_trio.telemetry.perf_records import PerfSink
@@ -129,16 +130,13 @@ class ModelService:
         self._draining = True
         self._scheduler.stop()
 
-    def describe(self) -> dict[str, Any]:
-        """What does not change while the model is loaded."""
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """What does not change while the model is loaded: facts by name, each with its fields."""
         info = self._model.info
         return {
-            "model": self.name,
-            "description": info.description,
-            "ctx": info.n_ctx,
-            "ctx_per_request": info.max_request_tokens,
-            "parallel": info.n_seq_max,
-            "device": str(self._model.devices),
+            "model": {"model": self.name, "description": info.description, "size_mb": round(info.size_bytes / MB, 1)},
+            "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
+            "device": {"device": str(self._model.devices)},
         }
 
     def snapshot(self) -> dict[str, Any]:
@@ -202,7 +200,9 @@ class Generation:
             return await making
         except trio.Cancelled:
             for index in range(self.request.n) if self.request.n > 1 else (None,):
-                self._sink.send(self._cancelled_before_start(index, began))
+                event = self._cancelled_before_start(index, began)
+                log_request(self.request, self.service.name, event.reason, event.usage, event.timings, index=index)
+                self._sink.send(event)
             raise
 
     async def _stream(self, prompt: Prompt, sink: EventSink, began: float) -> None:

@@ -25,9 +25,8 @@ def start(library: Path, tmp_path: Path) -> Any:
 
 def test_a_start_names_its_device_and_the_context_of_a_request(start: Any) -> None:
     records = start("--ctx", "4096", "--kv-unified", "off")
-    serving = records["serving"]
-    assert serving["device"]
-    assert (serving["ctx"], serving["ctx_per_request"]) == (4096, 512)
+    assert records["device"]["device"]
+    assert (records["KV cache"]["ctx"], records["KV cache"]["ctx_per_request"]) == (4096, 512)
     context = records["context"]
     assert context["level"] == "warning"
     assert context["context"].startswith("512 tokens for a request")

@@ -200,6 +200,13 @@ class Daemon:
     def events_logged(self) -> list[str]:
         return [line["event"] for line in self.log_lines()]
 
+    def wait_until_logged(self, event: str, timeout_s: float = 30.0) -> None:
+        """Wait for a line of the log."""
+        until = time.monotonic() + timeout_s
+        while f'"{event}"' not in self.logs():
+            assert time.monotonic() < until, f"not logged: {event}\n{self.logs()}"
+            time.sleep(0.01)
+
     @property
     def processes(self) -> list[psutil.Process]:
         """The daemon and its children; the engine is one of them."""

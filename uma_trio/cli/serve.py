@@ -103,10 +103,33 @@ def _serve(settings: Config) -> int:
     path = socket_path(settings.listen.socket)
     with _progress_bar() as on_progress:
         try:
-            return 0 if run(functools.partial(server.serve, settings, path, on_progress=on_progress)) else 1
+            serve = functools.partial(server.serve, settings, path, on_progress=on_progress, task_status=_Hint(path))
+            return 0 if run(serve) else 1
         except (listener.SocketPathError, ModelError) as error:
             click.echo(f"uma-trio serve: {error}", err=True)
             return 1
+
+
+class _Hint:
+    """Says what to try next, on a terminal, when the daemon accepts clients."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def started(self, value: object = None) -> None:
+        """See ``trio.TaskStatus``."""
+        from uma_trio.cli import COMMANDS
+        from uma_trio.protocol.address import SOCKET_VARIABLE, default_socket_path
+
+        if not sys.stderr.isatty():
+            return
+        elsewhere = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}
+        is_default = self._path == default_socket_path(elsewhere)
+        socket = "" if is_default else f" --socket {shlex.quote(os.path.abspath(self._path))}"
+        chat = f"uma-trio chat{socket}   or   " if "chat" in COMMANDS else ""
+        click.echo(
+            f'\nNow, in another terminal:   {chat}uma-trio ask{socket} "What is the capital of France?"\n', err=True
+        )
 
 
 @contextlib.contextmanager

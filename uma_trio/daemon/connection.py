@@ -290,5 +290,6 @@ class Connection:
         if request is not None:
             error.request_id = request.id
         self._owner.record_refusal(error)
-        self._log.info("refused", code=error.code, reason=str(error), request=error.request_id)
+        session, model = getattr(request, "session_id", None), getattr(request, "model", None)
+        self._log.info("refused", id=error.request_id, session=session, model=model, code=error.code, reason=str(error))
         self._outbox.send(Failure.of(error, metadata=getattr(request, "metadata", None)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 import structlog
 
@@ -16,13 +17,15 @@ def configure(settings: Operations) -> None:
     level = logging.DEBUG if settings.debug else getattr(logging, settings.log_level.upper())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
-        structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
         structlog.processors.StackInfoRenderer(),
     ]
+    if not human or level <= logging.DEBUG:
+        shared.append(structlog.stdlib.add_logger_name)
     if human:
-        last: list[structlog.typing.Processor] = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), sort_keys=False)
+        last: list[structlog.typing.Processor] = [_on_one_line, renderer]
     else:
         last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(
@@ -48,6 +51,22 @@ def configure(settings: Operations) -> None:
     library = logging.getLogger("llama_abi")
     library.setLevel(level if settings.debug else max(level, logging.WARNING))
     library.addFilter(_is_not_about_training_context)
+
+
+def _on_one_line(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Replace values that are spelled in Python, for people: no ``None``, no dictionaries, no lists."""
+    found: structlog.typing.EventDict = {}
+    for key, value in event.items():
+        match value:
+            case None:
+                continue
+            case dict():
+                found[key] = ", ".join(f"{name} {each}" for name, each in value.items()) or "none"
+            case list() | tuple():
+                found[key] = ", ".join(map(str, value)) or "none"
+            case _:
+                found[key] = value
+    return found
 
 
 def _is_not_about_training_context(record: logging.LogRecord) -> bool:

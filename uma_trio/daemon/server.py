@@ -231,10 +231,11 @@ async def _serve_loaded(
         server = Server(config, ModelRegistry(service), perf)
         sock = passed or listener.bind(path, backlog=config.listen.backlog)
         handler.server = server
+        for fact, fields in service.describe().items():
+            log.info(fact, **fields)
         log.info(
             "serving",
             socket=str(path),
-            **service.describe(),
             protocol=config.listen.protocol,
             engine=config.engine.mode,
             engine_pid=model.engine.link.pid,

@@ -127,7 +127,7 @@ class LlamaEngine:
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
         self._info = ModelInfo(
             name=path.name,
-            description=self._model.description,
+            description=described(self._model.description, self._model.n_params),
             n_vocab=self._model.vocab.n_tokens,
             n_ctx=self._context.n_ctx,
             n_ctx_seq=self._context.n_ctx_seq,
@@ -485,6 +485,14 @@ def _add(batch: llama_abi.Batch, each: StepInput) -> None:
         raise EngineError(f"{wanted} samples for {n} tokens: one, or one each")
     logits: Literal["none", "last", "all"] = "none" if not wanted else "last" if wanted == 1 else "all"
     batch.add(each.tokens, pos=each.position, seq=each.seq_id, logits=logits)
+
+
+def described(description: str, n_params: int) -> str:
+    """llama.cpp's description of a model, with the number of weights where llama.cpp has no name for its size."""
+    for unit, factor in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if (found := n_params / factor) >= 1:
+            return description.replace("?B", f"{found:.1f}{unit}" if found < 10 else f"{found:.0f}{unit}")
+    return description.replace("?B", str(n_params))
 
 
 def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngine:

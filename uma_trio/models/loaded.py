@@ -146,10 +146,10 @@ def _log_context(info: ModelInfo, limits: Limits) -> None:
 
 
 def _log_layout(layout: LayoutReport) -> None:
-    more: dict[str, object] = {"measured": layout.measured} if layout.measured else {}
-    if layout.reason == "no time":
-        more["hint"] = "uma-trio doctor takes the time to measure it, for the next start"
-    log.info("layout of the KV cache", layout=layout.name, why=layout.reason, **more)
+    hint = "uma-trio doctor takes the time to measure it, for the next start" if layout.reason == "no time" else None
+    for name, ticks in layout.measured.items():
+        log.info("measured a layout of the KV cache", layout=name, ticks=ticks)
+    log.info("layout of the KV cache", layout=layout.name, why=layout.reason, hint=hint)
 
 
 def _chat_template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -518,7 +518,8 @@ class Scheduler:
                 self.offloader.complete(step.transfer, None)
             suspects |= {each: row.end for each, row in step.rows.items() if each.state is not State.FINISHED}
         in_flight, self._in_flight = self._in_flight, []
-        log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
+        if not self._stopping:  # otherwise ``stop`` has ended it
+            log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
         for sequence in chain.from_iterable([step.rows for step in in_flight]):
             if sequence.state is State.FINISHED and sequence.allocation is not None:
                 self._release(sequence, keep=False)

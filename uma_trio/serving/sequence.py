@@ -263,27 +263,36 @@ class Sequence:
         self.last_token_at = now
         return gap_ms
 
-    def eos(self, reason: FinishReason, now: float) -> Eos:
-        """The last event of a sequence that was served, wholly or in part."""
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return Usage(
+            prompt_tokens=len(self.prompt.tokens),
+            completion_tokens=len(self.tokens),
+            cached_tokens=self.n_cached,
+            dropped_tokens=self.prompt.dropped,
+        )
+
+    def timings(self, now: float) -> Timings:
+        """Durations until ``now``."""
         first, n = self.first_token_at, len(self.tokens)
         generating_s = (self.last_token_at or 0.0) - (first or 0.0)
+        return Timings(
+            queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),
+            ttft_ms=None if first is None else _ms(first - self.arrived_at),
+            total_ms=_ms(now - self.arrived_at),
+            tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
+        )
+
+    def eos(self, reason: FinishReason, now: float) -> Eos:
+        """The last event of a sequence that was served, wholly or in part."""
         params = self.sampling.params
         return Eos(
             id=self.request.id,
             index=self.index,
             reason=reason,
-            usage=Usage(
-                prompt_tokens=len(self.prompt.tokens),
-                completion_tokens=n,
-                cached_tokens=self.n_cached,
-                dropped_tokens=self.prompt.dropped,
-            ),
-            timings=Timings(
-                queue_ms=_ms((self.admitted_at if self.admitted_at is not None else now) - self.arrived_at),
-                ttft_ms=None if first is None else _ms(first - self.arrived_at),
-                total_ms=_ms(now - self.arrived_at),
-                tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
-            ),
+            usage=self.usage,
+            timings=self.timings(now),
             text=None if self.request.stream else "".join(self.texts),
             logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
             stop=self.assembler.matched,

@@ -11,13 +11,33 @@ import structlog
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import UmaError
 from uma_trio.kv.cache import KvCache
-from uma_trio.protocol.messages import FinishReason
+from uma_trio.protocol.messages import FinishReason, Generate, Timings, Usage
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import CompletedStep, NewTokens
 from uma_trio.telemetry.metrics import ModelSize, Telemetry, estimate_bytes_moved
 from uma_trio.telemetry.perf_records import PerfSink, RequestRecord, TickRecord
 
 log = structlog.get_logger("uma_trio.serving")
+
+
+def log_request(
+    request: Generate, model: str, reason: str, usage: Usage, timings: Timings, *, index: int | None
+) -> None:
+    """Log an answer that has ended."""
+    log.info(
+        "request",
+        id=request.id,
+        index=index,
+        session=request.session_id,
+        model=model,
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        tokens=usage.completion_tokens,
+        ttft_ms=timings.ttft_ms,
+        tokens_per_s=timings.tokens_per_s,
+        total_ms=timings.total_ms,
+        reason=reason,
+    )
 
 
 class Stats:
@@ -135,6 +155,8 @@ class Stats:
     def record_end(self, sequence: Sequence, reason: FinishReason | UmaError, at: float) -> None:
         """Count an answer that has ended."""
         why = reason.code if isinstance(reason, UmaError) else reason
+        model = self._info.name.removesuffix(".gguf")
+        log_request(sequence.request, model, why, sequence.usage, sequence.timings(at), index=sequence.index)
         self.telemetry.requests[why] += 1
         if sequence.admitted_at is not None and not isinstance(reason, UmaError):
             self.telemetry.served_ms.add(1e3 * (at - sequence.admitted_at))
