@@ -18,7 +18,7 @@ from tests.support.serving import token_to_bytes
 from uma_trio.engine.messages import EngineDied, EngineError
 from uma_trio.errors import BadRequest
 from uma_trio.principal import ANONYMOUS
-from uma_trio.protocol.messages import Eos, Generate, Token
+from uma_trio.protocol.messages import Eos, Generate, PrefillProgress, Token
 from uma_trio.sampling import SamplingParams
 
 REPEATS = 20
@@ -207,4 +207,40 @@ async def test_the_prompt_is_echoed_in_front_of_the_answer(autojump_clock, name)
             assert client.last.usage.prompt_tokens == n_cells
             if not stream:
                 assert len(client.last.logprobs) == 5, "there are none for the prompt"
+        await harness.clean()
+
+
+# -- progress of the prefill ---------------------------------------------------------------------------
+
+
+def prefilled(client):
+    return [event.prefilled_tokens for event in client.events if isinstance(event, PrefillProgress)]
+
+
+async def test_progress_of_the_prefill_is_sent_to_those_who_ask(autojump_clock):
+    prompt = list(range(100, 1100))
+    async with asking(engine()) as harness:
+        client = await harness.answer(prompt, 3, progress=True, cache_prompt=False)
+        found = prefilled(client)
+        assert found == sorted(set(found))
+        assert len(found) > 1
+        assert found[-1] == len(prompt)
+        kinds = [type(event) for event in client.events]
+        assert kinds == [PrefillProgress] * len(found) + [Token] * 3 + [Eos]
+        assert {event.prompt_tokens for event in client.events[: len(found)]} == {len(prompt)}
+        assert not prefilled(await harness.answer(prompt, 3, cache_prompt=False))
+        await harness.answer(prompt, 3)
+        assert prefilled(await harness.answer(prompt, 3, progress=True)) == [len(prompt)], "all but one were there"
+        await harness.clean()
+
+
+async def test_a_lost_cache_in_the_middle_of_an_answer_is_no_progress(autojump_clock):
+    async with asking(engine()) as harness:
+        client = harness.ask(PROMPT, 300, progress=True)
+        while not client.tokens:
+            await trio.sleep(0.01)
+        before = prefilled(client)
+        harness.engine.fail_next = EngineDied("killed")
+        await harness.ended(client)
+        assert prefilled(client) == before
         await harness.clean()

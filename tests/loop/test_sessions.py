@@ -16,7 +16,7 @@ import trio
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import Serving, remembering, serving
 from tests.support.state_files import at_once
-from uma_trio.client import Eos, ServerError, Token, Transcript
+from uma_trio.client import Eos, PrefillProgress, ServerError, Token, Transcript
 from uma_trio.daemon import connection
 from uma_trio.daemon.peers import OWN_PRINCIPAL
 from uma_trio.principal import Principal
@@ -117,6 +117,16 @@ def cached_tokens(harness: Serving) -> list[list[int]]:
 
 
 # -- what a session is ------------------------------------------------------------------------------
+
+
+async def test_progress_of_the_prefill_comes_before_the_tokens(autojump_clock, tmp_path):
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness, harness.client() as client:
+            fields = {"session_id": "a", "prompt": "x" * 1000, "max_tokens": 2, "progress": True}
+            events = [event async for event in client.generate(**fields)]
+            found = [event.prefilled_tokens for event in events if isinstance(event, PrefillProgress)]
+            assert found[-1] == 1000
+            assert [type(event) for event in events[len(found) :]] == [Token, Token, Eos]
 
 
 async def test_turns_equal_one_long_prompt(autojump_clock, tmp_path):

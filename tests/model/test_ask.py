@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 import pytest
 
 from tests.support.real_daemon import ROOT, started
+from tests.support.terminal import terminal
 
 QUESTION = "What is the capital of France?"
 COMMAND = [sys.executable, "-m", "uma_trio"]
@@ -167,6 +169,23 @@ def test_a_refusal_names_the_fix_and_the_socket(run, daemon, arguments, words):
     for word in (*words, str(daemon.socket)):
         assert word in found.stderr
     assert found.stderr.count("\n") == 1
+
+
+def test_a_long_prefill_shows_its_progress_on_a_terminal_and_leaves_no_trace(daemon):
+    long = "What is the capital of France? " * 400
+    command = [*COMMAND, "ask", "--max-tokens", "5", "--socket", str(daemon.socket), long]
+    with terminal(command, columns=100, lines=50, environment=environment()) as shown:
+        shown.wait_for("prefill")
+        assert shown.wait() == 0
+        assert "not complete" in shown.text
+        assert "prefill" not in shown.text
+    assert re.search(rb"\d+/\d{4}", shown.written)
+
+
+def test_without_a_terminal_nothing_but_the_answer_is_written(run):
+    found = run("ask", "--no-stream", "What is the capital of France? " * 400, "--max-tokens", 5)
+    assert found.stderr.count("\n") == 1
+    assert "prefill" not in found.stdout + found.stderr
 
 
 # -- a daemon that loads ------------------------------------------------------------------------------------

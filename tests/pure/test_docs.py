@@ -30,6 +30,7 @@ from uma_trio.protocol.messages import (
     Logprob,
     Logprobs,
     MetricsQuery,
+    PrefillProgress,
     SessionInfo,
     SessionList,
     SessionQuery,
@@ -111,6 +112,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("sessions", SessionList, {"event"}),
         ("transcript", Transcript, {"event"}),
         ("token", Token, {"event"}),
+        ("progress", PrefillProgress, {"event"}),
         ("eos", Eos, {"event"}),
         ("error", Failure, {"event"}),
     ],
@@ -197,6 +199,9 @@ def test_inner_fields_are_documented(title: str, cls: type) -> None:
         assert f"`{field.name}`" in text
 
 
+EVENTS = {"token": Token, "progress": PrefillProgress, "eos": Eos, "error": Failure, "transcript": Transcript}
+
+
 def test_the_codec_accepts_every_json_example() -> None:
     examples = blocks(PROTOCOL, "json")
     assert len(examples) >= 8
@@ -204,12 +209,12 @@ def test_the_codec_accepts_every_json_example() -> None:
     for example in examples:
         payload = example.strip().encode()
         fields = decode(payload, Encoding.JSON)
-        if fields.get("event") in ("token", "eos", "error", "transcript"):
+        if fields.get("event") in EVENTS:
             client = ClientCodec()
             client.receive_data(frame(payload))
             event = client.next_event()
             assert to_fields(event) == fields
-            cls = {"token": Token, "eos": Eos, "error": Failure, "transcript": Transcript}[fields["event"]]
+            cls = EVENTS[fields["event"]]
             known = {field.name for field in attrs.fields(cls)} | {"event"}
             assert set(fields) <= known
             assert type(event) is cls
@@ -221,7 +226,7 @@ def test_the_codec_accepts_every_json_example() -> None:
             known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
             assert set(fields) <= known
             kinds.add(type(message))
-    assert kinds == {Generate, Cancel, MetricsQuery, SessionQuery, Token, Eos, Failure, Transcript}
+    assert kinds == {Generate, Cancel, MetricsQuery, SessionQuery, *EVENTS.values()}
 
 
 def test_the_frames_decode_to_the_examples() -> None:

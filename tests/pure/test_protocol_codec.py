@@ -19,6 +19,7 @@ from uma_trio.protocol.messages import (
     Generate,
     Metrics,
     MetricsQuery,
+    PrefillProgress,
     ServerEvent,
     Timings,
     Token,
@@ -345,6 +346,13 @@ def test_all_answers_come_in_the_encoding_of_the_request(last: ServerEvent) -> N
     for event in (attrs.evolve(EOS, index=2), TOKEN, attrs.evolve(EOS, index=1), TOKEN, last):
         assert encoding_of(codec.encode(event)[4:]) is CBOR
     assert encoding_of(codec.encode(TOKEN)[4:]) is JSON
+
+
+def test_progress_does_not_end_an_answer() -> None:
+    codec = server(request(CBOR), CANCEL_IN_JSON)
+    assert len(drain(codec)) == 2
+    progress = PrefillProgress(id="r1", prefilled_tokens=1, prompt_tokens=2)
+    assert [encoding_of(codec.encode(event)[4:]) for event in (progress, TOKEN, EOS)] == [CBOR] * 3
 
 
 @pytest.mark.parametrize("end", [EOS, FAILURE])

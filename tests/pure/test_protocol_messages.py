@@ -24,6 +24,7 @@ from uma_trio.protocol.messages import (
     Logprobs,
     Metrics,
     MetricsQuery,
+    PrefillProgress,
     ServerEvent,
     SessionInfo,
     SessionList,
@@ -192,7 +193,7 @@ def test_stop_is_a_string_or_a_list(stop: object, stops: tuple[str, ...]) -> Non
     assert found.stops == stops
 
 
-FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special"}
+FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special", "progress"}
 
 AT_THE_BOUNDS = [
     ("speculate", None),
@@ -308,6 +309,7 @@ NOT_TAKEN = [
     ("ignore_eos", [0, 1, "true", None]),
     ("stream", [0, 1, "false", None]),
     ("echo", [0, "true", None]),
+    ("progress", [0, 1, "true", None]),
     ("keep_alive", [1, "true", None]),
     ("cache_prompt", [0, "true", None]),
     ("speculate", [0, 1, "auto", []]),
@@ -497,6 +499,7 @@ options = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "stream": st.booleans(),
         "echo": st.booleans(),
+        "progress": st.booleans(),
         "keep_alive": st.booleans(),
         "cache_prompt": st.booleans(),
         "speculate": st.booleans(),
@@ -583,6 +586,7 @@ scored = st.builds(
 events = (
     st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
     | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
+    | st.builds(PrefillProgress, id=texts, prefilled_tokens=counts, prompt_tokens=counts, index=st.none() | counts)
     | st.builds(
         Eos,
         id=texts,

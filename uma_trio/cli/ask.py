@@ -6,12 +6,15 @@ import math
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INTERRUPTED, OK, SERVER_ERROR
+
+if TYPE_CHECKING:
+    from uma_trio.client import Eos
 
 OPTIONAL_FIELDS = (
     "max_tokens", "n", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty",
@@ -212,11 +215,13 @@ def _biases(given: tuple[str, ...]) -> dict[str, float]:
 async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     import trio
 
-    from uma_trio.cli.answer import TextPrinter, print_json, print_stats, warn_if_cut
+    from uma_trio.cli.answer import PrefillBar, TextPrinter, print_json
     from uma_trio.client import Eos, open_client
 
-    request["id"] = "ask"
     as_json, reason = options["as_json"], ""
+    request["id"] = "ask"
+    if sys.stderr.isatty() and not as_json:
+        request["progress"] = True
     show = print_json if as_json else TextPrinter().print
     connecting = open_client(
         options["socket"],
@@ -236,21 +241,30 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
         nursery.start_soon(cancel_on_interrupt)
         if is_verbose():
             await say_which_daemon("ask", options["socket"])
-        async for event in client.generate(**request):
-            show(event)
-            if isinstance(event, Eos):
-                reason = event.reason
-                if not as_json:
-                    warn_if_cut(event, options["max_tokens"])
-                if options["stats"]:
-                    print_stats(event)
-                if event.session is not None and not event.session.durable:
-                    click.echo("this session is in memory only and ends with the daemon; see its log", err=True)
+        with PrefillBar() as bar:
+            async for event in client.generate(**request):
+                bar.update(event)
+                show(event)
+                if isinstance(event, Eos):
+                    reason = event.reason
+                    _show_end(event, options)
         nursery.cancel_scope.cancel()
     if reason and reason != "cancelled":
         return OK
     click.echo("cancelled", err=True)
     return INTERRUPTED
+
+
+def _show_end(eos: Eos, options: dict[str, Any]) -> None:
+    """Print on stderr what the user should know about an answer that has ended."""
+    from uma_trio.cli.answer import print_stats, warn_if_cut
+
+    if not options["as_json"]:
+        warn_if_cut(eos, options["max_tokens"])
+    if options["stats"]:
+        print_stats(eos)
+    if eos.session is not None and not eos.session.durable:
+        click.echo("this session is in memory only and ends with the daemon; see its log", err=True)
 
 
 def _say_that_it_loads(path: Path) -> None:

@@ -20,6 +20,7 @@ from uma_trio.protocol.messages import (
     Failure,
     Generate,
     Metrics,
+    PrefillProgress,
     ServerEvent,
     SessionList,
     Token,
@@ -110,7 +111,7 @@ class ServerCodec:
 
     def encode(self, event: ServerEvent) -> bytes:
         encoding, answers = self._pending.get(event.id, (self._latest, 0))
-        if type(event) is not Token:
+        if type(event) is not Token and type(event) is not PrefillProgress:
             self._pending.pop(event.id, None)
             if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:
                 self._pending[event.id] = encoding, answers - 1
@@ -216,8 +217,8 @@ class NewlineCodec:
                 return b"\n"
             case Failure(code=code, message=message):
                 return ERROR_LINE + f"{code} {' '.join(message.splitlines())}\n".encode()
-            case Metrics() | SessionList() | Transcript():
-                raise AssertionError("the newline protocol has no such query")
+            case PrefillProgress() | Metrics() | SessionList() | Transcript():
+                raise AssertionError("no line asks for this")
 
 
 def _refuse_nul(line: bytes | bytearray) -> None:

@@ -1,7 +1,7 @@
 """Messages of the socket protocol, as frozen records.
 
 Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The server answers with ``Token``,
-``Eos``, ``Failure``, ``Metrics``, ``SessionList`` and ``Transcript``.
+``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and ``Transcript``.
 
 The types hold the bounds that every server enforces, and no other module repeats them.  Limits that an operator can
 set are checked later, when a request is admitted.
@@ -128,6 +128,8 @@ class Generate:
     """Share the KV cache of common prefixes with other requests of the same user."""
     speculate: bool | None = None
     """Whether to use speculative decoding.  ``None`` is the server's setting.  The text does not depend on it."""
+    progress: bool = False
+    """Whether to send ``progress`` events during prefill."""
     session_id: Name | None = None
     """Session that this request continues, or begins."""
     drop_messages: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
@@ -370,7 +372,19 @@ class Metrics:
     id: str | None = None
 
 
-ServerEvent = Token | Eos | Failure | Metrics | SessionList | Transcript
+@attrs.frozen(kw_only=True)
+class PrefillProgress:
+    """How far the prefill of a prompt is.  Its event is called ``progress``, and comes only if the request asks for it."""
+
+    id: str
+    prefilled_tokens: int
+    """Tokens of the prompt that are in the KV cache; those that were found there are included."""
+    prompt_tokens: int
+    index: int | None = None
+    """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
+
+
+ServerEvent = Token | Eos | Failure | PrefillProgress | Metrics | SessionList | Transcript
 
 
 @attrs.frozen
@@ -392,6 +406,7 @@ _EVENT_NAMES: Final = {
     Token: "token",
     Eos: "eos",
     Failure: "error",
+    PrefillProgress: "progress",
     Metrics: "metrics",
     SessionList: "sessions",
     Transcript: "transcript",

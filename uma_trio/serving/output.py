@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from uma_trio.errors import UmaError
-from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, Token
+from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, PrefillProgress, Token
 from uma_trio.sampling import TokenLogprobs
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import NewTokens
@@ -23,6 +23,21 @@ def send_prompt(sequence: Sequence) -> None:
         sequence.sink.send(event)
     else:
         sequence.texts.append(sequence.prompt.text)
+
+
+def send_progress(sequence: Sequence, n_prefilled: int) -> None:
+    """Report that ``n_prefilled`` tokens of the prompt are in the KV cache, if the request asks for that.
+
+    Prefill of an answer that goes on after the engine was restarted is not reported.
+    """
+    if sequence.request.progress and sequence.first_token_at is None:
+        event = PrefillProgress(
+            id=sequence.request.id,
+            prefilled_tokens=n_prefilled,
+            prompt_tokens=len(sequence.prompt.tokens),
+            index=sequence.index,
+        )
+        sequence.sink.send(event)
 
 
 def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:

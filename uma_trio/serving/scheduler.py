@@ -32,7 +32,7 @@ from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.policy import PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
-from uma_trio.serving.output import TokenToBytes, send_prompt, send_tokens
+from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
 from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.request import admit
 from uma_trio.serving.sequence import EventSink, Sequence, State
@@ -408,6 +408,10 @@ class Scheduler:
         if not completed.is_outlier:
             self._learn(completed)
         self._stats.record_step(completed, waiting=len(self._waiting))
+        if completed.step.plan.chunks:
+            for sequence, row in completed.step.rows.items():
+                if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
+                    send_progress(sequence, row.end)
         for new in completed.new_tokens:
             sequence = new.sequence
             if sequence.state is State.FINISHED:

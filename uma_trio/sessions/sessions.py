@@ -19,6 +19,7 @@ from uma_trio.models.prompt import History, Prompt, PromptMaker, prompt_room, su
 from uma_trio.protocol.messages import (
     ChatMessage,
     Eos,
+    Failure,
     Generate,
     ServerEvent,
     SessionList,
@@ -43,7 +44,7 @@ SWEEP_S: Final = 60.0
 class SessionTurn:
     """One request of a session, and the sink of its events.
 
-    Tokens pass through to the client.  The last event is held back until the turn is on disk.
+    Other events pass through to the client.  The last event is held back until the turn is on disk.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class SessionTurn:
         return "".join(self._texts)
 
     def send(self, event: ServerEvent) -> None:
-        """Pass a token on; keep the last event."""
-        if isinstance(event, Token):
-            if not event.echo:
-                self._texts.append(event.text)
-            self._sink.send(event)
-        else:
+        """Pass an event on; keep the last one."""
+        if isinstance(event, Eos | Failure):
             self.last = event
+            return
+        if isinstance(event, Token) and not event.echo:
+            self._texts.append(event.text)
+        self._sink.send(event)
 
 
 class Sessions:
