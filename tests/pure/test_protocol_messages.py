@@ -605,7 +605,7 @@ events = (
     )
     | failures
 )
-CLASSES = {"token": Token, "eos": Eos, "error": Failure}
+CLASSES = {"token": Token, "eos": Eos, "error": Failure, "progress": PrefillProgress}
 
 
 def without_none(value: object) -> object:
