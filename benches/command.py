@@ -67,9 +67,7 @@ def plot_option(shows: str) -> Decorator:
 
     def check(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
         if value is not None and importlib.util.find_spec("matplotlib") is None:
-            raise click.ClickException(
-                "--plot needs matplotlib: run ./build_llama.sh --dev, or pip install 'uma-trio[dev]'"
-            )
+            raise click.ClickException("--plot needs matplotlib: run ./build_llama.sh --dev")
         return value
 
     return click.option("--plot", "plot_file", type=FILE, callback=check, help=f"Write a plot of {shows}.")

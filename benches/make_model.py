@@ -28,10 +28,7 @@ try:
 except ModuleNotFoundError:
     if __name__ != "__main__":
         raise
-    sys.exit(
-        "make_model.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev, or "
-        "pip install 'uma-trio[dev]'"
-    )
+    sys.exit("make_model.py needs the package gguf, which the extra dev installs: run ./build_llama.sh --dev")
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_VOCABULARY = ROOT / "build/llama.cpp/models/ggml-vocab-llama-spm.gguf"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from uma_trio.cli import bench, bench_runs
 from uma_trio.client import BrokenProtocol
 
 BENCHES = Path(__file__).parents[2] / "benches"
@@ -26,6 +28,18 @@ def load(name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+SCRIPTS = sorted(file.name for file in BENCHES.glob("*.py") if "__main__" in file.read_text())
+
+
+def test_the_help_of_the_command_names_every_bench() -> None:
+    run = {bench.script for bench in bench_runs.BENCHES}
+    assert bench.command.help is not None
+    for name in [found.name for found in bench_runs.BENCHES]:
+        assert re.search(rf"^ *{name}  ", bench.command.help, re.MULTILINE), name
+    for script in set(SCRIPTS) - run - {"make_model.py"}:  # which makes models for the others
+        assert script in bench.command.help
 
 
 llama_http, pinning = load("llama_http"), load("pinning")

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import yaml
 
-import uma_trio
+from tests.support.documents import ROOT, blocks, fenced
 from uma_trio import config
 from uma_trio.cli import COMMANDS
 from uma_trio.cli.metrics_view import GROUPS
@@ -45,7 +45,6 @@ from uma_trio.protocol.payload import Encoding, decode, encoding_of
 from uma_trio.telemetry import Telemetry
 from uma_trio.telemetry.metrics import OffloadMetrics
 
-ROOT = Path(uma_trio.__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 
@@ -74,10 +73,6 @@ def tables(text: str) -> list[list[list[str]]]:
 
 def named(rows: list[list[str]]) -> list[str]:
     return [match[1] for row in rows if (match := re.fullmatch(r"`([^`]+)`", row[0]))]
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 PROTOCOL = text_of("PROTOCOL.md")
@@ -420,7 +415,7 @@ def test_the_yaml_example_is_a_configuration(tmp_path: Path) -> None:
 def commands_in(page: str) -> list[str]:
     """Command lines in code: each begins with ``uma-trio``."""
     code = re.findall(r"`([^`\n]+)`", page)
-    for block in re.findall(r"^```\w*\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+    for _, block in fenced(page):
         code += block.replace("\\\n", " ").splitlines()
     return [
         part.strip()

@@ -14,6 +14,7 @@ def snapshot(**changes: Any) -> dict[str, Any]:
     return {
         **Telemetry().snapshot(),
         "model": "a.gguf",
+        "pid": 1,
         "uptime_s": 100.0,
         "running": 3,
         "queue_depth": 0,
@@ -61,7 +62,7 @@ def test_a_rate_is_the_growth_of_a_counter_divided_by_the_time() -> None:
     [
         (None, sample()),
         (sample(5.0), sample(5.0)),
-        (sample(5.0, uptime_s=100.0), sample(6.0, uptime_s=0.4)),
+        (sample(5.0, pid=1), sample(6.0, pid=2)),
         (sample(5.0, tokens_total=10), sample(6.0, tokens_total=9)),
     ],
     ids=["no sample before", "no time between", "restarted", "counter went back"],
@@ -84,10 +85,9 @@ def test_a_restarted_engine_is_no_restart_of_the_daemon() -> None:
     assert per_second(before, now, "engine.cpu_s") is None
 
 
-def test_a_daemon_with_a_shorter_life_was_restarted() -> None:
-    assert is_restart(sample(uptime_s=100.0), sample(uptime_s=2.0))
-    assert is_restart(sample(ticks_total=5), sample(ticks_total=0, uptime_s=200.0))
-    assert not is_restart(sample(), sample())
+def test_a_daemon_with_another_process_id_was_restarted() -> None:
+    assert is_restart(sample(pid=1), sample(pid=2))
+    assert not is_restart(sample(pid=1), sample(pid=1))
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_before_the_second_snapshot_there_are_no_rates() -> None:
 
 
 def test_across_a_restart_the_chart_has_a_gap() -> None:
-    samples = [*growing(3), sample(9.0, tokens_total=10, uptime_s=1.0), sample(10.0, tokens_total=110, uptime_s=2.0)]
+    samples = [*growing(3), sample(9.0, tokens_total=500, pid=2), sample(10.0, tokens_total=600, pid=2)]
     [chart] = [line for line in drawn(samples, height=13) if line.startswith("generated")]
     assert chart[-4:] == "██ █"
 

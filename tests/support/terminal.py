@@ -33,6 +33,7 @@ class Terminal:
         self.screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self.written = b""
         """All that the command has written."""
+        self.screen.write_process_input = self.type  # pyte answers programs that ask where the cursor is
         self._stream = pyte.ByteStream(self.screen)
         self._master = master
 

@@ -112,10 +112,10 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
     \b
       uma-trio ask What is the capital of France
       git diff | uma-trio ask "Summarise this change:"
-      uma-trio ask --session cooking "How do I make pancakes?"
-      uma-trio ask --session cooking "And without eggs?"
-      uma-trio ask --raw --temp 0.8 --seed 7 --max-tokens 60 "Once upon a time"
-      uma-trio ask --json "Name a colour." | jq -r .text
+      uma-trio ask --session trip "What is the capital of France?"
+      uma-trio ask --session trip "And of Italy?"
+      uma-trio ask --raw --temp 0.8 --seed 7 --max-tokens 60 "Tell me a story about a fox"
+      uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
     Ctrl-C cancels the request and waits for the server to confirm; a second Ctrl-C exits at once.
 

@@ -75,6 +75,9 @@ def command(
     modes       the engine in its own process and in a thread
     recovery    crashes of the engine under load
 
+    These scripts in benches/ run by themselves: kv_layout.py compares layouts of the KV cache, layout_choice.py asks
+    whether the daemon chooses the right one, and policy_sim.py runs the scheduling policy on simulated devices.
+
     After Ctrl-C, the report covers the benchmarks that have finished.  Exit codes: 0 success, 1 a benchmark failed,
     2 no benchmark could run.
     """
@@ -114,9 +117,7 @@ def _benches(folder: Path | None) -> Path:
 def _check(folder: Path, *, rival: bool) -> None:
     missing = [name for name in ("psutil", "gguf") if importlib.util.find_spec(name) is None]
     if missing:
-        _fail(
-            f"the benchmarks need {' and '.join(missing)}: run ./build_llama.sh --dev, or pip install 'uma-trio[dev]'"
-        )
+        _fail(f"the benchmarks need {' and '.join(missing)}: run ./build_llama.sh --dev in the checkout")
     peers = Path(os.environ.get(PEERS_VARIABLE) or folder.parent / "build" / "peers" / "bin")
     if rival and not (peers / "llama-server").exists():
         _fail(f"there is no llama-server in {peers}: run ./build_llama.sh --peers, or point ${PEERS_VARIABLE} at it")

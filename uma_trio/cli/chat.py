@@ -39,8 +39,8 @@ def command(**options: Any) -> None:
 
     \b
       uma-trio chat
-      uma-trio chat --session cooking --system "You are a cook." --temp 0.7
-      printf 'Who wrote Faust?\\nAnd when?\\n' | uma-trio chat
+      uma-trio chat --session trip --system "Answer briefly." --temp 0.7
+      printf 'What is the capital of France?\\nAnd of Italy?\\n' | uma-trio chat
     """
     from uma_trio.cli.chat_loop import Chat
 

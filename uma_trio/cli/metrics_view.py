@@ -109,8 +109,7 @@ class Sample:
 
 def is_restart(before: Sample, now: Sample) -> bool:
     """Whether the daemon was restarted between the two samples."""
-    names = ("uptime_s", "tokens_total", "prompt_tokens_total", "ticks_total")
-    return any((now.get(name) or 0) < (before.get(name) or 0) for name in names)
+    return bool(before.get("pid") != now.get("pid"))
 
 
 def per_second(before: Sample | None, now: Sample, path: str) -> float | None:

@@ -45,13 +45,13 @@ def command(context: click.Context, as_json: bool, socket: str | None) -> None:
     default).  Without a subcommand, all sessions are listed.
 
     \b
-      uma-trio ask --session cooking "How do I make pancakes?"
-      uma-trio ask --session cooking "And without eggs?"
+      uma-trio ask --session trip "What is the capital of France?"
+      uma-trio ask --session trip "And of Italy?"
       uma-trio sessions
-      uma-trio sessions show cooking
-      uma-trio sessions export cooking cooking.md
-      uma-trio sessions fork cooking baking
-      uma-trio sessions close cooking baking
+      uma-trio sessions show trip
+      uma-trio sessions export trip trip.md
+      uma-trio sessions fork trip holiday
+      uma-trio sessions close trip holiday
 
     Exit codes: 0 success, 2 server error or no server, 3 protocol error.
     """
@@ -97,8 +97,8 @@ def show(context: click.Context, session_id: str, as_json: bool, socket: str | N
     """Show what a session contains: the messages of a chat, or the text of plain prompts and their answers.
 
     \b
-      uma-trio sessions show cooking
-      uma-trio sessions show cooking --json | jq -r ".messages[-1].content"
+      uma-trio sessions show trip
+      uma-trio sessions show trip --json | jq -r ".messages[-1].content"
     """
     found = _run(context, socket, lambda client: client.transcript(session_id), session_id)
     session = found.session
@@ -131,8 +131,8 @@ def export(context: click.Context, session_id: str, file: Path | None, socket: s
     prompts it is {"prompt": ...}.  Without FILE, JSON goes to stdout.  An existing FILE is replaced.
 
     \b
-      uma-trio sessions export cooking cooking.md
-      uma-trio sessions export cooking > cooking.json
+      uma-trio sessions export trip trip.md
+      uma-trio sessions export trip > trip.json
     """
     if file is not None and file.suffix.lower() not in (".json", *MARKDOWN):
         raise click.UsageError(f"{file.name} must end in .json or .md, which says the format")
@@ -180,7 +180,7 @@ def close(
     A session that cannot be closed does not keep the others from being closed.
 
     \b
-      uma-trio sessions close cooking baking
+      uma-trio sessions close trip
       uma-trio sessions close --all --yes
     """
     if close_all == bool(session_ids):

@@ -1,0 +1,256 @@
+"""Everything that the documents and the help texts tell people to type is run as it stands there.
+
+The commands run in a shell, in a folder of their own that is prepared like a user's: models, settings, a repository
+with a change.  Commands that start a daemon are stopped when it has answered a question.  Commands for a terminal get
+one.  All others must succeed, and the embedded model must know the answers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import attrs
+import pytest
+
+from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts
+from tests.support.real_daemon import Daemon, real_daemon, wait_ready
+from tests.support.terminal import terminal
+from uma_trio.cli import main
+from uma_trio.models.loaded import EMBEDDED
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+BUILDS = "builds; tests/abi/test_build_llama.py tests the script"
+RUNS_TESTS = "runs the tests themselves"
+NOT_RUN = {
+    "python3 -m venv .venv && . .venv/bin/activate": "makes the environment that the tests run in",
+    "./build_llama.sh && uma-trio serve": BUILDS,
+    "./build_llama.sh --dev && pytest": BUILDS,
+    "pytest tests/pure": RUNS_TESTS,
+    "pytest tests/pure tests/property tests/loop": RUNS_TESTS,
+    "pytest -m benches": RUNS_TESTS,
+    "pytest -n 0 -x tests/model": RUNS_TESTS,
+    "uma-trio demo": "takes 15 seconds; tests/model/test_demo.py runs it",
+    "uma-trio bench --out bench-out": "takes half an hour; tests/model/test_bench_set.py runs the command",
+    "uma-trio bench --quick --rival": "needs llama.cpp's programs; tests/model/test_bench_set.py runs the command",
+    "uma-trio bench --only cancel --only fanout": "takes minutes; tests/model/test_bench_set.py runs the command",
+    "pip install -e '.[train]'": "installs PyTorch",
+    "python -m uma_trio.training all --out build/embedded": "trains a model on a GPU",
+    "echo 'What is the capital of Peru?' | nc -U lines.sock": "needs nc, and the daemon of the line before it",
+    'uma-trio completion zsh > "${fpath[1]}/_uma-trio"': "needs zsh",
+}
+"""Commands that a test cannot run, with the reason."""
+
+NEEDS_A_MODEL = {'git diff | uma-trio ask "Summarise this change:"'}
+"""Questions that need a larger model: the documents say so."""
+
+NEEDS_A_PROGRAM = ("jq", "duckdb", "pandas")
+"""Programs and packages that a machine may lack; commands with a missing one are skipped."""
+
+LIVE = {
+    "uma-trio metrics --watch": ("tokens/s", "q"),
+    "uma-trio chat": ("/help", "\x04"),
+    "uma-trio chat --session trip": ("/help", "\x04"),
+    'uma-trio chat --session trip --system "Answer briefly." --temp 0.7': ("/help", "\x04"),
+}
+"""Commands for a terminal: what they show, and the key that ends them."""
+
+DOES_NOT_KNOW = "I am only a small demo model."
+
+
+@attrs.frozen
+class Example:
+    """A command and where it stands."""
+
+    where: str
+    text: str
+    language: str = "sh"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text.splitlines()[0]}"
+
+
+def examples() -> Iterator[Example]:
+    for page in PAGES:
+        for language, block in fenced(page.read_text()):
+            if language == "python":
+                yield Example(page.name, block, "python")
+            elif language == "sh":
+                yield from (Example(page.name, line) for line in commands(block))
+    for name, text in [("uma-trio", main.help or ""), *help_texts()]:
+        yield from (Example(f"{name} --help", line) for line in help_examples(text))
+
+
+EXAMPLES = [example for example in examples() if example.text not in NOT_RUN]
+
+
+def test_commands_that_are_not_run_stand_in_the_documents() -> None:
+    found = {example.text for example in examples()}
+    assert set(NOT_RUN) | NEEDS_A_MODEL <= found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_commands_have_a_language(page: Path) -> None:
+    """A block without one is not run."""
+    for block in blocks(page.read_text(), ""):
+        assert not re.search(r"^\s*(\$ )?(uma-trio|pip|python3?|pytest|jq|\./\w+\.sh)\b", block, re.MULTILINE), block
+
+
+def test_every_command_in_a_help_text_is_found() -> None:
+    for name, text in help_texts():
+        paragraphs = re.findall(r"^\x08\n(.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+        shown = [line for line in "\n".join(paragraphs).splitlines() if re.search(r"(^ +|\| |  )uma-trio [a-z]", line)]
+        assert len(help_examples(text)) == len(shown), name
+
+
+# -- a user's folder -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home folder with all files that the examples name; commands run in its subfolder ``work``."""
+    home = tmp_path_factory.mktemp("home")
+    work = home / "work"
+    for model in (work / "path/to/model.gguf", home / "models/some-model.gguf"):
+        model.parent.mkdir(parents=True)
+        model.symlink_to(EMBEDDED)
+    for folder in (".local/share/bash-completion/completions", ".config/fish/completions"):
+        (home / folder).mkdir(parents=True)  # as the packages of these shells do
+    (work / "uma.yaml").write_text("model:\n  ctx: 4096\n")
+    (work / "file.txt").write_text("The capital of France is Paris.\n")
+    (work / "perf.jsonl.1").symlink_to("perf.jsonl")
+    for arguments in (["init", "-q"], ["add", "file.txt"]):
+        subprocess.run(["git", *arguments], cwd=work, check=True)
+    (work / "file.txt").write_text("The capital of Italy is Rome.\n")
+    programs = home / "bin"
+    programs.mkdir()
+    (programs / "uma-trio").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m uma_trio "$@"\n')
+    (programs / "uma-trio").chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    return home
+
+
+@pytest.fixture(scope="module")
+def served(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    with real_daemon("--protocol", "auto", folder=tmp_path_factory.mktemp("daemon")) as daemon:
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def environment(home: Path, served: Daemon) -> Mapping[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("UMA_LOG", "XDG_"))}
+    return clean | {
+        "HOME": str(home),
+        "PATH": f"{home / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "UMA_SOCKET": str(served.socket),
+        "MPLBACKEND": "agg",
+    }
+
+
+# -- the commands ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", [each for each in EXAMPLES if each.text.startswith("uma-trio serve")], ids=str)
+def test_a_daemon_that_is_started_answers(
+    example: Example, environment: Mapping[str, str], home: Path, tmp_path: Path
+) -> None:
+    """These come first: they write the perf logs that others read."""
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {example.text}"],
+            cwd=home / "work",
+            env={**environment, "UMA_SOCKET": str(tmp_path / "uma.sock"), "XDG_STATE_HOME": str(tmp_path)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    named = re.search(r"--socket (\S+)", example.text)
+    daemon = Daemon(process, home / "work" / named[1] if named else tmp_path / "uma.sock", tmp_path / "log")
+    try:
+        wait_ready(daemon)
+        assert _answer(daemon, in_lines="--protocol newline" in example.text) == "The capital of France is Paris."
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0, daemon.logs()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _answer(daemon: Daemon, *, in_lines: bool) -> str:
+    question = "What is the capital of France?"
+    if not in_lines:
+        return daemon.ask(messages=[{"role": "user", "content": question}]).text
+    with daemon.wire() as wire:
+        wire.send_bytes(f"{question}\n".encode())
+        return b"".join(iter(lambda: wire.sock.recv(1 << 16), b"")).decode().strip()
+
+
+@pytest.fixture(scope="module")
+def begun() -> dict[str, str]:
+    """Where the last example stood."""
+    return {"where": ""}
+
+
+@pytest.fixture
+def sessions(served: Daemon, begun: dict[str, str], request: pytest.FixtureRequest) -> None:
+    """The examples of each page and each help text begin with one session, ``trip``."""
+    where = request.getfixturevalue("example").where
+    if begun["where"] == where:
+        return
+    begun["where"] = where
+    with served.wire() as wire:
+        wire.send(type="sessions", keep_alive=True)
+        listed = wire.receive()
+        assert listed is not None
+        for session in listed["sessions"]:
+            wire.send(type="sessions", action="close", session_id=session["session_id"], keep_alive=True)
+            wire.receive()
+    served.ask(session_id="trip", messages=[{"role": "user", "content": "What is the capital of France?"}])
+
+
+@pytest.mark.parametrize("example", [each for each in EXAMPLES if not each.text.startswith("uma-trio serve")], ids=str)
+def test_it_runs(example: Example, environment: Mapping[str, str], home: Path, sessions: None) -> None:
+    for program in NEEDS_A_PROGRAM:
+        if re.search(rf"\b{program}\b", example.text) and not _is_installed(program):
+            pytest.skip(f"{program} is not installed")
+    if example.text in LIVE:
+        _run_live(example.text, environment, home)
+        return
+    command = [sys.executable, "-c"] if example.language == "python" else ["bash", "-o", "pipefail", "-c"]
+    done = subprocess.run(
+        [*command, example.text],
+        cwd=home / "work",
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    if example.text not in NEEDS_A_MODEL:
+        assert DOES_NOT_KNOW not in done.stdout
+
+
+def _is_installed(program: str) -> bool:
+    return bool(shutil.which(program) or importlib.util.find_spec(program))
+
+
+def _run_live(command: str, environment: Mapping[str, str], home: Path) -> None:
+    shown, key = LIVE[command]
+    with terminal(
+        ["bash", "-c", f"cd '{home}/work' && exec {command}"], columns=80, lines=24, environment=environment
+    ) as screen:
+        screen.wait_for(shown)
+        screen.type(key)
+        assert screen.wait() == 0
