@@ -79,9 +79,14 @@ class Stamp:
         try:
             found = json.loads(path.read_bytes())
             return cls(**{**found, "options": tuple(found["options"])})
+        except NotADirectoryError:
+            raise LibraryError(
+                f"{directory} is a file: give the folder of a library, or run ./build_llama.sh for one"
+            ) from None
         except FileNotFoundError:
-            if not directory.is_dir():
-                raise LibraryError(f"there is no library in {directory}: {fix(directory)}") from None
+            if not any(directory.glob("libllama.*")):
+                correct = "" if directory == DEFAULT_DIRECTORY.resolve() else "correct the path, or "
+                raise LibraryError(f"there is no library in {directory}: {correct}{fix(directory)}") from None
             raise LibraryError(
                 f"{directory} has no {STAMP}, so its library and header may not match: {fix(directory)}"
             ) from None

@@ -14,8 +14,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from uma_trio.cli import doctor, probe
-from uma_trio.cli.doctor import command
+from uma_trio.cli.doctor import command, environment, probe, running
 from uma_trio.models.loaded import EMBEDDED
 
 
@@ -25,6 +24,8 @@ def examine(library, tmp_path, monkeypatch):
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in [name for name in os.environ if name.startswith("UMA_")]:
         monkeypatch.delenv(name)
 
@@ -56,8 +57,8 @@ def problems(found):
 def test_a_good_installation(examine):
     found = examine()
     assert problems(found) == set()
-    names = ("python", "packages", "folders", "stamp", "threads", "library", "devices", "backend", "embedded", "model")
-    assert [*found] == [*names, "memory", "layout", "answer", "socket"]
+    names = ("python", "packages", "folders", "state", "cache", "stamp", "threads", "library", "devices", "backend")
+    assert [*found] == [*names, "embedded", "model", "context", "memory", "layout", "answer", "socket"]
     assert "Paris" in found["answer"]["message"]
     assert "no daemon is running" in found["socket"]["message"]
 
@@ -67,6 +68,46 @@ def test_each_line_of_text_has_a_verdict(examine):
     assert result.exit_code == 0
     lines = [line for line in result.stdout.splitlines() if "fix:" not in line]
     assert all(line.split()[0] in ("ok", "warning") for line in lines)
+
+
+def test_the_context_of_a_request(examine, monkeypatch, tmp_path):
+    file = tmp_path / "uma.yaml"
+    file.write_text("model: {ctx: 4096, kv_unified: 'off'}")
+    found = examine("--config", file)["context"]
+    assert found["verdict"] == "warning"
+    assert found["message"].startswith("512 tokens for a request: a KV cache of 4096 tokens")
+    assert found["fix"] == "serve with --ctx 65536, which gives a request more"
+
+
+def test_a_measurement_that_cannot_be_saved_is_not_promised(examine, monkeypatch, tmp_path):
+    assert "measured now, for the next starts too" in examine()["layout"]["message"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    found = examine()
+    assert found["cache"]["verdict"] == "warning"
+    assert "measured now, but not saved" in found["layout"]["message"]
+
+
+def test_a_state_folder_that_cannot_be_written(examine, no_c, monkeypatch, tmp_path):
+    (tmp_path / "state").touch()
+    found = examine()
+    assert "state" in problems(found)
+    assert "--state-dir" in found["state"]["fix"]
+
+
+def test_a_gpu_that_stays_unused(examine, monkeypatch):
+    cpu = {"name": "CPU", "description": "EPYC", "kind": "cpu"}
+    gpu = {"name": "an NVIDIA GPU", "fix": "run ./build_llama.sh --backend cuda"}
+    devices = {"backend": "cpu", "found": [cpu], "machine_gpu": gpu}
+    library = {"max_sequences": 256, "devices": devices, "system_info": ""}
+    monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was skipped"))
+    found = examine()["devices"]
+    assert found == {
+        "name": "devices",
+        "verdict": "warning",
+        "message": "CPU only (EPYC): built without a GPU backend; this machine has an NVIDIA GPU",
+        "fix": "run ./build_llama.sh --backend cuda",
+    }
 
 
 def test_a_running_daemon_answers(examine, no_c, daemon):
@@ -100,10 +141,20 @@ def test_a_damaged_library(examine, tmp_path):
 def test_unusable_models(examine, tmp_path):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(EMBEDDED.read_bytes()[:1_000_000])
-    for path, words in ((cut, "cut.gguf"), (tmp_path / "none.gguf", "there is no model"), (tmp_path, str(tmp_path))):
+    text = tmp_path / "text.gguf"
+    text.write_text("# Notes")
+    for path, words, fix in (
+        (cut, "cut off", "Download or copy it again"),
+        (tmp_path / "none.gguf", "there is no model", "give --model the path"),
+        (tmp_path, "is a folder", "give --model a file in it, such as"),
+        (text, "is not a GGUF file", "give the path of a .gguf file"),
+    ):
         found = examine("--model", path)
         assert problems(found) == {"model"}
-        assert words in found["model"]["message"]
+        assert str(path) in found["model"]["message"]
+        assert words in found["model"]["message"] + found["model"]["fix"]
+        assert fix in found["model"]["message"] + found["model"]["fix"]
+        assert "reinstall" not in found["model"]["fix"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="shell scripts")
@@ -111,7 +162,7 @@ def test_unusable_models(examine, tmp_path):
     ("script", "words"),
     [
         ("kill -SEGV $$", "crashed with SIGSEGV"),
-        ("sleep 30", "did not finish within 0.5 s"),
+        ("exec sleep 30", "did not finish within 0.5 s"),
         ("echo nonsense; echo '{\"stage\"'; exit 3", "ended with exit code 3"),
         ("echo 'ImportError: no numpy' >&2; exit 1", "no numpy"),
     ],
@@ -130,7 +181,7 @@ def test_a_library_that_crashes_or_hangs_is_a_finding(examine, tmp_path, monkeyp
 
 
 def test_a_crash_while_loading_the_model(examine, monkeypatch):
-    library = {"max_sequences": 256, "devices": [], "system_info": ""}
+    library = {"max_sequences": 256, "devices": {"backend": "cpu", "found": []}, "system_info": ""}
     monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "crashed with SIGABRT"))
     found = examine()
     assert problems(found) == {"devices", "model"}
@@ -153,7 +204,7 @@ def test_an_embedded_model_that_differs_from_its_card(examine, no_c, tmp_path, m
     copy.write_bytes(b"replaced")
     (tmp_path / "card.json").write_text(json.dumps({"sha256": "0" * 64}))
     monkeypatch.setattr(loaded, "EMBEDDED", copy)
-    library = {"max_sequences": 256, "devices": [], "system_info": ""}
+    library = {"max_sequences": 256, "devices": {"backend": "cpu", "found": []}, "system_info": ""}
     monkeypatch.setattr(probe, "run", lambda flags: ({"library": library}, "was skipped"))
     assert "differs from the one in its card" in examine()["embedded"]["message"]
 
@@ -216,7 +267,7 @@ def test_a_socket_that_a_daemon_left_behind_is_no_problem(examine, no_c, tmp_pat
 )
 def test_a_server_that_is_not_a_daemon(examine, no_c, tmp_path, monkeypatch, answer):
     """Including one that sends nothing, or one byte at a time."""
-    monkeypatch.setattr(doctor, "SOCKET_S", 0.5)
+    monkeypatch.setattr(running, "SOCKET_S", 0.5)
     path, stop = tmp_path / "s", threading.Event()
 
     def serve(listener):
@@ -251,7 +302,7 @@ def test_a_check_that_raises_is_a_finding(examine, no_c, monkeypatch):
         raise RuntimeError("a defect")
         yield
 
-    monkeypatch.setattr(doctor, "_packages", broken)
+    monkeypatch.setattr(environment, "check_packages", broken)
     found = CliRunner().invoke(command, ["--json"])
     assert "the check failed: RuntimeError: a defect" in found.stdout
     assert found.exit_code == 1

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from uma_trio import config
-from uma_trio.cli import doctor
+from uma_trio.cli.doctor import running
+from uma_trio.cli.doctor.findings import Finding
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Metrics
 
 
-def findings(path: Path, engine: dict[str, Any]) -> list[doctor.Finding]:
+def findings(path: Path, engine: dict[str, Any]) -> list[Finding]:
     """What the doctor finds at ``path``, where a server answers with a snapshot of ``engine``."""
     codec = server_codec("auto", max_frame_bytes=1 << 20)
 
@@ -32,7 +33,7 @@ def findings(path: Path, engine: dict[str, Any]) -> list[doctor.Finding]:
         listener.listen(1)
         server = threading.Thread(target=serve, args=(listener,))
         server.start()
-        found = list(doctor._socket(config.load(flags={"socket": str(path)})))
+        found = list(running.check_socket(config.load(flags={"socket": str(path)})))
         server.join()
     return found
 
@@ -42,7 +43,7 @@ def test_an_engine_that_was_never_restarted(tmp_path: Path) -> None:
     [at_socket, found] = findings(tmp_path / "s", engine)
     assert (at_socket.name, at_socket.verdict) == ("socket", "ok")
     message = "it runs in process 4711 with 200 MiB of memory and was never restarted"
-    assert found == doctor.Finding("engine", "ok", message)
+    assert found == Finding("engine", "ok", message)
 
 
 @pytest.mark.parametrize(("restarts", "times"), [(1, "once"), (2, "2 times")])
@@ -56,4 +57,4 @@ def test_an_engine_that_was_restarted_is_a_warning(tmp_path: Path, restarts: int
 
 def test_an_engine_in_a_thread(tmp_path: Path) -> None:
     [_, found] = findings(tmp_path / "s", {"restarts_total": 0})
-    assert found == doctor.Finding("engine", "ok", "it runs in a thread of the daemon")
+    assert found == Finding("engine", "ok", "it runs in a thread of the daemon")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from uma_trio.client import ServerError
 
 HINTS: Final = {
-    "E_LIMIT_CONTEXT": "use a smaller --max-tokens or a shorter text, or serve with a larger --ctx",
     "E_LIMIT_MAX_TOKENS": "use a smaller --max-tokens, or serve with a larger one",
     "E_LIMIT_PROMPT_TOO_LARGE": "shorten the text, or serve with a larger --max-prompt-bytes or --max-prompt-tokens",
     "E_MODEL_NO_CHAT_TEMPLATE": "use --raw, and the model continues the text",

@@ -135,6 +135,8 @@ class LayoutChoice:
     """
     measured: Sequence[MeasuredLayout] = ()
     """The layouts that could be measured, the default first."""
+    is_saved: bool = False
+    """A new measurement was saved for later starts."""
 
 
 class LayoutCache(Protocol):
@@ -143,8 +145,8 @@ class LayoutCache(Protocol):
     def load(self, environment: tuple[object, ...]) -> str | None:
         """The name of the layout chosen in ``environment``; ``None`` if unknown."""
 
-    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> None:
-        """Keep a choice for the next run."""
+    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> bool:
+        """Keep a choice for the next run.  Returns whether that succeeded."""
 
 
 def default_layout(shape: Shape, settings: config.Model, *, on_gpu: bool, memory_bytes: int) -> Layout:

@@ -197,6 +197,7 @@ class LlamaEngine:
                 name=choice.layout.name,
                 reason=choice.why,
                 measured={each.layout.name: str(each) for each in choice.measured},
+                is_saved=choice.is_saved,
             ),
             devices=self.devices(),
             environment=repr((*_environment(self._model.library, self._settings), options)),
@@ -600,9 +601,7 @@ def _choice(
             return LayoutChoice(layout=each, why="measured before")
     budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
     found = try_layouts(model, layouts, lambda each: _context_options(settings, each), budget_s=budget_s)
-    if found.why == "measured":
-        layout_cache.save(facts, found)
-    return found
+    return attrs.evolve(found, is_saved=layout_cache.save(facts, found)) if found.why == "measured" else found
 
 
 def _context_options(settings: config.Model, layout: Layout) -> llama_abi.ContextOptions:

@@ -217,6 +217,8 @@ class LayoutReport(msgspec.Struct):
     name: str
     reason: str
     measured: dict[str, str] = {}
+    is_saved: bool = False
+    """A new measurement was saved for later starts."""
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):

@@ -99,17 +99,22 @@ class FileLayoutCache:
         found = fields.get("layout") if isinstance(fields, dict) else None
         return found if isinstance(found, str) else None
 
-    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> None:
-        """Save the choice.  The times are for people who look into the file."""
+    def save(self, environment: tuple[object, ...], choice: LayoutChoice) -> bool:
+        """Save the choice, with the times for people who look into the file.  Returns whether that succeeded."""
         ms = {each.layout.name: (each.decode_ms, each.mixed_ms) for each in choice.measured}
-        _write(self._name(environment), {"layout": choice.layout.name, "ms": ms}, self._folder)
+        return _write(self._name(environment), {"layout": choice.layout.name, "ms": ms}, self._folder)
 
     def _name(self, environment: tuple[object, ...]) -> str:
         return model_fingerprint(self._model, "layout", *environment)
 
 
+def cost_folder() -> Path:
+    """The user's cache folder for measurements."""
+    return Path(platformdirs.user_cache_dir("uma-trio")) / "costs"
+
+
 def _path(name: str, folder: Path | None) -> Path:
-    return (folder or Path(platformdirs.user_cache_dir("uma-trio")) / "costs") / f"{name}.json"
+    return (folder or cost_folder()) / f"{name}.json"
 
 
 def _read(name: str, folder: Path | None) -> Any:

@@ -146,7 +146,11 @@ def _log_context(info: ModelInfo, limits: Limits) -> None:
 
 
 def _log_layout(layout: LayoutReport) -> None:
-    hint = "uma-trio doctor takes the time to measure it, for the next start" if layout.reason == "no time" else None
+    hint = None
+    if layout.reason == "no time":
+        hint = "uma-trio doctor takes the time to measure it, for the next start"
+    elif layout.reason == "measured" and not layout.is_saved:
+        hint = "this cannot be saved, so the next start measures again; uma-trio doctor says why"
     for name, ticks in layout.measured.items():
         log.info("measured a layout of the KV cache", layout=name, ticks=ticks)
     log.info("layout of the KV cache", layout=layout.name, why=layout.reason, hint=hint)

@@ -9,6 +9,9 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+import msgspec
+
+from uma_trio.engine.devices import size
 
 if TYPE_CHECKING:
     from uma_trio.config import Config
@@ -18,7 +21,6 @@ LIMIT_S: Final = 60.0
 TRIAL_S: Final = 20.0
 """Minimum time for measuring layouts of the KV cache.  ``serve`` measures for less, to start sooner."""
 QUESTION: Final = "What is the capital of France?"
-MIB: Final = 1 << 20
 
 
 def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
@@ -26,7 +28,13 @@ def run(flags: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
     import signal
     import subprocess
 
-    given = [text for name, value in flags.items() if value for text in (f"--{name.replace('_', '-')}", value)]
+    names = {"file": "--config"}
+    given = [
+        text
+        for name, value in flags.items()
+        if value
+        for text in (names.get(name, f"--{name.replace('_', '-')}"), value)
+    ]
     try:
         ended = subprocess.run(
             [sys.executable, "-m", "uma_trio", "doctor", "--probe", *given],
@@ -62,36 +70,39 @@ def probe(settings: Config) -> None:
     except LibraryProblem as error:
         _report("library", problem=str(error))
         return
-    _report("library", **attrs.asdict(library))
+    _report(
+        "library",
+        system_info=library.system_info,
+        max_sequences=library.max_sequences,
+        devices=msgspec.to_builtins(library.devices),
+    )
     _probe_model(settings)
 
 
 def _probe_model(settings: Config) -> None:
     import resource
 
-    from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine
+    from uma_trio.engine.llama import LlamaEngine
     from uma_trio.engine.tuning_cache import FileLayoutCache
-    from uma_trio.models.gguf_check import GgufError, check_gguf
+    from uma_trio.models.context import explain_context, is_short, more_context
+    from uma_trio.models.gguf_check import check_gguf
+    from uma_trio.models.load_errors import ModelError, explained
     from uma_trio.models.loaded import EMBEDDED
 
     path = settings.model.model or EMBEDDED
     try:
-        check_gguf(path)
-        available = available_memory()
-        if available is not None and path.stat().st_size > available:
-            _report(
-                "model",
-                problem=f"{path} has {size(path.stat().st_size)}, but only {size(available)} of memory are available",
-            )
-            return
-        trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
-        with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
-        engine = LlamaEngine(path, with_time, layout_cache=FileLayoutCache(path))
-    except FileNotFoundError:
-        _report("model", problem=f"there is no model at {path}")
-        return
-    except (OSError, GgufError, *LOAD_ERRORS) as error:
-        _report("model", problem=f"{path}: {error}")
+        with explained(path):
+            check_gguf(path)
+            n_bytes, available = path.stat().st_size, available_memory()
+            if available is not None and n_bytes > available:
+                raise ModelError(
+                    f"{path} has {size(n_bytes)}, but only {size(available)} of memory are available; serve a smaller model"
+                )
+            trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
+            with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
+            engine = LlamaEngine(path, with_time, layout_cache=FileLayoutCache(path))
+    except ModelError as error:
+        _report("model", problem=str(error))
         return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     info, choice = engine.info, engine.layout_choice
@@ -104,7 +115,12 @@ def _probe_model(settings: Config) -> None:
         peak_bytes=peak,
         layout=choice.layout.name,
         layout_why=choice.why,
+        layout_is_saved=choice.is_saved,
         layouts={each.layout.name: str(each) for each in choice.measured},
+        devices=msgspec.to_builtins(engine.devices()),
+        context=explain_context(info),
+        context_is_short=is_short(info, settings.limits),
+        more_context=more_context(info),
     )
     _probe_answer(engine)
 
@@ -156,8 +172,3 @@ def available_memory() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return None
-
-
-def size(n: int) -> str:
-    """Format ``n`` bytes for people."""
-    return f"{n / MIB:,.0f} MiB" if n < 10 * 1024 * MIB else f"{n / MIB / 1024:,.1f} GiB"

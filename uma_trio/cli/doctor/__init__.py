@@ -1,0 +1,84 @@
+"""``uma-trio doctor``: check the installation, and suggest fixes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from uma_trio.cli.doctor.findings import Finding, guarded
+
+if TYPE_CHECKING:
+    from uma_trio.config import Config
+
+
+@click.command("doctor", short_help="Check the installation and suggest fixes.")
+@click.option("--config", "file", type=click.Path(), help="YAML file with settings, as for serve.")
+@click.option("--model", type=click.Path(), help="GGUF file to check. If not given, the one that serve would use.")
+@click.option("--socket", type=click.Path(), help="Socket to check. If not given, the one that serve would use.")
+@click.option("--llama-dir", type=click.Path(), help="Folder of the built libllama.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+@click.option("--probe", "probing", hidden=True, is_flag=True)
+def command(as_json: bool, probing: bool, **flags: str | None) -> None:
+    """Check the installation and suggest fixes.
+
+    Prints a line for each check, with a verdict (ok, warning or problem) and, if something is wrong, a fix.  The checks
+    cover Python and its packages, the folders that the daemon writes, compute threads, the library and its devices, the
+    model, the context of a request, memory, the layout of the KV cache, an answer of the model, and the socket.
+
+    Code that could hang or crash runs in a separate process with a time limit.  Exit codes: 0 no problem (there may
+    be warnings), 1 at least one problem.
+    """
+    if probing:
+        from uma_trio.cli.doctor import probe
+
+        probe.probe(_settings(**flags))
+        return
+    findings = []
+    for finding in _examine(flags):
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
+    worst = next((v for v in ("problem", "warning") if any(found.verdict == v for found in findings)), "ok")
+    if as_json:
+        click.echo(json.dumps({"verdict": worst, "checks": [attrs.asdict(found) for found in findings]}, indent=2))
+    sys.exit(1 if worst == "problem" else 0)
+
+
+def _show(finding: Finding) -> None:
+    colour = {"ok": "green", "warning": "yellow", "problem": "red"}[finding.verdict]
+    click.echo(f"{click.style(f'{finding.verdict:<8}', fg=colour)} {finding.name:<9} {finding.message}")
+    if finding.fix:
+        click.echo(f"{'':<19}fix: {finding.fix}")
+
+
+def _settings(file: str | None, **flags: str | None) -> Config:
+    from uma_trio import config
+
+    return config.load(None if file is None else Path(file), os.environ, flags)
+
+
+def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
+    """Run all checks."""
+    from uma_trio.cli.doctor import environment, folders, model, running
+    from uma_trio.config import ConfigError
+
+    yield from guarded("python", environment.check_python)
+    yield from guarded("packages", environment.check_packages)
+    try:
+        settings = _settings(**flags)
+    except ConfigError as error:
+        yield Finding("config", "problem", str(error), "correct it; uma-trio serve --print-config prints all settings")
+        return
+    yield from guarded("folders", folders.check_runtime_folder)
+    yield from guarded("folders", lambda: folders.check_folders(settings))
+    yield from guarded("stamp", lambda: model.check_stamp(settings))
+    yield from guarded("threads", lambda: environment.check_threads(settings))
+    yield from guarded("library", lambda: model.check_library_and_model(settings, flags))
+    yield from guarded("socket", lambda: running.check_socket(settings))

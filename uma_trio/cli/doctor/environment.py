@@ -1,0 +1,66 @@
+"""Checks of the Python environment and the compute threads."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from uma_trio.cli.doctor.findings import Finding
+
+if TYPE_CHECKING:
+    from uma_trio.config import Config
+
+
+def check_python() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("python", "ok", f"Python {version} in {sys.prefix}")
+
+
+def check_packages() -> Iterator[Finding]:
+    from importlib import metadata
+
+    try:
+        wanted = [line for line in metadata.requires("uma-trio") or [] if "extra ==" not in line]
+        ours = metadata.version("uma-trio")
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            "packages", "warning", "uma-trio is not installed; it runs from its source tree", "run ./build_llama.sh"
+        )
+        return
+    wrong, found = [], []
+    for line in wanted:
+        match = re.match(r"([\w.-]+)\s*(?:>=\s*([\d.]+))?", line)
+        assert match is not None
+        name, least = match[1], match[2]
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{name} is missing")
+            continue
+        found.append(f"{name} {version}")
+        if least is not None and _numbers(version) < _numbers(least):
+            wrong.append(f"{name} is {version}, but at least {least} is required")
+    if wrong:
+        yield Finding(
+            "packages", "problem", "; ".join(wrong), "run ./build_llama.sh, or pip install --upgrade uma-trio"
+        )
+    else:
+        yield Finding("packages", "ok", f"uma-trio {ours} with {', '.join(found)}")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+def check_threads(settings: Config) -> Iterator[Finding]:
+    from uma_trio.engine.cores import default_threads, physical_cores
+
+    cores, threads = physical_cores(), settings.model.threads or default_threads()
+    message = f"{threads} compute thread{'s' * (threads > 1)} on {cores} physical core{'s' * (cores > 1)}"
+    if threads >= cores > 1:
+        fix = f"leave one core to the event loop: --threads {cores - 1}"
+        yield Finding("threads", "warning", f"{message}: any other work on this machine delays tokens", fix)
+    else:
+        yield Finding("threads", "ok", message)

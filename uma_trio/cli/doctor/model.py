@@ -1,0 +1,153 @@
+"""Checks of the library and the model, most of them of what ``probe`` reports from a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from uma_trio.cli.doctor import probe
+from uma_trio.cli.doctor.findings import Finding, problem
+from uma_trio.cli.doctor.probe import available_memory
+from uma_trio.engine.devices import Devices, size
+
+if TYPE_CHECKING:
+    from uma_trio.config import Config
+
+ANSWER: Final = "Paris"
+"""Part of the embedded model's answer to ``probe.QUESTION``."""
+
+BUILD: Final = "run ./build_llama.sh"
+
+
+def check_stamp(settings: Config) -> Iterator[Finding]:
+    """Check which library there is, without loading it."""
+    from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
+
+    directory = library_directory(settings.model.llama_dir)
+    try:
+        stamp = read_stamp(directory)
+    except LibraryProblem as error:
+        yield problem("stamp", error, BUILD)
+    else:
+        yield Finding("stamp", "ok", f"{stamp.pin}, built for {stamp.backend}, in {directory}")
+
+
+def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
+    """Check what ``probe`` reports from a separate process."""
+    from uma_trio.models.loaded import EMBEDDED
+
+    path = settings.model.model or EMBEDDED
+    stages, ending = probe.run(flags)
+    library, model = stages.get("library"), stages.get("model")
+    if library is None:
+        yield Finding("library", "problem", f"loading the library {ending}", f"{BUILD} --clean")
+        return
+    if "problem" in library:
+        yield problem("library", library["problem"], BUILD)
+        return
+    yield Finding("library", "ok", f"it loads and supports up to {library['max_sequences']} sequences")
+    yield _devices((model or {}).get("devices") or library["devices"])
+    yield Finding("backend", "ok", library["system_info"].strip() or "the library does not describe it")
+    yield from _card(path, EMBEDDED)
+    yield _model(path, path == EMBEDDED, model, ending)
+    if model is not None and "problem" not in model:
+        yield _context(model)
+        yield _memory(model)
+        yield _layout(model)
+        yield _answer(path == EMBEDDED, stages.get("answer"), ending)
+
+
+def _devices(found: dict[str, Any]) -> Finding:
+    import msgspec
+
+    devices = msgspec.convert(found, Devices)
+    if not devices.found:
+        return Finding("devices", "problem", "the library finds no device to compute with", f"{BUILD} --clean")
+    return Finding("devices", "ok" if devices.fix is None else "warning", str(devices), devices.fix)
+
+
+def _card(path: Path, embedded: Path) -> Iterator[Finding]:
+    """Compare the embedded model with the checksum in its card."""
+    import hashlib
+    import re
+
+    if path != embedded:
+        return
+    if not embedded.is_file():
+        yield Finding("embedded", "problem", f"{embedded} is missing", "reinstall uma-trio, or serve another --model")
+        return
+    found = hashlib.sha256(embedded.read_bytes()).hexdigest()
+    cards = [card for card in embedded.parent.iterdir() if card.suffix in (".json", ".md")]
+    known = {digest for card in cards for digest in re.findall(r"\b[0-9a-f]{64}\b", card.read_text("utf-8"))}
+    if known and found not in known:
+        message = f"the checksum of {embedded} differs from the one in its card"
+        yield Finding("embedded", "problem", message, "reinstall uma-trio: the file is damaged or was replaced")
+    else:
+        against = "as in its card" if known else "there is no card to compare it with"
+        yield Finding("embedded", "ok", f"{size(embedded.stat().st_size)}, sha256 {found[:12]}, {against}")
+
+
+def _model(path: Path, embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:
+    fix = "reinstall uma-trio, or serve a file of yours with --model" if embedded else "serve another file with --model"
+    if found is None:
+        return Finding("model", "problem", f"loading {path} {ending}", fix)
+    if "problem" in found:
+        refused = problem("model", found["problem"], fix)
+        return attrs.evolve(refused, fix=fix) if embedded else refused
+    about = f"{found['description']}, {found['n_params'] / 1e6:,.1f} M parameters"
+    return Finding("model", "ok", f"{path.name}: {about}, training context {found['n_ctx_train']} tokens")
+
+
+def _context(found: dict[str, Any]) -> Finding:
+    more = found["more_context"]
+    fix = f"serve with {more}, which gives a request more" if more else None
+    return Finding("context", "warning" if found["context_is_short"] else "ok", found["context"], fix)
+
+
+def _memory(found: dict[str, Any]) -> Finding:
+    available = available_memory()
+    message = f"{size(found['peak_bytes'])} for the process with the model and a KV cache of {found['n_ctx']:,} tokens"
+    if available is None:
+        return Finding("memory", "ok", message)
+    message += f"; {size(available)} are available"
+    if found["peak_bytes"] > available:
+        return Finding(
+            "memory", "problem", message, "serve a smaller model, lower --ctx, or set --type-k and --type-v to q8_0"
+        )
+    if found["peak_bytes"] > 0.8 * available:
+        return Finding("memory", "warning", message, "lower --ctx, or set --type-k and --type-v to q8_0")
+    return Finding("memory", "ok", message)
+
+
+LAYOUT_WHY: Final = {
+    "only one": "fixed by the settings",
+    "default": "the default, not measured",
+    "measured": "measured now",
+    "measured before": "measured by an earlier start",
+    "no time": "the default, because measuring takes longer than layout_trial_s",
+    "no room": "the default, because the faster layout does not fit into memory",
+}
+
+
+def _layout(found: dict[str, Any]) -> Finding:
+    """Report the layout of the KV cache, which ``uma_trio.engine.layout`` chooses."""
+    shown = [f"{name}: {ticks}" for name, ticks in found["layouts"].items()]
+    why = LAYOUT_WHY[found["layout_why"]]
+    if found["layout_why"] == "measured":
+        why += ", for the next starts too" if found["layout_is_saved"] else ", but not saved; see cache above"
+    return Finding("layout", "ok", "; ".join([f"{found['layout']}, {why}", *shown]))
+
+
+def _answer(embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:
+    if found is None:
+        return Finding("answer", "problem", f"asking the model {ending}", f"{BUILD} --clean")
+    if "problem" in found:
+        return Finding("answer", "problem", found["problem"], f"{BUILD} --clean")
+    message = f"{found['text'].strip()!r} in {found['ms']:.0f} ms"
+    if embedded and ANSWER not in found["text"]:
+        fix = "run ./build_llama.sh --clean: the library computes wrong results"
+        return Finding("answer", "problem", f"the answer to {probe.QUESTION!r} was {message}", fix)
+    return Finding("answer", "ok", message)
