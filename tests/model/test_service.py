@@ -1,17 +1,24 @@
-"""The daemon under a service manager: a socket that it is given, readiness, the watchdog."""
+"""The daemon under a service manager: a socket that it is given, readiness, the watchdog; and its installation."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.real_daemon import START_S, Daemon, Wire, started
+from llama_abi.library import DIRECTORY_VARIABLE
+from tests.support.real_daemon import ROOT, START_S, Daemon, Wire, started
+from uma_trio.cli.service_units import Service, Systemd
+from uma_trio.models.loaded import EMBEDDED
 
 VARIABLES = {"LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
 
@@ -104,3 +111,210 @@ def test_a_socket_that_cannot_be_served_is_explained(manager: ServiceManager) ->
         assert daemon.wait() == 1
         assert daemon.logs().startswith("uma-trio serve: systemd passed something else")
         assert daemon.logs().count("\n") == 1
+
+
+# -- uma-trio service -------------------------------------------------------------------------------
+
+
+class Home:
+    """A user's home with a ``systemctl`` that notes what it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.units = folder / "config" / "systemd" / "user"
+        (folder / "bin").mkdir()
+        (folder / "run").mkdir(mode=0o700)
+        self.systemctl(code=0)
+
+    def systemctl(self, *, code: int, prints: str = "") -> None:
+        program = self.folder / "bin" / "systemctl"
+        program.write_text(f'#!/bin/sh\necho "$@" >> {self.folder}/asked\necho {shlex.quote(prints)}\nexit {code}\n')
+        program.chmod(0o755)
+
+    def asked(self) -> list[str]:
+        """What systemctl was asked for since the last call."""
+        file = self.folder / "asked"
+        found = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return [line.removeprefix("--user ") for line in found]
+
+    def run(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
+        clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE,) if name in os.environ}
+        return subprocess.run(
+            [sys.executable, "-m", "uma_trio", "service", *map(str, arguments)],
+            cwd=self.folder,
+            text=True,
+            capture_output=True,
+            timeout=60,
+            env=clean
+            | {
+                "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+                "PYTHONPATH": str(ROOT),
+                "XDG_CONFIG_HOME": str(self.folder / "config"),
+                "XDG_RUNTIME_DIR": str(self.folder / "run"),
+            }
+            | environment,
+        )
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="systemd is of Linux")
+
+
+@pytest.fixture
+def home(library: None, tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+@linux
+def test_install_writes_the_units_and_says_what_is_next(home: Home) -> None:
+    shown = home.run("install", "--dry-run")
+    assert (shown.returncode, shown.stderr, home.units.exists()) == (0, "", False)
+    found = home.run("install")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.splitlines()[:5] == [
+        f"wrote {home.units}/uma-trio.socket",
+        f"wrote {home.units}/uma-trio.service",
+        "next: systemctl --user daemon-reload",
+        "next: systemctl --user enable --now uma-trio.socket",
+        f"clients find the daemon at {home.folder}/run/uma-trio/uma.sock",
+    ]
+    for unit in home.units.iterdir():
+        assert unit.read_text() in shown.stdout
+    assert f"ExecStart={sys.executable} " in (home.units / "uma-trio.service").read_text()
+    assert home.asked() == []
+
+
+@linux
+def test_install_checks_the_flags_of_serve_and_makes_paths_absolute(home: Home) -> None:
+    (home.folder / "my model.gguf").write_bytes(EMBEDDED.read_bytes())
+    (home.folder / "uma.yaml").write_text("limits:\n  drain_timeout_s: 100\n")
+    flags = ("-m", "my model.gguf", "--config", "uma.yaml", "--ctx", "32k", "--no-mmap", "--socket", "x.sock")
+    assert home.run("install", "--", *flags).returncode == 0
+    unit = (home.units / "uma-trio.service").read_text()
+    assert f'serve --config {home.folder}/uma.yaml --model "{home.folder}/my model.gguf" --ctx 32k --no-mmap\n' in unit
+    assert "TimeoutStopSec=230\n" in unit
+    assert f"ListenStream={home.folder}/x.sock\n" in (home.units / "uma-trio.socket").read_text()
+
+
+@linux
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ctxx", "3"], "No such option '--ctxx'"),
+        (["--ctx", "three"], "--ctx: ctx must be a whole number"),
+        (["--model", "none.gguf"], "there is no model at none.gguf"),
+        (["--model", "damaged.gguf"], "cannot load damaged.gguf"),
+        (["--llama-dir", "nowhere"], "nowhere"),
+        (["--print-config"], "--print-config is not for a service"),
+        (["--config", "relative.yaml"], "relative.yaml: model is some.gguf"),
+        (["--config", "none.yaml"], "none.yaml"),
+        (["--socket", "x" * 120], "a socket has at most 103 bytes"),
+        (["--socket", "a\nb"], "systemd cannot listen on"),
+        (["model.gguf"], "for a model write: uma-trio serve --model"),
+    ],
+)
+def test_install_refuses_what_the_daemon_would_refuse(home: Home, flags: list[str], message: str) -> None:
+    (home.folder / "damaged.gguf").write_bytes(EMBEDDED.read_bytes()[:5000])
+    (home.folder / "relative.yaml").write_text("model:\n  model: some.gguf\n")
+    found = home.run("install", "--now", "--", *flags)
+    assert found.returncode == 2
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not home.units.exists()
+    assert home.asked() == []
+
+
+@linux
+def test_install_now_starts_the_socket_and_uninstall_removes_everything(home: Home) -> None:
+    home.units.mkdir(parents=True)
+    (home.units / "other.service").write_text("[Service]\n")
+    assert home.run("install", "--now").returncode == 0
+    assert home.asked() == ["daemon-reload", "enable --now uma-trio.socket"]
+    assert home.run("install", "--now").returncode == 0
+    assert home.asked() == ["daemon-reload", "enable --now uma-trio.socket"], "nothing has changed"
+    changed = home.run("install", "--now", "--", "--ctx", "4k")
+    assert changed.stdout.startswith(f"replaced {home.units}/uma-trio.socket\n")
+    assert home.asked() == [
+        "daemon-reload",
+        "stop uma-trio.service uma-trio.socket",
+        "enable --now uma-trio.socket",
+    ]
+    removed = home.run("uninstall")
+    assert (removed.returncode, removed.stderr) == (0, "")
+    assert home.asked() == ["disable --now uma-trio.socket uma-trio.service", "daemon-reload"]
+    assert [path.name for path in home.units.iterdir()] == ["other.service"]
+    again = home.run("uninstall")
+    assert (again.returncode, again.stdout, home.asked()) == (0, "the service is not installed\n", [])
+
+
+@linux
+def test_units_of_somebody_else_stay(home: Home) -> None:
+    home.units.mkdir(parents=True)
+    unit = home.units / "uma-trio.service"
+    unit.write_text("[Service]\nExecStart=/bin/true\n")
+    for command in ("install", "uninstall"):
+        found = home.run(command)
+        assert (found.returncode, "was not written by uma-trio service install" in found.stderr) == (2, True)
+    assert unit.read_text() == "[Service]\nExecStart=/bin/true\n"
+    assert [*home.units.iterdir()] == [unit]
+    assert home.asked() == []
+
+
+@linux
+def test_a_systemctl_that_fails(home: Home) -> None:
+    home.systemctl(code=1, prints="")
+    found = home.run("install", "--now")
+    assert (found.returncode, "systemctl --user daemon-reload failed" in found.stderr) == (1, True)
+    assert home.asked() == ["daemon-reload"]
+    removed = home.run("uninstall")
+    assert removed.returncode == 1
+    assert [*home.units.iterdir()] == [], "the files go all the same"
+    nothing = home.run("status")
+    assert (nothing.returncode, "not installed" in nothing.stdout) == (1, True)
+
+
+@linux
+def test_status_shows_what_systemd_says(home: Home) -> None:
+    home.run("install")
+    for prints, code in (("     Active: active (listening) since Sun", 0), ("     Active: failed (Result: x)", 1)):
+        home.systemctl(code=3, prints=prints)  # 3: one of the units does not run
+        found = home.run("status")
+        assert (found.returncode, found.stdout) == (code, f"{prints}\n")
+
+
+@linux
+def test_install_names_what_does_not_reach_the_service(home: Home) -> None:
+    found = home.run("install", UMA_CTX="4k", UMA_SOCKET=str(home.folder / "mine.sock"))
+    assert found.stderr == "not part of the service: UMA_CTX; give the flags of serve after --\n"
+    assert f"ListenStream={home.folder}/mine.sock\n" in (home.units / "uma-trio.socket").read_text()
+
+
+@linux
+def test_install_now_does_not_take_the_socket_of_a_running_daemon(home: Home) -> None:
+    with socket.socket(socket.AF_UNIX) as running:
+        running.bind(str(home.folder / "uma.sock"))
+        running.listen(1)
+        found = home.run("install", "--now", "--", "--socket", "uma.sock")
+    assert (found.returncode, "a daemon serves on" in found.stderr) == (2, True)
+    assert not home.units.exists()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze: apt install systemd")
+@pytest.mark.parametrize("folder", ["plain", "with spaces", "100%", "$HOME", "é"])
+def test_systemd_accepts_the_units(tmp_path: Path, folder: str) -> None:
+    program = tmp_path / folder / "python"
+    program.parent.mkdir()
+    program.symlink_to(sys.executable)
+    arguments = ["serve", "--model", str(tmp_path / folder / "it's $a %m \\ model.gguf"), ";", ""]
+    service = Service(command=[str(program), *arguments], socket=tmp_path / folder / "uma.sock", drain_s=30)
+    for path, text in Systemd(tmp_path).files(service).items():
+        path.write_text(text)
+    found = subprocess.run(
+        ["systemd-analyze", "--user", "verify", *map(str, Systemd(tmp_path).paths)],
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")

@@ -1,0 +1,286 @@
+"""``uma-trio service``: run the daemon as a service of the user, from login or from the first client on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.exits import FAILED
+
+if TYPE_CHECKING:
+    from uma_trio.cli.service_units import Manager, Service
+    from uma_trio.config import Config
+
+LINGERING: Final = Path("/var/lib/systemd/linger")
+"""Has a file for each user whose services run without a login."""
+
+
+@click.group("service", cls=SuggestingGroup, short_help="Run the daemon as a service of systemd or launchd.")
+def command() -> None:
+    """Run the daemon as a service: of systemd on Linux, of launchd on macOS.
+
+    systemd listens on the socket.  The first client starts the daemon and waits until the model is loaded.  A daemon
+    that crashes or hangs is started again.  launchd starts the daemon at login.  docs/SERVICE.md has the details.
+
+    \b
+      uma-trio service install --now -- --model ~/models/some-model.gguf --ctx 32k
+      uma-trio service status
+      uma-trio service uninstall
+    """
+
+
+@command.command()
+@click.option("--dry-run", is_flag=True, help="Print the files and the commands, and change nothing.")
+@click.option("--now", is_flag=True, help="Also run the commands that start the service.")
+@click.argument("flags", metavar="[-- FLAGS OF SERVE]", nargs=-1, type=click.UNPROCESSED)
+def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
+    """Write the units, and print the command that starts them.
+
+    What stands after -- are flags of uma-trio serve.  They are checked now, and relative paths become absolute.  The
+    service runs this installation of uma-trio.  Variables of this shell do not reach it.
+
+    \b
+      uma-trio service install --dry-run -- --model model.gguf
+      uma-trio service install --now -- --config uma.yaml
+    """
+    from uma_trio.cli.service_units import UnitError
+
+    manager, service = _manager(), _service(flags)
+    try:
+        files = manager.files(service)
+    except UnitError as error:
+        raise click.UsageError(str(error)) from None
+    before = {path: _read_own(path) for path in files}
+    replaced = any(text is not None and text != files[path] for path, text in before.items())
+    commands = manager.start(replaced=replaced)
+    if dry_run:
+        for path, text in files.items():
+            click.echo(f"# {path}\n{text}")
+        _print_commands(commands)
+        return
+    if now and not any(before.values()) and _is_served(service.socket):
+        raise click.UsageError(f"a daemon serves on {service.socket} already; stop it, and install the service again")
+    for path, text in files.items():
+        _write(path, text)
+        click.echo(f"{'replaced' if before[path] else 'wrote'} {path}")
+    ignored = sorted(name for name in os.environ if name.startswith("UMA_") and name != "UMA_SOCKET")
+    if ignored:
+        click.echo(f"not part of the service: {', '.join(ignored)}; give the flags of serve after --", err=True)
+    if not now:
+        _print_commands(commands)
+    elif not all(_run(each) for each in commands):  # stops at the first that fails
+        sys.exit(FAILED)
+    click.echo(f"clients find the daemon at {service.socket}")
+    if sys.platform != "darwin" and not _lingers():
+        click.echo("the service ends when you log out; to keep it running: loginctl enable-linger")
+
+
+@command.command()
+def uninstall() -> None:
+    """Stop the service and remove the units that install has written.
+
+    Sessions and settings stay.  A unit that somebody else has written stays, too.
+    """
+    manager = _manager()
+    ours = [path for path in manager.paths if _read_own(path) is not None]
+    if not ours:
+        click.echo("the service is not installed")
+        return
+    stopped = all(_run(each) for each in manager.stop())
+    for path in ours:
+        path.unlink()
+        click.echo(f"removed {path}")
+    forgotten = all(_run(each) for each in manager.forget())
+    sys.exit(0 if stopped and forgotten else FAILED)
+
+
+@command.command()
+def status() -> None:
+    """Show whether the service is installed, listens and runs.
+
+    Exit codes: 0 clients can use the service, 1 they cannot.
+    """
+    manager = _manager()
+    missing = [path for path in manager.paths if not path.exists()]
+    if missing:
+        click.echo(f"not installed: there is no {missing[0]}; uma-trio service install writes it")
+        sys.exit(FAILED)
+    found = _output(manager.status())
+    click.echo(found.stdout or found.stderr, nl=False)
+    sys.exit(0 if manager.is_running(found.stdout) else FAILED)
+
+
+# -- what to install ----------------------------------------------------------------------------------
+
+
+def _manager() -> Manager:
+    from uma_trio.cli.service_units import Launchd, Systemd
+
+    home = Path.home()
+    if sys.platform == "darwin":
+        return Launchd(home / "Library" / "LaunchAgents", home / "Library" / "Logs", os.getuid())
+    return Systemd(Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "systemd" / "user")
+
+
+def _service(flags: Sequence[str]) -> Service:
+    """Check the flags of ``serve``, the model and the library.
+
+    Raises:
+        UsageError: The daemon would not start with them.
+    """
+    from uma_trio.cli.service_units import Service
+    from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
+    from uma_trio.models.gguf_check import check_gguf
+    from uma_trio.models.load_errors import ModelError, explained
+    from uma_trio.models.loaded import EMBEDDED
+    from uma_trio.protocol.address import MAX_PATH_BYTES, default_socket_path
+
+    arguments, settings = _serve_arguments(flags)
+    model = settings.model.model or EMBEDDED
+    try:
+        with explained(model):
+            check_gguf(model)
+        stamp = read_stamp(library_directory(settings.model.llama_dir))
+    except (ModelError, LibraryProblem) as error:
+        raise click.UsageError(str(error)) from None
+    socket = Path(os.path.abspath(settings.listen.socket or default_socket_path()))
+    if len(os.fsencode(socket)) > MAX_PATH_BYTES:
+        raise click.UsageError(
+            f"the path of a socket has at most {MAX_PATH_BYTES} bytes; give a shorter --socket than {socket}"
+        )
+    # -P: a folder uma_trio in the service's current folder is not imported; faulthandler: a daemon that the watchdog
+    # ends leaves in the log where it was
+    program = [sys.executable, "-P", "-X", "faulthandler", "-m", "uma_trio", "serve"]
+    return Service(
+        command=[*program, *arguments],
+        socket=socket,
+        drain_s=settings.limits.drain_timeout_s,
+        hardened=stamp.backend != "cuda",
+    )
+
+
+def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
+    """Return the flags of ``serve`` with absolute paths and without ``--socket``, and the settings that they make.
+
+    Raises:
+        UsageError: They are wrong.
+    """
+    from uma_trio import config
+    from uma_trio.cli.serve import command as serve
+
+    with serve.make_context("uma-trio serve", list(flags)) as context:
+        given = {
+            name: value
+            for name, value in context.params.items()
+            if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        }
+    file = Path(os.path.abspath(given.pop("file"))) if "file" in given else None
+    known = {setting.name: setting for setting in config.settings()}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise click.UsageError(f"--{unknown[0].replace('_', '-')} is not for a service; leave it out")
+    try:
+        settings = config.load(file, {}, given)
+    except config.ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    arguments = [] if file is None else ["--config", str(file)]
+    for name, setting in known.items():
+        value = getattr(getattr(settings, setting.section), setting.field)
+        if name in given and name != "socket":
+            if isinstance(value, bool):
+                arguments.append(setting.flag if value else f"--no-{setting.flag[2:]}")
+            else:
+                text = os.path.abspath(value) if isinstance(value, Path) else str(given[name])
+                arguments += [setting.flag, text]
+        elif isinstance(value, Path) and not value.is_absolute() and name not in given:
+            raise click.UsageError(
+                f"{file}: {name} is {value}, and a service has no folder that this starts in: write an absolute path"
+            )
+    return arguments, settings
+
+
+# -- files and commands -------------------------------------------------------------------------------
+
+
+def _read_own(path: Path) -> str | None:
+    """Read a file that ``install`` has written; ``None`` if it does not exist.
+
+    Raises:
+        UsageError: Somebody else has written it.
+    """
+    from uma_trio.cli.service_units import MARK
+
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise click.UsageError(f"cannot read {path}: {error.strerror}") from None
+    if MARK not in text:
+        raise click.UsageError(f"{path} was not written by uma-trio service install; move it away first")
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _is_served(path: Path) -> bool:
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(os.fspath(path))
+        except BlockingIOError:  # its queue is full
+            return True
+        except OSError:
+            return False
+    return True
+
+
+def _lingers() -> bool:
+    import pwd
+
+    try:
+        return (LINGERING / pwd.getpwuid(os.getuid()).pw_name).exists()
+    except (KeyError, OSError):
+        return False
+
+
+def _print_commands(commands: Iterable[Sequence[str]]) -> None:
+    for each in commands:
+        click.echo(f"next: {shlex.join(each)}")
+
+
+def _run(argv: Sequence[str]) -> bool:
+    """Run a command and say so; returns whether it succeeded."""
+    found = _output(argv)
+    if found.returncode:
+        click.echo(f"uma-trio service: {shlex.join(argv)} failed: {found.stderr.strip()}", err=True)
+    else:
+        click.echo(f"ran {shlex.join(argv)}")
+    return found.returncode == 0
+
+
+def _output(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    if shutil.which(argv[0]) is None:
+        click.echo(
+            f"uma-trio service: there is no {argv[0]} here; run uma-trio serve under the service manager that there is",
+            err=True,
+        )
+        sys.exit(FAILED)
+    environment: Mapping[str, str] = {**os.environ, "LC_ALL": "C"}
+    return subprocess.run(argv, capture_output=True, text=True, errors="replace", env=environment)
