@@ -51,16 +51,3 @@ def test_engine_modes(library, tmp_path):
         assert float(row["ready_s"]) > 0
         assert float(row["tokens_per_s"]) > 0
         assert float(row["host_gap_p50_ms"]) > 0
-
-
-def test_make_model_without_its_package_is_one_sentence(tmp_path):
-    (tmp_path / "gguf.py").write_text("raise ModuleNotFoundError(name='gguf')")
-    done = subprocess.run(
-        [sys.executable, str(BENCHES / "make_model.py"), "--out", str(tmp_path / "m.gguf")],
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    assert "./build_llama.sh --dev" in done.stderr

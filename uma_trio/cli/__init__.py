@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+import uma_trio
 from uma_trio.cli.exits import clean_exit, open_closed_streams, require_utf8
 
 COMMANDS = {
@@ -72,7 +73,7 @@ class LazyGroup(SuggestingGroup):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="uma-trio")
+@click.version_option(uma_trio.__version__, prog_name="uma-trio")
 def main() -> None:
     """An LLM daemon over llama.cpp whose streams never freeze.
 
