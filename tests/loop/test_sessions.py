@@ -222,7 +222,7 @@ async def test_a_request_replaces_the_last_messages(autojump_clock, tmp_path):
                 with pytest.raises(ServerError, match="has 4 messages; drop_messages is 5"):
                     await client.complete(messages=user("x"), session_id="a", drop_messages=5, keep_alive=True)
                 with pytest.raises(ServerError, match="E_LIMIT_MAX_TOKENS"):
-                    await client.complete(messages=user("x"), session_id="a", drop_messages=2, max_tokens=10**6)
+                    await client.complete(messages=user("x"), session_id="a", drop_messages=2, max_tokens=10**8)
             async with harness.client() as client:
                 assert (await client.transcript("a")).messages == before
             async with harness.client() as client:

@@ -212,3 +212,10 @@ def test_ask_waits_for_a_daemon_that_starts(loading):
     )
     assert (found.returncode, found.stderr) == (0, "")
     assert "Paris" in found.stdout
+
+
+def test_an_answer_without_max_tokens_may_fill_its_sequence(run):
+    """One that ends by itself is complete, however long it is."""
+    found = run("ask", "--stats", "Count from 1 to 300.")
+    assert found.stdout.split()[-1].rstrip(".") == "300"
+    assert "not complete" not in found.stderr

@@ -142,7 +142,7 @@ def test_stats_go_to_stderr(ask):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--max-tokens", "1000000", QUESTION], "E_LIMIT_MAX_TOKENS"),
+        (["--max-tokens", "100000000", QUESTION], "E_LIMIT_MAX_TOKENS"),
         (["--raw", "x " * 20_000], "E_LIMIT_CONTEXT"),
     ],
 )

@@ -48,7 +48,7 @@ def test_each_answer_has_one_line(library, tmp_path):
         assert wire.receive()["event"] == "token"
         wire.send(event="cancel", id="d")
         assert wire.answer().reason == "cancelled"
-        refused = wire.ask(id="e", keep_alive=True, prompt="Hello", max_tokens=10**6, session_id="t")
+        refused = wire.ask(id="e", keep_alive=True, prompt="Hello", max_tokens=10**8, session_id="t")
         assert refused.code == "E_LIMIT_MAX_TOKENS"
         wire.send(id="f", prompt="Hello", max_tokens=1, model="other")
         wire.rest()

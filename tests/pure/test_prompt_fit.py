@@ -11,12 +11,14 @@ from uma_trio.models.prompt import tokens_to_generate
 from uma_trio.protocol.messages import Generate
 
 
-def model_info(*, n_ctx_seq: int = 100, n_ctx_train: int = 1000) -> ModelInfo:
+def model_info(*, n_ctx_seq: int = 100, n_ctx_train: int = 1000, unified: bool = False) -> ModelInfo:
+    """A model with four sequences.  With unified KV each of them can have all cells."""
     return ModelInfo(
         name="m",
         description="",
         n_vocab=10,
-        n_ctx=4 * n_ctx_seq,
+        n_ctx=n_ctx_seq if unified else 4 * n_ctx_seq,
+        unified=unified,
         n_ctx_seq=n_ctx_seq,
         n_ctx_train=n_ctx_train,
         n_batch=32,
@@ -38,6 +40,41 @@ def test_a_request_that_names_no_number_gets_the_default_or_what_there_is() -> N
     assert tokens_to_generate(ask(), 10, model_info(), LIMITS) == 20
     assert tokens_to_generate(ask(), 90, model_info(), LIMITS) == 11
     assert tokens_to_generate(ask(), 10, model_info(), Limits(default_max_tokens=50, max_tokens=5)) == 5
+
+
+@pytest.mark.parametrize("n_prompt", [1, 50, 100])
+def test_an_answer_of_open_length_may_fill_its_own_sequence(n_prompt: int) -> None:
+    assert tokens_to_generate(ask(), n_prompt, model_info(), Limits()) == 101 - n_prompt
+
+
+@pytest.mark.parametrize(
+    ("n_prompt", "granted"),
+    [
+        (1, 4000),  # the share of one of four sequences
+        (1001, 3000),
+        (2000, 2001),
+        (3000, 2000),  # at least half a share
+        (10_000, 2000),
+        (15_000, 1001),  # what the context has
+    ],
+)
+def test_with_unified_kv_an_answer_of_open_length_may_fill_a_share(n_prompt: int, granted: int) -> None:
+    model = model_info(n_ctx_seq=16_000, n_ctx_train=100_000, unified=True)
+    assert tokens_to_generate(ask(), n_prompt, model, Limits()) == granted
+
+
+def test_a_small_share_is_no_low_default() -> None:
+    model = model_info(n_ctx_seq=1000, unified=True)
+    assert [tokens_to_generate(ask(), n, model, Limits()) for n in (1, 200, 900)] == [512, 512, 101]
+
+
+@given(st.integers(1, 2000), st.integers(2048, 100_000))
+def test_as_many_answers_of_open_length_fit_as_there_are_sequences(n_prompt: int, n_ctx: int) -> None:
+    """Unless a prompt takes more than half of its share, or shares are small."""
+    model = model_info(n_ctx_seq=n_ctx, n_ctx_train=10**6, unified=True)
+    share = n_ctx // 4
+    if n_prompt <= share // 2 and share - n_prompt >= 512:
+        assert 4 * (n_prompt + tokens_to_generate(ask(), n_prompt, model, Limits()) - 1) <= n_ctx
 
 
 def test_the_last_token_needs_no_cell() -> None:
@@ -71,12 +108,12 @@ def test_what_is_beyond_a_limit() -> None:
 @given(
     st.integers(0, 300),
     st.none() | st.integers(1, 300),
-    st.builds(model_info, n_ctx_seq=st.integers(1, 200), n_ctx_train=st.integers(1, 200)),
+    st.builds(model_info, n_ctx_seq=st.integers(1, 200), n_ctx_train=st.integers(1, 200), unified=st.booleans()),
     st.builds(
         Limits,
         max_prompt_tokens=st.integers(1, 300),
         max_tokens=st.integers(1, 300),
-        default_max_tokens=st.integers(1, 300),
+        default_max_tokens=st.integers(0, 300),
     ),
 )
 def test_what_is_granted_fits_and_is_what_was_asked(

@@ -153,11 +153,14 @@ class Limits:
         256 * KIB, "Largest prompt in UTF-8 bytes, checked before it is tokenized.", ge=1, le=64 * MIB
     )
     max_prompt_tokens: int = setting(1 << 20, "Largest prompt in tokens.", ge=1, le=64 * MIB)
-    max_tokens: int = setting(4096, "Largest max_tokens of a request.", ge=1, le=2**31 - 1)
+    max_tokens: int = setting(
+        1 << 20, "Largest max_tokens of a request. The context limits it as well.", ge=1, le=2**31 - 1
+    )
     default_max_tokens: int = setting(
-        512,
-        "max_tokens of a request that gives none, or what fits into the context if that is less.",
-        ge=1,
+        0,
+        "max_tokens of a request that gives none, or what fits into the context if that is less. 0 takes as many as "
+        "the request's share of ctx has room for, which is ctx / parallel.",
+        ge=0,
         le=2**31 - 1,
     )
     max_tx_bytes: int = setting(

@@ -20,6 +20,9 @@ from uma_trio.protocol.messages import ChatMessage, Generate
 INLINE_BYTES: Final = 4096
 """Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
 
+SHORT_ANSWER: Final = 512
+"""Tokens that an answer of open length gets at least, if the context has room for them."""
+
 
 @attrs.frozen(eq=False)
 class Prompt:
@@ -172,9 +175,23 @@ def surplus_tokens(n_prompt: int, request: Generate, info: ModelInfo, limits: Li
 
 
 def prompt_room(request: Generate, info: ModelInfo, limits: Limits) -> int:
-    """Prompt tokens that fit into the context together with the answer."""
-    wanted = request.max_tokens or min(limits.default_max_tokens, limits.max_tokens)
-    return info.max_request_tokens - wanted + 1
+    """Prompt tokens that fit into the context together with the answer; with a short one, if its length is open."""
+    context = info.max_request_tokens
+    wanted = request.max_tokens or limits.default_max_tokens or min(SHORT_ANSWER, context // 4)
+    return context - min(wanted, limits.max_tokens) + 1
+
+
+def _default_max_tokens(n_prompt: int, info: ModelInfo, limits: Limits) -> int:
+    """How many tokens a request may generate that does not say, if the context has room for them.
+
+    See docs/design/kv-cache.md, "An answer of open length".
+    """
+    if limits.default_max_tokens:
+        return limits.default_max_tokens
+    if not info.unified:
+        return info.n_ctx_seq
+    share = info.n_ctx // info.n_seq_max
+    return max(share - n_prompt + 1, share // 2, SHORT_ANSWER)
 
 
 def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits: Limits) -> int:
@@ -200,7 +217,7 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
         )
     wanted = request.max_tokens
     if wanted is None:
-        return min(limits.default_max_tokens, limits.max_tokens, room)
+        return min(_default_max_tokens(n_prompt, info, limits), limits.max_tokens, room)
     if wanted > limits.max_tokens:
         raise MaxTokensTooLarge(f"max_tokens is {wanted}; this server gives {limits.max_tokens}")
     if wanted > room:
