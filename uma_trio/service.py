@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Iterator
 from typing import Any
 
+import attrs
 import structlog
 import trio
 
-from uma_trio.config import MB, Config
+from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
 from uma_trio.errors import BadRequest, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
 from uma_trio.kv.offload_index import SavedState
@@ -21,6 +22,7 @@ from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Transcript, Usage
+from uma_trio.sampling import sampling_defaults
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
 from uma_trio.serving.stats import log_request
@@ -55,6 +57,9 @@ class ModelService:
     ) -> None:
         self.name = model.info.name.removesuffix(".gguf")
         self._model = model
+        self._sampling = sampling_defaults(config.sampling, model.recommended_sampling)
+        values: dict[str, Any] = {name: each.value for name, each in self._sampling.items()}
+        config = attrs.evolve(config, sampling=Sampling(**values))
         self._limits = config.limits
         self._prompts: PromptMaker = model.prompts
         self.has_chat_template = model.prompts.chat is not None
@@ -137,6 +142,11 @@ class ModelService:
             "model": {"model": self.name, "description": info.description, "size_mb": round(info.size_bytes / MB, 1)},
             "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
             "device": {"device": str(self._model.devices)},
+            "sampling defaults": {
+                name: f"{each.value:g} ({each.source})"
+                for name, each in self._sampling.items()
+                if each.source != "built in" or name == "temperature"
+            },
         }
 
     def snapshot(self) -> dict[str, Any]:
@@ -209,7 +219,7 @@ class Generation:
         scheduler = self.service._scheduler
         durable = self.request.session_id is not None
         self._sequences = sequences = scheduler.submit(self.request, prompt, sink, self._principal, durable=durable)
-        log.debug("request", request=self.request.id, prompt_tokens=len(prompt.tokens))
+        log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | None = None
         limit_s = self.service._limits.request_timeout_s
         try:

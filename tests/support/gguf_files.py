@@ -46,3 +46,12 @@ def gguf(pairs=PAIRS, tensors=TENSORS, data=DATA, *, version=3, n_tensors=None, 
 def big_vocabulary(n):
     tokens = b"".join(text(f"token {i}") for i in range(n))
     return (*PAIRS[:4], pair("tokenizer.ggml.tokens", ARRAY, array(STRING, n, tokens)))
+
+
+def with_pairs(data, *pairs, alignment=32):
+    """The GGUF file ``data`` with more metadata in front; its tensors stay aligned."""
+    n_kv = struct.unpack_from("<Q", data, 16)[0]
+    added = b"".join(pairs)
+    filler = -(len(added) + len(pair("test.filler", STRING, text("")))) % alignment
+    added += pair("test.filler", STRING, text(b"x" * filler))
+    return data[:16] + struct.pack("<Q", n_kv + len(pairs) + 1) + added + data[24:]

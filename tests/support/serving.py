@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from uma_trio.client import Client, open_client
 from uma_trio.daemon import listener
 from uma_trio.daemon.server import Server
 from uma_trio.daemon.storage import NO_STORAGE, Storage, saved_state
+from uma_trio.engine.devices import Devices
 from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
@@ -75,10 +76,15 @@ class FakeModel:
     prompts: FakePrompts
     cost: CostModel = attrs.field(factory=CostModel)
     cost_name: str = "fake"
+    recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
 
     @property
     def info(self) -> ModelInfo:
         return self.engine.info
+
+    @property
+    def devices(self) -> Devices:
+        return self.engine.link.ready.devices
 
     def token_to_bytes(self, token: int) -> bytes:
         return token_to_bytes(token)
@@ -144,6 +150,7 @@ async def serving(
     storage: Storage = NO_STORAGE,
     *,
     in_thread: InThread = at_once,
+    recommended_sampling: Mapping[str, float] | None = None,
     **values: Any,
 ) -> AsyncIterator[Serving]:
     """A server on a temporary socket, cancelled at the end.
@@ -151,6 +158,7 @@ async def serving(
     Args:
         storage: survives the server; see ``remembering``.
         in_thread: runs blocking calls.
+        recommended_sampling: of the model file.
         values: configuration by flat names.
     """
     engine = engine or FakeEngine()
@@ -158,7 +166,9 @@ async def serving(
         path = Path(folder, "uma.sock")
         chosen = settings(**values)
         model = FakeModel(
-            VirtualEngine(engine, settings=chosen.engine), FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits)
+            VirtualEngine(engine, settings=chosen.engine),
+            FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits),
+            recommended_sampling=recommended_sampling or {},
         )
         service = ModelService(
             chosen, model, journal=storage.journal, files=storage.files, states=storage.states, in_thread=in_thread

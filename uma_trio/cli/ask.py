@@ -39,7 +39,9 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
     help="Maximum number of tokens to generate.  [default: as many as the server has room for]",
 )
 @click.option("--n", type=click.IntRange(1, 16), help="Number of answers, printed one after another.")
-@click.option("--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: 0]")
+@click.option(
+    "--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: that of the server or the model]"
+)
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
 @click.option("--top-k", type=click.IntRange(0), help="Sample from the k most likely tokens; 0 is off.")
 @click.option(

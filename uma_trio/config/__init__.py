@@ -19,6 +19,7 @@ from uma_trio.config.fields import (
     Listen,
     Model,
     Operations,
+    Sampling,
     Scheduling,
     Sessions,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Listen",
     "Model",
     "Operations",
+    "Sampling",
     "Scheduling",
     "Sessions",
     "Setting",

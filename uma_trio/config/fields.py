@@ -24,7 +24,7 @@ def setting(default: Any, help: str, *, name: str | None = None, short: str | No
 
     Args:
         name: its name in files, variables and flags, if that is not the name of the field.
-        short: a short flag, spelled as llama.cpp's tools spell it.
+        short: a second spelling of the flag, that of llama.cpp's tools.
         bounds: ``ge``, ``gt`` and ``le``, as ``msgspec.Meta`` takes them.
     """
     metadata = {"help": help, "name": name, "short": short, "bounds": bounds}
@@ -241,6 +241,48 @@ class Scheduling:
 
 
 @attrs.frozen(kw_only=True)
+class Sampling:
+    """Sampling parameters of requests that give none. Without a setting, the model file decides, or what is built in."""
+
+    temperature: float | None = setting(
+        None,
+        "Divides the logits. 0 always takes the most likely token, and the next three settings have no effect.",
+        short="--temp",
+        ge=0,
+        le=100,
+    )
+    top_k: int | None = setting(None, "Sample from this many most likely tokens. 0 is off.", ge=0, le=2**31 - 1)
+    top_p: float | None = setting(
+        None,
+        "Sample from the smallest set of most likely tokens that together have this probability. 1 is off.",
+        gt=0,
+        le=1,
+    )
+    min_p: float | None = setting(
+        None,
+        "Sample from tokens with at least this fraction of the most likely token's probability. 0 is off.",
+        ge=0,
+        le=1,
+    )
+    repetition_penalty: float | None = setting(
+        None,
+        "Divides positive logits, and multiplies negative ones, of the last repeat_last_n tokens. 1 is off.",
+        short="--repeat-penalty",
+        ge=0.1,
+        le=10,
+    )
+    repeat_last_n: int | None = setting(
+        None, "Window of repetition_penalty, in tokens of prompt and answer together. 0 is off.", ge=0, le=4096
+    )
+    frequency_penalty: float | None = setting(
+        None, "Subtracted from a token's logit for each time that the answer contains it.", ge=-2, le=2
+    )
+    presence_penalty: float | None = setting(
+        None, "Subtracted once from the logit of each token that the answer contains.", ge=-2, le=2
+    )
+
+
+@attrs.frozen(kw_only=True)
 class Sessions:
     """Conversations that the server remembers by their ``session_id``."""
 
@@ -303,6 +345,7 @@ class Config:
     listen: Listen = attrs.field(factory=Listen)
     limits: Limits = attrs.field(factory=Limits)
     scheduling: Scheduling = attrs.field(factory=Scheduling)
+    sampling: Sampling = attrs.field(factory=Sampling)
     sessions: Sessions = attrs.field(factory=Sessions)
     operations: Operations = attrs.field(factory=Operations)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,8 +55,10 @@ class Setting:
     help: str
     bounds: Mapping[str, float]
     """``ge``, ``gt`` and ``le``; empty unless it is a number."""
+    is_optional: bool = False
+    """Whether it may be ``None``, which means "not given"."""
     short: str | None = None
-    """A short flag, if it has one."""
+    """A second spelling of the flag, if it has one."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -88,8 +91,8 @@ class Setting:
     def convert(self, value: Any, source: str) -> Any:
         """Convert ``value`` to the type of this setting, and check its bounds.
 
-        Numbers and booleans may be given as text, numbers with a suffix.  For a path, ``None`` and the empty text mean
-        "not given".
+        Numbers and booleans may be given as text, numbers with a suffix.  For an optional setting, ``None`` and the
+        empty text mean "not given".
 
         Args:
             source: where the value comes from, for the error message.
@@ -99,13 +102,13 @@ class Setting:
         """
         import msgspec  # late: the help of commands must not wait for this import
 
+        if self.is_optional and (value is None or value == ""):
+            return None
         raw = value
         is_text = isinstance(value, str) and self.type in (int, float, bool)
         if is_text:
             raw = value.strip()
             raw = _BOOLEANS.get(raw.lower(), raw) if self.type is bool else self._without_suffix(raw)
-        elif value == "":
-            raw = None
         try:
             annotated = Annotated[self.type, msgspec.Meta(**self.bounds)]  # type: ignore[name-defined]
             return msgspec.convert(raw, annotated, strict=not is_text, dec_hook=_path)
@@ -151,12 +154,15 @@ def settings() -> Iterator[Setting]:
     for section, cls in SECTIONS.items():
         hints = typing.get_type_hints(cls)
         for field in attrs.fields(cls):
-            meta = field.metadata
+            meta, hint = field.metadata, hints[field.name]
+            kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+            is_optional = isinstance(hint, types.UnionType)
             yield Setting(
                 section=section,
                 field=field.name,
                 name=meta["name"] or field.name,
-                type=hints[field.name],
+                type=kinds[0] if is_optional else hint,
+                is_optional=is_optional,
                 default=field.default,
                 help=meta["help"],
                 bounds=meta["bounds"],

@@ -517,6 +517,8 @@ class Vocabulary:
     tokenizer: Tokenizer
     chat_template: str | None
     """Jinja source; ``None`` if the file has none."""
+    metadata: Mapping[str, str]
+    """Keys of the file and their values as text, without arrays."""
 
 
 @contextlib.contextmanager
@@ -527,7 +529,7 @@ def open_vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Vocab
         llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
     """
     with llama_abi.Model(llama_abi.load(llama_dir), path, vocab_only=True) as model:
-        yield Vocabulary(Tokenizer(model.vocab), model.chat_template)
+        yield Vocabulary(Tokenizer(model.vocab), model.chat_template, model.metadata())
 
 
 def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +27,7 @@ from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import explained
 from uma_trio.models.prompt import PromptMaker
+from uma_trio.sampling import recommended
 from uma_trio.scheduling.cost import CostModel
 
 log = structlog.get_logger("uma_trio.models")
@@ -52,6 +53,8 @@ class LoadedModel:
     """Fingerprint of the model: what tokens mean."""
     state_name: str
     """Fingerprint of the model and of how the states of its sequences are laid out."""
+    recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
+    """Sampling parameters that the model file recommends, by name."""
 
     @property
     def info(self) -> ModelInfo:
@@ -115,6 +118,7 @@ async def open_model(
                 cost_name=name,
                 name=tuning_cache.model_fingerprint(path),
                 state_name=tuning_cache.model_fingerprint(path, link.ready.state_format),
+                recommended_sampling=_recommended_sampling(vocabulary.metadata),
             )
         finally:
             await engine.link.aclose()
@@ -154,6 +158,13 @@ def _log_layout(layout: LayoutReport) -> None:
     for name, ticks in layout.measured.items():
         log.info("measured a layout of the KV cache", layout=name, ticks=ticks)
     log.info("layout of the KV cache", layout=layout.name, why=layout.reason, hint=hint)
+
+
+def _recommended_sampling(metadata: Mapping[str, str]) -> dict[str, float]:
+    found, problems = recommended(metadata.get)
+    for problem in problems:
+        log.warning("ignored a sampling parameter of the model file", reason=problem)
+    return found
 
 
 def _chat_template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -88,21 +88,21 @@ class Generate:
     """``None`` is the server's default, or the room left in the context if that is less."""
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     """Number of answers to the prompt.  Each has its own ``index`` and its own seed."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    """0 is greedy."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    """0 is greedy.  ``None``, here and in the next seven fields, is the default of the server or of the model."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     """1 is off."""
-    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
+    top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
     """0 is off."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     """0 is off."""
-    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.1, le=10)] | None = None
     """1 is off."""
-    repeat_last_n: Annotated[int, Meta(ge=0, le=4096)] = 64
+    repeat_last_n: Annotated[int, Meta(ge=0, le=4096)] | None = None
     """Window of ``repetition_penalty``: the last tokens of prompt and answer together."""
-    frequency_penalty: Penalty = 0.0
+    frequency_penalty: Penalty | None = None
     """Subtracted from a token's logit for each time that the answer contains it.  0 is off."""
-    presence_penalty: Penalty = 0.0
+    presence_penalty: Penalty | None = None
     """Subtracted once from the logit of a token that the answer contains.  0 is off."""
     logit_bias: LogitBias = attrs.field(factory=dict)
     """Token id to a number that is added to its logit.  ``BANNED`` excludes the token."""

@@ -6,6 +6,7 @@ rows of a step are sampled together in numpy.
 This package is pure: it needs numpy, msgspec and the standard library, and knows neither models nor clients.
 """
 
+from uma_trio.sampling.defaults import SamplingDefault, given, recommended, sampling_defaults
 from uma_trio.sampling.logit_ops import Bias, Past, TokenHistory
 from uma_trio.sampling.logprobs import TokenLogprobs, compute_logprobs
 from uma_trio.sampling.params import SamplingParams
@@ -14,6 +15,7 @@ from uma_trio.sampling.sampler import NO_TOKEN, copied_rows, distribution, sampl
 from uma_trio.sampling.text import TextAssembler
 
 __all__ = [
-    "NO_TOKEN", "Bias", "Past", "PromptLookup", "SamplingParams", "TextAssembler", "TokenHistory", "TokenLogprobs",
-    "compute_logprobs", "copied_rows", "distribution", "sample",
+    "NO_TOKEN", "Bias", "Past", "PromptLookup", "SamplingDefault", "SamplingParams", "TextAssembler", "TokenHistory",
+    "TokenLogprobs", "compute_logprobs", "copied_rows", "distribution", "given", "recommended", "sample",
+    "sampling_defaults",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from uma_trio.errors import BadRequest
 from uma_trio.models.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import BANNED, Generate, Slo
-from uma_trio.sampling import Bias, SamplingParams, TokenHistory
+from uma_trio.sampling import Bias, SamplingParams, TokenHistory, given
 from uma_trio.scheduling.view import Priority
 from uma_trio.serving.sequence import EventSink, Sampling, Sequence
 
@@ -52,7 +52,7 @@ def admit(
             index=index if request.n > 1 else None,
             prompt=prompt,
             max_tokens=max_tokens,
-            sampling=_sampling(request, (seed + index) % 2**63 if index else seed, prompt, max_tokens, info),
+            sampling=_sampling(request, (seed + index) % 2**63 if index else seed, prompt, max_tokens, info, config),
             end_ids=frozenset((*info.eog_ids, *request.stop_token_ids)),
             sink=sink,
             principal=principal,
@@ -73,18 +73,10 @@ def _check_token_ids(request: Generate, info: ModelInfo) -> None:
                 raise BadRequest(f"{field} names the token {token}; this model has 0 to {info.n_vocab - 1}")
 
 
-def _sampling(request: Generate, seed: int, prompt: Prompt, max_tokens: int, info: ModelInfo) -> Sampling:
-    params = SamplingParams(
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        seed=seed,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        repeat_last_n=request.repeat_last_n,
-        frequency_penalty=request.frequency_penalty,
-        presence_penalty=request.presence_penalty,
-    )
+def _sampling(
+    request: Generate, seed: int, prompt: Prompt, max_tokens: int, info: ModelInfo, config: Config
+) -> Sampling:
+    params = SamplingParams(seed=seed, **(given(config.sampling) | given(request)))
     banned = [token for token, bias in request.logit_bias.items() if bias == BANNED]
     if request.ignore_eos:
         banned += info.eog_ids
