@@ -20,7 +20,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts
+from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts, section, tables
 from tests.support.real_daemon import Daemon, real_daemon, wait_ready
 from tests.support.terminal import terminal
 from uma_trio.cli import main
@@ -45,6 +45,10 @@ NOT_RUN = {
     "pip install -e '.[train]'": "installs PyTorch",
     "python -m uma_trio.training all --out build/embedded": "trains a model on a GPU",
     "echo 'What is the capital of Peru?' | nc -U lines.sock": "needs nc, and the daemon of the line before it",
+    "python docs/pictures.py": "changes the pictures of the checkout; tests/model/test_pictures.py runs it",
+    "rm -rf bench-out && jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb": (
+        "changes the notebooks of the checkout; tests/model/test_notebook.py and tests/pictures run them"
+    ),
     'uma-trio completion zsh > "${fpath[1]}/_uma-trio"': "needs zsh",
 }
 """Commands that a test cannot run, with the reason."""
@@ -254,3 +258,20 @@ def _run_live(command: str, environment: Mapping[str, str], home: Path) -> None:
         screen.wait_for(shown)
         screen.type(key)
         assert screen.wait() == 0
+
+
+AFTER_SOMETHING = {"Who is the judge of Quudshomere?", "And of Italy?"}
+"""Questions that need a document or a chat before them; tests/model/test_embedded.py has such questions."""
+
+SKILLS = [
+    row
+    for row in tables(section((ROOT / "docs" / "EMBEDDED_MODEL.md").read_text(), "What it can do"))[0]
+    if row[1] not in AFTER_SOMETHING
+]
+
+
+@pytest.mark.parametrize(("_skill", "question", "answer"), SKILLS, ids=[row[1] for row in SKILLS])
+def test_the_embedded_model_answers_as_its_page_says(served: Daemon, _skill: str, question: str, answer: str) -> None:
+    expected, cut, _ = answer.strip("`").partition(" …")
+    found = served.ask(messages=[{"role": "user", "content": question}]).text
+    assert found.startswith(expected) if cut else found == expected

@@ -12,7 +12,7 @@ import attrs
 import pytest
 import yaml
 
-from tests.support.documents import ROOT, blocks, fenced
+from tests.support.documents import ROOT, blocks, fenced, section, tables
 from uma_trio import config
 from uma_trio.cli import COMMANDS
 from uma_trio.cli.metrics_view import GROUPS
@@ -51,24 +51,6 @@ PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 
 def text_of(name: str) -> str:
     return (DOCS / name).read_text()
-
-
-def section(page: str, title: str) -> str:
-    """The text under a heading, up to the next heading of its level or above."""
-    level = re.search(rf"^(#+) {re.escape(title)}$", page, re.MULTILINE)
-    assert level, f"no heading {title!r}"
-    rest = page[level.end() :]
-    end = re.search(rf"^#{{1,{len(level[1])}}} ", rest, re.MULTILINE)
-    return rest[: end.start()] if end else rest
-
-
-def tables(text: str) -> list[list[list[str]]]:
-    """All tables, each as a list of rows without the header."""
-    found = []
-    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        rows = [[cell.strip() for cell in line.strip().strip("|").split(" |")] for line in block.splitlines()]
-        found.append([[cell.removeprefix("|").strip() for cell in row] for row in rows[2:]])
-    return found
 
 
 def named(rows: list[list[str]]) -> list[str]:

@@ -26,6 +26,24 @@ def blocks(text: str, language: str) -> list[str]:
     return [block for found, block in fenced(text) if found == language]
 
 
+def section(page: str, title: str) -> str:
+    """The text under a heading, up to the next heading of its level or above."""
+    level = re.search(rf"^(#+) {re.escape(title)}$", page, re.MULTILINE)
+    assert level, f"no heading {title!r}"
+    rest = page[level.end() :]
+    end = re.search(rf"^#{{1,{len(level[1])}}} ", rest, re.MULTILINE)
+    return rest[: end.start()] if end else rest
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """All tables, each as a list of rows without the header."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip().strip("|").split(" |")] for line in block.splitlines()]
+        found.append([[cell.removeprefix("|").strip() for cell in row] for row in rows[2:]])
+    return found
+
+
 def commands(block: str) -> list[str]:
     """The command lines of a block, without comments."""
     lines = (re.sub(r"\s+# .*", "", line).strip() for line in block.replace("\\\n", " ").splitlines())

@@ -24,7 +24,8 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 FONT: Final = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 FONT_PX: Final = 14
 COLUMN_PX: Final = 8.4
-LINE_PX: Final = 17
+LINE_PX: Final = 16
+"""A little less than the height of the usual fonts, so that bars and frames have no gaps between lines."""
 MARGIN_PX: Final = 12
 TITLE_PX: Final = 34
 
@@ -126,7 +127,7 @@ def _draw(line: Line, row: int, classes: _Classes) -> str:
     """
     markup, words, column = [], list[str](), 0
     begins = ends = 0
-    y = row * LINE_PX + FONT_PX
+    y = row * LINE_PX + FONT_PX - 1
 
     def close() -> None:
         if words:
