@@ -30,6 +30,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 BUILDS = "builds; tests/abi/test_build_llama.py tests the script"
 RUNS_TESTS = "runs the tests themselves"
+CHANGES_SERVICES = (
+    "changes the services of the user; tests/model/test_service.py runs it with a service manager of its own"
+)
 NOT_RUN = {
     "python3 -m venv .venv && . .venv/bin/activate": "makes the environment that the tests run in",
     "./build_llama.sh && uma-trio serve": BUILDS,
@@ -49,6 +52,10 @@ NOT_RUN = {
     "rm -rf bench-out && jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb": (
         "changes the notebooks of the checkout; tests/model/test_notebook.py and tests/pictures run them"
     ),
+    "uma-trio service install --now -- --model ~/models/some-model.gguf --ctx 32k": CHANGES_SERVICES,
+    "uma-trio service install --now -- --config uma.yaml": CHANGES_SERVICES,
+    "uma-trio service status": CHANGES_SERVICES,
+    "uma-trio service uninstall": CHANGES_SERVICES,
     'uma-trio completion zsh > "${fpath[1]}/_uma-trio"': "needs zsh",
 }
 """Commands that a test cannot run, with the reason."""
@@ -123,8 +130,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home folder with all files that the examples name; commands run in its subfolder ``work``."""
     home = tmp_path_factory.mktemp("home")
     work = home / "work"
-    for model in (work / "path/to/model.gguf", home / "models/some-model.gguf"):
-        model.parent.mkdir(parents=True)
+    for model in (work / "model.gguf", work / "path/to/model.gguf", home / "models/some-model.gguf"):
+        model.parent.mkdir(parents=True, exist_ok=True)
         model.symlink_to(EMBEDDED)
     for folder in (".local/share/bash-completion/completions", ".config/fish/completions"):
         (home / folder).mkdir(parents=True)  # as the packages of these shells do
