@@ -31,6 +31,7 @@ from uma_trio.protocol.messages import (
     Logprobs,
     MetricsQuery,
     PrefillProgress,
+    Reasoning,
     SessionInfo,
     SessionList,
     SessionQuery,
@@ -176,7 +177,14 @@ def test_inner_fields_are_documented(title: str, cls: type) -> None:
         assert f"`{field.name}`" in text
 
 
-EVENTS = {"token": Token, "progress": PrefillProgress, "eos": Eos, "error": Failure, "transcript": Transcript}
+EVENTS = {
+    "token": Token,
+    "reasoning": Reasoning,
+    "progress": PrefillProgress,
+    "eos": Eos,
+    "error": Failure,
+    "transcript": Transcript,
+}
 
 
 def test_the_codec_accepts_every_json_example() -> None:

@@ -27,7 +27,8 @@ from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import explained
 from uma_trio.models.prompt import PromptMaker
-from uma_trio.sampling import recommended
+from uma_trio.models.reasoning import find_format, make_markers
+from uma_trio.sampling import ReasoningMarkers, recommended
 from uma_trio.scheduling.cost import CostModel
 
 log = structlog.get_logger("uma_trio.models")
@@ -109,7 +110,10 @@ async def open_model(
                 name = tuning_cache.model_fingerprint(path, link.ready.environment)
                 cost = await calibrate(link, known=tuning_cache.load_costs(name))
             prompts = PromptMaker(
-                vocabulary.tokenizer, _chat_template(vocabulary.chat_template, vocabulary.tokenizer), config.limits
+                vocabulary.tokenizer,
+                _chat_template(vocabulary.chat_template, vocabulary.tokenizer),
+                config.limits,
+                _reasoning_markers(vocabulary.chat_template, vocabulary.tokenizer),
             )
             yield LoadedModel(
                 engine,
@@ -165,6 +169,11 @@ def _recommended_sampling(metadata: Mapping[str, str]) -> dict[str, float]:
     for problem in problems:
         log.warning("ignored a sampling parameter of the model file", reason=problem)
     return found
+
+
+def _reasoning_markers(template: str | None, tokenizer: Tokenizer) -> ReasoningMarkers | None:
+    found = None if template is None else find_format(template)
+    return None if found is None else make_markers(found, tokenizer.control_id)
 
 
 def _chat_template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
