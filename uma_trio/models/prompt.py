@@ -14,15 +14,12 @@ from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
-from uma_trio.models.context import explain_context, more_context
+from uma_trio.models.context import SHORT_ANSWER, explain_context, more_context
 from uma_trio.protocol.messages import ChatMessage, Generate
 from uma_trio.sampling import ReasoningMarkers
 
 INLINE_BYTES: Final = 4096
 """Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
-
-SHORT_ANSWER: Final = 512
-"""Tokens that an answer of open length gets at least, if the context has room for them."""
 
 
 @attrs.frozen(eq=False)
