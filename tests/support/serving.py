@@ -77,6 +77,7 @@ class FakeModel:
     prompts: FakePrompts
     cost: CostModel = attrs.field(factory=CostModel)
     cost_name: str = "fake"
+    chat_template: str | None = None
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
 
     @property

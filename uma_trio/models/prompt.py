@@ -121,7 +121,9 @@ class PromptMaker:
 
     def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[PromptPart]:
         if self.chat is None:
-            raise NoChatTemplate("this model has no chat template: send prompt instead of messages")
+            raise NoChatTemplate(
+                "this model has no chat template: send prompt instead of messages, or start the server with --chat-template"
+            )
         return self.chat.parts([template_message(message) for message in messages])
 
     def truncate_tokens(self, tokens: Sequence[int], text: str) -> TokenIds:
