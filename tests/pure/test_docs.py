@@ -233,7 +233,7 @@ def test_the_frames_decode_to_the_examples() -> None:
 
 
 def test_the_minimal_client_is_short_and_compiles() -> None:
-    [source] = blocks(PROTOCOL, "python")
+    source, _use = blocks(PROTOCOL, "python")
     assert len([line for line in source.splitlines() if line.strip()]) <= 15
     compile(source, "docs/PROTOCOL.md", "exec")
     imported = {
@@ -246,7 +246,7 @@ def test_the_minimal_client_talks_to_the_codec(tmp_path: Path) -> None:
     import socket
     import threading
 
-    [source] = blocks(PROTOCOL, "python")
+    source, _use = blocks(PROTOCOL, "python")
     space: dict[str, object] = {}
     exec(source, space)
     path = str(tmp_path / "uma.sock")
