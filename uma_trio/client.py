@@ -43,7 +43,6 @@ from uma_trio.protocol.messages import (
     Logprobs,
     Metrics,
     PrefillProgress,
-    Reasoning,
     SessionInfo,
     SessionList,
     Timings,
@@ -66,7 +65,6 @@ __all__ = [
     "Metrics",
     "NoServer",
     "PrefillProgress",
-    "Reasoning",
     "ServerError",
     "SessionInfo",
     "SessionList",
@@ -100,8 +98,6 @@ class Answer:
     """A complete answer.  ``str(answer)`` is its text."""
 
     text: str
-    reasoning: str | None
-    """The model's reasoning before the answer, if there is some and the request has ``separate_reasoning``."""
     reason: FinishReason
     """Why it ended: ``stop`` or ``length``."""
     usage: Usage
@@ -311,7 +307,6 @@ def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None 
     assert isinstance(eos, Eos)
     return Answer(
         text=eos.text or "",
-        reasoning=eos.reasoning,
         reason=eos.reason,
         usage=eos.usage,
         timings=eos.timings,

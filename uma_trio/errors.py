@@ -87,6 +87,13 @@ class NoChatTemplate(ModelRequestError):
     http_status = 400
 
 
+class InvalidConstraint(ModelRequestError):
+    """The ``constraint`` of a request is invalid, unsupported or too complex."""
+
+    code = "E_CONSTRAINT_INVALID"
+    http_status = 400
+
+
 class LimitError(UmaError):
     """A valid request exceeds a limit of this server."""
 

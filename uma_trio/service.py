@@ -16,6 +16,7 @@ import trio
 from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
 from uma_trio.errors import BadRequest, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.grammar import Grammar
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
@@ -68,6 +69,7 @@ class ModelService:
         self._scheduler.cache.index.add_all(states)
         self._sessions = Sessions(config, self._scheduler, model.prompts, journal, in_thread=in_thread)
         self._sessions.load()
+        self._in_thread = in_thread
         self._draining = False
 
     # -- requests -------------------------------------------------------------------------------
@@ -142,7 +144,6 @@ class ModelService:
             "model": {"model": self.name, "description": info.description, "size_mb": round(info.size_bytes / MB, 1)},
             "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
             "device": {"device": str(self._model.devices)},
-            "chat template": {"template": self._model.chat_template or "none"},
             "sampling defaults": {
                 name: f"{each.value:g} ({each.source})"
                 for name, each in self._sampling.items()
@@ -195,13 +196,15 @@ class Generation:
             if self.request.session_id is None:
                 if self.request.drop_messages:
                     raise BadRequest("drop_messages is for the messages of a session: send it with a session_id")
+                grammar = await self._compile(began)
                 prompt = await self._prepare(self.service._prompts.make(self.request), began)
-                await self._stream(prompt, self._sink, began)
+                await self._stream(prompt, self._sink, began, grammar)
             else:
+                grammar = await self._compile(began)
                 sessions = self.service._sessions
                 turn = await self._prepare(sessions.begin(self.request, self._principal.name, self._sink), began)
                 try:
-                    await self._stream(turn.prompt, turn, began)
+                    await self._stream(turn.prompt, turn, began, grammar)
                 finally:
                     await self._end_turn(turn)
 
@@ -216,10 +219,21 @@ class Generation:
                 self._sink.send(event)
             raise
 
-    async def _stream(self, prompt: Prompt, sink: EventSink, began: float) -> None:
+    async def _compile(self, began: float) -> Grammar | None:
+        """The grammar of the request's constraint, before anything else is done for it."""
+        constraint = self.request.constraint
+        if constraint is None:
+            return None
+        compiling = self.service._in_thread(self.service._model.grammars.compile, constraint)
+        grammar: Grammar = await self._prepare(compiling, began)
+        return grammar
+
+    async def _stream(self, prompt: Prompt, sink: EventSink, began: float, grammar: Grammar | None) -> None:
         scheduler = self.service._scheduler
         durable = self.request.session_id is not None
-        self._sequences = sequences = scheduler.submit(self.request, prompt, sink, self._principal, durable=durable)
+        self._sequences = sequences = scheduler.submit(
+            self.request, prompt, sink, self._principal, grammar=grammar, durable=durable
+        )
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | None = None
         limit_s = self.service._limits.request_timeout_s

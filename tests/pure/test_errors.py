@@ -18,7 +18,7 @@ from uma_trio.errors import (
 )
 from uma_trio.protocol.messages import Failure
 
-CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|IO)(_[A-Z]+)+")
+CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|CONSTRAINT|IO)(_[A-Z]+)+")
 
 
 def test_all_errors_finds_every_class_in_the_module() -> None:
@@ -41,7 +41,7 @@ def test_codes_are_unique_and_prefixed_by_branch() -> None:
             ProtocolError: "E_PROTO_",
             LimitError: "E_LIMIT_",
             SessionError: "E_SESSION_",
-            ModelRequestError: "E_MODEL_",
+            ModelRequestError: ("E_MODEL_", "E_CONSTRAINT_"),
             RuntimeFault: ("E_RUNTIME_", "E_MODEL_", "E_IO_"),
         }
         [prefix] = [prefix for base, prefix in branch.items() if issubclass(cls, base)]

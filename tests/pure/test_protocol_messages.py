@@ -17,6 +17,7 @@ from uma_trio.protocol.messages import (
     MAX_METADATA_DEPTH,
     Cancel,
     ChatMessage,
+    Constraint,
     Eos,
     Failure,
     Generate,
@@ -25,7 +26,6 @@ from uma_trio.protocol.messages import (
     Metrics,
     MetricsQuery,
     PrefillProgress,
-    Reasoning,
     ServerEvent,
     SessionInfo,
     SessionList,
@@ -84,7 +84,7 @@ def test_request_with_every_field() -> None:
             "seed": 2**63 - 1,
             "stop": ["a", "b"],
             "stop_token_ids": [3, 4],
-            "ignore_eos": True,
+            "ignore_eos": False,
             "stream": False,
             "echo": True,
             "return_full_text": True,
@@ -95,6 +95,7 @@ def test_request_with_every_field() -> None:
             "n_keep": 4,
             "slo": {"target_ttft_ms": 150, "target_tbt_ms": 80.5, "priority": "background"},
             "principal": "web",
+            "constraint": {"choice": ["a"], "after": "b"},
             "metadata": {"user": [1, None, {"deep": True}]},
         }
     )
@@ -122,7 +123,8 @@ def test_request_with_every_field() -> None:
         seed=2**63 - 1,
         stop=["a", "b"],
         stop_token_ids=[3, 4],
-        ignore_eos=True,
+        constraint=Constraint(choice=["a"], after="b"),
+        ignore_eos=False,
         stream=False,
         echo=True,
         return_full_text=True,
@@ -202,10 +204,7 @@ def test_stop_is_a_string_or_a_list(stop: object, stops: tuple[str, ...]) -> Non
     assert found.stops == stops
 
 
-FLAGS = {
-    *("ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special", "progress"),
-    "separate_reasoning",
-}
+FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special", "progress"}
 
 AT_THE_BOUNDS = [
     ("speculate", None),
@@ -257,6 +256,11 @@ AT_THE_BOUNDS = [
     ("slo", {}),
     ("slo", {"target_ttft_ms": 1e-9, "target_tbt_ms": 3_600_000}),
     ("slo", {"target_ttft_ms": None, "priority": "interactive"}),
+    ("constraint", None),
+    ("constraint", {"json_schema": {}}),
+    ("constraint", {"json_object": True, "after": "x" * 256}),
+    ("constraint", {"regex": "x" * 65536}),
+    ("constraint", {"choice": ["x" * 4096] * 512}),
     ("metadata", {}),
 ]
 
@@ -318,11 +322,14 @@ NOT_TAKEN = [
     ("parse_special", [0, 1, "false", None, []]),
     ("seed", [-1, 2**63, 2**64 - 1, 1.0, "1", True]),
     ("stop", ["", [""], "x" * 257, ["x" * 257], ["x"] * 17, [1], 1, None, {}, [["x"]], ["x"] * 100_000]),
+    ("constraint", [1, "x", [], {}, {"after": "x"}, {"json_object": False}, {"json_object": 1}, {"json_schema": []}]),
+    ("constraint", [{"regex": ""}, {"regex": "x" * 65537}, {"regex": "a", "lark": "b"}, {"gbnf": 1}, {"lark": None}]),
+    ("constraint", [{"choice": []}, {"choice": [""]}, {"choice": "ab"}, {"choice": ["x"] * 513}, {"choice": [1]}]),
+    ("constraint", [{"regex": "a", "after": ""}, {"regex": "a", "after": "x" * 257}]),
     ("ignore_eos", [0, 1, "true", None]),
     ("stream", [0, 1, "false", None]),
     ("echo", [0, "true", None]),
     ("progress", [0, 1, "true", None]),
-    ("separate_reasoning", [0, 1, "true", None]),
     ("keep_alive", [1, "true", None]),
     ("cache_prompt", [0, "true", None]),
     ("speculate", [0, 1, "auto", []]),
@@ -509,11 +516,12 @@ options = st.fixed_dictionaries(
         "return_full_text": st.booleans(),
         "seed": st.none() | st.integers(0, 2**63 - 1),
         "stop": st.text("ab", min_size=1, max_size=5) | st.lists(st.text("ab", min_size=1), max_size=16),
+        "constraint": st.none()
+        | st.builds(lambda texts: {"choice": texts}, st.lists(st.text("ab", min_size=1), min_size=1)),
         "ignore_eos": st.booleans(),
         "stream": st.booleans(),
         "echo": st.booleans(),
         "progress": st.booleans(),
-        "separate_reasoning": st.booleans(),
         "keep_alive": st.booleans(),
         "cache_prompt": st.booleans(),
         "speculate": st.booleans(),
@@ -526,7 +534,12 @@ options = st.fixed_dictionaries(
     },
 )
 requests = st.builds(
-    lambda fields, words: fields | words | ({"n": 1} if fields.get("session_id") else {}),
+    lambda fields, words: (
+        fields
+        | words
+        | ({"n": 1} if fields.get("session_id") else {})
+        | ({"ignore_eos": False} if fields.get("constraint") else {})
+    ),
     options,
     st.builds(lambda text: {"prompt": text}, texts) | st.builds(lambda chat: {"messages": chat}, chats),
 )
@@ -600,25 +613,18 @@ scored = st.builds(
 events = (
     st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
     | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
-    | st.builds(Reasoning.of, texts, texts, st.none() | counts, st.none() | scored, index=st.none() | counts)
     | st.builds(PrefillProgress, id=texts, prefilled_tokens=counts, prompt_tokens=counts, index=st.none() | counts)
     | st.builds(
         Eos,
         id=texts,
         reason=st.sampled_from(["stop", "length", "cancelled", "error"]),
         usage=st.builds(
-            Usage,
-            prompt_tokens=counts,
-            completion_tokens=counts,
-            cached_tokens=counts,
-            dropped_tokens=counts,
-            reasoning_tokens=st.none() | counts,
+            Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts, dropped_tokens=counts
         ),
         timings=st.builds(
             Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times
         ),
         text=st.none() | texts,
-        reasoning=st.none() | texts,
         logprobs=st.none() | st.lists(scored, max_size=2),
         stop=st.none() | texts,
         seed=st.none() | st.integers(0, 2**63 - 1),
@@ -626,7 +632,7 @@ events = (
     )
     | failures
 )
-CLASSES = {"token": Token, "reasoning": Reasoning, "eos": Eos, "error": Failure, "progress": PrefillProgress}
+CLASSES = {"token": Token, "eos": Eos, "error": Failure, "progress": PrefillProgress}
 
 
 def without_none(value: object) -> object:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from uma_trio.engine.messages import (
 )
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
+from uma_trio.grammar import Matchers, Vocabulary
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 from uma_trio.kv.ops import (
     CopyPrefix,
@@ -51,7 +53,7 @@ from uma_trio.kv.ops import (
     SaveState,
     Truncate,
 )
-from uma_trio.sampling import SamplingParams, TokenLogprobs
+from uma_trio.sampling import NO_TOKEN, SamplingParams, TokenLogprobs
 
 N_VOCAB = 1000
 EOG = 0
@@ -140,6 +142,24 @@ def expected_continuation(
     return read[n_prompt:]
 
 
+FIRST_BYTE = N_VOCAB - 11
+"""For grammars, the last ids are single digits and a space: a vocabulary must spell any text.  They are never sampled."""
+
+
+def fake_vocabulary() -> Vocabulary:
+    """Tokens are decimal numbers and a space, and 0 ends an answer."""
+    tokens = [b"<end>", *[b"%d " % token for token in range(1, FIRST_BYTE)], *[b"%d" % n for n in range(10)], b" "]
+
+    def encode(text: str) -> list[int]:
+        found: list[int] = []
+        for word in re.findall(r"[1-9][0-9]* |.", text):
+            whole = word.endswith(" ") and len(word) > 1 and int(word) < FIRST_BYTE
+            found += [int(word)] if whole else [tokens.index(character.encode()) for character in word]
+        return found
+
+    return Vocabulary(tokens, [EOG], [EOG], None, encode)
+
+
 class FakeEngine:
     """See ``messages.Engine``.
 
@@ -192,6 +212,9 @@ class FakeEngine:
         self.fail_restarts = 0
         """So many attempts to start the engine again fail."""
         self.resets = 0
+        self.late_masks = 0
+        """So many masks of grammars are late."""
+        self._matchers = Matchers(fake_vocabulary, N_VOCAB, 1)
         self._aborted = False
         self._masks_ready = False
         self._cache: dict[int, SequenceContent] = {}
@@ -231,6 +254,7 @@ class FakeEngine:
                 case _:
                     self._change(op)
         self.cost_of_last_ms += copied_ms
+        self._grammar_failures: list[tuple[int, str]] = []
         inputs = [each for call in step.calls for each in call]
         copied = {"copied_ms": copied_ms, "saved_bytes": saved_bytes, "refused": refused, "state_sizes": sizes}
         if not inputs:
@@ -270,6 +294,7 @@ class FakeEngine:
             step.number,
             decode_ms=self.cost_of_last_ms - copied_ms,
             scores=scores if any(scores) else (),
+            grammar_failures=self._grammar_failures,
             **copied,
         )
 
@@ -354,13 +379,25 @@ class FakeEngine:
         if held.length > self.info.n_ctx_seq:
             raise EngineError("no room in the KV cache")
         sampled = []
-        for length, sample in enumerate(each.samples, held.length - len(each.samples) + 1):
+        allowed = self._allowed(each)
+        if allowed is None:
+            return [MASK_LATE] * len(each.samples)
+        for n, (length, sample) in enumerate(enumerate(each.samples, held.length - len(each.samples) + 1)):
             ended = self.eog_after is not None and length >= self.eog_after
             banned = set() if sample.banned is None else set(np.asarray(sample.banned).tolist())
             token = held.next_token(length, sample, self.repeats)
             preferred = [EOG, token] if ended else [token]
             if sample.bias is not None and sample.bias.values.max() >= 50:
                 preferred.insert(0, int(sample.bias.ids[sample.bias.values.argmax()]))
+            if sample.grammar is not None:
+                banned |= {*np.flatnonzero(allowed[n] == -np.inf).tolist(), *range(FIRST_BYTE, N_VOCAB)}
+                if len(banned) == N_VOCAB:
+                    sampled.append(NO_TOKEN)
+                    continue
+                if EOG not in banned:  # an answer may end here, and so it does
+                    preferred.insert(0, EOG)
+                free = sorted({*range(N_VOCAB)} - banned - self._penalised(held, length, sample))
+                preferred += free[token % len(free) :][:1] if free else []
             if sample.late_mask:
                 if not self._masks_ready or self.masks is None:
                     sampled.append(MASK_LATE)
@@ -370,6 +407,19 @@ class FakeEngine:
                 banned |= set(np.flatnonzero(logits == -np.inf).tolist())
             sampled.append(chosen(preferred, banned | self._penalised(held, length, sample)))
         return sampled
+
+    def _allowed(self, each: StepInput) -> np.ndarray | None:
+        """Logits of 0 or -inf for each sample, by its grammar; ``None`` if the masks are late."""
+        logits = np.zeros((len(each.samples), N_VOCAB), np.float32)
+        pending = self._matchers.begin([(0, each.seq_id, [sample.grammar for sample in each.samples])])
+        if pending is not None:
+            late, failed = pending.apply(logits, 60_000)
+            assert not late
+            if self.late_masks:
+                self.late_masks -= 1
+                return None
+            self._grammar_failures += failed.items()
+        return logits
 
     def _penalised(self, held: SequenceContent, length: int, sample: SampleRequest) -> set[int]:
         if sample.past is None:

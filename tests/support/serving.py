@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import trio
 
-from tests.support.fake_engine import FakeEngine, VirtualEngine
+from tests.support.fake_engine import FakeEngine, VirtualEngine, fake_vocabulary
 from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
@@ -21,11 +21,11 @@ from uma_trio.daemon.server import Server
 from uma_trio.daemon.storage import NO_STORAGE, Storage, saved_state
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
+from uma_trio.grammar import GrammarCompiler
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.protocol.messages import Generate
-from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.service import ModelRegistry, ModelService
 from uma_trio.serving.scheduler import Scheduler
@@ -77,8 +77,8 @@ class FakeModel:
     prompts: FakePrompts
     cost: CostModel = attrs.field(factory=CostModel)
     cost_name: str = "fake"
-    chat_template: str | None = None
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
+    grammars: GrammarCompiler = attrs.field(factory=lambda: GrammarCompiler(fake_vocabulary))
 
     @property
     def info(self) -> ModelInfo:
@@ -153,7 +153,6 @@ async def serving(
     *,
     in_thread: InThread = at_once,
     recommended_sampling: Mapping[str, float] | None = None,
-    reasoning: ReasoningMarkers | None = None,
     **values: Any,
 ) -> AsyncIterator[Serving]:
     """A server on a temporary socket, cancelled at the end.
@@ -162,7 +161,6 @@ async def serving(
         storage: survives the server; see ``remembering``.
         in_thread: runs blocking calls.
         recommended_sampling: of the model file.
-        reasoning: how the model marks its reasoning.
         values: configuration by flat names.
     """
     engine = engine or FakeEngine()
@@ -171,7 +169,7 @@ async def serving(
         chosen = settings(**values)
         model = FakeModel(
             VirtualEngine(engine, settings=chosen.engine),
-            FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits, reasoning),
+            FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits),
             recommended_sampling=recommended_sampling or {},
         )
         service = ModelService(

@@ -10,7 +10,6 @@ Source: docs/ARCHITECTURE.md, "Lifetimes".
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
 import os
@@ -188,8 +187,7 @@ async def serve(
     if passed is not None:
         path = Path(passed.getsockname())
     with (
-        passed or contextlib.nullcontext(),
-        listener.claimed(path) if passed is None else listener.locked(path),
+        listener.claimed(path) if passed is None else passed,
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals,
     ):
         async with trio.open_nursery() as process:

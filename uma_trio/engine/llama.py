@@ -13,6 +13,8 @@ from typing import Final, Literal, assert_never
 
 import attrs
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 import llama_abi
 from uma_trio import config, sampling
@@ -52,6 +54,7 @@ from uma_trio.engine.messages import (
 )
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.engine.tuning_cache import FileLayoutCache
+from uma_trio.grammar import Matchers, PendingMasks
 from uma_trio.kv.ops import (
     CopyPrefix,
     DropCheckpoint,
@@ -75,8 +78,6 @@ PROBE_TOKENS = 32
 
 READ_SHARE: Final = 0.5
 """The engine waits for the next message of the daemon for this fraction of the time that a GPU computes."""
-
-NO_LATE_ROWS: Final[Mapping[int, int | None]] = {}
 
 
 class LlamaEngine:
@@ -123,6 +124,11 @@ class LlamaEngine:
         self._device_s = 0.0
         """How long the device computed after the latest ``llama_decode`` call had returned."""
         self.tokenizer = Tokenizer(self._model.vocab)
+        self._matchers = Matchers(
+            lambda: self.tokenizer.grammar_vocabulary(self._model.vocab.eog_ids),
+            self._model.vocab.n_tokens,
+            n_threads=spare_cores(self._options.n_threads, on_gpu=self.is_async),
+        )
         self.chat_template = self._model.chat_template
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
         self._info = ModelInfo(
@@ -226,15 +232,18 @@ class LlamaEngine:
         changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []
         scores: list[sampling.TokenLogprobs | None] = []
+        grammar_failures: list[tuple[int, str]] = []
         copied = 0
         decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
         for inputs in step.calls:
+            samples = [sample for each in inputs for sample in each.samples]
+            pending = self._begin_masks(inputs) if any(sample.grammar is not None for sample in samples) else None
             self._decode(inputs, callbacks)
             decoded = time.perf_counter()
-            samples = [sample for each in inputs for sample in each.samples]
-            late = self._late_rows(step, inputs, callbacks) if step.mask_timeout_ms else {}
-            sampled, scored = self._sample(samples, late)
+            masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
+            sampled, scored = self._sample(samples, masks)
+            grammar_failures += masks.failures.items()
             tokens += sampled
             scores += scored or [None] * len(sampled)
             ended = time.perf_counter()
@@ -255,6 +264,7 @@ class LlamaEngine:
             copied_ms=changes.copied_ms,
             saved_bytes=changes.saved_bytes,
             refused=changes.refused,
+            grammar_failures=grammar_failures,
             state_sizes=changes.state_sizes,
         )
 
@@ -370,10 +380,21 @@ class LlamaEngine:
         if code:
             raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
 
+    def _begin_masks(self, inputs: Sequence[StepInput]) -> PendingMasks | None:
+        """Have the masks of grammars filled while the logits are computed."""
+        wanted = []
+        row = 0
+        for each in inputs:
+            wanted.append((row, each.seq_id, [sample.grammar for sample in each.samples]))
+            row += len(each.samples)
+        return self._matchers.begin(wanted)
+
     def _late_rows(
         self, step: Step[StepInput], inputs: Sequence[StepInput], callbacks: StepCallbacks | None
     ) -> dict[int, int | None]:
-        """Rows of logits that wait for a mask: their sequence ids, or ``None`` where the mask has not come in time."""
+        """Rows of logits that wait for a mask in shared memory: their sequence ids, or ``None`` where it has not come."""
+        if self.masks is None and not step.mask_timeout_ms:
+            return {}
         seq_ids = [(each.seq_id, sample.late_mask) for each in inputs for sample in each.samples]
         late = [(row, seq_id) for row, (seq_id, is_late) in enumerate(seq_ids) if is_late]
         if not late:
@@ -386,7 +407,7 @@ class LlamaEngine:
         return {row: seq_id if ready else None for row, seq_id in late}
 
     def _sample(
-        self, samples: Sequence[SampleRequest], late: Mapping[int, int | None] = NO_LATE_ROWS
+        self, samples: Sequence[SampleRequest], masks: _Masks
     ) -> tuple[list[int], list[sampling.TokenLogprobs | None]]:
         """A token for each request, and its log-probabilities where they are wanted; none of these where nobody asks."""
         if not samples:
@@ -394,9 +415,7 @@ class LlamaEngine:
         logits = self._context.logits(len(samples)).array
         with_logprobs = [row for row, sample in enumerate(samples) if sample.logprobs is not None]
         raw = logits[with_logprobs] if with_logprobs else None  # sampling overwrites the logits
-        for row, seq_id in late.items():
-            if seq_id is not None and self.masks is not None:
-                self.masks.apply(seq_id, logits[row])
+        late = masks.apply(logits, self.masks)
         sampled = sampling.sample(
             logits,
             [sample.params for sample in samples],
@@ -405,7 +424,7 @@ class LlamaEngine:
             [sample.bias for sample in samples],
             [sample.past for sample in samples],
         )
-        sampled[[row for row, seq_id in late.items() if seq_id is None]] = MASK_LATE
+        sampled[late] = MASK_LATE
         scores: list[sampling.TokenLogprobs | None] = []
         if raw is not None:
             scores = [None] * len(samples)
@@ -433,8 +452,32 @@ class LlamaEngine:
         self._abort.set()
 
     def close(self) -> None:
+        self._matchers.close()
         self._context.close()
         self._model.close()
+
+
+@attrs.define
+class _Masks:
+    """What restricts the samples of one call."""
+
+    pending: PendingMasks | None
+    timeout_ms: float
+    shared: Mapping[int, int | None]
+    """Rows whose mask is in shared memory: their sequence ids, or ``None`` where it has not come."""
+    failures: dict[int, str] = attrs.field(factory=dict)
+
+    def apply(self, logits: npt.NDArray[np.float32], buffer: MaskBuffer | None) -> list[int]:
+        """Apply all masks to ``logits``; returns the rows whose mask is late."""
+        late: list[int] = []
+        if self.pending is not None:
+            late, self.failures = self.pending.apply(logits, self.timeout_ms)
+        for row, seq_id in self.shared.items():
+            if seq_id is None:
+                late.append(row)
+            elif buffer is not None:
+                buffer.apply(seq_id, logits[row])
+        return late
 
 
 @attrs.define

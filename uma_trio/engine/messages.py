@@ -21,6 +21,7 @@ import numpy.typing as npt
 from uma_trio import config
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.masks import MaskBuffer, MaskKind
+from uma_trio.grammar import GrammarState
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
 
@@ -31,7 +32,7 @@ DROPPED: Final = -2
 """In place of a sampled token: the sequence had ended in the step before, so the engine left it out."""
 
 MASK_LATE: Final = -3
-"""In place of a sampled token: its mask did not arrive in time, so nothing was sampled.  The input was computed."""
+"""In place of a sampled token: its mask was not ready in time, so nothing was sampled.  The input was computed."""
 
 LOG_MARK: Final = "\x1e"
 """Begins a line of the engine's stderr that is a log record as JSON: ``[level, logger, message]``."""
@@ -135,6 +136,8 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
     """What penalties look at: the tokens that end where the sampled one goes."""
     logprobs: int | None = None
     """Also report the log-probability of the token and of this many most likely ones."""
+    grammar: GrammarState | None = None
+    """Only tokens that it allows are sampled."""
     late_mask: bool = False
     """Wait for this sequence's row of the mask buffer before sampling; see ``engine.masks``."""
 
@@ -181,7 +184,7 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     """Number of the step that it runs ahead of.  If the last step that was computed is another one, or failed, this one
     is revoked.  0: none."""
     mask_timeout_ms: float = 0.0
-    """How long sampling waits for late masks, counted from the end of the computation."""
+    """How long sampling waits for masks, counted from the end of the computation."""
 
 
 class Revoke(msgspec.Struct, array_like=True, tag="revoke"):
@@ -262,6 +265,8 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     """Size of the states that were saved, checkpoints included."""
     refused: Sequence[tuple[int, str]] = ()
     """States that were not saved or not loaded: sequence and reason.  A refused load leaves the sequence empty."""
+    grammar_failures: Sequence[tuple[int, str]] = ()
+    """Sequences whose grammar cannot go on, and the reason; they have ``NO_TOKEN`` in place of a token."""
     state_sizes: Sequence[tuple[int, Sequence[int]]] = ()
     """Answers to ``MeasureState``: sequence, then the bytes of its state and of each checkpoint (0: no such one)."""
 

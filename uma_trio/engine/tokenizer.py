@@ -15,6 +15,7 @@ import llama_abi
 from llama_abi import TokenAttr
 from uma_trio.engine.alignment import Spelling, align
 from uma_trio.engine.messages import PromptPart, TokenIds
+from uma_trio.grammar import Vocabulary
 
 CONTROL_ATTRIBUTES = TokenAttr.CONTROL | TokenAttr.UNKNOWN
 """Tokens found in a text only with ``parse_special``."""
@@ -164,13 +165,6 @@ class Tokenizer:
             raise InvalidTokenId(f"token {token} is not in [0, {self.n_tokens})")
         return self._bytes[token]
 
-    def control_id(self, text: str) -> int | None:
-        """The id of the control token that ``text`` spells; ``None`` if it spells none."""
-        if text not in self.control_tokens:
-            return None
-        ids = self.encode(text, add_special=False, continues=True).tolist()
-        return ids[0] if len(ids) == 1 else None
-
     def tokens_to_bytes(self, tokens: TokenIds | Iterable[int]) -> list[bytes]:
         """The bytes of each token, with control tokens spelled out.
 
@@ -209,6 +203,20 @@ class Tokenizer:
                 with contextlib.suppress(UnicodeDecodeError):
                     found.add(text.decode())
         return frozenset(found)
+
+    def grammar_vocabulary(self, end_ids: Sequence[int]) -> Vocabulary:
+        """The vocabulary for constrained output.
+
+        Args:
+            end_ids: tokens that end an answer.
+        """
+        return Vocabulary(
+            tokens=[self._spelled(token) for token in range(self.n_tokens)],
+            control_ids=[token for token, spelled in enumerate(self._bytes) if not spelled],
+            end_ids=end_ids,
+            bos_id=self._vocab.bos,
+            encode=lambda text: self.encode(text, add_special=False, parse_special=False, continues=True).tolist(),
+        )
 
     @cached_property
     def _special_around(self) -> tuple[TokenIds, TokenIds]:

@@ -126,7 +126,14 @@ class StepRunner:
         if past is not None:
             past = Past(np.append(past.tokens, np.int32(token)), past.n_prompt)
         following = SampleRequest(
-            sample.params, sample.n_before + 1, sample.banned, sample.bias, past, sample.logprobs, sample.late_mask
+            sample.params,
+            sample.n_before + 1,
+            sample.banned,
+            sample.bias,
+            past,
+            sample.logprobs,
+            None if sample.grammar is None else sample.grammar.behind(token),
+            sample.late_mask,
         )
         return StepInput(last.seq_id, last.position + len(last.tokens), (token,), (following,), last.stop_ids)
 

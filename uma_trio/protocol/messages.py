@@ -1,7 +1,7 @@
 """Messages of the socket protocol, as frozen records.
 
 Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The server answers with ``Token``,
-``Reasoning``, ``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and ``Transcript``.
+``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and ``Transcript``.
 
 The types hold the bounds that every server enforces, and no other module repeats them.  Limits that an operator can
 set are checked later, when a request is admitted.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 import attrs
 import msgspec
@@ -70,8 +70,29 @@ class ChatMessage:
 
     role: Literal["system", "user", "assistant"]
     content: str
-    reasoning: str | None = None
-    """Reasoning before ``content``; only of the assistant.  The chat template decides what the model sees of it."""
+
+
+Source = Annotated[str, Meta(min_length=1, max_length=65536)]
+
+
+@attrs.frozen(kw_only=True)
+class Constraint:
+    """What an answer must look like.  Exactly one of the fields but ``after`` is set."""
+
+    json_schema: dict[str, Any] | None = None
+    """The answer is JSON that this schema describes, without optional whitespace."""
+    json_object: bool = False
+    """The answer is a JSON object."""
+    regex: Source | None = None
+    """The whole answer matches it."""
+    lark: Source | None = None
+    """A grammar in llguidance's dialect of Lark; it begins with the rule ``start``."""
+    gbnf: Source | None = None
+    """A grammar in llama.cpp's notation; it begins with the rule ``root``."""
+    choice: Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=512)] | None = None  # fmt: skip
+    """The answer is one of these texts."""
+    after: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """The constraint begins behind the first occurrence of this text in the answer, such as ``</think>``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -116,6 +137,8 @@ class Generate:
     """Strings that end the answer.  They are not part of it."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = attrs.field(factory=list)
     """Tokens that end the answer, like the model's own end-of-generation tokens."""
+    constraint: Constraint | None = None
+    """Only tokens that it allows are sampled."""
     ignore_eos: bool = False
     """Never sample an end-of-generation token: generate exactly ``max_tokens``."""
     stream: bool = True
@@ -126,8 +149,6 @@ class Generate:
     """Alias of ``echo``."""
     keep_alive: bool = False
     """Keep the connection open for further requests after this one's ``eos`` or ``error``."""
-    separate_reasoning: bool = False
-    """Send the model's reasoning in events of its own, without its markers, instead of as text."""
     cache_prompt: bool = True
     """Share the KV cache of common prefixes with other requests of the same user."""
     speculate: bool | None = None
@@ -194,8 +215,6 @@ class Usage:
     """Prompt tokens whose KV cache existed already."""
     dropped_tokens: int = 0
     """Earlier tokens that were dropped to make the prompt fit; see ``Generate.n_keep``."""
-    reasoning_tokens: int | None = None
-    """Generated tokens of reasoning and its markers, with ``Generate.separate_reasoning``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -276,8 +295,8 @@ class Logprobs(Logprob):
 
 
 @attrs.frozen(kw_only=True)
-class Generated:
-    """One generated token, with the text that became complete with it: a ``Token`` or ``Reasoning``.
+class Token:
+    """One generated token, with the text that became complete with it.
 
     ``text`` holds whole characters only.  It is empty when the token ends inside a character, or inside something that
     may become a stop string.
@@ -286,7 +305,9 @@ class Generated:
     id: str
     text: str
     token_id: int | None = None
-    """``None`` for the echoed prompt, and for text whose token has another event."""
+    """``None`` for the echoed prompt."""
+    echo: bool = False
+    """Whether this is the echoed prompt."""
     index: int | None = None
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
     logprob: float | None = None
@@ -302,33 +323,22 @@ class Generated:
         token_id: int | None,
         logprobs: Logprobs | None,
         *,
+        echo: bool = False,
         index: int | None = None,
-    ) -> Self:
+    ) -> Token:
         """Build the event of a token, with ``logprobs`` flattened into it."""
         if logprobs is None:
-            return cls(id=id, text=text, token_id=token_id, index=index)
+            return cls(id=id, text=text, token_id=token_id, echo=echo, index=index)
         return cls(
             id=id,
             text=text,
             token_id=token_id,
+            echo=echo,
             index=index,
             logprob=logprobs.logprob,
             bytes=logprobs.bytes,
             top_logprobs=logprobs.top_logprobs,
         )
-
-
-@attrs.frozen(kw_only=True)
-class Token(Generated):
-    """A token of the answer."""
-
-    echo: bool = False
-    """Whether this is the echoed prompt."""
-
-
-@attrs.frozen(kw_only=True)
-class Reasoning(Generated):
-    """A token of the reasoning, which is not part of the answer; see ``Generate.separate_reasoning``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -343,8 +353,8 @@ class Eos:
     """Which answer has ended, from 0; ``None`` if the request asked for one."""
     text: str | None = None
     """The whole text, if ``stream`` was false."""
-    reasoning: str | None = None
-    """The reasoning, if there was some and ``stream`` was false; see ``Generate.separate_reasoning``."""
+    constraint_complete: bool | None = None
+    """Whether the answer is complete by its constraint; false if it was cut short.  ``None`` without a constraint."""
     logprobs: list[Logprobs] | None = None
     """One entry a token, if the request asked for them and ``stream`` was false."""
     stop: str | None = None
@@ -401,7 +411,7 @@ class PrefillProgress:
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
 
 
-ServerEvent = Token | Reasoning | Eos | Failure | PrefillProgress | Metrics | SessionList | Transcript
+ServerEvent = Token | Eos | Failure | PrefillProgress | Metrics | SessionList | Transcript
 
 
 @attrs.frozen
@@ -421,7 +431,6 @@ Event = ServerEvent | UnknownEvent
 
 _EVENT_NAMES: Final = {
     Token: "token",
-    Reasoning: "reasoning",
     Eos: "eos",
     Failure: "error",
     PrefillProgress: "progress",
@@ -494,9 +503,20 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         raise BadRequest("give exactly one of prompt and messages")
     if request.session_id is not None and request.n > 1:
         raise BadRequest("n must be 1 with session_id: a session continues one answer; fork it to get several")
+    if request.constraint is not None:
+        _check_constraint(request.constraint, ignore_eos=request.ignore_eos)
     if request.metadata is not None:
         _check_metadata(request.metadata)
     return request
+
+
+def _check_constraint(constraint: Constraint, *, ignore_eos: bool) -> None:
+    kinds = ("json_schema", "json_object", "regex", "lark", "gbnf", "choice")
+    given = [name for name in kinds if getattr(constraint, name) not in (None, False)]
+    if len(given) != 1:
+        raise BadRequest(f"constraint must have exactly one of {', '.join(kinds)}; it has {', '.join(given) or 'none'}")
+    if ignore_eos:
+        raise BadRequest("ignore_eos does not go with constraint: an answer ends where the constraint allows no more")
 
 
 def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
@@ -535,11 +555,11 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
 
 def to_fields(event: ServerEvent) -> dict[str, Any]:
     """Convert an event to a payload of plain values, without the fields that are ``None``."""
-    if isinstance(event, Generated):  # spelled out, because this runs once a token
-        fields: dict[str, Any] = {"id": event.id, "event": _EVENT_NAMES[type(event)], "text": event.text}
+    if type(event) is Token:  # spelled out, because this runs once a token
+        fields: dict[str, Any] = {"id": event.id, "event": "token", "text": event.text}
         if event.token_id is not None:
             fields["token_id"] = event.token_id
-        if isinstance(event, Token) and event.echo:
+        if event.echo:
             fields["echo"] = True
         if event.index is not None:
             fields["index"] = event.index

@@ -13,6 +13,7 @@ import trio
 from uma_trio.config import Config
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import BadRequest
+from uma_trio.grammar import Grammar
 from uma_trio.models.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import BANNED, Generate, Slo
@@ -29,11 +30,13 @@ def admit(
     info: ModelInfo,
     config: Config,
     *,
+    grammar: Grammar | None,
     durable: bool,
 ) -> list[Sequence]:
     """The sequences of a request that has just arrived: one for each of its ``n`` answers.
 
     Args:
+        grammar: of the request's constraint.
         durable: what the sequence leaves in the KV cache is saved before its cells go.
 
     Raises:
@@ -45,6 +48,10 @@ def admit(
     max_tokens = tokens_to_generate(request, len(prompt.tokens), info, limits)
     _check_token_ids(request, info)
     seed = secrets.randbits(63) if request.seed is None else request.seed
+    params = [
+        SamplingParams(seed=(seed + index) % 2**63, **(given(config.sampling) | given(request)))
+        for index in range(request.n)
+    ]
     now = trio.current_time()
     return [
         Sequence(
@@ -52,7 +59,7 @@ def admit(
             index=index if request.n > 1 else None,
             prompt=prompt,
             max_tokens=max_tokens,
-            sampling=_sampling(request, (seed + index) % 2**63 if index else seed, prompt, max_tokens, info, config),
+            sampling=_sampling(request, params[index], prompt, max_tokens, info, grammar),
             end_ids=frozenset((*info.eog_ids, *request.stop_token_ids)),
             sink=sink,
             principal=principal,
@@ -74,9 +81,13 @@ def _check_token_ids(request: Generate, info: ModelInfo) -> None:
 
 
 def _sampling(
-    request: Generate, seed: int, prompt: Prompt, max_tokens: int, info: ModelInfo, config: Config
+    request: Generate,
+    params: SamplingParams,
+    prompt: Prompt,
+    max_tokens: int,
+    info: ModelInfo,
+    grammar: Grammar | None,
 ) -> Sampling:
-    params = SamplingParams(seed=seed, **(given(config.sampling) | given(request)))
     banned = [token for token, bias in request.logit_bias.items() if bias == BANNED]
     if request.ignore_eos:
         banned += info.eog_ids
@@ -87,6 +98,7 @@ def _sampling(
         bias=Bias(np.array([*added], np.int32), np.array([*added.values()], np.float32)) if added else None,
         history=TokenHistory(prompt.tokens, params, max_tokens) if params.has_penalties else None,
         logprobs=request.logprobs,
+        grammar=grammar,
     )
 
 

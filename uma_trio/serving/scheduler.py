@@ -21,6 +21,7 @@ from uma_trio.config import Config
 from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, ShuttingDown, TooManyRequests, UmaError
+from uma_trio.grammar import Grammar
 from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.offload import InThread, Offloader, StateFiles
@@ -47,6 +48,12 @@ MAX_DRAFTS: Final = 16
 
 MAX_DECODES_WITH_DRAFTS: Final = 8
 """Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
+
+MASK_TIMEOUT_MS: Final = 10.0
+"""A sequence whose mask is not ready so long after the logits is left out, and computed again in a later step."""
+
+LONG_MASK_TIMEOUT_MS: Final = 1000.0
+"""The same where that is impossible, because the memory cannot be truncated: then the sequence fails."""
 
 MAX_DELAY_MS: Final = 20.0
 """A new request may wait this long for a step that runs ahead.  Revoking that step would stop the device until the next
@@ -115,13 +122,21 @@ class Scheduler:
     # -- called from outside, between ticks -----------------------------------------------------
 
     def submit(
-        self, request: Generate, prompt: Prompt, sink: EventSink, principal: Principal, *, durable: bool = False
+        self,
+        request: Generate,
+        prompt: Prompt,
+        sink: EventSink,
+        principal: Principal,
+        *,
+        grammar: Grammar | None = None,
+        durable: bool = False,
     ) -> list[Sequence]:
         """Accept a request: all of its answers or none.
 
         Its events go to ``sink``.  ``sequence.done`` is set behind the last event of each answer.
 
         Args:
+            grammar: of its constraint.
             durable: what it leaves in the KV cache is saved before it goes.
 
         Returns:
@@ -136,7 +151,7 @@ class Scheduler:
             raise self._refusal
         self._check_limit(principal, request.n)
         durable = durable and self.offloader.saves
-        sequences = admit(request, prompt, sink, principal, self.info, self._config, durable=durable)
+        sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
         waiting = {other.principal.name for other in self.sequences() if other.state is not State.DECODE}
         if principal.name not in waiting:
             service = self._policy.service.arrived(principal.name, waiting)
@@ -167,7 +182,7 @@ class Scheduler:
         if sequence.state is not State.FINISHED:
             sequence.cancelled_at = trio.current_time()
             ahead = self._ahead
-            if ahead is not None and ahead.computes(sequence):
+            if ahead is not None and ahead.row_of(sequence) is not None:
                 self._revoke(ahead)
             self.wake()
             self._finish(sequence, reason)
@@ -288,11 +303,12 @@ class Scheduler:
         now = trio.current_time()
         if step.transfer is not None:
             self.offloader.complete(step.transfer, output)
-        new_tokens = complete_step(step, output, self.cache, now)
+        new_tokens = complete_step(step, output, self.cache, now, can_truncate=self.info.can_truncate)
         for new in new_tokens:
-            if new.reason is not None:
+            if new.reason is not None or not new.tokens:
                 for ahead in self._in_flight:
                     ahead.drop(new.sequence)
+            if new.reason is not None:
                 self._release(new.sequence, keep=not isinstance(new.reason, UmaError))
         self._release_finished(step)
         self._bisection.step_completed({sequence: row.end for sequence, row in step.rows.items()})
@@ -362,7 +378,7 @@ class Scheduler:
             return
         for chunk in chosen.chunks:
             sequence = by_seq_id[chunk.seq_id]
-            if not sequence.n_computed and (behind is None or sequence not in behind.rows):
+            if not sequence.n_computed and (behind is None or behind.row_of(sequence) is None):
                 self._running.settle(sequence)
         ops = [*self.cache.take_ops()]
         if transfer is not None:
@@ -377,6 +393,7 @@ class Scheduler:
             ops,
             self._n_steps,
             policy_before=self._policy,
+            mask_timeout_ms=MASK_TIMEOUT_MS if self.info.can_truncate else LONG_MASK_TIMEOUT_MS,
             behind=behind,
             freed=freed,
             transfer=transfer,
@@ -479,7 +496,7 @@ class Scheduler:
         was_cancelled = sequence.cancelled_at is not None
         # a session goes on from what its client has seen, also of an answer that was cancelled
         keep = sequence.keep_computed and (not was_cancelled or (sequence.durable and bool(sequence.tokens)))
-        computing = [step for step in self._in_flight if step.computes(sequence)]
+        computing = [step for step in self._in_flight if step.row_of(sequence) is not None]
         if keep and computing and computing == self._in_flight[:1] and not computing[0].revoked:
             assert sequence.allocation is not None
             self.cache.advance(sequence.allocation, computing[0].rows[sequence].end)

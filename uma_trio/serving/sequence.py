@@ -12,11 +12,12 @@ import numpy as np
 import trio
 
 from uma_trio.engine.messages import SampleRequest, StepInput, TokenIds
+from uma_trio.grammar import Grammar, GrammarState
 from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
-from uma_trio.sampling import Bias, PromptLookup, ReasoningAssembler, SamplingParams, TextAssembler, TokenHistory
+from uma_trio.sampling import Bias, PromptLookup, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.view import Priority, SequenceView
 
 EWMA_WEIGHT: Final = 0.2
@@ -60,6 +61,8 @@ class Sampling:
     history: TokenHistory | None
     """The tokens that penalties look at, if there are penalties."""
     logprobs: int | None
+    grammar: Grammar | None = None
+    """Allows some tokens only."""
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -99,10 +102,8 @@ class Sequence:
     """Text that was not streamed."""
     logprobs: list[Logprobs] = attrs.field(factory=list)
     """Log-probabilities that were not streamed."""
-    reasoning_texts: list[str] = attrs.field(factory=list)
-    """Reasoning that was not streamed."""
-    assembler: TextAssembler | ReasoningAssembler = attrs.field(
-        default=attrs.Factory(lambda self: _assembler(self.request, self.prompt), takes_self=True)
+    assembler: TextAssembler = attrs.field(
+        default=attrs.Factory(lambda self: TextAssembler(self.request.stops), takes_self=True)
     )
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -207,7 +208,7 @@ class Sequence:
         n = len(self.tokens)
         if self.sampling.history is not None:
             self.sampling.history.write(n, drafts)
-        samples = [self._sample_request(n + i) for i in range(1 + len(drafts))]
+        samples = [self._sample_request(n + i, drafts[:i]) for i in range(1 + len(drafts))]
         return StepInput(
             self._seq_id, self.n_computed, [self.tokens[-1], *drafts], samples, self.request.stop_token_ids
         )
@@ -217,10 +218,15 @@ class Sequence:
         assert self.allocation is not None
         return self.allocation.seq_id
 
-    def _sample_request(self, n_before: int) -> SampleRequest:
+    def _sample_request(self, n_before: int, drafts: Items[int] = ()) -> SampleRequest:
         sampling = self.sampling
         past = None if sampling.history is None else sampling.history.past(n_before)
-        return SampleRequest(sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs)
+        grammar = None
+        if sampling.grammar is not None:
+            grammar = GrammarState(sampling.grammar.source, np.array([*self.tokens, *drafts], np.int32))
+        return SampleRequest(
+            sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs, grammar
+        )
 
     # -- what came of it ------------------------------------------------------------------------
 
@@ -273,14 +279,7 @@ class Sequence:
             completion_tokens=len(self.tokens),
             cached_tokens=self.n_cached,
             dropped_tokens=self.prompt.dropped,
-            reasoning_tokens=self._n_reasoning_tokens,
         )
-
-    @property
-    def _n_reasoning_tokens(self) -> int | None:
-        if isinstance(self.assembler, ReasoningAssembler):
-            return self.assembler.n_reasoning_tokens
-        return 0 if self.request.separate_reasoning else None
 
     def timings(self, now: float) -> Timings:
         """Durations until ``now``."""
@@ -293,6 +292,11 @@ class Sequence:
             tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
         )
 
+    def _is_complete(self, grammar: Grammar) -> bool:
+        """Whether the answer is complete by its grammar."""
+        ended = bool(self.tokens) and self.tokens[-1] in self.end_ids
+        return grammar.is_complete(self.tokens[:-1] if ended else self.tokens)
+
     def eos(self, reason: FinishReason, now: float) -> Eos:
         """The last event of a sequence that was served, wholly or in part."""
         params = self.sampling.params
@@ -303,18 +307,12 @@ class Sequence:
             usage=self.usage,
             timings=self.timings(now),
             text=None if self.request.stream else "".join(self.texts),
-            reasoning="".join(self.reasoning_texts) or None,
             logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
+            constraint_complete=None if self.sampling.grammar is None else self._is_complete(self.sampling.grammar),
             stop=self.assembler.matched,
             seed=None if params.greedy else params.seed,
             metadata=self.request.metadata,
         )
-
-
-def _assembler(request: Generate, prompt: Prompt) -> TextAssembler | ReasoningAssembler:
-    if prompt.reasoning is None:
-        return TextAssembler(request.stops)
-    return ReasoningAssembler(request.stops, prompt.reasoning, is_open=prompt.opens_reasoning)
 
 
 def _ms(seconds: float) -> float:

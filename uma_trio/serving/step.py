@@ -15,8 +15,9 @@ from typing import Final
 import attrs
 import trio
 
-from uma_trio.engine.messages import Continued, Step, StepInput, StepOutput, SubmittedStep
-from uma_trio.errors import DecodeFailed, UmaError
+from uma_trio.engine.messages import MASK_LATE, Continued, Step, StepInput, StepOutput, SubmittedStep
+from uma_trio.errors import DecodeFailed, InvalidConstraint, UmaError
+from uma_trio.grammar.compiler import explain
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
 from uma_trio.offload import Transfer
@@ -68,13 +69,13 @@ class InFlightStep:
         """When it is expected to be complete."""
         return max(trio.current_time(), self.began_at + self.plan.predicted_ms / 1e3)
 
-    def computes(self, sequence: Sequence) -> bool:
-        """Whether it writes to the KV cells of ``sequence``."""
+    def row_of(self, sequence: Sequence) -> StepRow | None:
+        """What it computes of ``sequence``, if anything."""
         row = self.rows.get(sequence)
-        return row is not None and not row.dropped
+        return None if row is None or row.dropped else row
 
     def drop(self, sequence: Sequence) -> None:
-        """``sequence`` has ended with a token that the engine knows to end it."""
+        """The engine leaves ``sequence`` out: the step before sampled no token for it, or one that ended it."""
         if sequence in self.rows:
             self.rows[sequence].dropped = True
 
@@ -87,7 +88,7 @@ class InFlightStep:
         prefills: list[SequenceView] = []
         completed_at = self.completed_at
         for sequence in sequences:
-            row = self.rows.get(sequence)
+            row = self.row_of(sequence)
             if row is None:
                 samples = sequence.state is State.DECODE
                 view = sequence.view()
@@ -103,7 +104,7 @@ class InFlightStep:
 
 @attrs.define(eq=False)
 class NewTokens:
-    """Tokens that a step sampled for one sequence, on their way to its client."""
+    """Tokens that a step sampled for one sequence, on their way to its client.  None if its mask was late."""
 
     sequence: Sequence
     tokens: Items[int]
@@ -144,6 +145,7 @@ def build_step(
     number: int,
     *,
     policy_before: PolicyState,
+    mask_timeout_ms: float,
     behind: InFlightStep | None = None,
     freed: Items[Sequence] = (),
     transfer: Transfer | None = None,
@@ -153,7 +155,6 @@ def build_step(
     Args:
         behind: the step in flight that it runs ahead of.
     """
-    before: Mapping[Sequence, StepRow] = {} if behind is None else behind.rows
     rows: list[StepRow] = []
     calls: list[list[StepInput | Continued]] = []
     decodes = iter(zip(plan.decodes, plan.drafts or repeat(0)))  # noqa: B905  (the second has no end)
@@ -163,7 +164,8 @@ def build_step(
             view, n_drafts = next(decodes)
             sequence = by_seq_id[view.seq_id]
             drafts = sequence.drafts(n_drafts) if n_drafts else ()
-            inputs.append(view.seq_id if sequence in before else sequence.decode_input(drafts))
+            goes_on = behind is not None and behind.row_of(sequence) is not None
+            inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
             rows.append(StepRow(sequence, view.n_context + 1 + len(drafts), 1 + len(drafts), drafts))
         if inputs:
             calls.append(inputs)
@@ -171,11 +173,13 @@ def build_step(
         calls.append([])
     for chunk in plan.chunks:
         sequence = by_seq_id[chunk.seq_id]
-        start = before[sequence].end if sequence in before else sequence.n_computed
+        row = None if behind is None else behind.row_of(sequence)
+        start = sequence.n_computed if row is None else row.end
         prefill = sequence.prefill_input(start, chunk.n_tokens)
         calls[-1].append(prefill)
         rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
-    step = Step(ops, [inputs for inputs in calls if inputs], number, 0 if behind is None else behind.number)
+    follows = 0 if behind is None else behind.number
+    step = Step(ops, [inputs for inputs in calls if inputs], number, follows, mask_timeout_ms)
     by_sequence = {row.sequence: row for row in rows}
     in_flight = InFlightStep(
         number, plan, by_sequence, ops, freed, transfer, policy_before, runs_ahead=behind is not None
@@ -183,12 +187,18 @@ def build_step(
     return in_flight, step
 
 
-def complete_step(step: InFlightStep, output: StepOutput, cache: KvCache, now: float) -> list[NewTokens]:
+def complete_step(
+    step: InFlightStep, output: StepOutput, cache: KvCache, now: float, *, can_truncate: bool
+) -> list[NewTokens]:
     """Note what a step computed: tokens in the KV cache, and tokens that were sampled.
 
     Sequences that finished while the step was in flight get their tokens counted and nothing else.
+
+    Args:
+        can_truncate: the last tokens of a sequence can be removed.
     """
     new_tokens = []
+    failures = dict(output.grammar_failures)
     at = 0
     for row in step.rows.values():
         sampled: Items[int] = output.tokens[at : at + row.n_samples]
@@ -202,15 +212,30 @@ def complete_step(step: InFlightStep, output: StepOutput, cache: KvCache, now: f
         cache.advance(sequence.allocation, row.end)
         if sequence.state is State.FINISHED or not row.n_samples:
             continue
+        if MASK_LATE in sampled:  # then all of its samples have it
+            new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
+            continue
         if row.drafts:
             sampled = _accepted(row.drafts, sampled)
             rejected = len(row.drafts) + 1 - len(sampled)
             if rejected:
                 cache.truncate(sequence.allocation, row.end - rejected)
-        new_tokens.append(_append(sequence, sampled, scores))
+        failure = failures.get(sequence.allocation.seq_id)
+        new_tokens.append(_append(sequence, sampled, scores, failure))
         sequence.state = State.DECODE
         sequence.due_at = now + sequence.target_itl_s
     return new_tokens
+
+
+def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: bool) -> NewTokens:
+    """The mask of ``sequence`` was late: a later step computes its last tokens again, and samples."""
+    assert sequence.allocation is not None
+    reason = None
+    if can_truncate:
+        cache.truncate(sequence.allocation, row.end - row.n_samples)
+    else:
+        reason = InvalidConstraint("the constraint is too complex to be followed in time")
+    return NewTokens(sequence, (), len(sequence.tokens), reason, sequence.paused, ())
 
 
 def _accepted(drafts: Items[int], sampled: Items[int]) -> Items[int]:
@@ -221,14 +246,20 @@ def _accepted(drafts: Items[int], sampled: Items[int]) -> Items[int]:
     return sampled[: n + 1]
 
 
-def _append(sequence: Sequence, tokens: Items[int], scores: Items[TokenLogprobs | None]) -> NewTokens:
-    """Add sampled tokens to ``sequence``, up to one that ends it."""
+def _append(
+    sequence: Sequence, tokens: Items[int], scores: Items[TokenLogprobs | None], failure: str | None
+) -> NewTokens:
+    """Add sampled tokens to ``sequence``, up to one that ends it.
+
+    Args:
+        failure: why its grammar cannot go on.
+    """
     n_before, paused = len(sequence.tokens), sequence.paused
     sequence.paused = False
     reason: FinishReason | UmaError | None = None
     for n, token in enumerate(tokens):
         if token == NO_TOKEN:
-            reason, tokens = DecodeFailed("the model gave no usable logits"), tokens[:n]
+            reason, tokens = _no_token(failure), tokens[:n]
             break
         sequence.append(token)
         if token in sequence.end_ids:
@@ -239,3 +270,9 @@ def _append(sequence: Sequence, tokens: Items[int], scores: Items[TokenLogprobs 
             tokens = tokens[: n + 1]
             break
     return NewTokens(sequence, tokens, n_before, reason, paused, scores)
+
+
+def _no_token(failure: str | None) -> UmaError:
+    if failure is None:
+        return DecodeFailed("the model gave no usable logits")
+    return InvalidConstraint(f"the constraint cannot be followed any further: {explain(failure)}")
