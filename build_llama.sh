@@ -362,13 +362,16 @@ if [ "$backend" = vulkan ]; then
   fi
 elif [ "$backend" = cuda ]; then
   need_mib=3000 cmake_minor=24                # 3.24 is the first that finds out what the GPUs of this machine are
-  options+=("-DCMAKE_CUDA_COMPILER=$nvcc" -DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON)
+  options+=("-DCMAKE_CUDA_COMPILER=$nvcc")
+  # The toolkit's libraries are found also where it has no entry in ld.so.conf.
+  toolkit=$("$nvcc" -v no-such-file 2>&1 | sed -n 's/^#\$ TOP=//p' || true)
+  if [ -n "$toolkit" ] && toolkit=$(cd "$toolkit/lib64" 2>/dev/null && pwd -P); then options+=("-DCMAKE_INSTALL_RPATH=$origin;$toolkit"); fi
   if [ -n "$cuda_arch" ]; then options+=("-DCMAKE_CUDA_ARCHITECTURES=$cuda_arch"); fi
 elif [ "$backend" = hip ]; then
   need_mib=3000 cmake_minor=21                # 3.21 is the first that knows HIP
   rocm=${hipcc%/bin/hipcc}
   export ROCM_PATH=${ROCM_PATH:-$rocm}
-  options+=(-DGGML_HIP=ON -DCMAKE_INSTALL_RPATH_USE_LINK_PATH=ON)
+  options+=(-DGGML_HIP=ON "-DCMAKE_INSTALL_RPATH=$origin;$rocm/lib")
   for clang in "$rocm/llvm/bin/clang++" "$rocm/lib/llvm/bin/clang++"; do
     if [ -x "$clang" ]; then options+=("-DCMAKE_HIP_COMPILER=$clang"); break; fi
   done
@@ -574,7 +577,11 @@ if ! [ -f "$build/.wanted" ] || [ -n "$peers" ]; then
   printf '%s\n' "$wanted" >"$build/.wanted" || no_room "$work"
 fi
 
-say "Compiling with $jobs jobs"
+if [ "$backend" = cuda ]; then
+  say "Compiling with $jobs jobs; the CUDA kernels take about $((60 / jobs + 1)) minutes for each architecture"
+else
+  say "Compiling with $jobs jobs"
+fi
 log=$logs/compile-$backend.log
 status=0
 if [ -t 1 ]; then

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import enum
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -189,7 +190,20 @@ def _open(directory: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise LibraryError(f"{path} cannot be loaded ({error}): {fix(directory)} --clean") from None
+        raise LibraryError(f"{path} cannot be loaded ({error}): {_remedy(str(error), directory)}") from None
+
+
+def _remedy(error: str, directory: Path) -> str:
+    """What to do about an error of the dynamic linker."""
+    missing = re.match(r"(lib\S+): cannot open shared object file", error)
+    if missing is None or missing[1].startswith(("libllama", "libggml")):
+        return f"{fix(directory)} --clean"
+    if missing[1].startswith("libcuda.so"):
+        return (
+            "install the NVIDIA driver, in a container start it with access to the GPU, or run "
+            "./build_llama.sh --backend cpu"
+        )
+    return f"install the package that has {missing[1]}, or add its folder to LD_LIBRARY_PATH"
 
 
 def _text(value: bytes | None) -> str:

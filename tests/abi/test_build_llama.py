@@ -310,7 +310,8 @@ class TestGpus:
         self.driver(checkout, "nvidiactl")
         nvcc = checkout / "usr/local/cuda/bin/nvcc"
         nvcc.parent.mkdir(parents=True)
-        fake(nvcc, "")
+        (checkout / "usr/local/cuda/lib64").mkdir()
+        fake(nvcc, f"""echo '#$ TOP={nvcc.parent}/..' >&2; exit 1""")
         arguments = cmake(checkout)
         said = build(checkout, "--cuda-arch", "80;90")[1]
         assert f"==> Backend: cuda (this machine has an NVIDIA GPU with its driver, and {nvcc})" in said
@@ -318,6 +319,7 @@ class TestGpus:
             "-DGGML_CUDA=ON",
             f"-DCMAKE_CUDA_COMPILER={nvcc}",
             "-DCMAKE_CUDA_ARCHITECTURES=80;90",
+            f"-DCMAKE_INSTALL_RPATH=$ORIGIN;{checkout}/usr/local/cuda/lib64",
         } <= set(arguments.read_text().splitlines())
 
     def test_auto_builds_for_rocm(self, checkout: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import llama_abi
 from llama_abi import LibraryError, Stamp
+from llama_abi import library as libraries
 from llama_abi import stamp as stamps
 from llama_abi.library import DIRECTORY_VARIABLE
 
@@ -222,3 +223,19 @@ class TestLogs:
         caplog.set_level(logging.DEBUG, logger="llama_abi")
         llama_abi.Model(library, tiny).close()
         assert any("llama_model_loader" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("libcuda.so.1: cannot open shared object file: No such file or directory", "install the NVIDIA driver, "),
+        (
+            "libcublas.so.13: cannot open shared object file: No such file",
+            "install the package that has libcublas.so.13",
+        ),
+        ("libggml-base.so: cannot open shared object file: No such file or directory", "run ./build_llama.sh --prefix"),
+        ("/x/libllama.so: invalid ELF header", "run ./build_llama.sh --prefix /x --clean"),
+    ],
+)
+def test_a_library_that_the_linker_refuses(error: str, remedy: str) -> None:
+    assert libraries._remedy(error, Path("/x")).startswith(remedy)
