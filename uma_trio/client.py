@@ -43,6 +43,7 @@ from uma_trio.protocol.messages import (
     Logprobs,
     Metrics,
     PrefillProgress,
+    Reasoning,
     SessionInfo,
     SessionList,
     Timings,
@@ -65,6 +66,7 @@ __all__ = [
     "Metrics",
     "NoServer",
     "PrefillProgress",
+    "Reasoning",
     "ServerError",
     "SessionInfo",
     "SessionList",
@@ -98,6 +100,8 @@ class Answer:
     """A complete answer.  ``str(answer)`` is its text."""
 
     text: str
+    reasoning: str | None
+    """The model's reasoning before the answer, if there is some and the request has ``separate_reasoning``."""
     reason: FinishReason
     """Why it ended: ``stop`` or ``length``."""
     usage: Usage
@@ -307,6 +311,7 @@ def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None 
     assert isinstance(eos, Eos)
     return Answer(
         text=eos.text or "",
+        reasoning=eos.reasoning,
         reason=eos.reason,
         usage=eos.usage,
         timings=eos.timings,

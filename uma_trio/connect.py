@@ -135,13 +135,13 @@ def explain(path: Path, error: OSError) -> NoServer:
     if error.errno in (errno.EACCES, errno.EPERM):
         return NoServer(_no_permission(path))
     if error.errno == errno.ENOENT:
-        if _is_locked(path):
+        if is_locked(path):
             return Loading(f"the daemon at {path} still loads its model; try again when it is ready")
         return NoServer(f"no daemon at {path}; {START}")
     if error.errno == errno.ECONNREFUSED:
         if not stat.S_ISSOCK(_mode(path)):
             return NoServer(f"{path} is not a socket, so no daemon is there; {START}")
-        if _is_locked(path):
+        if is_locked(path):
             return NoServer(f"the daemon at {path} is stopping and takes no new requests; when it has ended, {START}")
         return NoServer(f"no daemon at {path}, only the socket of one that has ended; {START}")
     return NoServer(f"no daemon at {path} ({error.strerror or error}); {START}")
@@ -174,8 +174,11 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether a daemon runs.  Takes the lock for a moment if none does; a daemon that starts meanwhile tries again."""
+def is_locked(path: Path) -> bool:
+    """Whether a daemon runs or loads its model.
+
+    Takes the lock for a moment if none does; a daemon that starts meanwhile tries again.
+    """
     try:
         lock = os.open(lock_path(path), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

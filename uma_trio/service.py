@@ -144,6 +144,7 @@ class ModelService:
             "model": {"model": self.name, "description": info.description, "size_mb": round(info.size_bytes / MB, 1)},
             "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
             "device": {"device": str(self._model.devices)},
+            "chat template": {"template": self._model.chat_template or "none"},
             "sampling defaults": {
                 name: f"{each.value:g} ({each.source})"
                 for name, each in self._sampling.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -11,9 +12,11 @@ import sys
 from contextlib import ExitStack
 
 import pytest
+from click.testing import CliRunner
 
-from tests.support.real_daemon import ROOT, started
+from tests.support.real_daemon import ROOT, real_daemon, started
 from tests.support.terminal import terminal
+from uma_trio.cli import main
 
 QUESTION = "What is the capital of France?"
 COMMAND = [sys.executable, "-m", "uma_trio"]
@@ -212,6 +215,21 @@ def test_ask_waits_for_a_daemon_that_starts(loading):
     )
     assert (found.returncode, found.stderr) == (0, "")
     assert "Paris" in found.stdout
+
+
+def test_a_daemon_that_is_stopping_is_named(library, tmp_path):
+    with real_daemon(folder=tmp_path) as daemon:
+        with daemon.wire() as busy:
+            busy.send(id="a", prompt="Once", max_tokens=3000, ignore_eos=True)
+            busy.receive()
+            daemon.signal(signal.SIGTERM)
+            with contextlib.suppress(ConnectionRefusedError):
+                while True:
+                    daemon.wire().sock.close()
+            found = CliRunner().invoke(main, ["ask", "--socket", str(daemon.socket), "--wait", "0", QUESTION])
+        assert daemon.wait() == 0
+    assert found.exit_code == 2
+    assert f"the daemon at {daemon.socket} is stopping" in found.stderr
 
 
 def test_an_answer_without_max_tokens_may_fill_its_sequence(run):

@@ -21,6 +21,7 @@ import attrs
 import pytest
 
 from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts, section, tables
+from tests.support.perf_runs import encode_run, simulated
 from tests.support.real_daemon import Daemon, real_daemon, wait_ready
 from tests.support.terminal import terminal
 from uma_trio.cli import main
@@ -30,6 +31,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 BUILDS = "builds; tests/abi/test_build_llama.py tests the script"
 RUNS_TESTS = "runs the tests themselves"
+CHANGES_SERVICES = (
+    "changes the services of the user; tests/model/test_service.py runs it with a service manager of its own"
+)
 NOT_RUN = {
     "python3 -m venv .venv && . .venv/bin/activate": "makes the environment that the tests run in",
     "./build_llama.sh && uma-trio serve": BUILDS,
@@ -49,6 +53,10 @@ NOT_RUN = {
     "rm -rf bench-out && jupyter execute --inplace --NotebookClient.record_timing=False notebooks/*.ipynb": (
         "changes the notebooks of the checkout; tests/model/test_notebook.py and tests/pictures run them"
     ),
+    "uma-trio service install --now -- --model ~/models/some-model.gguf --ctx 32k": CHANGES_SERVICES,
+    "uma-trio service install --now -- --config uma.yaml": CHANGES_SERVICES,
+    "uma-trio service status": CHANGES_SERVICES,
+    "uma-trio service uninstall": CHANGES_SERVICES,
     'uma-trio completion zsh > "${fpath[1]}/_uma-trio"': "needs zsh",
 }
 """Commands that a test cannot run, with the reason."""
@@ -84,11 +92,11 @@ class Example:
 
 def examples() -> Iterator[Example]:
     for page in PAGES:
-        for language, block in fenced(page.read_text()):
-            if language == "python":
-                yield Example(page.name, block, "python")
-            elif language == "sh":
-                yield from (Example(page.name, line) for line in commands(block))
+        found = fenced(page.read_text())
+        for block in (block for language, block in found if language == "sh"):
+            yield from (Example(page.name, line) for line in commands(block))
+        if programs := [block for language, block in found if language == "python"]:
+            yield Example(page.name, "\n".join(programs), "python")  # later ones use what earlier ones define
     for name, text in [("uma-trio", main.help or ""), *help_texts()]:
         yield from (Example(f"{name} --help", line) for line in help_examples(text))
 
@@ -123,14 +131,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home folder with all files that the examples name; commands run in its subfolder ``work``."""
     home = tmp_path_factory.mktemp("home")
     work = home / "work"
-    for model in (work / "path/to/model.gguf", home / "models/some-model.gguf"):
-        model.parent.mkdir(parents=True)
+    for model in (work / "model.gguf", work / "path/to/model.gguf", home / "models/some-model.gguf"):
+        model.parent.mkdir(parents=True, exist_ok=True)
         model.symlink_to(EMBEDDED)
     for folder in (".local/share/bash-completion/completions", ".config/fish/completions"):
         (home / folder).mkdir(parents=True)  # as the packages of these shells do
     (work / "uma.yaml").write_text("model:\n  ctx: 4096\n")
     (work / "file.txt").write_text("The capital of France is Paris.\n")
-    (work / "perf.jsonl.1").symlink_to("perf.jsonl")
+    for name in ("perf.jsonl", "perf.jsonl.1", "FILE"):
+        (work / name).write_bytes(encode_run(simulated()))
     for arguments in (["init", "-q"], ["add", "file.txt"]):
         subprocess.run(["git", *arguments], cwd=work, check=True)
     (work / "file.txt").write_text("The capital of Italy is Rome.\n")
@@ -150,6 +159,7 @@ def served(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def environment(home: Path, served: Daemon) -> Mapping[str, str]:
+    (home / "work" / "uma.sock").symlink_to(served.socket)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("UMA_LOG", "XDG_"))}
     return clean | {
         "HOME": str(home),
@@ -167,7 +177,6 @@ def environment(home: Path, served: Daemon) -> Mapping[str, str]:
 def test_a_daemon_that_is_started_answers(
     example: Example, environment: Mapping[str, str], home: Path, tmp_path: Path
 ) -> None:
-    """These come first: they write the perf logs that others read."""
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {example.text}"],

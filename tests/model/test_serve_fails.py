@@ -77,6 +77,14 @@ def config_file(text: str) -> Case:
     return make
 
 
+def template_file(text: str) -> Case:
+    def make(folder: Path) -> list[str]:
+        (folder / "t.jinja").write_text(text)
+        return ["--chat-template", str(folder / "t.jinja")]
+
+    return make
+
+
 def constant(*args: str) -> Case:
     return lambda folder: [arg.replace("FOLDER", str(folder)) for arg in args]
 
@@ -116,6 +124,20 @@ SETTINGS: dict[str, tuple[Case, str]] = {
     ),
     "too little KV memory": (constant("--kv-mem-limit-mb", "1"), "raise it to 10, or lower parallel$"),
     "no library": (constant("--llama-dir", "FOLDER"), "run ./build_llama.sh --prefix "),
+    "no such chat template": (
+        constant("--chat-template", "chatlm"),
+        "there is no chat template chatlm: did you mean chatml",
+    ),
+    "a folder as chat template": (constant("--chat-template", "FOLDER"), "cannot read the chat template .*: Is a dir"),
+    "a chat template that is not text": (constant("--chat-template", str(EMBEDDED)), "takes a Jinja file$"),
+    "a chat template that does not compile": (
+        template_file("{{ bos_token }}\n{% for message in messages %}\n{{ message.role }\n{% endfor %}"),
+        r"t\.jinja does not compile: unexpected '}' \(line 3\); correct it, or give --chat-template another one$",
+    ),
+    "a chat template that fails": (
+        template_file("{% for message in messages %}\n{{ message.role + 1 }}\n{% endfor %}"),
+        r"t\.jinja failed: can only concatenate str .* \(line 2\); correct it, or give --chat-template another one$",
+    ),
     "a socket with a long path": (constant("--socket", "FOLDER/" + "x" * 100), "choose a shorter one with --socket"),
     "a socket that is a file": (socket_that_is_a_file, "not a socket; remove it, or choose another --socket$"),
     "a socket in a file": (socket_in_a_file, "file is not a folder; choose another path with --socket$"),

@@ -18,6 +18,7 @@ import pytest
 from llama_abi.library import DIRECTORY_VARIABLE
 from tests.support.real_daemon import ROOT, START_S, Daemon, Wire, started
 from uma_trio.cli.service_units import Service, Systemd
+from uma_trio.connect import is_locked
 from uma_trio.models.loaded import EMBEDDED
 
 VARIABLES = {"LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
@@ -84,6 +85,7 @@ def test_the_first_client_is_answered_and_the_socket_outlives_the_daemon(manager
                     f"STATUS=serving embedded on {manager.path}",
                 ]
                 assert early.answer().reason == "length"
+                assert is_locked(manager.path)
                 assert daemon.ask(prompt="Hello", max_tokens=2).reason == "length"
                 for process in daemon.processes[1:]:
                     assert not VARIABLES & set(process.environ()), process
@@ -93,7 +95,7 @@ def test_the_first_client_is_answered_and_the_socket_outlives_the_daemon(manager
                 assert daemon.wait() == 0
                 assert "Traceback" not in daemon.logs()
         assert manager.path.lstat().st_ino == inode
-        assert not Path(f"{manager.path}.lock").exists(), "there is nothing to lock"
+        assert not is_locked(manager.path)
 
 
 def test_the_watchdog_is_pinged_by_a_daemon_that_serves(manager: ServiceManager) -> None:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from uma_trio import config
 from uma_trio.cli import COMMANDS, main
+from uma_trio.cli.completion import LINE_VARIABLE, Lines
 from uma_trio.cli.serve import command as serve
 
 INSTALLED = [name for name in COMMANDS if importlib.util.find_spec(f"uma_trio.cli.{name}") is not None]
@@ -228,5 +229,43 @@ def test_ask_sends_only_the_fields_that_are_given() -> None:
 def test_completion_scripts(shell: str) -> None:
     code, shown = run("completion", shell)
     assert code == 0
-    assert "_UMA_TRIO_COMPLETE" in shown
-    assert f"{shell}_complete" in shown
+    assert "_UMA_TRIO_COMPLETE=lines_complete" in shown
+    assert LINE_VARIABLE in shown
+
+
+def completed(line: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the scripts get for ``line``: kinds of paths, and values."""
+    monkeypatch.setenv(LINE_VARIABLE, f"uma-trio {line}")
+    lines = Lines(main, {}, "uma-trio", "_UMA_TRIO_COMPLETE").complete().splitlines()
+    return [value if kind == "plain" else kind for kind, value, *_ in (f"{each}\t".split("\t") for each in lines)]
+
+
+def test_every_setting_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting in config.settings():
+        if setting.type is bool:
+            continue
+        path = "model" if setting.name == "model" else "dir" if setting.name.endswith("_dir") else "file"
+        expected = [path] if setting.metavar == "PATH" else [*setting.choices]
+        for line in (f"serve {setting.flag} ", f"serve {setting.flag}=", f"service install -- {setting.flag} "):
+            assert completed(line, monkeypatch) == expected, line
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", [*COMMANDS]),
+        ("se", ["serve", "sessions", "service"]),
+        ("serve --type-k 'q", ["q8_0", "q4_0"]),
+        ("serve --kv-u", ["--kv-unified"]),
+        ("ask --priority b", ["background"]),
+        ("chat --priority=n", ["normal"]),
+        ("perf report ", ["file"]),
+        ("tokenize --model ", ["model"]),
+        ("completion ", ["bash", "zsh", "fish"]),
+        ("sessions e", ["export"]),
+        ("sessions export name ", ["file"]),
+        ("serve --config 'un", ["file"]),
+    ],
+)
+def test_completions(line: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert completed(line, monkeypatch) == expected

@@ -55,7 +55,7 @@ ARGUMENTS = {"ask": ["hi"]}
 
 @pytest.mark.parametrize("name", CLIENT_COMMANDS)
 def test_every_command_finds_the_socket_by_the_same_rule_and_names_it(name: str, path: Path) -> None:
-    command = main.get_command(click.Context(main), name)  # type: ignore[arg-type]
+    command = main.get_command(click.Context(main), name)
     assert command is not None
     options = {flag for option in command.params for flag in option.opts}
     if "--socket" not in options:
@@ -123,6 +123,17 @@ def test_another_users_socket_is_said(path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(path).st_uid + 1)
     assert "only the owner of a socket can use it" in str(explain(path, denied))
     assert "you may not open the folder" in str(explain(path / "deeper", denied))
+
+
+@pytest.mark.parametrize("name", CLIENT_COMMANDS)
+def test_the_command_line_leaves_the_socket_to_the_connection(name: str) -> None:
+    """Click would refuse another user's socket as "not readable", without a remedy."""
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    for option in command.params:
+        if "--socket" in option.opts:
+            assert isinstance(option.type, click.Path)
+            assert not option.type.readable
 
 
 def test_a_path_that_is_too_long() -> None:

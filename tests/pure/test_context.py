@@ -87,9 +87,9 @@ def test_the_settings_keep_their_promise() -> None:
         assert layout.n_ctx // 8 >= wanted
 
 
+@pytest.mark.parametrize("limits", [Limits(), Limits(default_max_tokens=512)])
 @pytest.mark.parametrize(("n_ctx_seq", "short"), [(1023, True), (1024, False)])
-def test_when_the_start_warns(n_ctx_seq: int, short: bool) -> None:
-    limits = Limits(default_max_tokens=512)
+def test_when_the_start_warns(n_ctx_seq: int, short: bool, limits: Limits) -> None:
     assert is_short(info(n_ctx_seq=n_ctx_seq), limits) == short
     assert not is_short(info(n_ctx_seq=512, n_ctx_train=512), limits), "the model allows no more"
 

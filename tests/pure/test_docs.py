@@ -31,6 +31,7 @@ from uma_trio.protocol.messages import (
     Logprobs,
     MetricsQuery,
     PrefillProgress,
+    Reasoning,
     SessionInfo,
     SessionList,
     SessionQuery,
@@ -176,7 +177,14 @@ def test_inner_fields_are_documented(title: str, cls: type) -> None:
         assert f"`{field.name}`" in text
 
 
-EVENTS = {"token": Token, "progress": PrefillProgress, "eos": Eos, "error": Failure, "transcript": Transcript}
+EVENTS = {
+    "token": Token,
+    "reasoning": Reasoning,
+    "progress": PrefillProgress,
+    "eos": Eos,
+    "error": Failure,
+    "transcript": Transcript,
+}
 
 
 def test_the_codec_accepts_every_json_example() -> None:
@@ -225,7 +233,7 @@ def test_the_frames_decode_to_the_examples() -> None:
 
 
 def test_the_minimal_client_is_short_and_compiles() -> None:
-    [source] = blocks(PROTOCOL, "python")
+    source, _use = blocks(PROTOCOL, "python")
     assert len([line for line in source.splitlines() if line.strip()]) <= 15
     compile(source, "docs/PROTOCOL.md", "exec")
     imported = {
@@ -238,7 +246,7 @@ def test_the_minimal_client_talks_to_the_codec(tmp_path: Path) -> None:
     import socket
     import threading
 
-    [source] = blocks(PROTOCOL, "python")
+    source, _use = blocks(PROTOCOL, "python")
     space: dict[str, object] = {}
     exec(source, space)
     path = str(tmp_path / "uma.sock")

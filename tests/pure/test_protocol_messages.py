@@ -26,6 +26,7 @@ from uma_trio.protocol.messages import (
     Metrics,
     MetricsQuery,
     PrefillProgress,
+    Reasoning,
     ServerEvent,
     SessionInfo,
     SessionList,
@@ -204,7 +205,10 @@ def test_stop_is_a_string_or_a_list(stop: object, stops: tuple[str, ...]) -> Non
     assert found.stops == stops
 
 
-FLAGS = {"ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special", "progress"}
+FLAGS = {
+    *("ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special", "progress"),
+    "separate_reasoning",
+}
 
 AT_THE_BOUNDS = [
     ("speculate", None),
@@ -330,6 +334,7 @@ NOT_TAKEN = [
     ("stream", [0, 1, "false", None]),
     ("echo", [0, "true", None]),
     ("progress", [0, 1, "true", None]),
+    ("separate_reasoning", [0, 1, "true", None]),
     ("keep_alive", [1, "true", None]),
     ("cache_prompt", [0, "true", None]),
     ("speculate", [0, 1, "auto", []]),
@@ -522,6 +527,7 @@ options = st.fixed_dictionaries(
         "stream": st.booleans(),
         "echo": st.booleans(),
         "progress": st.booleans(),
+        "separate_reasoning": st.booleans(),
         "keep_alive": st.booleans(),
         "cache_prompt": st.booleans(),
         "speculate": st.booleans(),
@@ -613,18 +619,25 @@ scored = st.builds(
 events = (
     st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
     | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
+    | st.builds(Reasoning.of, texts, texts, st.none() | counts, st.none() | scored, index=st.none() | counts)
     | st.builds(PrefillProgress, id=texts, prefilled_tokens=counts, prompt_tokens=counts, index=st.none() | counts)
     | st.builds(
         Eos,
         id=texts,
         reason=st.sampled_from(["stop", "length", "cancelled", "error"]),
         usage=st.builds(
-            Usage, prompt_tokens=counts, completion_tokens=counts, cached_tokens=counts, dropped_tokens=counts
+            Usage,
+            prompt_tokens=counts,
+            completion_tokens=counts,
+            cached_tokens=counts,
+            dropped_tokens=counts,
+            reasoning_tokens=st.none() | counts,
         ),
         timings=st.builds(
             Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times
         ),
         text=st.none() | texts,
+        reasoning=st.none() | texts,
         logprobs=st.none() | st.lists(scored, max_size=2),
         stop=st.none() | texts,
         seed=st.none() | st.integers(0, 2**63 - 1),
@@ -632,7 +645,7 @@ events = (
     )
     | failures
 )
-CLASSES = {"token": Token, "eos": Eos, "error": Failure, "progress": PrefillProgress}
+CLASSES = {"token": Token, "reasoning": Reasoning, "eos": Eos, "error": Failure, "progress": PrefillProgress}
 
 
 def without_none(value: object) -> object:

@@ -26,6 +26,7 @@ from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.protocol.messages import Generate
+from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.service import ModelRegistry, ModelService
 from uma_trio.serving.scheduler import Scheduler
@@ -77,6 +78,7 @@ class FakeModel:
     prompts: FakePrompts
     cost: CostModel = attrs.field(factory=CostModel)
     cost_name: str = "fake"
+    chat_template: str | None = None
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
     grammars: GrammarCompiler = attrs.field(factory=lambda: GrammarCompiler(fake_vocabulary))
 
@@ -153,6 +155,7 @@ async def serving(
     *,
     in_thread: InThread = at_once,
     recommended_sampling: Mapping[str, float] | None = None,
+    reasoning: ReasoningMarkers | None = None,
     **values: Any,
 ) -> AsyncIterator[Serving]:
     """A server on a temporary socket, cancelled at the end.
@@ -161,6 +164,7 @@ async def serving(
         storage: survives the server; see ``remembering``.
         in_thread: runs blocking calls.
         recommended_sampling: of the model file.
+        reasoning: how the model marks its reasoning.
         values: configuration by flat names.
     """
     engine = engine or FakeEngine()
@@ -169,7 +173,7 @@ async def serving(
         chosen = settings(**values)
         model = FakeModel(
             VirtualEngine(engine, settings=chosen.engine),
-            FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits),
+            FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits, reasoning),
             recommended_sampling=recommended_sampling or {},
         )
         service = ModelService(

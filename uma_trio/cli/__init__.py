@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 import uma_trio
 from uma_trio.cli.exits import clean_exit, open_closed_streams, require_utf8
@@ -55,8 +57,14 @@ class LazyGroup(SuggestingGroup):
         require_utf8(command)
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        commands = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def main(self, *args: Any, **extra: Any) -> Any:
         open_closed_streams()
+        if "_UMA_TRIO_COMPLETE" in os.environ:
+            importlib.import_module("uma_trio.cli.completion")  # adds our protocol to those of click
         return super().main(*args, **extra)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from uma_trio.cli.completion import session_name
 from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INTERRUPTED, OK, SERVER_ERROR
 
@@ -87,6 +88,7 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option("--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class.")
 @click.option(
     "--session",
+    shell_complete=session_name,
     help="Continue or begin this session; use --raw for all its requests or for none. See uma-trio sessions.",
 )
 @click.option(

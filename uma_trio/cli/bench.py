@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from uma_trio.cli.bench_runs import BENCHES, Bench, Outcome, Settings, chosen
+from uma_trio.cli.completion import model_file
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PEERS_VARIABLE = "LLAMA_PEERS_DIR"
@@ -38,7 +39,10 @@ PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 )
 @click.option("--rival", is_flag=True, help="Also measure llama-server and llama-batched-bench, in the same runs.")
 @click.option(
-    "--model", metavar="PATH|embedded", help="GGUF file to serve.  [default: 125M random weights, generated once]"
+    "--model",
+    metavar="PATH|embedded",
+    shell_complete=model_file,
+    help="GGUF file to serve.  [default: 125M random weights, generated once]",
 )
 @click.option(
     "--threads", type=click.IntRange(1), help="Compute threads of every server.  [default: all physical cores but one]"

@@ -1,22 +1,192 @@
-"""``uma-trio completion``: shell completion scripts."""
+"""``uma-trio completion``: shell completion scripts, and what options and arguments complete to.
+
+The scripts run ``uma-trio`` with the line up to the cursor in ``LINE_VARIABLE``.  It prints a line for each
+completion: a kind, a value and a help text, with tabs between.  Kinds are ``plain``, and ``file``, ``dir`` and ``model``,
+for which the shell completes the path.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import time
+from typing import Any, Final
+
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import CompletionItem, ShellComplete, add_completion_class, split_arg_string
+
+LINE_VARIABLE: Final = "_UMA_TRIO_LINE"
+
+DAEMON_S: Final = 0.5
+"""How long the daemon may take to list the sessions."""
+MAX_LIST_BYTES: Final = 4 << 20
+
+BASH: Final = r"""
+_uma_trio() {
+    local current=${COMP_WORDS[COMP_CWORD]} line=${COMP_LINE:0:COMP_POINT} kind value help word before
+    [[ $current == [=:] ]] && current=
+    word=${line##*[[:space:]=]}    # bash divides words at more characters than blanks: at = and :
+    before=${word%"$current"}
+    COMPREPLY=()
+    compopt -o nosort 2> /dev/null
+    while IFS=$'\t' read -r kind value help; do
+        case $kind in
+            plain)
+                value=${value#"$before"}
+                [[ $current == [\"\']* ]] || printf -v value %q "$value"
+                COMPREPLY+=("$value") ;;
+            file) compopt -o default ;;
+            dir) compopt -o dirnames ;;
+            model)
+                compopt -o default -o filenames
+                local IFS=$'\n'
+                if [[ $current != *[\"\'\\]* && -n $(compgen -f -X '!*.gguf' -- "$current") ]]; then
+                    COMPREPLY=($(compgen -f -X '!*.gguf' -- "$current"; compgen -d -- "$current"))
+                fi ;;
+        esac
+    done < <(_UMA_TRIO_LINE=$line _UMA_TRIO_COMPLETE=lines_complete "${1/#\~/$HOME}" 2> /dev/null)
+}
+complete -F _uma_trio uma-trio
+"""
+
+ZSH: Final = r"""#compdef uma-trio
+_uma_trio() {
+    local kind value help paths line="${(j: :)words[1,CURRENT-1]} $QIPREFIX$IPREFIX$PREFIX"
+    local -a described
+    while IFS=$'\t' read -r kind value help; do
+        case $kind in
+            plain) described+=("${value//:/\\:}${help:+:$help}") ;;
+            *) paths=$kind ;;
+        esac
+    done < <(_UMA_TRIO_LINE=$line _UMA_TRIO_COMPLETE=lines_complete ${~words[1]} 2> /dev/null)
+    [[ $PREFIX == -*=* ]] && compset -P '*='
+    case $paths in
+        file) _files ;;
+        dir) _files -/ ;;
+        model) _files -g '*.gguf' ;;
+    esac
+    (( $#described )) && _describe -V value described
+}
+if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+    _uma_trio "$@"
+else
+    compdef _uma_trio uma-trio
+fi
+"""
+
+FISH: Final = r"""
+function __uma_trio
+    set -l token (commandline -ct)
+    set -l option ''    # of --option=value: fish completes the whole word
+    string match -qr -- '^-[^=]*=' $token
+    and set option (string replace -r -- '=.*' '=' $token)
+    set -l value (string replace -r -- '^-[^=]*=' '' $token)
+    for line in (_UMA_TRIO_LINE=(commandline -cp | string collect) _UMA_TRIO_COMPLETE=lines_complete uma-trio 2> /dev/null)
+        set -l parts (string split \t -- $line)
+        switch $parts[1]
+            case plain
+                string join \t -- $option$parts[2] $parts[3]
+            case file
+                string join \n -- $option(__fish_complete_path $value)
+            case dir
+                string join \n -- $option(__fish_complete_directories $value '')
+            case model
+                if test -z $option
+                    __fish_complete_suffix .gguf
+                else
+                    string join \n -- $option(__fish_complete_path $value)
+                end
+        end
+    end
+end
+complete --command uma-trio --no-files --keep-order --arguments '(__uma_trio)'
+"""
+
+SCRIPTS: Final = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 @click.command("completion", short_help="Print the completion script for a shell.")
-@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
-@click.pass_context
-def command(ctx: click.Context, shell: str) -> None:
+@click.argument("shell", type=click.Choice([*SCRIPTS]))
+def command(shell: str) -> None:
     """Print the completion script for SHELL.  Save it where the shell looks for completions.
+
+    It completes commands, flags, their values, files, and the names of your sessions if a daemon runs.
 
     \b
       bash   uma-trio completion bash > ~/.local/share/bash-completion/completions/uma-trio
       zsh    uma-trio completion zsh > "${fpath[1]}/_uma-trio"
       fish   uma-trio completion fish > ~/.config/fish/completions/uma-trio.fish
+
+    To try it in a running bash: source <(uma-trio completion bash)
     """
-    found = get_completion_class(shell)
-    assert found is not None
-    click.echo(found(ctx.find_root().command, {}, "uma-trio", "_UMA_TRIO_COMPLETE").source())
+    click.echo(SCRIPTS[shell].lstrip("\n"), nl=False)
+
+
+class Lines(ShellComplete):
+    """The side of ``uma-trio`` in the protocol of the scripts, the same for all shells."""
+
+    name = "lines"
+    source_template = ""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """Split the line.  A character at its end makes the word at the cursor the last one, even if it is empty."""
+        *words, last = split_arg_string(os.environ.get(LINE_VARIABLE, "") + "_")
+        return words[1:], last[:-1]
+
+    def format_completion(self, item: CompletionItem) -> str:
+        return f"{item.type}\t{item.value}\t{' '.join((item.help or '').split())}".rstrip("\t")
+
+
+add_completion_class(Lines)
+
+
+# -- what options and arguments complete to: for the parameter ``shell_complete`` of click -----------------
+
+
+def model_file(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A GGUF file."""
+    return [CompletionItem(incomplete, type="model")]
+
+
+def session_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A session of the running daemon, the last used first; nothing if none runs or it does not answer at once."""
+    from uma_trio.connect import is_locked
+    from uma_trio.errors import ProtocolError
+    from uma_trio.protocol.address import socket_path
+
+    levels: list[click.Context] = [context, *([context.parent] if context.parent is not None else [])]
+    path = socket_path(next(filter(None, (level.params.get("socket") for level in levels)), None))
+    already = context.params.get(parameter.name or "")
+    try:
+        # without a lock there is no daemon; connecting could make systemd start one
+        sessions = _list_sessions(os.fspath(path)) if is_locked(path) else []
+    except (OSError, ValueError, LookupError, TypeError, ProtocolError):
+        return []
+    return [
+        CompletionItem(name, help=f"{session['turns']} turns")
+        for session in sessions
+        if (name := session["session_id"]).startswith(incomplete)
+        and name.isprintable()
+        and not (isinstance(already, tuple) and name in already)
+    ]
+
+
+def _list_sessions(path: str) -> list[dict[str, Any]]:
+    """Ask the daemon, as any client in docs/PROTOCOL.md, without waiting for the imports of ``uma_trio.client``."""
+    from uma_trio.protocol.framing import FrameReader, frame
+
+    frames = FrameReader(max_frame_bytes=MAX_LIST_BYTES)
+    until = time.monotonic() + DAEMON_S
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(DAEMON_S)
+        sock.connect(path)
+        sock.sendall(frame(b'{"type": "sessions"}'))
+        while (payload := frames.next_payload()) is None:
+            sock.settimeout(max(0.001, until - time.monotonic()))
+            data = sock.recv(1 << 16)
+            if not data:
+                return []
+            frames.receive_data(data)
+    found: list[dict[str, Any]] = json.loads(payload)["sessions"]
+    return found

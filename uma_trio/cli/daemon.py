@@ -44,7 +44,7 @@ def socket_option(*, help: str = DEFAULT_SOCKET) -> Callable[[Callable[..., Any]
         callback=_note_verbose,
         help="Say on stderr which daemon answers: its socket, model, pid and version.",
     )
-    socket = click.option("--socket", type=click.Path(), help=help)
+    socket = click.option("--socket", type=click.Path(readable=False), help=help)  # the connection says it better
     return lambda command: socket(verbose(command))
 
 

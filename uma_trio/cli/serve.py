@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from uma_trio import config
+from uma_trio.cli.completion import model_file
 from uma_trio.config import Config, ConfigError, Setting
 
 
@@ -26,7 +28,26 @@ def _option(setting: Setting) -> Callable[[Any], Any]:
     if setting.type is bool:
         return click.option(f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=help)
     names = (setting.flag,) if setting.short is None else (setting.short, setting.flag)
-    return click.option(*names, setting.name, default=None, type=click.UNPROCESSED, metavar=setting.metavar, help=help)
+    return click.option(
+        *names,
+        setting.name,
+        default=None,
+        type=click.UNPROCESSED,
+        metavar=setting.metavar,
+        help=help,
+        shell_complete=_completions_of(setting),
+    )
+
+
+def _completions_of(setting: Setting) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        if setting.name == "model":
+            return model_file(context, parameter, incomplete)
+        if setting.metavar == "PATH":
+            return [CompletionItem(incomplete, type="dir" if setting.name.endswith("_dir") else "file")]
+        return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
+
+    return complete
 
 
 def _options(command: Callable[..., Any]) -> Callable[..., Any]:

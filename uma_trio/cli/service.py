@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
+from click.shell_completion import CompletionItem, ShellComplete
 
 from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.exits import FAILED
@@ -38,10 +39,19 @@ def command() -> None:
     """
 
 
+def _complete_flags(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What uma-trio serve would complete."""
+    from uma_trio.cli.serve import command as serve
+
+    return ShellComplete(serve, {}, "uma-trio serve", "").get_completions([*context.params["flags"]], incomplete)
+
+
 @command.command()
 @click.option("--dry-run", is_flag=True, help="Print the files and the commands, and change nothing.")
 @click.option("--now", is_flag=True, help="Also run the commands that start the service.")
-@click.argument("flags", metavar="[-- FLAGS OF SERVE]", nargs=-1, type=click.UNPROCESSED)
+@click.argument(
+    "flags", metavar="[-- FLAGS OF SERVE]", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_flags
+)
 def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
     """Write the units, and print the command that starts them.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.completion import session_name
 from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def list_(context: click.Context, as_json: bool, socket: str | None) -> None:
 
 
 @command.command()
-@click.argument("session_id", metavar="NAME")
+@click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @_options
 @click.pass_context
 def describe(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
@@ -90,7 +91,7 @@ def describe(context: click.Context, session_id: str, as_json: bool, socket: str
 
 
 @command.command()
-@click.argument("session_id", metavar="NAME")
+@click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @_options
 @click.pass_context
 def show(context: click.Context, session_id: str, as_json: bool, socket: str | None) -> None:
@@ -120,7 +121,7 @@ def show(context: click.Context, session_id: str, as_json: bool, socket: str | N
 
 
 @command.command()
-@click.argument("session_id", metavar="NAME")
+@click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @socket_option()
 @click.pass_context
@@ -154,7 +155,7 @@ def export(context: click.Context, session_id: str, file: Path | None, socket: s
 
 
 @command.command()
-@click.argument("session_id", metavar="NAME")
+@click.argument("session_id", metavar="NAME", shell_complete=session_name)
 @click.argument("new_id", metavar="NEW_NAME")
 @_options
 @click.pass_context
@@ -167,7 +168,7 @@ def fork(context: click.Context, session_id: str, new_id: str, as_json: bool, so
 
 
 @command.command()
-@click.argument("session_ids", metavar="NAME...", nargs=-1)
+@click.argument("session_ids", metavar="NAME...", nargs=-1, shell_complete=session_name)
 @click.option("--all", "close_all", is_flag=True, help="Close all your sessions, after a question.")
 @click.option("--yes", is_flag=True, help="With --all: do not ask.")
 @_options

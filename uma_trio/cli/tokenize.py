@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING
 
 import click
 
+from uma_trio.cli.completion import model_file
+
 if TYPE_CHECKING:
     from uma_trio.engine.tokenizer import Tokenizer
 
 
 @click.command("tokenize", short_help="Show the tokens of a text.")
 @click.argument("text", required=False, type=click.UNPROCESSED)
-@click.option("--model", type=click.Path(path_type=Path), help="GGUF file. If not given, the embedded model is used.")
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path),
+    shell_complete=model_file,
+    help="GGUF file. If not given, the embedded model is used.",
+)
 @click.option("--decode", metavar="IDS", help="Print the text of these token ids. - reads them from stdin.")
 @click.option(
     "--no-special",

@@ -38,6 +38,11 @@ class Model:
     model: Path | None = setting(
         None, "GGUF file to serve. If not given, the embedded demo model is served.", short="-m"
     )
+    chat_template: str | None = setting(
+        None,
+        "Chat template in place of the model's own: a Jinja file, or one of chatml, gemma, llama2, llama3, mistral, "
+        "phi3.",
+    )
     ctx: int = setting(
         0,
         "Size of the KV cache in tokens, for all sequences together, as in llama-server. A request gets ctx / parallel "

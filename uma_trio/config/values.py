@@ -86,7 +86,9 @@ class Setting:
         """What the help shows in place of the value."""
         if self.choices:
             return "|".join(self.choices)
-        return _METAVARS[self.unit] if self.unit else "X" if self.type is float else "PATH"
+        if self.unit is not None:
+            return _METAVARS[self.unit]
+        return {float: "X", str: "NAME|FILE"}.get(self.type, "PATH")
 
     def convert(self, value: Any, source: str) -> Any:
         """Convert ``value`` to the type of this setting, and check its bounds.
@@ -136,7 +138,9 @@ class Setting:
         """A description of the allowed values."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(self.type, "a path")
+        kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a name or a path"}.get(
+            self.type, "a path"
+        )
         if not self.bounds:
             return kind
         lower = f"from {self.bounds['ge']:.10g}" if "ge" in self.bounds else f"above {self.bounds['gt']:g}, up"

@@ -39,17 +39,14 @@ class SocketPathError(Exception):
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Iterator[None]:
-    """Reserve ``path`` for this process until the context ends, and remove the socket of a dead daemon.
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path.lock`` until the context ends.  Clients see by it that a daemon loads its model or serves.
 
-    The lock file ``path.lock`` decides between two daemons that start at the same time.  It is never removed, because
-    a third daemon could then lock a new file while the second one holds the old one.
-
-    Blocks for at most a second, if another program listens at ``path`` and does not accept.
+    It decides between two daemons that start at the same time.  It is never removed, because a third daemon could then
+    lock a new file while the second one holds the old one.
 
     Raises:
-        SocketPathError: Another daemon serves there, there is another kind of file or a socket of another user, or the
-            path cannot be used.
+        SocketPathError: Another daemon holds it, or the path cannot be used.
     """
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise SocketPathError(
@@ -66,19 +63,33 @@ def claimed(path: Path) -> Iterator[None]:
             f"cannot use the folder {path.parent} for the socket: {error.strerror}; choose another with --socket"
         ) from None
     try:
-        if not _locked(lock):
+        if not _take_lock(lock):
             raise SocketPathError(f"another daemon serves on {path}; stop it, or choose another --socket")
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Reserve ``path`` for this process until the context ends, and remove the socket of a dead daemon.
+
+    Blocks for at most a second, if another program listens at ``path`` and does not accept.
+
+    Raises:
+        SocketPathError: Another daemon serves there, there is another kind of file or a socket of another user, or the
+            path cannot be used.
+    """
+    with locked(path):
         _remove_stale(path)
         try:
             yield
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-    finally:
-        os.close(lock)
 
 
-def _locked(lock: int) -> bool:
+def _take_lock(lock: int) -> bool:
     """Lock the open file ``lock``; False if another daemon holds it."""
     for attempt in range(LOCK_ATTEMPTS):
         if attempt:

@@ -10,6 +10,7 @@ Source: docs/ARCHITECTURE.md, "Lifetimes".
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 import os
@@ -187,7 +188,8 @@ async def serve(
     if passed is not None:
         path = Path(passed.getsockname())
     with (
-        listener.claimed(path) if passed is None else passed,
+        passed or contextlib.nullcontext(),
+        listener.claimed(path) if passed is None else listener.locked(path),
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals,
     ):
         async with trio.open_nursery() as process:

@@ -165,6 +165,13 @@ class Tokenizer:
             raise InvalidTokenId(f"token {token} is not in [0, {self.n_tokens})")
         return self._bytes[token]
 
+    def control_id(self, text: str) -> int | None:
+        """The id of the control token that ``text`` spells; ``None`` if it spells none."""
+        if text not in self.control_tokens:
+            return None
+        ids = self.encode(text, add_special=False, continues=True).tolist()
+        return ids[0] if len(ids) == 1 else None
+
     def tokens_to_bytes(self, tokens: TokenIds | Iterable[int]) -> list[bytes]:
         """The bytes of each token, with control tokens spelled out.
 

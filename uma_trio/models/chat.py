@@ -1,6 +1,6 @@
-"""Chat messages to prompt text, with the model's own Jinja template.
+"""Chat messages to prompt text, with a Jinja template.
 
-The template comes with the model file, from anywhere, so it is an untrusted program.  It runs in a child process
+The template usually comes with the model file, from anywhere, so it is an untrusted program.  It runs in a child process
 with Jinja's immutable sandbox (``template_worker.py``), a memory limit and a deadline.  The process takes about 25 MB;
 the round trip adds 0.03 ms to a rendering.
 """
@@ -34,7 +34,7 @@ CPU limit ends a template that never finishes compiling much sooner."""
 
 
 class BrokenTemplate(InternalError):
-    """The model's chat template does not compile, fails on good messages, or exceeds its limits.
+    """The chat template does not compile, fails on good messages, or exceeds its limits.
 
     Not the client's fault.  Raw prompts still work.
     """
@@ -63,6 +63,7 @@ class ChatTemplate:
         controls: the vocabulary's control tokens, for ``parts``.
         limits: bounds for compiling and for each rendering.
         now: the clock behind ``strftime_now``.
+        name: what errors call it.
 
     Raises:
         BrokenTemplate: the source does not compile or is too long.
@@ -82,15 +83,14 @@ class ChatTemplate:
         controls: ControlTokens | None = None,
         limits: TemplateLimits = TemplateLimits(),
         now: Callable[[], datetime.datetime] = datetime.datetime.now,
+        name: str = "the model's chat template",
     ) -> None:
         if len(source) > limits.source_chars:
-            raise BrokenTemplate(
-                f"the model's chat template has {len(source)} characters, more than {limits.source_chars}"
-            )
+            raise BrokenTemplate(f"{name} has {len(source)} characters, more than {limits.source_chars}")
         self._fixed = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
         self._controls = controls or ControlTokens()
         self._now = now
-        self._worker = _Worker(source, limits)
+        self._worker = _Worker(source, limits, name)
         weakref.finalize(self, self._worker.stop)
         self._worker.start()
 
@@ -127,9 +127,11 @@ class _Worker:
 
     Args:
         source: the template, compiled by each new process.
+        name: what errors call it.
     """
 
-    def __init__(self, source: str, limits: TemplateLimits) -> None:
+    def __init__(self, source: str, limits: TemplateLimits, name: str) -> None:
+        self._name = name
         self._setup = {"source": source, **attrs.asdict(limits)}
         self._seconds = limits.seconds
         self._process: subprocess.Popen[bytes] | None = None
@@ -145,9 +147,9 @@ class _Worker:
             self._ensure_started()
             answer = self._ask(request, self._seconds)
         if "refused" in answer:
-            raise BadRequest(f"the model's chat template refuses these messages: {answer['refused']}")
+            raise BadRequest(f"{self._name} refuses these messages: {answer['refused']}")
         if "error" in answer:
-            raise BrokenTemplate(f"the model's chat template failed: {answer['error']}")
+            raise BrokenTemplate(f"{self._name} failed: {answer['error']}")
         return answer["text"]
 
     def start(self) -> None:
@@ -185,7 +187,7 @@ class _Worker:
         answer = self._ask(self._setup, START_SECONDS)
         if "error" in answer:
             self.stop()
-            raise BrokenTemplate(f"the model's chat template does not compile: {answer['error']}")
+            raise BrokenTemplate(f"{self._name} does not compile: {answer['error']}")
 
     def _ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, str]:
         """Send one request and wait for its answer.  Stops a process that gives none in ``seconds``."""

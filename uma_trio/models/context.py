@@ -10,6 +10,9 @@ from uma_trio.engine.messages import ModelInfo
 
 MB: Final = 1_000_000
 
+SHORT_ANSWER: Final = 512
+"""Tokens that an answer of open length gets at least, if the context has room for them."""
+
 
 def explain_context(info: ModelInfo) -> str:
     """The context of a request, and where the number comes from."""
@@ -42,8 +45,8 @@ def more_context(info: ModelInfo, wanted: int | None = None) -> str | None:
 
 
 def is_short(info: ModelInfo, limits: Limits) -> bool:
-    """A prompt as long as the default answer is refused, although the model could serve it."""
-    return info.n_ctx_seq < min(2 * limits.default_max_tokens, info.n_ctx_train)
+    """A prompt as long as a short answer leaves no room for one, although the model could serve both."""
+    return info.n_ctx_seq < min(2 * (limits.default_max_tokens or SHORT_ANSWER), info.n_ctx_train)
 
 
 def _is_shared(info: ModelInfo) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,18 +23,23 @@ from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import GrammarCompiler
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
+from uma_trio.models.chosen_template import TemplateSource, choose_template
 from uma_trio.models.context import explain_context, is_short, more_context
 from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import explained
 from uma_trio.models.prompt import PromptMaker
-from uma_trio.sampling import recommended
+from uma_trio.models.reasoning import find_format, make_markers
+from uma_trio.sampling import ReasoningMarkers, recommended
 from uma_trio.scheduling.cost import CostModel
 
 log = structlog.get_logger("uma_trio.models")
 
 EMBEDDED: Final = Path(__file__).parent / "embedded" / "embedded.gguf"
 """The demo and test model that comes with the package; see docs/EMBEDDED_MODEL.md."""
+
+OF_THE_MODEL: Final = "of the model file"
+GIVE_A_TEMPLATE: Final = "--chat-template chatml, or another template that the model was trained with"
 
 
 @attrs.frozen(eq=False)
@@ -55,6 +60,8 @@ class LoadedModel:
     """Fingerprint of the model: what tokens mean."""
     state_name: str
     """Fingerprint of the model and of how the states of its sequences are laid out."""
+    chat_template: str | None = None
+    """Where the chat template comes from, for people; ``None`` if there is none."""
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
     """Sampling parameters that the model file recommends, by name."""
 
@@ -86,10 +93,13 @@ async def open_model(
         go_on: asked now and then; False gives loading up, and the context gets ``None``.
 
     Raises:
-        ModelError: no such file, not a usable GGUF, not enough memory, or no libllama.
+        ModelError: no such file, not a usable GGUF, not enough memory, no libllama, or a broken ``chat_template``.
     """
     path = config.model.model or EMBEDDED
     with contextlib.ExitStack() as stack:
+        chosen: TemplateSource | None = None
+        if config.model.chat_template is not None:
+            chosen = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
         with explained(path):
             await trio.to_thread.run_sync(check_gguf, path)
             start = Start(path, config.model)
@@ -110,17 +120,23 @@ async def open_model(
                 )
                 name = tuning_cache.model_fingerprint(path, link.ready.environment)
                 cost = await calibrate(link, known=tuning_cache.load_costs(name))
-            prompts = PromptMaker(
-                vocabulary.tokenizer, _chat_template(vocabulary.chat_template, vocabulary.tokenizer), config.limits
-            )
+            if chosen is None and vocabulary.chat_template is not None:
+                chosen = TemplateSource(vocabulary.chat_template, OF_THE_MODEL)
+            chat = _chat_template(chosen, vocabulary.tokenizer)
+            # a model that reasons does so with another template too
+            templates = [
+                text for text in (chosen.text if chosen else None, vocabulary.chat_template) if text is not None
+            ]
+            markers = _reasoning_markers(templates, vocabulary.tokenizer)
             yield LoadedModel(
                 engine,
-                prompts,
+                PromptMaker(vocabulary.tokenizer, chat, config.limits, markers),
                 GrammarCompiler(lambda: vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)),
                 cost,
                 cost_name=name,
                 name=tuning_cache.model_fingerprint(path),
                 state_name=tuning_cache.model_fingerprint(path, link.ready.state_format),
+                chat_template=chosen.origin if chat is not None and chosen is not None else None,
                 recommended_sampling=_recommended_sampling(vocabulary.metadata),
             )
         finally:
@@ -170,13 +186,21 @@ def _recommended_sampling(metadata: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def _chat_template(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The model's own template; a broken one costs the model its chats, and nothing else."""
+def _reasoning_markers(templates: Sequence[str], tokenizer: Tokenizer) -> ReasoningMarkers | None:
+    """The markers of the first template that has some."""
+    found = next(filter(None, map(find_format, templates)), None)
+    return None if found is None else make_markers(found, tokenizer.control_id)
+
+
+def _chat_template(source: TemplateSource | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The compiled template; a broken one of a model file costs the model its chats, and nothing else."""
     if source is None:
+        log.warning("the model has no chat template; it serves plain prompts", hint=GIVE_A_TEMPLATE)
         return None
+    name = "the model's chat template" if source.origin == OF_THE_MODEL else f"the chat template {source.origin}"
     try:
         controls = ControlTokens(tokenizer.control_tokens, tokenizer.user_defined_controls)
-        return ChatTemplate(source, bos=tokenizer.bos, eos=tokenizer.eos, controls=controls)
+        return ChatTemplate(source.text, bos=tokenizer.bos, eos=tokenizer.eos, controls=controls, name=name)
     except (BrokenTemplate, ValueError) as error:
-        log.warning("the model's chat template cannot be used; it serves plain prompts", reason=str(error))
+        log.warning(f"{name} cannot be used; the model serves plain prompts", reason=str(error), hint=GIVE_A_TEMPLATE)
         return None

@@ -14,14 +14,12 @@ from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
-from uma_trio.models.context import explain_context, more_context
+from uma_trio.models.context import SHORT_ANSWER, explain_context, more_context
 from uma_trio.protocol.messages import ChatMessage, Generate
+from uma_trio.sampling import ReasoningMarkers
 
 INLINE_BYTES: Final = 4096
 """Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
-
-SHORT_ANSWER: Final = 512
-"""Tokens that an answer of open length gets at least, if the context has room for them."""
 
 
 @attrs.frozen(eq=False)
@@ -34,6 +32,13 @@ class Prompt:
     """The text before tokenization.  For ``messages`` the rendered template; in a session of prompts the new text."""
     dropped: int = 0
     """Number of tokens dropped to fit; see ``Generate.n_keep``."""
+    reasoning: ReasoningMarkers | None = None
+    """How the output marks reasoning; ``None`` if it stays part of the text."""
+
+    @property
+    def opens_reasoning(self) -> bool:
+        """Whether the output begins inside reasoning."""
+        return self.reasoning is not None and self.reasoning.is_opened_by(self.text)
 
 
 @attrs.frozen(eq=False)
@@ -55,7 +60,7 @@ def check_prompt_size(request: Generate, limits: Limits) -> int:
     if request.messages is None:
         size = len((request.prompt or "").encode())
     else:
-        size = sum(len(message.content.encode()) for message in request.messages)
+        size = sum(len(f"{message.content}{message.reasoning or ''}".encode()) for message in request.messages)
     if size > limits.max_prompt_bytes:
         raise PromptTooLarge(f"the prompt has {size} bytes; this server takes {limits.max_prompt_bytes}")
     return size
@@ -69,6 +74,8 @@ class PromptMaker:
     chat: ChatTemplate | None
     """``None`` for a model without a chat template."""
     limits: Limits
+    reasoning: ReasoningMarkers | None = None
+    """``None`` for a model that does not mark its reasoning."""
 
     async def make(self, request: Generate, history: History | None = None) -> Prompt:
         """Build the prompt of ``request``.  Messages and long prompts are processed in a thread; can be cancelled.
@@ -88,10 +95,14 @@ class PromptMaker:
         return await trio.to_thread.run_sync(self._make, request, history, abandon_on_cancel=True)
 
     def _make(self, request: Generate, history: History | None) -> Prompt:
+        tokens, text = self._tokens_and_text(request, history)
+        return Prompt(tokens, text, reasoning=self.reasoning if request.separate_reasoning else None)
+
+    def _tokens_and_text(self, request: Generate, history: History | None) -> tuple[TokenIds, str]:
         past = np.empty(0, np.int32) if history is None else history.tokens
         if request.prompt is not None:
             part = PromptPart(request.prompt, request.parse_special)
-            return Prompt(self._continue(past, [part]), request.prompt)
+            return self._continue(past, [part]), request.prompt
         messages = [*(history.messages if history is not None else ()), *(request.messages or ())]
         parts = self._parts(messages)
         text = "".join(part.text for part in parts)
@@ -100,8 +111,8 @@ class PromptMaker:
                 "" if text.startswith(self.tokenizer.bos) else self.tokenizer.bos
             )
             if text.startswith(past_text):  # keep the generated tokens: tokenizing their text may give others
-                return Prompt(self._continue(past, _drop_chars(len(past_text), parts)), text)
-        return Prompt(self.tokenizer.encode_parts(parts), text)
+                return self._continue(past, _drop_chars(len(past_text), parts)), text
+        return self.tokenizer.encode_parts(parts), text
 
     def _continue(self, past: TokenIds, parts: Sequence[PromptPart]) -> TokenIds:
         if not len(past):
@@ -110,8 +121,10 @@ class PromptMaker:
 
     def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[PromptPart]:
         if self.chat is None:
-            raise NoChatTemplate("this model has no chat template: send prompt instead of messages")
-        return self.chat.parts([attrs.asdict(message) for message in messages])
+            raise NoChatTemplate(
+                "this model has no chat template: send prompt instead of messages, or start the server with --chat-template"
+            )
+        return self.chat.parts([template_message(message) for message in messages])
 
     def truncate_tokens(self, tokens: Sequence[int], text: str) -> TokenIds:
         """Cut generated ``tokens`` to those of ``text``, which a stop string has cut short.  Shape ``[n]``.
@@ -130,6 +143,14 @@ class PromptMaker:
         if not rest:
             return kept
         return np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)])
+
+
+def template_message(message: ChatMessage) -> dict[str, str]:
+    """A message as chat templates know it.  They have two names for reasoning; most use it only in the latest turn."""
+    fields = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        fields |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+    return fields
 
 
 def _drop_chars(n: int, parts: Sequence[PromptPart]) -> list[PromptPart]:

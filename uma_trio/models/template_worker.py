@@ -1,6 +1,6 @@
-"""Child process that renders one model's chat template.  Started by ``chat.py``; imports nothing of uma_trio.
+"""Child process that renders one chat template.  Started by ``chat.py``; imports nothing of uma_trio.
 
-A template is a program from the model file.  Jinja's sandbox keeps it away from Python, but does not bound memory or
+A template is a program, usually from the model file.  Jinja's sandbox keeps it away from Python, but does not bound memory or
 time.  The operating system does: this process has limits for address space and CPU time, and the parent kills it when
 it misses its deadline.
 
@@ -16,6 +16,7 @@ import datetime
 import json
 import resource
 import sys
+import traceback
 from typing import Any
 
 import jinja2
@@ -125,7 +126,9 @@ def send(answer: dict[str, str]) -> None:
 
 
 def described(error: Exception) -> str:
-    line = getattr(error, "lineno", None)
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
     where = f" (line {line})" if isinstance(line, int) else ""
     return f"{str(error)[:500] or type(error).__name__}{where}"
 

@@ -21,6 +21,7 @@ from uma_trio.protocol.messages import (
     Generate,
     Metrics,
     PrefillProgress,
+    Reasoning,
     ServerEvent,
     SessionList,
     Token,
@@ -111,7 +112,7 @@ class ServerCodec:
 
     def encode(self, event: ServerEvent) -> bytes:
         encoding, answers = self._pending.get(event.id, (self._latest, 0))
-        if type(event) is not Token and type(event) is not PrefillProgress:
+        if not isinstance(event, Token | Reasoning | PrefillProgress):
             self._pending.pop(event.id, None)
             if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:
                 self._pending[event.id] = encoding, answers - 1
@@ -211,7 +212,7 @@ class NewlineCodec:
 
     def encode(self, event: ServerEvent) -> bytes:
         match event:
-            case Token(text=text):
+            case Token(text=text) | Reasoning(text=text):
                 return text.encode()
             case Eos():
                 return b"\n"

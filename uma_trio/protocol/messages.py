@@ -1,7 +1,7 @@
 """Messages of the socket protocol, as frozen records.
 
 Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The server answers with ``Token``,
-``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and ``Transcript``.
+``Reasoning``, ``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and ``Transcript``.
 
 The types hold the bounds that every server enforces, and no other module repeats them.  Limits that an operator can
 set are checked later, when a request is admitted.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 import attrs
 import msgspec
@@ -70,6 +70,8 @@ class ChatMessage:
 
     role: Literal["system", "user", "assistant"]
     content: str
+    reasoning: str | None = None
+    """Reasoning before ``content``; only of the assistant.  The chat template decides what the model sees of it."""
 
 
 Source = Annotated[str, Meta(min_length=1, max_length=65536)]
@@ -149,6 +151,8 @@ class Generate:
     """Alias of ``echo``."""
     keep_alive: bool = False
     """Keep the connection open for further requests after this one's ``eos`` or ``error``."""
+    separate_reasoning: bool = False
+    """Send the model's reasoning in events of its own, without its markers, instead of as text."""
     cache_prompt: bool = True
     """Share the KV cache of common prefixes with other requests of the same user."""
     speculate: bool | None = None
@@ -215,6 +219,8 @@ class Usage:
     """Prompt tokens whose KV cache existed already."""
     dropped_tokens: int = 0
     """Earlier tokens that were dropped to make the prompt fit; see ``Generate.n_keep``."""
+    reasoning_tokens: int | None = None
+    """Generated tokens of reasoning and its markers, with ``Generate.separate_reasoning``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -295,8 +301,8 @@ class Logprobs(Logprob):
 
 
 @attrs.frozen(kw_only=True)
-class Token:
-    """One generated token, with the text that became complete with it.
+class Generated:
+    """One generated token, with the text that became complete with it: a ``Token`` or ``Reasoning``.
 
     ``text`` holds whole characters only.  It is empty when the token ends inside a character, or inside something that
     may become a stop string.
@@ -305,9 +311,7 @@ class Token:
     id: str
     text: str
     token_id: int | None = None
-    """``None`` for the echoed prompt."""
-    echo: bool = False
-    """Whether this is the echoed prompt."""
+    """``None`` for the echoed prompt, and for text whose token has another event."""
     index: int | None = None
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
     logprob: float | None = None
@@ -323,22 +327,33 @@ class Token:
         token_id: int | None,
         logprobs: Logprobs | None,
         *,
-        echo: bool = False,
         index: int | None = None,
-    ) -> Token:
+    ) -> Self:
         """Build the event of a token, with ``logprobs`` flattened into it."""
         if logprobs is None:
-            return cls(id=id, text=text, token_id=token_id, echo=echo, index=index)
+            return cls(id=id, text=text, token_id=token_id, index=index)
         return cls(
             id=id,
             text=text,
             token_id=token_id,
-            echo=echo,
             index=index,
             logprob=logprobs.logprob,
             bytes=logprobs.bytes,
             top_logprobs=logprobs.top_logprobs,
         )
+
+
+@attrs.frozen(kw_only=True)
+class Token(Generated):
+    """A token of the answer."""
+
+    echo: bool = False
+    """Whether this is the echoed prompt."""
+
+
+@attrs.frozen(kw_only=True)
+class Reasoning(Generated):
+    """A token of the reasoning, which is not part of the answer; see ``Generate.separate_reasoning``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -353,6 +368,8 @@ class Eos:
     """Which answer has ended, from 0; ``None`` if the request asked for one."""
     text: str | None = None
     """The whole text, if ``stream`` was false."""
+    reasoning: str | None = None
+    """The reasoning, if there was some and ``stream`` was false; see ``Generate.separate_reasoning``."""
     constraint_complete: bool | None = None
     """Whether the answer is complete by its constraint; false if it was cut short.  ``None`` without a constraint."""
     logprobs: list[Logprobs] | None = None
@@ -411,7 +428,7 @@ class PrefillProgress:
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
 
 
-ServerEvent = Token | Eos | Failure | PrefillProgress | Metrics | SessionList | Transcript
+ServerEvent = Token | Reasoning | Eos | Failure | PrefillProgress | Metrics | SessionList | Transcript
 
 
 @attrs.frozen
@@ -431,6 +448,7 @@ Event = ServerEvent | UnknownEvent
 
 _EVENT_NAMES: Final = {
     Token: "token",
+    Reasoning: "reasoning",
     Eos: "eos",
     Failure: "error",
     PrefillProgress: "progress",
@@ -555,11 +573,11 @@ def _check_metadata(metadata: dict[str, Any]) -> None:
 
 def to_fields(event: ServerEvent) -> dict[str, Any]:
     """Convert an event to a payload of plain values, without the fields that are ``None``."""
-    if type(event) is Token:  # spelled out, because this runs once a token
-        fields: dict[str, Any] = {"id": event.id, "event": "token", "text": event.text}
+    if isinstance(event, Generated):  # spelled out, because this runs once a token
+        fields: dict[str, Any] = {"id": event.id, "event": _EVENT_NAMES[type(event)], "text": event.text}
         if event.token_id is not None:
             fields["token_id"] = event.token_id
-        if event.echo:
+        if isinstance(event, Token) and event.echo:
             fields["echo"] = True
         if event.index is not None:
             fields["index"] = event.index

@@ -66,6 +66,59 @@ def _compiled(stop: tuple[str, ...]) -> _StopStates:
     return _StopStates(tuple(next_state), tuple(shorter), tuple(length), tuple(found))
 
 
+class StringSearch:
+    """Looks for strings in a text that comes in parts.
+
+    Text that may be the beginning of one of the strings is held back: at most the longest string less one character.
+    The string that is complete first counts.  If several are complete at the same character, the longest one counts.
+
+    Raises:
+        ValueError: a string is empty.
+    """
+
+    matched: str | None
+    """The string that was found."""
+    rest: str
+    """The text behind it, of the part that completed it."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        if "" in strings:
+            raise ValueError("a stop string must not be empty")
+        self._states = _compiled(tuple(strings)) if strings else None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the text so far, and look for the strings again."""
+        self.matched = None
+        self.rest = ""
+        self._state = 0
+        self._held = ""
+
+    def feed(self, new: str) -> str:
+        """Append ``new``, and return the text that is not, and does not begin, one of the strings."""
+        states = self._states
+        if states is None:
+            return new
+        text = self._held + new
+        state = self._state
+        for end, character in enumerate(new, start=len(self._held) + 1):
+            state = states.step(state, character)
+            if (matched := states.found[state]) is not None:
+                self.matched = matched
+                self._held = ""
+                self.rest = text[end:]
+                return text[: end - len(matched)]
+        self._state = state
+        decided = len(text) - states.length[state]
+        self._held = text[decided:]
+        return text[:decided]
+
+    def finish(self) -> str:
+        """Return the text that was held back: nothing follows that could complete a string."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+
 class TextAssembler:
     """Turns the bytes of tokens into text that a client may see.
 
@@ -87,45 +140,24 @@ class TextAssembler:
         ValueError: a stop string is empty.
     """
 
-    matched: str | None
-    """The stop string that was found.  Neither it nor any later text is emitted."""
-
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise ValueError("a stop string must not be empty")
-        self.matched = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._states = _compiled(tuple(stop)) if stop else None
-        self._state = 0
-        self._held = ""
+        self._stop = StringSearch(stop)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found.  Neither it nor any later text is emitted."""
+        return self._stop.matched
 
     def feed(self, token_bytes: bytes) -> str:
         """Append the bytes of one token, and return the text that can be emitted now, which may be empty."""
         if self.matched is not None:
             return ""
-        return self._until_stop(self._decoder.decode(token_bytes))
+        return self._stop.feed(self._decoder.decode(token_bytes))
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the output.  Incomplete bytes become U+FFFD."""
         if self.matched is not None:
             return ""
-        text = self._until_stop(self._decoder.decode(b"", final=True))
-        held, self._held, self._state = self._held, "", 0
-        return text + held
-
-    def _until_stop(self, new: str) -> str:
-        states = self._states
-        if states is None:
-            return new
-        text = self._held + new
-        state = self._state
-        for end, character in enumerate(new, start=len(self._held) + 1):
-            state = states.step(state, character)
-            if (matched := states.found[state]) is not None:
-                self.matched = matched
-                self._held = ""
-                return text[: end - len(matched)]
-        self._state = state
-        decided = len(text) - states.length[state]
-        self._held = text[decided:]
-        return text[:decided]
+        text = self._stop.feed(self._decoder.decode(b"", final=True))
+        return text if self.matched is not None else text + self._stop.finish()

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from uma_trio.errors import UmaError
-from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, PrefillProgress, Token
-from uma_trio.sampling import TokenLogprobs
+from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, PrefillProgress, Reasoning, Token
+from uma_trio.sampling import TextAssembler, TokenLogprobs
+from uma_trio.sampling.reasoning import Split
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import NewTokens
 
@@ -19,7 +20,7 @@ TokenToBytes: TypeAlias = Callable[[int], bytes]
 def send_prompt(sequence: Sequence) -> None:
     """Send the prompt's text, in front of everything else."""
     if sequence.request.stream:
-        event = Token.of(sequence.request.id, sequence.prompt.text, None, None, echo=True, index=sequence.index)
+        event = Token(id=sequence.request.id, text=sequence.prompt.text, echo=True, index=sequence.index)
         sequence.sink.send(event)
     else:
         sequence.texts.append(sequence.prompt.text)
@@ -66,18 +67,41 @@ def _send_token(
         last: nothing follows, so text that was held back is sent as well.
     """
     is_end = token in sequence.end_ids
-    text = "" if is_end else sequence.assembler.feed(token_to_bytes(token))
-    if last and sequence.assembler.matched is None:
-        text += sequence.assembler.finish()
-    if not text and is_end:
+    assembler = sequence.assembler
+    reasoning = ""
+    is_reasoning = False
+    if isinstance(assembler, TextAssembler):
+        text = "" if is_end else assembler.feed(token_to_bytes(token))
+        if last and assembler.matched is None:
+            text += assembler.finish()
+    else:
+        split = Split("", "") if is_end else assembler.feed(token, token_to_bytes(token))
+        rest = assembler.finish() if last else Split("", "")
+        reasoning, text = split.reasoning + rest.reasoning, split.text + rest.text
+        is_reasoning = not text and (bool(reasoning) or assembler.in_reasoning)
+    if not reasoning and not text and is_end:
         return
     logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
     if sequence.request.stream:
-        sequence.sink.send(Token.of(sequence.request.id, text, token, logprobs, index=sequence.index))
+        _send_events(sequence, token, reasoning, text, logprobs, is_reasoning=is_reasoning)
         return
     sequence.texts.append(text)
+    sequence.reasoning_texts.append(reasoning)
     if logprobs is not None:
         sequence.logprobs.append(logprobs)
+
+
+def _send_events(
+    sequence: Sequence, token: int, reasoning: str, text: str, logprobs: Logprobs | None, *, is_reasoning: bool
+) -> None:
+    """Send one event of a token, or two if the reasoning ends in the middle of it."""
+    name, index, send = sequence.request.id, sequence.index, sequence.sink.send
+    if is_reasoning:
+        send(Reasoning.of(name, reasoning, token, logprobs, index=index))
+        return
+    if reasoning:
+        send(Reasoning.of(name, reasoning, None, None, index=index))
+    send(Token.of(name, text, token, logprobs, index=index))
 
 
 def _logprobs(token: int, score: TokenLogprobs, token_to_bytes: TokenToBytes) -> Logprobs:

@@ -17,7 +17,7 @@ from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
-from uma_trio.sampling import Bias, PromptLookup, SamplingParams, TextAssembler, TokenHistory
+from uma_trio.sampling import Bias, PromptLookup, ReasoningAssembler, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.view import Priority, SequenceView
 
 EWMA_WEIGHT: Final = 0.2
@@ -102,8 +102,10 @@ class Sequence:
     """Text that was not streamed."""
     logprobs: list[Logprobs] = attrs.field(factory=list)
     """Log-probabilities that were not streamed."""
-    assembler: TextAssembler = attrs.field(
-        default=attrs.Factory(lambda self: TextAssembler(self.request.stops), takes_self=True)
+    reasoning_texts: list[str] = attrs.field(factory=list)
+    """Reasoning that was not streamed."""
+    assembler: TextAssembler | ReasoningAssembler = attrs.field(
+        default=attrs.Factory(lambda self: _assembler(self.request, self.prompt), takes_self=True)
     )
     admitted_at: float | None = None
     first_token_at: float | None = None
@@ -279,7 +281,14 @@ class Sequence:
             completion_tokens=len(self.tokens),
             cached_tokens=self.n_cached,
             dropped_tokens=self.prompt.dropped,
+            reasoning_tokens=self._n_reasoning_tokens,
         )
+
+    @property
+    def _n_reasoning_tokens(self) -> int | None:
+        if isinstance(self.assembler, ReasoningAssembler):
+            return self.assembler.n_reasoning_tokens
+        return 0 if self.request.separate_reasoning else None
 
     def timings(self, now: float) -> Timings:
         """Durations until ``now``."""
@@ -307,12 +316,19 @@ class Sequence:
             usage=self.usage,
             timings=self.timings(now),
             text=None if self.request.stream else "".join(self.texts),
+            reasoning="".join(self.reasoning_texts) or None,
             logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
             constraint_complete=None if self.sampling.grammar is None else self._is_complete(self.sampling.grammar),
             stop=self.assembler.matched,
             seed=None if params.greedy else params.seed,
             metadata=self.request.metadata,
         )
+
+
+def _assembler(request: Generate, prompt: Prompt) -> TextAssembler | ReasoningAssembler:
+    if prompt.reasoning is None:
+        return TextAssembler(request.stops)
+    return ReasoningAssembler(request.stops, prompt.reasoning, is_open=prompt.opens_reasoning)
 
 
 def _ms(seconds: float) -> float:

@@ -21,12 +21,14 @@ from uma_trio.protocol.messages import (
     Eos,
     Failure,
     Generate,
+    Reasoning,
     ServerEvent,
     SessionList,
     SessionQuery,
     Token,
     Transcript,
 )
+from uma_trio.sampling import ReasoningAssembler
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink
 from uma_trio.serving.sequence import Sequence as Answer
@@ -59,6 +61,7 @@ class SessionTurn:
         """The last event, which the client has not received."""
         self._sink = sink
         self._texts: list[str] = []
+        self._reasoning: list[str] = []
 
     @property
     def has_room(self) -> bool:
@@ -72,12 +75,22 @@ class SessionTurn:
             return self.last.text.removeprefix(self.prompt.text if shows_prompt else "")
         return "".join(self._texts)
 
+    @property
+    def reply(self) -> ChatMessage:
+        """The answer as a message of the session."""
+        reasoning = "".join(self._reasoning)
+        if isinstance(self.last, Eos) and self.last.reasoning is not None:
+            reasoning = self.last.reasoning
+        return ChatMessage(role="assistant", content=self.text, reasoning=reasoning or None)
+
     def send(self, event: ServerEvent) -> None:
         """Pass an event on; keep the last one."""
         if isinstance(event, Eos | Failure):
             self.last = event
             return
-        if isinstance(event, Token) and not event.echo:
+        if isinstance(event, Reasoning):
+            self._reasoning.append(event.text)
+        elif isinstance(event, Token) and not event.echo:
             self._texts.append(event.text)
         self._sink.send(event)
 
@@ -208,8 +221,7 @@ class Sessions:
         if common_prefix(before, session.tokens) < len(before):  # the chat was rendered differently, or lost messages
             self._forget(before, session.principal)
         if turn.request.messages is not None:
-            reply = ChatMessage(role="assistant", content=turn.text)
-            session.messages = (*turn.history, *turn.request.messages, reply)
+            session.messages = (*turn.history, *turn.request.messages, turn.reply)
         self._table.record_turn(session, self._clock())
         await self._write(session)
 
@@ -217,7 +229,9 @@ class Sessions:
         """Tokens of the answer, ``[n]``, without its end token and without a stop string."""
         tokens = answer.tokens
         if answer.assembler.matched is not None:
-            return self._prompts.truncate_tokens(tokens, turn.text)
+            assembler = answer.assembler
+            output = assembler.output if isinstance(assembler, ReasoningAssembler) else turn.text
+            return self._prompts.truncate_tokens(tokens, output)
         if tokens and tokens[-1] in answer.end_ids:
             tokens = tokens[:-1]
         return np.asarray(tokens, np.int32)

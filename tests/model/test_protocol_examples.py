@@ -1,0 +1,84 @@
+"""The examples of docs/PROTOCOL.md against the real daemon: requests are served, events have the fields of real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+
+import pytest
+
+from tests.support.real_daemon import ROOT, real_daemon
+
+PAGE = (ROOT / "docs" / "PROTOCOL.md").read_text()
+EXAMPLES = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
+EVENTS = [example for example in EXAMPLES if "event" in example and example["event"] != "cancel"]
+MESSAGES = [example for example in EXAMPLES if example not in EVENTS]
+
+OPEN = {"metadata"}
+"""Fields whose content is the client's."""
+
+
+def check_fields(example, real, where):
+    """``example`` has all fields that each of ``real`` has, and none that no real one has; objects inside as well."""
+    every, some = set.intersection(*map(set, real)), set.union(*map(set, real))
+    assert every <= set(example), f"{where} lacks {every - set(example)}"
+    assert set(example) <= some, f"{where} has {set(example) - some}, which no real one has"
+    for name, value in example.items():
+        values = [one[name] for one in real if name in one]
+        assert {type(value)} <= {type(one) for one in values} | {int, float}, f"{where}.{name}"
+        if isinstance(value, dict) and name not in OPEN:
+            check_fields(value, values, f"{where}.{name}")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for one in value:
+                check_fields(one, [inner for found in values for inner in found], f"{where}.{name}")
+
+
+@pytest.fixture(scope="module")
+def daemon(library):
+    """A daemon of its own: the sessions of the examples stay in it."""
+    with real_daemon("--parallel", "4") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def real(daemon):
+    """All events that the examples cause, by kind, and those of more requests."""
+    more = [
+        {"id": "a", "prompt": "Once", "max_tokens": 3, "n": 2, "temperature": 1.0, "stream": False},
+        {"id": "b", "prompt": "Once", "max_tokens": 3, "n": 2, "temperature": 1.0, "progress": True},
+        {"id": "c", "prompt": "Once upon a time", "max_tokens": 30, "stop": " ", "metadata": {"x": 1}},
+        {"id": "d", "prompt": "Once", "max_tokens": 10**6},
+        {"id": "e", "prompt": "Once", "max_tokens": 3, "metadata": {"x": 1}, "model": "none"},
+        {"id": "f", "prompt": "Once", "max_tokens": 3, "logprobs": 2, "stream": False, "echo": True},
+        {"id": "g", "prompt": "Once upon a time " * 100, "max_tokens": 3, "progress": True, "echo": True},
+        {"type": "sessions", "id": "h"},
+        {"type": "sessions", "action": "read", "session_id": "cooking", "id": "i"},
+    ]
+    found = {}
+    for message in [*MESSAGES, *more]:
+        with daemon.wire() as wire:
+            wire.send(**message)
+            with contextlib.suppress(OSError):
+                wire.sock.shutdown(1)
+            for event in wire.rest():
+                found.setdefault(event["event"], []).append(event)
+                assert not event.get("code", "").startswith("E_PROTO_"), (message, event)
+    return found
+
+
+def test_there_are_examples_of_both_kinds():
+    assert len(EVENTS) > 6
+    assert len(MESSAGES) > 6
+
+
+@pytest.mark.parametrize("example", EVENTS, ids=lambda example: f"{example['event']}-{example.get('id')}")
+def test_an_event_has_the_fields_of_a_real_one(real, example):
+    check_fields(example, real[example["event"]], example["event"])
+
+
+def test_a_missing_field_is_found(real):
+    [*_, example] = [example for example in EVENTS if example["event"] == "eos"]
+    usage = {name: value for name, value in example["usage"].items() if name != "dropped_tokens"}
+    with pytest.raises(AssertionError, match=r"lacks .*dropped_tokens"):
+        check_fields(example | {"usage": usage}, real["eos"], "eos")

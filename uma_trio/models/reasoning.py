@@ -1,0 +1,123 @@
+"""Which markers a model puts around its reasoning: found in its chat template.  Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import attrs
+
+from uma_trio.sampling import ReasoningMarkers
+from uma_trio.sampling.reasoning import CONTROL_CHARS
+
+
+@attrs.frozen
+class ReasoningFormat:
+    """Markers as a template spells them; the fields are those of ``ReasoningMarkers``."""
+
+    signs: tuple[str, ...]
+    """A template that has one of these is of this format."""
+    begin: tuple[str, ...]
+    end: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
+    repeats: bool = False
+
+
+def _pair(begin: str, end: str, *, dropped: tuple[str, ...] = (), signs: tuple[str, ...] = ()) -> ReasoningFormat:
+    return ReasoningFormat(signs or (begin, end), (begin,), (end,), dropped)
+
+
+FORMATS: Final = (
+    ReasoningFormat(  # gpt-oss: channels; what is not analysis is for the user
+        signs=("<|channel|>analysis",),
+        begin=("<|channel|>analysis<|message|>",),
+        end=("<|end|>", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+        dropped=(
+            *("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
+            *("<|end|>", "<|return|>"),
+        ),
+        repeats=True,
+    ),
+    ReasoningFormat(  # Gemma 4: a channel, which may come again
+        signs=("<|channel>thought", "<channel|>"),
+        begin=("<|channel>thought",),
+        end=("<channel|>",),
+        dropped=("<channel|>",),
+        repeats=True,
+    ),
+    _pair(  # Solar Open
+        "<|think|>",
+        "<|end|>",
+        dropped=("<|begin|>assistant", "<|content|>", "<|end|>"),
+        signs=("assistant<|think|>",),
+    ),
+    _pair(  # Apriel
+        "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", dropped=("[END FINAL RESPONSE]",)
+    ),
+    _pair(  # Command A Reasoning
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    ),
+    _pair(  # OpenThinker
+        "<|begin_of_thought|>", "<|end_of_thought|>", dropped=("<|begin_of_solution|>", "<|end_of_solution|>")
+    ),
+    _pair("<seed:think>", "</seed:think>"),  # Seed-OSS
+    _pair("[THINK]", "[/THINK]"),  # Magistral
+    _pair("◁think▷", "◁/think▷"),  # Kimi
+    _pair("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
+    _pair("<thought>", "</thought>"),  # EXAONE Deep
+    _pair("<mm:think>", "</mm:think>"),  # MiniMax M3
+    _pair("<think>", "</think>", dropped=("<response>", "</response>"), signs=("<response></response>",)),  # Granite
+    _pair("<think>", "</think>"),  # DeepSeek R1, Qwen 3, QwQ, GLM, Nemotron, MiniMax
+)
+"""The first one whose sign is in the template counts.  Source: the chat templates that come with these models."""
+
+_TOKEN: Final = re.compile(r"<\|?[^<>|]+\|?>")
+"""What may be a control token inside a marker."""
+
+
+def find_format(template: str) -> ReasoningFormat | None:
+    """The format of a chat template; ``None`` if the template has no markers of reasoning."""
+    for each in FORMATS:
+        if any(sign in template for sign in each.signs):
+            return each
+    return None
+
+
+def make_markers(found: ReasoningFormat, control_id: Callable[[str], int | None]) -> ReasoningMarkers:
+    """The markers in the form in which output is searched for them.
+
+    Args:
+        control_id: text to the id of the control token that it spells; ``None`` if it does not spell one.
+    """
+    controls: dict[str, tuple[int, str]] = {}
+    for text in _candidates((*found.begin, *found.end, *found.dropped)):
+        if text not in controls and (token := control_id(text)) is not None:
+            controls[text] = token, chr(CONTROL_CHARS[len(controls)])
+
+    def searched(texts: Iterable[str]) -> tuple[str, ...]:
+        return tuple(_replaced(text, controls) for text in texts)
+
+    return ReasoningMarkers(
+        begin=searched(found.begin),
+        end=searched(found.end),
+        dropped=searched(found.dropped),
+        repeats=found.repeats,
+        controls=dict(controls.values()),
+        opened_by=found.begin,
+    )
+
+
+def _candidates(markers: Sequence[str]) -> Iterable[str]:
+    """Texts that may be control tokens: whole markers first, then what looks like one inside them."""
+    yield from markers
+    for marker in markers:
+        yield from _TOKEN.findall(marker)
+
+
+def _replaced(text: str, controls: dict[str, tuple[int, str]]) -> str:
+    if text in controls:
+        return controls[text][1]
+    return _TOKEN.sub(lambda match: controls[match[0]][1] if match[0] in controls else match[0], text)
