@@ -41,7 +41,15 @@ class ClientError(Exception):
 
 
 class NoServer(ClientError):
-    """No daemon can be reached at the path.  The message has the path, the reason and a remedy."""
+    """No daemon can be reached at the path.  The message has the path, the reason and a remedy.
+
+    Args:
+        may_come: whether a daemon may be reachable there later without a change of anything else.
+    """
+
+    def __init__(self, message: str, *, may_come: bool = False) -> None:
+        super().__init__(message)
+        self.may_come = may_come
 
 
 class Loading(NoServer):
@@ -103,7 +111,7 @@ class Connector:
     def _waits_for(self, failure: NoServer, now: float) -> bool:
         if self._wait_s is None:
             return isinstance(failure, Loading)
-        return now - self._began < self._wait_s
+        return failure.may_come and now - self._began < self._wait_s
 
 
 def _connect(path: Path) -> sockets.socket | None:
@@ -136,14 +144,16 @@ def explain(path: Path, error: OSError) -> NoServer:
         return NoServer(_no_permission(path))
     if error.errno == errno.ENOENT:
         if is_locked(path):
-            return Loading(f"the daemon at {path} still loads its model; try again when it is ready")
-        return NoServer(f"no daemon at {path}; {START}")
+            return Loading(f"the daemon at {path} still loads its model; try again when it is ready", may_come=True)
+        return NoServer(f"no daemon at {path}; {START}", may_come=True)
     if error.errno == errno.ECONNREFUSED:
         if not stat.S_ISSOCK(_mode(path)):
             return NoServer(f"{path} is not a socket, so no daemon is there; {START}")
         if is_locked(path):
-            return NoServer(f"the daemon at {path} is stopping and takes no new requests; when it has ended, {START}")
-        return NoServer(f"no daemon at {path}, only the socket of one that has ended; {START}")
+            return NoServer(
+                f"the daemon at {path} is stopping and takes no new requests; when it has ended, {START}", may_come=True
+            )
+        return NoServer(f"no daemon at {path}, only the socket of one that has ended; {START}", may_come=True)
     return NoServer(f"no daemon at {path} ({error.strerror or error}); {START}")
 
 

@@ -17,6 +17,8 @@ from click.testing import CliRunner
 from tests.support.real_daemon import ROOT, real_daemon, started
 from tests.support.terminal import terminal
 from uma_trio.cli import main
+from uma_trio.cli.answer import TextPrinter
+from uma_trio.client import Token
 
 QUESTION = "What is the capital of France?"
 COMMAND = [sys.executable, "-m", "uma_trio"]
@@ -96,6 +98,30 @@ def test_no_question_is_an_error_that_says_what_to_do(run, stdin):
 def test_a_question_needs_no_stdin(run, daemon):
     found = run("ask", QUESTION, stdin=None, preexec_fn=lambda: os.close(0))
     assert (found.returncode, found.stdout, found.stderr) == (0, chat(daemon, QUESTION), "")
+
+
+def test_a_pipe_that_stays_open_is_said(daemon):
+    """As when another program starts the command and keeps its own end of stdin open."""
+    with subprocess.Popen(
+        [*COMMAND, "ask", "--socket", daemon.socket, QUESTION],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as asking:
+        assert "waiting for the end of stdin" in asking.stderr.readline()
+        answer, _ = asking.communicate("", timeout=30)
+    assert answer == chat(daemon, QUESTION)
+
+
+def test_control_characters_do_not_reach_a_terminal(monkeypatch, capsys):
+    printer, token = TextPrinter(), Token(id="r", text="a\x1b[2Jb\tc", token_id=1)
+    printer.print(token)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    printer.print(token)
+    assert capsys.readouterr().out == "a\x1b[2Jb\tc" + "a\ufffd[2Jb\tc"
 
 
 # -- the output ---------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from uma_trio.cli import answer_view
-from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, printable, rendered
+from uma_trio.cli.answer import printable
+from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
 from uma_trio.cli.conversation import Conversation
 from uma_trio.protocol.messages import Generate, parse
 

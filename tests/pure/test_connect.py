@@ -170,3 +170,9 @@ def test_a_limited_wait_also_waits_for_a_daemon_to_start(path: Path) -> None:
     assert connector.attempt(4.9) == START_RETRY_S
     with pytest.raises(NoServer):
         connector.attempt(5)
+
+
+def test_no_wait_for_what_a_daemon_would_not_change(path: Path) -> None:
+    path.touch()
+    with pytest.raises(NoServer, match="is not a socket"):
+        attempt(path, wait_s=5)

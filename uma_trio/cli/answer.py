@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -14,6 +16,14 @@ if TYPE_CHECKING:
 
     from uma_trio.client import Eos, Event, PrefillProgress, Token
     from uma_trio.protocol.messages import Logprob, Logprobs
+
+
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """``text`` with U+FFFD for control characters, except tabs and line breaks: a model can write anything."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
 
 
 def print_json(event: Event) -> None:
@@ -54,7 +64,8 @@ class TextPrinter:
 
     def _echo(self, text: str) -> None:
         self._last_character = text[-1:] or self._last_character
-        click.echo(text, nl=False)
+        # color=True: click would otherwise remove escape sequences, which a pipe gets as the model wrote them
+        click.echo(printable(text) if sys.stdout.isatty() else text, nl=False, color=True)
 
     def _end_line(self) -> None:
         if self._last_character != "\n":

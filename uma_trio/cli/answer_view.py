@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 from typing import ClassVar, Final, Protocol, TextIO
 
@@ -14,18 +13,13 @@ from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
 from rich.segment import Segment
 from rich.syntax import Syntax
 
+from uma_trio.cli.answer import printable
+
 FRAME_S: Final = 1 / 15
 """Interval between two frames."""
 
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
 """Terminals that know these show a frame at once; others ignore them."""
-
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """``text`` with U+FFFD for control characters, except tabs and line breaks: a model can write anything."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
 
 
 class AnswerView(Protocol):

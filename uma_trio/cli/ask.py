@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import select
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +18,9 @@ from uma_trio.cli.exits import INTERRUPTED, OK, SERVER_ERROR
 
 if TYPE_CHECKING:
     from uma_trio.client import Eos
+
+STDIN_NOTICE_S = 1.0
+"""How long a pipe may be silent before the user hears that it is read."""
 
 OPTIONAL_FIELDS = (
     "max_tokens", "n", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty",
@@ -167,7 +172,7 @@ def _text(question: str) -> str:
     """The question, and behind a blank line what is piped in; ``-`` stands for no question."""
     parts = ["" if question == "-" else question]
     if question == "-" or not sys.stdin.isatty():
-        parts.append(sys.stdin.buffer.read().decode("utf-8", "replace"))
+        parts.append(_read_stdin())
     text = "\n\n".join(part for part in parts if part.strip())
     if not text:
         raise click.UsageError(
@@ -175,6 +180,14 @@ def _text(question: str) -> str:
             'France?"'
         )
     return text
+
+
+def _read_stdin() -> str:
+    """Read what is piped in, to its end.  Says so if nothing comes: another program may have left a pipe open."""
+    with contextlib.suppress(OSError, ValueError):  # stdin is no file, as in a test
+        if not sys.stdin.isatty() and not select.select([sys.stdin], [], [], STDIN_NOTICE_S)[0]:
+            click.echo("uma-trio ask: waiting for the end of stdin; to ask without it, add < /dev/null", err=True)
+    return sys.stdin.buffer.read().decode("utf-8", "replace")
 
 
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any, Final
 import click
 import trio
 
-from uma_trio.cli.answer import print_stats, warn_if_cut
-from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView, printable
+from uma_trio.cli.answer import print_stats, printable, warn_if_cut
+from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
 from uma_trio.cli.conversation import Conversation, as_json, as_markdown
 from uma_trio.cli.daemon import HINTS, is_verbose, say_which_daemon
