@@ -50,7 +50,7 @@ LIMITED = info(kv_mem_limited=True)
         (
             INFO,
             "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences",
-            "--ctx 65536",
+            "--ctx 65536 or --parallel 1",
         ),
         (
             info(n_ctx=32768, n_ctx_seq=4096),
@@ -60,7 +60,7 @@ LIMITED = info(kv_mem_limited=True)
         (SHARED, "4096 tokens for a request, which is the whole KV cache", "--ctx 8192"),
         (ALONE, "4096 tokens for a request, which is the whole KV cache", "--ctx 8192"),
         (TRAINED, "8192 tokens for a request, as many as the model was trained with", None),
-        (LIMITED, "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences", "--kv-mem-limit-mb 66"),
+        (LIMITED, "512 tokens for a request: a KV cache of 4096 tokens, divided among 8 sequences", "--kv-mem-limit-mb 66 or --parallel 1"),
     ],
     ids=["per-sequence", "README", "unified", "one sequence", "trained", "limited in megabytes"],
 )  # fmt: skip

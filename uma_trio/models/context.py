@@ -28,7 +28,8 @@ def more_context(info: ModelInfo, wanted: int | None = None) -> str | None:
     """The settings of ``uma-trio serve`` that give a request more context; ``None`` if the model allows no more.
 
     Args:
-        wanted: tokens of prompt and answer.  Without it, what a request has by default.
+        wanted: tokens of prompt and answer, for which the settings suffice.  Without it they aim at what a request has
+            by default.
     """
     target = min(wanted or DEFAULT_WINDOW, info.n_ctx_train)
     target += -target % KV_CELL_MULTIPLE
@@ -39,9 +40,9 @@ def more_context(info: ModelInfo, wanted: int | None = None) -> str | None:
         larger = f"--kv-mem-limit-mb {1 + int(n_sequences * target * info.kv_bytes_per_token / MB)}"
     else:
         larger = f"--ctx {n_sequences * target}"
-    if _is_shared(info) or info.n_ctx < target:
+    if _is_shared(info) or (wanted and info.n_ctx < target):
         return larger
-    return f"{larger} or --parallel {info.n_ctx // target}"
+    return f"{larger} or --parallel {max(1, info.n_ctx // target)}"
 
 
 def is_short(info: ModelInfo, limits: Limits) -> bool:
