@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,15 @@ def rows(file: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_recovery(library, tmp_path):
     out = tmp_path / "crashes.csv"
-    done = run("recovery.py", "--count", 4, "--streams", 2, "--tokens", 60, "--csv", out)
+    done = run("recovery.py", "--count", 4, "--streams", 4, "--tokens", 60, "--csv", out)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "restarts  4 for 4 crashes" in done.stdout
-    assert "lost      0 requests" in done.stdout
+    for kind in ("greedy", "seeded", "choices", "sessions"):
+        counts = re.search(rf"^\| {kind} +\| +1 \| +(\d+) \| +0 \| +0 \|", done.stdout, re.MULTILINE)
+        assert counts is not None, done.stdout
+        assert int(counts[1]) > 0
     found = rows(out)
+    assert found[0]["moment"] == "any"
     assert [row["signal"] for row in found] == ["kill", "segv", "abrt", "stop"]
     for row in found:
         assert 0 < float(row["next_token_ms"]) <= float(row["all_streams_ms"])

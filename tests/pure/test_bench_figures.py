@@ -20,12 +20,15 @@ pytest.importorskip("psutil", reason="the benches need the dev extra: ./build_ll
 ROOT = Path(__file__).parents[2]
 
 
+NAMES = ("open_load", "lookup", "measure", "command", "recovery", "recovery_load", "held")
+
+
 @pytest.fixture(scope="module")
 def benches() -> Iterator[dict[str, ModuleType]]:
     """Modules that import each other as scripts do, from their own folder."""
     sys.path.insert(0, str(ROOT / "benches"))
     try:
-        yield {name: importlib.import_module(name) for name in ("open_load", "lookup", "measure", "command")}
+        yield {name: importlib.import_module(name) for name in NAMES}
     finally:
         sys.path.remove(str(ROOT / "benches"))
 
@@ -135,3 +138,59 @@ def test_a_table_becomes_html_and_nothing_in_it_does() -> None:
     assert shown.count("<tr>") == 2
     assert "<th>b&lt;c</th>" in shown
     assert "<td>&lt;b&gt;</td>" in shown
+
+
+# -- crashes of the engine --------------------------------------------------------------------------
+
+
+def test_a_difference_names_the_answer_and_the_character(benches: dict[str, Any]) -> None:
+    expected = (("one two", "stop"), ("three", "length"))
+    difference = benches["recovery_load"]._difference
+    assert difference(expected, (("one two", "stop"), ("thrive", "length"))).startswith("answer 1, character 3: 'ive'")
+    assert "character 5: '' (stop) instead of '' (length)" in difference(expected, (expected[0], ("three", "stop")))
+    assert "character 3: '' (stop) instead of ' two' (stop)" in difference(expected, (("one", "stop"), expected[1]))
+
+
+def test_only_what_has_become_more_is_leaked(benches: dict[str, Any]) -> None:
+    before = {"processes": 3, "cells": 0, "descriptors": 20}
+    leaks = benches["held"].leaks
+    assert leaks(before, before) == []
+    assert leaks(before, {"processes": 2, "cells": 5, "descriptors": 21}) == ["cells", "descriptors"]
+
+
+def test_every_stream_of_a_kind_has_requests_of_this_kind(benches: dict[str, Any]) -> None:
+    load = benches["recovery_load"]
+    made = load.streams(load.EMBEDDED, [*load.KINDS], 6, 50, 1)
+    assert [stream.kind for stream in made] == ["greedy", "seeded", "choices", "sessions", "greedy", "seeded"]
+    assert [stream.n_sequences for stream in made] == [1, 1, load.N_CHOICES, 1, 1, 1]
+    turns = [[turn for each in stream.conversations for turn in each.turns] for stream in made]
+    assert all(turn["temperature"] == 0 for turn in turns[0])
+    assert all(turn["temperature"] and "n" not in turn for turn in turns[1])
+    assert all(turn["n"] == load.N_CHOICES for turn in turns[2])
+    assert all(len(each.turns) == load.TURNS and each.is_session for each in made[3].conversations)
+    again = load.streams(load.EMBEDDED, [*load.KINDS], 6, 50, 1)
+    assert [[turn for each in stream.conversations for turn in each.turns] for stream in again] == turns
+
+
+@pytest.mark.parametrize(
+    ("wrong", "restarts", "loaded", "held", "problems"),
+    [
+        ([], 1, 5, 0, []),
+        (["x"], 1, 5, 0, []),
+        ([], 2, 5, 0, ["RESTARTS: 2 for 1 crashes"]),
+        ([], 1, 0, 0, ["NO SWAPS"]),
+        ([], 1, 5, 7, ["LEAKED: cells: 0 before, 7 after"]),
+    ],
+)
+def test_what_makes_a_run_with_crashes_bad(
+    benches: dict[str, Any], wrong: list[str], restarts: int, loaded: int, held: int, problems: list[str]
+) -> None:
+    recovery, load = benches["recovery"], benches["recovery_load"]
+    stream = load.LoadedStream("sessions 0", "sessions", [])
+    stream.wrong += wrong
+    report = recovery.Report(
+        [stream], restarts=restarts, swaps={"loaded_total": loaded}, before={"cells": 0}, after={"cells": held}
+    )
+    report.recoveries.append(recovery.Recovery(signal="kill", moment="any", next_token_ms=1.0, all_streams_ms=2.0))
+    assert [found[: len(says)] for found, says in zip(report.problems, problems, strict=True)] == problems
+    assert report.is_good == (not wrong and not problems)
