@@ -149,6 +149,15 @@ async def test_the_newline_protocol_takes_a_question_and_sends_text(autojump_clo
         await harness.settled()
 
 
+async def test_without_a_chat_template_lines_are_continued_and_messages_refused(autojump_clock):
+    async with serving(protocol="newline", default_max_tokens=4, has_template=False) as harness:
+        assert await lines_answered(harness, b"hello\n") == text_of(expected_continuation(PROMPT, 4)) + "\n"
+    async with serving(has_template=False) as harness, harness.client() as client:
+        with pytest.raises(ServerError, match="E_MODEL_NO_CHAT_TEMPLATE"):
+            await client.complete(messages=[{"role": "user", "content": "hello"}], keep_alive=True)
+        assert await client.complete(prompt="hello", max_tokens=1), "the connection stays open"
+
+
 @pytest.mark.parametrize("eof", [False, True])
 async def test_lines_that_come_during_an_answer_wait_for_its_end(autojump_clock, eof):
     async with serving(protocol="newline", default_max_tokens=4) as harness:

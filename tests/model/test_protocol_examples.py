@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import socket
 
 import pytest
 
@@ -34,37 +35,52 @@ def check_fields(example, real, where):
                 check_fields(one, [inner for found in values for inner in found], f"{where}.{name}")
 
 
-@pytest.fixture(scope="module")
-def daemon(library):
-    """A daemon of its own: the sessions of the examples stay in it."""
-    with real_daemon("--parallel", "4") as found:
-        yield found
+MORE = [
+    {"id": "a", "prompt": "Once", "max_tokens": 3, "n": 2, "temperature": 1.0, "stream": False},
+    {"id": "b", "prompt": "Once", "max_tokens": 3, "n": 2, "temperature": 1.0, "progress": True},
+    {"id": "c", "prompt": "Once upon a time", "max_tokens": 30, "stop": " ", "metadata": {"x": 1}},
+    {"id": "d", "prompt": "Once", "max_tokens": 10**6},
+    {"id": "e", "prompt": "Once", "max_tokens": 3, "metadata": {"x": 1}, "model": "none"},
+    {"id": "f", "prompt": "Once", "max_tokens": 3, "logprobs": 2, "stream": False, "echo": True},
+    {"id": "g", "prompt": "Once upon a time " * 100, "max_tokens": 3, "progress": True, "echo": True},
+    {"type": "sessions", "id": "h"},
+    {"type": "sessions", "action": "read", "session_id": "cooking", "id": "i"},
+]
+REASONING = [
+    {"id": "a", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "separate_reasoning": True},
+]
+THINKS = "{% for message in messages %}{{ message.content }}{% endfor %}<think>"
+"""A template behind which everything is reasoning, until the model writes ``</think>``."""
 
 
 @pytest.fixture(scope="module")
-def real(daemon):
+def real(library, tmp_path_factory):
     """All events that the examples cause, by kind, and those of more requests."""
-    more = [
-        {"id": "a", "prompt": "Once", "max_tokens": 3, "n": 2, "temperature": 1.0, "stream": False},
-        {"id": "b", "prompt": "Once", "max_tokens": 3, "n": 2, "temperature": 1.0, "progress": True},
-        {"id": "c", "prompt": "Once upon a time", "max_tokens": 30, "stop": " ", "metadata": {"x": 1}},
-        {"id": "d", "prompt": "Once", "max_tokens": 10**6},
-        {"id": "e", "prompt": "Once", "max_tokens": 3, "metadata": {"x": 1}, "model": "none"},
-        {"id": "f", "prompt": "Once", "max_tokens": 3, "logprobs": 2, "stream": False, "echo": True},
-        {"id": "g", "prompt": "Once upon a time " * 100, "max_tokens": 3, "progress": True, "echo": True},
-        {"type": "sessions", "id": "h"},
-        {"type": "sessions", "action": "read", "session_id": "cooking", "id": "i"},
-    ]
+    folder = tmp_path_factory.mktemp("examples")
+    (folder / "thinks.jinja").write_text(THINKS)
     found = {}
-    for message in [*MESSAGES, *more]:
-        with daemon.wire() as wire:
-            wire.send(**message)
-            with contextlib.suppress(OSError):
-                wire.sock.shutdown(1)
-            for event in wire.rest():
-                found.setdefault(event["event"], []).append(event)
-                assert not event.get("code", "").startswith("E_PROTO_"), (message, event)
+    # a daemon of their own: the sessions of the examples stay in it
+    for name, flags, sent in (
+        ("plain", (), [*MESSAGES, *MORE]),
+        ("reasoning", ("--chat-template", str(folder / "thinks.jinja")), REASONING),
+    ):
+        (folder / name).mkdir()
+        with real_daemon("--parallel", "4", *flags, folder=folder / name) as daemon:
+            for message in sent:
+                for event in events_of(daemon, message):
+                    found.setdefault(event["event"], []).append(event)
     return found
+
+
+def events_of(daemon, message):
+    """What the daemon sends for a message on a connection of its own."""
+    with daemon.wire() as wire:
+        wire.send(**message)
+        with contextlib.suppress(OSError):  # it may have answered and closed already
+            wire.sock.shutdown(socket.SHUT_WR)
+        events = wire.rest()
+    assert not [event for event in events if event.get("code", "").startswith("E_PROTO_")], (message, events)
+    return events
 
 
 def test_there_are_examples_of_both_kinds():

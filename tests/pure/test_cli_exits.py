@@ -11,7 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from uma_trio.cli import COMMANDS, LazyGroup
-from uma_trio.cli.exits import FAILED, INTERRUPTED, OUTPUT_CLOSED
+from uma_trio.cli.daemon import HINTS, reporting_errors
+from uma_trio.cli.exits import FAILED, INTERRUPTED, OUTPUT_CLOSED, PROTOCOL_ERROR, SERVER_ERROR
+from uma_trio.client import BrokenProtocol, Failure, ServerError
+from uma_trio.errors import all_errors
 
 
 @pytest.fixture
@@ -70,3 +73,31 @@ def test_every_text_parameter_refuses_what_is_not_utf8() -> None:
         assert command is not None
         for part in (command, *getattr(command, "commands", {}).values()):
             assert not [each.name for each in part.params if each.type is click.STRING], name
+
+
+# -- errors of the daemon -----------------------------------------------------------------------------------
+
+
+def test_hints_are_for_codes_that_there_are() -> None:
+    assert set(HINTS) <= {error.code for error in all_errors()}
+
+
+@pytest.mark.parametrize(
+    ("event", "code", "shown"),
+    [
+        (Failure(code="E_MODEL_NO_CHAT_TEMPLATE", message="m"), SERVER_ERROR, "m; use --raw"),
+        (Failure(code="E_LIMIT_QUEUE", message="m", retry_after_ms=2600), SERVER_ERROR, "m; try again in 3 s"),
+        (Failure(code="E_NEW", message="m"), SERVER_ERROR, "the daemon at /x answers E_NEW: m\n"),
+        (None, PROTOCOL_ERROR, "the daemon at /x: broken\n"),
+    ],
+)
+def test_an_error_names_the_daemon_and_the_remedy(
+    event: Failure | None, code: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended, reporting_errors("ask", "/x"):
+        raise BrokenProtocol("broken") if event is None else ServerError(event)
+    assert ended.value.code == code
+    found = capsys.readouterr().err
+    assert found.startswith("uma-trio ask: ")
+    assert shown in found
+    assert found.count("\n") == 1

@@ -156,6 +156,7 @@ async def serving(
     in_thread: InThread = at_once,
     recommended_sampling: Mapping[str, float] | None = None,
     reasoning: ReasoningMarkers | None = None,
+    has_template: bool = True,
     **values: Any,
 ) -> AsyncIterator[Serving]:
     """A server on a temporary socket, cancelled at the end.
@@ -165,6 +166,7 @@ async def serving(
         in_thread: runs blocking calls.
         recommended_sampling: of the model file.
         reasoning: how the model marks its reasoning.
+        has_template: whether the model has a chat template.
         values: configuration by flat names.
     """
     engine = engine or FakeEngine()
@@ -173,7 +175,7 @@ async def serving(
         chosen = settings(**values)
         model = FakeModel(
             VirtualEngine(engine, settings=chosen.engine),
-            FakePrompts(FakeTokenizer(), FakeChat(), chosen.limits, reasoning),
+            FakePrompts(FakeTokenizer(), FakeChat() if has_template else None, chosen.limits, reasoning),
             recommended_sampling=recommended_sampling or {},
         )
         service = ModelService(
