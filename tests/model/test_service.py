@@ -191,10 +191,18 @@ def test_install_writes_the_units_and_says_what_is_next(home: Home) -> None:
 def test_install_checks_the_flags_of_serve_and_makes_paths_absolute(home: Home) -> None:
     (home.folder / "my model.gguf").write_bytes(EMBEDDED.read_bytes())
     (home.folder / "uma.yaml").write_text("limits:\n  drain_timeout_s: 100\n")
+    (home.folder / "chat.jinja").write_text("{{ messages[0].content }}")
     flags = ("-m", "my model.gguf", "--config", "uma.yaml", "--ctx", "32k", "--no-mmap", "--socket", "x.sock")
-    assert home.run("install", "--", *flags).returncode == 0
+    installed = home.run("install", "--", *flags, "--chat-template", "chat.jinja")
+    assert (installed.returncode, installed.stderr) == (0, "")
     unit = (home.units / "uma-trio.service").read_text()
-    assert f'serve --config {home.folder}/uma.yaml --model "{home.folder}/my model.gguf" --ctx 32k --no-mmap\n' in unit
+    arguments = unit.partition("ExecStart=")[2].partition(" serve ")[2]
+    assert shlex.split(arguments.splitlines()[0]) == [
+        *("--config", f"{home.folder}/uma.yaml"),
+        *("--model", f"{home.folder}/my model.gguf"),
+        *("--chat-template", f"{home.folder}/chat.jinja"),
+        *("--ctx", "32k", "--no-mmap"),
+    ]
     assert "TimeoutStopSec=230\n" in unit
     assert f"ListenStream={home.folder}/x.sock\n" in (home.units / "uma-trio.socket").read_text()
 
@@ -208,6 +216,7 @@ def test_install_checks_the_flags_of_serve_and_makes_paths_absolute(home: Home) 
         (["--model", "none.gguf"], "there is no model at none.gguf"),
         (["--model", "damaged.gguf"], "cannot load damaged.gguf"),
         (["--llama-dir", "nowhere"], "nowhere"),
+        (["--chat-template", "none.jinja"], "there is no chat template none.jinja"),
         (["--print-config"], "--print-config is not for a service"),
         (["--config", "relative.yaml"], "relative.yaml: model is some.gguf"),
         (["--config", "none.yaml"], "none.yaml"),

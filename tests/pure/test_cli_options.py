@@ -245,7 +245,7 @@ def test_every_setting_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
         if setting.type is bool:
             continue
         path = "model" if setting.name == "model" else "dir" if setting.name.endswith("_dir") else "file"
-        expected = [path] if setting.metavar == "PATH" else [*setting.choices]
+        expected = [path] if setting.metavar.endswith(("PATH", "FILE")) else [*setting.choices]
         for line in (f"serve {setting.flag} ", f"serve {setting.flag}=", f"service install -- {setting.flag} "):
             assert completed(line, monkeypatch) == expected, line
 
@@ -261,6 +261,7 @@ def test_every_setting_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("chat --priority=n", ["normal"]),
         ("perf report ", ["file"]),
         ("tokenize --model ", ["model"]),
+        ("doctor --model ", ["model"]),
         ("completion ", ["bash", "zsh", "fish"]),
         ("sessions e", ["export"]),
         ("sessions export name ", ["file"]),

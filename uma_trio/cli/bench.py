@@ -56,11 +56,16 @@ PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 def command(
     folder: Path | None, model: str | None, only: Sequence[str], rival: bool, out: Path, **options: Any
 ) -> None:
-    """Run the benchmarks and write a report.
+    """Run the benchmarks of a checkout, and write a report.
 
     Runs the scripts in benches/ one after another and writes CSV files and a self-contained HTML page with tables
     and plots.  Each script starts its own servers.  The machine should be idle otherwise.  docs/BENCHMARKS.md
     explains the figures.
+
+    \b
+      uma-trio bench --quick                           all of them, roughly, in a few minutes
+      uma-trio bench --only mixed --rival              next to llama-server, after: ./build_llama.sh --peers
+      uma-trio bench --model model.gguf --out here     with a model of your own
 
     \b
     mixed       short streams next to a long prompt: inter-token latency

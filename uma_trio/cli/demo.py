@@ -63,10 +63,24 @@ def _writable(_context: click.Context, _option: click.Parameter, file: Path | No
 def command(**options: Any) -> None:
     """Watch short chats stay fast next to a long document.
 
-    Starts a daemon with the embedded model, runs four clients at once, then each of them alone, and prints the
-    scorecard of docs/SCORECARD.md.  Takes about 15 seconds on an idle machine.
+    Three clients chat, and while they do, a fourth one sends a document of 4,000 tokens.  The screen shows their
+    answers side by side: the chats go on while the document is prefilled.  Then each client asks again, alone.
 
-    Exit codes: 0 go, 1 no-go, 2 server error or no server, 3 protocol error.
+    The scorecard at the end is a GO if all of its lines pass: no chat froze, the streams took turns, every text is the
+    same as alone, and so on.  docs/SCORECARD.md explains them.  The demo takes about 15 seconds on an idle machine; a busy one may
+    be a NO-GO.  Without --socket, the demo starts and ends a daemon of its own, with the embedded model.
+
+    \b
+      uma-trio demo
+      uma-trio demo --json > scorecard.json     for programs
+      uma-trio demo --picture demo.svg          an animation of this run, for a web page
+
+    \b
+    Exit codes:
+      0  GO
+      1  NO-GO
+      2  server error, or no server
+      3  protocol error
     """
     from uma_trio.cli.running import run
     from uma_trio.client import BrokenProtocol, ClientError

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 def command() -> None:
     """Report on a perf log: what each tick computed, and how long each request waited.
 
+    The daemon writes the log with --perf-log.  It holds times, counts and ids, and neither prompts nor answers.
+
     \b
-      uma-trio serve --perf-log FILE      writes the log
-      uma-trio perf report FILE           works while the daemon runs, too
+      uma-trio serve --perf-log perf.jsonl             a daemon that writes the log
+      uma-trio perf report perf.jsonl                  works while the daemon runs, too
 
     The log is JSON Lines; docs/PERF_LOG.md describes its fields for your own programs.
     """
@@ -33,10 +35,14 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Also draw plots (needs matplotlib).")
 def report(files: tuple[Path, ...], number: int | None, as_json: bool, plot: Path | None) -> None:
-    """Summarise the last run in FILE. Give the files of a rotated log oldest first:
+    """Summarise the last run in FILE: tables on stdout, and plots with --plot.
+
+    A run is one start of the daemon.  A log that was rotated is in two files: give the older one first.
 
     \b
-      uma-trio perf report perf.jsonl.1 perf.jsonl
+      uma-trio perf report perf.jsonl
+      uma-trio perf report perf.jsonl --plot perf.png
+      uma-trio perf report perf.jsonl.1 perf.jsonl --json
 
     \b
     time_share        where the time went: in llama_decode, in sampling, between

@@ -43,7 +43,7 @@ def _completions_of(setting: Setting) -> Callable[[click.Context, click.Paramete
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if setting.name == "model":
             return model_file(context, parameter, incomplete)
-        if setting.metavar == "PATH":
+        if setting.metavar.endswith(("PATH", "FILE")):
             return [CompletionItem(incomplete, type="dir" if setting.name.endswith("_dir") else "file")]
         return [CompletionItem(choice) for choice in setting.choices if choice.startswith(incomplete)]
 

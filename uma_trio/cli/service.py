@@ -149,6 +149,7 @@ def _service(flags: Sequence[str]) -> Service:
     """
     from uma_trio.cli.service_units import Service
     from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
+    from uma_trio.models.chosen_template import choose_template
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import ModelError, explained
     from uma_trio.models.loaded import EMBEDDED
@@ -159,6 +160,8 @@ def _service(flags: Sequence[str]) -> Service:
     try:
         with explained(model):
             check_gguf(model)
+        if settings.model.chat_template is not None:
+            choose_template(settings.model.chat_template)
         stamp = read_stamp(library_directory(settings.model.llama_dir))
     except (ModelError, LibraryProblem) as error:
         raise click.UsageError(str(error)) from None
@@ -204,13 +207,13 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
     arguments = [] if file is None else ["--config", str(file)]
     for name, setting in known.items():
         value = getattr(getattr(settings, setting.section), setting.field)
+        is_path = isinstance(value, Path) or (isinstance(value, str) and not setting.choices and os.path.exists(value))
         if name in given and name != "socket":
             if isinstance(value, bool):
                 arguments.append(setting.flag if value else f"--no-{setting.flag[2:]}")
             else:
-                text = os.path.abspath(value) if isinstance(value, Path) else str(given[name])
-                arguments += [setting.flag, text]
-        elif isinstance(value, Path) and not value.is_absolute() and name not in given:
+                arguments += [setting.flag, os.path.abspath(value) if is_path else str(given[name])]
+        elif is_path and name not in given and not os.path.isabs(value):
             raise click.UsageError(
                 f"{file}: {name} is {value}, and a service has no folder that this starts in: write an absolute path"
             )

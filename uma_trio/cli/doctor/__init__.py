@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from uma_trio.cli.completion import model_file
 from uma_trio.cli.doctor.findings import Finding, guarded
 
 if TYPE_CHECKING:
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 
 @click.command("doctor", short_help="Check the installation and suggest fixes.")
 @click.option("--config", "file", type=click.Path(), help="YAML file with settings, as for serve.")
-@click.option("--model", type=click.Path(), help="GGUF file to check. If not given, the one that serve would use.")
+@click.option(
+    "--model",
+    type=click.Path(),
+    shell_complete=model_file,
+    help="GGUF file to check. If not given, the one that serve would use.",
+)
 @click.option("--socket", type=click.Path(), help="Socket to check. If not given, the one that serve would use.")
 @click.option("--llama-dir", type=click.Path(), help="Folder of the built libllama.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
