@@ -69,7 +69,7 @@ def test_the_socket_is_private_from_the_start_under_any_umask(library, tmp_path)
 
 
 def test_a_second_daemon_on_the_same_path_is_refused(library, daemon):
-    refused(daemon.socket, "another daemon serves")
+    refused(daemon.socket, f"another daemon (process {daemon.pid}) serves")
     assert daemon.ask(prompt="Hello", max_tokens=2).reason in ("stop", "length")
 
 

@@ -233,7 +233,8 @@ def test_a_second_daemon(tmp_path: Path) -> None:
     state = ("--state-dir", str(tmp_path / "state"))
     with real_daemon(*state, "--engine", "thread") as daemon:
         check_one_sentence(
-            ["--socket", str(daemon.socket)], "another daemon serves on .*; stop it, or choose another --socket$"
+            ["--socket", str(daemon.socket)],
+            rf"another daemon \(process {daemon.pid}\) serves on .*; stop it, or choose another --socket$",
         )
         with real_daemon(*state, "--engine", "thread") as second:
             assert f"is in use by process {daemon.pid}: stop it, or choose another folder" in second.logs()

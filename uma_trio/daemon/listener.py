@@ -64,7 +64,7 @@ def locked(path: Path) -> Iterator[None]:
         ) from None
     try:
         if not _take_lock(lock):
-            raise SocketPathError(f"another daemon serves on {path}; stop it, or choose another --socket")
+            raise SocketPathError(f"{_holder(lock)} serves on {path}; stop it, or choose another --socket")
         yield
     finally:
         os.close(lock)
@@ -96,8 +96,17 @@ def _take_lock(lock: int) -> bool:
             time.sleep(LOCK_RETRY_S)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError):  # a full disk: the error of the next daemon has no number
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, b"%d\n" % os.getpid(), 0)
             return True
     return False
+
+
+def _holder(lock: int) -> str:
+    """The daemon that has locked the open file ``lock``, which has its process id."""
+    pid = os.pread(lock, 20, 0).strip()
+    return f"another daemon (process {int(pid)})" if pid.isdigit() else "another daemon"
 
 
 def _remove_stale(path: Path) -> None:

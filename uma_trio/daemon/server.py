@@ -271,6 +271,8 @@ class _SignalHandler:
         async for number in signals:
             if number == signal.SIGUSR1:
                 await self._write_snapshot()
+            elif self._stop.cancel_called:
+                continue
             elif self._is_ending:
                 log.warning("stopping at once", signal=signal.Signals(number).name)
                 self._stop.cancel()

@@ -1,0 +1,28 @@
+"""What the daemon does with each signal, and what it logs."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import structlog
+import trio
+
+from uma_trio.config import Config
+from uma_trio.daemon.notifier import Notifier
+from uma_trio.daemon.server import _SignalHandler
+
+
+async def test_more_signals_than_two_add_nothing() -> None:
+    async def signals():
+        for _ in range(4):
+            await trio.lowlevel.checkpoint()
+            yield signal.SIGINT
+
+    stop = trio.CancelScope()
+    handler = _SignalHandler(Config(), Path("uma.sock"), stop, Notifier({}))
+    with structlog.testing.capture_logs() as logged:
+        await handler.run(signals())
+    assert [line["event"] for line in logged] == ["draining; a second signal stops at once", "stopping at once"]
+    assert stop.cancel_called
+    assert not handler.should_load()
