@@ -219,7 +219,11 @@ def test_ask_sends_only_the_fields_that_are_given() -> None:
 
     with ask.make_context("ask", ["a"]) as context:
         options = {name: value for name, value in context.params.items() if name not in ("question", "prompt")}
-    assert _request("a", options) == {"stream": True, "messages": [{"role": "user", "content": "a"}]}
+    assert _request("a", options) == {
+        "stream": True,
+        "messages": [{"role": "user", "content": "a"}],
+        "separate_reasoning": True,
+    }
     raw = options | {"raw": True}
     assert _request("a", raw) == {"stream": True, "prompt": "a"}
     assert _request("a", raw | {"no_special": True}) == {"stream": True, "prompt": "a", "parse_special": False}

@@ -14,8 +14,8 @@ import click
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from uma_trio.client import Eos, Event, PrefillProgress, Token
-    from uma_trio.protocol.messages import Logprob, Logprobs
+    from uma_trio.client import Eos, Event, PrefillProgress
+    from uma_trio.protocol.messages import Generated, Logprob, Logprobs
 
 
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -38,24 +38,31 @@ class TextPrinter:
     """Prints the events of a request as text.
 
     Several answers come whole, each under its number.  Log probabilities follow their answer as a table.
+
+    Args:
+        reasoning: prints that of the model.
     """
 
-    def __init__(self) -> None:
-        self._scores: list[Token | Logprobs] = []
+    def __init__(self, reasoning: ReasoningPrinter) -> None:
+        self._reasoning = reasoning
+        self._scores: list[Generated | Logprobs] = []
         self._last_character = ""
 
     def print(self, event: Event) -> None:
         """Print the text of ``event``, if it has any."""
-        from uma_trio.client import Eos, Token
+        from uma_trio.client import Eos, Reasoning, Token
 
-        if isinstance(event, Token):
-            if event.logprob is not None:
-                self._scores.append(event)
+        if isinstance(event, Token | Reasoning) and event.logprob is not None:
+            self._scores.append(event)
+        if isinstance(event, Reasoning):
+            self._reasoning.feed(event.text)
+        elif isinstance(event, Token):
             self._echo(event.text)
         elif isinstance(event, Eos):
             self._scores += event.logprobs or []
             if event.index is not None:
                 click.echo(f"--- {event.index}")
+            self._reasoning.feed(event.reasoning or "")
             self._echo(event.text or "")
             self._end_line()
             if self._scores:
@@ -63,14 +70,46 @@ class TextPrinter:
                 self._scores = []
 
     def _echo(self, text: str) -> None:
+        if text:
+            self._reasoning.close()
         self._last_character = text[-1:] or self._last_character
         # color=True: click would otherwise remove escape sequences, which a pipe gets as the model wrote them
         click.echo(printable(text) if sys.stdout.isatty() else text, nl=False, color=True)
 
     def _end_line(self) -> None:
+        self._reasoning.close()
         if self._last_character != "\n":
             click.echo()
         self._last_character = ""
+
+
+class ReasoningPrinter:
+    """Prints reasoning on stderr, dim, so that it is no part of the answer on stdout.
+
+    Args:
+        shown: print it; ``None``: on a terminal.
+    """
+
+    def __init__(self, *, shown: bool | None) -> None:
+        self._shown = sys.stdout.isatty() and sys.stderr.isatty() if shown is None else shown
+        self._last_character = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether reasoning was printed after which the answer does not yet go on."""
+        return bool(self._last_character)
+
+    def feed(self, text: str) -> None:
+        """Append ``text`` to the reasoning."""
+        if self._shown and text:
+            click.echo(click.style(printable(text), dim=True), err=True, nl=False)
+            self._last_character = text[-1]
+
+    def close(self) -> None:
+        """End the reasoning with an empty line, if there is some: the answer follows."""
+        if self.is_open:
+            click.echo("\n" if self._last_character != "\n" else "", err=True)
+            self._last_character = ""
 
 
 class PrefillBar:
@@ -114,7 +153,7 @@ def _new_bar(event: PrefillProgress) -> Progress:
     return bar
 
 
-def _table(scores: Sequence[Token | Logprobs]) -> list[str]:
+def _table(scores: Sequence[Generated | Logprobs]) -> list[str]:
     """One line a token: its probability, the token, and the most likely tokens at its place with theirs."""
     shown = [_quoted(score.bytes or []) for score in scores]
     width = max(map(len, shown))
@@ -141,6 +180,7 @@ def print_stats(eos: Eos) -> None:
     usage, timings = eos.usage, eos.timings
     parts = [
         f"{usage.prompt_tokens} prompt + {usage.completion_tokens} tokens",
+        f"{usage.reasoning_tokens} of them reasoning" if usage.reasoning_tokens else None,
         f"first after {timings.ttft_ms:.0f} ms" if timings.ttft_ms is not None else None,
         f"{timings.tokens_per_s:.1f} tokens/s" if timings.tokens_per_s else None,
         f"seed {eos.seed}" if eos.seed is not None else None,

@@ -56,6 +56,7 @@ class PlainView:
         if self._last != "\n":
             self._file.write("\n")
             self._file.flush()
+            self._last = "\n"
 
 
 class MarkdownView:

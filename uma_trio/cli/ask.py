@@ -99,6 +99,12 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option(
     "--n-keep", type=click.IntRange(0), help="If the context is too small, drop the oldest tokens after this many."
 )
+@click.option(
+    "--show-thinking/--hide-thinking",
+    "show_reasoning",
+    default=None,
+    help="Print the model's reasoning on stderr, in front of the answer.  [default: on a terminal]",
+)
 @click.option("--full-text", "return_full_text", is_flag=True, help="Print the prompt first.")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
@@ -204,6 +210,7 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     else:
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
         request["messages"] = [*system, {"role": "user", "content": text}]
+        request["separate_reasoning"] = True
     if options["temp"] is not None:
         request["temperature"] = options["temp"]
     request |= {name: options[name] for name in OPTIONAL_FIELDS if options[name] is not None}
@@ -232,14 +239,14 @@ def _biases(given: tuple[str, ...]) -> dict[str, float]:
 async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     import trio
 
-    from uma_trio.cli.answer import PrefillBar, TextPrinter, print_json
+    from uma_trio.cli.answer import PrefillBar, ReasoningPrinter, TextPrinter, print_json
     from uma_trio.client import Eos, open_client
 
     as_json, reason = options["as_json"], ""
     request["id"] = "ask"
     if sys.stderr.isatty() and not as_json:
         request["progress"] = True
-    show = print_json if as_json else TextPrinter().print
+    show = print_json if as_json else TextPrinter(ReasoningPrinter(shown=options["show_reasoning"])).print
     connecting = open_client(
         options["socket"],
         encoding="cbor" if options["cbor"] else "json",

@@ -14,7 +14,7 @@ SHARED_WITH_ASK = frozenset(
     {
         *("system", "max_tokens", "temp", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n"),
         *("frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "priority"),
-        *("n_keep", "model", "session", "socket", "verbose"),
+        *("n_keep", "model", "session", "show_reasoning", "socket", "verbose"),
     }
 )
 """Options of ``ask`` that mean the same here."""
@@ -51,6 +51,7 @@ def command(**options: Any) -> None:
             system=options["system"],
             socket=options["socket"],
             plain=options["plain"],
+            show_reasoning=options["show_reasoning"],
         ).run()
 
 

@@ -13,13 +13,13 @@ from typing import Any, Final
 import click
 import trio
 
-from uma_trio.cli.answer import print_stats, printable, warn_if_cut
+from uma_trio.cli.answer import PrefillBar, ReasoningPrinter, print_stats, printable, warn_if_cut
 from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
-from uma_trio.cli.conversation import Conversation, as_json, as_markdown
+from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
 from uma_trio.cli.daemon import HINTS, is_verbose, say_which_daemon
 from uma_trio.cli.running import run
-from uma_trio.client import ClientError, Eos, NoServer, ServerError, Token, Transcript, open_client
+from uma_trio.client import ClientError, Eos, NoServer, Reasoning, ServerError, Token, Transcript, open_client
 
 COMMANDS: Final = {
     "/new": ("", "begin another conversation; a session stays with the daemon"),
@@ -52,12 +52,21 @@ class Chat:
         fields: what every request has.
         session: continue or begin this one.
         plain: no Markdown.
+        show_reasoning: print that of the model; ``None``: on a terminal.
     """
 
     def __init__(
-        self, *, fields: dict[str, Any], session: str | None, system: str | None, socket: str | None, plain: bool
+        self,
+        *,
+        fields: dict[str, Any],
+        session: str | None,
+        system: str | None,
+        socket: str | None,
+        plain: bool,
+        show_reasoning: bool | None,
     ) -> None:
-        self._fields = fields
+        self._fields = {**fields, "separate_reasoning": True, "progress": sys.stderr.isatty()}
+        self._show_reasoning = show_reasoning
         self._socket = socket
         self._renders = sys.stdout.isatty() and not plain
         self._is_terminal = sys.stdin.isatty()
@@ -170,7 +179,7 @@ class Chat:
         _note(f"session {printable(name)}: {turns}, {info.tokens:,} tokens")
         if found.text is not None:
             _note("it continues plain prompts, so it cannot continue a chat: begin another one")
-        messages = [{"role": each.role, "content": each.content} for each in found.messages]
+        messages = [as_fields(each) for each in found.messages]
         self._conversation.messages = messages
         if self._is_terminal and self._conversation.last_question is not None:
             _note("> " + printable(self._conversation.last_question))
@@ -252,9 +261,9 @@ class Chat:
         self._unanswered = question if not retry else None
         request = {**self._fields, **more, **self._conversation.request(question, retry=retry)}
         view = self._view()
-        texts: list[str] = []
+        answer = {"role": "assistant", "content": ""}
         try:
-            eos = run(self._stream, request, view, texts)
+            eos = run(self._stream, request, view, answer)
         except ClientError as error:
             view.finish()
             self._failed = question if self._is_terminal and not retry else ""
@@ -267,7 +276,6 @@ class Chat:
         view.finish()
         self._last = eos
         if eos.usage.completion_tokens:
-            answer = {"role": "assistant", "content": "".join(texts)}
             self._conversation.answered(question, answer, retry=retry)
             self._unanswered = None
         self._remark(eos, request.get("max_tokens"))
@@ -275,8 +283,8 @@ class Chat:
     def _view(self) -> AnswerView:
         return MarkdownView(sys.stdout) if self._renders else PlainView(sys.stdout)
 
-    async def _stream(self, request: dict[str, Any], view: AnswerView, texts: list[str]) -> Eos:
-        """Show the answer to ``request``, and append its text to ``texts``.
+    async def _stream(self, request: dict[str, Any], view: AnswerView, answer: Message) -> Eos:
+        """Show the answer to ``request``, and add its text to ``answer``.
 
         Ctrl-C cancels the request on the server, whose last event then follows; a second one does not wait for it.
 
@@ -304,12 +312,22 @@ class Chat:
 
             nursery.start_soon(cancel_on_interrupt)
             nursery.start_soon(refresh)
-            async for event in client.generate(id="chat", **request):
-                if isinstance(event, Token):
-                    texts.append(event.text)
-                    view.feed(event.text)
-                elif isinstance(event, Eos):
-                    last = event
+            reasoning = ReasoningPrinter(shown=self._show_reasoning)
+            with PrefillBar() as bar:
+                async for event in client.generate(id="chat", **request):
+                    bar.update(event)
+                    if isinstance(event, Reasoning):
+                        if not reasoning.is_open:
+                            view.finish()
+                        reasoning.feed(event.text)
+                        answer["reasoning"] = answer.get("reasoning", "") + event.text
+                    elif isinstance(event, Token) and event.text:
+                        reasoning.close()
+                        view.feed(event.text)
+                        answer["content"] += event.text
+                    elif isinstance(event, Eos):
+                        last = event
+            reasoning.close()
             nursery.cancel_scope.cancel()
         if last is None:
             raise KeyboardInterrupt

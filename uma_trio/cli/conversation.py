@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import attrs
 
+from uma_trio.protocol.messages import ChatMessage
+
 Message = dict[str, str]
 
 
@@ -69,11 +71,23 @@ class Conversation:
         return self.messages[:-2] if retry else self.messages
 
 
+def as_fields(message: ChatMessage) -> Message:
+    """A message as a request has it."""
+    reasoning = {} if message.reasoning is None else {"reasoning": message.reasoning}
+    return {"role": message.role, "content": message.content, **reasoning}
+
+
 def as_json(messages: Sequence[Message]) -> str:
     """The messages as JSON, in the form of a request."""
     return json.dumps({"messages": messages}, ensure_ascii=False, indent=2) + "\n"
 
 
 def as_markdown(messages: Sequence[Message]) -> str:
-    """The messages as a Markdown page with one section a message."""
-    return "\n\n".join(f"## {each['role']}\n\n{each['content']}" for each in messages) + "\n"
+    """The messages as a Markdown page with one section a message; reasoning is folded away."""
+    return "\n\n".join(f"## {each['role']}\n\n{_folded(each)}{each['content']}" for each in messages) + "\n"
+
+
+def _folded(message: Message) -> str:
+    if not message.get("reasoning"):
+        return ""
+    return f"<details><summary>Reasoning</summary>\n\n{message['reasoning']}\n\n</details>\n\n"

@@ -115,6 +115,8 @@ def show(context: click.Context, session_id: str, as_json: bool, socket: str | N
     )
     for message in found.messages:
         click.secho(f"\n{message.role}", bold=True)
+        if message.reasoning is not None:
+            click.secho(_shown(message.reasoning, keep="\n\t") + "\n", dim=True)
         click.echo(_shown(message.content, keep="\n\t"))
     if found.text is not None:
         click.echo("\n" + _shown(found.text, keep="\n\t"))
@@ -135,6 +137,8 @@ def export(context: click.Context, session_id: str, file: Path | None, socket: s
       uma-trio sessions export trip trip.md
       uma-trio sessions export trip > trip.json
     """
+    from uma_trio.cli.conversation import as_fields, as_markdown
+
     if file is not None and file.suffix.lower() not in (".json", *MARKDOWN):
         raise click.UsageError(f"{file.name} must end in .json or .md, which says the format")
     found = _run(context, socket, lambda client: client.transcript(session_id), session_id)
@@ -142,9 +146,8 @@ def export(context: click.Context, session_id: str, file: Path | None, socket: s
         content = _content(found)
         text = json.dumps({"prompt": content["text"]} if "text" in content else content, ensure_ascii=False, indent=2)
     else:
-        heading = f"# {_shown(session_id)}"
-        sections = [f"## {message.role}\n\n{message.content}" for message in found.messages]
-        text = "\n\n".join([heading, *sections, *([] if found.text is None else [found.text])])
+        page = found.text if found.text is not None else as_markdown([as_fields(each) for each in found.messages])
+        text = f"# {_shown(session_id)}\n\n" + page.removesuffix("\n")
     if file is None:
         click.echo(text)
         return
@@ -278,7 +281,9 @@ def _content(found: Transcript) -> dict[str, Any]:
     """The content of a session as JSON: ``messages``, or ``text``."""
     if found.text is not None:
         return {"text": found.text}
-    return {"messages": [{"role": message.role, "content": message.content} for message in found.messages]}
+    from uma_trio.cli.conversation import as_fields
+
+    return {"messages": [as_fields(message) for message in found.messages]}
 
 
 def _json(value: object) -> str:

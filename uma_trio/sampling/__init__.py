@@ -1,7 +1,7 @@
 """Sampling: from logits to tokens, and from tokens to text.
 
-Masks, biases and penalties, filters, random draws, log probabilities, draft tokens, stop strings, reasoning, UTF-8 decoding.  All
-rows of a step are sampled together in numpy.
+Masks, biases and penalties, filters, random draws, log probabilities, draft tokens, stop strings, reasoning, UTF-8 decoding.
+All rows of a step are sampled together in numpy.
 
 This package is pure: it needs numpy, msgspec and the standard library, and knows neither models nor clients.
 """

@@ -1,0 +1,125 @@
+"""Reasoning with the real engine: the embedded model, with two of its tokens renamed to markers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import pytest
+
+from tests.support.real_daemon import Daemon, real_daemon
+from tests.support.terminal import terminal
+from uma_trio.models.loaded import EMBEDDED
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+RENAMED = {"The": "<think>", "ĠP": "</think>"}
+"""Tokens of the answer ``The capital of France is Paris.`` that are not in the question."""
+
+
+@pytest.fixture(scope="module", params=["CONTROL", "USER_DEFINED"])
+def daemon(library: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    path = tmp_path_factory.mktemp("model") / "thinking.gguf"
+    reader = gguf.GGUFReader(EMBEDDED)
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        value = field.contents()
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        if name == "tokenizer.ggml.tokens":
+            ids = [value.index(text) for text in RENAMED]
+            value = [RENAMED.get(text, text) for text in value]
+        elif name == "tokenizer.ggml.token_type":
+            value = [gguf.TokenType[request.param] if token in ids else kind for token, kind in enumerate(value)]
+        elif name == "tokenizer.chat_template":
+            value += "{# <think> #}"
+        kinds = field.types
+        writer.add_key_value(name, value, kinds[0], sub_type=kinds[-1] if len(kinds) > 1 else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with real_daemon("--model", str(path), folder=tmp_path_factory.mktemp("daemon")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_reasoning_and_answer(daemon: Daemon, stream: bool) -> None:
+    answer = daemon.ask(messages=QUESTION, separate_reasoning=True, stream=stream, logprobs=0)
+    reasoning = "".join(event["text"] for event in answer.events if event["event"] == "reasoning")
+    assert reasoning + (answer.last.get("reasoning") or "") == "capital of France is"
+    assert answer.text == "aris."
+    assert answer.last["usage"]["reasoning_tokens"] == answer.last["usage"]["completion_tokens"] - 4
+
+
+def test_a_session_goes_on_after_reasoning(daemon: Daemon) -> None:
+    for text in ("What is the capital of France?", "And of Italy?"):
+        answer = daemon.ask(
+            messages=[{"role": "user", "content": text}], session_id="a", separate_reasoning=True, stop=["."]
+        )
+    assert answer.last["session"]["durable"]
+    with daemon.wire() as wire:
+        wire.send(type="sessions", action="read", session_id="a")
+        event = wire.receive()
+    assert event is not None
+    assert event["messages"][1] == {"role": "assistant", "content": "aris", "reasoning": "capital of France is"}
+    assert len(event["messages"]) == 4
+
+
+# -- what the commands show --------------------------------------------------------------------------
+
+ASK = [sys.executable, "-m", "uma_trio", "ask", "What is the capital of France?"]
+
+
+def test_ask_prints_the_answer_on_stdout_and_reasoning_on_stderr_if_asked_to(daemon: Daemon) -> None:
+    def ask(*arguments: str) -> tuple[str, str]:
+        command = [*ASK, "--socket", str(daemon.socket), *arguments]
+        found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+        return found.stdout, found.stderr
+
+    assert ask() == ("aris.\n", "")
+    assert ask("--hide-thinking") == ("aris.\n", "")
+    assert ask("--show-thinking") == ("aris.\n", "capital of France is\n\n")
+    assert ask("--show-thinking", "--no-stream") == ("aris.\n", "capital of France is\n\n")
+    events = [json.loads(line) for line in ask("--json")[0].splitlines()]
+    assert "".join(event["text"] for event in events if event["event"] == "reasoning") == "capital of France is"
+
+
+def test_ask_on_a_terminal_shows_reasoning_dim(daemon: Daemon) -> None:
+    with terminal([*ASK, "--socket", str(daemon.socket)], columns=60, lines=10) as shown:
+        assert shown.wait() == 0
+        assert shown.text.split("\n")[:3] == ["capital of France is", "", "aris."]
+        assert b"\x1b[2m" in shown.written
+    with terminal([*ASK, "--socket", str(daemon.socket), "--hide-thinking"], columns=60, lines=10) as shown:
+        assert shown.wait() == 0
+        assert shown.text.split("\n")[0] == "aris."
+
+
+def test_chat_shows_reasoning_and_saves_it(daemon: Daemon, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "uma_trio", "chat", "--socket", str(daemon.socket)]
+    with terminal(command, columns=100, lines=24, environment={"PROMPT_TOOLKIT_NO_CPR": "1"}) as shown:
+        shown.wait_for("/help")
+        shown.type("What is the capital of France?\r")
+        shown.wait_for("capital of France is\n\naris.\n\n>")
+        for name in ("chat.json", "chat.md"):
+            shown.type(f"/save {tmp_path / name}\r")
+            shown.wait_for(name + "\n>")
+        shown.type("\x04")
+        assert shown.wait() == 0
+    [_, answer] = json.loads((tmp_path / "chat.json").read_text())["messages"]
+    assert answer == {"role": "assistant", "content": "aris.", "reasoning": "capital of France is"}
+    assert "<summary>Reasoning</summary>\n\ncapital of France is" in (tmp_path / "chat.md").read_text()
+
+
+def test_sessions_show_reasoning(daemon: Daemon) -> None:
+    daemon.ask(messages=QUESTION, session_id="b", separate_reasoning=True)
+    command = [sys.executable, "-m", "uma_trio", "sessions", "show", "b", "--socket", str(daemon.socket)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.stdout.endswith("\nassistant\ncapital of France is\n\naris.\n")
+    found = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+    assert json.loads(found.stdout)["messages"][1]["reasoning"] == "capital of France is"
