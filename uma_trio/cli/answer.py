@@ -40,11 +40,11 @@ class TextPrinter:
     Several answers come whole, each under its number.  Log probabilities follow their answer as a table.
 
     Args:
-        reasoning: prints that of the model.
+        show_reasoning: as in ``ReasoningPrinter``.
     """
 
-    def __init__(self, reasoning: ReasoningPrinter) -> None:
-        self._reasoning = reasoning
+    def __init__(self, *, show_reasoning: bool | None = None) -> None:
+        self._reasoning = ReasoningPrinter(shown=show_reasoning)
         self._scores: list[Generated | Logprobs] = []
         self._last_character = ""
 

@@ -239,14 +239,14 @@ def _biases(given: tuple[str, ...]) -> dict[str, float]:
 async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     import trio
 
-    from uma_trio.cli.answer import PrefillBar, ReasoningPrinter, TextPrinter, print_json
+    from uma_trio.cli.answer import PrefillBar, TextPrinter, print_json
     from uma_trio.client import Eos, open_client
 
     as_json, reason = options["as_json"], ""
     request["id"] = "ask"
     if sys.stderr.isatty() and not as_json:
         request["progress"] = True
-    show = print_json if as_json else TextPrinter(ReasoningPrinter(shown=options["show_reasoning"])).print
+    show = print_json if as_json else TextPrinter(show_reasoning=options["show_reasoning"]).print
     connecting = open_client(
         options["socket"],
         encoding="cbor" if options["cbor"] else "json",
