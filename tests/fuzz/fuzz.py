@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import socket
 import sys
 import threading
@@ -103,19 +102,19 @@ def check_codecs(data: bytes, rng: Random) -> str:
 
 def check_bounds(request: Generate) -> None:
     require((request.prompt is None) != (request.messages is None), "prompt or messages")
-    require(0 <= request.temperature <= 100 and math.isfinite(request.temperature), "temperature")
-    require(0 < request.top_p <= 1, "top_p")
-    require(0 <= request.top_k < 2**31, "top_k")
+    require(request.temperature is None or 0 <= request.temperature <= 100, "temperature")  # not NaN either
+    require(request.top_p is None or 0 < request.top_p <= 1, "top_p")
+    require(request.top_k is None or 0 <= request.top_k < 2**31, "top_k")
     require(request.seed is None or 0 <= request.seed < 2**63, "seed")
     require(request.max_tokens is None or 1 <= request.max_tokens < 2**31, "max_tokens")
     require(len(request.stops) <= 16 and all(0 < len(stop) <= 256 for stop in request.stops), "stop")
     require(0 < len(request.id) <= 256, "id")
     require(1 <= request.n <= 16, "n")
-    require(0 <= request.min_p <= 1, "min_p")
-    require(0.1 <= request.repetition_penalty <= 10, "repetition_penalty")
-    require(0 <= request.repeat_last_n <= 4096, "repeat_last_n")
-    require(-2 <= request.frequency_penalty <= 2, "frequency_penalty")
-    require(-2 <= request.presence_penalty <= 2, "presence_penalty")
+    require(request.min_p is None or 0 <= request.min_p <= 1, "min_p")
+    require(request.repetition_penalty is None or 0.1 <= request.repetition_penalty <= 10, "repetition_penalty")
+    require(request.repeat_last_n is None or 0 <= request.repeat_last_n <= 4096, "repeat_last_n")
+    require(request.frequency_penalty is None or -2 <= request.frequency_penalty <= 2, "frequency_penalty")
+    require(request.presence_penalty is None or -2 <= request.presence_penalty <= 2, "presence_penalty")
     require(len(request.logit_bias) <= 300, "logit_bias")
     require(all(0 <= token < 2**31 and -100 <= bias <= 100 for token, bias in request.logit_bias.items()), "logit_bias")
     require(

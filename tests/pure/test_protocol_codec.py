@@ -21,8 +21,10 @@ from uma_trio.protocol.messages import (
     MetricsQuery,
     PrefillProgress,
     ServerEvent,
+    SessionInfo,
     Timings,
     Token,
+    Transcript,
     Usage,
 )
 from uma_trio.protocol.payload import Encoding, encode, encoding_of
@@ -310,6 +312,21 @@ def test_a_line_as_long_as_allowed() -> None:
         lines(b"x" * 65, b"").next_message()
 
 
+@given(st.integers(0, 9), st.lists(st.integers(1, 12)))
+def test_how_a_line_is_split_does_not_change_why_it_is_refused(at: int, sizes: list[int]) -> None:
+    data = b"x" * at + b"\0" + b"x" * 10 + b"\n"
+    reasons = []
+    for pieces in (sizes, [len(data)]):
+        codec, rest = lines(cap=6), data
+        with pytest.raises(ProtocolError) as caught:
+            for size in [*pieces, len(data)]:
+                codec.receive_data(rest[:size])
+                rest = rest[size:]
+                assert codec.next_message() is None
+        reasons.append(type(caught.value))
+    assert reasons == [BadRequest if at <= 6 else FrameTooLarge] * 2
+
+
 def test_mid_message_inside_a_line() -> None:
     codec = lines(b"a")
     assert codec.next_message() is None
@@ -353,6 +370,15 @@ def test_progress_does_not_end_an_answer() -> None:
     assert len(drain(codec)) == 2
     progress = PrefillProgress(id="r1", prefilled_tokens=1, prompt_tokens=2)
     assert [encoding_of(codec.encode(event)[4:]) for event in (progress, TOKEN, EOS)] == [CBOR] * 3
+
+
+def test_all_parts_of_a_transcript_have_the_encoding_of_the_query() -> None:
+    query = {"type": "sessions", "action": "read", "session_id": "s", "id": "r1"}
+    codec = server(frame(encode(query, CBOR)), CANCEL_IN_JSON)
+    assert len(drain(codec)) == 2
+    session = SessionInfo(session_id="s", turns=1, tokens=1, durable=True)
+    parts = [Transcript(id="r1", session=session, text="x", more=more) for more in (True, True, False, False)]
+    assert [encoding_of(codec.encode(part)[4:]) for part in parts] == [CBOR, CBOR, CBOR, JSON]
 
 
 @pytest.mark.parametrize("end", [EOS, FAILURE])

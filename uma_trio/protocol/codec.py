@@ -112,7 +112,8 @@ class ServerCodec:
 
     def encode(self, event: ServerEvent) -> bytes:
         encoding, answers = self._pending.get(event.id, (self._latest, 0))
-        if not isinstance(event, Token | Reasoning | PrefillProgress):
+        in_the_middle = isinstance(event, Token | Reasoning | PrefillProgress)
+        if not in_the_middle and not (isinstance(event, Transcript) and event.more):
             self._pending.pop(event.id, None)
             if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:
                 self._pending[event.id] = encoding, answers - 1
@@ -187,19 +188,24 @@ class NewlineCodec:
     def next_message(self) -> ClientMessage | None:
         end = self._buffer.find(b"\n", self._searched)
         self._searched = len(self._buffer) if end < 0 else 0
-        if end < 0 and not (self._closed and self._buffer):
-            if len(self._buffer) > self._max_line_bytes:
-                raise FrameTooLarge(f"a line has more than {self._max_line_bytes} bytes")
-            _refuse_nul(self._buffer)  # a frame has no newline at its end, so its client would wait for an answer
-            return None
         line = bytes(self._buffer[: end if end >= 0 else None])
+        self._check(line)  # also a part of a line: a frame has no newline at its end, so its client would wait
+        if end < 0 and not (self._closed and self._buffer):
+            return None
         del self._buffer[: len(line) + 1]
-        if len(line) > self._max_line_bytes:
-            raise FrameTooLarge(f"a line has more than {self._max_line_bytes} bytes")
         return self._request(line.removesuffix(b"\r"))
 
+    def _check(self, line: bytes) -> None:
+        """Refuse a line, or the part of it that has arrived.  The result does not depend on how the line is split."""
+        if b"\0" in line[: self._max_line_bytes + 1]:
+            raise BadRequest(
+                "a line may not contain NUL; this server runs with --protocol newline, and a client that sends frames "
+                "needs a server without that"
+            )
+        if len(line) > self._max_line_bytes:
+            raise FrameTooLarge(f"a line has more than {self._max_line_bytes} bytes")
+
     def _request(self, line: bytes) -> Generate:
-        _refuse_nul(line)
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
@@ -220,11 +226,3 @@ class NewlineCodec:
                 return ERROR_LINE + f"{code} {' '.join(message.splitlines())}\n".encode()
             case PrefillProgress() | Metrics() | SessionList() | Transcript():
                 raise AssertionError("no line asks for this")
-
-
-def _refuse_nul(line: bytes | bytearray) -> None:
-    if b"\0" in line:
-        raise BadRequest(
-            "a line may not contain NUL; this server runs with --protocol newline, and a client that sends frames needs "
-            "a server without that"
-        )
