@@ -9,9 +9,10 @@ from typing import ClassVar, Final, Protocol, TextIO
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement
+from rich.markdown import CodeBlock, Heading, Markdown, MarkdownElement, TableElement
 from rich.segment import Segment
 from rich.syntax import Syntax
+from rich.table import Table
 
 from uma_trio.cli.answer import printable
 
@@ -72,10 +73,11 @@ class MarkdownView:
         self._open = ""
         """Markdown from the beginning of the last block."""
         self._n_printed = 0
-        """Lines of the last block that are printed already."""
+        """Lines of the last block that are printed already, with the empty line in front of it."""
         self._drawn: list[int] = []
         """Widths of the lines that the next frame draws again."""
-        self._has_output = False
+        self._follows = False
+        """Whether there are blocks before the last one, so that an empty line comes between."""
         self._dirty = False
 
     def feed(self, text: str) -> None:
@@ -93,28 +95,38 @@ class MarkdownView:
         self._dirty = False
         width, height = os.get_terminal_size(self._file.fileno())
         console = Console(file=self._file, width=width, height=height)
+        rows = self._rows_on_screen(width, height)
         lines: list[list[Segment]] = []
         size = len(self._open) if final else closed_size(self._open)
         if size:
             lines += self._new_lines(console, self._open[:size])
             self._open, self._n_printed = self._open[size:], 0
-            self._has_output = self._has_output or bool(lines)
+            self._follows = self._follows or bool(lines)
         tail = self._new_lines(console, self._open)
         n_above = max(0, len(tail) - max(1, height - 2))
         self._n_printed += n_above
         lines += tail[:n_above]
-        self._has_output = self._has_output or bool(n_above)
-        self._write(console, lines, tail[n_above:], width)
+        self._write(console, lines, tail[n_above:], rows)
+
+    def _rows_on_screen(self, width: int, height: int) -> int:
+        """Rows that the last frame takes now: a narrower terminal has wrapped its lines.
+
+        A lower terminal has scrolled some of them away, where nothing can draw over them: they count as printed.
+        """
+        rows = [max(1, math.ceil(each / width)) for each in self._drawn]
+        while sum(rows) >= height > 1:
+            del rows[0]
+            self._n_printed += 1
+        return sum(rows)
 
     def _new_lines(self, console: Console, text: str) -> list[list[Segment]]:
         """The lines of ``text`` that are not printed yet, after an empty one if ``text`` follows other blocks."""
         lines = rendered(console, text)
-        if lines and lines[0] and self._has_output and not self._n_printed:
+        if lines and self._follows:
             lines.insert(0, [])
         return lines[self._n_printed :]
 
-    def _write(self, console: Console, above: list[list[Segment]], tail: list[list[Segment]], width: int) -> None:
-        rows = sum(max(1, math.ceil(each / width)) for each in self._drawn)  # a narrower terminal has wrapped them
+    def _write(self, console: Console, above: list[list[Segment]], tail: list[list[Segment]], rows: int) -> None:
         out = [f"\x1b[{rows}A" if rows else "", "\r\x1b[J"]
         out += [self._encoded(console, line) + "\n" for line in (*above, *tail)]
         self._drawn = [sum(segment.cell_length for segment in line) for line in tail]
@@ -140,7 +152,7 @@ def closed_size(text: str) -> int:
 
 
 def rendered(console: Console, text: str) -> list[list[Segment]]:
-    """The lines of a Markdown text, without empty ones at the end.
+    """The lines of a Markdown text, without empty ones at the ends.
 
     HTML is shown as text, links with their addresses, and the line breaks of the text are kept: a model means them.
     """
@@ -153,7 +165,8 @@ def rendered(console: Console, text: str) -> list[list[Segment]]:
     lines = [_without_padding(line) for line in console.render_lines(markdown, pad=False)]
     while lines and not lines[-1]:
         lines.pop()
-    return lines
+    n_empty = next((n for n, line in enumerate(lines) if line), 0)  # rich begins a list with an empty line
+    return lines[n_empty:]
 
 
 def _without_padding(line: list[Segment]) -> list[Segment]:
@@ -185,12 +198,23 @@ class _Heading(Heading):
         yield self.text
 
 
+class _Table(TableElement):
+    """A table without empty lines around it."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            assert isinstance(table, Table)
+            table.show_edge = False
+            yield table
+
+
 class _Markdown(Markdown):
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,
         "fence": _Code,
         "code_block": _Code,
         "heading_open": _Heading,
+        "table_open": _Table,
     }
 
 
