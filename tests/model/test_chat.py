@@ -232,6 +232,18 @@ def test_the_daemon_goes_away_and_comes_back(library, tmp_path):
         assert shown.wait() == 0
 
 
+def test_the_daemon_dies_in_the_middle_of_an_answer(library, tmp_path):
+    with real_daemon(folder=tmp_path) as daemon, chatting(tmp_path / "uma.sock", "--max-tokens", 2000) as shown:
+        shown.wait_for(PROMPT)
+        shown.type(LONG + "\r")
+        shown.wait_for(r"^1, 2, 3")
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+        shown.wait_for(r"the daemon went away; the conversation is as before\n.*again\n\n> " + re.escape(LONG))
+        shown.type(CTRL_C + "/retry\r")
+        shown.wait_for(r"^no daemon at")
+
+
 def test_a_restart_of_the_engine_is_reported(library, tmp_path):
     with (
         real_daemon(folder=tmp_path) as daemon,
