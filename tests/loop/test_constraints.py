@@ -151,6 +151,24 @@ async def test_draft_tokens_respect_the_constraint(autojump_clock, speculate):
         assert tokens == plain
 
 
+async def test_tokens_without_a_choice_take_no_tick_of_their_own(autojump_clock):
+    """A record: the names of its fields are forced, their values are not."""
+    record = "".join([f"{600 + n} {700 + n} {800 + n} [1-4][0-9]{{2}} " for n in range(10)])
+    async with running() as harness:
+        for fields in ({}, {"temperature": 1.0, "seed": 4}, {"stream": False}, {"logprobs": 1}):
+            before = harness.scheduler.telemetry.ticks_total
+            tokens, end = await ask(harness, constraint={"regex": record}, max_tokens=60, **fields)
+            ticks = harness.scheduler.telemetry.ticks_total - before
+            if tokens:
+                assert [token for token in tokens if token >= 600] == [
+                    n + part for n in range(10) for part in (600, 700, 800)
+                ]
+            assert (end.usage.completion_tokens, end.constraint_complete) == (41, True)
+            assert ticks <= 0.6 * 41
+        assert harness.scheduler.telemetry.forced_tokens_total >= 4 * 18
+        assert harness.scheduler.telemetry.draft_tokens_total == 0
+
+
 async def test_turns_of_a_session_have_constraints_of_their_own(autojump_clock):
     async with running() as harness:
         one, _ = await ask(harness, constraint=DIGITS, session_id="s", max_tokens=6)

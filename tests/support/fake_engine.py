@@ -255,6 +255,7 @@ class FakeEngine:
                     self._change(op)
         self.cost_of_last_ms += copied_ms
         self._grammar_failures: list[tuple[int, str]] = []
+        self._forced: list[tuple[int, Sequence[int]]] = []
         inputs = [each for call in step.calls for each in call]
         copied = {"copied_ms": copied_ms, "saved_bytes": saved_bytes, "refused": refused, "state_sizes": sizes}
         if not inputs:
@@ -294,6 +295,7 @@ class FakeEngine:
             step.number,
             decode_ms=self.cost_of_last_ms - copied_ms,
             scores=scores if any(scores) else (),
+            forced=self._forced,
             grammar_failures=self._grammar_failures,
             **copied,
         )
@@ -413,12 +415,13 @@ class FakeEngine:
         logits = np.zeros((len(each.samples), N_VOCAB), np.float32)
         pending = self._matchers.begin([(0, each.seq_id, [sample.grammar for sample in each.samples])])
         if pending is not None:
-            late, failed = pending.apply(logits, 60_000)
-            assert not late
+            applied = pending.apply(logits, 60_000)
+            assert not applied.late
             if self.late_masks:
                 self.late_masks -= 1
                 return None
-            self._grammar_failures += failed.items()
+            self._grammar_failures += applied.failures.items()
+            self._forced += applied.forced.items()
         return logits
 
     def _penalised(self, held: SequenceContent, length: int, sample: SampleRequest) -> set[int]:

@@ -54,7 +54,7 @@ from uma_trio.engine.messages import (
 )
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.engine.tuning_cache import FileLayoutCache
-from uma_trio.grammar import Matchers, PendingMasks
+from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
 from uma_trio.kv.ops import (
     CopyPrefix,
     DropCheckpoint,
@@ -232,7 +232,8 @@ class LlamaEngine:
         changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []
         scores: list[sampling.TokenLogprobs | None] = []
-        grammar_failures: list[tuple[int, str]] = []
+        applied: list[AppliedMasks] = []
+        forced: dict[int, Sequence[int]] = {}
         copied = 0
         decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
@@ -243,7 +244,9 @@ class LlamaEngine:
             decoded = time.perf_counter()
             masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
             sampled, scored = self._sample(samples, masks)
-            grammar_failures += masks.failures.items()
+            for each in masks.applied:
+                applied.append(each)
+                forced |= {**each.forced, **self._matchers.forced_behind(_behind(inputs, sampled, self._info.eog_ids))}
             tokens += sampled
             scores += scored or [None] * len(sampled)
             ended = time.perf_counter()
@@ -264,7 +267,9 @@ class LlamaEngine:
             copied_ms=changes.copied_ms,
             saved_bytes=changes.saved_bytes,
             refused=changes.refused,
-            grammar_failures=grammar_failures,
+            mask_wait_ms=sum([each.wait_ms for each in applied]) if applied else None,
+            forced=[*forced.items()],
+            grammar_failures=[found for each in applied for found in each.failures.items()],
             state_sizes=changes.state_sizes,
         )
 
@@ -465,13 +470,15 @@ class _Masks:
     timeout_ms: float
     shared: Mapping[int, int | None]
     """Rows whose mask is in shared memory: their sequence ids, or ``None`` where it has not come."""
-    failures: dict[int, str] = attrs.field(factory=dict)
+    applied: list[AppliedMasks] = attrs.field(factory=list)
+    """At most one: of the grammars."""
 
     def apply(self, logits: npt.NDArray[np.float32], buffer: MaskBuffer | None) -> list[int]:
         """Apply all masks to ``logits``; returns the rows whose mask is late."""
         late: list[int] = []
         if self.pending is not None:
-            late, self.failures = self.pending.apply(logits, self.timeout_ms)
+            self.applied.append(self.pending.apply(logits, self.timeout_ms))
+            late += self.applied[0].late
         for row, seq_id in self.shared.items():
             if seq_id is None:
                 late.append(row)
@@ -516,6 +523,25 @@ def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False) -> Iterat
             BufferError
         ):  # an error's traceback refers to a part of it, and unmaps it when it goes
             mapping.close()
+
+
+def _behind(
+    inputs: Sequence[StepInput], sampled: Sequence[int], end_ids: Sequence[int]
+) -> list[tuple[int, GrammarState]]:
+    """Sequences with a grammar that go on, and their grammars behind the tokens that were sampled and accepted."""
+    found = []
+    at = 0
+    for each in inputs:
+        tokens = sampled[at : at + len(each.samples)]
+        at += len(each.samples)
+        grammar = each.samples[0].grammar if each.samples else None
+        if grammar is None:
+            continue
+        drafts = each.tokens[-len(tokens) :][1:]
+        accepted = next((n for n, draft in enumerate(drafts) if tokens[n] != draft), len(drafts)) + 1
+        if tokens[accepted - 1] >= 0 and tokens[accepted - 1] not in end_ids:
+            found.append((each.seq_id, grammar.behind(tokens[:accepted])))
+    return found
 
 
 def _is_decode(each: StepInput) -> bool:

@@ -265,6 +265,10 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     """Size of the states that were saved, checkpoints included."""
     refused: Sequence[tuple[int, str]] = ()
     """States that were not saved or not loaded: sequence and reason.  A refused load leaves the sequence empty."""
+    mask_wait_ms: float | None = None
+    """How much of ``sample_ms`` was waiting for masks of grammars; ``None`` where there were none."""
+    forced: Sequence[tuple[int, Sequence[int]]] = ()
+    """Sequences whose grammar allows just these tokens behind the sampled one."""
     grammar_failures: Sequence[tuple[int, str]] = ()
     """Sequences whose grammar cannot go on, and the reason; they have ``NO_TOKEN`` in place of a token."""
     state_sizes: Sequence[tuple[int, Sequence[int]]] = ()

@@ -132,7 +132,7 @@ class StepRunner:
             sample.bias,
             past,
             sample.logprobs,
-            None if sample.grammar is None else sample.grammar.behind(token),
+            None if sample.grammar is None else sample.grammar.behind([token]),
             sample.late_mask,
         )
         return StepInput(last.seq_id, last.position + len(last.tokens), (token,), (following,), last.stop_ids)

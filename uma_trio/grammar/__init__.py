@@ -5,7 +5,7 @@ matchers fill the masks of the next step while ``llama_decode`` computes the log
 """
 
 from uma_trio.grammar.compiler import Grammar, GrammarCompiler
-from uma_trio.grammar.matchers import GrammarState, Matchers, PendingMasks
+from uma_trio.grammar.matchers import AppliedMasks, GrammarState, Matchers, PendingMasks
 from uma_trio.grammar.vocabulary import Vocabulary
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "Matchers", "PendingMasks", "Vocabulary"]
+__all__ = ["AppliedMasks", "Grammar", "GrammarCompiler", "GrammarState", "Matchers", "PendingMasks", "Vocabulary"]

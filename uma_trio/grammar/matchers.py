@@ -7,8 +7,9 @@ request to sample.  So forks, rejected draft tokens, restarts of the engine and 
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -20,6 +21,9 @@ from llguidance import LLMatcher, LLTokenizer
 from uma_trio.grammar.vocabulary import Vocabulary, start_matcher
 
 MAX_THREADS: Final = 8
+MAX_LOOK_AHEAD: Final = 8
+LOOK_AHEAD_MS: Final = 2.0
+
 MAX_KEPT: Final = 64
 """Grammars whose compiled form is kept."""
 
@@ -32,9 +36,9 @@ class GrammarState(msgspec.Struct, array_like=True, gc=False):
     answer: np.ndarray
     """Tokens of the answer so far, ``[n]`` int32."""
 
-    def behind(self, token: int) -> GrammarState:
-        """The same with one more token."""
-        return GrammarState(self.source, np.append(self.answer, np.int32(token)))
+    def behind(self, tokens: Sequence[int]) -> GrammarState:
+        """The same with more tokens."""
+        return GrammarState(self.source, np.append(self.answer, np.array(tokens, np.int32)))
 
 
 @attrs.define(eq=False)
@@ -48,7 +52,22 @@ class _Sequence:
     """For which masks were filled last, or are being filled."""
     bits: npt.NDArray[np.uint32] = attrs.field(factory=lambda: np.zeros((0, 0), np.uint32))
     """These masks."""
+    forced: Sequence[int] = ()
+    """What alone may follow behind the last of them: the token that is sampled next, and those behind it."""
     filling: concurrent.futures.Future[None] | None = None
+
+
+@attrs.frozen
+class AppliedMasks:
+    """What came of the masks of one call."""
+
+    late: Sequence[int]
+    """Rows whose mask was not ready."""
+    failures: Mapping[int, str]
+    """Sequences that cannot go on, with the reason."""
+    forced: Mapping[int, Sequence[int]]
+    """Sequences whose grammar allows just these tokens behind the one that is sampled."""
+    wait_ms: float
 
 
 @attrs.define(eq=False)
@@ -58,31 +77,35 @@ class PendingMasks:
     _rows: Sequence[int]
     _bits: npt.NDArray[np.uint32]
     _filling: Sequence[concurrent.futures.Future[None] | None]
-    _seq_ids: Sequence[int]
+    _sequences: Sequence[tuple[int, _Sequence]]
+    """Sequence id and matcher for each row."""
 
-    def apply(self, logits: npt.NDArray[np.float32], timeout_ms: float) -> tuple[list[int], dict[int, str]]:
+    def apply(self, logits: npt.NDArray[np.float32], timeout_ms: float) -> AppliedMasks:
         """Wait for the masks, and set the logits of tokens that are not allowed to -inf.
 
         Args:
             logits: ``[n_rows, n_vocab]``, changed in place.
-
-        Returns:
-            Rows whose mask is late, and sequences that cannot go on, with the reason.
         """
-        waited = [each for each in self._filling if each is not None]
-        concurrent.futures.wait(waited, timeout_ms / 1e3)
+        began = time.perf_counter()
+        concurrent.futures.wait([each for each in self._filling if each is not None], timeout_ms / 1e3)
+        wait_ms = 1e3 * (time.perf_counter() - began)
         late: list[int] = []
-        failed: dict[int, str] = {}
-        for row, bits, filling, seq_id in zip(self._rows, self._bits, self._filling, self._seq_ids, strict=True):
+        failures: dict[int, str] = {}
+        forced: dict[int, Sequence[int]] = {}
+        for row, bits, filling, (seq_id, sequence) in zip(
+            self._rows, self._bits, self._filling, self._sequences, strict=True
+        ):
             if filling is None or not filling.done():
                 late.append(row)
             elif (error := filling.exception()) is not None:
-                failed[seq_id] = str(error)
+                failures[seq_id] = str(error)
                 logits[row] = -np.inf
             else:
                 allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: logits.shape[1]]
                 np.putmask(logits[row], allowed == 0, -np.inf)
-        return late, failed
+                if len(sequence.forced) > 1:
+                    forced[seq_id] = sequence.forced[1:]
+        return AppliedMasks(late, failures, forced, wait_ms)
 
 
 class GrammarFailed(Exception):
@@ -125,7 +148,33 @@ class Matchers:
             at = len(filling)
             future = self._fill_soon(seq_id, [state for state in states if state is not None], bits[at:])
             filling += [future] * len(states)
-        return PendingMasks(rows, bits, filling, [seq_id for _, seq_id, states in constrained for _ in states])
+        owners = [(seq_id, self._sequences[seq_id]) for _, seq_id, states in constrained for _ in states]
+        return PendingMasks(rows, bits, filling, owners)
+
+    def forced_behind(self, sampled: Sequence[tuple[int, GrammarState]]) -> dict[int, Sequence[int]]:
+        """What alone may follow the tokens that were just sampled, by sequence.  Blocks for ``LOOK_AHEAD_MS`` at most.
+
+        Nothing for more than ``MAX_LOOK_AHEAD`` sequences: then the time would be missed elsewhere.  The masks of the next
+        step tell it too, one step later.
+
+        Args:
+            sampled: sequences, and their grammar behind the sampled tokens.
+        """
+        if len(sampled) > MAX_LOOK_AHEAD or self._pool is None:
+            return {}
+        looking = []
+        for seq_id, state in sampled:
+            sequence = self._sequences.get(seq_id)
+            if (
+                sequence is not None
+                and sequence.matcher is not None
+                and (not sequence.filling or sequence.filling.done())
+            ):
+                sequence.answers = []
+                sequence.filling = self._pool.submit(_look_ahead, sequence, sequence.matcher, state.answer.tolist())
+                looking.append((seq_id, sequence, sequence.filling))
+        done, _ = concurrent.futures.wait([future for *_, future in looking], LOOK_AHEAD_MS / 1e3)
+        return {seq_id: sequence.forced for seq_id, sequence, future in looking if future in done and sequence.forced}
 
     def close(self) -> None:
         """End the threads, when what they do is done."""
@@ -182,6 +231,7 @@ def _fill(
     Raises:
         GrammarFailed: the matcher cannot go on.
     """
+    sequence.forced = ()
     if sequence.matcher is None:
         sequence.matcher = compiled.result().deep_copy()
     matcher = sequence.matcher
@@ -191,6 +241,24 @@ def _fill(
         matcher.unsafe_compute_mask_ptr(bits[n].ctypes.data, bits[n].nbytes)
         if matcher.is_error():
             raise GrammarFailed(matcher.get_error())
+        sequence.forced = matcher.compute_ff_tokens() if _is_single(bits[n]) else ()
+
+
+def _look_ahead(sequence: _Sequence, matcher: LLMatcher, answer: list[int]) -> None:
+    """Bring the matcher behind ``answer``, and note what alone may follow.
+
+    Raises:
+        GrammarFailed: the matcher cannot go on; the next mask fails in the same way.
+    """
+    sequence.forced = ()
+    if _advance(sequence, matcher, answer, is_draft=True) and not matcher.is_stopped():
+        sequence.forced = matcher.compute_ff_tokens()
+
+
+def _is_single(bits: npt.NDArray[np.uint32]) -> bool:
+    """Whether a mask allows one token only."""
+    words = bits[bits != 0]
+    return len(words) == 1 and int(words[0]).bit_count() == 1
 
 
 def _advance(sequence: _Sequence, matcher: LLMatcher, answer: list[int], *, is_draft: bool) -> bool:

@@ -361,8 +361,8 @@ class Scheduler:
         by_seq_id = self._running.by_seq_id()  # as the plan calls them
         if behind is not None and prefills and self._is_surprised:
             return  # a chunk of the wrong size would delay everybody
-        if behind is not None and not prefills and any(by_seq_id[view.seq_id].drafts(1) for view in decodes):
-            return  # drafts continue a token that must be known
+        if behind is not None and not prefills and _may_have_drafts([by_seq_id[view.seq_id] for view in decodes]):
+            return
         chosen = plan(
             decodes,
             prefills,
@@ -411,7 +411,7 @@ class Scheduler:
             prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
         max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
         return (
-            [sequence.view(max_drafts=max_drafts) for sequence in decodes],
+            [sequence.view(max_drafts=MAX_DRAFTS if sequence.forced else max_drafts) for sequence in decodes],
             [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
         )
 
@@ -588,6 +588,16 @@ class Scheduler:
         """Raise AssertionError unless sequences, reservations and steps add up."""
         self._running.check_integrity()
         assert all(sequence.state is State.WAITING for sequence in self._waiting)
+
+
+def _may_have_drafts(decodes: list[Sequence]) -> bool:
+    """Whether to wait for the step in flight: drafts continue a token that must be known.
+
+    Grammars often force several tokens, which is known when the step in flight is complete.  It is worth waiting for
+    where at least half of the sequences have a grammar.
+    """
+    n_constrained = sum([sequence.sampling.grammar is not None for sequence in decodes])
+    return 2 * n_constrained >= max(1, len(decodes)) or any(sequence.drafts(1) for sequence in decodes)
 
 
 def _cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:

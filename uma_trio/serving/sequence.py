@@ -98,6 +98,8 @@ class Sequence:
     """Tokens in front of the stop string that was found; only for sessions, which go on from there."""
     lookup: PromptLookup | None = None
     """Proposes draft tokens, if speculation is on."""
+    forced: Items[int] = ()
+    """What alone may follow by its grammar, as far as it is known."""
     texts: list[str] = attrs.field(factory=list)
     """Text that was not streamed."""
     logprobs: list[Logprobs] = attrs.field(factory=list)
@@ -185,13 +187,25 @@ class Sequence:
             principal=self.principal.name,
             weight=self.principal.weight,
             n_drafts=n_drafts,
-            acceptance_rate=0.0 if self.lookup is None else self.lookup.acceptance_rate,
+            acceptance_rate=self.acceptance_rate,
         )
 
     def drafts(self, n: int) -> Items[int]:
-        """At most ``n`` draft tokens; never so many that not all could become part of the answer."""
-        n = min(n, self.max_tokens - len(self.tokens) - 1)
-        return () if self.lookup is None or n < 1 else self.lookup.draft(n)
+        """At most ``n`` draft tokens; never so many that not all could become part of the answer.
+
+        Tokens that its grammar forces are drafts that are always accepted.
+        """
+        n = max(0, min(n, self.max_tokens - len(self.tokens) - 1))
+        if self.forced:
+            return self.forced[:n]
+        return () if self.lookup is None or not n else self.lookup.draft(n)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Expected share of its draft tokens that are accepted."""
+        if self.forced:
+            return 1.0
+        return 0.0 if self.lookup is None else self.lookup.acceptance_rate
 
     # -- what a step computes of it -------------------------------------------------------------
 

@@ -40,6 +40,8 @@ class StepRow:
     """Tokens in the KV cache behind it."""
     n_samples: int
     drafts: Items[int] = ()
+    are_forced: bool = False
+    """The drafts are what the sequence's grammar forces."""
     dropped: bool = False
     """The sequence has ended in the step before; the engine leaves it out."""
 
@@ -166,7 +168,9 @@ def build_step(
             drafts = sequence.drafts(n_drafts) if n_drafts else ()
             goes_on = behind is not None and behind.row_of(sequence) is not None
             inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
-            rows.append(StepRow(sequence, view.n_context + 1 + len(drafts), 1 + len(drafts), drafts))
+            rows.append(
+                StepRow(sequence, view.n_context + 1 + len(drafts), 1 + len(drafts), drafts, bool(sequence.forced))
+            )
         if inputs:
             calls.append(inputs)
     if plan.prefill_separately or not calls:
@@ -199,6 +203,7 @@ def complete_step(
     """
     new_tokens = []
     failures = dict(output.grammar_failures)
+    forced = dict(output.forced) if can_truncate else {}
     at = 0
     for row in step.rows.values():
         sampled: Items[int] = output.tokens[at : at + row.n_samples]
@@ -222,6 +227,8 @@ def complete_step(
                 cache.truncate(sequence.allocation, row.end - rejected)
         failure = failures.get(sequence.allocation.seq_id)
         new_tokens.append(_append(sequence, sampled, scores, failure))
+        all_accepted = len(sampled) == 1 + len(row.drafts)
+        sequence.forced = forced.get(sequence.allocation.seq_id, ()) if all_accepted else ()
         sequence.state = State.DECODE
         sequence.due_at = now + sequence.target_itl_s
     return new_tokens

@@ -68,6 +68,10 @@ class Telemetry:
     cached_tokens_total: int = 0
     draft_tokens_total: int = 0
     accepted_draft_tokens_total: int = 0
+    forced_tokens_total: int = 0
+    late_masks_total: int = 0
+    mask_wait_ms: Average = attrs.field(factory=Average)
+    """How long sampling waited for the masks of grammars, in ticks with constrained requests."""
     requests: Counter[str] = attrs.field(factory=Counter)
     """Finished requests by finish reason."""
     rejected: Counter[str] = attrs.field(factory=Counter)
@@ -148,6 +152,9 @@ class Telemetry:
             "draft_tokens_total": self.draft_tokens_total,
             "accepted_draft_tokens_total": self.accepted_draft_tokens_total,
             "acceptance_rate": _ratio(self.accepted_draft_tokens_total, self.draft_tokens_total),
+            "forced_tokens_total": self.forced_tokens_total,
+            "late_masks_total": self.late_masks_total,
+            "mask_wait_ms_avg": self.mask_wait_ms.value,
             "avg_batch": _ratio(self._sequences_total, self.ticks_total, 3),
             "inter_token_p50_ms": p50,
             "inter_token_p95_ms": p95,
