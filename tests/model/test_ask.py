@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -263,3 +264,50 @@ def test_an_answer_without_max_tokens_may_fill_its_sequence(run):
     found = run("ask", "--stats", "Count from 1 to 300.")
     assert found.stdout.split()[-1].rstrip(".") == "300"
     assert "not complete" not in found.stderr
+
+
+# -- constraints ----------------------------------------------------------------------------------
+
+
+def test_an_answer_is_what_the_options_allow(run, tmp_path):
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    schema["additionalProperties"] = False
+    (tmp_path / "city.json").write_text(json.dumps(schema))
+    (tmp_path / "city.gbnf").write_text('root ::= "Paris" | "Rome"')
+    (tmp_path / "city.lark").write_text('start: "Paris" | "Rome"')
+    for options in (["--json-schema", tmp_path / "city.json"], ["--json-schema", json.dumps(schema)]):
+        found = run("ask", *options, "What is the capital of France?")
+        assert json.loads(found.stdout) == {"city": "Paris"}, found.stderr
+    for options in (
+        ["--choice", "Paris", "--choice", "Rome"],
+        ["--regex", "Paris|Rome"],
+        ["--grammar", tmp_path / "city.gbnf"],
+        ["--grammar", tmp_path / "city.lark"],
+    ):
+        found = run("ask", *options, "What is the capital of France?")
+        assert found.stdout.strip() == "Paris", found.stderr
+
+
+def test_a_constraint_begins_behind_a_text(run):
+    found = run("ask", "--after", "France is", "--choice", " Rome", "What is the capital of France?")
+    assert found.stdout.strip() == "The capital of France is Rome"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--choice", "a", "--regex", "b"], "do not go together"),
+        (["--after", "a"], "--json-schema"),
+        (["--json-schema", "missing.json"], "missing.json"),
+        (["--json-schema", "{"], "no JSON"),
+        (["--grammar", "missing.gbnf"], "missing.gbnf"),
+        (["--json-schema", '{"not": {}}'], "not"),
+        (["--regex", "(a"], "unclosed group"),
+        (["--grammar", "/dev/null"], "/dev/null"),
+    ],
+)
+def test_a_constraint_that_cannot_be_used_is_one_clear_error(run, options, error):
+    found = run("ask", *options, "Hello")
+    assert found.returncode == 2
+    assert error in found.stderr
+    assert "Traceback" not in found.stderr

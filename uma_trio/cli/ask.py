@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from uma_trio.cli.completion import session_name
+from uma_trio.cli.constraint import constraint_of, constraint_options
 from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INTERRUPTED, OK, SERVER_ERROR
 
@@ -90,6 +91,7 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
     multiple=True,
     help="Stop at this token id; repeatable.",
 )
+@constraint_options
 @click.option("--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class.")
 @click.option(
     "--session",
@@ -130,6 +132,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       uma-trio ask --session trip "What is the capital of France?"
       uma-trio ask --session trip "And of Italy?"
       uma-trio ask --raw --temp 0.8 --seed 7 --max-tokens 60 "Tell me a story about a fox"
+      uma-trio ask --choice yes --choice no "Is Paris in France?"
       uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
     Ctrl-C cancels the request and waits for the server to confirm; a second Ctrl-C exits at once.
@@ -215,6 +218,9 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         request["temperature"] = options["temp"]
     request |= {name: options[name] for name in OPTIONAL_FIELDS if options[name] is not None}
     request |= {name: options[name] for name in LIST_FIELDS if options[name]}
+    constraint = constraint_of(options)
+    if constraint is not None:
+        request["constraint"] = constraint
     if options["session"] is not None:
         request["session_id"] = options["session"]
     if options["priority"]:

@@ -21,15 +21,15 @@ GROUPS: Final = {
     ),
     "Throughput": (
         *("tokens_total", "prompt_tokens_total", "prefix_cache_hits_total", "cached_tokens_total"),
-        *("draft_tokens_total", "accepted_draft_tokens_total", "acceptance_rate", "ticks_total", "decode_calls_total"),
-        *("run_ahead_steps_total", "avg_batch"),
+        *("draft_tokens_total", "accepted_draft_tokens_total", "acceptance_rate", "forced_tokens_total"),
+        *("late_masks_total", "ticks_total", "decode_calls_total", "run_ahead_steps_total", "avg_batch"),
     ),
     "Latency": (
         *("inter_token_p50_ms", "inter_token_p95_ms", "inter_token_p99_ms", "ttft_p50_ms", "ttft_p95_ms"),
         *("requests_inter_token_ms", "cancel_to_free_p50_ms", "cancel_to_free_max_ms"),
     ),
     "Ticks": (
-        *("decode_ms_avg", "sample_ms_avg", "host_gap_p50_ms", "host_gap_p95_ms", "host_gap_share"),
+        *("decode_ms_avg", "mask_wait_ms_avg", "sample_ms_avg", "host_gap_p50_ms", "host_gap_p95_ms", "host_gap_share"),
         *("logits_zero_copy_share", "bytes_per_token", "memory_bandwidth_share", "tick_prediction_error"),
     ),
     "Memory": ("kv", "kv_offload", "send_queue_bytes"),

@@ -1,0 +1,92 @@
+"""The options of ``uma-trio ask`` that say what an answer must look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+LARK_SUFFIX = ".lark"
+
+
+def constraint_options(command: Command) -> Command:
+    """Add the options that ``constraint_of`` reads."""
+    for option in reversed(
+        (
+            click.option(
+                "--json-schema",
+                "schema",
+                metavar="FILE",
+                help="The answer is JSON that this schema describes; instead of a file also the schema itself.",
+            ),
+            click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
+            click.option("--regex", help="The answer is a match of this regular expression."),
+            click.option("--choice", multiple=True, help="The answer is this text, or one of several; repeatable."),
+            click.option(
+                "--grammar",
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help=f"The answer follows this grammar: GBNF, or Lark if the file ends with {LARK_SUFFIX}.",
+            ),
+            click.option(
+                "--after",
+                metavar="TEXT",
+                help="The constraint begins behind this text in the answer, such as </think>.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def constraint_of(options: dict[str, Any]) -> dict[str, Any] | None:
+    """The protocol's ``constraint``; ``None`` if no option asks for one.
+
+    Raises:
+        click.UsageError: more than one option, or a file that cannot be used.
+    """
+    given: dict[str, dict[str, Any]] = {}
+    if options["schema"] is not None:
+        given["--json-schema"] = {"json_schema": _schema(options["schema"])}
+    if options["json_object"]:
+        given["--json-object"] = {"json_object": True}
+    if options["regex"] is not None:
+        given["--regex"] = {"regex": options["regex"]}
+    if options["choice"]:
+        given["--choice"] = {"choice": [*options["choice"]]}
+    if options["grammar"] is not None:
+        kind = "lark" if options["grammar"].suffix == LARK_SUFFIX else "gbnf"
+        given["--grammar"] = {kind: _read(options["grammar"], "--grammar")}
+    if len(given) > 1:
+        raise click.UsageError(f"{' and '.join(given)} do not go together: an answer has one constraint")
+    if not given:
+        if options["after"] is not None:
+            raise click.UsageError("--after says where a constraint begins; add --json-schema, --regex or --choice")
+        return None
+    [constraint] = given.values()
+    return constraint if options["after"] is None else {**constraint, "after": options["after"]}
+
+
+def _schema(given: str) -> dict[str, Any]:
+    text = given if given.lstrip().startswith("{") else _read(Path(given), "--json-schema")
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"--json-schema is no JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise click.UsageError("--json-schema must be a JSON object")
+    return schema
+
+
+def _read(file: Path, option: str) -> str:
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"{option}: cannot read {file}: {error}") from None
+    if not text.strip():
+        raise click.UsageError(f"{option}: {file} is empty")
+    return text
