@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import sys
+import time
 
 import pytest
 
-from tests.support.real_daemon import DIES_WITH_PARENT, real_daemon
+from tests.support.real_daemon import DIES_WITH_PARENT, real_daemon, started, wait_ready
 from tests.support.terminal import terminal
 from uma_trio.engine.llama import described
 
@@ -123,3 +126,25 @@ def test_on_a_terminal_the_start_says_what_to_try(library, tmp_path, monkeypatch
         assert "llama 7.2M Q8_0" in shown.text
         shown.type("\x03")
         assert shown.wait() == 0
+
+
+def test_a_log_that_nobody_reads_holds_up_no_request(library, tmp_path):
+    """A pipe takes 64 KiB; this log has several times as much."""
+    fifo = tmp_path / "log"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with started("--log-level", "debug", socket=tmp_path / "uma.sock", log_file=fifo) as daemon:
+            wait_ready(daemon)
+            with daemon.wire() as wire:
+                for n in range(400):
+                    answer = wire.ask(id=f"{n}-{'x' * 200}", keep_alive=True, prompt="Hello", max_tokens=1)
+                    assert answer.reason in ("length", "stop")
+            assert len(os.read(reader, 1 << 20)) > 60_000  # it was full
+            daemon.process.terminate()
+            while daemon.process.poll() is None:  # now somebody reads
+                with contextlib.suppress(BlockingIOError):
+                    os.read(reader, 1 << 20)
+                time.sleep(0.01)
+    finally:
+        os.close(reader)

@@ -34,6 +34,7 @@ from uma_trio.protocol.messages import ServerEvent, to_fields
 from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 
 ROOT = Path(__file__).parents[2]
+LOG_SETTLES_S = 0.05
 START_S = 60.0
 """Maximum duration of a start.  It takes about two seconds, and longer on a busy machine."""
 
@@ -191,7 +192,14 @@ class Daemon:
             return wire.metrics()
 
     def logs(self) -> str:
-        return self.log_file.read_text(errors="replace")
+        """The log.  A thread of the daemon writes it, so that of a running daemon is read until it stays as it is."""
+        text = self.log_file.read_text(errors="replace")
+        while self.process.poll() is None:
+            time.sleep(LOG_SETTLES_S)
+            before, text = text, self.log_file.read_text(errors="replace")
+            if text == before:
+                break
+        return text
 
     def log_lines(self) -> list[Event]:
         """The log, which is JSON lines by default."""
@@ -203,7 +211,7 @@ class Daemon:
     def wait_until_logged(self, event: str, timeout_s: float = 30.0) -> None:
         """Wait for a line of the log."""
         until = time.monotonic() + timeout_s
-        while f'"{event}"' not in self.logs():
+        while f'"{event}"' not in self.log_file.read_text(errors="replace"):
             assert time.monotonic() < until, f"not logged: {event}\n{self.logs()}"
             time.sleep(0.01)
 

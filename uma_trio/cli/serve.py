@@ -127,6 +127,7 @@ def _serve(settings: Config) -> int:
             serve = functools.partial(server.serve, settings, path, on_progress=on_progress, task_status=_Hint(path))
             return 0 if run(serve) else 1
         except (listener.SocketPathError, ModelError) as error:
+            logs.flush()
             click.echo(f"uma-trio serve: {error}", err=True)
             return 1
 
@@ -140,6 +141,7 @@ class _Hint:
     def started(self, value: object = None) -> None:
         """See ``trio.TaskStatus``."""
         from uma_trio.cli import COMMANDS
+        from uma_trio.daemon import logs
         from uma_trio.protocol.address import SOCKET_VARIABLE, default_socket_path
 
         if not sys.stderr.isatty():
@@ -147,6 +149,7 @@ class _Hint:
         elsewhere = {name: value for name, value in os.environ.items() if name != SOCKET_VARIABLE}
         is_default = self._path == default_socket_path(elsewhere)
         socket = "" if is_default else f" --socket {shlex.quote(os.path.abspath(self._path))}"
+        logs.flush()
         chat = f"uma-trio chat{socket}   or   " if "chat" in COMMANDS else ""
         click.echo(
             f'\nNow, in another terminal:   {chat}uma-trio ask{socket} "What is the capital of France?"\n', err=True

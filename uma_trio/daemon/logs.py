@@ -1,14 +1,24 @@
-"""The daemon's log on stderr: readable text on a terminal, JSON lines otherwise."""
+"""The daemon's log on stderr: readable text on a terminal, JSON lines otherwise.
+
+A thread writes it.  A program that should read the log and does not, such as a pager, must not stall the event loop.
+"""
 
 from __future__ import annotations
 
 import logging
+import logging.handlers
+import queue
 import sys
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
 from uma_trio.config import Operations
+
+MAX_QUEUED: Final = 10_000
+"""Records that wait to be written.  Further ones are dropped and counted."""
+
+FLUSH_S: Final = 1.0
 
 
 def configure(settings: Operations) -> None:
@@ -37,13 +47,14 @@ def configure(settings: Operations) -> None:
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler()
-    handler.setFormatter(
+    writer = logging.StreamHandler()
+    writer.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
+    handler = BackgroundHandler(writer)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
@@ -51,6 +62,47 @@ def configure(settings: Operations) -> None:
     library = logging.getLogger("llama_abi")
     library.setLevel(level if settings.debug else max(level, logging.WARNING))
     library.addFilter(_is_not_about_training_context)
+
+
+def flush() -> None:
+    """Wait until the log is written, ``FLUSH_S`` at most: for what is printed behind it."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+class BackgroundHandler(logging.handlers.QueueHandler):
+    """Has a thread write the records, and never waits for it.
+
+    Args:
+        writer: formats and writes; may block.
+    """
+
+    def __init__(self, writer: logging.Handler) -> None:
+        self._records: queue.Queue[logging.LogRecord] = queue.Queue(MAX_QUEUED)
+        super().__init__(self._records)
+        self._dropped = 0
+        logging.handlers.QueueListener(self._records, writer).start()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Leave formatting to the thread."""
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue ``record``; where there is no room, count it and say so later."""
+        try:
+            if self._dropped:
+                text = f"{self._dropped} log records were dropped: nobody read the log"
+                self._records.put_nowait(logging.LogRecord("uma_trio", logging.WARNING, "", 0, text, (), None))
+                self._dropped = 0
+            self._records.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Wait until everything is written, ``FLUSH_S`` at most; ``logging`` calls it when the program ends."""
+        records = self._records
+        with records.all_tasks_done:
+            records.all_tasks_done.wait_for(lambda: not records.unfinished_tasks, FLUSH_S)
 
 
 def _on_one_line(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
