@@ -56,3 +56,15 @@ def test_engine_modes(library, tmp_path):
         assert float(row["ready_s"]) > 0
         assert float(row["tokens_per_s"]) > 0
         assert float(row["host_gap_p50_ms"]) > 0
+
+
+def test_constrained(library, tmp_path):
+    out = tmp_path / "constrained.csv"
+    done = run("constrained.py", "--streams", "1,2", "--tokens", 30, "--repeat", 1, "--properties", "3", "--csv", out)
+    assert done.returncode == 0, done.stderr
+    assert "time to first token" in done.stdout
+    found = rows(out)
+    assert [(row["streams"], row["constrained"]) for row in found] == [
+        (count, constrained) for count in "12" for constrained in ("False", "True")
+    ]
+    assert all(float(row["tokens_per_s"]) > 0 for row in found)
