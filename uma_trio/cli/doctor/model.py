@@ -10,7 +10,6 @@ import attrs
 
 from uma_trio.cli.doctor import probe
 from uma_trio.cli.doctor.findings import Finding, problem
-from uma_trio.cli.doctor.probe import available_memory
 from uma_trio.engine.devices import Devices, size
 
 if TYPE_CHECKING:
@@ -108,17 +107,18 @@ def _context(found: dict[str, Any]) -> Finding:
 
 
 def _memory(found: dict[str, Any]) -> Finding:
-    available = available_memory()
-    message = f"{size(found['peak_bytes'])} for the process with the model and a KV cache of {found['n_ctx']:,} tokens"
-    if available is None:
-        return Finding("memory", "ok", message)
-    message += f"; {size(available)} are available"
-    if found["peak_bytes"] > available:
-        return Finding(
-            "memory", "problem", message, "serve a smaller model, lower --ctx, or set --type-k and --type-v to q8_0"
-        )
-    if found["peak_bytes"] > 0.8 * available:
-        return Finding("memory", "warning", message, "lower --ctx, or set --type-k and --type-v to q8_0")
+    """Compare the memory of a process that has loaded the model with what was free before.
+
+    More than that is no problem: the model did load.  A part of it is then swapped, or read from its file again.
+    """
+    peak, free = found["peak_bytes"], found["free_bytes"]
+    message = (
+        f"{size(peak)} for the process with the model and a KV cache of {found['n_ctx']:,} tokens; {size(free)} are "
+        "free, with swap"
+    )
+    if peak > 0.8 * free:
+        fix = "serve a smaller model, lower --ctx, or set --type-k and --type-v to q8_0"
+        return Finding("memory", "warning", f"{message}: answers may be slow", fix)
     return Finding("memory", "ok", message)
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import msgspec
-
-from uma_trio.engine.devices import size
 
 if TYPE_CHECKING:
     from uma_trio.config import Config
@@ -82,6 +79,7 @@ def probe(settings: Config) -> None:
 def _probe_model(settings: Config) -> None:
     import resource
 
+    from uma_trio.engine.layout import free_memory_bytes
     from uma_trio.engine.llama import LlamaEngine
     from uma_trio.engine.tuning_cache import FileLayoutCache
     from uma_trio.models.context import explain_context, is_short, more_context
@@ -89,15 +87,10 @@ def _probe_model(settings: Config) -> None:
     from uma_trio.models.load_errors import ModelError, explained
     from uma_trio.models.loaded import EMBEDDED
 
-    path = settings.model.model or EMBEDDED
+    path, free = settings.model.model or EMBEDDED, free_memory_bytes()
     try:
         with explained(path):
             check_gguf(path)
-            n_bytes, available = path.stat().st_size, available_memory()
-            if available is not None and n_bytes > available:
-                raise ModelError(
-                    f"{path} has {size(n_bytes)}, but only {size(available)} of memory are available; serve a smaller model"
-                )
             trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
             with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
             engine = LlamaEngine(path, with_time, layout_cache=FileLayoutCache(path))
@@ -113,6 +106,7 @@ def _probe_model(settings: Config) -> None:
         n_ctx=info.n_ctx,
         n_ctx_train=info.n_ctx_train,
         peak_bytes=peak,
+        free_bytes=free,
         layout=choice.layout.name,
         layout_why=choice.why,
         layout_is_saved=choice.is_saved,
@@ -158,17 +152,3 @@ def _probe_answer(engine: Any) -> None:
 
 def _report(stage: str, **fields: Any) -> None:
     print(json.dumps({"stage": stage, **fields}), flush=True)
-
-
-def available_memory() -> int | None:
-    """Return how many bytes a new process can allocate; ``None`` if the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        pass
-    try:  # fall back to all physical memory
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
