@@ -77,6 +77,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         "E_RUNTIME",
         "E_MODEL",
         "E_SESSION",
+        "E_CONSTRAINT",
     }
 
 
