@@ -17,7 +17,7 @@ ROOT = Path(uma_trio.__file__).parent.parent
 
 ROOMS = (
     *("errors", "config", "principal", "protocol", "scheduling", "sampling", "kv", "telemetry"),
-    *("store", "grammar", "engine", "models"),
+    *("store", "sandbox", "grammar", "engine", "models"),
     *("offload", "serving", "sessions", "service", "daemon", "connect", "client", "demo", "cli", "training"),
     "__main__",
 )
@@ -49,7 +49,19 @@ DOOR_MODULES = ("connection", "listener", "outbox", "peers")
 """Modules of ``daemon`` that serve clients."""
 
 BEHIND_THE_SERVICE = frozenset(
-    {"scheduling", "sampling", "grammar", "kv", "store", "engine", "models", "offload", "serving", "sessions"}
+    {
+        "scheduling",
+        "sampling",
+        "sandbox",
+        "grammar",
+        "kv",
+        "store",
+        "engine",
+        "models",
+        "offload",
+        "serving",
+        "sessions",
+    }
 )
 """Rooms that a door does not see: it calls ``ModelService``."""
 

@@ -186,7 +186,7 @@ async def test_turns_of_a_session_have_constraints_of_their_own(autojump_clock):
         ({"json_schema": {"$ref": "http://example.com/schema"}}, "example.com"),
         ({"json_schema": {"type": "nothing"}}, "nothing"),
         ({"lark": "begin: /a/"}, "start"),
-        ({"gbnf": "root := 1"}, "GBNF"),
+        ({"gbnf": "root := 1"}, "gbnf: Expected ::= at line 1"),
         ({"lark": "start: /a/", "after": "x"}, "after"),
     ],
 )

@@ -286,14 +286,14 @@ def test_a_rendering_that_exceeds_its_limits_does_not_hurt_the_next(content):
 
 def test_a_process_that_something_else_kills_is_replaced():
     chat = template("{{ messages[0].role }}")
-    chat._worker._process.kill()
-    chat._worker._process.wait()
+    chat._sandbox._child._process.kill()
+    chat._sandbox._child._process.wait()
     assert chat.render(TALK) == "system"
 
 
 def test_the_process_ends_with_the_template():
     chat = template("x")
-    process = chat._worker._process
+    process = chat._sandbox._child._process
     del chat
     gc.collect()
     assert process.returncode is not None

@@ -21,7 +21,7 @@ from uma_trio.daemon.server import Server
 from uma_trio.daemon.storage import NO_STORAGE, Storage, saved_state
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
-from uma_trio.grammar import GrammarCompiler
+from uma_trio.grammar import GrammarCompiler, LocalChecker
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.offload import InThread, StateFiles
@@ -80,7 +80,9 @@ class FakeModel:
     cost_name: str = "fake"
     chat_template: str | None = None
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
-    grammars: GrammarCompiler = attrs.field(factory=lambda: GrammarCompiler(fake_vocabulary))
+    grammars: GrammarCompiler = attrs.field(
+        factory=lambda: GrammarCompiler(fake_vocabulary, LocalChecker(fake_vocabulary))
+    )
 
     @property
     def info(self) -> ModelInfo:

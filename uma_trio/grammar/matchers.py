@@ -7,6 +7,7 @@ request to sample.  So forks, rejected draft tokens, restarts of the engine and 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from uma_trio.grammar.vocabulary import Vocabulary, start_matcher
+from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
 
 MAX_THREADS: Final = 8
 MAX_LOOK_AHEAD: Final = 8
@@ -186,6 +187,7 @@ class Matchers:
     ) -> concurrent.futures.Future[None] | None:
         """Fill one row of ``bits`` for each state; ``None`` while an earlier mask of the sequence is being filled."""
         if self._pool is None:
+            threading.stack_size(STACK_BYTES)
             self._pool = concurrent.futures.ThreadPoolExecutor(self._n_threads, "uma-trio grammar")
             self._tokenizer = self._pool.submit(lambda: self._vocabulary().tokenizer())
         source = states[0].source

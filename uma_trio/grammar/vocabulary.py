@@ -19,6 +19,10 @@ LIMITS: Final = LLParserLimits(
 )
 """A grammar that needs more is refused, or fails its own request.  Ordinary schemas need less than a tenth."""
 
+STACK_BYTES: Final = 64 << 20
+"""Stack of a thread that compiles grammars: llguidance recurses once for each rule that leads to another one.  The
+system gives memory only to the part that is used."""
+
 
 @attrs.frozen(eq=False)
 class Vocabulary:

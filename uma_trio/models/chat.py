@@ -7,30 +7,20 @@ the round trip adds 0.03 ms to a rendering.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import json
-import select
-import subprocess
 import sys
-import threading
-import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
 
 from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import BadRequest, InternalError
 from uma_trio.models.control_tokens import ControlTokens
+from uma_trio.sandbox import CannotStart, NoAnswer, Sandbox
 
 WORKER: Final = Path(__file__).with_name("template_worker.py")
-
-START_SECONDS: Final = 10.0
-"""Longest wait for a new child, which imports Jinja and compiles the template: 50 ms on an idle machine.  The child's
-CPU limit ends a template that never finishes compiling much sooner."""
 
 
 class BrokenTemplate(InternalError):
@@ -90,9 +80,14 @@ class ChatTemplate:
         self._fixed = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
         self._controls = controls or ControlTokens()
         self._now = now
-        self._worker = _Worker(source, limits, name)
-        weakref.finalize(self, self._worker.stop)
-        self._worker.start()
+        self._name = name
+        setup = {"source": source, **attrs.asdict(limits)}
+        # By path, with -P: neither the current directory nor this package's files may shadow the child's imports.
+        self._sandbox = Sandbox([sys.executable, "-P", str(WORKER)], lambda: setup, limits.seconds)
+        try:
+            self._sandbox.start()
+        except CannotStart as error:
+            raise self._does_not_start(error) from None
 
     def parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[PromptPart, ...]:
         """The prompt text of a conversation, cut where a message spells a control token.
@@ -119,107 +114,21 @@ class ChatTemplate:
         """
         given = [_checked(index, message) for index, message in enumerate(messages)]
         variables = {"messages": given, "add_generation_prompt": add_generation_prompt, **self._fixed}
-        return self._worker.render({"now": self._now().isoformat(), "variables": variables})
-
-
-class _Worker:
-    """The child process.  Starts it again after it died.  Requests from several threads take turns.
-
-    Args:
-        source: the template, compiled by each new process.
-        name: what errors call it.
-    """
-
-    def __init__(self, source: str, limits: TemplateLimits, name: str) -> None:
-        self._name = name
-        self._setup = {"source": source, **attrs.asdict(limits)}
-        self._seconds = limits.seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def render(self, request: Mapping[str, Any]) -> str:
-        """Render with the variables in ``request``.
-
-        Raises:
-            BadRequest, BrokenTemplate: as ``ChatTemplate.render``.
-        """
-        with self._lock:
-            self._ensure_started()
-            answer = self._ask(request, self._seconds)
+        try:
+            answer = self._sandbox.ask({"now": self._now().isoformat(), "variables": variables})
+        except CannotStart as error:
+            raise self._does_not_start(error) from None
+        except NoAnswer as error:
+            answer = {"error": str(error)}
         if "refused" in answer:
             raise BadRequest(f"{self._name} refuses these messages: {answer['refused']}")
         if "error" in answer:
             raise BrokenTemplate(f"{self._name} failed: {answer['error']}")
-        return answer["text"]
+        text: str = answer["text"]
+        return text
 
-    def start(self) -> None:
-        """Start the process and compile the template.
-
-        Raises:
-            BrokenTemplate: the template does not compile.
-        """
-        with self._lock:
-            self._ensure_started()
-
-    def stop(self) -> None:
-        """Kill the process and wait for its end.  A no-op without a process."""
-        process, self._process = self._process, None
-        if process is not None:
-            with process:  # closes the pipes and waits
-                process.kill()
-
-    def _ensure_started(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            return
-        self.stop()  # closes the pipes of a process that something else has killed
-        # By path, with -P: neither the current directory nor this package's files may shadow the child's imports.
-        # In its own process group: Ctrl-C is for the daemon.  When the daemon ends, stdin closes and the child ends too.
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER)],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                process_group=0,
-            )
-        except OSError as error:  # no memory, no file descriptors
-            raise BrokenTemplate(f"the process that renders chat templates cannot start: {error}") from None
-        answer = self._ask(self._setup, START_SECONDS)
-        if "error" in answer:
-            self.stop()
-            raise BrokenTemplate(f"{self._name} does not compile: {answer['error']}")
-
-    def _ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, str]:
-        """Send one request and wait for its answer.  Stops a process that gives none in ``seconds``."""
-        try:
-            return self._exchange(request, seconds)
-        except BaseException:
-            self.stop()  # or the next request would read this one's answer
-            raise
-
-    def _exchange(self, request: Mapping[str, Any], seconds: float) -> dict[str, str]:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-        answer = b""
-        poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(BrokenPipeError):  # the process died; read() will return b""
-            while data:
-                data = data[self._process.stdin.write(data) :]
-        while not answer.endswith(b"\n"):
-            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                self.stop()
-                return {"error": f"it takes longer than {seconds:g} s"}
-            chunk = self._process.stdout.read(1 << 20)
-            if not chunk:
-                self.stop()
-                return {"error": "its process died: it takes too much memory or time"}
-            answer += chunk
-        found: dict[str, str] = json.loads(answer.decode("utf-8", "surrogatepass"))
-        return found
+    def _does_not_start(self, error: CannotStart) -> BrokenTemplate:
+        return BrokenTemplate(f"{self._name} does not compile: {error}")
 
 
 def _checked(index: int, message: Mapping[str, str]) -> dict[str, str]:

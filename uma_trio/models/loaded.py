@@ -21,7 +21,7 @@ from uma_trio.engine.llama import open_vocabulary
 from uma_trio.engine.messages import LayoutReport, ModelInfo, Start
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.grammar import GrammarCompiler
+from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.chosen_template import TemplateSource, choose_template
 from uma_trio.models.context import explain_context, is_short, more_context
@@ -128,10 +128,14 @@ async def open_model(
                 text for text in (chosen.text if chosen else None, vocabulary.chat_template) if text is not None
             ]
             markers = _reasoning_markers(templates, vocabulary.tokenizer)
+
+            def grammar_vocabulary() -> Vocabulary:
+                return vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)
+
             yield LoadedModel(
                 engine,
                 PromptMaker(vocabulary.tokenizer, chat, config.limits, markers),
-                GrammarCompiler(lambda: vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)),
+                GrammarCompiler(grammar_vocabulary, SandboxedChecker(grammar_vocabulary)),
                 cost,
                 cost_name=name,
                 name=tuning_cache.model_fingerprint(path),

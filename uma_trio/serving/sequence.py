@@ -315,10 +315,23 @@ class Sequence:
             tokens_per_s=round((n - 1) / generating_s, 2) if n > 1 and generating_s > 0 else None,
         )
 
-    def _is_complete(self, grammar: Grammar) -> bool:
-        """Whether the answer is complete by its grammar."""
-        ended = bool(self.tokens) and self.tokens[-1] in self.end_ids
-        return grammar.is_complete(self.tokens[:-1] if ended else self.tokens)
+    @property
+    def constrained_tokens(self) -> list[int]:
+        """Tokens of the answer, without one that ended it."""
+        return self.tokens[:-1] if self._has_ended else self.tokens
+
+    @property
+    def _has_ended(self) -> bool:
+        return bool(self.tokens) and self.tokens[-1] in self.end_ids
+
+    def _is_complete(self, reason: FinishReason) -> bool | None:
+        """Whether the answer is complete by its grammar; ``None`` if only the grammar can tell."""
+        grammar = self.sampling.grammar
+        if grammar is None:
+            return None
+        if self._has_ended and grammar.ends_with_end_token and not self.request.stop_token_ids:
+            return True
+        return False if reason == "cancelled" else None
 
     def eos(self, reason: FinishReason, now: float) -> Eos:
         """The last event of a sequence that was served, wholly or in part."""
@@ -332,7 +345,7 @@ class Sequence:
             text=None if self.request.stream else "".join(self.texts),
             reasoning="".join(self.reasoning_texts) or None,
             logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
-            constraint_complete=None if self.sampling.grammar is None else self._is_complete(self.sampling.grammar),
+            constraint_complete=self._is_complete(reason),
             stop=self.assembler.matched,
             seed=None if params.greedy else params.seed,
             metadata=self.request.metadata,

@@ -17,7 +17,7 @@ import trio
 
 from uma_trio.engine.messages import MASK_LATE, Continued, Step, StepInput, StepOutput, SubmittedStep
 from uma_trio.errors import DecodeFailed, InvalidConstraint, UmaError
-from uma_trio.grammar.compiler import explain
+from uma_trio.grammar.explain import explain
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
 from uma_trio.offload import Transfer

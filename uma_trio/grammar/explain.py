@@ -1,0 +1,121 @@
+"""Says what is wrong with a constraint, in words of the client that sent it.
+
+llguidance speaks of a grammar that the client has not written: of its lines, its limits and its Rust types.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from uma_trio.protocol.messages import MAX_ERROR_CHARS, Constraint
+
+TOO_COMPLEX: Final = "it is too complex; use fewer alternatives, optional parts and repetitions"
+NOTHING_MATCHES: Final = "no text matches it"
+
+_POSITION: Final = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_EXCERPT: Final = re.compile(r"^\s*\d+ \|.*$|^[\s^]*$|<non-verbose/>", re.MULTILINE)
+_REGEX_ERROR: Final = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^.*\nerror: (.*)")
+
+_REPLACED: Final[tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]] = (
+    (r".*(schema too large|too big|[Tt]oo many items|max is \d+; consider|[Ff]uel exhausted|too many expressions).*", TOO_COMPLEX),
+    (r".*(too many states|[Tt]oo complex|too much memory|memory allocation).*", TOO_COMPLEX),
+    (r".*NoExtension.*|Grammar is empty.*", NOTHING_MATCHES),
+    (r".*recursion limit exceeded.*|.*maximum recursion depth.*", "it is nested too deeply"),
+    (r"Unimplemented keys: \[(.*)\]", lambda found: f"not supported: {found[1].replace(chr(34), '')}"),
+    (r"oneOf constraints are not.*", "oneOf is supported only if no value can match two alternatives; use anyOf"),
+    (r"Resource '(.*)' is not present.*", r"$ref \1 leads out of the schema; only its own parts can be referred to"),
+    (r"Pointer '(.*)' does not exist", r"$ref #\1 leads nowhere"),
+    (r"circular references with sibling keys.*: .*?(#.*)", r"$ref \1 leads to itself and has other keywords next to it"),
+    (r"(GBNF: )?lexer error", "it cannot be read from here on"),
+    (r"panic: .*|PanicException: .*", "the library that follows grammars fails on it"),
+    (r"invalid multiple of", "multipleOf must be greater than 0"),
+    (r"Failed to generate regex for .* range: min=(.*), max=(.*)", r"no range of numbers from \1 to \2 can be followed"),
+    (r"(.*)lookarounds not supported yet; \w+ in regex .*", r"look-around and word boundaries (\\b) are not supported"),
+    (r"(following special tokens are available: )(.*)", r"there are \2"),
+)  # fmt: skip
+"""Errors of llguidance, and their replacements."""
+
+_RUST: Final = ((r"Some\((.*?)\)", r"\1"), (r"\bNone\b", "any"), (r"\bf64\b", "number"), (r"json-schema:///", ""))
+
+_NAMED: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose map has names of the client's as keys, and schemas as values."""
+
+_VALUES: Final = ("const", "enum", "default", "examples", "required")
+"""Keywords that hold no schemas."""
+
+
+def explain(error: str, constraint: Constraint | None = None) -> str:
+    """``error`` of llguidance on one line.
+
+    Args:
+        constraint: which it is about; ``None``: about an answer that cannot go on.
+    """
+    if constraint is None:
+        return _plain(error)[:MAX_ERROR_CHARS]
+    if constraint.regex is not None and "lexer error" in error:
+        return "constraint.regex: it ends with a backslash that escapes nothing"
+    field = next((name for name in ("json_schema", "regex", "choice", "lark", "gbnf") if getattr(constraint, name)), "")
+    return f"constraint.{field or 'json_object'}{_place(error, constraint)}: {_plain(error)}"[:MAX_ERROR_CHARS]
+
+
+def _plain(error: str) -> str:
+    found = _REGEX_ERROR.search(error)
+    if found is not None:
+        return found[3]
+    text = " ".join(_EXCERPT.sub("", error).split())
+    text = _POSITION.sub("", text, count=1).removeprefix("failed to compile JSON schema: ")
+    text = re.sub(r'^invalid regex ".*" \(in regex\): ', "", text)
+    for pattern, instead in _REPLACED:
+        text = re.sub(pattern, instead, text, flags=re.DOTALL)
+    for pattern, instead in _RUST:
+        text = re.sub(pattern, instead, text)
+    return text
+
+
+def _place(error: str, constraint: Constraint) -> str:
+    """Where the error is in what the client sent, as text behind the name of the field."""
+    in_regex = _REGEX_ERROR.search(error)
+    if constraint.regex is not None:
+        if in_regex is not None:
+            return f", character {_own_position(constraint.regex, len(in_regex[2])) + 1}"
+        return ""
+    if in_regex is not None:
+        text = in_regex[1] if len(in_regex[1]) < 80 else f"{in_regex[1][:80]}…"
+        return f", regex {text}, character {len(in_regex[2]) + 1}"
+    if constraint.json_schema is not None:
+        keywords = (
+            re.findall(r'"(.*?)"', found[1]) if (found := re.search(r"Unimplemented keys: \[(.*)\]", error)) else []
+        )
+        if keywords:
+            return next((f", {place}" for place in _places(constraint.json_schema, keywords[0]) if place), "")
+    if constraint.lark is not None and (position := _POSITION.match(error)) is not None:
+        return f", line {position[1]}, column {position[2]}"
+    return ""
+
+
+def _own_position(regex: str, position: int) -> int:
+    """A position in the escaped regex, as a position in ``regex``: a slash and a line break have become two characters."""
+    before = 0
+    for n, (previous, character) in enumerate(zip(" " + regex, regex, strict=False)):
+        if before >= position:
+            return n
+        before += 2 if character == "\n" or (character == "/" and previous != "\\") else 1
+    return min(position, len(regex))
+
+
+def _places(schema: Any, keyword: str, place: str = "") -> Iterator[str]:
+    """Where ``keyword`` stands in ``schema``: the keys that lead there."""
+    if isinstance(schema, list):
+        for n, each in enumerate(schema):
+            yield from _places(each, keyword, f"{place}[{n}]")
+    elif isinstance(schema, dict):
+        if keyword in schema:
+            yield place
+        for key, each in schema.items():
+            if key in _NAMED and isinstance(each, dict):
+                for name, inner in each.items():
+                    yield from _places(inner, keyword, f"{place}.{key}.{name}".lstrip("."))
+            elif key not in _VALUES:
+                yield from _places(each, keyword, f"{place}.{key}".lstrip("."))

@@ -1,0 +1,159 @@
+"""A child process that answers one question at a time, within limits of memory and time; replaced after it died.
+
+For what cannot be bounded in this process: programs and grammars from anywhere.  The child sets its own limits.
+
+Protocol: one JSON object per line.  The first line on the child's stdin is its setup, every later line a question.  Each
+gets one line on its stdout.  A child that wants to be replaced adds ``LAST`` to its answer.  It ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import select
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+START_SECONDS: Final = 10.0
+"""Longest wait for a new child that imports its libraries: 50 to 500 ms on an idle machine."""
+
+LAST: Final = "last"
+
+
+class CannotStart(Exception):
+    """The child refuses its setup, or the system starts no process; says why."""
+
+
+class NoAnswer(Exception):
+    """The child died, or took too long; says which."""
+
+
+class Sandbox:
+    """The child process.  Starts at the first question, and again after it died.
+
+    Thread-safe; questions from several threads take turns.  The process lives as long as this object, or the daemon.
+
+    Args:
+        command: a program and its arguments.
+        setup: makes the first message of each new process.
+        seconds: longest wait for an answer.
+    """
+
+    def __init__(self, command: Sequence[str], setup: Callable[[], Mapping[str, Any]], seconds: float) -> None:
+        self._command = command
+        self._setup = setup
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._child = _Child()
+        weakref.finalize(self, self._child.stop)
+
+    def start(self) -> None:
+        """Start the process, unless it runs.
+
+        Raises:
+            CannotStart: see there.
+        """
+        with self._lock:
+            self._ensure_started()
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to ``question``.  Blocks for ``seconds`` at most, plus a start and the turns of other threads.
+
+        Raises:
+            CannotStart, NoAnswer: see there.
+        """
+        with self._lock:
+            self._ensure_started()
+            answer = self._child.ask(question, self._seconds)
+            if answer.pop(LAST, False):
+                self._child.stop()
+            return answer
+
+    def stop(self) -> None:
+        """Kill the process and wait for its end.  The next question starts another one."""
+        with self._lock:
+            self._child.stop()
+
+    def _ensure_started(self) -> None:
+        if self._child.is_running:
+            return
+        self._child.stop()  # closes the pipes of a process that something else has killed
+        try:
+            self._child.start(self._command)
+            answer = self._child.ask(self._setup(), START_SECONDS)
+        except (OSError, NoAnswer) as error:  # no memory, no file descriptors
+            raise CannotStart(str(error)) from None
+        if "error" in answer:
+            self._child.stop()
+            raise CannotStart(answer["error"])
+
+
+class _Child:
+    """The process itself, or none."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, command: Sequence[str]) -> None:
+        # In its own process group: Ctrl-C is for the daemon.  When the daemon ends, stdin closes and the child ends too.
+        self._process = subprocess.Popen(
+            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with process:  # closes the pipes and waits
+                process.kill()
+
+    def ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Send one message and wait for its answer.  Stops a process that gives none."""
+        try:
+            return self._exchange(question, seconds)
+        except BaseException:
+            self.stop()  # or the next question would get this one's answer
+            raise
+
+    def _exchange(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        data = json.dumps(question, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+        answer = b""
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(BrokenPipeError):  # the process died; read() will return b""
+            while data:
+                data = data[self._process.stdin.write(data) :]
+        while not answer.endswith(b"\n"):
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                raise NoAnswer(f"it takes longer than {seconds:g} s")
+            chunk = self._process.stdout.read(1 << 20)
+            if not chunk:
+                raise NoAnswer("its process died: it takes too much memory or time")
+            answer += chunk
+        found: dict[str, Any] = json.loads(answer.decode("utf-8", "surrogatepass"))
+        return found
+
+
+def limit_memory(n_bytes: int) -> None:
+    """Limit the address space of this process.  macOS does not enforce this; there, only the deadline bounds memory."""
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+
+
+def limit_cpu(seconds: float) -> None:
+    """End this process after ``seconds`` to ``seconds + 1`` more of CPU time, also if the parent is gone."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime + seconds) + 1, hard))
