@@ -176,7 +176,7 @@ async def _cancel_and_wait(victim: _Victim, moment_s: float | None, rig: Rig, qu
     """Cancel ``victim`` while another request waits; return the seconds from the cancel to the first token of that one.
 
     Args:
-        moment_s: Cancel after so many seconds, during prefill; ``None``: cancel when it has received some tokens.
+        moment_s: cancel after so many seconds, during prefill; ``None``: cancel when it has received some tokens.
 
     Returns:
         ``None`` if the prefill had ended before the cancel.

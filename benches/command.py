@@ -104,7 +104,7 @@ def show_rival(folder: Path) -> None:
     """Print the folder of llama-server, and whether it uses the same library as uma-trio.
 
     Raises:
-        RivalError: There is no llama-server.
+        RivalError: there is no llama-server.
     """
     peer(folder, SERVER)
     alike = (
@@ -129,7 +129,7 @@ def numbers(text: str, option: str, kind: Callable[[str], Any] = int) -> list[An
     """Parse the value of an option such as ``1,2,4``.
 
     Raises:
-        click.BadParameter: It is not a list of numbers above 0.
+        click.BadParameter: it is not a list of numbers above 0.
     """
     try:
         found = [kind(part) for part in text.split(",")]
@@ -144,7 +144,7 @@ def choices(text: str, option: str, allowed: Sequence[str]) -> list[str]:
     """Parse the value of an option such as ``auto,on``.
 
     Raises:
-        click.BadParameter: One of the values is not in ``allowed``.
+        click.BadParameter: one of the values is not in ``allowed``.
     """
     found = text.split(",")
     if set(found) <= set(allowed):

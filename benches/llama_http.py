@@ -64,7 +64,7 @@ class EventReader:
             data: ``b""`` if the server has closed the connection.
 
         Raises:
-            BrokenProtocol: The status is not 200, or the response is incomplete.
+            BrokenProtocol: the status is not 200, or the response is incomplete.
         """
         self._raw += data
         if self._head and not self._read_head(closed=not data):

@@ -112,7 +112,7 @@ async def random_tasks(rig: Rig, n: int, tokens: int, seed: int) -> list[Task]:
     depends on the last one only, and some answers become loops.
 
     Raises:
-        click.ClickException: No answer is a loop.
+        click.ClickException: no answer is a loop.
     """
     rng = random.Random(seed)
     words = rng.sample(WORDS, k=MAX_PROMPTS)
@@ -183,7 +183,7 @@ def show(figures: dict[Contender, dict[str, Figures]], differ: dict[tuple[Conten
     """A row for each contender and task, relative to the first setting of its server, which has no speculation.
 
     Args:
-        differ: Number of the first event that differs from the first setting.
+        differ: number of the first event that differs from the first setting.
     """
     header = ("", "task", "tok/s", "ratio", "tokens", "drafted", "accepted", "text")
     base = {contender.server: found for contender, found in reversed(figures.items())}

@@ -107,7 +107,7 @@ def parse_shape(text: str) -> Shape:
     Defaults: heads of width 64, as many KV heads as heads, and a feed-forward width of 8/3 of the width.
 
     Raises:
-        ValueError: The text is neither, or the shape is impossible.
+        ValueError: the text is neither, or the shape is impossible.
     """
     if text.lower() in SHAPES:
         return SHAPES[text.lower()]
@@ -145,7 +145,7 @@ def tensors(shape: Shape, n_vocab: int, silent: npt.NDArray[np.intp]) -> Iterato
     A matrix with the deviation 1/sqrt(columns) keeps the size of the vectors that it multiplies.
 
     Args:
-        silent: Tokens that get the logit 0, which is far below the largest one.
+        silent: tokens that get the logit 0, which is far below the largest one.
     """
     width, ffn = shape.width, shape.ffn
     from_width, from_ffn = 1 / math.sqrt(width), 1 / math.sqrt(ffn)
@@ -247,13 +247,13 @@ def make_model(
     """Write the file ``out``, which appears when it is complete.  Blocks until then.
 
     Args:
-        quant: A key of ``QUANTS``.
-        vocabulary: A GGUF file whose ``tokenizer.*`` entries are copied.
-        ctx: Training context that the file declares, in tokens.
+        quant: a key of ``QUANTS``.
+        vocabulary: a GGUF file whose ``tokenizer.*`` entries are copied.
+        ctx: training context that the file declares, in tokens.
 
     Raises:
-        FileNotFoundError: There is no such vocabulary; the message has a remedy.
-        OSError: The disk is too small, or the file cannot be written.
+        FileNotFoundError: there is no such vocabulary; the message has a remedy.
+        OSError: the disk is too small, or the file cannot be written.
     """
     if not vocabulary.exists():
         raise FileNotFoundError(f"there is no vocabulary at {vocabulary}: run ./build_llama.sh, or give --vocab PATH")

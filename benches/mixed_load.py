@@ -195,7 +195,7 @@ def contenders(options: dict[str, Any], serving: ServerSettings) -> tuple[list[C
     """Contenders of ours and of the rival, whose default comes first.
 
     Raises:
-        RivalError: There is no llama-server.
+        RivalError: there is no llama-server.
     """
     peer(options["peers"], RIVAL)
     ours = options["ours"] or [f"--target-tbt-ms {ms}" for ms in OUR_TARGETS_MS]

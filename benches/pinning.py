@@ -36,7 +36,7 @@ def parse_pins(text: str, threads: int) -> Pins | None:
     threads would wait for each other at every barrier.
 
     Raises:
-        ValueError: The text is invalid, or this system cannot do it; the message has the reason.
+        ValueError: the text is invalid, or this system cannot do it; the message has the reason.
     """
     if text == "none":
         return None

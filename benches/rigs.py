@@ -100,7 +100,7 @@ async def uma_trio_rig(flags: Sequence[str] = (), *, protocol: Protocol = "json"
     """Run a daemon until the context ends.
 
     Raises:
-        DaemonStartError: The daemon did not start.
+        DaemonStartError: the daemon did not start.
     """
     async with temporary_daemon(flags) as daemon:
         yield await _rig(daemon.path, daemon.pid, " ".join(flags) or "no flags", protocol)
@@ -147,7 +147,7 @@ def peer(folder: Path, name: str) -> Path:
     """Return the path of the program ``name``.
 
     Raises:
-        RivalError: There is no such program.
+        RivalError: there is no such program.
     """
     program = folder / name
     if not os.access(program, os.X_OK):
@@ -178,7 +178,7 @@ async def llama_server_rig(folder: Path, serving: ServerSettings, flags: Sequenc
     Its prompt cache in host memory is off, since no prompt comes twice.
 
     Raises:
-        RivalError: It is missing, ended, or was not ready within ``START_S``.
+        RivalError: it is missing, ended, or was not ready within ``START_S``.
     """
     arguments = [*llama_flags(serving), "-np", str(serving.parallel), "--cache-ram", "0", *flags]
     command = [str(peer(folder, "llama-server")), *arguments, "--host", "127.0.0.1", "--port", "0"]
@@ -223,7 +223,7 @@ async def run_peer(program: Path, arguments: Sequence[str], cores: Cores | None 
         Its standard output.
 
     Raises:
-        RivalError: It failed.
+        RivalError: it failed.
     """
     # pinned between fork and exec, so that the program counts these cores only
     before = None if cores is None else partial(os.sched_setaffinity, 0, cores)

@@ -236,7 +236,7 @@ def show_churn(conversations: Sequence[Conversation], watch: Watch, wall_s: floa
     """Print the figures.
 
     Raises:
-        click.ClickException: A turn failed or lost a part of the history.
+        click.ClickException: a turn failed or lost a part of the history.
     """
     lost = [f"{conversation.name}, {why}" for conversation in conversations for why in conversation.lost]
     ttft_ms = sorted(ms for conversation in conversations for ms in conversation.ttft_ms)

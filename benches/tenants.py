@@ -65,7 +65,7 @@ async def share(
     """Run clients of two users, which send one request after another, for ``seconds``.
 
     Args:
-        sizes: Number of clients of each user.
+        sizes: number of clients of each user.
     """
     assert isinstance(rig.transport, Daemon)
     path = Path(rig.transport.path)

@@ -253,7 +253,7 @@ def test_a_restart_of_the_engine_is_reported(library, tmp_path):
         shown.type(LONG + "\r")
         shown.wait_for(r"^1, 2, 3")
         psutil.Process(daemon.metrics()["engine"]["pid"]).kill()
-        shown.wait_for(r"the engine was restarted; nothing of the answer is lost\n\n" + PROMPT[1:])
+        shown.wait_for(r"the engine was restarted; no text was lost\n\n" + PROMPT[1:])
 
 
 def test_a_conversation_that_no_longer_fits(chat):

@@ -83,9 +83,9 @@ def test_ask_prints_the_answer_on_stdout_and_reasoning_on_stderr_if_asked_to(dae
         return found.stdout, found.stderr
 
     assert ask() == ("aris.\n", "")
-    assert ask("--hide-thinking") == ("aris.\n", "")
-    assert ask("--show-thinking") == ("aris.\n", "capital of France is\n\n")
-    assert ask("--show-thinking", "--no-stream") == ("aris.\n", "capital of France is\n\n")
+    assert ask("--hide-reasoning") == ("aris.\n", "")
+    assert ask("--show-reasoning") == ("aris.\n", "capital of France is\n\n")
+    assert ask("--show-reasoning", "--no-stream") == ("aris.\n", "capital of France is\n\n")
     events = [json.loads(line) for line in ask("--json")[0].splitlines()]
     assert "".join(event["text"] for event in events if event["event"] == "reasoning") == "capital of France is"
 
@@ -95,7 +95,7 @@ def test_ask_on_a_terminal_shows_reasoning_dim(daemon: Daemon) -> None:
         assert shown.wait() == 0
         assert shown.text.split("\n")[:3] == ["capital of France is", "", "aris."]
         assert b"\x1b[2m" in shown.written
-    with terminal([*ASK, "--socket", str(daemon.socket), "--hide-thinking"], columns=60, lines=10) as shown:
+    with terminal([*ASK, "--socket", str(daemon.socket), "--hide-reasoning"], columns=60, lines=10) as shown:
         assert shown.wait() == 0
         assert shown.text.split("\n")[0] == "aris."
 

@@ -38,16 +38,20 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option("--prompt", help="The question, if not given as an argument.")
 @click.option("--model", help="Name of the model that answers.  [default: the daemon's first]")
 @click.option("--system", help="System message before the question.")
-@click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@click.option(
+    "--raw",
+    is_flag=True,
+    help="Continue the text as it is, without the chat template. A session has it for all its requests or for none.",
+)
 @click.option("--no-special", is_flag=True, help="With --raw: treat control tokens in the text as plain text.")
 @click.option(
     "--max-tokens",
     type=click.IntRange(1),
-    help="Maximum number of tokens to generate.  [default: as many as the server has room for]",
+    help="Maximum number of tokens to generate.  [default: as many as the daemon has room for]",
 )
 @click.option("--n", type=click.IntRange(1, 16), help="Number of answers, printed one after another.")
 @click.option(
-    "--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: that of the server or the model]"
+    "--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: that of the daemon or the model]"
 )
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
 @click.option("--top-k", type=click.IntRange(0), help="Sample from the k most likely tokens; 0 is off.")
@@ -96,13 +100,13 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 @click.option(
     "--session",
     shell_complete=session_name,
-    help="Continue or begin this session; use --raw for all its requests or for none. See uma-trio sessions.",
+    help="Continue or begin this session. See uma-trio sessions.",
 )
 @click.option(
     "--n-keep", type=click.IntRange(0), help="If the context is too small, drop the oldest tokens after this many."
 )
 @click.option(
-    "--show-thinking/--hide-thinking",
+    "--show-reasoning/--hide-reasoning",
     "show_reasoning",
     default=None,
     help="Print the model's reasoning on stderr, in front of the answer.  [default: on a terminal]",
@@ -123,8 +127,8 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> None:
     """Ask the daemon and stream the answer to stdout.
 
-    QUESTION may be several words.  Text that is piped in follows it after a blank line, or is the question if there is
-    no other.  Without either, on a terminal, a chat begins: see uma-trio chat.  Notices and errors go to stderr.
+    QUESTION may be several words.  Text that is piped in follows it after a blank line, or takes its place.  Without
+    either, on a terminal, a chat begins: see uma-trio chat.  Notices and errors go to stderr.
 
     \b
       uma-trio ask What is the capital of France
@@ -135,7 +139,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       uma-trio ask --choice yes --choice no "Is Paris in France?"
       uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
-    Ctrl-C cancels the request and waits for the server to confirm; a second Ctrl-C exits at once.
+    Ctrl-C cancels the request and waits for the daemon to confirm; a second Ctrl-C exits at once.
 
     \b
     Exit codes:

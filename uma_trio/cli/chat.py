@@ -32,7 +32,7 @@ def command(**options: Any) -> None:
     With --session the daemon keeps the conversation, also after a restart.  Otherwise it ends with the program.
 
     Enter sends the message, and Alt-Enter (or a backslash before Enter) begins another line.  Ctrl-C cancels an answer;
-    what has come of it stays in the conversation.  Ctrl-D ends the program.  /help lists more commands.
+    the partial answer stays in the conversation.  Ctrl-D ends the program.  /help lists more commands.
 
     If stdin is not a terminal, each line of it is one message, and the first error ends the program.  Exit codes are
     those of uma-trio ask.

@@ -197,7 +197,7 @@ class Chat:
             _note("this session has begun, so its system message stays: begin another conversation with /new first")
         else:
             conversation.system = text
-            _note("the system message counts from the next message on")
+            _note("the system message applies from the next message")
 
     def _retry(self, temperature: str) -> None:
         question = self._unanswered or self._conversation.last_question
@@ -351,7 +351,7 @@ class Chat:
         except ClientError:
             return  # the next turn tells
         if restarts > self._restarts:
-            _note("the engine was restarted; nothing of the answer is lost")
+            _note("the engine was restarted; no text was lost")
         self._restarts = restarts
 
     def _fail(self, error: ClientError) -> None:

@@ -22,7 +22,7 @@ def constraint_options(command: Command) -> Command:
                 "--json-schema",
                 "schema",
                 metavar="FILE",
-                help="The answer is JSON that this schema describes; instead of a file also the schema itself.",
+                help="The answer is JSON that this schema describes: a file, or the schema inline.",
             ),
             click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
             click.option("--regex", help="The answer is a match of this regular expression."),
@@ -35,7 +35,7 @@ def constraint_options(command: Command) -> Command:
             click.option(
                 "--after",
                 metavar="TEXT",
-                help="The constraint begins behind this text in the answer, such as </think>.",
+                help="The constraint applies after this text in the answer, such as </think>.",
             ),
         )
     ):

@@ -174,7 +174,7 @@ def rows(before: Sample | None, now: Sample) -> list[Row]:
             (
                 Cell("in use", _share(now.get("kv.cells_used"), cells)),
                 Cell("reserved", _share(now.get("kv.cells_reserved"), cells)),
-                Cell("reusable", _share(now.get("kv.cached_cells"), cells)),
+                Cell("cached", _share(now.get("kv.cached_cells"), cells)),
             ),
         ),
         Row(

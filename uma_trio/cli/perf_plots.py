@@ -67,8 +67,8 @@ def tick_timeline(run: Run, axes: Axes, *, at_s: float | None = None, n_ticks: i
     """One bar for each tick, and below it one bar for each sequence that the tick computed.
 
     Args:
-        at_s: Time in the middle, in seconds since the start of the run. Default: the longest tick with a prefill.
-        n_ticks: Number of ticks to show.
+        at_s: time in the middle, in seconds since the start of the run. Default: the longest tick with a prefill.
+        n_ticks: number of ticks to show.
     """
     _frame(axes, "Ticks and their sequences", "seconds since the start of the run", "")
     if not run.ticks:

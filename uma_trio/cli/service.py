@@ -55,7 +55,7 @@ def _complete_flags(context: click.Context, _: click.Parameter, incomplete: str)
 def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
     """Write the units, and print the command that starts them.
 
-    What stands after -- are flags of uma-trio serve.  They are checked now, and relative paths become absolute.  The
+    Everything after -- is passed to uma-trio serve.  The flags are checked now, and relative paths become absolute.  The
     service runs this installation of uma-trio.  Variables of this shell do not reach it.
 
     \b
@@ -145,7 +145,7 @@ def _service(flags: Sequence[str]) -> Service:
     """Check the flags of ``serve``, the model and the library.
 
     Raises:
-        UsageError: The daemon would not start with them.
+        UsageError: the daemon would not start with them.
     """
     from uma_trio.cli.service_units import Service
     from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
@@ -185,7 +185,7 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
     """Return the flags of ``serve`` with absolute paths and without ``--socket``, and the settings that they make.
 
     Raises:
-        UsageError: They are wrong.
+        UsageError: they are wrong.
     """
     from uma_trio import config
     from uma_trio.cli.serve import command as serve
@@ -227,7 +227,7 @@ def _read_own(path: Path) -> str | None:
     """Read a file that ``install`` has written; ``None`` if it does not exist.
 
     Raises:
-        UsageError: Somebody else has written it.
+        UsageError: somebody else has written it.
     """
     from uma_trio.cli.service_units import MARK
 

@@ -84,7 +84,7 @@ class Systemd:
     """The systemd of a user.
 
     Args:
-        folder: Of the user's units.
+        folder: the user's units.
     """
 
     folder: Path
@@ -172,9 +172,9 @@ class Launchd:
     """The launchd of a macOS user.  It keeps the daemon running; it does not open the socket for it.
 
     Args:
-        folder: Of the user's agents.
-        logs: Folder for the daemon's log.
-        uid: Of the user.
+        folder: the user's agents.
+        logs: folder for the daemon's log.
+        uid: the user's id.
     """
 
     folder: Path

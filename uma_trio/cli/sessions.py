@@ -240,7 +240,7 @@ def _run(
     """Connect to the daemon and run ``work``.  Its errors end the program.
 
     Args:
-        name: The session that ``work`` is about; if it does not exist, the error names similar ones.
+        name: the session that ``work`` is about; if it does not exist, the error names similar ones.
     """
     from uma_trio.cli.running import run
     from uma_trio.client import ServerError, open_client

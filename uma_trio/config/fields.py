@@ -67,7 +67,10 @@ class Model:
         le=512,
     )
     batch_tokens: int = setting(
-        512, "Most tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick.", ge=32, le=8192
+        512,
+        "Maximum number of tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick.",
+        ge=32,
+        le=8192,
     )
     gpu_layers: int = setting(
         -1,
@@ -77,7 +80,7 @@ class Model:
         le=10_000,
     )
     kv_mem_limit_mb: int = setting(
-        0, "Most megabytes of KV cache. ctx is lowered to fit. 0 is no limit.", ge=0, le=100_000_000
+        0, "Maximum size of the KV cache, in megabytes. ctx is lowered to fit. 0 is no limit.", ge=0, le=100_000_000
     )
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
@@ -149,8 +152,8 @@ class Listen:
 class Limits:
     """What clients may ask for. A request beyond a limit gets an E_LIMIT_* error and is never cut silently."""
 
-    max_connections: int = setting(256, "Most open connections.", ge=1, le=100_000)
-    max_queue: int = setting(256, "Most requests that wait for a sequence.", ge=0, le=1_000_000)
+    max_connections: int = setting(256, "Maximum number of open connections.", ge=1, le=100_000)
+    max_queue: int = setting(256, "Maximum number of requests that wait for a sequence.", ge=0, le=1_000_000)
     max_frame_bytes: int = setting(
         MIB, "Largest payload of a frame. Checked before memory is allocated for it.", ge=256, le=64 * MIB
     )
@@ -222,7 +225,7 @@ class Scheduling:
     min_chunk_tokens: int = setting(
         16,
         "Smallest prefill chunk in tokens. If the target of a stream leaves less room than that, every other tick "
-        "takes such a chunk anyway, so that prompts make progress and streams get late.",
+        "takes such a chunk anyway, so that prompts make progress and streams miss their target.",
         ge=1,
         le=8192,
     )
@@ -295,7 +298,10 @@ class Sessions:
         None, "Folder for data that outlives the daemon. If not given, $XDG_STATE_HOME/uma-trio."
     )
     max_stored_sessions: int = setting(
-        10_000, "Most sessions of a model. Beyond it, the least recently used session is closed.", ge=1, le=1_000_000
+        10_000,
+        "Maximum number of sessions of a model. Beyond it, the least recently used session is closed.",
+        ge=1,
+        le=1_000_000,
     )
     session_ttl_s: float = setting(30 * 86_400.0, "Closes a session that is not used for this time.", gt=0, le=1e9)
     offload: bool = setting(
@@ -305,7 +311,7 @@ class Sessions:
     )
     offload_max_mb: int = setting(
         4096,
-        "Most megabytes of KV cache on disk. Beyond it, the least recently used states are deleted.",
+        "Maximum size of the KV cache on disk, in megabytes. Beyond it, the least recently used states are deleted.",
         ge=1,
         le=100_000_000,
     )
@@ -334,7 +340,7 @@ class Operations:
     )
     perf_log_mb: int = setting(
         256,
-        "Most megabytes of perf log on disk. At half of this the file is renamed to NAME.1, replacing the previous "
+        "Maximum size of the perf log on disk, in megabytes. At half of this the file is renamed to NAME.1, replacing the previous "
         "one, and a new file is started.",
         ge=1,
         le=1_000_000,

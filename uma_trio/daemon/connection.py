@@ -65,9 +65,9 @@ class Connection:
     all cancel that scope.
 
     Args:
-        sock: Connected and non-blocking.  The caller closes it.
-        codec: Encodes and decodes messages; holds the state of this connection.
-        name: Identifies the connection in the log.
+        sock: connected and non-blocking.  The caller closes it.
+        codec: encodes and decodes messages; holds the state of this connection.
+        name: identifies the connection in the log.
     """
 
     def __init__(self, sock: socket.socket, codec: Codec, owner: ConnectionOwner, *, name: str) -> None:
@@ -223,7 +223,7 @@ class Connection:
         """The principal that the request is charged to.  A peer with the daemon's own user id may name another one.
 
         Raises:
-            BadRequest: A peer with another user id names a principal.
+            BadRequest: a peer with another user id names a principal.
         """
         if request.principal is None:
             return self._principal

@@ -46,7 +46,7 @@ def locked(path: Path) -> Iterator[None]:
     lock a new file while the second one holds the old one.
 
     Raises:
-        SocketPathError: Another daemon holds it, or the path cannot be used.
+        SocketPathError: another daemon holds it, or the path cannot be used.
     """
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
         raise SocketPathError(
@@ -77,7 +77,7 @@ def claimed(path: Path) -> Iterator[None]:
     Blocks for at most a second, if another program listens at ``path`` and does not accept.
 
     Raises:
-        SocketPathError: Another daemon serves there, there is another kind of file or a socket of another user, or the
+        SocketPathError: another daemon serves there, there is another kind of file or a socket of another user, or the
             path cannot be used.
     """
     with locked(path):
@@ -138,10 +138,10 @@ def bind(path: Path, *, backlog: int) -> socket.socket:
     Sets the umask of the process while it binds, so no other thread should create files at that time.
 
     Args:
-        backlog: Connections that the kernel queues until they are accepted.
+        backlog: connections that the kernel queues until they are accepted.
 
     Raises:
-        SocketPathError: The path cannot be used.
+        SocketPathError: the path cannot be used.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o177)
@@ -196,7 +196,7 @@ async def accept_forever(
     If the process is out of file descriptors, logs that once and tries again until one is free.
 
     Args:
-        handler: Gets a non-blocking socket, which it must close.  It must not raise.
+        handler: gets a non-blocking socket, which it must close.  It must not raise.
     """
     out_of_files = False
     while True:

@@ -19,11 +19,11 @@ class Outbox:
     """The sending side of one connection; the ``EventSink`` of its requests.
 
     Args:
-        sock: Connected and non-blocking.  The caller closes it.
-        encode: Turns an event into bytes.
-        max_bytes: Bytes in the buffer from which on ``has_room`` is false.
-        write_timeout_s: Time within which the client must read some of the buffer.
-        on_room: Called when there is room again.
+        sock: connected and non-blocking.  The caller closes it.
+        encode: turns an event into bytes.
+        max_bytes: bytes in the buffer from which on ``has_room`` is false.
+        write_timeout_s: time within which the client must read some of the buffer.
+        on_room: called when there is room again.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Outbox:
         """Send what is in the buffer, until cancelled.
 
         Raises:
-            WriteFailed: The client read nothing for ``write_timeout_s``.
+            WriteFailed: the client read nothing for ``write_timeout_s``.
         """
         while True:
             await self._filled.wait()

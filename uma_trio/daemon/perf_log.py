@@ -52,12 +52,12 @@ class PerfLog:
     """Appends one run to a perf log. Implements ``PerfSink``.
 
     Args:
-        path: An existing perf log, or a new file that only its owner may read. Gzipped if the name ends in ``.gz``.
-        header: First line of the run; its ``clock_s`` becomes time 0.
-        max_bytes: Limit for all files. At half of it the file is renamed to ``path``.1 and a new one is begun.
+        path: an existing perf log, or a new file that only its owner may read. Gzipped if the name ends in ``.gz``.
+        header: first line of the run; its ``clock_s`` becomes time 0.
+        max_bytes: limit for all files. At half of it the file is renamed to ``path``.1 and a new one is begun.
 
     Raises:
-        PerfLogError: The file cannot be written, another process writes it, or it holds something else.
+        PerfLogError: the file cannot be written, another process writes it, or it holds something else.
     """
 
     def __init__(self, path: Path, header: Header, *, max_bytes: int) -> None:

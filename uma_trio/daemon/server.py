@@ -50,8 +50,8 @@ class Server:
     """Serves the clients of one socket.
 
     Args:
-        models: Their services run while ``run`` does.
-        perf: The perf log, for the metrics; ``None`` if there is none.
+        models: their services run while ``run`` does.
+        perf: the perf log, for the metrics; ``None`` if there is none.
     """
 
     def __init__(self, config: Config, models: ModelRegistry, perf: PerfLog | None = None) -> None:
@@ -171,16 +171,16 @@ async def serve(
     started the daemon is notified when it serves and when it stops.
 
     Args:
-        path: Not used if systemd passes a socket.
-        on_progress: Called with the loaded share of the model, from 0 to 1.
-        task_status: Started when the socket accepts clients.
+        path: not used if systemd passes a socket.
+        on_progress: called with the loaded share of the model, from 0 to 1.
+        task_status: started when the socket accepts clients.
 
     Returns:
         Whether the daemon was drained; False after a second signal.
 
     Raises:
-        SocketPathError: The path cannot be used.
-        ModelError: The model cannot be loaded.
+        SocketPathError: the path cannot be used.
+        ModelError: the model cannot be loaded.
     """
     stop = trio.CancelScope()
     notifier = Notifier(os.environ)
@@ -210,7 +210,7 @@ def make_launcher(config: Config, nursery: trio.Nursery) -> Launcher:
     """Return a launcher for the configured mode: child processes, or threads of this process.
 
     Args:
-        nursery: For the tasks that watch the engines; it must outlive them.
+        nursery: for the tasks that watch the engines; it must outlive them.
     """
     if config.engine.mode == "process":
         return ProcessLauncher(nursery)

@@ -94,7 +94,7 @@ class Constraint:
     choice: Annotated[list[Annotated[str, Meta(min_length=1, max_length=4096)]], Meta(min_length=1, max_length=512)] | None = None  # fmt: skip
     """The answer is one of these texts."""
     after: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    """The constraint begins behind the first occurrence of this text in the answer, such as ``</think>``."""
+    """The constraint applies after the first occurrence of this text in the answer, such as ``</think>``."""
 
 
 @attrs.frozen(kw_only=True)

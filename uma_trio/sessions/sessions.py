@@ -99,9 +99,9 @@ class Sessions:
     """All sessions of one model.
 
     Args:
-        journal: Makes sessions durable.  ``None``: they end with the server.
-        clock: Returns seconds since 1970.
-        in_thread: Runs a blocking call.
+        journal: makes sessions durable.  ``None``: they end with the server.
+        clock: returns seconds since 1970.
+        in_thread: runs a blocking call.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class Sessions:
         """Begin a request with a ``session_id``.  ``end`` must follow.
 
         Raises:
-            SessionBusy: Another request of the session is running.
-            BadRequest: The request does not fit the session's history.
-            UmaError: As ``PromptMaker.make``.
+            SessionBusy: another request of the session is running.
+            BadRequest: the request does not fit the session's history.
+            UmaError: as ``PromptMaker.make``.
         """
         assert request.session_id is not None
         session = self._table.begin(principal, request.session_id, self._clock())
@@ -199,7 +199,7 @@ class Sessions:
         """End a request: add it to the history, and wait until the history is on disk.
 
         Args:
-            answer: The finished sequence; ``None`` if none was started.
+            answer: the finished sequence; ``None`` if none was started.
 
         Returns:
             The last event, which the caller sends to the client; ``None`` if there is none.
@@ -254,7 +254,7 @@ class Sessions:
         """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
 
         Raises:
-            SessionError: The query is not possible.
+            SessionError: the query is not possible.
         """
         if query.action == "list":
             return [SessionList(sessions=[session.info for session in self._table.of(principal)], id=query.id)]
@@ -360,7 +360,7 @@ def _check(session: Session, request: Generate) -> None:
     """Check that ``request`` fits the history: a chat continues with messages, and any other session with prompts.
 
     Raises:
-        BadRequest: It does not fit, or the session would have more than ``MAX_MESSAGES`` messages.
+        BadRequest: it does not fit, or the session would have more than ``MAX_MESSAGES`` messages.
     """
     if session.turns and (request.messages is not None) != bool(session.messages):
         began, sent = ("messages", "a prompt") if session.messages else ("a prompt", "messages")

@@ -99,8 +99,8 @@ class SessionTable:
     """All sessions of one model, in the order of their last use.
 
     Args:
-        max_sessions: Beyond this number, the least recently used sessions expire.
-        ttl_s: Sessions expire after so many seconds without a request.
+        max_sessions: beyond this number, the least recently used sessions expire.
+        ttl_s: sessions expire after so many seconds without a request.
     """
 
     def __init__(self, *, max_sessions: int, ttl_s: float) -> None:
@@ -142,7 +142,7 @@ class SessionTable:
         """Mark a session as busy with a request, and create it if it does not exist.  ``end`` must follow.
 
         Raises:
-            SessionBusy: Another request of the session is running.
+            SessionBusy: another request of the session is running.
         """
         session = self._sessions.get(SessionKey(principal, name))
         if session is None:
@@ -171,8 +171,8 @@ class SessionTable:
         """Copy session ``name`` to ``new_name``.
 
         Raises:
-            SessionNotFound: There is no session ``name``, or it has no turns yet.
-            SessionExists: There is a session ``new_name`` already.
+            SessionNotFound: there is no session ``name``, or it has no turns yet.
+            SessionExists: there is a session ``new_name`` already.
         """
         source = self.get(principal, name)
         if not source.turns:
@@ -187,7 +187,7 @@ class SessionTable:
         """Remove ``session``.
 
         Raises:
-            SessionBusy: A request of the session is running.
+            SessionBusy: a request of the session is running.
         """
         if session.busy:
             raise SessionBusy(f"session {session.name!r} is answering; cancel its request first")
@@ -213,7 +213,7 @@ def transcript(
     """Yield the content of a session in parts of about ``PART_CHARS`` characters; at least one part.
 
     Args:
-        text: The content of a session of plain prompts; ``None`` for a chat.
+        text: the content of a session of plain prompts; ``None`` for a chat.
     """
     if text is not None:
         for start in range(0, max(1, len(text)), PART_CHARS):

@@ -17,8 +17,8 @@ def drop_oldest(
     the first dropped one, because templates insist that user and assistant take turns.
 
     Args:
-        new: The messages of the request, at least one.  They follow ``history``, and all of them stay.
-        n_tokens: Tokens of ``history`` and ``new`` together, as rendered.
+        new: the messages of the request, at least one.  They follow ``history``, and all of them stay.
+        n_tokens: tokens of ``history`` and ``new`` together, as rendered.
     """
     size_per_token = sum(map(_size, (*history, *new))) / n_tokens
     first = 1 if history and history[0].role == "system" else 0

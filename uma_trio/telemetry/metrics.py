@@ -111,10 +111,10 @@ class Telemetry:
         """Record a completed tick.
 
         Args:
-            n_sequences: Sequences in the tick, prefill included.
-            n_tokens: Tokens that it generated.
-            gap_ms: Time since the previous tick; ``None`` if there was no work in between.
-            n_calls: Calls of ``llama_decode``.
+            n_sequences: sequences in the tick, prefill included.
+            n_tokens: tokens that it generated.
+            gap_ms: time since the previous tick; ``None`` if there was no work in between.
+            n_calls: calls of ``llama_decode``.
         """
         self.ticks_total += 1
         self.decode_calls_total += n_calls
@@ -255,10 +255,10 @@ def estimate_bytes_moved(model: ModelSize, *, calls: int, tokens: int, outputs: 
     Ignores caches, so the estimate is too high for models that fit into them.
 
     Args:
-        calls: Calls of ``llama_decode``; each reads all weights.
-        tokens: Tokens in all calls; each writes its keys, values and activations.
-        outputs: Tokens whose logits were computed.
-        context_read: Tokens whose keys and values were read, counted once for each token that read them.
+        calls: calls of ``llama_decode``; each reads all weights.
+        tokens: tokens in all calls; each writes its keys, values and activations.
+        outputs: tokens whose logits were computed.
+        context_read: tokens whose keys and values were read, counted once for each token that read them.
     """
     weights = calls * model.weights_bytes
     kv = model.kv_bytes_per_token * (context_read + tokens)

@@ -170,7 +170,7 @@ def decode(*parts: bytes) -> list[Run]:
     Other lines that cannot be decoded are counted in their run.
 
     Raises:
-        NotAPerfLog: The data is empty, does not begin with a header, or has another version.
+        NotAPerfLog: the data is empty, does not begin with a header, or has another version.
     """
     data = b"".join([_gunzip(part) if part.startswith(GZIP_MAGIC) else part for part in parts])
     if not data:
