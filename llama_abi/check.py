@@ -46,7 +46,7 @@ def find_compiler() -> str:
     for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
         if name and shutil.which(name.split()[0]):
             return name
-    raise LibraryError("no C compiler found: install gcc or clang, or set CC")
+    raise LibraryError("no C compiler found", "install gcc or clang, or set CC")
 
 
 def check(headers: Path, table: str = FUNCTIONS) -> CheckResult:
@@ -56,7 +56,7 @@ def check(headers: Path, table: str = FUNCTIONS) -> CheckResult:
         LibraryError: there is no compiler or no header.
     """
     if not (headers / "llama.h").is_file():
-        raise LibraryError(f"there is no llama.h in {headers}; run ./build_llama.sh")
+        raise LibraryError(f"there is no llama.h in {headers}", "run ./build_llama.sh")
     command = [*find_compiler().split(), "-std=gnu11", "-fsyntax-only", "-x", "c", "-I", str(headers), "-"]
     done = subprocess.run(command, input=check_source(table), text=True, capture_output=True, check=False)
     errors = [line for line in done.stderr.splitlines() if re.search(r"\berror: ", line)]
@@ -91,7 +91,8 @@ def main(arguments: list[str]) -> int:
             (library / STAMP).unlink(missing_ok=True)
             raise LibraryError(
                 f"{len(result.errors)} declarations in llama_abi/types.py and llama_abi/functions.py "
-                "differ from llama.h; edit the lines that the compiler names"
+                "differ from llama.h",
+                "edit the lines that the compiler names",
             )
         counts = f"{len(prototypes(FUNCTIONS))} functions, {len(C.structs)} structs, {len(C.enums)} enums"
         print(f"llama_abi agrees with {chosen.headers / 'llama.h'}: {counts}")

@@ -163,8 +163,8 @@ class Declarations:
                 function.errcheck = RULES[prototype.rule]
         if missing:
             raise LibraryError(
-                f"the library lacks {', '.join(missing)}, so it is not the llama.cpp version of these declarations: "
-                "run ./build_llama.sh"
+                f"the library lacks {', '.join(missing)}, so it is not the llama.cpp version of these declarations",
+                "run ./build_llama.sh",
             )
 
 

@@ -1,7 +1,7 @@
 """Exceptions of this package.
 
 ``LibraryError`` is about the installation: libllama is missing, outdated, or not the one that the declarations were
-checked against. Its message names the command that repairs it. ``LlamaError`` is about one call, which either this
+checked against. It names the command that repairs it. ``LlamaError`` is about one call, which either this
 package or llama.cpp refused.
 """
 
@@ -9,7 +9,15 @@ from __future__ import annotations
 
 
 class LibraryError(Exception):
-    """There is no usable libllama. The message says why, and which command to run."""
+    """There is no usable libllama. ``reason`` says why, and ``remedy`` which command to run; the message has both."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason, remedy)
+        self.reason = reason
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
 class LlamaError(Exception):

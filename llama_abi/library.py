@@ -94,8 +94,8 @@ class Library:
         ]
         if wrong:
             raise LibraryError(
-                f"the library in {self.directory} does not have the defaults of its header "
-                f"({'; '.join(wrong)}): {fix(self.directory, self.stamp.backend)} --clean"
+                f"the library in {self.directory} does not have the defaults of its header ({'; '.join(wrong)})",
+                f"{fix(self.directory, self.stamp.backend)} --clean",
             )
 
     @property
@@ -173,8 +173,8 @@ def load(directory: Path | None = None) -> Library:
             _loaded = Library(place)
         elif _loaded.directory != place:
             raise LibraryError(
-                f"this process has loaded the library in {_loaded.directory} and cannot load the one in {place} too: "
-                "use another process"
+                f"this process has loaded the library in {_loaded.directory} and cannot load the one in {place} too",
+                "use another process",
             )
         return _loaded
 
@@ -190,7 +190,7 @@ def _open(directory: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise LibraryError(f"{path} cannot be loaded ({error}): {_remedy(str(error), directory)}") from None
+        raise LibraryError(f"{path} cannot be loaded ({error})", _remedy(str(error), directory)) from None
 
 
 def _remedy(error: str, directory: Path) -> str:

@@ -81,17 +81,17 @@ class Stamp:
             return cls(**{**found, "options": tuple(found["options"])})
         except NotADirectoryError:
             raise LibraryError(
-                f"{directory} is a file: give the folder of a library, or run ./build_llama.sh for one"
+                f"{directory} is a file", "give the folder of a library, or run ./build_llama.sh for one"
             ) from None
         except FileNotFoundError:
             if not any(directory.glob("libllama.*")):
                 correct = "" if directory == DEFAULT_DIRECTORY.resolve() else "correct the path, or "
-                raise LibraryError(f"there is no library in {directory}: {correct}{fix(directory)}") from None
+                raise LibraryError(f"there is no library in {directory}", f"{correct}{fix(directory)}") from None
             raise LibraryError(
-                f"{directory} has no {STAMP}, so its library and header may not match: {fix(directory)}"
+                f"{directory} has no {STAMP}, so its library and header may not match", fix(directory)
             ) from None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise LibraryError(f"{path} is not readable ({error}): {fix(directory)} --clean") from None
+            raise LibraryError(f"{path} is not readable ({error})", f"{fix(directory)} --clean") from None
 
     def verify(self, directory: Path) -> None:
         """Refuse a library that has changed since it was checked.
@@ -101,18 +101,18 @@ class Stamp:
         """
         remedy = fix(directory, self.backend)
         if not self.pin.startswith("source:") and self.pin != pin():
-            raise LibraryError(f"the library in {directory} is {self.pin}, but this version needs {pin()}: {remedy}")
+            raise LibraryError(f"the library in {directory} is {self.pin}, but this version needs {pin()}", remedy)
         if self.header_sha256 != header_sha256(directory / "include"):
             raise LibraryError(
-                f"the headers in {directory}/include have changed since the declarations were checked: {remedy}"
+                f"the headers in {directory}/include have changed since the declarations were checked", remedy
             )
         if self.declarations_sha256 != declarations_sha256():
             raise LibraryError(
-                f"the declarations in llama_abi have changed since the library in {directory} was checked: {remedy} "
-                "(this only repeats the check, and takes a second)"
+                f"the declarations in llama_abi have changed since the library in {directory} was checked",
+                f"{remedy} (this only repeats the check, and takes a second)",
             )
         if self.libraries != _sizes(directory):
-            raise LibraryError(f"the library files in {directory} have changed since the check: {remedy} --clean")
+            raise LibraryError(f"the library files in {directory} have changed since the check", f"{remedy} --clean")
 
 
 def write(directory: Path, *, source: str, backend: str, options: tuple[str, ...]) -> Stamp:
@@ -134,7 +134,7 @@ def required_action(directory: Path, *, source: str, backend: str, options: tupl
     try:
         stamp = Stamp.read(directory)
     except LibraryError as error:
-        return "build", str(error).partition(":")[0]
+        return "build", error.reason
     if (stamp.pin, stamp.backend) != (source, backend):
         return "build", f"the library is {stamp.pin} for {stamp.backend}"
     if stamp.options != options:

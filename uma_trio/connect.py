@@ -25,6 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from uma_trio.errors import ErrorWithRemedy
 from uma_trio.protocol.address import MAX_PATH_BYTES, lock_path, socket_path
 
 QUEUE_TIMEOUT_S: Final = 10.0
@@ -40,15 +41,15 @@ class ClientError(Exception):
     """A request did not end with ``eos``."""
 
 
-class NoServer(ClientError):
-    """No daemon can be reached at the path.  The message has the path, the reason and a remedy.
+class NoServer(ErrorWithRemedy, ClientError):
+    """No daemon can be reached at the path, which the reason names.
 
     Args:
         may_come: whether a daemon may be reachable there later without a change of anything else.
     """
 
-    def __init__(self, message: str, *, may_come: bool = False) -> None:
-        super().__init__(message)
+    def __init__(self, reason: str, remedy: str, *, may_come: bool = False) -> None:
+        super().__init__(reason, remedy)
         self.may_come = may_come
 
 
@@ -105,7 +106,7 @@ class Connector:
         if self._queue_began is None:
             self._queue_began = now
         if now - self._queue_began > QUEUE_TIMEOUT_S:
-            raise NoServer(f"the daemon at {self.path} accepts no connections; uma-trio doctor looks for the reason")
+            raise NoServer(f"the daemon at {self.path} accepts no connections", "uma-trio doctor looks for the reason")
         return QUEUE_RETRY_S
 
     def _waits_for(self, failure: NoServer, now: float) -> bool:
@@ -139,35 +140,39 @@ START: Final = "start one with: uma-trio serve"
 def explain(path: Path, error: OSError) -> NoServer:
     """Build the error for a connection to ``path`` that failed with ``error``."""
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        return NoServer(f"the path of a socket has at most {MAX_PATH_BYTES} bytes; give a shorter one than {path}")
+        return NoServer(f"the path of a socket has at most {MAX_PATH_BYTES} bytes", f"give a shorter one than {path}")
     if error.errno in (errno.EACCES, errno.EPERM):
-        return NoServer(_no_permission(path))
+        return _no_permission(path)
     if error.errno == errno.ENOENT:
         if is_locked(path):
-            return Loading(f"the daemon at {path} still loads its model; try again when it is ready", may_come=True)
-        return NoServer(f"no daemon at {path}; {START}", may_come=True)
+            return Loading(f"the daemon at {path} still loads its model", "try again when it is ready", may_come=True)
+        return NoServer(f"no daemon at {path}", START, may_come=True)
     if error.errno == errno.ECONNREFUSED:
         if not stat.S_ISSOCK(_mode(path)):
-            return NoServer(f"{path} is not a socket, so no daemon is there; {START}")
+            return NoServer(f"{path} is not a socket, so no daemon is there", START)
         if is_locked(path):
             return NoServer(
-                f"the daemon at {path} is stopping and takes no new requests; when it has ended, {START}", may_come=True
+                f"the daemon at {path} is stopping and takes no new requests",
+                f"when it has ended, {START}",
+                may_come=True,
             )
-        return NoServer(f"no daemon at {path}, only the socket of one that has ended; {START}", may_come=True)
-    return NoServer(f"no daemon at {path} ({error.strerror or error}); {START}")
+        return NoServer(f"no daemon at {path}, only the socket of one that has ended", START, may_come=True)
+    return NoServer(f"no daemon at {path} ({error.strerror or error})", START)
 
 
-def _no_permission(path: Path) -> str:
+OWN: Final = "run your own daemon with: uma-trio serve --socket PATH"
+
+
+def _no_permission(path: Path) -> NoServer:
     try:
         owner = os.stat(path).st_uid
     except OSError:
-        return f"you may not open the folder of {path}; run your own daemon with: uma-trio serve --socket PATH"
+        return NoServer(f"you may not open the folder of {path}", OWN)
     if owner == os.geteuid():
-        return f"you may not write to {path}, although it is yours; run chmod 600 on it, or restart the daemon"
-    return (
-        f"{path} belongs to {_user(owner)}, and only the owner of a socket can use it; run your own daemon with: "
-        "uma-trio serve --socket PATH"
-    )
+        return NoServer(
+            f"you may not write to {path}, although it is yours", "run chmod 600 on it, or restart the daemon"
+        )
+    return NoServer(f"{path} belongs to {_user(owner)}, and only the owner of a socket can use it", OWN)
 
 
 def _user(uid: int) -> str:

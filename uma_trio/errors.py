@@ -1,6 +1,6 @@
-"""Every error that a client can receive, as one tree of exceptions.
+"""Errors: what a client can receive, as one tree of exceptions, and errors for people, which bring a remedy.
 
-Each class has a wire code (docs/PROTOCOL.md) and the matching HTTP status.  The class is raised where the problem is
+Each class of the tree has a wire code (docs/PROTOCOL.md) and the matching HTTP status.  The class is raised where the problem is
 found; the connection, or the HTTP gateway, turns it into an answer with ``code``, ``str(error)`` and ``http_status``.
 
 The branches say who can fix the problem: ``ProtocolError``, ``ModelRequestError``, ``LimitError`` and ``SessionError``
@@ -10,6 +10,22 @@ are up to the client, ``RuntimeFault`` to the server.
 from __future__ import annotations
 
 from typing import ClassVar
+
+
+class ErrorWithRemedy(Exception):
+    """An error for a person: why something does not work, and what to do.  ``str`` joins both.
+
+    Args:
+        remedy: empty if none is known.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason, remedy)
+        self.reason = reason
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
 
 
 class UmaError(Exception):

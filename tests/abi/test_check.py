@@ -122,7 +122,7 @@ def test_command_says_what_is_wrong(copied: Path, headers: Path) -> None:
 def test_no_compiler_is_said(headers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(LibraryError, match="no C compiler found: install gcc or clang"):
+    with pytest.raises(LibraryError, match="no C compiler found; install gcc or clang"):
         check(headers)
 
 

@@ -45,9 +45,9 @@ class TestStamp:
 
     def test_no_library(self, tmp_path: Path) -> None:
         assert "there is no library in" in refused(tmp_path / "absent")
-        assert ": correct the path, or run ./build_llama.sh --prefix" in refused(tmp_path)
+        assert "; correct the path, or run ./build_llama.sh --prefix" in refused(tmp_path)
         (tmp_path / "file").touch()
-        assert "is a file: give the folder of a library" in refused(tmp_path / "file")
+        assert "is a file; give the folder of a library" in refused(tmp_path / "file")
 
     def test_no_stamp(self, copied: Path) -> None:
         (copied / stamps.STAMP).unlink()
@@ -111,7 +111,7 @@ class TestLoading:
         )
         assert (
             done.stdout
-            == f"there is no library in {tmp_path / 'absent'}: correct the path, or run ./build_llama.sh --prefix {tmp_path / 'absent'}\n"
+            == f"there is no library in {tmp_path / 'absent'}; correct the path, or run ./build_llama.sh --prefix {tmp_path / 'absent'}\n"
         )
 
     def test_other_defaults_are_refused(self, library: llama_abi.Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,17 +144,25 @@ def test_unusable_models(examine, tmp_path):
     text = tmp_path / "text.gguf"
     text.write_text("# Notes")
     for path, words, fix in (
-        (cut, "cut off", "Download or copy it again"),
+        (cut, "cut off", "download or copy it again"),
         (tmp_path / "none.gguf", "there is no model", "give --model the path"),
-        (tmp_path, "is a folder", "give --model a file in it, such as"),
+        (tmp_path, "is a folder", f"give --model a file in it, such as {cut}"),
         (text, "is not a GGUF file", "give the path of a .gguf file"),
     ):
         found = examine("--model", path)
         assert problems(found) == {"model"}
         assert str(path) in found["model"]["message"]
-        assert words in found["model"]["message"] + found["model"]["fix"]
-        assert fix in found["model"]["message"] + found["model"]["fix"]
-        assert "reinstall" not in found["model"]["fix"]
+        assert words in found["model"]["message"]
+        assert found["model"]["fix"].startswith(fix)
+
+
+def test_settings_that_the_model_refuses(examine, tmp_path):
+    file = tmp_path / "uma.yaml"
+    file.write_text("model: {kv_mem_limit_mb: 1, parallel: 64}")
+    found = examine("--config", file)
+    assert problems(found) == {"model"}
+    assert found["model"]["message"].endswith("sequences need at least 16384")
+    assert found["model"]["fix"].startswith("raise it to ")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="shell scripts")

@@ -99,17 +99,17 @@ MODELS: dict[str, tuple[Case, str]] = {
     "a file in a file": (constant("--model", f"{EMBEDDED}/m.gguf"), "Not a directory; give --model the path"),
     "a device": (constant("--model", "/dev/null"), r"not a regular file; give the path of a \.gguf file$"),
     "an empty file": (given(b""), r"not a GGUF file: give the path of a \.gguf file$"),
-    "a text": (given(b"# Notes\nno model"), "it is not a GGUF file: give the path"),
+    "a text": (given(b"# Notes\nno model"), "it is not a GGUF file; give the path"),
     "a Git LFS pointer": (given(b"version https://git-lfs.github.com/spec/v1\n"), "run git lfs pull$"),
-    "half a model": (given(EMBEDDED_BYTES[: len(EMBEDDED_BYTES) // 2]), "cut off. Download or copy it again$"),
+    "half a model": (given(EMBEDDED_BYTES[: len(EMBEDDED_BYTES) // 2]), "cut off; download or copy it again$"),
     "half a header": (given(EMBEDDED_BYTES[:1000]), "the file is damaged; get the file"),
     "an unknown architecture": (
         changed(ARCHITECTURE + b"llama", ARCHITECTURE + b"lloma"),
-        "does not know its architecture 'lloma': take another model, or a newer uma-trio$",
+        "does not know its architecture 'lloma'; take another model, or a newer uma-trio$",
     ),
     "a missing tensor": (
         changed(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"),
-        r"llama\.cpp refuses the file \(tensor 'blk\.0\.attn_q\.weight' not found\): get the file from another source",
+        r"llama\.cpp refuses the file \(tensor 'blk\.0\.attn_q\.weight' not found\); get the file from another source",
     ),
     "a duplicate tensor": (
         changed(b"blk.0.attn_q.weight", b"blk.1.attn_q.weight"),
@@ -120,13 +120,13 @@ MODELS: dict[str, tuple[Case, str]] = {
 SETTINGS: dict[str, tuple[Case, str]] = {
     "a context that does not fit": (
         constant("--ctx", "64M"),
-        r"a KV cache of 67108864 tokens takes 309\.2 GB, and [\d.]+ GB of memory are free: lower --ctx to \d+ or less",
+        r"a KV cache of 67108864 tokens takes 309\.2 GB, and [\d.]+ GB of memory are free; lower --ctx to \d+ or less",
     ),
     "too little KV memory": (constant("--kv-mem-limit-mb", "1"), "raise it to 10, or lower parallel$"),
     "no library": (constant("--llama-dir", "FOLDER"), "run ./build_llama.sh --prefix "),
     "no such chat template": (
         constant("--chat-template", "chatlm"),
-        "there is no chat template chatlm: did you mean chatml",
+        "there is no chat template chatlm; did you mean chatml",
     ),
     "a folder as chat template": (constant("--chat-template", "FOLDER"), "cannot read the chat template .*: Is a dir"),
     "a chat template that is not text": (constant("--chat-template", str(EMBEDDED)), "takes a Jinja file$"),
@@ -211,7 +211,7 @@ def test_a_model_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("uma_trio.models.loaded.check_gguf", refuse)  # the tests may run as root, who may read all
-    check_one_sentence(["--model", "m.gguf"], "m.gguf may not be read: run chmod u.r on it, or start the daemon as its")
+    check_one_sentence(["--model", "m.gguf"], "m.gguf may not be read; run chmod u.r on it, or start the daemon as its")
 
 
 def test_a_misspelt_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.serving import settings
 from uma_trio.cli.doctor import folders
-from uma_trio.cli.doctor.findings import Finding, problem
+from uma_trio.cli.doctor.findings import Finding
 from uma_trio.cli.doctor.folders import WrittenFolder, cannot_write, check_folder, check_folders
 from uma_trio.telemetry.perf_records import FIRST_BYTES
 
@@ -116,16 +116,3 @@ def test_what_is_missing_decides_the_verdict(home: Path) -> None:
     (home / "f").touch()
     assert check_folder(folder).verdict == "problem"
     assert check_folder(attrs.evolve(folder, verdict="warning")).verdict == "warning"
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "fix"),
-    [
-        ("there is no library in /x: run y", "there is no library in /x", "run y"),
-        ("cannot load m: it is cut off; get it again", "cannot load m: it is cut off", "get it again"),
-        ("its defaults differ (a; b): run y", "its defaults differ (a; b)", "run y"),
-        ("broken", "broken", "the default"),
-    ],
-)
-def test_an_error_brings_its_remedy(error: str, message: str, fix: str) -> None:
-    assert problem("x", error, "the default") == Finding("x", "problem", message, fix)

@@ -12,10 +12,11 @@ from llama_abi.gpus import look
 from llama_abi.library import DIRECTORY_VARIABLE
 from llama_abi.stamp import DEFAULT_DIRECTORY
 from uma_trio.engine.devices import Device, Devices, MachineGpu
+from uma_trio.errors import ErrorWithRemedy
 
 
-class LibraryProblem(Exception):
-    """The library cannot be used.  The message has the reason and the fix."""
+class LibraryProblem(ErrorWithRemedy):
+    """The library cannot be used."""
 
 
 @attrs.frozen
@@ -51,7 +52,7 @@ def read_stamp(directory: Path) -> StampFacts:
         stamp = llama_abi.Stamp.read(directory)
         stamp.verify(directory)
     except llama_abi.LibraryError as error:
-        raise LibraryProblem(str(error)) from None
+        raise LibraryProblem(error.reason, error.remedy) from None
     return StampFacts(stamp.pin, stamp.backend)
 
 
@@ -64,7 +65,7 @@ def load_library(directory: Path) -> LibraryFacts:
     try:
         library = llama_abi.load(directory)
     except llama_abi.LibraryError as error:
-        raise LibraryProblem(str(error)) from None
+        raise LibraryProblem(error.reason, error.remedy) from None
     return LibraryFacts(library.system_info, library.max_sequences, find_devices(library))
 
 

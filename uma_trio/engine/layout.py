@@ -22,6 +22,7 @@ import attrs
 import psutil
 
 from uma_trio import config
+from uma_trio.errors import ErrorWithRemedy
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 
 MIB: Final = 1 << 20
@@ -50,11 +51,11 @@ CLEARLY_FASTER: Final = 0.9
 differ by some percent, and each start should choose the same."""
 
 
-class KvCacheTooSmall(ValueError):
+class KvCacheTooSmall(ErrorWithRemedy):
     """``kv_mem_limit_mb`` is below the smallest possible KV cache."""
 
 
-class ContextTooLarge(ValueError):
+class ContextTooLarge(ErrorWithRemedy):
     """The KV cache does not fit into the free memory."""
 
     def __init__(self, n_ctx: int, kv_bytes_per_token: float, free_bytes: int) -> None:
@@ -62,8 +63,8 @@ class ContextTooLarge(ValueError):
         fitting -= fitting % KV_CELL_MULTIPLE
         super().__init__(
             f"a KV cache of {n_ctx} tokens takes {n_ctx * kv_bytes_per_token / 1e9:.1f} GB, and "
-            f"{free_bytes / 1e9:.1f} GB of memory are free: lower --ctx to {fitting} or less, or set --type-k and "
-            "--type-v to q8_0, which takes half"
+            f"{free_bytes / 1e9:.1f} GB of memory are free",
+            f"lower --ctx to {fitting} or less, or set --type-k and --type-v to q8_0, which takes half",
         )
 
 
@@ -239,7 +240,8 @@ def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int
     if most < block:
         raise KvCacheTooSmall(
             f"kv_mem_limit_mb {settings.kv_mem_limit_mb} has room for {most} tokens; {settings.parallel} sequences "
-            f"need at least {block}: raise it to {1 + int(block * shape.kv_bytes_per_token / 1e6)}, or lower parallel"
+            f"need at least {block}",
+            f"raise it to {1 + int(block * shape.kv_bytes_per_token / config.MB)}, or lower parallel",
         )
     return most - most % block
 

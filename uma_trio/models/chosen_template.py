@@ -53,13 +53,13 @@ def choose_template(given: str) -> TemplateSource:
         nearest = difflib.get_close_matches(given, built_in(), n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""
         raise ModelError(
-            f"there is no chat template {given}: {hint}--chat-template takes a Jinja file, or one of "
-            + ", ".join(built_in())
+            f"there is no chat template {given}",
+            f"{hint}--chat-template takes a Jinja file, or one of {', '.join(built_in())}",
         ) from None
     except (OSError, ValueError, RuntimeError) as error:  # not UTF-8, a NUL in the path, ~ of an unknown user
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise ModelError(
-            f"cannot read the chat template {given}: {reason}; --chat-template takes a Jinja file"
+            f"cannot read the chat template {given}: {reason}", "--chat-template takes a Jinja file"
         ) from None
     _try(source)
     return source
@@ -72,4 +72,4 @@ def _try(source: TemplateSource) -> None:
     except BadRequest:
         pass  # it compiles, and refuses a conversation without a system message
     except BrokenTemplate as error:
-        raise ModelError(f"{error}; correct it, or give --chat-template another one") from None
+        raise ModelError(str(error), "correct it, or give --chat-template another one") from None

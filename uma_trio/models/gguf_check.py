@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attrs
 
-from uma_trio.models.gguf_header import REMEDY, GgufError, GgufHeader, read_header
+from uma_trio.models.gguf_header import GgufError, GgufHeader, read_header
 
 __all__ = ["GgufError", "GgufSummary", "check_gguf"]
 
@@ -122,7 +122,7 @@ def check_gguf(path: str | os.PathLike[str], *, vocab_only: bool = False) -> Ggu
         header = read_header(path, vocab_only=vocab_only)
         check_values(header, vocab_only=vocab_only)
     except GgufError as error:
-        raise GgufError(f"{path}: {error}") from None
+        raise GgufError(f"{path}: {error.reason}", error.remedy) from None
     architecture = header.text("general.architecture")
     context = header.values.get(f"{architecture}.context_length")
     splits = header.values.get("split.count")
@@ -157,19 +157,19 @@ def _check_tokenizer_model(header: GgufHeader) -> None:
     model = header.text("tokenizer.ggml.model")
     if model and model not in TOKENIZER_MODELS:
         raise GgufError(
-            f"its tokenizer is {model!r:.40}, which cannot be served; use a model with one of these tokenizers: "
-            + ", ".join(sorted(TOKENIZER_MODELS - {"none", "no_vocab"}))
+            f"its tokenizer is {model!r:.40}, which cannot be served",
+            "use a model with one of these tokenizers: " + ", ".join(sorted(TOKENIZER_MODELS - {"none", "no_vocab"})),
         )
 
 
 def _check_tokens(header: GgufHeader) -> None:
     """llama-vocab.cpp, ``load``: ``GGML_ASSERT(id_to_token.size() == token_to_id.size())``."""
     if header.count("tokenizer.ggml.tokens") == 0:
-        raise GgufError(f"its vocabulary has no tokens; {REMEDY}")
+        raise GgufError("its vocabulary has no tokens")
     seen: set[bytes] = set()
     for index, token in enumerate(_spellings(header)):
         if token in seen:
-            raise GgufError(f"its vocabulary has the token {token!r:.60} twice, the second time as {index}; {REMEDY}")
+            raise GgufError(f"its vocabulary has the token {token!r:.60} twice, the second time as {index}")
         seen.add(token)
 
 
@@ -191,10 +191,10 @@ def _check_byte_tokens(header: GgufHeader) -> None:
         if tokens and missing:
             raise GgufError(
                 f"its vocabulary cannot spell {len(missing)} of the 256 bytes, the first one 0x{missing[0]:02X}, so it "
-                f"is not one for the tokenizer 'llama'; {REMEDY}"
+                "is not one for the tokenizer 'llama'"
             )
     if model == "bert" and BYTE_TOKEN in header.numbers("tokenizer.ggml.token_type"):
-        raise GgufError(f"its vocabulary has byte tokens, which the tokenizer 'bert' does not know; {REMEDY}")
+        raise GgufError("its vocabulary has byte tokens, which the tokenizer 'bert' does not know")
 
 
 def _check_special_tokens(header: GgufHeader) -> None:
@@ -213,7 +213,7 @@ def _check_special_tokens(header: GgufHeader) -> None:
         token = header.values.get(f"tokenizer.ggml.{name}_token_id")
         usable = any(isinstance(each, int) and 0 <= each < n_tokens for each in (token, default))
         if needed[name] and n_tokens and not usable:
-            raise GgufError(f"its tokenizer adds the token {name}, and its vocabulary has none; {REMEDY}")
+            raise GgufError(f"its tokenizer adds the token {name}, and its vocabulary has none")
 
 
 # -- hyperparameters ----------------------------------------------------------------------------
@@ -225,10 +225,10 @@ def _check_layers(header: GgufHeader) -> None:
     if n_layers is None:
         return
     if not 1 <= n_layers <= MAX_LAYERS:
-        raise GgufError(f"it claims {n_layers} layers, not 1 to {MAX_LAYERS}; {REMEDY}")
+        raise GgufError(f"it claims {n_layers} layers, not 1 to {MAX_LAYERS}")
     n_predicting = _integer(header, "nextn_predict_layers") or 0
     if n_predicting > n_layers:
-        raise GgufError(f"it claims {n_predicting} layers for multi-token prediction of {n_layers}; {REMEDY}")
+        raise GgufError(f"it claims {n_predicting} layers for multi-token prediction of {n_layers}")
 
 
 def _check_experts(header: GgufHeader) -> None:
@@ -250,8 +250,7 @@ def _check_experts(header: GgufHeader) -> None:
     )
     if not consistent:
         raise GgufError(
-            f"it claims {count} experts in {groups} groups, of which {used} experts in {groups_used} groups are used; "
-            f"{REMEDY}"
+            f"it claims {count} experts in {groups} groups, of which {used} experts in {groups_used} groups are used"
         )
 
 
@@ -260,7 +259,7 @@ def _check_layers_with_experts(header: GgufHeader) -> None:
     names = {tensor.name for tensor in header.tensors}
     for layer, used in enumerate(_numbers(header, "expert_used_count")):
         if not used and f"blk.{layer}.ffn_down_exps.weight" in names:
-            raise GgufError(f"its layer {layer} has experts and uses none of them; {REMEDY}")
+            raise GgufError(f"its layer {layer} has experts and uses none of them")
 
 
 def _check_epsilons(header: GgufHeader) -> None:
@@ -269,7 +268,7 @@ def _check_epsilons(header: GgufHeader) -> None:
         if key.endswith(("epsilon", ".eps")):
             for value in header.numbers(key):
                 if not 0 <= value < math.inf:
-                    raise GgufError(f"{key} is {value}, not a number from 0; {REMEDY}")
+                    raise GgufError(f"{key} is {value}, not a number from 0")
 
 
 def _check_rope(header: GgufHeader) -> None:
@@ -280,10 +279,10 @@ def _check_rope(header: GgufHeader) -> None:
     key = f"{header.text('general.architecture')}.rope.scaling.type"
     scaling = header.text(key)
     if key in header.values and scaling not in ROPE_SCALING:
-        raise GgufError(f"its RoPE scaling is {scaling!r:.40}, not one of {', '.join(sorted(ROPE_SCALING))}; {REMEDY}")
+        raise GgufError(f"its RoPE scaling is {scaling!r:.40}, not one of {', '.join(sorted(ROPE_SCALING))}")
     sections = _numbers(header, "rope.dimension_sections")
     if header.text("general.architecture") in SECTIONED_ROPE and not any(section > 0 for section in sections[:3]):
-        raise GgufError(f"its architecture rotates sections of each head, and it claims none; {REMEDY}")
+        raise GgufError("its architecture rotates sections of each head, and it claims none")
     heads = next(iter(_numbers(header, "attention.head_count")), 0)
     width = _integer(header, "embedding_length")
     if header.text("general.architecture") in NO_ROPE or not isinstance(heads, int) or heads < 1 or width is None:
@@ -295,11 +294,9 @@ def _check_rope(header: GgufHeader) -> None:
             head = _integer(header, "attention.key_length")
         head = width // heads if head is None else head
         if n_rotated is not None and not (2 <= n_rotated <= head and n_rotated % 2 == 0):
-            raise GgufError(
-                f"it rotates {n_rotated} dimensions of heads of {head}, not an even number of them from 2; {REMEDY}"
-            )
+            raise GgufError(f"it rotates {n_rotated} dimensions of heads of {head}, not an even number of them from 2")
         if not suffix and n_rotated not in (None, head) and header.text("general.architecture") in FULL_ROPE:
-            raise GgufError(f"it rotates {n_rotated} dimensions, and its architecture rotates all {head}; {REMEDY}")
+            raise GgufError(f"it rotates {n_rotated} dimensions, and its architecture rotates all {head}")
 
 
 def _check_kv_heads(header: GgufHeader) -> None:
@@ -314,7 +311,7 @@ def _check_kv_heads(header: GgufHeader) -> None:
     for layer, n in enumerate(kv_heads):
         keys = tensors.get(f"blk.{layer}.attn_k.weight")
         if n and keys is not None and keys.shape[-1] not in {n * width for width in widths if width}:
-            raise GgufError(f"its layer {layer} claims {n} KV heads, which does not match {keys.name}; {REMEDY}")
+            raise GgufError(f"its layer {layer} claims {n} KV heads, which does not match {keys.name}")
 
 
 def _check_window(header: GgufHeader) -> None:
@@ -323,12 +320,12 @@ def _check_window(header: GgufHeader) -> None:
     if window is None:
         return
     if not 0 <= window <= MAX_WINDOW:
-        raise GgufError(f"it claims a sliding window of {window} tokens, more than {MAX_WINDOW}; {REMEDY}")
+        raise GgufError(f"it claims a sliding window of {window} tokens, more than {MAX_WINDOW}")
     key = f"{header.text('general.architecture')}.attention.sliding_window_pattern"
     exempts_all = header.values.get(key) == 1  # a single n exempts every n-th layer
     pattern = header.numbers(key)[: _integer(header, "block_count")]
     if window and (exempts_all or (header.count(key) is not None and not any(pattern))):
-        raise GgufError(f"it claims a sliding window of {window} tokens, and no layer that has one; {REMEDY}")
+        raise GgufError(f"it claims a sliding window of {window} tokens, and no layer that has one")
 
 
 def _check_decoder_only(header: GgufHeader) -> None:
@@ -336,7 +333,8 @@ def _check_decoder_only(header: GgufHeader) -> None:
     architecture = header.text("general.architecture")
     if architecture in WITH_ENCODER or header.text("tokenizer.ggml.model") == "t5":
         raise GgufError(
-            f"it is a model with an encoder ({architecture}); only decoder-only models can be served: give another one"
+            f"it is a model with an encoder ({architecture}); only decoder-only models can be served",
+            "give another one",
         )
 
 
@@ -351,7 +349,7 @@ def _check_tensor_types(header: GgufHeader) -> None:
         matrix = len(tensor.shape) > 1 and tensor.name.endswith(".weight") and not tensor.name.endswith(FLOAT_ONLY)
         if tensor.type in NOT_MULTIPLIED if matrix else tensor.type != "F32":
             expected = "a type for matrices" if matrix else "F32"
-            raise GgufError(f"the tensor {tensor.name} has the type {tensor.type}, not {expected}; {REMEDY}")
+            raise GgufError(f"the tensor {tensor.name} has the type {tensor.type}, not {expected}")
 
 
 def _integer(header: GgufHeader, name: str) -> int | None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import attrs
 
+from uma_trio.errors import ErrorWithRemedy
+
 DEFAULT_ALIGNMENT = 32
 """Bytes; also the smallest alignment that ggml's buffers accept."""
 MAX_ALIGNMENT = 1 << 20
@@ -51,15 +53,19 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
 Scalar = int | float | str
 
 
-class GgufError(ValueError):
-    """The file must not be loaded. The message names the defect and the remedy."""
-
-
 REMEDY = "get the file from another source, or convert the model again"
+AGAIN = "download or copy it again"
+
+
+class GgufError(ErrorWithRemedy):
+    """The file must not be loaded. ``reason`` names the defect."""
+
+    def __init__(self, reason: str, remedy: str = REMEDY) -> None:
+        super().__init__(reason, remedy)
 
 
 def _damaged(defect: str) -> GgufError:
-    return GgufError(f"{defect}: the file is damaged; {REMEDY}")
+    return GgufError(f"{defect}: the file is damaged")
 
 
 class _BeyondWindow(Exception):
@@ -114,7 +120,7 @@ class GgufHeader:
         self._check_count(n_kv, MAX_PAIRS, 8 + 1 + 4 + 1, "key-value pairs")
         self._check_count(n_tensors, MAX_TENSORS, 8 + 1 + 4 + 8 + 4 + 8, "tensors")
         if n_tensors == 0 and not vocab_only:
-            raise GgufError("it has no tensors: it is a vocabulary, or the first part of a split; give a whole model")
+            raise GgufError("it has no tensors: it is a vocabulary, or the first part of a split", "give a whole model")
         for _ in range(n_kv):
             self._read_pair()
         self._read_tensors(n_tensors)
@@ -160,16 +166,16 @@ class GgufHeader:
         magic = self._data[:4]
         if magic != b"GGUF":
             if self._data.startswith(b"version https://git-lfs"):
-                raise GgufError("it is a Git LFS pointer, not the model; run git lfs pull")
+                raise GgufError("it is a Git LFS pointer, not the model", "run git lfs pull")
             raise GgufError(
-                f"it begins with {magic!r} and not with b'GGUF'; it is not a GGUF file: give the path of a .gguf file"
+                f"it begins with {magic!r} and not with b'GGUF': it is not a GGUF file", "give the path of a .gguf file"
             )
         self._at = 4
         (version,) = self._unpack("I", "the version")
         if version in (2 << 24, 3 << 24):
-            raise GgufError("it is a big-endian GGUF and this machine is not; get the little-endian one")
+            raise GgufError("it is a big-endian GGUF and this machine is not", "get the little-endian one")
         if version not in (2, 3):
-            raise GgufError(f"it is GGUF version {version}; only 2 and 3 are supported. Convert the model again")
+            raise GgufError(f"it is GGUF version {version}; only 2 and 3 are supported", "convert the model again")
         assert isinstance(version, int)
         return version
 
@@ -231,8 +237,8 @@ class GgufHeader:
         available = self.size_bytes - _aligned(self._at, alignment)
         if n_tensors and end > available:
             raise GgufError(
-                f"its tensors need {end} bytes and the file has {max(available, 0)}: it was cut off. "
-                "Download or copy it again"
+                f"its tensors need {end} bytes and the file has {max(available, 0)}: it was cut off",
+                AGAIN,
             )
 
     def _read_tensor(self) -> tuple[Tensor, int, int]:
@@ -257,7 +263,8 @@ class GgufHeader:
         if size > self.size_bytes:
             raise GgufError(
                 f"the tensor {name} takes {size} bytes and the whole file has {self.size_bytes}: "
-                "it was cut off or is damaged. Download or copy it again"
+                "it was cut off or is damaged",
+                AGAIN,
             )
         return Tensor(name, shape, type_name), offset, size
 
@@ -275,7 +282,7 @@ class GgufHeader:
 
     def _beyond(self, what: str) -> None:
         if self._at > self.size_bytes:
-            raise GgufError(f"it ends inside {what}: it was cut off. Download or copy it again")
+            raise GgufError(f"it ends inside {what}: it was cut off", AGAIN)
         raise _BeyondWindow
 
     def _check_count(self, count: int, limit: int, least_bytes: int, what: str) -> None:
@@ -313,7 +320,7 @@ def read_header(path: Path, *, vocab_only: bool = False) -> GgufHeader:
     """
     status = path.stat()
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # opening a pipe would block
-        raise GgufError("it is not a regular file; give the path of a .gguf file")
+        raise GgufError("it is not a regular file", "give the path of a .gguf file")
     with path.open("rb") as file:
         window = _FIRST_READ
         data = file.read(window)
@@ -328,7 +335,7 @@ def read_header(path: Path, *, vocab_only: bool = False) -> GgufHeader:
                 file.seek(0, os.SEEK_SET)
                 data = file.read(window)
                 if len(data) < min(window, status.st_size):
-                    raise GgufError("it became shorter while it was read; copy it again") from None
+                    raise GgufError("it became shorter while it was read", "copy it again") from None
 
 
 def _aligned(position: int, alignment: int) -> int:

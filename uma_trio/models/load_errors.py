@@ -1,4 +1,4 @@
-"""What goes wrong with a model at a start, as one sentence with a remedy."""
+"""What goes wrong with a model at a start, as one reason with a remedy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from uma_trio.engine.llama import LOAD_ERRORS
 from uma_trio.engine.messages import EngineDied, EngineError, LoadError
+from uma_trio.errors import ErrorWithRemedy
 from uma_trio.models.gguf_header import REMEDY, GgufError
 
 GIVE_A_FILE: Final = "give --model the path of a .gguf file"
@@ -33,8 +34,8 @@ _SIGNALS: Final = {
 """What to do when the engine died while it loaded the model, by signal."""
 
 
-class ModelError(Exception):
-    """The model cannot be loaded; says why and what to do."""
+class ModelError(ErrorWithRemedy):
+    """The model cannot be loaded."""
 
 
 @contextlib.contextmanager
@@ -47,46 +48,53 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise ModelError(f"there is no model at {path}; {_nearest(path)}") from None
+        raise ModelError(f"there is no model at {path}", _nearest(path)) from None
     except IsADirectoryError:
-        raise ModelError(f"{path} is a folder; {_within(path)}") from None
+        raise ModelError(f"{path} is a folder", _within(path)) from None
     except PermissionError:
-        raise ModelError(f"{path} may not be read: run chmod u+r on it, or start the daemon as its owner") from None
+        raise ModelError(f"{path} may not be read", "run chmod u+r on it, or start the daemon as its owner") from None
     except OSError as error:
-        raise ModelError(f"cannot load {path}: {error.strerror or error}; {GIVE_A_FILE}") from error
+        raise ModelError(f"cannot load {path}: {error.strerror or error}", GIVE_A_FILE) from error
     except (GgufError, EngineError, EngineDied, LoadError, *LOAD_ERRORS) as error:
-        reason = str(error).removeprefix("cannot load ").removeprefix(f"{path}: ")
-        died = isinstance(error, EngineDied) or isinstance(error.__cause__, EngineDied)
-        raise ModelError(f"cannot load {path}: {_of_death(reason) if died else readable(reason)}") from error
+        reason, remedy = _explain(error)
+        reason = reason.removeprefix("cannot load ").removeprefix(f"{path}: ")
+        raise ModelError(f"cannot load {path}: {reason}", remedy) from error
 
 
-def readable(reason: str) -> str:
-    """llama.cpp's chain of error lines as one reason with a remedy.  Any other text is returned as it is."""
+def _explain(error: Any) -> tuple[str, str]:
+    if hasattr(error, "remedy"):  # the file, the settings or the library are wrong
+        return error.reason, error.remedy
+    died = isinstance(error, EngineDied) or isinstance(error.__cause__, EngineDied)
+    return _of_death(str(error)) if died else readable(str(error))
+
+
+def readable(reason: str) -> tuple[str, str]:
+    """llama.cpp's chain of error lines as one reason and its remedy.  Any other text is returned as it is."""
     of_context = reason.startswith(_NO_CONTEXT)
     lines = reason.removeprefix(_NO_CONTEXT).split("; ")
     if not any("_" in line.split(":")[0] and _FUNCTION.match(line) for line in lines):
-        return reason
+        return reason, ""
     if _NO_MEMORY.search(reason):
         if of_context:
-            return "the context does not fit into memory: lower --ctx, --parallel or --batch-tokens"
+            return "the context does not fit into memory", "lower --ctx, --parallel or --batch-tokens"
         return (
-            "the weights do not fit into memory: take a smaller model or a stronger quantization, or keep fewer layers "
-            "on the GPU with --gpu-layers"
+            "the weights do not fit into memory",
+            "take a smaller model or a stronger quantization, or keep fewer layers on the GPU with --gpu-layers",
         )
     causes = [_FUNCTION.sub("", line) for line in (*(each for each in lines if not _FOLLOWS.search(each)), lines[0])]
     if of_context:
-        return f"llama.cpp refuses these settings ({causes[0]}): change those of the section model"
+        return f"llama.cpp refuses these settings ({causes[0]})", "change those of the section model"
     if found := re.search(r"unknown model architecture: '([^']*)'", reason):
         return (
-            f"the llama.cpp of this build does not know its architecture {found[1]!r}: take another model, or a newer "
-            "uma-trio"
+            f"the llama.cpp of this build does not know its architecture {found[1]!r}",
+            "take another model, or a newer uma-trio",
         )
-    return f"llama.cpp refuses the file ({causes[0]}): {REMEDY}"
+    return f"llama.cpp refuses the file ({causes[0]})", REMEDY
 
 
-def _of_death(reason: str) -> str:
+def _of_death(reason: str) -> tuple[str, str]:
     fix = next((fix for name, fix in _SIGNALS.items() if name in reason.split(":")[0]), None)
-    return f"{reason}; {fix or 'the log has its last lines, and --log-level debug more of them'}"
+    return reason, fix or "the log has its last lines, and --log-level debug more of them"
 
 
 def _nearest(path: Path) -> str:

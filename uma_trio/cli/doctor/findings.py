@@ -20,19 +20,6 @@ class Finding:
     fix: str | None = None
 
 
-def problem(name: str, error: object, fix: str) -> Finding:
-    """A finding for an error whose text may end with its own remedy, behind a colon or a semicolon.
-
-    Args:
-        fix: for a text without one.
-    """
-    text = str(error)
-    end = max(text.rfind(": "), text.rfind("; "))
-    if end < 0:
-        return Finding(name, "problem", text, fix)
-    return Finding(name, "problem", text[:end], text[end + 2 :])
-
-
 def guarded(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """Run a check.  A check that raises an exception is a finding too."""
     try:

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import attrs
-
 from uma_trio.cli.doctor import probe
-from uma_trio.cli.doctor.findings import Finding, problem
+from uma_trio.cli.doctor.findings import Finding
 from uma_trio.engine.devices import Devices, size
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ def check_stamp(settings: Config) -> Iterator[Finding]:
     try:
         stamp = read_stamp(directory)
     except LibraryProblem as error:
-        yield problem("stamp", error, BUILD)
+        yield Finding("stamp", "problem", error.reason, error.remedy or BUILD)
     else:
         yield Finding("stamp", "ok", f"{stamp.pin}, built for {stamp.backend}, in {directory}")
 
@@ -45,7 +43,7 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
         yield Finding("library", "problem", f"loading the library {ending}", f"{BUILD} --clean")
         return
     if "problem" in library:
-        yield problem("library", library["problem"], BUILD)
+        yield Finding("library", "problem", library["problem"], library["remedy"] or BUILD)
         return
     yield Finding("library", "ok", f"it loads and supports up to {library['max_sequences']} sequences")
     yield _devices((model or {}).get("devices") or library["devices"])
@@ -94,8 +92,7 @@ def _model(path: Path, embedded: bool, found: dict[str, Any] | None, ending: str
     if found is None:
         return Finding("model", "problem", f"loading {path} {ending}", fix)
     if "problem" in found:
-        refused = problem("model", found["problem"], fix)
-        return attrs.evolve(refused, fix=fix) if embedded else refused
+        return Finding("model", "problem", found["problem"], found["remedy"] or fix)
     about = f"{found['description']}, {found['n_params'] / 1e6:,.1f} M parameters"
     return Finding("model", "ok", f"{path.name}: {about}, training context {found['n_ctx_train']} tokens")
 

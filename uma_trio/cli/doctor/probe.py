@@ -65,7 +65,7 @@ def probe(settings: Config) -> None:
     try:
         library = load_library(library_directory(settings.model.llama_dir))
     except LibraryProblem as error:
-        _report("library", problem=str(error))
+        _report("library", problem=error.reason, remedy=error.remedy)
         return
     _report(
         "library",
@@ -95,7 +95,7 @@ def _probe_model(settings: Config) -> None:
             with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
             engine = LlamaEngine(path, with_time, layout_cache=FileLayoutCache(path))
     except ModelError as error:
-        _report("model", problem=str(error))
+        _report("model", problem=error.reason, remedy=error.remedy)
         return
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     info, choice = engine.info, engine.layout_choice
