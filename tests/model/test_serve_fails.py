@@ -98,7 +98,7 @@ MODELS: dict[str, tuple[Case, str]] = {
     "an empty folder": (constant("--model", "FOLDER"), r"is a folder; give --model the path of a \.gguf file$"),
     "a file in a file": (constant("--model", f"{EMBEDDED}/m.gguf"), "Not a directory; give --model the path"),
     "a device": (constant("--model", "/dev/null"), r"not a regular file; give the path of a \.gguf file$"),
-    "an empty file": (given(b""), r"not a GGUF file: give the path of a \.gguf file$"),
+    "an empty file": (given(b""), r"not a GGUF file; give the path of a \.gguf file$"),
     "a text": (given(b"# Notes\nno model"), "it is not a GGUF file; give the path"),
     "a Git LFS pointer": (given(b"version https://git-lfs.github.com/spec/v1\n"), "run git lfs pull$"),
     "half a model": (given(EMBEDDED_BYTES[: len(EMBEDDED_BYTES) // 2]), "cut off; download or copy it again$"),
