@@ -56,16 +56,18 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as error:
         raise ModelError(f"cannot load {path}: {error.strerror or error}", GIVE_A_FILE) from error
     except (GgufError, EngineError, EngineDied, LoadError, *LOAD_ERRORS) as error:
-        reason, remedy = _explain(error)
-        reason = reason.removeprefix("cannot load ").removeprefix(f"{path}: ")
+        reason, remedy = _explain(error, path)
         raise ModelError(f"cannot load {path}: {reason}", remedy) from error
 
 
-def _explain(error: Any) -> tuple[str, str]:
-    if hasattr(error, "remedy"):  # the file, the settings or the library are wrong
-        return error.reason, error.remedy
+def _explain(error: Any, path: Path) -> tuple[str, str]:
+    has_remedy = hasattr(error, "remedy")  # the file, the settings or the library are wrong
+    reason = error.reason if has_remedy else str(error)
+    reason = reason.removeprefix("cannot load ").removeprefix(f"{path}: ")
+    if has_remedy:
+        return reason, error.remedy
     died = isinstance(error, EngineDied) or isinstance(error.__cause__, EngineDied)
-    return _of_death(str(error)) if died else readable(str(error))
+    return _of_death(reason) if died else readable(reason)
 
 
 def readable(reason: str) -> tuple[str, str]:
