@@ -14,7 +14,7 @@ Scripts and notebooks call ``ask`` or ``stream``, which are also attributes of t
 
     answer = uma_trio.ask("What is the capital of France?")
 
-Closing the connection cancels the running request on the server.  Leaving the ``async with`` block closes it, by
+Closing the connection cancels the running request in the daemon.  Leaving the ``async with`` block closes it, by
 cancellation too, and so does leaving a loop over ``stream``.
 """
 
@@ -83,7 +83,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class ServerError(ClientError):
-    """The server answered with an error event; docs/PROTOCOL.md lists the codes."""
+    """The daemon answered with an error event; docs/PROTOCOL.md lists the codes."""
 
     def __init__(self, event: Failure) -> None:
         super().__init__(f"{event.code}: {event.message}")
@@ -92,7 +92,7 @@ class ServerError(ClientError):
 
 
 class BrokenProtocol(ClientError):
-    """The server violated the protocol, or closed the connection before the end of an answer."""
+    """The daemon violated the protocol, or closed the connection before the end of an answer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -127,18 +127,18 @@ class Client:
         """Send one message as it is.
 
         Raises:
-            BrokenProtocol: the server closed the connection.
+            BrokenProtocol: the daemon closed the connection.
         """
         try:
             await self._stream.send(self._codec.encode(dict(fields)))
         except anyio.BrokenResourceError:
-            raise BrokenProtocol("the server closed the connection") from None
+            raise BrokenProtocol("the daemon closed the connection") from None
 
     async def receive(self) -> Event | None:
-        """Wait for the next event; ``None`` when the server has closed the connection.
+        """Wait for the next event; ``None`` when the daemon has closed the connection.
 
         Raises:
-            BrokenProtocol: the server sent something that is not an event.
+            BrokenProtocol: the daemon sent something that is not an event.
         """
         try:
             while (event := self._codec.next_event()) is None:
@@ -159,12 +159,12 @@ class Client:
                 integers as keys.
 
         Raises:
-            ServerError: the server answered with an error.  With ``n`` above 1, events of other answers may follow;
+            ServerError: the daemon answered with an error.  With ``n`` above 1, events of other answers may follow;
                 ``receive`` returns them.
             BrokenProtocol: the connection ended before the answer.
         """
         request = _Request(fields, f"r{next(self._ids)}")
-        with contextlib.suppress(BrokenProtocol):  # a server that closed the connection may have sent the reason
+        with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
             await self.send(request.fields)
         while not request.done:
             event = await self.receive()
@@ -188,7 +188,7 @@ class Client:
         """List, describe, close or fork sessions; ``fields`` are those of a session query in docs/PROTOCOL.md.
 
         Raises:
-            ServerError: the server answered with an error.
+            ServerError: the daemon answered with an error.
         """
         await self.send({"type": "sessions", "action": action, **fields})
         match event := await self.receive():
@@ -202,7 +202,7 @@ class Client:
         """Return the whole content of a session.
 
         Raises:
-            ServerError: the server answered with an error.
+            ServerError: the daemon answered with an error.
         """
         query = {"type": "sessions", "action": "read", "session_id": session_id, "keep_alive": keep_alive}
         await self.send(query)
@@ -220,7 +220,7 @@ class Client:
         return attrs.evolve(parts[-1], messages=messages, text=text)
 
     async def metrics(self) -> dict[str, Any]:
-        """Return one snapshot, as docs/METRICS.md describes it.  The server closes the connection afterwards."""
+        """Return one snapshot, as docs/METRICS.md describes it.  The daemon closes the connection afterwards."""
         await self.send({"type": "metrics"})
         match event := await self.receive():
             case Metrics(snapshot=snapshot):
@@ -252,7 +252,7 @@ class _Request:
             BrokenProtocol: it is ``None``, because the connection has ended.
         """
         if event is None:
-            raise BrokenProtocol("the server closed the connection in the middle of an answer")
+            raise BrokenProtocol("the daemon closed the connection in the middle of an answer")
         if event.id not in (None, self.fields["id"]):
             return False
         if isinstance(event, Failure):
@@ -302,7 +302,7 @@ def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None 
 
     Raises:
         NoServer: no daemon can be reached at the socket.
-        ServerError: the server answered with an error.
+        ServerError: the daemon answered with an error.
         BrokenProtocol: the connection ended before the answer.
     """
     if fields.get("n", 1) != 1:
@@ -335,7 +335,7 @@ def stream(
     codec = ClientCodec()
     with _connect_blocking(socket) as sock:
         try:
-            with contextlib.suppress(BrokenPipeError):  # a server that closed the connection may have sent the reason
+            with contextlib.suppress(BrokenPipeError):  # a daemon that closed the connection may have sent the reason
                 sock.sendall(codec.encode(request.fields))
             while not request.done:
                 while (event := codec.next_event()) is None and (data := sock.recv(READ_BYTES)):

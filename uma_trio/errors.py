@@ -4,7 +4,7 @@ Each class of the tree has a wire code (docs/PROTOCOL.md) and the matching HTTP 
 found; the connection, or the HTTP gateway, turns it into an answer with ``code``, ``str(error)`` and ``http_status``.
 
 The branches say who can fix the problem: ``ProtocolError``, ``ModelRequestError``, ``LimitError`` and ``SessionError``
-are up to the client, ``RuntimeFault`` to the server.
+are up to the client, ``RuntimeFault`` to the daemon.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class UmaError(Exception):
     """``id`` of the request that failed, if it is known; part of the error event."""
 
     retry_after_ms: int | None = None
-    """Delay after which a retry may succeed, if the server can estimate it; part of the error event."""
+    """Delay after which a retry may succeed, if the daemon can estimate it; part of the error event."""
 
 
 class ProtocolError(UmaError):
-    """The client violated the protocol.  The server reports the error, then closes the connection."""
+    """The client violated the protocol.  The daemon reports the error, then closes the connection."""
 
     http_status = 400
 
@@ -86,11 +86,11 @@ class Busy(ProtocolError):
 
 
 class ModelRequestError(UmaError):
-    """The server has models, and none of them can do what the request asks."""
+    """The daemon has models, and none of them can do what the request asks."""
 
 
 class ModelNotFound(ModelRequestError):
-    """The server has no model of the requested name."""
+    """The daemon has no model of the requested name."""
 
     code = "E_MODEL_NOT_FOUND"
     http_status = 404
@@ -111,7 +111,7 @@ class InvalidConstraint(ModelRequestError):
 
 
 class LimitError(UmaError):
-    """A valid request exceeds a limit of this server."""
+    """A valid request exceeds a limit of this daemon."""
 
     http_status = 429
 
@@ -124,7 +124,7 @@ class PromptTooLarge(LimitError):
 
 
 class MaxTokensTooLarge(LimitError):
-    """``max_tokens`` of the request exceeds the server's limit."""
+    """``max_tokens`` of the request exceeds the daemon's limit."""
 
     code = "E_LIMIT_MAX_TOKENS"
     http_status = 400
@@ -182,7 +182,7 @@ class SessionError(UmaError):
 
 
 class SessionNotFound(SessionError):
-    """The user has no session of this name."""
+    """The principal has no session of this name."""
 
     code = "E_SESSION_NOT_FOUND"
     http_status = 404
@@ -201,7 +201,7 @@ class SessionExists(SessionError):
 
 
 class RuntimeFault(UmaError):
-    """The server failed to do what it accepted to do."""
+    """The daemon failed to do what it accepted to do."""
 
     http_status = 500
 
@@ -220,14 +220,14 @@ class ModelUnavailable(RuntimeFault):
 
 
 class ShuttingDown(RuntimeFault):
-    """The server is draining and accepts no new requests."""
+    """The daemon is draining and accepts no new requests."""
 
     code = "E_RUNTIME_SHUTDOWN"
     http_status = 503
 
 
 class InternalError(RuntimeFault):
-    """A bug in the server; its log has the traceback."""
+    """A bug in the daemon; its log has the traceback."""
 
     code = "E_RUNTIME_INTERNAL"
 

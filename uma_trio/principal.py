@@ -7,7 +7,7 @@ import attrs
 
 @attrs.frozen
 class Principal:
-    """One party that shares the server with others: a Unix user, or a tenant with an API key.
+    """One party that shares the daemon with others: a Unix user, or a tenant with an API key.
 
     KV cache contents and sessions belong to a principal, and the scheduler shares time among principals.
     """

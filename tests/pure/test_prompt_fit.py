@@ -99,9 +99,9 @@ def test_the_window_is_the_smaller_of_the_cache_and_the_training() -> None:
 def test_what_is_beyond_a_limit() -> None:
     with pytest.raises(BadRequest, match="no tokens"):
         tokens_to_generate(ask(), 0, model_info(), LIMITS)
-    with pytest.raises(PromptTooLarge, match="91 tokens; this server takes 90"):
+    with pytest.raises(PromptTooLarge, match="91 tokens; this daemon takes 90"):
         tokens_to_generate(ask(), 91, model_info(), LIMITS)
-    with pytest.raises(MaxTokensTooLarge, match="61; this server gives 60"):
+    with pytest.raises(MaxTokensTooLarge, match="61; this daemon gives 60"):
         tokens_to_generate(ask(61), 1, model_info(), LIMITS)
 
 

@@ -294,7 +294,7 @@ def test_finishing_a_draft_whose_file_was_removed_fails(path: Path, folder: Stat
     draft = folder.begin(5000)
     [file] = path.glob("*.tmp")
     file.unlink()
-    with pytest.raises(StateFileError, match="it was removed while the server was running"):
+    with pytest.raises(StateFileError, match="it was removed while the daemon was running"):
         draft.finish([1], principal="uid:1")
     assert folder.used_bytes == 0
 
@@ -433,9 +433,9 @@ def test_a_path_that_cannot_be_a_folder_is_reported(tmp_path: Path) -> None:
 def test_a_removed_folder_is_created_again(path: Path, folder: StateFolder) -> None:
     state, draft = save(folder), folder.begin(1000)
     shutil.rmtree(path)
-    with pytest.raises(StateFileError, match="it was removed while the server was running"):
+    with pytest.raises(StateFileError, match="it was removed while the daemon was running"):
         draft.finish([1], principal="uid:1")
-    with pytest.raises(StateFileError, match="it was removed while the server was running"):
+    with pytest.raises(StateFileError, match="it was removed while the daemon was running"):
         folder.open(state.name)
     later = save(folder, b"later")
     assert folder.used_bytes == later.file_bytes

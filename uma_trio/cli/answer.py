@@ -202,7 +202,7 @@ def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
         reason = f"it was cut at --max-tokens {max_tokens}; a larger number gives more"
     else:
         reason = (
-            f"it was cut after {eos.usage.completion_tokens} tokens, all that the server had room for; --max-tokens N "
+            f"it was cut after {eos.usage.completion_tokens} tokens, all that the daemon had room for; --max-tokens N "
             "may give more, and uma-trio serve --ctx N makes room"
         )
     click.echo(f"{name} is not complete: {reason}", err=True)

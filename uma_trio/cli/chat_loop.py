@@ -37,7 +37,7 @@ CHAT_HINTS: Final = {
     **HINTS,
     "E_LIMIT_CONTEXT": "the conversation and the answer no longer fit the context: /new begins another conversation; "
     "with a smaller --max-tokens the answer needs less room, and with --n-keep the oldest messages are dropped",
-    "E_LIMIT_PROMPT_TOO_LARGE": "the conversation has become too long for this server: /new begins another one",
+    "E_LIMIT_PROMPT_TOO_LARGE": "the conversation has become too long for this daemon: /new begins another one",
 }
 
 
@@ -286,7 +286,7 @@ class Chat:
     async def _stream(self, request: dict[str, Any], view: AnswerView, answer: Message) -> Eos:
         """Show the answer to ``request``, and add its text to ``answer``.
 
-        Ctrl-C cancels the request on the server, whose last event then follows; a second one does not wait for it.
+        Ctrl-C cancels the request in the daemon, whose last event then follows; a second one does not wait for it.
 
         Raises:
             ClientError: there is no answer.

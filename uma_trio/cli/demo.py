@@ -79,7 +79,7 @@ def command(**options: Any) -> None:
     Exit codes:
       0  GO
       1  NO-GO
-      2  server error, or no server
+      2  the daemon refused, or no daemon
       3  protocol error
     """
     from uma_trio.cli.running import run
@@ -158,7 +158,7 @@ async def _play(daemon: Daemon, console: Console, options: dict[str, Any]) -> Sc
 
 
 async def _count(daemon: Daemon, before: Counters, scene: Scene, counts: list[Count]) -> None:
-    """Read the server's counters until cancelled, for the status line."""
+    """Read the daemon's counters until cancelled, for the status line."""
     import trio
 
     from uma_trio.demo.picture import Count
@@ -173,7 +173,7 @@ async def _count(daemon: Daemon, before: Counters, scene: Scene, counts: list[Co
 
 
 class _OtherPrograms:
-    """Measures how much CPU time programs other than the demo and its server use, from now on."""
+    """Measures how much CPU time programs other than the demo and its daemon use, from now on."""
 
     def __init__(self, engine_pid: int | None) -> None:
         self._own = _own_processes(engine_pid)
@@ -206,7 +206,7 @@ class _OtherPrograms:
 
 
 def _own_processes(engine_pid: int | None) -> set[psutil.Process] | None:
-    """Return the processes of the demo and of the server; ``None`` if the server's are not known."""
+    """Return the processes of the demo and of the daemon; ``None`` if the daemon's are not known."""
     import psutil
 
     if engine_pid is None:  # the engine is a thread of the daemon, whose process id nobody says

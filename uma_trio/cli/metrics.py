@@ -37,8 +37,9 @@ def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> 
     """Show the metrics of the daemon.  docs/METRICS.md explains every field.
 
     The daemon answers at once, also during a long prefill.  --watch goes on when the daemon is restarted.  If the
-    output is not a terminal, --watch prints JSON.  Exit codes: 0 success, 2 server error or no server, 3 protocol
-    error.
+    output is not a terminal, --watch prints JSON.
+
+    Exit codes: 0 success, 2 the daemon refused, or no daemon, 3 protocol error.
 
     \b
       uma-trio metrics

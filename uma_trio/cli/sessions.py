@@ -54,7 +54,7 @@ def command(context: click.Context, as_json: bool, socket: str | None) -> None:
       uma-trio sessions fork trip holiday
       uma-trio sessions close trip holiday
 
-    Exit codes: 0 success, 2 server error or no server, 3 protocol error.
+    Exit codes: 0 success, 2 the daemon refused, or no daemon, 3 protocol error.
     """
     context.obj = (as_json, socket)
     if context.invoked_subcommand is None:

@@ -212,7 +212,7 @@ class Scheduling:
     target_ttft_ms: float = setting(
         2000.0,
         "Target for the time to the first token, for requests without slo.target_ttft_ms. Among the prompts of one "
-        "user and priority, the one with the earliest deadline goes first.",
+        "principal and priority, the one with the earliest deadline goes first.",
         gt=0,
         le=3_600_000,
     )
@@ -231,7 +231,7 @@ class Scheduling:
     )
     prefill_burst_tokens: int = setting(
         64,
-        "Prefill tokens of one user before it is the turn of the next user. A prompt with no more tokens left goes "
+        "Prefill tokens of one principal before it is the turn of the next one. A prompt with no more tokens left goes "
         "before longer ones.",
         ge=1,
         le=8192,
@@ -239,7 +239,7 @@ class Scheduling:
     prefix_reuse: bool = setting(
         True,
         "Keep the KV cache of finished requests while there is room, and reuse common prefixes of finished and running "
-        "requests for new requests of the same user.",
+        "requests for new requests of the same principal.",
     )
     speculation: bool = setting(
         True,
@@ -292,7 +292,7 @@ class Sampling:
 
 @attrs.frozen(kw_only=True)
 class Sessions:
-    """Conversations that the server remembers by their ``session_id``."""
+    """Conversations that the daemon remembers by their ``session_id``."""
 
     state_dir: Path | None = setting(
         None, "Folder for data that outlives the daemon. If not given, $XDG_STATE_HOME/uma-trio."

@@ -46,7 +46,7 @@ HANGUP_POLL_S: Final = 0.05
 
 
 class ConnectionOwner(Protocol):
-    """The part of the server that a connection uses."""
+    """The part of the daemon that a connection uses."""
 
     @property
     def models(self) -> ModelRegistry: ...
@@ -274,8 +274,8 @@ class Connection:
         except UmaError as error:
             self._refuse(error, request)
         except Exception:  # noqa: BLE001 - a bug ends this request only
-            self._log.exception("a request failed with a bug of the server", request=request.id)
-            self._refuse(InternalError("internal error; the server's log has the details"), request)
+            self._log.exception("a request failed with a bug of the daemon", request=request.id)
+            self._refuse(InternalError("internal error; the daemon's log has the details"), request)
         finally:
             self._generation = None
             self._request_ended.set()

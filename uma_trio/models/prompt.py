@@ -62,7 +62,7 @@ def check_prompt_size(request: Generate, limits: Limits) -> int:
     else:
         size = sum(len(f"{message.content}{message.reasoning or ''}".encode()) for message in request.messages)
     if size > limits.max_prompt_bytes:
-        raise PromptTooLarge(f"the prompt has {size} bytes; this server takes {limits.max_prompt_bytes}")
+        raise PromptTooLarge(f"the prompt has {size} bytes; this daemon takes {limits.max_prompt_bytes}")
     return size
 
 
@@ -122,7 +122,7 @@ class PromptMaker:
     def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[PromptPart]:
         if self.chat is None:
             raise NoChatTemplate(
-                "this model has no chat template: send prompt instead of messages, or start the server with --chat-template"
+                "this model has no chat template: send prompt instead of messages, or start the daemon with --chat-template"
             )
         return self.chat.parts([template_message(message) for message in messages])
 
@@ -229,7 +229,7 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
     if n_prompt == 0:
         raise BadRequest("the prompt has no tokens")
     if n_prompt > limits.max_prompt_tokens:
-        raise PromptTooLarge(f"the prompt has {n_prompt} tokens; this server takes {limits.max_prompt_tokens}")
+        raise PromptTooLarge(f"the prompt has {n_prompt} tokens; this daemon takes {limits.max_prompt_tokens}")
     room = info.max_request_tokens - n_prompt + 1
     if room < 1:
         raise ContextTooSmall(
@@ -240,7 +240,7 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
     if wanted is None:
         return min(_default_max_tokens(n_prompt, info, limits), limits.max_tokens, room)
     if wanted > limits.max_tokens:
-        raise MaxTokensTooLarge(f"max_tokens is {wanted}; this server gives {limits.max_tokens}")
+        raise MaxTokensTooLarge(f"max_tokens is {wanted}; this daemon gives {limits.max_tokens}")
     if wanted > room:
         raise ContextTooSmall(
             f"{n_prompt} prompt tokens and max_tokens {wanted} exceed the context, which is {explain_context(info)}; "
@@ -250,6 +250,6 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
 
 
 def _or_more(info: ModelInfo, n_tokens: int) -> str:
-    """What the owner of the server can do for a request of ``n_tokens``, as the end of a sentence."""
+    """What the owner of the daemon can do for a request of ``n_tokens``, as the end of a sentence."""
     more = more_context(info, n_tokens)
     return f", or start uma-trio serve with {more}" if more else ""

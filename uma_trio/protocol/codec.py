@@ -103,7 +103,7 @@ class ServerCodec:
             self._latest = encoding
         elif encoding is not self._only:
             wrong = InvalidJson if self._only is Encoding.JSON else InvalidCbor
-            raise wrong(f"this server runs with --protocol {self._only.value}")
+            raise wrong(f"this daemon runs with --protocol {self._only.value}")
         message = messages.parse(payload.decode(found, encoding))
         if not isinstance(message, Cancel):
             answers = message.n if isinstance(message, Generate) else 1
@@ -141,7 +141,7 @@ class ClientCodec:
         except FrameTooLarge:
             if ERROR_LINE.startswith(self._frames.header):
                 raise InvalidJson(
-                    "the server sends lines instead of frames, because it runs with --protocol newline: start it "
+                    "the daemon sends lines instead of frames, because it runs with --protocol newline: start it "
                     "without that, or talk to it with nc -U"
                 ) from None
             raise
@@ -199,8 +199,8 @@ class NewlineCodec:
         """Refuse a line, or the part of it that has arrived.  The result does not depend on how the line is split."""
         if b"\0" in line[: self._max_line_bytes + 1]:
             raise BadRequest(
-                "a line may not contain NUL; this server runs with --protocol newline, and a client that sends frames "
-                "needs a server without that"
+                "a line may not contain NUL; this daemon runs with --protocol newline, and a client that sends frames "
+                "needs a daemon without that"
             )
         if len(line) > self._max_line_bytes:
             raise FrameTooLarge(f"a line has more than {self._max_line_bytes} bytes")

@@ -1,9 +1,9 @@
 """Messages of the socket protocol, as frozen records.
 
-Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The server answers with ``Token``,
+Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The daemon answers with ``Token``,
 ``Reasoning``, ``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and ``Transcript``.
 
-The types hold the bounds that every server enforces, and no other module repeats them.  Limits that an operator can
+The types hold the bounds that every daemon enforces, and no other module repeats them.  Limits that an operator can
 set are checked later, when a request is admitted.
 
 Source: docs/PROTOCOL.md.
@@ -34,7 +34,7 @@ MAX_NAME_CHARS: Final = 256
 """Characters of a name that a client chooses: of a request, a session, a model or a principal."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
-"""Size of ``metadata`` as JSON.  The server echoes it, so this bounds what a client can make it send."""
+"""Size of ``metadata`` as JSON.  The daemon echoes it, so this bounds what a client can make it send."""
 
 MAX_METADATA_DEPTH: Final = 32
 """Nesting of objects and lists in ``metadata``, itself included."""
@@ -110,11 +110,11 @@ class Generate:
     parse_special: bool = True
     """Whether text in ``prompt`` that spells a control token becomes that token.  In ``messages`` it never does."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
-    """``None`` is the server's default, or the room left in the context if that is less."""
+    """``None`` is the daemon's default, or the room left in the context if that is less."""
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     """Number of answers to the prompt.  Each has its own ``index`` and its own seed."""
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    """0 is greedy.  ``None``, here and in the next seven fields, is the default of the server or of the model."""
+    """0 is greedy.  ``None``, here and in the next seven fields, is the default of the daemon or of the model."""
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     """1 is off."""
     top_k: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None
@@ -134,7 +134,7 @@ class Generate:
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """Report the log probability of each token and of this many most likely alternatives."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    """``None``: the server chooses a seed and reports it in ``eos``."""
+    """``None``: the daemon chooses a seed and reports it in ``eos``."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] = attrs.field(factory=list)
     """Strings that end the answer.  They are not part of it."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = attrs.field(factory=list)
@@ -154,9 +154,9 @@ class Generate:
     separate_reasoning: bool = False
     """Send the model's reasoning in events of its own, without its markers, instead of as text."""
     cache_prompt: bool = True
-    """Share the KV cache of common prefixes with other requests of the same user."""
+    """Share the KV cache of common prefixes with other requests of the same principal."""
     speculate: bool | None = None
-    """Whether to use speculative decoding.  ``None`` is the server's setting.  The text does not depend on it."""
+    """Whether to use speculative decoding.  ``None`` is the daemon's setting.  The text does not depend on it."""
     progress: bool = False
     """Whether to send ``progress`` events during prefill."""
     session_id: Name | None = None
@@ -167,7 +167,7 @@ class Generate:
     """If the context is too small, drop the oldest tokens after the first ``n_keep``.  ``None``: drop nothing."""
     slo: Slo = attrs.field(factory=Slo)
     principal: Name | None = None
-    """User on whose behalf the request is made.  Honoured only from the user that runs the daemon."""
+    """Principal on whose behalf the request is made.  Honoured only from the user that runs the daemon."""
     metadata: dict[str, Any] | None = None
     """Echoed in ``eos`` and ``error``."""
 
@@ -186,7 +186,7 @@ class Cancel:
 
 @attrs.frozen(kw_only=True)
 class MetricsQuery:
-    """Asks for one metrics snapshot.  The server closes the connection afterwards unless ``keep_alive`` is set."""
+    """Asks for one metrics snapshot.  The daemon closes the connection afterwards unless ``keep_alive`` is set."""
 
     id: Name | None = None
     keep_alive: bool = False
@@ -194,7 +194,7 @@ class MetricsQuery:
 
 @attrs.frozen(kw_only=True)
 class SessionQuery:
-    """Lists, describes, reads, closes or forks sessions of the user."""
+    """Lists, describes, reads, closes or forks sessions of the principal."""
 
     action: Literal["list", "describe", "read", "close", "fork"] = "list"
     session_id: Name | None = None
@@ -233,7 +233,7 @@ class SessionInfo:
     tokens: int
     """Length of the conversation so far."""
     durable: bool
-    """Whether all of its tokens are on disk, so that it survives the server."""
+    """Whether all of its tokens are on disk, so that it survives the daemon."""
     busy: bool = False
     """Whether a request of it is running."""
     created_at: float = 0.0
@@ -247,7 +247,7 @@ class SessionList:
     """Answer to a ``SessionQuery`` with any action but ``read``."""
 
     sessions: list[SessionInfo]
-    """All sessions of the user, the last used first; or the one that was described, closed or created by a fork."""
+    """All sessions of the principal, the last used first; or the one that was described, closed or created by a fork."""
     id: str | None = None
 
 
@@ -267,7 +267,7 @@ class Transcript:
 
 @attrs.frozen(kw_only=True)
 class Timings:
-    """Durations of a request in milliseconds, on the server's clock."""
+    """Durations of a request in milliseconds, on the daemon's clock."""
 
     queue_ms: float
     """From arrival until the request got a sequence."""
@@ -433,7 +433,7 @@ ServerEvent = Token | Reasoning | Eos | Failure | PrefillProgress | Metrics | Se
 
 @attrs.frozen
 class UnknownEvent:
-    """An event of a newer server that this version does not know."""
+    """An event of a newer daemon that this version does not know."""
 
     fields: Mapping[str, Any]
 
@@ -462,7 +462,7 @@ _EVENT_TYPES: Final[Mapping[str, type[ServerEvent]]] = {name: cls for cls, name 
 def parse(fields: dict[str, Any]) -> ClientMessage:
     """Convert the decoded payload of a client's message.
 
-    Unknown fields are ignored, so that a newer client can talk to an older server.
+    Unknown fields are ignored, so that a newer client can talk to an older daemon.
 
     Raises:
         BadRequest: names the field, and carries ``request_id`` if the payload has a usable one.
@@ -480,9 +480,9 @@ def parse(fields: dict[str, Any]) -> ClientMessage:
 
 
 def parse_event(fields: dict[str, Any]) -> Event:
-    """Convert the decoded payload of a server's event.
+    """Convert the decoded payload of a daemon's event.
 
-    Unknown fields are ignored, so that an older client can talk to a newer server.
+    Unknown fields are ignored, so that an older client can talk to a newer daemon.
 
     Raises:
         BadRequest: a field of a known event is missing or has the wrong type.
@@ -555,7 +555,7 @@ def _shortened(text: str) -> str:
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
-    """Require metadata that is small, shallow and the same in both encodings, because the server echoes it."""
+    """Require metadata that is small, shallow and the same in both encodings, because the daemon echoes it."""
     level: list[Any] = [metadata]
     for _ in range(MAX_METADATA_DEPTH):
         items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]

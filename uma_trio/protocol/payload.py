@@ -43,7 +43,7 @@ _BREAK: Final = b"\xff"
 
 
 class Encoding(enum.Enum):
-    """Serialization of a payload.  The server answers in the encoding of the request."""
+    """Serialization of a payload.  The daemon answers in the encoding of the request."""
 
     JSON = "json"
     CBOR = "cbor"

@@ -1,4 +1,4 @@
-"""Conversations that the server remembers: their history, their running request, and their copy on disk.
+"""Conversations that the daemon remembers: their history, their running request, and their copy on disk.
 
 A session is the list of tokens that its next request begins with.  The KV cache finds them by prefix reuse, so the two
 rooms know nothing else of each other.

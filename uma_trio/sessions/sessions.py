@@ -99,7 +99,7 @@ class Sessions:
     """All sessions of one model.
 
     Args:
-        journal: makes sessions durable.  ``None``: they end with the server.
+        journal: makes sessions durable.  ``None``: they end with the daemon.
         clock: returns seconds since 1970.
         in_thread: runs a blocking call.
     """
@@ -129,14 +129,14 @@ class Sessions:
     def load(self) -> None:
         """Load the sessions of earlier runs from the journal.  Blocks while it reads the disk: call it before serving.
 
-        A journal that cannot be read is logged, and the server starts without sessions.
+        A journal that cannot be read is logged, and the daemon starts without sessions.
         """
         if self._journal is None:
             return
         try:
             records = self._journal.load()
         except JournalError as error:
-            log.error("the sessions cannot be read; the server starts without any", reason=str(error))
+            log.error("the sessions cannot be read; the daemon starts without any", reason=str(error))
             return
         n_vocab = self._scheduler.info.n_vocab
         for record in records:

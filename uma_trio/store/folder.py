@@ -31,7 +31,7 @@ HINTS: Final = {
     errno.EACCES: "choose a folder that this user can write to",
     errno.EPERM: "choose a folder that this user can write to",
     errno.EROFS: "choose a folder on a writable disk",
-    errno.ENOENT: "it was removed while the server was running: restart with a folder that stays",
+    errno.ENOENT: "it was removed while the daemon was running: restart with a folder that stays",
     errno.ENOTDIR: "choose a folder that is not below a file",
     errno.ELOOP: "symbolic links are not followed: choose the folder itself",
     errno.EIO: "the disk may be failing: choose a folder on another disk",

@@ -385,7 +385,7 @@ def _header(payload: memoryview, model: str) -> tuple[Header, str]:
     """Decodes the header record; returns the header and the stem of the file's name."""
     version = msgspec.json.decode(payload, type=_Version).version
     if version > VERSION:
-        raise ForeignFile(f"it has format version {version}; this server reads version {VERSION}")
+        raise ForeignFile(f"it has format version {version}; this daemon reads version {VERSION}")
     if version < UID_VERSION:
         raise DamagedFile(f"it has format version {version}, which is not supported any more; this is {VERSION}")
     if version == UID_VERSION:

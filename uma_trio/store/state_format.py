@@ -14,7 +14,7 @@ covers the hash of the tail, and the tail contains the hashes of the pages, so a
 is detected.
 
 Hashes detect accidents, not attacks: a process that can write to the folder can also compute them.  Only the user
-of the server can write to it.
+of the daemon can write to it.
 
 This module is pure: bytes in, bytes out.
 """
@@ -202,7 +202,7 @@ def decode_header(data: bytes | bytearray, name: str, file_bytes: int, fingerpri
         raise DamagedFile("its header was altered")
     (_, version, of_name, of, principal, saved_at, n_bytes, n_tokens, extra_bytes, tail_hash) = FIELDS.unpack_from(data)
     if version != VERSION:
-        raise ForeignFile(f"it has format version {version}; this server reads version {VERSION}")
+        raise ForeignFile(f"it has format version {version}; this daemon reads version {VERSION}")
     if of_name.hex() != name:
         raise DamagedFile("it is the file of another state under this name")
     if of != fingerprint:
