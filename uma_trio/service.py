@@ -22,7 +22,7 @@ from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Eos, Generate, ServerEvent, SessionList, SessionQuery, Timings, Transcript, Usage
+from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Transcript, Usage
 from uma_trio.sampling import sampling_defaults
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
@@ -173,13 +173,11 @@ class Generation:
         self._sink = sink
         self._scope = trio.CancelScope()
         self._sequences: list[Sequence] = []
-        self._held: dict[int | None, Eos] = {}
-        """Last events of answers while it is found out whether they are complete by their constraint; by index."""
 
     @property
     def is_answered(self) -> bool:
         """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
-        return bool(self._sequences) and all(sequence.done.is_set() for sequence in self._sequences) and not self._held
+        return bool(self._sequences) and all(sequence.done.is_set() for sequence in self._sequences)
 
     def cancel(self) -> None:
         """End the request: the cancel event of the protocol."""
@@ -244,18 +242,16 @@ class Generation:
     async def _stream(self, prompt: Prompt, sink: EventSink, began: float, grammar: Grammar | None) -> None:
         scheduler = self.service._scheduler
         durable = self.request.session_id is not None
-        answers = sink if grammar is None else _Completeness(sink, self._held)
         self._sequences = sequences = scheduler.submit(
-            self.request, prompt, answers, self._principal, grammar=grammar, durable=durable
+            self.request, prompt, sink, self._principal, grammar=grammar, durable=durable
         )
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | None = None
         limit_s = self.service._limits.request_timeout_s
         try:
             with trio.move_on_at(began + limit_s) as timer:
-                async with trio.open_nursery() as nursery:
-                    for sequence in sequences:
-                        nursery.start_soon(self._wait, sequence, sink)
+                for sequence in sequences:
+                    await sequence.done.wait()
             if timer.cancelled_caught:
                 ending = RequestTimeout(f"not done after {limit_s:g} s")
         finally:
@@ -263,17 +259,6 @@ class Generation:
                 ending = ShuttingDown("the server is shutting down")
             for sequence in sequences:
                 scheduler.cancel(sequence, ending or "cancelled")  # does nothing to one that has finished
-            for index in [*self._held]:
-                sink.send(attrs.evolve(self._held.pop(index), constraint_complete=False))
-
-    async def _wait(self, sequence: Sequence, sink: EventSink) -> None:
-        """Wait until ``sequence`` has finished; send its last event if that was held back."""
-        await sequence.done.wait()
-        grammar = sequence.sampling.grammar
-        if sequence.index in self._held and grammar is not None:
-            async with self.service._checking:
-                complete = await self.service._in_thread(grammar.is_complete, sequence.constrained_tokens)
-            sink.send(attrs.evolve(self._held.pop(sequence.index), constraint_complete=complete))
 
     async def _end_turn(self, turn: SessionTurn) -> None:
         """The last event of a session's turn follows when the turn is on disk."""
@@ -293,24 +278,6 @@ class Generation:
             timings=Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None),
             metadata=self.request.metadata,
         )
-
-
-@attrs.frozen
-class _Completeness:
-    """The sink of a constrained request.  Holds back last events that do not say whether the answer is complete."""
-
-    _sink: EventSink
-    _held: dict[int | None, Eos]
-
-    @property
-    def has_room(self) -> bool:
-        return self._sink.has_room
-
-    def send(self, event: ServerEvent) -> None:
-        if isinstance(event, Eos) and event.constraint_complete is None:
-            self._held[event.index] = event
-        else:
-            self._sink.send(event)
 
 
 class ModelRegistry:

@@ -12,6 +12,7 @@ import trio
 from tests.support.fake_engine import EOG, FakeEngine
 from tests.support.serving import Serving, serving
 from uma_trio.client import Eos, ServerError, Token
+from uma_trio.grammar import matchers
 
 DIGITS = {"regex": "([1-4][0-9]{2} ){30}7 "}
 """Thirty numbers from 100 to 499, then a 7."""
@@ -234,3 +235,49 @@ async def test_a_grammar_without_a_way_on_fails_its_request_alone(autojump_clock
         tokens, _ = await ask(harness, constraint={"choice": ["12 "]})
         assert tokens == [12]
         assert EOG == 0
+
+
+async def test_a_grammar_that_became_too_complex_once_works_again(autojump_clock, monkeypatch):
+    """The matcher of llguidance never recovers from that, so its sequence gets a new one."""
+    async with running(n_seq_max=1) as harness:
+        expected, _ = await ask(harness, constraint=DIGITS)
+        real = matchers._advance
+        calls = iter([False, False, True])
+
+        def fails_once(sequence, matcher, answer, *, is_draft):
+            if next(calls, False):
+                matcher.consume_token(EOG)  # an error that stays
+            return real(sequence, matcher, answer, is_draft=is_draft)
+
+        monkeypatch.setattr(matchers, "_advance", fails_once)
+        with pytest.raises(ServerError, match="cannot be followed"):
+            await ask(harness, constraint=DIGITS)
+        assert (await ask(harness, constraint=DIGITS))[0] == expected
+
+
+async def test_counters_never_fall_when_constrained_requests_are_cancelled(autojump_clock):
+    record = "".join([f"{600 + n} {700 + n} {800 + n} [1-4][0-9]{{2}} " for n in range(10)])
+    names = ("forced_tokens_total", "draft_tokens_total", "accepted_draft_tokens_total", "late_masks_total")
+    async with running() as harness:
+        before = dict.fromkeys(names, 0)
+        for n in range(40):
+            if n % 7 == 3:
+                harness.engine.late_masks = 1
+            with trio.move_on_after(0.004 + 0.003 * n):
+                await ask(harness, constraint={"regex": record}, max_tokens=60)
+            await trio.sleep(0.1)
+            now = {name: getattr(harness.scheduler.telemetry, name) for name in names}
+            assert all(now[name] >= before[name] for name in names), (before, now)
+            before = now
+        assert before["forced_tokens_total"] > 0
+        assert before["late_masks_total"] > 0
+
+
+async def test_more_grammars_than_an_engine_remembers(autojump_clock, monkeypatch):
+    monkeypatch.setattr(matchers, "MAX_DEFINED", 3)
+    monkeypatch.setattr("tests.support.fake_engine.MAX_DEFINED", 3)
+    async with running() as harness:
+        choices = [{"choice": [f"{100 + n} {200 + n} "]} for n in range(6)]
+        for _ in range(2):
+            for n, constraint in enumerate(choices):
+                assert (await ask(harness, constraint=constraint))[0] == [100 + n, 200 + n]

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, fake_vocabulary
 from tests.support.link_contract import *  # noqa: F403
 from uma_trio import config
 from uma_trio.engine.link import ThreadLauncher
 from uma_trio.engine.messages import LoadError, Start
+from uma_trio.grammar import GrammarCompiler, LocalChecker
+from uma_trio.protocol.messages import Constraint
 
 START = Start(Path("fake.gguf"), config.Model())
 
@@ -29,6 +31,12 @@ class SlowEngine(FakeEngine):
 @pytest.fixture
 def prompts():
     return [[10 + i, 20 + i, 30 + i] for i in range(5)]
+
+
+@pytest.fixture
+def grammar():
+    found = GrammarCompiler(fake_vocabulary, LocalChecker(fake_vocabulary)).compile(Constraint(choice=["12 34 56 78 "]))
+    return found.key, found.source, [12, 34, 56, 78]
 
 
 @pytest.fixture(params=[False, True], ids=["cpu", "gpu"])

@@ -19,7 +19,9 @@ from uma_trio import config
 from uma_trio.engine.link import ProcessLauncher, ThreadLauncher
 from uma_trio.engine.llama import open_engine, open_vocabulary
 from uma_trio.engine.messages import EngineDied, LoadError, Start, Step, StepInput
+from uma_trio.grammar import GrammarCompiler, LocalChecker, Vocabulary
 from uma_trio.models.loaded import EMBEDDED
+from uma_trio.protocol.messages import Constraint
 
 SETTINGS = config.Model(ctx=4096, parallel=4, batch_tokens=64, threads=1, layout_trial_s=0)
 
@@ -34,6 +36,21 @@ def prompts(library):
             ).tolist()
             for n in range(1, 6)
         ]
+
+
+@pytest.fixture(scope="module")
+def grammar(library):
+    text = "The capital of Peru is Lima."
+    with open_vocabulary(EMBEDDED) as opened:
+        tokenizer = opened.tokenizer
+        end_id = tokenizer.encode("<|im_end|>").tolist()[-1]
+
+        def vocabulary() -> Vocabulary:
+            return tokenizer.grammar_vocabulary([end_id])
+
+        compiler = GrammarCompiler(vocabulary, LocalChecker(vocabulary))
+        found = compiler.compile(Constraint(choice=[text]))
+        return found.key, found.source, tokenizer.encode(text, add_special=False, continues=True).tolist()
 
 
 @pytest.fixture(params=["process", "thread"])

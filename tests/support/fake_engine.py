@@ -41,7 +41,7 @@ from uma_trio.engine.messages import (
 )
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
-from uma_trio.grammar import Matchers, Vocabulary
+from uma_trio.grammar import MAX_DEFINED, Matchers, Vocabulary
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 from uma_trio.kv.ops import (
     CopyPrefix,
@@ -391,7 +391,7 @@ class FakeEngine:
             preferred = [EOG, token] if ended else [token]
             if sample.bias is not None and sample.bias.values.max() >= 50:
                 preferred.insert(0, int(sample.bias.ids[sample.bias.values.argmax()]))
-            if sample.grammar is not None:
+            if each.grammar is not None:
                 banned |= {*np.flatnonzero(allowed[n] == -np.inf).tolist(), *range(FIRST_BYTE, N_VOCAB)}
                 if len(banned) == N_VOCAB:
                     sampled.append(NO_TOKEN)
@@ -411,10 +411,10 @@ class FakeEngine:
         return sampled
 
     def _allowed(self, each: StepInput) -> np.ndarray | None:
-        """Logits of 0 or -inf for each sample, by its grammar; ``None`` if the masks are late."""
+        """Logits of 0 or -inf for each sample, by the grammar; ``None`` if the masks are late."""
         logits = np.zeros((len(each.samples), N_VOCAB), np.float32)
-        pending = self._matchers.begin([(0, each.seq_id, [sample.grammar for sample in each.samples])])
-        if pending is not None:
+        if each.grammar is not None and each.samples:
+            pending = self._matchers.begin([(each.seq_id, 0, each.grammar, each.tokens[-len(each.samples) :][1:])])
             applied = pending.apply(logits, 60_000)
             assert not applied.late
             if self.late_masks:
@@ -423,6 +423,9 @@ class FakeEngine:
             self._grammar_failures += applied.failures.items()
             self._forced += applied.forced.items()
         return logits
+
+    def define_grammar(self, key: str, source: str) -> None:
+        self._matchers.define(key, source)
 
     def _penalised(self, held: SequenceContent, length: int, sample: SampleRequest) -> set[int]:
         if sample.past is None:
@@ -468,6 +471,7 @@ class VirtualLink:
         self._waiting: deque[tuple[Step, float]] = deque()
         self._answers: deque[tuple[float, Any]] = deque()
         self._free_at = -math.inf
+        self._grammars: list[str] = []
 
     @property
     def is_usable(self) -> bool:
@@ -476,6 +480,12 @@ class VirtualLink:
     def submit(self, step: Step) -> None:
         self._waiting.append((step, trio.current_time()))
         self._catch_up()
+
+    def define_grammar(self, key: str, source: str) -> None:
+        if key not in self._grammars:
+            self._grammars.append(key)
+            del self._grammars[:-MAX_DEFINED]
+            self.engine.define_grammar(key, source)
 
     def revoke(self, number: int) -> None:
         self._catch_up()

@@ -26,6 +26,7 @@ from uma_trio.engine.messages import (
     StepInput,
     StepOutput,
 )
+from uma_trio.grammar import GrammarState
 from uma_trio.kv.ops import LoadState, MeasureState, SaveState, Truncate
 from uma_trio.sampling import Past, SamplingParams
 
@@ -260,3 +261,19 @@ async def test_it_ends_when_it_is_closed(link):
     with trio.fail_after(10):
         await link.aclose()
     assert link.ended.is_set()
+
+
+async def test_a_grammar_is_followed_by_steps_that_run_ahead(link, prompts, grammar):
+    """``grammar`` is its key, its source and the tokens that it leaves, without an end token."""
+    key, source, expected = grammar
+    link.define_grammar(key, source)
+    link.define_grammar(key, source)
+    state = GrammarState(key, np.empty(0, np.int32))
+    first = StepInput(0, 0, prompts[0], [SampleRequest(GREEDY)], (), state)
+    link.submit(Step((), [[first, prefill(1, prompts[1])]], 1, mask_timeout_ms=20_000))
+    for number in range(2, len(expected) + 1):
+        link.submit(Step((), [[0, 1]], number, number - 1, mask_timeout_ms=20_000))
+    found = await answers(link, len(expected))
+    assert [each.tokens[0] for each in found] == expected
+    plain = await alone(link, prompts[1], len(expected))
+    assert [each.tokens[1] for each in found] == plain

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -31,6 +31,7 @@ from uma_trio.engine.messages import (
     LOG_MARK,
     AttachMasks,
     Decoder,
+    DefineGrammar,
     EngineDied,
     EngineError,
     FromDaemon,
@@ -48,6 +49,7 @@ from uma_trio.engine.messages import (
     SubmittedStep,
     encode,
 )
+from uma_trio.grammar import MAX_DEFINED
 from uma_trio.kv.ops import LoadState, SaveState
 
 log = logging.getLogger("uma_trio.engine")
@@ -99,6 +101,8 @@ class EngineLink:
         self._process = process
         self._decoder = Decoder("engine")
         self._unsent: deque[tuple[bytes, Sequence[int]]] = deque()
+        self._grammars: OrderedDict[str, None] = OrderedDict()
+        """Keys of the grammars that the engine knows, the oldest first."""
         self._broken = False
         """The socket has closed."""
         self.ended = trio.Event()
@@ -163,6 +167,15 @@ class EngineLink:
         """Send a step; does not wait.  The engine computes steps in the order of their submission."""
         fds = [op.fd for op in step.ops if isinstance(op, SaveState | LoadState)]
         self._send(step, fds)
+
+    def define_grammar(self, key: str, source: str) -> None:
+        """Make a grammar known to the engine, before the first step that names it; does nothing if it is."""
+        if key in self._grammars:
+            return
+        self._send(DefineGrammar(key, source))
+        self._grammars[key] = None
+        if len(self._grammars) > MAX_DEFINED:
+            self._grammars.popitem(last=False)
 
     def revoke(self, number: int) -> None:
         """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""

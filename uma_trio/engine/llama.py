@@ -239,14 +239,21 @@ class LlamaEngine:
         sample_ms = 0.0
         for inputs in step.calls:
             samples = [sample for each in inputs for sample in each.samples]
-            pending = self._begin_masks(inputs) if any(sample.grammar is not None for sample in samples) else None
-            self._decode(inputs, callbacks)
+            wanted = _constrained(inputs)
+            # a CPU computes within the call, and a GPU behind it: the device must not wait for the threads to begin
+            pending = self._matchers.begin(wanted) if wanted and not self.is_async else None
+            launched = self._launch(inputs)
+            if wanted and self.is_async:
+                pending = self._matchers.begin(wanted)
+            self._wait(launched, callbacks)
             decoded = time.perf_counter()
             masks = _Masks(pending, step.mask_timeout_ms, self._late_rows(step, inputs, callbacks))
             sampled, scored = self._sample(samples, masks)
             for each in masks.applied:
                 applied.append(each)
-                forced |= {**each.forced, **self._matchers.forced_behind(_behind(inputs, sampled, self._info.eog_ids))}
+                forced |= each.forced
+            if wanted and step.look_ahead:
+                forced |= self._matchers.forced_after(_states_after(inputs, sampled, self._info.eog_ids))
             tokens += sampled
             scores += scored or [None] * len(sampled)
             ended = time.perf_counter()
@@ -361,7 +368,8 @@ class LlamaEngine:
 
     # -- computing ------------------------------------------------------------------------------
 
-    def _decode(self, inputs: Sequence[StepInput], callbacks: StepCallbacks | None) -> None:
+    def _launch(self, inputs: Sequence[StepInput]) -> float:
+        """Call ``llama_decode``; returns when it came back."""
         batch = self._batch
         batch.clear()
         at = 0
@@ -377,22 +385,17 @@ class LlamaEngine:
                 _add(batch, inputs[at])
                 at += 1
         code = self._context.decode(batch)
-        launched = time.perf_counter()
+        if code:
+            self._context.synchronize()
+            raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
+        return time.perf_counter()
+
+    def _wait(self, launched: float, callbacks: StepCallbacks | None) -> None:
+        """Wait for the device, which computes since ``launched``."""
         if callbacks is not None:
             callbacks.computing(READ_SHARE * self._device_s if self.is_async else 0.0)
         self._context.synchronize()
         self._device_s = time.perf_counter() - launched
-        if code:
-            raise EngineError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"llama_decode returned {code}"))
-
-    def _begin_masks(self, inputs: Sequence[StepInput]) -> PendingMasks | None:
-        """Have the masks of grammars filled while the logits are computed."""
-        wanted = []
-        row = 0
-        for each in inputs:
-            wanted.append((row, each.seq_id, [sample.grammar for sample in each.samples]))
-            row += len(each.samples)
-        return self._matchers.begin(wanted)
 
     def _late_rows(
         self, step: Step[StepInput], inputs: Sequence[StepInput], callbacks: StepCallbacks | None
@@ -439,6 +442,9 @@ class LlamaEngine:
                 scores[row] = score
         tokens: list[int] = sampled.tolist()
         return tokens, scores
+
+    def define_grammar(self, key: str, source: str) -> None:
+        self._matchers.define(key, source)
 
     def used_cells(self) -> dict[int, int]:
         ends = {seq_id: self._context.seq_pos_max(seq_id) for seq_id in range(self._info.n_seq_max)}
@@ -525,22 +531,28 @@ def mapped(fd: int, offset: int, n_bytes: int, *, write: bool = False) -> Iterat
             mapping.close()
 
 
-def _behind(
+def _constrained(inputs: Sequence[StepInput]) -> list[tuple[int, int, GrammarState, Sequence[int]]]:
+    """Inputs that sample by a grammar: sequence, row of the first sample, state before it, drafts between the samples."""
+    found = []
+    row = 0
+    for each in inputs:
+        n = len(each.samples)
+        if n and each.grammar is not None:
+            found.append((each.seq_id, row, each.grammar, each.tokens[-n:][1:]))
+        row += n
+    return found
+
+
+def _states_after(
     inputs: Sequence[StepInput], sampled: Sequence[int], end_ids: Sequence[int]
 ) -> list[tuple[int, GrammarState]]:
-    """Sequences with a grammar that go on, and their grammars behind the tokens that were sampled and accepted."""
+    """Sequences with a grammar that go on, and their grammars after the tokens that were sampled and accepted."""
     found = []
-    at = 0
-    for each in inputs:
-        tokens = sampled[at : at + len(each.samples)]
-        at += len(each.samples)
-        grammar = each.samples[0].grammar if each.samples else None
-        if grammar is None:
-            continue
-        drafts = each.tokens[-len(tokens) :][1:]
+    for seq_id, row, grammar, drafts in _constrained(inputs):
+        tokens = sampled[row : row + 1 + len(drafts)]
         accepted = next((n for n, draft in enumerate(drafts) if tokens[n] != draft), len(drafts)) + 1
         if tokens[accepted - 1] >= 0 and tokens[accepted - 1] not in end_ids:
-            found.append((each.seq_id, grammar.behind(tokens[:accepted])))
+            found.append((seq_id, grammar.after(tokens[:accepted])))
     return found
 
 

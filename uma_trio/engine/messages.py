@@ -136,8 +136,6 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
     """What penalties look at: the tokens that end where the sampled one goes."""
     logprobs: int | None = None
     """Also report the log-probability of the token and of this many most likely ones."""
-    grammar: GrammarState | None = None
-    """Only tokens that it allows are sampled."""
     late_mask: bool = False
     """Wait for this sequence's row of the mask buffer before sampling; see ``engine.masks``."""
 
@@ -155,6 +153,8 @@ class StepInput(msgspec.Struct, array_like=True, gc=False):
     decoding, one for each token where all but the first are draft tokens."""
     stop_ids: Sequence[int] = ()
     """Besides the model's own end tokens, these end the sequence; see ``Continued``."""
+    grammar: GrammarState | None = None
+    """Only tokens that it allows are sampled; its answer ends before the first sample."""
 
 
 Continued: TypeAlias = int
@@ -183,8 +183,17 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     follows: int = 0
     """Number of the step that it runs ahead of.  If the last step that was computed is another one, or failed, this one
     is revoked.  0: none."""
+    look_ahead: bool = False
+    """Report what grammars force after the sampled tokens; see ``StepOutput.forced``."""
     mask_timeout_ms: float = 0.0
     """How long sampling waits for masks, counted from the end of the computation."""
+
+
+class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):
+    """A grammar that later steps name by its key.  The engine remembers the last ``grammar.MAX_DEFINED``."""
+
+    key: str
+    source: str
 
 
 class Revoke(msgspec.Struct, array_like=True, tag="revoke"):
@@ -268,7 +277,7 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     mask_wait_ms: float | None = None
     """How much of ``sample_ms`` was waiting for masks of grammars; ``None`` where there were none."""
     forced: Sequence[tuple[int, Sequence[int]]] = ()
-    """Sequences whose grammar allows just these tokens behind the sampled one."""
+    """Sequences whose grammar allows only these tokens after the sampled one."""
     grammar_failures: Sequence[tuple[int, str]] = ()
     """Sequences whose grammar cannot go on, and the reason; they have ``NO_TOKEN`` in place of a token."""
     state_sizes: Sequence[tuple[int, Sequence[int]]] = ()
@@ -289,7 +298,7 @@ class Revoked(msgspec.Struct, array_like=True, tag="revoked"):
 
 
 SubmittedStep: TypeAlias = Step[StepInput | Continued]
-FromDaemon: TypeAlias = Start | SubmittedStep | Revoke | AttachMasks | MasksReady
+FromDaemon: TypeAlias = Start | SubmittedStep | DefineGrammar | Revoke | AttachMasks | MasksReady
 StepAnswer: TypeAlias = StepOutput | StepFailed | Revoked
 """What comes after ``Ready``: one for each step, in order."""
 FromEngine: TypeAlias = Loading | Ready | LoadFailed | StepAnswer
@@ -329,6 +338,9 @@ class Engine(Protocol):
         Raises:
             EngineError: what the KV cache holds is unknown afterwards.
         """
+
+    def define_grammar(self, key: str, source: str) -> None:
+        """Make a grammar known to later steps.  Does not block."""
 
     def used_cells(self) -> dict[int, int]:
         """Tokens that the KV cache holds, by sequence; empty sequences are left out."""

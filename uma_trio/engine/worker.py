@@ -27,6 +27,7 @@ from uma_trio.engine.messages import (
     MAX_FDS,
     AttachMasks,
     Decoder,
+    DefineGrammar,
     Engine,
     EngineError,
     FromDaemon,
@@ -108,7 +109,9 @@ class StepRunner:
                     runnable.append(known)
             if runnable:
                 kept.append(runnable)
-        output = self._engine.step(Step(step.ops, kept, step.number, 0, step.mask_timeout_ms), **options)
+        output = self._engine.step(
+            Step(step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms), **options
+        )
         self._last_number = step.number
         tokens = iter(output.tokens)
         self._sampled = {each.seq_id: (each, next(tokens)) for inputs in kept for each in inputs for _ in each.samples}
@@ -132,10 +135,11 @@ class StepRunner:
             sample.bias,
             past,
             sample.logprobs,
-            None if sample.grammar is None else sample.grammar.behind([token]),
             sample.late_mask,
         )
-        return StepInput(last.seq_id, last.position + len(last.tokens), (token,), (following,), last.stop_ids)
+        grammar = None if last.grammar is None else last.grammar.after([*last.tokens[-len(last.samples) :][1:], token])
+        position = last.position + len(last.tokens)
+        return StepInput(last.seq_id, position, (token,), (following,), last.stop_ids, grammar)
 
     @staticmethod
     def _with_dropped(step: SubmittedStep, kept: list[list[StepInput]], output: StepOutput) -> StepOutput:
@@ -305,6 +309,9 @@ class Worker:
                     self._revoked.append(Revoked(step.number))
             case Start():
                 self._start = message
+            case DefineGrammar():
+                assert self.engine is not None
+                self.engine.define_grammar(message.key, message.source)
             case AttachMasks():
                 self._attach_masks(message.kind, self._fds.popleft())
             case MasksReady():

@@ -1,4 +1,4 @@
-"""Checks grammars before anything follows them, and tells whether an answer is complete.
+"""Checks grammars before anything follows them.
 
 Compiling a grammar can take minutes, gigabytes or all of the stack, in spite of llguidance's limits.  So the daemon never
 compiles one itself: a child process does (``python -m uma_trio.grammar``), within limits of the operating system.
@@ -12,8 +12,7 @@ import os
 import resource
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -39,9 +38,6 @@ CPU_SECONDS: Final = 1.0
 ANSWER_SECONDS: Final = 20.0
 """Longest wait for an answer: ``CPU_SECONDS`` on a busy machine."""
 
-MAX_KEPT: Final = 16
-"""Compiled grammars that are kept, to tell whether an answer is complete."""
-
 
 class Refused(Exception):
     """The grammar cannot be used.  The text is llguidance's."""
@@ -60,13 +56,6 @@ class Checker(Protocol):
             Refused: no matcher can follow it, or it costs too much.
         """
 
-    def is_complete(self, source: str, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` can be a whole answer.
-
-        Args:
-            source: a grammar that was checked.
-        """
-
 
 class LocalChecker:
     """Checks in this process, without limits of memory and time.
@@ -77,7 +66,6 @@ class LocalChecker:
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._vocabulary = vocabulary
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def check(self, rules: str, *, is_gbnf: bool = False) -> str:
         if is_gbnf:
@@ -88,29 +76,14 @@ class LocalChecker:
             if len(rules.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
                 raise Refused("too big when it is written out")
         source: str = LLMatcher.grammar_from_lark(rules)
-        self._compile(source)
-        return source
-
-    def is_complete(self, source: str, tokens: Sequence[int]) -> bool:
-        matcher = self._compile(source).deep_copy()
-        return matcher.try_consume_tokens([*tokens]) == len(tokens) and bool(matcher.is_accepting())
-
-    def _compile(self, source: str) -> LLMatcher:
-        if source in self._kept:
-            self._kept.move_to_end(source)
-            return self._kept[source]
         before = _resident_bytes()
         matcher = start_matcher(self._tokenizer, source)
         _require_usable(matcher)
-        trial = matcher.deep_copy()
-        trial.compute_bitmask()  # a part of the work is done here, and some grammars fail only here
-        _require_usable(trial)
+        matcher.compute_bitmask()  # a part of the work is done here, and some grammars fail only here
+        _require_usable(matcher)
         if _resident_bytes() - before > MAX_GRAMMAR_BYTES:
             raise Refused("too much memory")
-        self._kept[source] = matcher
-        if len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        return matcher
+        return source
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -130,25 +103,16 @@ class SandboxedChecker:
         )
 
     def check(self, rules: str, *, is_gbnf: bool = False) -> str:
-        answer = self._ask(rules=rules, is_gbnf=is_gbnf)
-        if "error" in answer:
-            raise Refused(answer["error"])
-        source: str = answer["source"]
-        return source
-
-    def is_complete(self, source: str, tokens: Sequence[int]) -> bool:
         try:
-            return bool(self._ask(source=source, tokens=[*tokens]).get("complete"))
-        except Refused:
-            return False
-
-    def _ask(self, **question: Any) -> dict[str, Any]:
-        try:
-            return self._sandbox.ask(question)
+            answer = self._sandbox.ask({"rules": rules, "is_gbnf": is_gbnf})
         except CannotStart as error:
             raise Refused(f"the process that checks constraints cannot start: {error}") from None
         except NoAnswer:
             raise Refused("too much memory or time") from None
+        if "error" in answer:
+            raise Refused(answer["error"])
+        source: str = answer["source"]
+        return source
 
 
 def _require_usable(matcher: LLMatcher) -> None:
@@ -191,8 +155,6 @@ def _vocabulary(setup: Mapping[str, Any]) -> Vocabulary:
 def _answer(checker: LocalChecker, question: Mapping[str, Any]) -> dict[str, Any]:
     limit_cpu(CPU_SECONDS)
     try:
-        if "tokens" in question:
-            return {"complete": checker.is_complete(question["source"], question["tokens"])}
         return {"source": checker.check(question["rules"], is_gbnf=question["is_gbnf"])}
     except Refused as error:
         return {"error": str(error)}

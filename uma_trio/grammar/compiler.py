@@ -6,12 +6,13 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final
 
 import attrs
 import msgspec
+import xxhash
 
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar.checker import MAX_SOURCE_BYTES, Checker, Refused
@@ -26,19 +27,14 @@ COMPACT_JSON: Final = {"whitespace_flexible": False}
 """No optional whitespace: a small model would write line breaks for ever."""
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen
 class Grammar:
     """A constraint that can be followed."""
 
+    key: str
+    """Hash of ``source``."""
     source: str
     """As llguidance reads it."""
-    ends_with_end_token: bool
-    """Whether an end token ends an answer and is nothing else.  A client's own grammar may use it otherwise."""
-    _checker: Checker
-
-    def is_complete(self, tokens: Sequence[int]) -> bool:
-        """Whether ``tokens`` can be a whole answer.  Blocks for about 3 us a token; hostile grammars for seconds."""
-        return self._checker.is_complete(self.source, tokens)
 
 
 class GrammarCompiler:
@@ -84,7 +80,7 @@ class GrammarCompiler:
             source = self._checker.check(rules, is_gbnf=is_gbnf)
         except Refused as error:
             raise InvalidConstraint(explain(str(error), constraint)) from None
-        grammar = Grammar(source, constraint.lark is None and constraint.gbnf is None, self._checker)
+        grammar = Grammar(xxhash.xxh3_128_hexdigest(source.encode()), source)
         with self._lock:
             self.compiled_total += 1
             self._kept[key] = grammar

@@ -1,7 +1,7 @@
 """Follows the grammars of many sequences, and fills the masks of a step while its logits are computed.
 
-A matcher is a cache: what it must know is a grammar and the tokens of an answer so far, and both come with every
-request to sample.  So forks, rejected draft tokens, restarts of the engine and loaded states need nothing of their own.
+A matcher is a cache: it must know a grammar and the tokens of an answer so far, and both come with every input that
+samples.  So forks, rejected draft tokens, restarts of the engine and loaded states need nothing of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import attrs
 import msgspec
@@ -21,41 +21,57 @@ from llguidance import LLMatcher, LLTokenizer
 
 from uma_trio.grammar.vocabulary import STACK_BYTES, Vocabulary, start_matcher
 
-MAX_THREADS: Final = 8
-MAX_LOOK_AHEAD: Final = 8
-LOOK_AHEAD_MS: Final = 2.0
+Future: TypeAlias = concurrent.futures.Future
+Biases: TypeAlias = npt.NDArray[np.float32]
+"""``[n, n_vocab rounded up to whole words]``: 0 for a token that is allowed, -inf otherwise."""
 
-MAX_KEPT: Final = 64
-"""Grammars whose compiled form is kept."""
+MAX_THREADS: Final = 8
+
+MAX_DEFINED: Final = 256
+"""Grammars that an engine knows.  Another one takes the place of the oldest, on both sides of the link."""
+
+LOOK_AHEAD_MS: Final = 2.0
+"""How long ``forced_after`` may take."""
+
+_BYTE_TO_BIASES: Final[Biases] = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, np.newaxis], axis=1, bitorder="little") == 1, 0.0, -np.inf
+).astype(np.float32)
+"""``[256, 8]``: the biases of eight tokens by a byte of a mask."""
 
 
 class GrammarState(msgspec.Struct, array_like=True, gc=False):
     """A grammar, and how far an answer has come in it."""
 
-    source: str
-    """As ``compiler`` makes it."""
+    key: str
+    """The key of a grammar that was defined before."""
     answer: np.ndarray
-    """Tokens of the answer so far, ``[n]`` int32."""
+    """Tokens of the answer, ``[n]`` int32."""
 
-    def behind(self, tokens: Sequence[int]) -> GrammarState:
+    def after(self, tokens: Sequence[int]) -> GrammarState:
         """The same with more tokens."""
-        return GrammarState(self.source, np.append(self.answer, np.array(tokens, np.int32)))
+        return GrammarState(self.key, np.append(self.answer, np.array(tokens, np.int32)))
 
 
 @attrs.define(eq=False)
-class _Sequence:
+class _SequenceMatcher:
     """The matcher of one sequence.  Used by one thread at a time."""
 
-    source: str
+    key: str
+    compiled: Future[LLMatcher]
+    """The beginning of its grammar."""
     matcher: LLMatcher | None = None
     consumed: list[int] = attrs.field(factory=list)
     answers: list[list[int]] = attrs.field(factory=list)
-    """For which masks were filled last, or are being filled."""
-    bits: npt.NDArray[np.uint32] = attrs.field(factory=lambda: np.zeros((0, 0), np.uint32))
-    """These masks."""
+    """After which masks were filled last, or are being filled."""
+    biases: Biases = attrs.field(factory=lambda: np.empty((0, 0), np.float32))
+    """These masks, and room for more."""
     forced: Sequence[int] = ()
-    """What alone may follow behind the last of them: the token that is sampled next, and those behind it."""
-    filling: concurrent.futures.Future[None] | None = None
+    """The only tokens that can follow the last of ``answers``."""
+    work: Future[None] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.work is not None and not self.work.done()
 
 
 @attrs.frozen
@@ -67,19 +83,17 @@ class AppliedMasks:
     failures: Mapping[int, str]
     """Sequences that cannot go on, with the reason."""
     forced: Mapping[int, Sequence[int]]
-    """Sequences whose grammar allows just these tokens behind the one that is sampled."""
+    """Sequences whose grammar allows only these tokens after the one that is sampled."""
     wait_ms: float
 
 
-@attrs.define(eq=False)
+@attrs.frozen
 class PendingMasks:
     """Masks of one ``llama_decode`` call, on their way."""
 
-    _rows: Sequence[int]
-    _bits: npt.NDArray[np.uint32]
-    _filling: Sequence[concurrent.futures.Future[None] | None]
-    _sequences: Sequence[tuple[int, _Sequence]]
-    """Sequence id and matcher for each row."""
+    _pending: Sequence[tuple[int, int, int, _SequenceMatcher, Future[None] | None]]
+    """For each sequence: its id, first row, number of rows, matcher, and the work that fills the masks; ``None`` while
+    earlier work goes on."""
 
     def apply(self, logits: npt.NDArray[np.float32], timeout_ms: float) -> AppliedMasks:
         """Wait for the masks, and set the logits of tokens that are not allowed to -inf.
@@ -88,22 +102,22 @@ class PendingMasks:
             logits: ``[n_rows, n_vocab]``, changed in place.
         """
         began = time.perf_counter()
-        concurrent.futures.wait([each for each in self._filling if each is not None], timeout_ms / 1e3)
+        unfinished = [work for *_, work in self._pending if work is not None and not work.done()]
+        if unfinished:
+            concurrent.futures.wait(unfinished, timeout_ms / 1e3)
         wait_ms = 1e3 * (time.perf_counter() - began)
         late: list[int] = []
         failures: dict[int, str] = {}
         forced: dict[int, Sequence[int]] = {}
-        for row, bits, filling, (seq_id, sequence) in zip(
-            self._rows, self._bits, self._filling, self._sequences, strict=True
-        ):
-            if filling is None or not filling.done():
-                late.append(row)
-            elif (error := filling.exception()) is not None:
+        for seq_id, first, n, sequence, work in self._pending:
+            if work is None or not work.done():
+                late += range(first, first + n)
+            elif (error := work.exception()) is not None:
                 failures[seq_id] = str(error)
-                logits[row] = -np.inf
+                logits[first : first + n] = -np.inf
             else:
-                allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: logits.shape[1]]
-                np.putmask(logits[row], allowed == 0, -np.inf)
+                rows = logits[first : first + n]
+                np.add(rows, sequence.biases[:n, : logits.shape[1]], out=rows)
                 if len(sequence.forced) > 1:
                     forced[seq_id] = sequence.forced[1:]
         return AppliedMasks(late, failures, forced, wait_ms)
@@ -126,56 +140,59 @@ class Matchers:
         self._n_words = -(-n_vocab // 32)
         self._n_threads = max(1, min(n_threads, MAX_THREADS))
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._tokenizer: concurrent.futures.Future[LLTokenizer] | None = None
-        self._compiled: OrderedDict[str, concurrent.futures.Future[LLMatcher]] = OrderedDict()
-        self._sequences: dict[int, _Sequence] = {}
+        self._tokenizer: Future[LLTokenizer] | None = None
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._sequences: dict[int, _SequenceMatcher] = {}
 
-    def begin(self, wanted: Iterable[tuple[int, int, Sequence[GrammarState | None]]]) -> PendingMasks | None:
+    def define(self, key: str, source: str) -> None:
+        """Make a grammar known.  It is compiled in a thread."""
+        if self._pool is None:
+            threading.stack_size(STACK_BYTES)
+            self._pool = concurrent.futures.ThreadPoolExecutor(self._n_threads, "uma-trio grammar")
+            self._tokenizer = self._pool.submit(lambda: self._vocabulary().tokenizer())
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        # submitted before all work that waits for it, so a waiting thread cannot take its place
+        self._compiled[key] = self._pool.submit(lambda: start_matcher(tokenizer.result(), source))
+        if len(self._compiled) > MAX_DEFINED:
+            self._compiled.popitem(last=False)
+
+    def begin(self, wanted: Iterable[tuple[int, int, GrammarState, Sequence[int]]]) -> PendingMasks:
         """Begin to fill masks.  Does not block.
 
         Args:
-            wanted: for each input that samples: the row of its first sample, its sequence, and one state a sample.
-
-        Returns:
-            ``None`` if no sample follows a grammar.
+            wanted: for each input that samples by a grammar: its sequence, the row of its first sample, the state before
+                that, and the draft tokens between its samples.
         """
-        constrained = [each for each in wanted if any(each[2])]
-        if not constrained:
-            return None
-        rows = [row + n for row, _, states in constrained for n in range(len(states))]
-        bits = np.zeros((len(rows), self._n_words), np.uint32)
-        filling: list[concurrent.futures.Future[None] | None] = []
-        for _, seq_id, states in constrained:
-            at = len(filling)
-            future = self._fill_soon(seq_id, [state for state in states if state is not None], bits[at:])
-            filling += [future] * len(states)
-        owners = [(seq_id, self._sequences[seq_id]) for _, seq_id, states in constrained for _ in states]
-        return PendingMasks(rows, bits, filling, owners)
+        pending = []
+        for seq_id, first, state, drafts in wanted:
+            answer = state.answer.tolist()
+            answers = [[*answer, *drafts[:n]] for n in range(1 + len(drafts))]
+            sequence, work = self._fill_soon(seq_id, state.key, answers)
+            pending.append((seq_id, first, len(answers), sequence, work))
+        return PendingMasks(pending)
 
-    def forced_behind(self, sampled: Sequence[tuple[int, GrammarState]]) -> dict[int, Sequence[int]]:
-        """What alone may follow the tokens that were just sampled, by sequence.  Blocks for ``LOOK_AHEAD_MS`` at most.
+    def forced_after(self, sampled: Sequence[tuple[int, GrammarState]]) -> dict[int, Sequence[int]]:
+        """The only tokens that can follow those that were just sampled, by sequence.
 
-        Nothing for more than ``MAX_LOOK_AHEAD`` sequences: then the time would be missed elsewhere.  The masks of the next
-        step tell it too, one step later.
+        Blocks for ``LOOK_AHEAD_MS`` at most.  Otherwise ``AppliedMasks.forced`` tells it one step later.
 
         Args:
-            sampled: sequences, and their grammar behind the sampled tokens.
+            sampled: sequences, and their grammar after the sampled tokens.
         """
-        if len(sampled) > MAX_LOOK_AHEAD or self._pool is None:
-            return {}
         looking = []
         for seq_id, state in sampled:
             sequence = self._sequences.get(seq_id)
-            if (
-                sequence is not None
-                and sequence.matcher is not None
-                and (not sequence.filling or sequence.filling.done())
-            ):
+            if sequence is not None and sequence.matcher is not None and not sequence.is_busy:
                 sequence.answers = []
-                sequence.filling = self._pool.submit(_look_ahead, sequence, sequence.matcher, state.answer.tolist())
-                looking.append((seq_id, sequence, sequence.filling))
-        done, _ = concurrent.futures.wait([future for *_, future in looking], LOOK_AHEAD_MS / 1e3)
-        return {seq_id: sequence.forced for seq_id, sequence, future in looking if future in done and sequence.forced}
+                sequence.work = self._submit(_look_ahead, sequence, sequence.matcher, state.answer.tolist())
+                looking.append((seq_id, sequence, sequence.work))
+        done, _ = concurrent.futures.wait([work for *_, work in looking], LOOK_AHEAD_MS / 1e3)
+        return {
+            seq_id: sequence.forced
+            for seq_id, sequence, work in looking
+            if work in done and work.exception() is None and sequence.forced
+        }
 
     def close(self) -> None:
         """End the threads, when what they do is done."""
@@ -183,71 +200,50 @@ class Matchers:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _fill_soon(
-        self, seq_id: int, states: Sequence[GrammarState], bits: npt.NDArray[np.uint32]
-    ) -> concurrent.futures.Future[None] | None:
-        """Fill one row of ``bits`` for each state; ``None`` while an earlier mask of the sequence is being filled."""
-        if self._pool is None:
-            threading.stack_size(STACK_BYTES)
-            self._pool = concurrent.futures.ThreadPoolExecutor(self._n_threads, "uma-trio grammar")
-            self._tokenizer = self._pool.submit(lambda: self._vocabulary().tokenizer())
-        source = states[0].source
-        compiled = self._compile_soon(source)
+        self, seq_id: int, key: str, answers: list[list[int]]
+    ) -> tuple[_SequenceMatcher, Future[None] | None]:
+        """Fill a mask after each of ``answers``; no work while an earlier one of the same sequence goes on."""
         sequence = self._sequences.get(seq_id)
-        if sequence is None or sequence.source != source:
-            self._sequences[seq_id] = sequence = _Sequence(source)
-        elif sequence.filling is not None and not sequence.filling.done():
-            return None
-        answers = [state.answer.tolist() for state in states]
-        if sequence.filling is not None and answers == sequence.answers:  # they were late in the step before
-            bits[: len(answers)] = sequence.bits[: len(answers)]
-            return sequence.filling
-        sequence.answers, sequence.bits = answers, bits
-        sequence.filling = self._pool.submit(_fill, sequence, compiled, answers, bits)
-        return sequence.filling
+        if sequence is None or sequence.key != key:
+            self._sequences[seq_id] = sequence = _SequenceMatcher(key, self._compiled[key])
+        elif sequence.is_busy:
+            return sequence, None
+        if sequence.work is None or answers != sequence.answers:  # otherwise they were late in the step before
+            if len(sequence.biases) < len(answers):
+                sequence.biases = np.empty((len(answers), 32 * self._n_words), np.float32)
+            sequence.answers = answers
+            sequence.work = self._submit(_fill, sequence, self._n_words)
+        return sequence, sequence.work
 
-    def _compile_soon(self, source: str) -> concurrent.futures.Future[LLMatcher]:
-        """The beginning of a grammar.  Submitted before all that waits for it, so that it is not waited for in vain."""
+    def _submit(self, function: Callable[..., None], *arguments: object) -> Future[None]:
         assert self._pool is not None
-        assert self._tokenizer is not None
-        compiled = self._compiled.get(source)
-        if compiled is None:
-            tokenizer = self._tokenizer
-            compiled = self._pool.submit(lambda: start_matcher(tokenizer.result(), source))
-            self._compiled[source] = compiled
-            if len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(source)
-        return compiled
+        return self._pool.submit(function, *arguments)
 
 
-def _fill(
-    sequence: _Sequence,
-    compiled: concurrent.futures.Future[LLMatcher],
-    answers: Sequence[list[int]],
-    bits: npt.NDArray[np.uint32],
-) -> None:
-    """Bring the matcher behind each of ``answers``, and write the mask of what may follow.
+def _fill(sequence: _SequenceMatcher, n_words: int) -> None:
+    """Bring the matcher after each of the sequence's answers, and write what may follow.
 
-    A draft token that the grammar forbids is never sampled, so masks behind it are left empty.
+    A draft token that the grammar forbids is never sampled, so the masks after it are left as they are.
 
     Raises:
         GrammarFailed: the matcher cannot go on.
     """
     sequence.forced = ()
     if sequence.matcher is None:
-        sequence.matcher = compiled.result().deep_copy()
+        sequence.matcher, sequence.consumed = sequence.compiled.result().deep_copy(), []
     matcher = sequence.matcher
-    for n, answer in enumerate(answers):
+    bits = np.empty(n_words, np.uint32)
+    for n, answer in enumerate(sequence.answers):
         if not _advance(sequence, matcher, answer, is_draft=n > 0):
             return
-        matcher.unsafe_compute_mask_ptr(bits[n].ctypes.data, bits[n].nbytes)
-        if matcher.is_error():
-            raise GrammarFailed(matcher.get_error())
-        sequence.forced = matcher.compute_ff_tokens() if _is_single(bits[n]) else ()
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        _check(sequence, matcher)
+        np.take(_BYTE_TO_BIASES, bits.view(np.uint8), axis=0, out=sequence.biases[n].reshape(-1, 8), mode="clip")
+        sequence.forced = matcher.compute_ff_tokens() if _is_single(bits) else ()
 
 
-def _look_ahead(sequence: _Sequence, matcher: LLMatcher, answer: list[int]) -> None:
-    """Bring the matcher behind ``answer``, and note what alone may follow.
+def _look_ahead(sequence: _SequenceMatcher, matcher: LLMatcher, answer: list[int]) -> None:
+    """Bring the matcher after ``answer``, and note the only tokens that can follow.
 
     Raises:
         GrammarFailed: the matcher cannot go on; the next mask fails in the same way.
@@ -263,11 +259,11 @@ def _is_single(bits: npt.NDArray[np.uint32]) -> bool:
     return len(words) == 1 and int(words[0]).bit_count() == 1
 
 
-def _advance(sequence: _Sequence, matcher: LLMatcher, answer: list[int], *, is_draft: bool) -> bool:
+def _advance(sequence: _SequenceMatcher, matcher: LLMatcher, answer: list[int], *, is_draft: bool) -> bool:
     """Go back to what ``answer`` and the matcher have in common, and on from there.
 
     Returns:
-        Whether the matcher is behind ``answer``; false if a draft token is forbidden.
+        Whether the matcher has come to the end of ``answer``; false if a draft token is forbidden.
 
     Raises:
         GrammarFailed: the grammar forbids a token of ``answer``, or the matcher cannot go on.
@@ -280,10 +276,19 @@ def _advance(sequence: _Sequence, matcher: LLMatcher, answer: list[int], *, is_d
     following = answer[same:]
     n = matcher.try_consume_tokens(following) if following else 0
     sequence.consumed = answer[: same + n]
-    if matcher.is_error():
-        raise GrammarFailed(matcher.get_error())
+    _check(sequence, matcher)
     if n < len(following):
         if is_draft:
             return False
         raise GrammarFailed(f"token {following[n]} does not follow the grammar")
     return True
+
+
+def _check(sequence: _SequenceMatcher, matcher: LLMatcher) -> None:
+    """
+    Raises:
+        GrammarFailed: the matcher cannot go on.  It never recovers, so the sequence gets a new one.
+    """
+    if matcher.is_error():
+        sequence.matcher, sequence.answers = None, []
+        raise GrammarFailed(matcher.get_error())

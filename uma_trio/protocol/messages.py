@@ -371,7 +371,7 @@ class Eos:
     reasoning: str | None = None
     """The reasoning, if there was some and ``stream`` was false; see ``Generate.separate_reasoning``."""
     constraint_complete: bool | None = None
-    """Whether the answer is complete by its constraint; false if it was cut short.  ``None`` without a constraint."""
+    """Whether the answer has ended by itself, where its constraint allows it.  ``None`` without a constraint."""
     logprobs: list[Logprobs] | None = None
     """One entry a token, if the request asked for them and ``stream`` was false."""
     stop: str | None = None

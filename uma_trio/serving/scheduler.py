@@ -361,8 +361,10 @@ class Scheduler:
         by_seq_id = self._running.by_seq_id()  # as the plan calls them
         if behind is not None and prefills and self._is_surprised:
             return  # a chunk of the wrong size would delay everybody
-        if behind is not None and not prefills and _may_have_drafts([by_seq_id[view.seq_id] for view in decodes]):
-            return
+        look_ahead = not prefills and _often_forced([by_seq_id[view.seq_id] for view in decodes])
+        may_have_drafts = look_ahead or any(by_seq_id[view.seq_id].drafts(1) for view in decodes)
+        if behind is not None and not prefills and may_have_drafts:
+            return  # drafts continue a token that must be known
         chosen = plan(
             decodes,
             prefills,
@@ -394,10 +396,14 @@ class Scheduler:
             self._n_steps,
             policy_before=self._policy,
             mask_timeout_ms=MASK_TIMEOUT_MS if self.info.can_truncate else LONG_MASK_TIMEOUT_MS,
+            look_ahead=look_ahead,
             behind=behind,
             freed=freed,
             transfer=transfer,
         )
+        for sequence in step.rows:
+            if (grammar := sequence.sampling.grammar) is not None:
+                self._engine.link.define_grammar(grammar.key, grammar.source)
         self._policy = chosen.state
         self._in_flight.append(step)
         self._engine.link.submit(message)
@@ -590,14 +596,9 @@ class Scheduler:
         assert all(sequence.state is State.WAITING for sequence in self._waiting)
 
 
-def _may_have_drafts(decodes: list[Sequence]) -> bool:
-    """Whether to wait for the step in flight: drafts continue a token that must be known.
-
-    Grammars often force several tokens, which is known when the step in flight is complete.  It is worth waiting for
-    where at least half of the sequences have a grammar.
-    """
-    n_constrained = sum([sequence.sampling.grammar is not None for sequence in decodes])
-    return 2 * n_constrained >= max(1, len(decodes)) or any(sequence.drafts(1) for sequence in decodes)
+def _often_forced(decodes: list[Sequence]) -> bool:
+    """Whether to know what grammars force before the next step is planned: if that helps half of the sequences."""
+    return 2 * sum([sequence.often_forced for sequence in decodes]) >= max(1, len(decodes))
 
 
 def _cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:

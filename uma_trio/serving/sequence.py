@@ -22,6 +22,11 @@ from uma_trio.scheduling.view import Priority, SequenceView
 
 EWMA_WEIGHT: Final = 0.2
 
+MIN_FORCED: Final = 0.125
+"""Share of forced tokens from which on a sequence counts as often forced; judged after ``MIN_TOKENS_TO_JUDGE``."""
+
+MIN_TOKENS_TO_JUDGE: Final = 16
+
 NOT_PLACED: Final = -1
 """In a view, instead of the sequence id of a sequence that waits."""
 
@@ -99,7 +104,9 @@ class Sequence:
     lookup: PromptLookup | None = None
     """Proposes draft tokens, if speculation is on."""
     forced: Items[int] = ()
-    """What alone may follow by its grammar, as far as it is known."""
+    """The only tokens that can follow by its grammar, as far as they are known."""
+    n_forced: int = 0
+    """Tokens of the answer that were forced."""
     texts: list[str] = attrs.field(factory=list)
     """Text that was not streamed."""
     logprobs: list[Logprobs] = attrs.field(factory=list)
@@ -201,6 +208,13 @@ class Sequence:
         return () if self.lookup is None or not n else self.lookup.draft(n)
 
     @property
+    def often_forced(self) -> bool:
+        """Whether it is worth knowing what its grammar forces before the next step is planned."""
+        if self.sampling.grammar is None:
+            return False
+        return len(self.tokens) < MIN_TOKENS_TO_JUDGE or self.n_forced >= MIN_FORCED * len(self.tokens)
+
+    @property
     def acceptance_rate(self) -> float:
         """Expected share of its draft tokens that are accepted."""
         if self.forced:
@@ -217,16 +231,18 @@ class Sequence:
         if end > n_prompt:  # the KV cache was lost in the middle of the answer
             tokens += self.tokens[max(0, start - n_prompt) : end - n_prompt]
         samples = [self._sample_request(len(self.tokens))] if end == self.n_known else []
-        return StepInput(self._seq_id, start, tokens, samples, self.request.stop_token_ids)
+        grammar = self._grammar_state() if samples else None
+        return StepInput(self._seq_id, start, tokens, samples, self.request.stop_token_ids, grammar)
 
     def decode_input(self, drafts: Items[int] = ()) -> StepInput:
         """The last token, and draft tokens that the same step verifies."""
         n = len(self.tokens)
         if self.sampling.history is not None:
             self.sampling.history.write(n, drafts)
-        samples = [self._sample_request(n + i, drafts[:i]) for i in range(1 + len(drafts))]
+        samples = [self._sample_request(n + i) for i in range(1 + len(drafts))]
+        tokens = [self.tokens[-1], *drafts]
         return StepInput(
-            self._seq_id, self.n_computed, [self.tokens[-1], *drafts], samples, self.request.stop_token_ids
+            self._seq_id, self.n_computed, tokens, samples, self.request.stop_token_ids, self._grammar_state()
         )
 
     @property
@@ -234,15 +250,14 @@ class Sequence:
         assert self.allocation is not None
         return self.allocation.seq_id
 
-    def _sample_request(self, n_before: int, drafts: Items[int] = ()) -> SampleRequest:
+    def _sample_request(self, n_before: int) -> SampleRequest:
         sampling = self.sampling
         past = None if sampling.history is None else sampling.history.past(n_before)
-        grammar = None
-        if sampling.grammar is not None:
-            grammar = GrammarState(sampling.grammar.source, np.array([*self.tokens, *drafts], np.int32))
-        return SampleRequest(
-            sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs, grammar
-        )
+        return SampleRequest(sampling.params, n_before, sampling.banned, sampling.bias, past, sampling.logprobs)
+
+    def _grammar_state(self) -> GrammarState | None:
+        grammar = self.sampling.grammar
+        return None if grammar is None else GrammarState(grammar.key, np.array(self.tokens, np.int32))
 
     # -- what came of it ------------------------------------------------------------------------
 
@@ -316,22 +331,11 @@ class Sequence:
         )
 
     @property
-    def constrained_tokens(self) -> list[int]:
-        """Tokens of the answer, without one that ended it."""
-        return self.tokens[:-1] if self._has_ended else self.tokens
-
-    @property
-    def _has_ended(self) -> bool:
-        return bool(self.tokens) and self.tokens[-1] in self.end_ids
-
-    def _is_complete(self, reason: FinishReason) -> bool | None:
-        """Whether the answer is complete by its grammar; ``None`` if only the grammar can tell."""
-        grammar = self.sampling.grammar
-        if grammar is None:
-            return None
-        if self._has_ended and grammar.ends_with_end_token and not self.request.stop_token_ids:
-            return True
-        return False if reason == "cancelled" else None
+    def _has_ended_itself(self) -> bool:
+        """Whether its last token is one of the model's end tokens.  A grammar allows them only where it is complete."""
+        return (
+            bool(self.tokens) and self.tokens[-1] in self.end_ids and self.tokens[-1] not in self.request.stop_token_ids
+        )
 
     def eos(self, reason: FinishReason, now: float) -> Eos:
         """The last event of a sequence that was served, wholly or in part."""
@@ -345,7 +349,7 @@ class Sequence:
             text=None if self.request.stream else "".join(self.texts),
             reasoning="".join(self.reasoning_texts) or None,
             logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
-            constraint_complete=self._is_complete(reason),
+            constraint_complete=None if self.sampling.grammar is None else self._has_ended_itself,
             stop=self.assembler.matched,
             seed=None if params.greedy else params.seed,
             metadata=self.request.metadata,

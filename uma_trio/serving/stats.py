@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import structlog
 
-from uma_trio.engine.messages import MASK_LATE, ModelInfo
+from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import UmaError
 from uma_trio.kv.cache import KvCache
 from uma_trio.protocol.messages import FinishReason, Generate, Timings, Usage
@@ -83,9 +83,9 @@ class Stats:
             context_read=work.context_tokens + work.prefill_tokens * work.mean_prefill_context,
         )
         n_new = sum([len(new.tokens) for new in completed.new_tokens])
-        forced = sum([len(row.drafts) for row in step.rows.values() if row.are_forced])
-        drafted = sum(plan.drafts) - forced
-        accepted = sum([len(new.tokens) - 1 for new in completed.new_tokens if new.tokens]) - forced
+        drafted = sum([len(row.drafts) for row in step.rows.values() if not row.are_forced])
+        accepted = sum([new.n_drafts_accepted for new in completed.new_tokens if not new.are_forced])
+        forced = sum([new.n_drafts_accepted for new in completed.new_tokens if new.are_forced])
         telemetry = self.telemetry
         telemetry.record_step(
             n_sequences=len(step.rows),
@@ -101,7 +101,7 @@ class Stats:
         telemetry.logits_rows_total += len(output.tokens)
         telemetry.logits_copied_total += output.copied_rows
         telemetry.forced_tokens_total += forced
-        telemetry.late_masks_total += output.tokens.count(MASK_LATE)
+        telemetry.late_masks_total += sum([not new.tokens and new.reason is None for new in completed.new_tokens])
         if output.mask_wait_ms is not None:
             telemetry.mask_wait_ms.add(output.mask_wait_ms)
         telemetry.draft_tokens_total += drafted

@@ -118,6 +118,9 @@ class NewTokens:
     """The client had not read: the time since the last token is not the server's."""
     scores: Items[TokenLogprobs | None]
     """Logprobs of the tokens, perhaps followed by those of rejected draft tokens.  Empty unless requested."""
+    n_drafts_accepted: int = 0
+    are_forced: bool = False
+    """The drafts were what the sequence's grammar forces."""
 
 
 @attrs.frozen
@@ -148,6 +151,7 @@ def build_step(
     *,
     policy_before: PolicyState,
     mask_timeout_ms: float,
+    look_ahead: bool,
     behind: InFlightStep | None = None,
     freed: Items[Sequence] = (),
     transfer: Transfer | None = None,
@@ -183,7 +187,7 @@ def build_step(
         calls[-1].append(prefill)
         rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
     follows = 0 if behind is None else behind.number
-    step = Step(ops, [inputs for inputs in calls if inputs], number, follows, mask_timeout_ms)
+    step = Step(ops, [inputs for inputs in calls if inputs], number, follows, look_ahead, mask_timeout_ms)
     by_sequence = {row.sequence: row for row in rows}
     in_flight = InFlightStep(
         number, plan, by_sequence, ops, freed, transfer, policy_before, runs_ahead=behind is not None
@@ -226,7 +230,12 @@ def complete_step(
             if rejected:
                 cache.truncate(sequence.allocation, row.end - rejected)
         failure = failures.get(sequence.allocation.seq_id)
-        new_tokens.append(_append(sequence, sampled, scores, failure))
+        new = _append(sequence, sampled, scores, failure)
+        new.n_drafts_accepted = max(0, len(new.tokens) - 1)
+        new.are_forced = row.are_forced
+        new_tokens.append(new)
+        if row.are_forced:
+            sequence.n_forced += new.n_drafts_accepted
         all_accepted = len(sampled) == 1 + len(row.drafts)
         sequence.forced = forced.get(sequence.allocation.seq_id, ()) if all_accepted else ()
         sequence.state = State.DECODE
