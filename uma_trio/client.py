@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket as sockets
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
@@ -32,7 +30,7 @@ import anyio
 import anyio.abc
 import attrs
 
-from uma_trio.connect import ClientError, Connector, Loading, NoServer, SocketPath
+from uma_trio.connect import BrokenProtocol, ClientError, Connector, Loading, NoServer, SocketPath, connect_blocking
 from uma_trio.errors import ProtocolError
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.messages import (
@@ -79,6 +77,8 @@ __all__ = [
 ]
 
 READ_BYTES: Final = 64 * 1024
+LOADING_TIMEOUT_S: Final = 600.0
+"""How long ``ask`` and ``stream`` wait for a daemon that loads its model."""
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -89,10 +89,6 @@ class ServerError(ClientError):
         super().__init__(f"{event.code}: {event.message}")
         self.code = event.code
         self.event = event
-
-
-class BrokenProtocol(ClientError):
-    """The daemon violated the protocol, or closed the connection before the end of an answer."""
 
 
 @attrs.frozen(kw_only=True)
@@ -289,7 +285,14 @@ async def open_client(
         yield Client(connection, encoding=Encoding(encoding))
 
 
-def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None = None, **fields: Any) -> Answer:
+def ask(
+    prompt: str | Messages,
+    *,
+    raw: bool = False,
+    socket: SocketPath | None = None,
+    wait_s: float | None = None,
+    **fields: Any,
+) -> Answer:
     """Send a request, block until it is answered, and return the answer.
 
     For scripts and notebooks.  Needs no event loop and works inside a running one, which it blocks.
@@ -298,6 +301,8 @@ def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None 
         prompt: a question, or a chat as a list of messages with ``role`` and ``content``.
         raw: continue ``prompt`` as it is, without the chat template.
         socket: the daemon's socket; ``default_socket_path()`` if not given.
+        wait_s: how long to wait for a daemon that does not run or still loads its model.  ``None``: while it loads, for
+            at most ``LOADING_TIMEOUT_S``, and not at all if there is none.
         fields: further fields of the request, as in docs/PROTOCOL.md.
 
     Raises:
@@ -307,7 +312,7 @@ def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None 
     """
     if fields.get("n", 1) != 1:
         raise ValueError("ask() returns one answer; use stream() or Client.choices() for several")
-    *_, eos = stream(prompt, raw=raw, socket=socket, **fields, stream=False)
+    *_, eos = stream(prompt, raw=raw, socket=socket, wait_s=wait_s, **fields, stream=False)
     assert isinstance(eos, Eos)
     return Answer(
         text=eos.text or "",
@@ -322,7 +327,12 @@ def ask(prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None 
 
 
 def stream(
-    prompt: str | Messages, *, raw: bool = False, socket: SocketPath | None = None, **fields: Any
+    prompt: str | Messages,
+    *,
+    raw: bool = False,
+    socket: SocketPath | None = None,
+    wait_s: float | None = None,
+    **fields: Any,
 ) -> Iterator[Event]:
     """Send a request and yield its events until all its answers have ended.  Blocks while it waits for an event.
 
@@ -333,7 +343,7 @@ def stream(
         prompt = [{"role": "user", "content": prompt}]
     request = _Request({"prompt" if raw else "messages": prompt, **fields}, "r1")
     codec = ClientCodec()
-    with _connect_blocking(socket) as sock:
+    with connect_blocking(socket, wait_s=wait_s, loading_timeout_s=LOADING_TIMEOUT_S) as sock:
         try:
             with contextlib.suppress(BrokenPipeError):  # a daemon that closed the connection may have sent the reason
                 sock.sendall(codec.encode(request.fields))
@@ -344,11 +354,3 @@ def stream(
                     yield event
         except (ProtocolError, ConnectionError) as error:
             raise BrokenProtocol(str(error)) from None
-
-
-def _connect_blocking(path: SocketPath | None) -> sockets.socket:
-    connector = Connector(path, wait_s=0, now=time.monotonic())
-    while isinstance(found := connector.attempt(time.monotonic()), float):
-        time.sleep(found)
-    found.setblocking(True)
-    return found

@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import pwd
 import socket as sockets
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from uma_trio.errors import ErrorWithRemedy
-from uma_trio.protocol.address import MAX_PATH_BYTES, lock_path, socket_path
+from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, lock_path, socket_path, too_long
 
 QUEUE_TIMEOUT_S: Final = 10.0
 """How long to retry while the daemon's queue of new connections is full."""
@@ -39,6 +41,10 @@ SocketPath = str | os.PathLike[str]
 
 class ClientError(Exception):
     """A request did not end with ``eos``."""
+
+
+class BrokenProtocol(ClientError):
+    """The daemon violated the protocol, or closed the connection before the end of an answer."""
 
 
 class NoServer(ErrorWithRemedy, ClientError):
@@ -64,6 +70,7 @@ class Connector:
         path: the daemon's socket; ``default_socket_path()`` if not given.
         wait_s: how long to wait for a daemon that does not run or still loads its model.  ``None``: as long as it
             loads, and not at all if there is none.
+        loading_timeout_s: how long to wait for a daemon that loads, if ``wait_s`` sets no limit.
         now: the time, on the caller's monotonic clock.
         on_loading: called once with the path when there is a wait.
     """
@@ -73,11 +80,13 @@ class Connector:
         path: SocketPath | None,
         *,
         wait_s: float | None,
+        loading_timeout_s: float = math.inf,
         now: float,
         on_loading: Callable[[Path], None] | None = None,
     ) -> None:
         self.path = socket_path(path)
         self._wait_s = wait_s
+        self._loading_timeout_s = loading_timeout_s
         self._began = now
         self._queue_began: float | None = None
         self._on_loading = on_loading
@@ -111,8 +120,34 @@ class Connector:
 
     def _waits_for(self, failure: NoServer, now: float) -> bool:
         if self._wait_s is None:
-            return isinstance(failure, Loading)
+            return isinstance(failure, Loading) and now - self._began < self._loading_timeout_s
         return failure.may_come and now - self._began < self._wait_s
+
+
+def connect_blocking(
+    path: SocketPath | None, *, wait_s: float | None = 0, loading_timeout_s: float = math.inf
+) -> sockets.socket:
+    """Connect, and sleep between the attempts of a ``Connector``.
+
+    Raises:
+        NoServer: no daemon can be reached.
+    """
+    connector = Connector(path, wait_s=wait_s, loading_timeout_s=loading_timeout_s, now=time.monotonic())
+    while isinstance(found := connector.attempt(time.monotonic()), float):
+        time.sleep(found)
+    found.setblocking(True)
+    return found
+
+
+def can_connect(path: Path) -> bool:
+    """Whether somebody listens at ``path``.  Does not block."""
+    try:
+        found = _connect(path)
+    except OSError:
+        return False
+    if found is not None:  # otherwise the queue of new connections is full
+        found.close()
+    return True
 
 
 def _connect(path: Path) -> sockets.socket | None:
@@ -139,8 +174,8 @@ START: Final = "start one with: uma-trio serve"
 
 def explain(path: Path, error: OSError) -> NoServer:
     """Build the error for a connection to ``path`` that failed with ``error``."""
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        return NoServer(f"the path of a socket has at most {MAX_PATH_BYTES} bytes", f"give a shorter one than {path}")
+    if reason := too_long(path):
+        return NoServer(reason, GIVE_A_SHORTER_PATH)
     if error.errno in (errno.EACCES, errno.EPERM):
         return _no_permission(path)
     if error.errno == errno.ENOENT:

@@ -14,6 +14,7 @@ import trio
 
 from uma_trio.daemon import listener
 from uma_trio.daemon.listener import SocketPathError, bind, claimed
+from uma_trio.protocol.address import MAX_PATH_BYTES
 
 
 @pytest.fixture
@@ -183,12 +184,12 @@ def test_the_lock_ends_with_its_process(path):
 
 @pytest.mark.parametrize("extra", [0, 1, 200])
 def test_a_path_that_is_too_long_is_explained(tmp_path, extra):
-    longest = tmp_path / ("x" * (listener.MAX_PATH_BYTES - len(os.fsencode(tmp_path)) - 1))
+    longest = tmp_path / ("x" * (MAX_PATH_BYTES - len(os.fsencode(tmp_path)) - 1))
     if not extra:
         with claimed(longest), bind(longest, backlog=1):
             return
     with (
-        pytest.raises(SocketPathError, match=f"{listener.MAX_PATH_BYTES + extra} bytes"),
+        pytest.raises(SocketPathError, match=f"has {MAX_PATH_BYTES + extra}"),
         claimed(longest.with_name(longest.name + "x" * extra)),
     ):
         pass

@@ -60,7 +60,7 @@ def test_a_good_installation(examine):
     names = ("python", "packages", "folders", "state", "cache", "stamp", "threads", "library", "devices", "backend")
     assert [*found] == [*names, "embedded", "model", "context", "memory", "layout", "answer", "socket"]
     assert "Paris" in found["answer"]["message"]
-    assert "no daemon is running" in found["socket"]["message"]
+    assert "no daemon at" in found["socket"]["message"]
 
 
 def test_each_line_of_text_has_a_verdict(examine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import socket
 import threading
@@ -15,17 +16,20 @@ import anyio
 import pytest
 
 import uma_trio
+from uma_trio import connect
 from uma_trio.client import (
     BrokenProtocol,
     Client,
     Eos,
     Event,
+    Loading,
     NoServer,
     ServerError,
     Token,
     UnknownEvent,
     open_client,
 )
+from uma_trio.protocol.address import lock_path
 from uma_trio.protocol.framing import FrameReader, frame
 
 TOKEN = {"id": "r1", "event": "token", "text": "hi", "token_id": 7}
@@ -274,6 +278,21 @@ def test_errors_of_the_blocking_functions(tmp_path: Path) -> None:
     error = {"event": "error", "id": "r1", "code": "E_X", "message": "m"}
     with server(tmp_path, error) as found, pytest.raises(ServerError, match="E_X: m"):
         uma_trio.ask("x", socket=found.path)
+
+
+def test_ask_waits_while_the_daemon_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "uma.sock"
+    with contextlib.ExitStack() as stack, lock_path(path).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(Loading):
+            uma_trio.ask("x", socket=path, wait_s=0)
+
+        def load(_: float) -> None:
+            assert not path.exists(), "there is nothing to wait for"
+            stack.enter_context(server(tmp_path, EOS | {"text": "loaded"}))
+
+        monkeypatch.setattr(connect.time, "sleep", load)
+        assert str(uma_trio.ask("x", socket=path)) == "loaded"
 
 
 def test_the_variable_names_the_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

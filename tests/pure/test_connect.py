@@ -154,6 +154,13 @@ def test_by_default_a_wait_lasts_as_long_as_the_daemon_loads(path: Path, locked:
         connector.attempt(3000)
 
 
+def test_a_wait_for_a_daemon_that_loads_can_have_an_end(path: Path, locked: int) -> None:
+    connector = Connector(path, wait_s=None, loading_timeout_s=600, now=0)
+    assert connector.attempt(599) == START_RETRY_S
+    with pytest.raises(Loading):
+        connector.attempt(600)
+
+
 def test_a_wait_ends_with_a_connection(path: Path, locked: int) -> None:
     connector = Connector(path, wait_s=None, now=0)
     assert connector.attempt(0) == START_RETRY_S

@@ -7,11 +7,8 @@ for which the shell completes the path.
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import time
-from typing import Any, Final
+from typing import Final
 
 import click
 from click.shell_completion import CompletionItem, ShellComplete, add_completion_class, split_arg_string
@@ -20,7 +17,6 @@ LINE_VARIABLE: Final = "_UMA_TRIO_LINE"
 
 DAEMON_S: Final = 0.5
 """How long the daemon may take to list the sessions."""
-MAX_LIST_BYTES: Final = 4 << 20
 
 BASH: Final = r"""
 _uma_trio() {
@@ -151,17 +147,17 @@ def model_file(context: click.Context, parameter: click.Parameter, incomplete: s
 
 def session_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A session of the running daemon, the last used first; nothing if none runs or it does not answer at once."""
-    from uma_trio.connect import is_locked
-    from uma_trio.errors import ProtocolError
+    from uma_trio.connect import ClientError, is_locked
     from uma_trio.protocol.address import socket_path
+    from uma_trio.query import query
 
     levels: list[click.Context] = [context, *([context.parent] if context.parent is not None else [])]
     path = socket_path(next(filter(None, (level.params.get("socket") for level in levels)), None))
     already = context.params.get(parameter.name or "")
     try:
         # without a lock there is no daemon; connecting could make systemd start one
-        sessions = _list_sessions(os.fspath(path)) if is_locked(path) else []
-    except (OSError, ValueError, LookupError, TypeError, ProtocolError):
+        sessions = query(path, {"type": "sessions"}, timeout_s=DAEMON_S)["sessions"] if is_locked(path) else []
+    except (ClientError, TimeoutError, LookupError):
         return []
     return [
         CompletionItem(name, help=f"{session['turns']} turns")
@@ -170,23 +166,3 @@ def session_name(context: click.Context, parameter: click.Parameter, incomplete:
         and name.isprintable()
         and not (isinstance(already, tuple) and name in already)
     ]
-
-
-def _list_sessions(path: str) -> list[dict[str, Any]]:
-    """Ask the daemon, as any client in docs/PROTOCOL.md, without waiting for the imports of ``uma_trio.client``."""
-    from uma_trio.protocol.framing import FrameReader, frame
-
-    frames = FrameReader(max_frame_bytes=MAX_LIST_BYTES)
-    until = time.monotonic() + DAEMON_S
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(DAEMON_S)
-        sock.connect(path)
-        sock.sendall(frame(b'{"type": "sessions"}'))
-        while (payload := frames.next_payload()) is None:
-            sock.settimeout(max(0.001, until - time.monotonic()))
-            data = sock.recv(1 << 16)
-            if not data:
-                return []
-            frames.receive_data(data)
-    found: list[dict[str, Any]] = json.loads(payload)["sessions"]
-    return found

@@ -63,6 +63,7 @@ def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
       uma-trio service install --now -- --config uma.yaml
     """
     from uma_trio.cli.service_units import UnitError
+    from uma_trio.connect import can_connect
 
     manager, service = _manager(), _service(flags)
     try:
@@ -77,7 +78,7 @@ def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
             click.echo(f"# {path}\n{text}")
         _print_commands(commands)
         return
-    if now and not any(before.values()) and _is_served(service.socket):
+    if now and not any(before.values()) and can_connect(service.socket):
         raise click.UsageError(f"a daemon serves on {service.socket} already; stop it, and install the service again")
     for path, text in files.items():
         _write(path, text)
@@ -153,7 +154,7 @@ def _service(flags: Sequence[str]) -> Service:
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import ModelError, explained
     from uma_trio.models.loaded import EMBEDDED
-    from uma_trio.protocol.address import MAX_PATH_BYTES, default_socket_path
+    from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, default_socket_path, too_long
 
     arguments, settings = _serve_arguments(flags)
     model = settings.model.model or EMBEDDED
@@ -166,10 +167,8 @@ def _service(flags: Sequence[str]) -> Service:
     except (ModelError, LibraryProblem) as error:
         raise click.UsageError(str(error)) from None
     socket = Path(os.path.abspath(settings.listen.socket or default_socket_path()))
-    if len(os.fsencode(socket)) > MAX_PATH_BYTES:
-        raise click.UsageError(
-            f"the path of a socket has at most {MAX_PATH_BYTES} bytes; give a shorter --socket than {socket}"
-        )
+    if reason := too_long(socket):
+        raise click.UsageError(f"{reason}; {GIVE_A_SHORTER_PATH}")
     # -P: a folder uma_trio in the service's current folder is not imported; faulthandler: a daemon that the watchdog
     # ends leaves in the log where it was
     program = [sys.executable, "-P", "-X", "faulthandler", "-m", "uma_trio", "serve"]
@@ -248,20 +247,6 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise click.UsageError(f"cannot write {path}: {error.strerror}") from None
-
-
-def _is_served(path: Path) -> bool:
-    import socket
-
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.setblocking(False)
-        try:
-            sock.connect(os.fspath(path))
-        except BlockingIOError:  # its queue is full
-            return True
-        except OSError:
-            return False
-    return True
 
 
 def _lingers() -> bool:

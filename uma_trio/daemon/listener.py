@@ -16,7 +16,7 @@ from typing import Final
 import structlog
 import trio
 
-from uma_trio.protocol.address import MAX_PATH_BYTES, lock_path
+from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, lock_path, too_long
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -48,11 +48,8 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         SocketPathError: another daemon holds it, or the path cannot be used.
     """
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise SocketPathError(
-            f"the socket's path has {len(os.fsencode(path))} bytes, but at most {MAX_PATH_BYTES} are possible: choose a "
-            f"shorter one with --socket ({path})"
-        )
+    if reason := too_long(path):
+        raise SocketPathError(f"{reason}; {GIVE_A_SHORTER_PATH}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -16,6 +16,8 @@ from typing import Final, TypeVar
 import attrs
 import trio
 
+from uma_trio.connect import can_connect
+
 T = TypeVar("T")
 
 POLL_S: Final = 0.02
@@ -70,9 +72,8 @@ async def temporary_daemon(flags: Sequence[str] = (), *, timeout_s: float = 120.
 async def _ready(process: trio.Process, path: Path, log: Path, timeout_s: float) -> None:
     with trio.move_on_after(timeout_s):
         while process.returncode is None:
-            with contextlib.suppress(OSError):
-                async with await trio.open_unix_socket(path):
-                    return
+            if can_connect(path):
+                return
             await trio.sleep(POLL_S)
             process.poll()
     ended = process.returncode is not None

@@ -12,6 +12,7 @@ FALLBACK_PATH: Final = "/tmp/uma.sock"
 
 MAX_PATH_BYTES: Final = 103
 """``sun_path`` has 104 bytes on macOS and 108 on Linux, including the NUL at the end."""
+GIVE_A_SHORTER_PATH: Final = "choose a shorter one with --socket"
 
 
 def default_socket_path(environment: Mapping[str, str] = os.environ) -> Path:
@@ -34,6 +35,14 @@ def default_socket_path(environment: Mapping[str, str] = os.environ) -> Path:
 def socket_path(given: str | os.PathLike[str] | None) -> Path:
     """Return the path that is ``given`` explicitly, or the default."""
     return default_socket_path() if given is None else Path(given).expanduser()
+
+
+def too_long(path: Path) -> str | None:
+    """Why no socket can be at ``path``; ``None`` if its length allows one.  ``GIVE_A_SHORTER_PATH`` is the remedy."""
+    n_bytes = len(os.fsencode(path))
+    if n_bytes <= MAX_PATH_BYTES:
+        return None
+    return f"the path of a socket has at most {MAX_PATH_BYTES} bytes, and {path} has {n_bytes}"
 
 
 def lock_path(socket: Path) -> Path:

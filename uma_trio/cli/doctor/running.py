@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,120 +20,85 @@ SOCKET_S: Final = 2.0
 """How long a daemon may take to answer."""
 SLOW_MS: Final = 250.0
 """An answer that takes longer than this is a warning."""
+OTHER_PATH: Final = "choose another path with --socket"
 
 
 def check_socket(settings: Config) -> Iterator[Finding]:
     """Check the socket's path, and the daemon that answers there, if one does."""
-    import stat
+    from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, socket_path, too_long
 
-    from uma_trio.protocol.address import MAX_PATH_BYTES, default_socket_path
-
-    path = settings.listen.socket or default_socket_path()
-    other = "choose another path with --socket"
-    if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        yield Finding(
-            "socket", "problem", f"{path} is longer than {MAX_PATH_BYTES} bytes", "choose a shorter path with --socket"
-        )
+    path = socket_path(settings.listen.socket)
+    if reason := too_long(path):
+        yield Finding("socket", "problem", reason, GIVE_A_SHORTER_PATH)
         return
     try:
         found = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        yield _free(path, other)
+        if reason := cannot_write(path.parent):
+            yield Finding("socket", "problem", f"{path} cannot be created ({reason})", OTHER_PATH)
+            return
     except OSError as error:
-        yield Finding("socket", "problem", f"{path}: {error.strerror}", other)
+        yield Finding("socket", "problem", f"{path}: {error.strerror}", OTHER_PATH)
+        return
     else:
-        if not stat.S_ISSOCK(found.st_mode):
-            yield Finding("socket", "problem", f"{path} exists and is not a socket", f"remove it, or {other}")
-        elif found.st_uid != os.geteuid():
-            yield Finding("socket", "problem", f"{path} belongs to another user", other)
-        elif stat.S_IMODE(found.st_mode) & 0o077:
-            yield Finding(
-                "socket",
-                "warning",
-                f"other users can connect to {path}",
-                "restart the daemon, which makes its socket private",
-            )
-        else:
-            yield from _daemon(path, settings)
+        if (wrong := _unusable(path, found)) is not None:
+            yield wrong
+            return
+    yield from _daemon(path, settings)
 
 
-def _free(path: Path, other: str) -> Finding:
-    """Check whether a daemon could create the socket, which does not exist."""
-    from uma_trio.connect import Loading, explain
-
-    if reason := cannot_write(path.parent):
-        return Finding("socket", "problem", f"{path} cannot be created ({reason})", other)
-    missing = explain(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-    if isinstance(missing, Loading):
-        return Finding("socket", "ok", str(missing))
-    return Finding("socket", "ok", f"no daemon is running; uma-trio serve would create {path}")
+def _unusable(path: Path, found: os.stat_result) -> Finding | None:
+    """What is wrong with the file at ``path``; ``None`` for a socket that this user's daemon can have made."""
+    if not stat.S_ISSOCK(found.st_mode):
+        return Finding("socket", "problem", f"{path} exists and is not a socket", f"remove it, or {OTHER_PATH}")
+    if found.st_uid != os.geteuid():
+        return Finding("socket", "problem", f"{path} belongs to another user", OTHER_PATH)
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        fix = "restart the daemon, which makes its socket private"
+        return Finding("socket", "warning", f"other users can connect to {path}", fix)
+    return None
 
 
 def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
-    """Check whether a daemon answers on the existing socket, how fast, and whether its engine was restarted."""
-    import socket
+    """Check whether a daemon answers at ``path``, how fast, and whether its engine was restarted."""
+    from uma_trio.connect import BrokenProtocol, NoServer, connect_blocking
+    from uma_trio.query import query
 
-    from uma_trio.errors import ProtocolError
-    from uma_trio.protocol.codec import ClientCodec
-    from uma_trio.protocol.messages import Failure, Metrics
-    from uma_trio.protocol.payload import Encoding
-
-    protocol = settings.listen.protocol
-    codec = ClientCodec(Encoding.CBOR if protocol == "cbor" else Encoding.JSON)
     restart = "stop it (SIGTERM, then SIGKILL) and start uma-trio serve again"
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(SOCKET_S)
-        began = time.monotonic()
-        try:
-            sock.connect(os.fspath(path))
-        except ConnectionRefusedError:
-            yield Finding("socket", "ok", f"{path} was left behind by a daemon that ended; uma-trio serve replaces it")
-            return
-        except OSError as error:
-            yield Finding("socket", "problem", f"{path} does not accept connections: {error}", restart)
-            return
-        if protocol == "newline":
+    began = time.monotonic()
+    try:
+        if settings.listen.protocol in ("newline", "cbor"):  # a query is framed JSON
+            connect_blocking(path).close()
             yield Finding("socket", "ok", f"a daemon is running on {path}")
             return
-        try:
-            sock.sendall(codec.encode({"type": "metrics"}))
-            while (event := codec.next_event()) is None:
-                left = began + SOCKET_S - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError
-                sock.settimeout(left)
-                data = sock.recv(1 << 16)
-                codec.receive_data(data)
-                if not data:
-                    event = codec.next_event()
-                    break
-        except TimeoutError:
-            yield Finding("socket", "problem", f"the server on {path} does not answer within {SOCKET_S:g} s", restart)
-            return
-        except (OSError, ProtocolError) as error:
-            yield Finding(
-                "socket",
-                "problem",
-                f"the server on {path} is not a uma-trio daemon: {error}",
-                "choose another path with --socket",
-            )
-            return
+        answer = query(path, {"type": "metrics"}, timeout_s=SOCKET_S)
+    except NoServer as error:
+        if error.may_come:  # uma-trio serve would start
+            yield Finding("socket", "ok", str(error))
+        else:
+            yield Finding("socket", "problem", error.reason, restart)
+        return
+    except TimeoutError:
+        yield Finding("socket", "problem", f"the server on {path} does not answer within {SOCKET_S:g} s", restart)
+        return
+    except BrokenProtocol as error:
+        yield Finding("socket", "problem", f"the server on {path} is not a uma-trio daemon: {error}", OTHER_PATH)
+        return
     ms = 1e3 * (time.monotonic() - began)
-    if not isinstance(event, Metrics | Failure):
-        yield Finding(
-            "socket", "problem", f"the server on {path} is not a uma-trio daemon", "choose another path with --socket"
-        )
+    if answer.get("event") == "error":
+        message = f"the daemon on {path} says {answer.get('code')}: {answer.get('message')}"
+        yield Finding("socket", "warning", message, "see its log")
         return
-    if isinstance(event, Failure):
-        yield Finding("socket", "warning", f"the daemon on {path} says {event.code}: {event.message}", "see its log")
+    if answer.get("event") != "metrics":
+        yield Finding("socket", "problem", f"the server on {path} is not a uma-trio daemon", OTHER_PATH)
         return
-    message = f"a daemon serves {event.snapshot.get('model')} on {path} and answers in {ms:.1f} ms"
+    message = f"a daemon serves {answer.get('model')} on {path} and answers in {ms:.1f} ms"
     if ms > SLOW_MS:
         yield Finding("socket", "warning", message, "the machine is busy with other work; see threads above")
     else:
         yield Finding("socket", "ok", message)
-    if "engine" in event.snapshot:
-        yield _engine(event.snapshot["engine"])
+    if "engine" in answer:
+        yield _engine(answer["engine"])
 
 
 def _engine(engine: dict[str, Any]) -> Finding:

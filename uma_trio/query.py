@@ -1,0 +1,49 @@
+"""Asks the daemon one question, for commands that must start at once: neither anyio nor the codecs are imported."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from uma_trio.connect import BrokenProtocol, SocketPath, connect_blocking
+from uma_trio.errors import ProtocolError
+from uma_trio.protocol.framing import FrameReader, frame
+
+MAX_ANSWER_BYTES: Final = 4 << 20
+READ_BYTES: Final = 1 << 16
+
+
+def query(path: SocketPath | None, message: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    """Send ``message`` as framed JSON and return the fields of the first event.  Blocks.
+
+    Args:
+        path: the daemon's socket; ``default_socket_path()`` if not given.
+
+    Raises:
+        NoServer: no daemon can be reached there.
+        TimeoutError: there was no answer in ``timeout_s`` seconds.
+        BrokenProtocol: the other side does not answer as a daemon does.
+    """
+    until = time.monotonic() + timeout_s
+    frames = FrameReader(max_frame_bytes=MAX_ANSWER_BYTES)
+    with connect_blocking(path) as sock:
+        try:
+            sock.settimeout(timeout_s)
+            sock.sendall(frame(json.dumps(message).encode()))
+            while (payload := frames.next_payload()) is None:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError
+                sock.settimeout(left_s)
+                data = sock.recv(READ_BYTES)
+                frames.receive_data(data)
+                if not data:
+                    raise BrokenProtocol("the server closed the connection without an answer")
+            event = json.loads(payload)
+        except (ConnectionError, ProtocolError, ValueError) as error:
+            raise BrokenProtocol(str(error)) from None
+    if not isinstance(event, dict):
+        raise BrokenProtocol("the answer is not an object")
+    return event
