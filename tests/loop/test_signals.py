@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 import structlog
 import trio
 
 from uma_trio.config import Config
 from uma_trio.daemon.notifier import Notifier
-from uma_trio.daemon.server import _SignalHandler
+from uma_trio.daemon.server import _SignalHandler, _write_file
 
 
 async def test_more_signals_than_two_add_nothing() -> None:
@@ -26,3 +27,11 @@ async def test_more_signals_than_two_add_nothing() -> None:
     assert [line["event"] for line in logged] == ["draining; a second signal stops at once", "stopping at once"]
     assert stop.cancel_called
     assert not handler.should_load()
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    target = tmp_path / "uma-metrics.json"
+    target.mkdir()  # what replaces it fails, as writing does on a full disk
+    with pytest.raises(OSError, match="directory"):
+        _write_file(target, b"{}\n")
+    assert [*tmp_path.iterdir()] == [target]

@@ -316,6 +316,20 @@ def test_lone_surrogates_survive_the_process_boundary():
     assert render("{{ messages[0].content }}", [{"role": "user", "content": content}]) == content
 
 
+@pytest.mark.parametrize("escape", [r"\ud800", r"\udfff", r"\ud83e\udd8a"])
+def test_a_template_that_makes_lone_surrogates(escape):
+    with pytest.raises(BrokenTemplate, match="half of a surrogate pair"):
+        template(f'{{{{ "{escape}" }}}}').parts([{"role": "user", "content": "<hello> \N{FOX FACE}"}])
+    for source, error in (
+        ('{{ raise_exception("X") }}', BadRequest),
+        ('{{ {}["X"].x }}', BrokenTemplate),
+        ('{% nope "X" + %}', BrokenTemplate),
+    ):
+        with pytest.raises(error) as found:
+            render(source.replace("X", escape))
+        str(found.value).encode()  # goes to clients and logs, as UTF-8
+
+
 def test_a_limit_on_output():
     with pytest.raises(BrokenTemplate, match="100 characters of output"):
         render("{{ 'x' * 101 }}", limits=TemplateLimits(output_chars=100))

@@ -101,3 +101,10 @@ def test_an_error_names_the_daemon_and_the_remedy(
     assert found.startswith("uma-trio ask: ")
     assert shown in found
     assert found.count("\n") == 1
+
+
+@pytest.mark.parametrize("seconds", [1e300, -1e300, float("nan"), float("inf"), 1e17])
+def test_a_time_that_no_calendar_has_is_unknown(seconds: float) -> None:
+    from uma_trio.cli.sessions import _when
+
+    assert _when(seconds) == "unknown"

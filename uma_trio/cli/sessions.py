@@ -322,7 +322,10 @@ def _shown(text: str, keep: str = "") -> str:
 
 
 def _when(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # no time that a calendar has
+        return "unknown"
 
 
 def _state(session: SessionInfo) -> str:

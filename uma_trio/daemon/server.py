@@ -307,6 +307,10 @@ class _SignalHandler:
 def _write_file(target: Path, data: bytes) -> None:
     temporary = target.with_suffix(".tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    os.replace(temporary, target)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, target)
+    except OSError:  # the disk is full
+        temporary.unlink(missing_ok=True)
+        raise

@@ -8,8 +8,9 @@ the round trip adds 0.03 ms to a rendering.
 from __future__ import annotations
 
 import datetime
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,8 @@ from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import BadRequest, InternalError
 from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.sandbox import CannotStart, NoAnswer, Sandbox
+
+LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
 
 WORKER: Final = Path(__file__).with_name("template_worker.py")
 
@@ -121,14 +124,29 @@ class ChatTemplate:
         except NoAnswer as error:
             answer = {"error": str(error)}
         if "refused" in answer:
-            raise BadRequest(f"{self._name} refuses these messages: {answer['refused']}")
+            raise BadRequest(
+                f"{self._name} refuses these messages: {_without_new_surrogates(answer['refused'], given)}"
+            )
         if "error" in answer:
-            raise BrokenTemplate(f"{self._name} failed: {answer['error']}")
+            raise BrokenTemplate(f"{self._name} failed: {_without_new_surrogates(answer['error'], given)}")
         text: str = answer["text"]
+        if _without_new_surrogates(text, given) != text:
+            raise BrokenTemplate(f"{self._name} failed: its output has half of a surrogate pair, which is no character")
         return text
 
     def _does_not_start(self, error: CannotStart) -> BrokenTemplate:
-        return BrokenTemplate(f"{self._name} does not compile: {error}")
+        return BrokenTemplate(f"{self._name} does not compile: {_without_new_surrogates(str(error))}")
+
+
+def _without_new_surrogates(text: str, messages: Iterable[Mapping[str, str]] = ()) -> str:
+    """Replace the lone surrogates that are not in ``messages``: those come from the template.
+
+    Those in messages are masks of ``models.control_tokens``, which removes them.
+    """
+    if text.isascii() or LONE_SURROGATE.search(text) is None:
+        return text
+    masks = {mask for message in messages for value in message.values() for mask in LONE_SURROGATE.findall(value)}
+    return LONE_SURROGATE.sub(lambda found: found[0] if found[0] in masks else "\N{REPLACEMENT CHARACTER}", text)
 
 
 def _checked(index: int, message: Mapping[str, str]) -> dict[str, str]:
