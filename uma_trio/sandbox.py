@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import select
 import subprocess
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import IO, Any, Final
 
 START_SECONDS: Final = 10.0
 """Longest wait for a new child that imports its libraries: 50 to 500 ms on an idle machine."""
@@ -108,6 +109,8 @@ class _Child:
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a child that does not read must not stop this thread
 
     def stop(self) -> None:
         process, self._process = self._process, None
@@ -125,20 +128,26 @@ class _Child:
 
     def _exchange(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        data = json.dumps(question, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
-        answer = b""
-        poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(BrokenPipeError):  # the process died; read() will return b""
-            while data:
-                data = data[self._process.stdin.write(data) :]
-        while not answer.endswith(b"\n"):
+
+        def wait_for(pipe: IO[bytes], event: int) -> None:
+            poll = select.poll()
+            poll.register(pipe, event)
             if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise NoAnswer(f"it takes longer than {seconds:g} s")
-            chunk = self._process.stdout.read(1 << 20)
+
+        left = memoryview(json.dumps(question, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # the process died; read() will return b""
+            while left:
+                wait_for(stdin, select.POLLOUT)
+                left = left[stdin.write(left) or 0 :]
+        answer = bytearray()
+        while not answer.endswith(b"\n"):
+            wait_for(stdout, select.POLLIN)
+            chunk = stdout.read(1 << 20)
             if not chunk:
                 raise NoAnswer("its process died: it takes too much memory or time")
             answer += chunk

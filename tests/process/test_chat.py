@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import datetime
 import gc
+import signal
 import subprocess
 import sys
 import threading
 import time
 
 import pytest
+import trio
+import trio.testing
 
+from uma_trio.config import Limits
 from uma_trio.errors import BadRequest, InternalError
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate, TemplateLimits
+from uma_trio.models.prompt import INLINE_BYTES, PromptMaker
+from uma_trio.protocol.messages import parse
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -289,6 +295,52 @@ def test_a_process_that_something_else_kills_is_replaced():
     chat._sandbox._child._process.kill()
     chat._sandbox._child._process.wait()
     assert chat.render(TALK) == "system"
+
+
+def test_a_process_that_stopped_reading_is_replaced_in_time():
+    """More than a pipe holds: the question itself does not get through."""
+    chat = template("{{ messages[0].content | length }}", limits=TemplateLimits(seconds=0.3))
+    stopped = chat._sandbox._child._process
+    stopped.send_signal(signal.SIGSTOP)
+    long = [{"role": "user", "content": "x" * 1_000_000}]
+    said = []
+
+    def work():
+        with pytest.raises(BrokenTemplate, match="takes longer than"):
+            chat.render(long)
+        said.append(chat.render(long))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    if thread.is_alive():
+        stopped.kill()
+    assert said == ["1000000"]
+    assert stopped.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("asked", [{"messages": TALK}, {"prompt": "x" * (2 * INLINE_BYTES)}], ids=["chat", "prompt"])
+async def test_prompts_that_their_clients_have_left_take_no_thread_from_the_rest_of_the_daemon(asked):
+    is_open = threading.Event()
+
+    class Slow:
+        def parts(self, messages):
+            is_open.wait()
+
+        def encode_parts(self, parts, **options):
+            is_open.wait()
+
+    maker = PromptMaker(Slow(), Slow(), Limits())
+    request = parse({"id": "r", **asked})
+    try:
+        async with trio.open_nursery() as nursery:
+            for _ in range(100):
+                nursery.start_soon(maker.make, request)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
+    finally:
+        is_open.set()
 
 
 def test_the_process_ends_with_the_template():

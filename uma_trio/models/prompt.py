@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import attrs
@@ -20,6 +21,10 @@ from uma_trio.sampling import ReasoningMarkers
 
 INLINE_BYTES: Final = 4096
 """Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
+
+RENDERING_THREADS: Final = 2
+"""Renderings take turns in the template's process.  One chat is tokenized while the next one is rendered."""
+TOKENIZING_THREADS: Final = 4
 
 
 @attrs.frozen(eq=False)
@@ -76,6 +81,12 @@ class PromptMaker:
     limits: Limits
     reasoning: ReasoningMarkers | None = None
     """``None`` for a model that does not mark its reasoning."""
+    # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
+    # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
+    _rendering: trio.CapacityLimiter = attrs.field(init=False, factory=partial(trio.CapacityLimiter, RENDERING_THREADS))
+    _tokenizing: trio.CapacityLimiter = attrs.field(
+        init=False, factory=partial(trio.CapacityLimiter, TOKENIZING_THREADS)
+    )
 
     async def make(self, request: Generate, history: History | None = None) -> Prompt:
         """Build the prompt of ``request``.  Messages and long prompts are processed in a thread; can be cancelled.
@@ -92,7 +103,8 @@ class PromptMaker:
         size = check_prompt_size(request, self.limits)
         if size <= INLINE_BYTES and request.messages is None:
             return self._make(request, history)
-        return await trio.to_thread.run_sync(self._make, request, history, abandon_on_cancel=True)
+        limiter = self._tokenizing if request.messages is None else self._rendering
+        return await trio.to_thread.run_sync(self._make, request, history, abandon_on_cancel=True, limiter=limiter)
 
     def _make(self, request: Generate, history: History | None) -> Prompt:
         tokens, text = self._tokens_and_text(request, history)
