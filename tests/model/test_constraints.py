@@ -100,15 +100,10 @@ def test_each_of_several_answers_is_that_of_its_seed(daemon: Daemon) -> None:
     assert len(set(texts)) > 1
 
 
-def test_answers_that_max_tokens_ends_know_whether_they_are_complete(daemon: Daemon) -> None:
-    """The last events of three answers, of which only the grammar can tell."""
-    for constraint, complete in (({"choice": ["a"]}, True), ({"regex": "a+"}, True), ({"choice": ["a" * 500]}, False)):
-        answer = daemon.ask(prompt="a", max_tokens=1, constraint=constraint)
-        assert (answer.reason, answer.last["constraint_complete"]) == ("length", complete)
-    with daemon.wire() as wire:
-        wire.send(id="r", prompt="a", max_tokens=1, n=3, constraint={"regex": "[a-z]{1,9}"}, **SAMPLED)
-        ends = [event for event in wire.rest() if event["event"] == "eos"]
-    assert [end["constraint_complete"] for end in sorted(ends, key=lambda end: end["index"])] == [True] * 3
+def test_only_an_answer_that_ends_by_itself_is_complete(daemon: Daemon) -> None:
+    for max_tokens, reason, complete in ((1, "length", False), (2, "stop", True)):
+        answer = daemon.ask(prompt="a", max_tokens=max_tokens, constraint={"choice": ["a"]})
+        assert (answer.text, answer.reason, answer.last["constraint_complete"]) == ("a", reason, complete)
 
 
 def test_a_constraint_that_allows_everything_changes_nothing(daemon: Daemon) -> None:
@@ -147,8 +142,8 @@ def test_biases_and_penalties_choose_among_what_is_allowed(daemon: Daemon) -> No
         assert re.fullmatch("([0-9], ){12}", answer.text)
         assert answer.last["constraint_complete"] is True
     assert len(set(penalised.text)) > len(set(plain.text))
-    wished = daemon.ask(**fields, logit_bias={str(first): 50.0}, **SAMPLED)
-    assert wished.ids.count(first) == 12 or first not in plain.ids
+    favoured = daemon.ask(**fields, logit_bias={str(first): 50.0}, **SAMPLED)
+    assert favoured.ids.count(first) == 12 or first not in plain.ids
 
 
 def test_after_a_crash_of_the_engine_as_without(library: None) -> None:

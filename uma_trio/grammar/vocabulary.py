@@ -13,7 +13,7 @@ LIMITS: Final = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
-    step_max_items=20_000,
+    step_max_items=5_000,
     max_lexer_states=100_000,
     verbose_errors=False,
 )
