@@ -28,7 +28,7 @@ from uma_trio.demo.load import Daemon
 from uma_trio.demo.recording import percentile
 
 SCHEMAS: Final = {
-    "strings": {"type": "array", "items": {"type": "string"}},
+    "strings": {"type": "array", "items": {"type": "string"}, "minItems": 1000},
     "bounded": {"type": "array", "items": {"type": "string", "minLength": 20, "maxLength": 40}, "minItems": 1000},
 }
 """They force few tokens, so that ticks with and without them compute the same.  Bounds of strings make masks expensive:
