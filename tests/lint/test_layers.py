@@ -16,6 +16,7 @@ import uma_trio
 ROOT = Path(uma_trio.__file__).parent.parent
 
 ROOMS = (
+    "files",
     *("errors", "config", "principal", "protocol", "scheduling", "sampling", "kv", "telemetry"),
     *("store", "sandbox", "grammar", "engine", "models"),
     *("offload", "serving", "sessions", "service", "daemon", "connect", "query", "client", "demo", "cli", "training"),
@@ -23,7 +24,7 @@ ROOMS = (
 )
 """Each may import those before it.  A new room gets its place here and in docs/ARCHITECTURE.md."""
 
-PURE = ROOMS[: ROOMS.index("store")]
+PURE = ROOMS[1 : ROOMS.index("store")]
 
 STANDARD_AND_PURE = frozenset(
     {

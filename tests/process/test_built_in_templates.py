@@ -1,5 +1,7 @@
 """The chat templates that come with the package."""
 
+import os
+
 import pytest
 
 from uma_trio import config
@@ -77,3 +79,15 @@ def test_what_is_no_template(given: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="--chat-template takes a Jinja file"):
         choose_template(given)
+
+
+def test_a_pipe_is_no_template(tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ModelError, match=r"cannot read the chat template .*: it is not a regular file"):
+        choose_template(str(tmp_path / "pipe"))
+
+
+def test_a_template_that_makes_half_characters_is_found_at_the_start(tmp_path) -> None:
+    (tmp_path / "odd.jinja").write_text(r'{{ "\ud800" }}')
+    with pytest.raises(ModelError, match="half of a surrogate pair"):
+        choose_template(str(tmp_path / "odd.jinja"))

@@ -120,6 +120,19 @@ def test_variables_of_the_test_suite_are_ignored() -> None:
         ("limits:\n  max_queue: 2024-99-99\n", "is not YAML"),
         (f"limits:\n  max_queue: {'9' * 5000}\n", "is not YAML"),
         ("limits: !!python/object:os.system {}\n", "is not YAML"),
+        ("limits:\n  max_queue: 9" + ":59" * 2000 + ".5\n", "is not YAML"),
+        ("limits: " + "[" * 20_000, "nested too deeply"),
+        ("limits:\n  max_queue: " + "[" * 50 + "]" * 50, "from 0 to 1000000, not a list"),
+        ("limits:\n  max_queue: {a: 1}\n", "from 0 to 1000000, not a dict"),
+        ("a: &a [l]\nb: &b [*a, *a]\n", "the alias in line 2 stands for a list or a mapping"),
+        ("a: &a\n  <<: *a\n", "the alias in line 2 stands for a list or a mapping"),
+        (f"limits:\n  max_queue: 0x{'f' * 100_000}\n", "line 2 has a value of 100,002 characters"),
+        (f"limits:\n  max_queue: 0x{'f' * 8000}\n", "from 0 to 1000000, not a number with many digits"),
+        (f"limits:\n  max_queue: {'x' * 8000}\n", "x..."),
+        (f"limits:\n  ? 0x{'f' * 8000}\n  : 1\n", "unknown key a number with many digits"),
+        (f"{'x' * 900}: 1\n", "unknown section 'xxxxxx"),
+        ('listen:\n  socket: "\\uD800"\n', "socket must be a path, not '\\ud800'"),
+        ('limits:\n  max_queue: "\\uD800"\n', "from 0 to 1000000, not '\\ud800'"),
         ("limits:\n  max_queue: many\n", "max_queue must be a whole number from 0 to 1000000, not 'many'"),
     ],
 )
@@ -129,6 +142,7 @@ def test_a_wrong_file_is_an_error_that_names_the_file(tmp_path: Path, text: str,
         load(file)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
@@ -150,6 +164,9 @@ def test_a_mapping_may_override_what_it_merges(tmp_path: Path) -> None:
 def test_an_unknown_variable_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="UMA_MAX_CONECTIONS; did you mean UMA_MAX_CONNECTIONS"):
         load(environment={"UMA_MAX_CONECTIONS": "1"})
+    with pytest.raises(ConfigError, match="unknown variable 'UMA_xxx") as caught:
+        load(environment={"UMA_" + "x" * 100_000: "1"})
+    assert len(str(caught.value)) < 5000
 
 
 # -- values ---------------------------------------------------------------------------------------------
@@ -182,7 +199,9 @@ def test_bounds(found: Setting) -> None:
     + [("temperature", value) for value in (True, "hot", "nan", -1, 101, "5m", [])]
     + [("mmap", value) for value in (1, 0, None, "maybe", "2", [], 1.0)]
     + [("type_k", value) for value in ("f32", "", None, 1, [], True)]
-    + [("model", value) for value in (1, True, [], {}, b"x", "a\0b", "~no such user/x")],
+    + [("model", value) for value in (1, True, [], {}, b"x", "a\0b", "~no such user/x", "\ud800")]
+    + [(name, "\udcff") for name in ("ctx", "temperature", "mmap", "type_k", "idle_timeout_s")]
+    + [("chat_template", "\ud800")],
 )
 def test_refused_values(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"here: {name} must be {re.escape(BY_NAME[name].expected)}"):
@@ -207,6 +226,7 @@ def test_refused_values(name: str, value: object) -> None:
         ("model", None, None),
         ("model", "", None),
         ("model", "a.gguf", Path("a.gguf")),
+        ("model", "a\udcff.gguf", Path("a\udcff.gguf")),  # bytes that are not UTF-8
         ("model", "~/a.gguf", Path.home() / "a.gguf"),
     ],
 )
@@ -276,6 +296,7 @@ def test_suffixes_mean_the_same_in_all_places(tmp_path: Path, name: str, value: 
         *[("max_frame_bytes", value) for value in ("8s", "8 MiBs", "1TiB", "1.5B")],
         *[("idle_timeout_s", value) for value in ("5GiB", "5x", "99999d", "0s", "-5m", "5m30s")],
         *[("mmap", value) for value in ("1k", "1s")],
+        *[(name, "9" * 400 + unit) for name, unit in (("offload_max_mb", "gb"), ("ctx", "k"), ("idle_timeout_s", "h"))],
     ],
 )
 def test_wrong_suffixes_are_refused(name: str, value: str) -> None:

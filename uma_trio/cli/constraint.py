@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from uma_trio.files import read_text
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 LARK_SUFFIX = ".lark"
@@ -84,9 +86,11 @@ def _schema(given: str) -> dict[str, Any]:
 
 def _read(file: Path, option: str) -> str:
     try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"{option}: cannot read {file}: {error}") from None
+        text = read_text(file, pipes=True)
+    except OSError as error:
+        raise click.UsageError(f"{option}: cannot read {file}: {error.strerror}") from None
+    except ValueError:  # it is not UTF-8, or the path has a NUL
+        raise click.UsageError(f"{option}: cannot read {str(file)!r}: it is no file of UTF-8 text") from None
     if not text.strip():
         raise click.UsageError(f"{option}: {file} is empty")
     return text

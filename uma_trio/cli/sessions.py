@@ -138,6 +138,7 @@ def export(context: click.Context, session_id: str, file: Path | None, socket: s
       uma-trio sessions export trip > trip.json
     """
     from uma_trio.cli.conversation import as_fields, as_markdown
+    from uma_trio.files import replace_text
 
     if file is not None and file.suffix.lower() not in (".json", *MARKDOWN):
         raise click.UsageError(f"{file.name} must end in .json or .md, which says the format")
@@ -152,7 +153,7 @@ def export(context: click.Context, session_id: str, file: Path | None, socket: s
         click.echo(text)
         return
     try:
-        file.write_text(text + "\n", encoding="utf-8")
+        replace_text(file, text + "\n")
     except OSError as error:
         _fail(f"cannot write {file}: {error.strerror}")
 

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from uma_trio.config.fields import SECTIONS, Config
-from uma_trio.config.values import ConfigError, Setting, settings
+from uma_trio.config.values import MAX_SHOWN, ConfigError, Setting, settings, shown
+from uma_trio.files import read_text
 
 CLOSE: Final = 0.75
 """Similarity from which a name of another section is suggested."""
+
+MAX_SCALAR: Final = 8192
+"""Characters of a key or a value in a file.  Paths have at most 4096; YAML's numbers with colons take quadratic time."""
 
 
 def load(
@@ -89,7 +93,25 @@ def _parse(file: Path) -> Any:
     import yaml  # late: only needed with a file
 
     class Loader(yaml.SafeLoader):
-        """Refuses duplicate keys.  YAML forbids them, and PyYAML takes the last one in silence."""
+        """Refuses duplicate keys, which YAML forbids, while PyYAML takes the last one in silence.
+
+        Also refuses what makes a small file large: aliases of lists and mappings, and scalars that no setting has.
+        """
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            node = super().compose_node(parent, index)
+            line = event.start_mark.line + 1
+            if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):
+                raise ConfigError(
+                    f"{file}: the alias in line {line} stands for a list or a mapping; write its content instead"
+                )
+            if isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_SCALAR:
+                raise ConfigError(
+                    f"{file}: line {line} has a value of {len(node.value):,} characters; a setting has at most "
+                    f"{MAX_SCALAR:,}"
+                )
+            return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             lines: dict[str, int] = {}
@@ -98,14 +120,14 @@ def _parse(file: Path) -> Any:
                     line = key.start_mark.line + 1
                     if key.value in lines:
                         raise ConfigError(
-                            f"{file}: {key.value} is set in line {lines[key.value]} and again in line {line}; "
+                            f"{file}: {_named(key.value)} is set in line {lines[key.value]} and again in line {line}; "
                             "remove one of them"
                         )
                     lines[key.value] = line
             return super().construct_mapping(node, deep)
 
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file, pipes=True)
     except OSError as error:
         raise ConfigError(
             f"cannot read {file}: {error.strerror}; --config takes a file such as uma-trio serve --print-config prints"
@@ -119,9 +141,13 @@ def _parse(file: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f"; look at line {mark.line + 1}, column {mark.column + 1}"
-        raise ConfigError(f"{file} is not YAML: {error.problem or error.context}{where}") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, or a number with too many digits
+        raise ConfigError(f"{file} is not YAML: {_named(error.problem or error.context)}{where}") from None
+    except (yaml.YAMLError, ArithmeticError, ValueError) as error:  # an impossible date, a number with too many digits
         raise ConfigError(f"{file} is not YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"{file}: lists or mappings are nested too deeply; settings need a section and a key"
+        ) from None
 
 
 def _mapping(found: Any, source: str) -> dict[Any, Any]:
@@ -133,6 +159,7 @@ def _mapping(found: Any, source: str) -> dict[Any, Any]:
 
 
 def _unknown_section(section: object, known: Mapping[str, Setting], source: str) -> ConfigError:
+    section = _named(section)
     name = _spelled(section)
     if name in known:
         return ConfigError(
@@ -142,6 +169,7 @@ def _unknown_section(section: object, known: Mapping[str, Setting], source: str)
 
 
 def _unknown_key(key: object, section: str, known: Mapping[str, Setting], source: str) -> ConfigError:
+    key = _named(key)
     name = _spelled(key)
     here = [setting.name for setting in known.values() if setting.section == section]
     if name in known and name not in here:
@@ -164,13 +192,19 @@ def _from_environment(environment: Mapping[str, str], known: Mapping[str, Settin
         if not variable.startswith("UMA_") or variable.startswith("UMA_TEST_"):
             continue
         if variable not in by_variable:
-            raise ConfigError(f"the environment: unknown variable {variable}{_hint(variable, by_variable)}")
+            name = _named(variable)
+            raise ConfigError(f"the environment: unknown variable {name}{_hint(name, by_variable)}")
         yield by_variable[variable].name, by_variable[variable].convert(value, variable)
 
 
-def _spelled(key: object) -> str:
+def _named(key: object) -> str:
+    """A key in an error."""
+    return key if isinstance(key, str) and key.isprintable() and len(key) <= MAX_SHOWN else shown(key)
+
+
+def _spelled(key: str) -> str:
     """A key as names are spelled, for one that is spelled like a flag or a variable."""
-    return str(key).lower().replace("-", "_").strip("_").removeprefix("uma_")
+    return key.lower().replace("-", "_").strip("_").removeprefix("uma_")
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

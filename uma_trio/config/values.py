@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import types
 import typing
@@ -107,6 +108,8 @@ class Setting:
         if self.is_optional and (value is None or value == ""):
             return None
         raw = value
+        if isinstance(value, str) and not _is_encodable(value, bytes_too=self.type in (str, Path)):
+            raise self._refusal(value, source)
         is_text = isinstance(value, str) and self.type in (int, float, bool)
         if is_text:
             raw = value.strip()
@@ -115,7 +118,10 @@ class Setting:
             annotated = Annotated[self.type, msgspec.Meta(**self.bounds)]  # type: ignore[name-defined]
             return msgspec.convert(raw, annotated, strict=not is_text, dec_hook=_path)
         except (msgspec.ValidationError, RuntimeError):  # RuntimeError: ~user, and there is no such user
-            raise ConfigError(f"{source}: {self.name} must be {self.expected}, not {value!r}") from None
+            raise self._refusal(value, source) from None
+
+    def _refusal(self, value: object, source: str) -> ConfigError:
+        return ConfigError(f"{source}: {self.name} must be {self.expected}, not {shown(value)}")
 
     def _without_suffix(self, text: str) -> str | float:
         """The number that ``text`` with a suffix stands for, in this setting's unit; ``text`` without a known one."""
@@ -127,6 +133,8 @@ class Setting:
         if factor is None:
             return text
         number: float = float(match[1]) * factor / {"ms": 1e-3, "mb": MB}.get(self.unit or "", 1)
+        if math.isinf(number):
+            return text
         if self.type is float:
             return number
         if self.unit == "mb":  # limits: rounded down
@@ -145,6 +153,33 @@ class Setting:
             return kind
         lower = f"from {self.bounds['ge']:.10g}" if "ge" in self.bounds else f"above {self.bounds['gt']:g}, up"
         return f"{kind} {lower} to {self.bounds['le']:.10g}"
+
+
+MAX_SHOWN: Final = 100
+"""Characters of a value in an error."""
+
+
+def shown(value: object) -> str:
+    """Describe a value in an error: short, whatever its size is."""
+    if isinstance(value, list | tuple | dict | set):
+        return f"a {type(value).__name__}"
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
+        return "a number with many digits"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _is_encodable(text: str, *, bytes_too: bool) -> bool:
+    """Whether ``text`` can be encoded.
+
+    Args:
+        bytes_too: it may have bytes that are not UTF-8, which paths may have.
+    """
+    try:
+        text.encode("utf-8", "surrogateescape" if bytes_too else "strict")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _path(_: type, value: Any) -> Path:

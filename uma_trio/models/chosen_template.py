@@ -12,6 +12,7 @@ from typing import Final
 import attrs
 
 from uma_trio.errors import BadRequest
+from uma_trio.files import read_text
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.load_errors import ModelError
 
@@ -48,7 +49,7 @@ def choose_template(given: str) -> TemplateSource:
         return TemplateSource((FOLDER / f"{given}.jinja").read_text(), f"{given} (built in)")
     try:
         path = Path(given).expanduser()
-        source = TemplateSource(path.read_text(encoding="utf-8"), str(path))
+        source = TemplateSource(read_text(path), str(path))
     except FileNotFoundError:
         nearest = difflib.get_close_matches(given, built_in(), n=1)
         hint = f"did you mean {nearest[0]}? " if nearest else ""

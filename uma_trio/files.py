@@ -1,0 +1,72 @@
+"""Small files that a person names: reads them with a bound, and replaces them whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+MAX_TEXT_BYTES: Final = 1 << 20
+"""Size of the largest text: a file of settings, a template, a grammar."""
+
+
+def read_text(path: Path, *, pipes: bool = False) -> str:
+    """Read a file of UTF-8 text with at most ``MAX_TEXT_BYTES``.
+
+    Args:
+        pipes: the path may also be that of a pipe or a device, such as /dev/stdin.  Reading waits for its writer.
+
+    Raises:
+        OSError: it cannot be read, is too large, or is no regular file.  A pipe without a writer counts as empty, and an
+            empty pipe is an error, too.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    # opening a pipe without O_NONBLOCK waits for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not (pipes or stat.S_ISREG(mode)):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        os.set_blocking(descriptor, True)
+        data = file.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {MAX_TEXT_BYTES >> 20} MiB")
+    if not data and stat.S_ISFIFO(mode):
+        raise OSError(errno.EPIPE, "nobody writes into this pipe")
+    return data.decode()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8 text, or replace one.  If that fails, for example on a full disk, the old one stays.
+
+    A symbolic link stays, and the file that it points to is replaced.  A replaced file keeps its mode.
+
+    Raises:
+        OSError: it cannot be written, or is no regular file.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if mode is not None and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    temporary = target.with_name(f".uma-trio-{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(text.encode())
+            if mode is not None:
+                os.fchmod(descriptor, stat.S_IMODE(mode))
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
