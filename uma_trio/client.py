@@ -187,12 +187,17 @@ class Client:
             ServerError: the daemon answered with an error.
         """
         await self.send({"type": "sessions", "action": action, **fields})
-        match event := await self.receive():
-            case SessionList(sessions=found):
-                return found
-            case Failure():
-                raise ServerError(event)
-        raise BrokenProtocol(f"expected a list of sessions, got {event!r}")
+        found: list[SessionInfo] = []
+        while True:
+            match event := await self.receive():
+                case SessionList():
+                    found += event.sessions
+                    if not event.more:
+                        return found
+                case Failure():
+                    raise ServerError(event)
+                case _:
+                    raise BrokenProtocol(f"expected a list of sessions, got {event!r}")
 
     async def transcript(self, session_id: str, *, keep_alive: bool = False) -> Transcript:
         """Return the whole content of a session.

@@ -15,8 +15,8 @@ MAX_ANSWER_BYTES: Final = 4 << 20
 READ_BYTES: Final = 1 << 16
 
 
-def query(path: SocketPath | None, message: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """Send ``message`` as framed JSON and return the fields of the first event.  Blocks.
+def query(path: SocketPath | None, message: Mapping[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+    """Send ``message`` as framed JSON and return the events of its answer, of which all but the last have ``more``.  Blocks.
 
     Args:
         path: the daemon's socket; ``default_socket_path()`` if not given.
@@ -28,22 +28,25 @@ def query(path: SocketPath | None, message: Mapping[str, Any], *, timeout_s: flo
     """
     until = time.monotonic() + timeout_s
     frames = FrameReader(max_frame_bytes=MAX_ANSWER_BYTES)
+    events: list[dict[str, Any]] = []
     with connect_blocking(path) as sock:
         try:
             sock.settimeout(timeout_s)
             sock.sendall(frame(json.dumps(message).encode()))
-            while (payload := frames.next_payload()) is None:
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError
-                sock.settimeout(left_s)
-                data = sock.recv(READ_BYTES)
-                frames.receive_data(data)
-                if not data:
-                    raise BrokenProtocol("the server closed the connection without an answer")
-            event = json.loads(payload)
+            while not events or events[-1].get("more"):
+                while (payload := frames.next_payload()) is None:
+                    left_s = until - time.monotonic()
+                    if left_s <= 0:
+                        raise TimeoutError
+                    sock.settimeout(left_s)
+                    data = sock.recv(READ_BYTES)
+                    frames.receive_data(data)
+                    if not data:
+                        raise BrokenProtocol("the server closed the connection without an answer")
+                event = json.loads(payload)
+                if not isinstance(event, dict):
+                    raise BrokenProtocol("the answer is not an object")
+                events.append(event)
         except (ConnectionError, ProtocolError, ValueError) as error:
             raise BrokenProtocol(str(error)) from None
-    if not isinstance(event, dict):
-        raise BrokenProtocol("the answer is not an object")
-    return event
+    return events

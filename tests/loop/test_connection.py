@@ -13,7 +13,7 @@ import trio
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.serving import serving
 from uma_trio.client import BrokenProtocol, Eos, Metrics, ServerError, Token, open_client
-from uma_trio.daemon import listener
+from uma_trio.daemon import connection, listener
 from uma_trio.engine.messages import EngineDied
 from uma_trio.protocol import framing
 from uma_trio.protocol.codec import ClientCodec
@@ -356,6 +356,20 @@ async def test_a_connection_reset_by_the_client_leaves_nothing(autojump_clock):
             raw.sendall(ClientCodec().encode({"id": "a", "prompt": "hello", "max_tokens": 2000}))
             await trio.sleep(1)  # unread answers make the kernel reset instead of close
         await harness.settled()
+
+
+@pytest.mark.parametrize("query", [{"type": "metrics"}, {"type": "sessions"}], ids=["metrics", "sessions"])
+async def test_queries_of_a_client_that_has_gone_are_not_answered(autojump_clock, monkeypatch, query):
+    """Otherwise the daemon would work for nobody, and nothing would slow that down: gone clients exert no back-pressure."""
+    sent = []
+    monkeypatch.setattr(connection.Outbox, "send", lambda outbox, event: sent.append(event))
+    async with serving() as harness:
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.connect(str(harness.path))
+            raw.sendall(ClientCodec().encode({**query, "keep_alive": True}) * 500)
+        await trio.sleep(1)
+        await harness.settled()
+    assert not sent
 
 
 @pytest.mark.parametrize("session", [{}, {"session_id": "s"}], ids=["plain", "session"])

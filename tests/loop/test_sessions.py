@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -23,7 +24,7 @@ from uma_trio.principal import Principal
 from uma_trio.protocol.messages import ChatMessage
 from uma_trio.sessions import table
 from uma_trio.sessions.sessions import SWEEP_S
-from uma_trio.sessions.table import PART_CHARS
+from uma_trio.sessions.table import PART_CHARS, PART_SESSIONS
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import SPARE_BYTES, SessionRecord
 
@@ -392,9 +393,50 @@ async def test_a_list_of_any_length_reaches_a_client_that_reads_it_later(autojum
         await trio.sleep(30)
         assert harness.server.snapshot()["send_queue_bytes"] > connection.MAX_UNREAD_BYTES
         await client.send({"type": "sessions", "action": "describe", "session_id": "session 7"})
-        found = await client.receive()
-        assert len(found.sessions) == 9000
+        found = [await client.receive()]
+        while found[-1].more:
+            found.append(await client.receive())
+        assert [len(part.sessions) for part in found] == [PART_SESSIONS] * 140 + [9000 - 140 * PART_SESSIONS]
+        assert [session.session_id for part in found for session in part.sessions] == [
+            f"session {n}" for n in reversed(range(9000))
+        ]
         assert [session.session_id for session in (await client.receive()).sessions] == ["session 7"]
+
+
+async def test_all_clients_together_have_one_event_of_an_answer_made_in_each_turn_of_the_event_loop(
+    autojump_clock, monkeypatch
+):
+    """Streams get their tokens in these turns, so what queries cost in one of them is what streams wait."""
+    made_in_turns = [0]
+
+    class Turns(trio.abc.Instrument):
+        def before_io_wait(self, timeout):
+            made_in_turns.append(0)
+
+    def count(owner, name):
+        wrapped = getattr(owner, name)
+
+        def counting(*arguments):
+            made_in_turns[-1] += 1
+            return wrapped(*arguments)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    async with serving() as harness, contextlib.AsyncExitStack() as connections:
+        stored, now = harness.service._sessions._table, time.time()
+        for n in range(10 * PART_SESSIONS):
+            stored.record_turn(stored.begin(OWN_PRINCIPAL, f"session {n}", now), now)
+        clients = [await connections.enter_async_context(harness.client()) for _ in range(20)]
+        count(harness.server, "snapshot")
+        count(connection.Outbox, "send")
+        trio.lowlevel.add_instrument(Turns())
+        async with trio.open_nursery() as asking:
+            for each in clients[:10]:
+                asking.start_soon(each.sessions)
+            for each in clients[10:]:
+                asking.start_soon(each.metrics)
+    assert sum(made_in_turns) == 10 * 10 + 10 * 2
+    assert max(made_in_turns) <= 2, "one send, with the snapshot that it is made of"
 
 
 # -- how a turn can end -----------------------------------------------------------------------------

@@ -156,7 +156,8 @@ def session_name(context: click.Context, parameter: click.Parameter, incomplete:
     already = context.params.get(parameter.name or "")
     try:
         # without a lock there is no daemon; connecting could make systemd start one
-        sessions = query(path, {"type": "sessions"}, timeout_s=DAEMON_S)["sessions"] if is_locked(path) else []
+        events = query(path, {"type": "sessions"}, timeout_s=DAEMON_S) if is_locked(path) else []
+        sessions = [session for event in events for session in event["sessions"]]
     except (ClientError, TimeoutError, LookupError):
         return []
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol
 
 import structlog
@@ -30,6 +31,7 @@ from uma_trio.protocol.messages import (
     Generate,
     Metrics,
     MetricsQuery,
+    ServerEvent,
     SessionQuery,
 )
 from uma_trio.service import Generation, ModelRegistry
@@ -54,6 +56,8 @@ class ConnectionOwner(Protocol):
     def limits(self) -> Limits: ...
     @property
     def draining(self) -> bool: ...
+    @property
+    def queries(self) -> trio.Lock: ...
     def snapshot(self) -> dict[str, Any]: ...
     def record_refusal(self, error: UmaError) -> None: ...
 
@@ -84,6 +88,8 @@ class Connection:
             write_timeout_s=self._limits.write_timeout_s,
             on_room=self._wake,
         )
+        self._hangup = select.poll()
+        self._hangup.register(sock, 0)  # poll always reports errors and hangups
         self._generation: Generation | None = None
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
@@ -142,8 +148,8 @@ class Connection:
                 await self._wait_if_answered()
                 if self._codec.queues_requests:
                     await self._wait_for_hangup()
-                    if self.busy:
-                        return  # the client has gone
+                if self._client_has_gone:
+                    return
                 await self._handle(message, nursery)
                 await self._wait_for_reader()
             if not data:
@@ -194,17 +200,32 @@ class Connection:
                 if self._generation is not None and self._generation.request.id == message.id:
                     self._generation.cancel()
             case MetricsQuery():
-                self._outbox.send(Metrics(snapshot=self._owner.snapshot(), id=message.id))
+                await self._send_each(self._metrics(message))
                 self._leave_after(message)
             case SessionQuery():
                 try:
                     service = self._owner.models.get(None)
-                    for event in await service.answer_sessions(message, self._principal):
-                        await self._wait_for_reader()
-                        self._outbox.send(event)
+                    await self._send_each(await service.answer_sessions(message, self._principal))
                 except UmaError as error:
                     self._refuse(error, message)
                 self._leave_after(message)
+
+    def _metrics(self, query: MetricsQuery) -> Iterator[Metrics]:
+        yield Metrics(snapshot=self._owner.snapshot(), id=query.id)
+
+    async def _send_each(self, events: Iterable[ServerEvent]) -> None:
+        """Send the answer to a query.  Each event is made when the client has read enough of those before.
+
+        Making one takes milliseconds, so all connections together make one in each turn of the event loop.
+        """
+        left = iter(events)
+        while not self._client_has_gone:
+            await self._wait_for_reader()
+            async with self._owner.queries:
+                event = next(left, None)
+                if event is None:
+                    return
+                self._outbox.send(event)
 
     def _start(self, request: Generate, nursery: trio.Nursery) -> None:
         """Serve ``request`` in a task of its own."""
@@ -254,11 +275,14 @@ class Connection:
 
         So a client can shut down its sending side and still read the answer, as ``nc -U`` does.
         """
-        hangup = select.poll()
-        hangup.register(self._sock, 0)  # poll always reports errors and hangups
-        while self.busy and not hangup.poll(0):
+        while self.busy and not self._client_has_gone:
             with trio.move_on_after(HANGUP_POLL_S):
                 await self._request_ended.wait()
+
+    @property
+    def _client_has_gone(self) -> bool:
+        """Whether the client has closed the connection: nobody will read an answer."""
+        return bool(self._hangup.poll(0))
 
     async def _cancel_request(self) -> None:
         if self._generation is not None:

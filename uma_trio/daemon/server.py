@@ -59,6 +59,8 @@ class Server:
         self.limits: Limits = config.limits
         self.models = models
         self.draining = False
+        self.queries = trio.Lock()
+        """Held by the connection that makes an event of the answer to a query."""
         self._perf = perf
         self._connections: set[Connection] = set()
         self._n_accepted = 0

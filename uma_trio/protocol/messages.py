@@ -244,10 +244,12 @@ class SessionInfo:
 
 @attrs.frozen(kw_only=True)
 class SessionList:
-    """Answer to a ``SessionQuery`` with any action but ``read``."""
+    """Answer to a ``SessionQuery`` with any action but ``read``.  A long list takes several events."""
 
     sessions: list[SessionInfo]
     """All sessions of the principal, the last used first; or the one that was described, closed or created by a fork."""
+    more: bool = False
+    """Whether another event follows, with the next sessions."""
     id: str | None = None
 
 

@@ -32,7 +32,7 @@ from uma_trio.sampling import ReasoningAssembler
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink
 from uma_trio.serving.sequence import Sequence as Answer
-from uma_trio.sessions.table import Session, SessionTable, transcript
+from uma_trio.sessions.table import Session, SessionTable, session_list, transcript
 from uma_trio.sessions.trimming import drop_oldest
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import MAX_MESSAGES
@@ -257,7 +257,7 @@ class Sessions:
             SessionError: the query is not possible.
         """
         if query.action == "list":
-            return [SessionList(sessions=[session.info for session in self._table.of(principal)], id=query.id)]
+            return session_list(self._table, principal, query.id)
         assert query.session_id is not None
         if query.action == "fork":
             assert query.new_id is not None

@@ -11,9 +11,11 @@ import numpy as np
 
 from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
 from uma_trio.kv.prefix import Tokens, common_prefix
-from uma_trio.protocol.messages import ChatMessage, SessionInfo, Transcript
+from uma_trio.protocol.messages import ChatMessage, SessionInfo, SessionList, Transcript
 from uma_trio.store import SessionKey, SessionRecord
 
+PART_SESSIONS: Final = 64
+"""Sessions in one event of a list."""
 PART_CHARS: Final = 1 << 16
 """Characters in one event of a transcript.  A longer message is not divided."""
 MESSAGE_CHARS: Final = 64
@@ -205,6 +207,15 @@ class SessionTable:
             session.principal == principal and common_prefix(session.tokens, tokens) == len(tokens)
             for session in self._sessions.values()
         )
+
+
+def session_list(table: SessionTable, principal: str, id: str | None) -> Iterator[SessionList]:
+    """Yield the sessions of ``principal`` in parts of ``PART_SESSIONS``, most recently used first; at least one part."""
+    sessions = table.of(principal)
+    for start in range(0, max(1, len(sessions)), PART_SESSIONS):
+        end = start + PART_SESSIONS
+        infos = [session.info for session in sessions[start:end]]
+        yield SessionList(sessions=infos, more=end < len(sessions), id=id)
 
 
 def transcript(

@@ -71,7 +71,7 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
             connect_blocking(path).close()
             yield Finding("socket", "ok", f"a daemon is running on {path}")
             return
-        answer = query(path, {"type": "metrics"}, timeout_s=SOCKET_S)
+        [answer] = query(path, {"type": "metrics"}, timeout_s=SOCKET_S)
     except NoServer as error:
         if error.may_come:  # uma-trio serve would start
             yield Finding("socket", "ok", str(error))
