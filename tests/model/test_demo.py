@@ -101,3 +101,6 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_run(folder):
     done = subprocess.run(demo("--picture", str(folder)), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert list(folder.iterdir()) == []
+    os.mkfifo(folder / "pipe")
+    done = subprocess.run(demo("--picture", str(folder / "pipe")), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "is not a regular file" in done.stderr) == (2, True)

@@ -10,14 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from llama_abi.library import DIRECTORY_VARIABLE
 from tests.support.real_daemon import ROOT, START_S, Daemon, Wire, started
-from uma_trio.cli.service_units import Service, Systemd
+from uma_trio.cli.service_units import MARK, Service, Systemd
 from uma_trio.connect import is_locked
 from uma_trio.models.loaded import EMBEDDED
 
@@ -140,11 +140,13 @@ class Home:
         file.unlink(missing_ok=True)
         return [line.removeprefix("--user ") for line in found]
 
-    def run(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: object, under: Sequence[str] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
         clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE,) if name in os.environ}
         return subprocess.run(
-            [sys.executable, "-m", "uma_trio", "service", *map(str, arguments)],
+            [*under, sys.executable, "-m", "uma_trio", "service", *map(str, arguments)],
             cwd=self.folder,
             text=True,
             capture_output=True,
@@ -270,6 +272,65 @@ def test_units_of_somebody_else_stay(home: Home) -> None:
     assert unit.read_text() == "[Service]\nExecStart=/bin/true\n"
     assert [*home.units.iterdir()] == [unit]
     assert home.asked() == []
+
+
+@linux
+def test_a_unit_of_somebody_else_does_not_keep_ours(home: Home) -> None:
+    home.run("install")
+    unit = home.units / "uma-trio.service"
+    unit.write_text("[Service]\nExecStart=/bin/true\n")
+    found = home.run("uninstall")
+    assert found.returncode == 1
+    assert f"this unit stays: {unit} was not written by" in found.stderr
+    assert home.asked() == ["disable --now uma-trio.socket", "daemon-reload"]
+    assert [*home.units.iterdir()] == [unit]
+
+
+@linux
+@pytest.mark.parametrize("kind", ["masked", "link", "dangling", "pipe", "binary"])
+def test_what_is_no_unit_is_neither_read_nor_written(home: Home, kind: str) -> None:
+    home.units.mkdir(parents=True)
+    unit, target = home.units / "uma-trio.service", home.folder / "target"
+    if kind == "pipe":
+        os.mkfifo(unit)
+    elif kind == "binary":
+        unit.write_bytes(b"\xff")
+    else:
+        unit.symlink_to("/dev/null" if kind == "masked" else target)
+        if kind == "link":
+            target.write_text(f"# {MARK}\n")
+    for command in ("install", "uninstall"):
+        found = home.run(command)
+        assert (found.returncode, "was not written by uma-trio service install" in found.stderr) == (2, True)
+    assert [*home.units.iterdir()] == [unit]
+    assert target.exists() == (kind == "link")
+
+
+@linux
+def test_units_that_cannot_be_written_are_installed_later(home: Home) -> None:
+    home.run("install")
+    before = {path: path.read_text() for path in home.units.iterdir()}
+    full_disk = ["bash", "-c", 'ulimit -f 0; exec "$@" > /dev/null', "bash"]
+    found = home.run("install", "--", "--ctx", "16k", under=full_disk)
+    assert (found.returncode, "cannot write" in found.stderr, "Traceback" in found.stderr) == (2, True, False)
+    assert {path: path.read_text() for path in home.units.iterdir()} == before
+    assert home.run("install", "--", "--ctx", "16k").returncode == 0
+    assert home.run("uninstall").returncode == 0
+    assert [*home.units.iterdir()] == []
+
+
+@linux
+def test_a_relative_folder_for_settings_is_ignored(home: Home) -> None:
+    found = home.run("install", "--dry-run", XDG_CONFIG_HOME="config", HOME=str(home.folder))
+    assert found.stdout.startswith(f"# {home.folder}/.config/systemd/user/uma-trio.socket\n")
+
+
+@linux
+def test_a_built_in_template_is_not_a_file_of_the_same_name(home: Home) -> None:
+    (home.folder / "chatml").write_text("not this one")
+    for given, installed in (("chatml", "chatml"), ("./chatml", f"{home.folder}/chatml")):
+        found = home.run("install", "--dry-run", "--", "--chat-template", given)
+        assert f" --chat-template {installed}\n" in found.stdout
 
 
 @linux

@@ -17,6 +17,12 @@ def test_without_a_runtime_folder_it_is_in_tmp(tmp_path: Path, runtime: str | No
     assert str(default_socket_path(environment)) == "/tmp/uma.sock"
 
 
+def test_a_relative_runtime_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    assert str(default_socket_path({"XDG_RUNTIME_DIR": "run"})) == "/tmp/uma.sock"
+
+
 def test_the_variable_comes_first(tmp_path: Path) -> None:
     environment = {"XDG_RUNTIME_DIR": str(tmp_path), "UMA_SOCKET": "/somewhere/else"}
     assert default_socket_path(environment) == Path("/somewhere/else")

@@ -107,6 +107,8 @@ def test_a_socket_may_have_spaces_and_percent_signs() -> None:
     [
         {"socket": Path("/run/a\nb")},
         {"socket": Path("/run/a ")},
+        {"socket": Path("/run/a\\")},
+        {"socket": Path("/run/\udcff")},
         {"command": ["/it's/python"]},
         {"command": ['/a"b/python']},
         {"command": ["/bin/python", "\udcff"]},
@@ -127,7 +129,7 @@ def test_the_commands_of_systemd() -> None:
         "stop uma-trio.service uma-trio.socket",
         "enable --now uma-trio.socket",
     ]
-    assert words(SYSTEMD.stop()) == ["disable --now uma-trio.socket uma-trio.service"]
+    assert words(SYSTEMD.stop(SYSTEMD.paths)) == ["disable --now uma-trio.socket uma-trio.service"]
     assert SYSTEMD.is_running("● uma-trio.socket\n     Active: active (listening) since Sun\n")
     assert not SYSTEMD.is_running("● uma-trio.socket\n     Active: inactive (dead)\n")
 
@@ -150,5 +152,5 @@ def test_the_commands_of_launchd() -> None:
     unload = ("launchctl", "bootout", "gui/501/uma-trio")
     assert [*LAUNCHD.start(replaced=False)] == [load]
     assert [*LAUNCHD.start(replaced=True)] == [unload, load]
-    assert [*LAUNCHD.stop()] == [unload]
+    assert [*LAUNCHD.stop(LAUNCHD.paths)] == [unload]
     assert LAUNCHD.is_running("\tstate = running\n")

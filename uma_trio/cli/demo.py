@@ -34,6 +34,8 @@ def _writable(_context: click.Context, _option: click.Parameter, file: Path | No
     if file is None:
         return None
     is_new = not file.exists()
+    if not (is_new or file.is_file() or file.is_dir()):  # opening a pipe would block
+        raise click.BadParameter(f"{file} is not a regular file; give another file")
     try:
         file.open("ab").close()
     except FileNotFoundError:

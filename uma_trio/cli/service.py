@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,16 +103,30 @@ def uninstall() -> None:
     Sessions and settings stay.  A unit that somebody else has written stays, too.
     """
     manager = _manager()
-    ours = [path for path in manager.paths if _read_own(path) is not None]
+    ours: list[Path] = []
+    foreign: list[click.UsageError] = []
+    for path in manager.paths:
+        try:
+            if _read_own(path) is not None:
+                ours.append(path)
+        except click.UsageError as error:
+            foreign.append(error)
+    if foreign and not ours:
+        raise foreign[0]
     if not ours:
         click.echo("the service is not installed")
         return
-    stopped = all(_run(each) for each in manager.stop())
+    succeeded = [_run(each) for each in manager.stop(ours)]
     for path in ours:
-        path.unlink()
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise click.UsageError(f"cannot remove {path}: {error.strerror}") from None
         click.echo(f"removed {path}")
-    forgotten = all(_run(each) for each in manager.forget())
-    sys.exit(0 if stopped and forgotten else FAILED)
+    succeeded += [_run(each) for each in manager.forget()]
+    for reason in foreign:
+        click.echo(f"uma-trio service: this unit stays: {reason}", err=True)
+    sys.exit(0 if all(succeeded) and not foreign else FAILED)
 
 
 @command.command()
@@ -139,7 +154,9 @@ def _manager() -> Manager:
     home = Path.home()
     if sys.platform == "darwin":
         return Launchd(home / "Library" / "LaunchAgents", home / "Library" / "Logs", os.getuid())
-    return Systemd(Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config") / "systemd" / "user")
+    config = os.environ.get("XDG_CONFIG_HOME", "")
+    # the XDG Base Directory Specification: a relative path is ignored
+    return Systemd((Path(config) if os.path.isabs(config) else home / ".config") / "systemd" / "user")
 
 
 def _service(flags: Sequence[str]) -> Service:
@@ -188,6 +205,7 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
     """
     from uma_trio import config
     from uma_trio.cli.serve import command as serve
+    from uma_trio.models.chosen_template import built_in
 
     with serve.make_context("uma-trio serve", list(flags)) as context:
         given = {
@@ -206,7 +224,9 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
     arguments = [] if file is None else ["--config", str(file)]
     for name, setting in known.items():
         value = getattr(getattr(settings, setting.section), setting.field)
-        is_path = isinstance(value, Path) or (isinstance(value, str) and not setting.choices and os.path.exists(value))
+        is_path = isinstance(value, Path)
+        if name == "chat_template" and value is not None and value not in built_in():
+            value, is_path = os.path.expanduser(value), True
         if name in given and name != "socket":
             if isinstance(value, bool):
                 arguments.append(setting.flag if value else f"--no-{setting.flag[2:]}")
@@ -229,11 +249,15 @@ def _read_own(path: Path) -> str | None:
         UsageError: somebody else has written it.
     """
     from uma_trio.cli.service_units import MARK
+    from uma_trio.files import read_text
 
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        # systemctl makes symbolic links: one to /dev/null masks a unit, and disabling removes them
+        text = read_text(path) if stat.S_ISREG(path.lstat().st_mode) else ""
     except FileNotFoundError:
         return None
+    except UnicodeDecodeError:
+        text = ""
     except OSError as error:
         raise click.UsageError(f"cannot read {path}: {error.strerror}") from None
     if MARK not in text:
@@ -242,9 +266,11 @@ def _read_own(path: Path) -> str | None:
 
 
 def _write(path: Path, text: str) -> None:
+    from uma_trio.files import replace_text
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
         raise click.UsageError(f"cannot write {path}: {error.strerror}") from None
 

@@ -66,8 +66,8 @@ class Manager(Protocol):
     def start(self, *, replaced: bool) -> Sequence[Sequence[str]]:
         """Commands that start what is installed.  ``replaced``: other files were installed before."""
 
-    def stop(self) -> Sequence[Sequence[str]]:
-        """Commands that stop it, before its files are removed."""
+    def stop(self, installed: Sequence[Path]) -> Sequence[Sequence[str]]:
+        """Commands that stop what is ``installed``, some of ``paths``, before these files are removed."""
 
     def forget(self) -> Sequence[Sequence[str]]:
         """Commands after its files were removed."""
@@ -99,8 +99,11 @@ class Systemd:
     def files(self, service: Service) -> Mapping[Path, str]:
         """Raises UnitError if a path or an argument cannot be written."""
         path = str(service.socket)
-        if path != path.strip() or not path.isprintable():
-            raise UnitError(f"systemd cannot listen on {path!r}: choose a --socket without control characters")
+        if not path.isprintable() or path.endswith((" ", "\\")):  # a backslash would continue the line
+            raise UnitError(
+                f"systemd cannot listen on {path!r}: choose a --socket of printable characters that ends with neither a "
+                "space nor a backslash"
+            )
         listen = path.replace("%", "%%")
         socket = f"""\
 # {MARK}
@@ -154,8 +157,8 @@ Also={self.SOCKET}
             ("systemctl", "--user", "enable", "--now", self.SOCKET),
         ]
 
-    def stop(self) -> Sequence[Sequence[str]]:
-        return [("systemctl", "--user", "disable", "--now", self.SOCKET, self.SERVICE)]
+    def stop(self, installed: Sequence[Path]) -> Sequence[Sequence[str]]:
+        return [("systemctl", "--user", "disable", "--now", *(path.name for path in installed))]
 
     def forget(self) -> Sequence[Sequence[str]]:
         return [("systemctl", "--user", "daemon-reload")]
@@ -212,9 +215,9 @@ class Launchd:
 
     def start(self, *, replaced: bool) -> Sequence[Sequence[str]]:
         load = ("launchctl", "bootstrap", f"gui/{self.uid}", str(self.paths[0]))
-        return [*self.stop(), load] if replaced else [load]
+        return [*self.stop(self.paths), load] if replaced else [load]
 
-    def stop(self) -> Sequence[Sequence[str]]:
+    def stop(self, installed: Sequence[Path]) -> Sequence[Sequence[str]]:
         return [("launchctl", "bootout", f"gui/{self.uid}/{self.LABEL}")]
 
     def forget(self) -> Sequence[Sequence[str]]:

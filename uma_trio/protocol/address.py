@@ -21,13 +21,13 @@ def default_socket_path(environment: Mapping[str, str] = os.environ) -> Path:
     The first of these that applies:
 
     1. ``$UMA_SOCKET``, if it is not empty;
-    2. ``$XDG_RUNTIME_DIR/uma-trio/uma.sock``, if ``$XDG_RUNTIME_DIR`` is a folder;
+    2. ``$XDG_RUNTIME_DIR/uma-trio/uma.sock``, if ``$XDG_RUNTIME_DIR`` is the absolute path of a folder;
     3. ``/tmp/uma.sock``.
     """
     if chosen := environment.get(SOCKET_VARIABLE):
         return Path(os.path.expanduser(chosen))
     runtime = environment.get("XDG_RUNTIME_DIR")
-    if runtime and os.path.isdir(runtime):
+    if runtime and os.path.isabs(runtime) and os.path.isdir(runtime):
         return Path(runtime, "uma-trio", "uma.sock")
     return Path(FALLBACK_PATH)
 

@@ -50,6 +50,9 @@ def check_runtime_folder() -> Iterator[Finding]:
     if not runtime:
         fix = "log in through systemd, or set XDG_RUNTIME_DIR to a private folder"
         yield Finding("folders", "warning", f"XDG_RUNTIME_DIR is not set, {where}", fix)
+    elif not os.path.isabs(runtime):
+        message = f"XDG_RUNTIME_DIR is {runtime!r}, which is not an absolute path; {where}"
+        yield Finding("folders", "warning", message, "set XDG_RUNTIME_DIR to an absolute path")
     elif not os.path.isdir(runtime):
         message = f"XDG_RUNTIME_DIR is {runtime}, which is not a folder; {where}"
         yield Finding("folders", "warning", message, f"mkdir -m 700 {runtime}")
