@@ -14,9 +14,9 @@ from machine import machine
 from pinning import Pins, parse_pins
 from rigs import RivalError, peer, same_library
 
-from uma_trio.cli.running import run
+from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
 from uma_trio.client import ClientError
-from uma_trio.demo.temporary_daemon import DaemonStartError, Interrupted, until_interrupted
+from uma_trio.demo.temporary_daemon import DaemonStartError
 from uma_trio.engine.cores import default_threads
 from uma_trio.models.load_errors import ModelError
 from uma_trio.models.loaded import EMBEDDED

@@ -14,7 +14,8 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from uma_trio.cli.doctor import command, environment, probe, running
+from uma_trio.cli.doctor import command, environment, probe
+from uma_trio.cli.doctor import daemon as daemon_checks
 from uma_trio.models.loaded import EMBEDDED
 
 
@@ -277,7 +278,7 @@ def test_a_socket_that_a_daemon_left_behind_is_no_problem(examine, no_c, tmp_pat
 )
 def test_a_server_that_is_not_a_daemon(examine, no_c, tmp_path, monkeypatch, answer):
     """Including one that sends nothing, or one byte at a time."""
-    monkeypatch.setattr(running, "SOCKET_S", 0.5)
+    monkeypatch.setattr(daemon_checks, "SOCKET_S", 0.5)
     path, stop = tmp_path / "s", threading.Event()
 
     def serve(listener):

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from uma_trio.cli import COMMANDS, LazyGroup
-from uma_trio.cli.daemon import HINTS, reporting_errors
+from uma_trio.cli.client_options import HINTS, reporting_errors
 from uma_trio.cli.exits import FAILED, INTERRUPTED, OUTPUT_CLOSED, PROTOCOL_ERROR, SERVER_ERROR
 from uma_trio.client import BrokenProtocol, Failure, ServerError
 from uma_trio.errors import all_errors

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from uma_trio import config
-from uma_trio.cli.doctor import running
+from uma_trio.cli.doctor import daemon
 from uma_trio.cli.doctor.findings import Finding
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Metrics
@@ -33,7 +33,7 @@ def findings(path: Path, engine: dict[str, Any]) -> list[Finding]:
         listener.listen(1)
         server = threading.Thread(target=serve, args=(listener,))
         server.start()
-        found = list(running.check_socket(config.load(flags={"socket": str(path)})))
+        found = list(daemon.check_socket(config.load(flags={"socket": str(path)})))
         server.join()
     return found
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import session_name
 from uma_trio.cli.constraint import constraint_of, constraint_options
-from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INTERRUPTED, OK, SERVER_ERROR
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
 """Likewise, if they are not empty."""
 
 
-@click.command("ask", short_help="Ask the daemon and stream the answer.")
+@click.command("ask")
 @click.argument("question", nargs=-1)
 @click.option("--prompt", help="The question, if not given as an argument.")
 @click.option("--model", help="Name of the model that answers.  [default: the daemon's first]")
@@ -150,7 +150,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       130  interrupted
       141  the reader of the output has gone, as with | head
     """
-    from uma_trio.cli.running import run
+    from uma_trio.cli.run_trio import run
 
     if not question and prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
         _chat_instead()

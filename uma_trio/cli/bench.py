@@ -19,7 +19,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PEERS_VARIABLE = "LLAMA_PEERS_DIR"
 
 
-@click.command("bench", short_help="Run the benchmarks and write a report.")
+@click.command("bench")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -165,9 +165,8 @@ def _model(name: str | None, folder: Path) -> Path | None:
 
 def _run(benches: Sequence[Bench], settings: Settings) -> int:
     """Run the benchmarks and write the report.  Returns the exit code."""
-    from uma_trio.cli import bench_report, running
+    from uma_trio.cli import bench_report, run_trio
     from uma_trio.cli.bench_runs import run
-    from uma_trio.demo.temporary_daemon import Interrupted, until_interrupted
 
     outcomes: list[Outcome] = []
 
@@ -185,8 +184,8 @@ def _run(benches: Sequence[Bench], settings: Settings) -> int:
 
     stopped = None
     try:
-        running.run(until_interrupted, work)
-    except Interrupted as interrupted:
+        run_trio.run(run_trio.until_interrupted, work)
+    except run_trio.Interrupted as interrupted:
         stopped = 128 + interrupted.number
     if outcomes:
         report = bench_report.write(settings, outcomes, " ".join(["uma-trio", *sys.argv[1:]]))

@@ -8,7 +8,7 @@ import click
 
 from uma_trio.cli.ask import LIST_FIELDS, OPTIONAL_FIELDS
 from uma_trio.cli.ask import command as ask
-from uma_trio.cli.daemon import reporting_errors
+from uma_trio.cli.client_options import reporting_errors
 
 SHARED_WITH_ASK = frozenset(
     {
@@ -22,7 +22,6 @@ SHARED_WITH_ASK = frozenset(
 
 @click.command(
     "chat",
-    short_help="Chat with the daemon on a terminal.",
     params=[option for option in ask.params if option.name in SHARED_WITH_ASK],
 )
 @click.option("--plain", is_flag=True, help="Show answers as they are, without rendering Markdown.")

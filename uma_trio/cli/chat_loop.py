@@ -16,9 +16,9 @@ import trio
 from uma_trio.cli.answer import PrefillBar, ReasoningPrinter, print_stats, printable, warn_if_cut
 from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
+from uma_trio.cli.client_options import HINTS, is_verbose, say_which_daemon
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
-from uma_trio.cli.daemon import HINTS, is_verbose, say_which_daemon
-from uma_trio.cli.running import run
+from uma_trio.cli.run_trio import run
 from uma_trio.client import ClientError, Eos, NoServer, Reasoning, ServerError, Token, Transcript, open_client
 
 COMMANDS: Final = {

@@ -102,7 +102,7 @@ complete --command uma-trio --no-files --keep-order --arguments '(__uma_trio)'
 SCRIPTS: Final = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
-@click.command("completion", short_help="Print the completion script for a shell.")
+@click.command("completion")
 @click.argument("shell", type=click.Choice([*SCRIPTS]))
 def command(shell: str) -> None:
     """Print the completion script for SHELL.  Save it where the shell looks for completions.

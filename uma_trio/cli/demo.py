@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from uma_trio.cli.daemon import is_verbose, say_which_daemon, socket_option
+from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.exits import FAILED, OK
 
 if TYPE_CHECKING:
     import psutil
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from uma_trio.demo.picture import Count
     from uma_trio.demo.scorecard import Counters, CpuUse, Scorecard
     from uma_trio.demo.view import Scene
-
-GO, NO_GO, SERVER_ERROR, PROTOCOL_ERROR = 0, 1, 2, 3
 
 FRAME_S = 0.1
 COUNT_S = 0.25
@@ -47,7 +46,7 @@ def _writable(_context: click.Context, _option: click.Parameter, file: Path | No
     return file
 
 
-@click.command("demo", short_help="Watch short chats stay fast next to a long document.")
+@click.command("demo")
 @click.option("--no-live", is_flag=True, help="Print plain lines; the default if the output is not a terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print the scorecard as JSON and nothing else.")
 @click.option(
@@ -84,18 +83,15 @@ def command(**options: Any) -> None:
       2  the daemon refused, or no daemon
       3  protocol error
     """
-    from uma_trio.cli.running import run
-    from uma_trio.client import BrokenProtocol, ClientError
-    from uma_trio.demo.temporary_daemon import DaemonStartError, Interrupted, until_interrupted
+    from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
 
+    socket = options["socket"]
     try:
-        card = run(until_interrupted, lambda: _demo(options))
+        with reporting_errors("demo", socket, daemon="its own daemon" if socket is None else None):
+            card = run(until_interrupted, lambda: _demo(options))
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except (ClientError, DaemonStartError) as error:
-        click.echo(f"uma-trio demo: {error}", err=True)
-        sys.exit(PROTOCOL_ERROR if isinstance(error, BrokenProtocol) else SERVER_ERROR)
-    sys.exit(GO if card.go else NO_GO)
+    sys.exit(OK if card.go else FAILED)
 
 
 async def _demo(options: dict[str, Any]) -> Scorecard:

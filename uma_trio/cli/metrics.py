@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
 
 if TYPE_CHECKING:
     import trio
@@ -26,7 +26,7 @@ ANSWER_S: Final = 5.0
 """Time after which a daemon counts as not answering.  It needs a millisecond."""
 
 
-@click.command("metrics", short_help="Show the metrics of the daemon.")
+@click.command("metrics")
 @click.option("--watch", is_flag=True, help="Show the most important metrics live, until q or Ctrl-C.")
 @click.option(
     "--interval", type=click.FloatRange(0.05), default=1.0, show_default=True, help="Seconds between two snapshots."
@@ -47,8 +47,7 @@ def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> 
       uma-trio metrics --json | jq .tokens_total
     """
     from uma_trio.cli.metrics_view import table
-    from uma_trio.cli.running import run
-    from uma_trio.demo.temporary_daemon import Interrupted, until_interrupted
+    from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
 
     try:
         with reporting_errors("metrics", socket):

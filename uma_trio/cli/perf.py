@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from uma_trio.telemetry.perf_records import Run
 
 
-@click.group("perf", cls=SuggestingGroup, short_help="Report on a perf log, as tables and plots.")
+@click.group("perf", cls=SuggestingGroup)
 def command() -> None:
     """Report on a perf log: what each tick computed, and how long each request waited.
 

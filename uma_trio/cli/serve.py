@@ -83,7 +83,7 @@ class _ServeCommand(click.Command):
                 formatter.write_dl(groups[title])
 
 
-@click.command("serve", cls=_ServeCommand, short_help="Load a model once and serve it to many clients.")
+@click.command("serve", cls=_ServeCommand)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings.")
 @click.option("--print-config", is_flag=True, help="Print all settings as a YAML file, and exit.")
 @_options
@@ -115,7 +115,7 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
 
 
 def _serve(settings: Config) -> int:
-    from uma_trio.cli.running import run
+    from uma_trio.cli.run_trio import run
     from uma_trio.daemon import listener, logs, server
     from uma_trio.models.load_errors import ModelError
     from uma_trio.protocol.address import socket_path

@@ -26,7 +26,7 @@ LINGERING: Final = Path("/var/lib/systemd/linger")
 """Has a file for each user whose services run without a login."""
 
 
-@click.group("service", cls=SuggestingGroup, short_help="Run the daemon as a service of systemd or launchd.")
+@click.group("service", cls=SuggestingGroup)
 def command() -> None:
     """Run the daemon as a service: of systemd on Linux, of launchd on macOS.
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import session_name
-from uma_trio.cli.daemon import is_verbose, reporting_errors, say_which_daemon, socket_option
 
 if TYPE_CHECKING:
     from uma_trio.client import Client, SessionInfo, Transcript
@@ -34,7 +34,6 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
     "sessions",
     cls=SuggestingGroup,
     invoke_without_command=True,
-    short_help="List, show, export, fork and close sessions.",
 )
 @_options
 @click.pass_context
@@ -243,7 +242,7 @@ def _run(
     Args:
         name: the session that ``work`` is about; if it does not exist, the error names similar ones.
     """
-    from uma_trio.cli.running import run
+    from uma_trio.cli.run_trio import run
     from uma_trio.client import ServerError, open_client
 
     path = socket or context.obj[1]

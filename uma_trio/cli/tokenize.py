@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from uma_trio.engine.tokenizer import Tokenizer
 
 
-@click.command("tokenize", short_help="Show the tokens of a text.")
+@click.command("tokenize")
 @click.argument("text", required=False, type=click.UNPROCESSED)
 @click.option(
     "--model",

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import attrs
 import trio
 
-from uma_trio.connect import can_connect
-
-T = TypeVar("T")
+from uma_trio.connect import NoServer, can_connect
 
 POLL_S: Final = 0.02
 LOG_TAIL: Final = 2000
 
 
-class DaemonStartError(Exception):
-    """The daemon did not start; the message has the end of its output."""
-
-
-class Interrupted(Exception):
-    """A signal interrupted the work."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+class DaemonStartError(NoServer):
+    """The daemon did not start; the reason has the end of its output."""
 
 
 @attrs.frozen
@@ -80,29 +69,6 @@ async def _ready(process: trio.Process, path: Path, log: Path, timeout_s: float)
     output = await trio.Path(log).read_text(errors="replace")
     raise DaemonStartError(
         f"the daemon {'exited while starting' if ended else f'was not ready after {timeout_s:g} s'}: "
-        f"{output.strip()[-LOG_TAIL:] or 'it printed nothing'}"
+        f"{output.strip()[-LOG_TAIL:] or 'it printed nothing'}",
+        "uma-trio doctor looks for the reason",
     )
-
-
-async def until_interrupted(work: Callable[[], Awaitable[T]]) -> T:
-    """Await ``work()``; SIGINT, SIGTERM and SIGHUP cancel it, so that it can stop its child processes.
-
-    Raises:
-        Interrupted: a signal arrived, and the cleanup of ``work`` has finished.
-    """
-    caught: list[int] = []
-    results: list[T] = []
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
-        async with trio.open_nursery() as nursery:
-
-            async def listen() -> None:
-                async for number in signals:
-                    caught.append(number)
-                    nursery.cancel_scope.cancel()
-
-            nursery.start_soon(listen)
-            results.append(await work())
-            nursery.cancel_scope.cancel()
-    if not results:
-        raise Interrupted(caught[0])
-    return results[0]

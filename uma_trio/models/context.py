@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from uma_trio.config import Limits
+from uma_trio.config import MB, Limits
 from uma_trio.engine.layout import DEFAULT_WINDOW, KV_CELL_MULTIPLE
 from uma_trio.engine.messages import ModelInfo
-
-MB: Final = 1_000_000
 
 SHORT_ANSWER: Final = 512
 """Tokens that an answer of open length gets at least, if the context has room for them."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from uma_trio.config import Config
 
 
-@click.command("doctor", short_help="Check the installation and suggest fixes.")
+@click.command("doctor")
 @click.option("--config", "file", type=click.Path(), help="YAML file with settings, as for serve.")
 @click.option(
     "--model",
@@ -72,7 +72,7 @@ def _settings(file: str | None, **flags: str | None) -> Config:
 
 def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     """Run all checks."""
-    from uma_trio.cli.doctor import environment, folders, model, running
+    from uma_trio.cli.doctor import daemon, environment, folders, model
     from uma_trio.config import ConfigError
 
     yield from guarded("python", environment.check_python)
@@ -87,4 +87,4 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     yield from guarded("stamp", lambda: model.check_stamp(settings))
     yield from guarded("threads", lambda: environment.check_threads(settings))
     yield from guarded("library", lambda: model.check_library_and_model(settings, flags))
-    yield from guarded("socket", lambda: running.check_socket(settings))
+    yield from guarded("socket", lambda: daemon.check_socket(settings))

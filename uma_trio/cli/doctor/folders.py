@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from uma_trio.cli.doctor.findings import Finding, Verdict
+from uma_trio.config import MB
 
 if TYPE_CHECKING:
     from uma_trio.config import Config
-
-MB: Final = 1_000_000
 
 MARGIN_MB: Final = 16
 """Space for small files: a journal, a measurement, a snapshot."""

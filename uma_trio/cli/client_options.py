@@ -60,12 +60,16 @@ def is_verbose() -> bool:
 
 
 @contextlib.contextmanager
-def reporting_errors(command: str, socket: str | None) -> Iterator[None]:
-    """End the program with one line that names the socket and a remedy, if the daemon cannot answer."""
+def reporting_errors(command: str, socket: str | None, *, daemon: str | None = None) -> Iterator[None]:
+    """End the program with one line that names the daemon and a remedy, if the daemon cannot answer.
+
+    Args:
+        daemon: its name; ``None``: that of its socket.
+    """
     from uma_trio.client import BrokenProtocol, ClientError, NoServer, ServerError
     from uma_trio.protocol.address import socket_path
 
-    where = f"the daemon at {socket_path(socket)}"
+    where = daemon or f"the daemon at {socket_path(socket)}"
     try:
         yield
     except NoServer as error:  # names the socket itself
