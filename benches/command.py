@@ -16,7 +16,6 @@ from rigs import RivalError, peer, same_library
 
 from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
 from uma_trio.client import ClientError
-from uma_trio.demo.temporary_daemon import DaemonStartError
 from uma_trio.engine.cores import default_threads
 from uma_trio.models.load_errors import ModelError
 from uma_trio.models.loaded import EMBEDDED
@@ -121,7 +120,7 @@ def carry_out(work: Callable[[], Awaitable[T]]) -> T:
         return run(until_interrupted, work)
     except Interrupted as interrupted:
         sys.exit(128 + interrupted.number)
-    except (ClientError, DaemonStartError, RivalError, ModelError) as error:
+    except (ClientError, RivalError, ModelError) as error:
         raise click.ClickException(str(error)) from None
 
 
