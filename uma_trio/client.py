@@ -199,14 +199,13 @@ class Client:
                 case _:
                     raise BrokenProtocol(f"expected a list of sessions, got {event!r}")
 
-    async def transcript(self, session_id: str, *, keep_alive: bool = False) -> Transcript:
-        """Return the whole content of a session.
+    async def transcript(self, session_id: str, **fields: Any) -> Transcript:
+        """Return the whole content of a session; ``fields`` are those of a session query in docs/PROTOCOL.md.
 
         Raises:
             ServerError: the daemon answered with an error.
         """
-        query = {"type": "sessions", "action": "read", "session_id": session_id, "keep_alive": keep_alive}
-        await self.send(query)
+        await self.send({"type": "sessions", "action": "read", "session_id": session_id, **fields})
         parts: list[Transcript] = []
         while not parts or parts[-1].more:
             match event := await self.receive():

@@ -449,3 +449,13 @@ async def test_the_client_reports_an_answer_that_was_cut_off(tmp_path):
                     async for event in client.generate(id="a", prompt="hello"):
                         assert event.text == "x"
                         peer.shutdown(socket.SHUT_RDWR)
+
+
+async def test_a_session_query_names_its_model(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        await all_of(client.generate(prompt="hello", max_tokens=3, session_id="s", keep_alive=True))
+        own = harness.service
+        found = await client.sessions(model=own.name, keep_alive=True)
+        assert [session.session_id for session in found] == ["s"]
+        with pytest.raises(ServerError, match="E_MODEL_NOT_FOUND: there is no model 'other' here"):
+            await client.sessions(model="other")

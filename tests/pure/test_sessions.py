@@ -217,6 +217,7 @@ def test_a_transcript_has_the_whole_text_in_parts_of_bounded_size(n: int) -> Non
     "fields",
     [
         {"action": "list"},
+        {"action": "list", "model": "m"},
         {"action": "describe", "session_id": "a"},
         {"action": "read", "session_id": "a"},
         {"action": "close", "session_id": "a", "id": "q", "keep_alive": True},

@@ -206,3 +206,9 @@ def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
             "may give more, and uma-trio serve --ctx N makes room"
         )
     click.echo(f"{name} is not complete: {reason}", err=True)
+
+
+def warn_if_in_memory(eos: Eos) -> None:
+    """Say on stderr that a session is not on disk."""
+    if eos.session is not None and not eos.session.durable:
+        click.echo("this session is in memory only and ends with the daemon; see its log", err=True)

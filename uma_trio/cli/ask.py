@@ -3,115 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import select
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
-from uma_trio.cli.completion import session_name
-from uma_trio.cli.constraint import constraint_of, constraint_options
+from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INTERRUPTED, OK, SERVER_ERROR
+from uma_trio.cli.request_options import fields_of, request_options
 
 if TYPE_CHECKING:
-    from uma_trio.client import Eos
+    pass
 
 STDIN_NOTICE_S = 1.0
 """How long a pipe may be silent before the user hears that it is read."""
-
-OPTIONAL_FIELDS = (
-    "max_tokens", "n", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty",
-    "presence_penalty", "logprobs", "seed", "n_keep", "model",
-)  # fmt: skip
-"""Options that become fields of the request by the same name, if they are given."""
-
-LIST_FIELDS = ("stop", "stop_token_ids", "logit_bias", "return_full_text")
-"""Likewise, if they are not empty."""
 
 
 @click.command("ask")
 @click.argument("question", nargs=-1)
 @click.option("--prompt", help="The question, if not given as an argument.")
-@click.option("--model", help="Name of the model that answers.  [default: the daemon's first]")
-@click.option("--system", help="System message before the question.")
 @click.option(
     "--raw",
     is_flag=True,
     help="Continue the text as it is, without the chat template. A session has it for all its requests or for none.",
 )
 @click.option("--no-special", is_flag=True, help="With --raw: treat control tokens in the text as plain text.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    help="Maximum number of tokens to generate.  [default: as many as the daemon has room for]",
-)
 @click.option("--n", type=click.IntRange(1, 16), help="Number of answers, printed one after another.")
-@click.option(
-    "--temp", type=click.FloatRange(0), help="Temperature; 0 is greedy.  [default: that of the daemon or the model]"
-)
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
-@click.option("--top-k", type=click.IntRange(0), help="Sample from the k most likely tokens; 0 is off.")
-@click.option(
-    "--min-p",
-    type=click.FloatRange(0, 1),
-    help="Sample from tokens with at least this fraction of the top token's probability.",
-)
-@click.option("--repetition-penalty", type=click.FloatRange(0.1, 10), help="Above 1, recent tokens become less likely.")
-@click.option(
-    "--repeat-last-n", type=click.IntRange(0, 4096), help="Number of recent tokens that --repetition-penalty looks at."
-)
-@click.option(
-    "--frequency-penalty",
-    type=click.FloatRange(-2, 2),
-    help="Subtracted from a token's logit for each time that it is in the answer.",
-)
-@click.option(
-    "--presence-penalty",
-    type=click.FloatRange(-2, 2),
-    help="Subtracted once from the logit of each token in the answer.",
-)
-@click.option(
-    "--logit-bias",
-    multiple=True,
-    metavar="ID=BIAS",
-    callback=lambda _, __, given: _biases(given),
-    help="Number added to a token's logit, from -100 (never) to 100; repeatable.",
-)
 @click.option(
     "--logprobs",
     type=click.IntRange(0, 20),
     help="Show the probability of each token and of this many most likely ones; with --json, their logarithms.",
 )
-@click.option("--seed", type=click.IntRange(0), help="The same seed gives the same answer.")
-@click.option("--stop", multiple=True, help="Stop at this text; repeatable.")
-@click.option(
-    "--stop-token",
-    "stop_token_ids",
-    type=click.IntRange(0),
-    multiple=True,
-    help="Stop at this token id; repeatable.",
-)
-@constraint_options
-@click.option("--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class.")
-@click.option(
-    "--session",
-    shell_complete=session_name,
-    help="Continue or begin this session. See uma-trio sessions.",
-)
-@click.option(
-    "--n-keep", type=click.IntRange(0), help="If the context is too small, drop the oldest tokens after this many."
-)
-@click.option(
-    "--show-reasoning/--hide-reasoning",
-    "show_reasoning",
-    default=None,
-    help="Print the model's reasoning on stderr, in front of the answer.  [default: on a terminal]",
-)
-@click.option("--full-text", "return_full_text", is_flag=True, help="Print the prompt first.")
+@request_options
+@click.option("--full-text", "return_full_text", is_flag=True, default=None, help="Print the prompt first.")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
 @click.option("--cbor", is_flag=True, help="Use CBOR instead of JSON on the socket.")
@@ -205,7 +131,7 @@ def _read_stdin() -> str:
 
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     whole = options["no_stream"] or ((options["n"] or 1) > 1 and not options["as_json"])
-    request: dict[str, Any] = {"stream": not whole}
+    request: dict[str, Any] = {"stream": not whole, **fields_of(options)}
     if options["raw"]:
         if options["system"] is not None:
             raise click.UsageError("--raw sends the text as it is, with no place for --system")
@@ -218,89 +144,39 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
         request["messages"] = [*system, {"role": "user", "content": text}]
         request["separate_reasoning"] = True
-    if options["temp"] is not None:
-        request["temperature"] = options["temp"]
-    request |= {name: options[name] for name in OPTIONAL_FIELDS if options[name] is not None}
-    request |= {name: options[name] for name in LIST_FIELDS if options[name]}
-    constraint = constraint_of(options)
-    if constraint is not None:
-        request["constraint"] = constraint
     if options["session"] is not None:
         request["session_id"] = options["session"]
-    if options["priority"]:
-        request["slo"] = {"priority": options["priority"]}
     return request
 
 
-def _biases(given: tuple[str, ...]) -> dict[str, float]:
-    """Parse ``ID=BIAS`` into the protocol's map.  The daemon checks the bounds."""
-    found = {}
-    for each in given:
-        token, _, bias = each.partition("=")
-        try:
-            found[str(int(token))] = float(bias)
-        except ValueError:
-            raise click.BadParameter(f"{each!r} is not ID=BIAS, such as 612=-100") from None
-        if not math.isfinite(found[str(int(token))]):
-            raise click.BadParameter(f"{each!r}: a bias must be a finite number")
-    return found
-
-
 async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
-    import trio
+    from uma_trio.cli.answer import TextPrinter, print_json, print_stats, warn_if_cut, warn_if_in_memory
+    from uma_trio.cli.generation import generate
+    from uma_trio.client import Eos, Event
 
-    from uma_trio.cli.answer import PrefillBar, TextPrinter, print_json
-    from uma_trio.client import Eos, open_client
+    as_json, socket = options["as_json"], options["socket"]
+    wait_s = 0 if options["no_wait"] else options["wait"]
+    print_event = print_json if as_json else TextPrinter(show_reasoning=options["show_reasoning"]).print
 
-    as_json, reason = options["as_json"], ""
-    request["id"] = "ask"
-    if sys.stderr.isatty() and not as_json:
-        request["progress"] = True
-    show = print_json if as_json else TextPrinter(show_reasoning=options["show_reasoning"]).print
-    connecting = open_client(
-        options["socket"],
+    def show(event: Event) -> None:
+        print_event(event)
+        if isinstance(event, Eos):
+            if not as_json:
+                warn_if_cut(event, options["max_tokens"])
+            if options["stats"]:
+                print_stats(event)
+            warn_if_in_memory(event)
+
+    await say_which_daemon("ask", socket, wait_s)
+    eos = await generate(
+        {"id": "ask", "progress": sys.stderr.isatty() and not as_json, **request},
+        show,
+        socket,
+        signals=(signal.SIGINT, signal.SIGTERM),
         encoding="cbor" if options["cbor"] else "json",
-        wait_s=0 if options["no_wait"] else options["wait"],
-        on_loading=_say_that_it_loads,
+        wait_s=wait_s,
     )
-    async with trio.open_nursery() as nursery, connecting as client:
-
-        async def cancel_on_interrupt() -> None:
-            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                await anext(signals)
-                await client.cancel("ask")
-                await anext(signals)
-                nursery.cancel_scope.cancel()
-
-        nursery.start_soon(cancel_on_interrupt)
-        if is_verbose():
-            await say_which_daemon("ask", options["socket"])
-        with PrefillBar() as bar:
-            async for event in client.generate(**request):
-                bar.update(event)
-                show(event)
-                if isinstance(event, Eos):
-                    reason = event.reason
-                    _show_end(event, options)
-        nursery.cancel_scope.cancel()
-    if reason and reason != "cancelled":
+    if eos is not None and eos.reason != "cancelled":
         return OK
     click.echo("cancelled", err=True)
     return INTERRUPTED
-
-
-def _show_end(eos: Eos, options: dict[str, Any]) -> None:
-    """Print on stderr what the user should know about an answer that has ended."""
-    from uma_trio.cli.answer import print_stats, warn_if_cut
-
-    if not options["as_json"]:
-        warn_if_cut(eos, options["max_tokens"])
-    if options["stats"]:
-        print_stats(eos)
-    if eos.session is not None and not eos.session.durable:
-        click.echo("this session is in memory only and ends with the daemon; see its log", err=True)
-
-
-def _say_that_it_loads(path: Path) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"waiting for the daemon at {path}, which still loads its model; Ctrl-C gives up", err=True)

@@ -6,25 +6,14 @@ from typing import Any
 
 import click
 
-from uma_trio.cli.ask import LIST_FIELDS, OPTIONAL_FIELDS
-from uma_trio.cli.ask import command as ask
-from uma_trio.cli.client_options import reporting_errors
-
-SHARED_WITH_ASK = frozenset(
-    {
-        *("system", "max_tokens", "temp", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n"),
-        *("frequency_penalty", "presence_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "priority"),
-        *("n_keep", "model", "session", "show_reasoning", "socket", "verbose"),
-    }
-)
-"""Options of ``ask`` that mean the same here."""
+from uma_trio.cli.client_options import reporting_errors, socket_option
+from uma_trio.cli.request_options import fields_of, request_options
 
 
-@click.command(
-    "chat",
-    params=[option for option in ask.params if option.name in SHARED_WITH_ASK],
-)
+@click.command("chat")
+@request_options
 @click.option("--plain", is_flag=True, help="Show answers as they are, without rendering Markdown.")
+@socket_option()
 def command(**options: Any) -> None:
     """Chat with the daemon on a terminal.
 
@@ -45,21 +34,10 @@ def command(**options: Any) -> None:
 
     with reporting_errors("chat", options["socket"]):
         Chat(
-            fields=_fields(options),
+            fields=fields_of(options),
             session=options["session"],
             system=options["system"],
             socket=options["socket"],
             plain=options["plain"],
             show_reasoning=options["show_reasoning"],
         ).run()
-
-
-def _fields(options: dict[str, Any]) -> dict[str, Any]:
-    """What every request of the conversation has."""
-    fields = {name: options[name] for name in OPTIONAL_FIELDS if options.get(name) is not None}
-    fields |= {name: options[name] for name in LIST_FIELDS if options.get(name)}
-    if options["temp"] is not None:
-        fields["temperature"] = options["temp"]
-    if options["priority"]:
-        fields["slo"] = {"priority": options["priority"]}
-    return fields

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import Any, Final
 import click
 import trio
 
-from uma_trio.cli.answer import PrefillBar, ReasoningPrinter, print_stats, printable, warn_if_cut
+from uma_trio.cli.answer import ReasoningPrinter, print_stats, printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import FRAME_S, AnswerView, MarkdownView, PlainView
 from uma_trio.cli.chat_input import Input, LineInput, TerminalInput
-from uma_trio.cli.client_options import HINTS, is_verbose, say_which_daemon
+from uma_trio.cli.client_options import HINTS, say_which_daemon
 from uma_trio.cli.conversation import Conversation, Message, as_fields, as_json, as_markdown
+from uma_trio.cli.generation import connected, generate
 from uma_trio.cli.run_trio import run
-from uma_trio.client import ClientError, Eos, NoServer, Reasoning, ServerError, Token, Transcript, open_client
+from uma_trio.client import ClientError, Eos, Event, NoServer, Reasoning, ServerError, Token, Transcript
 
 COMMANDS: Final = {
     "/new": ("", "begin another conversation; a session stays with the daemon"),
@@ -116,8 +116,7 @@ class Chat:
             self._ask(text)
 
     def _greet(self) -> None:
-        if is_verbose():
-            run(say_which_daemon, "chat", self._socket)
+        run(say_which_daemon, "chat", self._socket, None)
         snapshot = run(self._metrics)
         self._restarts = snapshot["engine"]["restarts_total"]
         if self._is_terminal:
@@ -214,8 +213,9 @@ class Chat:
         self._n_retries += 1
         if "seed" in self._fields:
             more["seed"] = self._fields["seed"] + self._n_retries
-        if self._unanswered is None and not (self._fields | more).get("temperature"):
-            _note("at temperature 0 the answer is the same; try /retry 0.8")
+        is_greedy = self._unanswered is None and self._last is not None and self._last.seed is None
+        if is_greedy and not more.get("temperature"):
+            _note("nothing was drawn at random, so the answer is the same; try /retry 0.8")
         self._ask(question, retry=self._unanswered is None, more=more)
 
     def _save(self, name: str) -> None:
@@ -286,49 +286,33 @@ class Chat:
     async def _stream(self, request: dict[str, Any], view: AnswerView, answer: Message) -> Eos:
         """Show the answer to ``request``, and add its text to ``answer``.
 
-        Ctrl-C cancels the request in the daemon, whose last event then follows; a second one does not wait for it.
-
         Raises:
             ClientError: there is no answer.
             KeyboardInterrupt: the second Ctrl-C.
         """
-        last: Eos | None = None
-        async with (
-            trio.open_nursery() as nursery,
-            open_client(self._socket, wait_s=None, on_loading=_say_that_it_loads) as client,
-        ):
+        reasoning = ReasoningPrinter(shown=self._show_reasoning)
 
-            async def cancel_on_interrupt() -> None:
-                with trio.open_signal_receiver(signal.SIGINT) as signals:
-                    await anext(signals)
-                    await client.cancel("chat")
-                    await anext(signals)
-                    nursery.cancel_scope.cancel()
+        def show(event: Event) -> None:
+            if isinstance(event, Reasoning):
+                if not reasoning.is_open:
+                    view.finish()
+                reasoning.feed(event.text)
+                answer["reasoning"] = answer.get("reasoning", "") + event.text
+            elif isinstance(event, Token) and event.text:
+                reasoning.close()
+                view.feed(event.text)
+                answer["content"] += event.text
 
-            async def refresh() -> None:
-                while True:
-                    view.refresh()
-                    await trio.sleep(FRAME_S)
+        async def refresh() -> None:
+            while True:
+                view.refresh()
+                await trio.sleep(FRAME_S)
 
-            nursery.start_soon(cancel_on_interrupt)
+        async with trio.open_nursery() as nursery:
             nursery.start_soon(refresh)
-            reasoning = ReasoningPrinter(shown=self._show_reasoning)
-            with PrefillBar() as bar:
-                async for event in client.generate(id="chat", **request):
-                    bar.update(event)
-                    if isinstance(event, Reasoning):
-                        if not reasoning.is_open:
-                            view.finish()
-                        reasoning.feed(event.text)
-                        answer["reasoning"] = answer.get("reasoning", "") + event.text
-                    elif isinstance(event, Token) and event.text:
-                        reasoning.close()
-                        view.feed(event.text)
-                        answer["content"] += event.text
-                    elif isinstance(event, Eos):
-                        last = event
-            reasoning.close()
+            last = await generate({"id": "chat", **request}, show, self._socket)
             nursery.cancel_scope.cancel()
+        reasoning.close()
         if last is None:
             raise KeyboardInterrupt
         return last
@@ -344,8 +328,8 @@ class Chat:
                 f"the conversation no longer fits the context: its oldest {eos.usage.dropped_tokens:,} tokens were "
                 "dropped"
             )
-        if eos.session is not None and not eos.session.durable and eos.session.turns == 1:
-            _note("this session is in memory only and ends with the daemon; see its log")
+        if eos.session is not None and eos.session.turns == 1:
+            warn_if_in_memory(eos)
         try:
             restarts = run(self._metrics)["engine"]["restarts_total"]
         except ClientError:
@@ -371,16 +355,12 @@ class Chat:
     # -- queries --------------------------------------------------------------------------------
 
     async def _metrics(self) -> dict[str, Any]:
-        async with open_client(self._socket, wait_s=None, on_loading=_say_that_it_loads) as client:
+        async with connected(self._socket) as client:
             return await client.metrics()
 
     async def _transcript(self, name: str) -> Transcript:
-        async with open_client(self._socket, wait_s=None, on_loading=_say_that_it_loads) as client:
-            return await client.transcript(name)
-
-
-def _say_that_it_loads(path: Path) -> None:
-    _note(f"waiting for the daemon at {path}, which still loads its model; Ctrl-C gives up")
+        async with connected(self._socket) as client:
+            return await client.transcript(name, model=self._fields.get("model"))
 
 
 def _note(text: str, colour: str | None = None) -> None:

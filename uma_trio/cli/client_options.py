@@ -35,7 +35,7 @@ DEFAULT_SOCKET: Final = "The daemon's socket.  [default: $UMA_SOCKET, or the one
 
 
 def socket_option(*, help: str = DEFAULT_SOCKET) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add ``--socket``, which becomes an argument, and ``--verbose``, for ``is_verbose``."""
+    """Add ``--socket``, which becomes an argument, and ``--verbose``, for ``say_which_daemon``."""
     verbose = click.option(
         "-v",
         "--verbose",
@@ -52,11 +52,6 @@ def _note_verbose(context: click.Context, _: click.Parameter, given: bool) -> No
     """A group and its subcommands share ``meta``, so the flag counts before and after the subcommand's name."""
     if given:
         context.meta[_VERBOSE] = True
-
-
-def is_verbose() -> bool:
-    """Whether the running command has ``--verbose``."""
-    return _VERBOSE in click.get_current_context().meta
 
 
 @contextlib.contextmanager
@@ -89,12 +84,14 @@ def _hint(error: ServerError) -> str:
     return f"; {HINTS[error.code]}" if error.code in HINTS else ""
 
 
-async def say_which_daemon(command: str, socket: str | os.PathLike[str] | None) -> None:
-    """Ask the daemon what it is, and print that on stderr."""
+async def say_which_daemon(command: str, socket: str | os.PathLike[str] | None, wait_s: float | None = 0) -> None:
+    """With ``--verbose``: ask the daemon what it is, and print that on stderr."""
+    if _VERBOSE not in click.get_current_context().meta:
+        return
     from uma_trio.client import open_client
     from uma_trio.protocol.address import socket_path
 
-    async with open_client(socket) as client:
+    async with open_client(socket, wait_s=wait_s) as client:
         snapshot = await client.metrics()
     known = [f"{name} {snapshot[name]}" for name in ("model", "pid", "version") if name in snapshot]
     click.echo(f"uma-trio {command}: the daemon at {socket_path(socket)}: {', '.join(known)}", err=True)

@@ -1,48 +1,16 @@
-"""The options of ``uma-trio ask`` that say what an answer must look like."""
+"""The options that say what an answer must look like, as the protocol's ``constraint``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from uma_trio.files import read_text
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
 LARK_SUFFIX = ".lark"
-
-
-def constraint_options(command: Command) -> Command:
-    """Add the options that ``constraint_of`` reads."""
-    for option in reversed(
-        (
-            click.option(
-                "--json-schema",
-                "schema",
-                metavar="FILE",
-                help="The answer is JSON that this schema describes: a file, or the schema inline.",
-            ),
-            click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
-            click.option("--regex", help="The answer is a match of this regular expression."),
-            click.option("--choice", multiple=True, help="The answer is this text, or one of several; repeatable."),
-            click.option(
-                "--grammar",
-                type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                help=f"The answer follows this grammar: GBNF, or Lark if the file ends with {LARK_SUFFIX}.",
-            ),
-            click.option(
-                "--after",
-                metavar="TEXT",
-                help="The constraint applies after this text in the answer, such as </think>.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
 
 
 def constraint_of(options: dict[str, Any]) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import FAILED, OK
 
 if TYPE_CHECKING:
@@ -109,8 +109,7 @@ async def _demo(options: dict[str, Any]) -> Scorecard:
         if path is None:
             with console.status("loading the model"):
                 path = (await stack.enter_async_context(temporary_daemon())).path
-        if is_verbose():
-            await say_which_daemon("demo", path)
+        await say_which_daemon("demo", path)
         card = await _play(Daemon(path), console, options)
     if options["as_json"]:
         click.echo(json.dumps({"go": card.go, "advice": card.advice, **attrs.asdict(card)}, indent=2))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 
 if TYPE_CHECKING:
     import trio
@@ -51,8 +51,7 @@ def command(watch: bool, interval: float, as_json: bool, socket: str | None) -> 
 
     try:
         with reporting_errors("metrics", socket):
-            if is_verbose():
-                run(say_which_daemon, "metrics", socket)
+            run(say_which_daemon, "metrics", socket)
             if not watch:
                 snapshot = run(_read, socket).snapshot
                 click.echo(json.dumps(snapshot) if as_json else "\n".join(table(snapshot)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 import click
 
 from uma_trio.cli import SuggestingGroup
-from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import session_name
 
 if TYPE_CHECKING:
@@ -256,8 +256,7 @@ def _run(
             return await _similar(client, name)
 
     with reporting_errors("sessions", path):
-        if is_verbose():
-            run(say_which_daemon, "sessions", path)
+        run(say_which_daemon, "sessions", path)
         try:
             return run(connected)
         except ServerError as error:

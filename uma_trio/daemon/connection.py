@@ -204,7 +204,7 @@ class Connection:
                 self._leave_after(message)
             case SessionQuery():
                 try:
-                    service = self._owner.models.get(None)
+                    service = self._owner.models.get(message.model)
                     await self._send_each(await service.answer_sessions(message, self._principal))
                 except UmaError as error:
                     self._refuse(error, message)

@@ -201,6 +201,8 @@ class SessionQuery:
     """The session to act on; set for every action except ``list``."""
     new_id: Name | None = None
     """Name of the new session; set for ``fork`` alone."""
+    model: Name | None = None
+    """The model whose sessions these are; ``None``: the daemon's first."""
     id: Name | None = None
     keep_alive: bool = False
 

@@ -1,0 +1,150 @@
+"""The options of the commands that send a request for text, and the fields of the request that they stand for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import click
+
+from uma_trio.cli.completion import session_name
+from uma_trio.cli.constraint import LARK_SUFFIX, constraint_of
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+FIELDS: Final = (
+    "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repeat_last_n",
+    "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "seed", "stop", "stop_token_ids", "n_keep", "model",
+    "return_full_text",
+)  # fmt: skip
+"""Options that become fields of the request by the same name, if they are given."""
+
+
+def fields_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a request that ``options`` set.
+
+    Raises:
+        click.UsageError: as ``constraint_of``.
+    """
+    given = {name: options.get(name) for name in FIELDS}
+    fields = {name: value for name, value in given.items() if value is not None and value != ()}
+    if (constraint := constraint_of(options)) is not None:
+        fields["constraint"] = constraint
+    if options["priority"]:
+        fields["slo"] = {"priority": options["priority"]}
+    return fields
+
+
+def request_options(command: Command) -> Command:
+    """Add the options that every command has that sends requests for text."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def _biases(given: tuple[str, ...]) -> dict[str, float] | None:
+    """Parse ``ID=BIAS`` into the protocol's map.  The daemon checks the bounds."""
+    found = {}
+    for each in given:
+        token, _, bias = each.partition("=")
+        try:
+            found[str(int(token))] = float(bias)
+        except ValueError:
+            raise click.BadParameter(f"{each!r} is not ID=BIAS, such as 612=-100") from None
+        if not math.isfinite(found[str(int(token))]):
+            raise click.BadParameter(f"{each!r}: a bias must be a finite number")
+    return found or None
+
+
+OPTIONS: Final = (
+    click.option("--model", help="Name of the model that answers.  [default: the daemon's first]"),
+    click.option("--system", help="System message before the question."),
+    click.option(
+        "--max-tokens",
+        type=click.IntRange(1),
+        help="Maximum number of tokens to generate.  [default: as many as the daemon has room for]",
+    ),
+    click.option(
+        "--temp",
+        "temperature",
+        type=click.FloatRange(0),
+        help="Temperature; 0 is greedy.  [default: that of the daemon or the model]",
+    ),
+    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling."),
+    click.option("--top-k", type=click.IntRange(0), help="Sample from the k most likely tokens; 0 is off."),
+    click.option(
+        "--min-p",
+        type=click.FloatRange(0, 1),
+        help="Sample from tokens with at least this fraction of the top token's probability.",
+    ),
+    click.option(
+        "--repetition-penalty", type=click.FloatRange(0.1, 10), help="Above 1, recent tokens become less likely."
+    ),
+    click.option(
+        "--repeat-last-n",
+        type=click.IntRange(0, 4096),
+        help="Number of recent tokens that --repetition-penalty looks at.",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=click.FloatRange(-2, 2),
+        help="Subtracted from a token's logit for each time that it is in the answer.",
+    ),
+    click.option(
+        "--presence-penalty",
+        type=click.FloatRange(-2, 2),
+        help="Subtracted once from the logit of each token in the answer.",
+    ),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=BIAS",
+        callback=lambda _, __, given: _biases(given),
+        help="Number added to a token's logit, from -100 (never) to 100; repeatable.",
+    ),
+    click.option("--seed", type=click.IntRange(0), help="The same seed gives the same answer."),
+    click.option("--stop", multiple=True, help="Stop at this text; repeatable."),
+    click.option(
+        "--stop-token",
+        "stop_token_ids",
+        type=click.IntRange(0),
+        multiple=True,
+        help="Stop at this token id; repeatable.",
+    ),
+    click.option(
+        "--json-schema",
+        "schema",
+        metavar="FILE",
+        help="The answer is JSON that this schema describes: a file, or the schema inline.",
+    ),
+    click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
+    click.option("--regex", help="The answer is a match of this regular expression."),
+    click.option("--choice", multiple=True, help="The answer is this text, or one of several; repeatable."),
+    click.option(
+        "--grammar",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help=f"The answer follows this grammar: GBNF, or Lark if the file ends with {LARK_SUFFIX}.",
+    ),
+    click.option(
+        "--after",
+        metavar="TEXT",
+        help="The constraint applies after this text in the answer, such as </think>.",
+    ),
+    click.option("--priority", type=click.Choice(["interactive", "normal", "background"]), help="Scheduling class."),
+    click.option(
+        "--session",
+        shell_complete=session_name,
+        help="Continue or begin this session. See uma-trio sessions.",
+    ),
+    click.option(
+        "--n-keep", type=click.IntRange(0), help="If the context is too small, drop the oldest tokens after this many."
+    ),
+    click.option(
+        "--show-reasoning/--hide-reasoning",
+        "show_reasoning",
+        default=None,
+        help="Print the model's reasoning on stderr, in front of the answer.  [default: on a terminal]",
+    ),
+)
