@@ -224,9 +224,9 @@ def test_the_daemon_goes_away_and_comes_back(library, tmp_path):
         daemon.signal(signal.SIGTERM)
         daemon.wait()
         shown.type(PERU + "\r")
-        shown.wait_for(r"press Enter to try again\s+> And of Peru\?")
+        shown.wait_for(r"/retry asks again, and Up brings the message back\n\n" + PROMPT[1:])
         stack.enter_context(real_daemon(folder=tmp_path))
-        shown.type("\r")
+        shown.type("/retry\r")
         shown.wait_for(r"The capital of Peru is Lima\.\n\n" + PROMPT[1:])
         shown.type(CTRL_D)
         assert shown.wait() == 0
@@ -239,8 +239,8 @@ def test_the_daemon_dies_in_the_middle_of_an_answer(library, tmp_path):
         shown.wait_for(r"^1, 2, 3")
         daemon.signal(signal.SIGKILL)
         daemon.wait()
-        shown.wait_for(r"the daemon went away; the conversation is as before\n.*again\n\n> " + re.escape(LONG))
-        shown.type(CTRL_C + "/retry\r")
+        shown.wait_for(r"the daemon went away; the conversation is as before\n/retry asks again.*\n\n" + PROMPT[1:])
+        shown.type("/retry\r")
         shown.wait_for(r"^no daemon at")
 
 
@@ -260,7 +260,11 @@ def test_a_conversation_that_no_longer_fits(chat):
     with chat("--max-tokens", 4090) as shown:
         shown.wait_for(PROMPT)
         shown.type(FRANCE + "\r")
-        shown.wait_for(r"E_LIMIT_CONTEXT[^>]*/new begins another conversation.*\n\n> " + re.escape(FRANCE))
+        shown.wait_for(r"E_LIMIT_CONTEXT[^>]*/new begins another conversation.*\n/retry.*\n\n" + PROMPT[1:])
+        shown.type("/new\r")
+        shown.wait_for("^a new conversation")
+        shown.type("\x1b[A\x1b[A")  # Up: over /new to the message that failed
+        shown.wait_for(r"^> " + re.escape(FRANCE) + r"\s*\Z")
 
 
 # -- stdin is not a terminal -------------------------------------------------------------------------

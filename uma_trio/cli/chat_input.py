@@ -21,11 +21,8 @@ from prompt_toolkit.output import create_output
 class Input(Protocol):
     """Reads messages and commands."""
 
-    def read(self, text: str = "") -> str:
+    def read(self) -> str:
         """Wait for the next message.
-
-        Args:
-            text: what the user can edit and send, to begin with.
 
         Raises:
             EOFError: there are no more.
@@ -39,7 +36,7 @@ class Input(Protocol):
 class LineInput:
     """Each line of stdin is one message."""
 
-    def read(self, text: str = "") -> str:
+    def read(self) -> str:
         line = sys.stdin.buffer.readline()
         if not line:
             raise EOFError
@@ -66,9 +63,9 @@ class TerminalInput:
             output=create_output(always_prefer_tty=True),
         )
 
-    def read(self, text: str = "") -> str:
+    def read(self) -> str:
         try:
-            return self._session.prompt("> ", default=text)
+            return self._session.prompt("> ")
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._session.default_buffer.text) from None
 

@@ -75,8 +75,6 @@ class Chat:
         self._unanswered: str | None = None
         """The last message, if it is not part of the conversation: it failed, or was cancelled before its answer."""
         self._n_retries = 0
-        self._failed = ""
-        """A message that could not be sent, for the user to send again."""
         self._last: Eos | None = None
         self._restarts = 0
         """Restarts of the engine that are known of."""
@@ -98,9 +96,8 @@ class Chat:
 
     def _next(self) -> None:
         """Read a message or a command, and do what it asks for."""
-        failed, self._failed = self._failed, ""
         try:
-            text = self._input.read(failed).strip()
+            text = self._input.read().strip()
         except KeyboardInterrupt as interrupt:
             if not self._is_terminal:
                 raise
@@ -266,8 +263,8 @@ class Chat:
             eos = run(self._stream, request, view, answer)
         except ClientError as error:
             view.finish()
-            self._failed = question if self._is_terminal and not retry else ""
             self._fail(error)
+            _note("/retry asks again, and Up brings the message back")
             return
         except KeyboardInterrupt:  # before the signal handler was there, or a second time
             view.finish()
@@ -349,8 +346,6 @@ class Chat:
             return
         gone = f"{error}" if isinstance(error, NoServer) else "the daemon went away; the conversation is as before"
         _note(gone, colour="red")
-        if self._failed:
-            _note("press Enter to try again")
 
     # -- queries --------------------------------------------------------------------------------
 
