@@ -23,8 +23,9 @@ from uma_trio.protocol.messages import Constraint
 MAX_KEPT: Final = 64
 """Checked grammars that are kept for later requests, as text."""
 
-COMPACT_JSON: Final = {"whitespace_flexible": False}
-"""No optional whitespace: a small model would write line breaks for ever."""
+JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One space after commas and colons, as most JSON in training texts has it, and no other whitespace between tokens: a
+small model would write line breaks for ever."""
 
 
 @attrs.frozen
@@ -137,7 +138,7 @@ def _expression(constraint: Constraint) -> str:
 
 def _json(schema: dict[str, Any]) -> str:
     try:
-        return "%json " + msgspec.json.encode({**schema, "x-guidance": COMPACT_JSON}).decode()
+        return "%json " + msgspec.json.encode({**schema, "x-guidance": JSON_STYLE}).decode()
     except (RecursionError, msgspec.MsgspecError, TypeError, ValueError) as error:
         raise InvalidConstraint(f"constraint.json_schema is no JSON: {error}") from None
 

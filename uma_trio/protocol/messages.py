@@ -82,7 +82,7 @@ class Constraint:
     """What an answer must look like.  Exactly one of the fields but ``after`` is set."""
 
     json_schema: dict[str, Any] | None = None
-    """The answer is JSON that this schema describes, without optional whitespace."""
+    """The answer is JSON that this schema describes, with one space after commas and colons."""
     json_object: bool = False
     """The answer is a JSON object."""
     regex: Source | None = None
