@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
-from uma_trio.cli.exits import INTERRUPTED, OK, SERVER_ERROR
+from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
 from uma_trio.cli.request_options import fields_of, request_options
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
         1  the output cannot be written
         2  wrong usage, no daemon, or the daemon refused
         3  the other side does not speak the protocol
+        4  the answer is not complete by its constraint, such as JSON that was cut
       130  interrupted
       141  the reader of the output has gone, as with | head
     """
@@ -158,9 +159,12 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     wait_s = 0 if options["no_wait"] else options["wait"]
     print_event = print_json if as_json else TextPrinter(show_reasoning=options["show_reasoning"]).print
 
+    ends: list[Eos] = []
+
     def show(event: Event) -> None:
         print_event(event)
         if isinstance(event, Eos):
+            ends.append(event)
             if not as_json:
                 warn_if_cut(event, options["max_tokens"])
             if options["stats"]:
@@ -177,6 +181,6 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
         wait_s=wait_s,
     )
     if eos is not None and eos.reason != "cancelled":
-        return OK
+        return INCOMPLETE if any(each.constraint_complete is False for each in ends) else OK
     click.echo("cancelled", err=True)
     return INTERRUPTED

@@ -15,6 +15,8 @@ OK: Final = 0
 FAILED: Final = 1
 SERVER_ERROR: Final = 2
 PROTOCOL_ERROR: Final = 3
+INCOMPLETE: Final = 4
+"""The answer is not complete by its constraint: a script must not take it for JSON."""
 INTERRUPTED: Final = 130
 """The exit code that shells use for a program killed by SIGINT."""
 OUTPUT_CLOSED: Final = 141
