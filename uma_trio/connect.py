@@ -229,11 +229,13 @@ def is_locked(path: Path) -> bool:
 
     Takes the lock for a moment if none does; a daemon that starts meanwhile tries again.
     """
-    try:
-        lock = os.open(lock_path(path), os.O_RDONLY | os.O_CLOEXEC)
+    try:  # whatever is at the path: a FIFO must not block, and only a regular file is a daemon's lock
+        lock = os.open(lock_path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            return False
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

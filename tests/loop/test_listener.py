@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -14,7 +15,7 @@ import trio
 
 from uma_trio.daemon import listener
 from uma_trio.daemon.listener import SocketPathError, bind, claimed
-from uma_trio.protocol.address import MAX_PATH_BYTES
+from uma_trio.protocol.address import MAX_PATH_BYTES, lock_path
 
 
 @pytest.fixture
@@ -167,6 +168,18 @@ def test_a_lock_file_that_is_a_symlink_is_not_followed(path, tmp_path):
     with pytest.raises(SocketPathError, match="cannot use"), claimed(path):
         pass
     assert not target.exists()
+
+
+def test_a_lock_file_that_is_a_fifo_is_refused_although_somebody_holds_its_lock(path):
+    """A daemon that waits for it, or looks into it for a process id, would have to know what it is first."""
+    os.mkfifo(lock_path(path))
+    holder = os.open(lock_path(path), os.O_RDWR)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(SocketPathError, match=r"uma\.sock\.lock is not a regular file: remove it"), claimed(path):
+            pass
+    finally:
+        os.close(holder)
 
 
 def test_the_lock_ends_with_its_process(path):

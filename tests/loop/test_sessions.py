@@ -387,7 +387,7 @@ async def test_a_list_of_any_length_reaches_a_client_that_reads_it_later(autojum
         stored, now = harness.service._sessions._table, time.time()
         for n in range(9000):
             session = stored.begin(OWN_PRINCIPAL, f"session {n}", now)
-            stored.record_turn(session, now)
+            stored.record_turn(session, now, time.monotonic())
             stored.end(session)
         await client.send({"type": "sessions", "keep_alive": True})
         await trio.sleep(30)
@@ -425,7 +425,7 @@ async def test_all_clients_together_have_one_event_of_an_answer_made_in_each_tur
     async with serving() as harness, contextlib.AsyncExitStack() as connections:
         stored, now = harness.service._sessions._table, time.time()
         for n in range(10 * PART_SESSIONS):
-            stored.record_turn(stored.begin(OWN_PRINCIPAL, f"session {n}", now), now)
+            stored.record_turn(stored.begin(OWN_PRINCIPAL, f"session {n}", now), now, time.monotonic())
         clients = [await connections.enter_async_context(harness.client()) for _ in range(20)]
         count(harness.server, "snapshot")
         count(connection.Outbox, "send")
@@ -879,13 +879,31 @@ async def test_sessions_expire_unless_they_are_busy(autojump_clock, monkeypatch)
     monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 1.0)
     slow = FakeEngine(cost_ms=lambda prompt, decodes: 1000.0)
     async with serving(slow, session_ttl_s=5, request_timeout_s=1000) as harness:
-        harness.service._sessions._clock = trio.current_time
+        harness.service._sessions._monotonic = trio.current_time
         await run_turns(harness, "a", "hello", n=2)
         events = await ask(harness, "b", "hello", 20)
         assert events[-1].reason == "length"
         assert await names(harness) == ["b"]
         await trio.sleep(10)
         assert await names(harness) == []
+
+
+@pytest.mark.parametrize("years", [-10, 10])
+async def test_nothing_expires_when_somebody_sets_the_clock(autojump_clock, tmp_path, monkeypatch, years):
+    """The clock is wrong at the start of some machines, and jumps when the network answers."""
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
+            await run_turns(harness, "before the start", "hello")
+            await drained(harness)
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness:
+            await run_turns(harness, "since the start", "hello")
+            set_to = time.time() + years * 365 * 86400
+            monkeypatch.setattr(time, "time", lambda: set_to)
+            harness.service._sessions._clock = time.time
+            await trio.sleep(2 * SWEEP_S)
+            assert await names(harness) == ["since the start", "before the start"]
+            assert 0 <= harness.server.snapshot()["uptime_s"] < 1000
 
 
 async def test_a_session_that_is_used_while_others_expire_stays(autojump_clock, tmp_path, monkeypatch):
@@ -901,7 +919,7 @@ async def test_a_session_that_is_used_while_others_expire_stays(autojump_clock, 
     monkeypatch.setattr("uma_trio.sessions.sessions.SWEEP_S", 10.0)
     with remembering(tmp_path) as storage:
         async with serving(storage=storage, in_thread=slow_disk, session_ttl_s=5, offload=False) as harness:
-            harness.service._sessions._clock = trio.current_time
+            harness.service._sessions._monotonic = trio.current_time
             await run_turns(harness, "a", "hello")
             said = await run_turns(harness, "b", "hello")
             await closing.wait()

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -94,6 +94,23 @@ def test_nobody_is_there(path: Path) -> None:
 
 def test_an_old_lock_file_is_no_daemon(path: Path) -> None:
     lock_path(path).touch()
+    with pytest.raises(NoServer, match="no daemon at") as caught:
+        attempt(path)
+    assert not isinstance(caught.value, Loading)
+
+
+def make_fifo(at: Path) -> None:
+    os.mkfifo(at)
+
+
+def make_link(at: Path) -> None:
+    os.symlink("/dev/zero", at)
+
+
+@pytest.mark.parametrize("make", [make_fifo, make_link, Path.mkdir])
+def test_a_lock_file_that_no_daemon_makes_is_no_daemon(path: Path, make: Callable[[Path], None]) -> None:
+    """Opening a FIFO for reading would wait for a writer."""
+    make(lock_path(path))
     with pytest.raises(NoServer, match="no daemon at") as caught:
         attempt(path)
     assert not isinstance(caught.value, Loading)

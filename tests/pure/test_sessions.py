@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,13 +24,15 @@ from uma_trio.sessions.trimming import drop_oldest
 # -- the table --------------------------------------------------------------------------------------
 
 ALICE, BOB = "uid:1", "uid:2"
+NEW_YEAR = 1.75e9
+"""The other clock is elsewhere: none of this may depend on their difference."""
 
 
 def answered(table: SessionTable, name: str, at: float, *, principal: str = ALICE) -> Session:
     """The session ``name`` with one more turn."""
     session = table.begin(principal, name, at)
     session.tokens = np.append(session.tokens, np.int32(len(name)))
-    table.record_turn(session, at)
+    table.record_turn(session, NEW_YEAR + at, at)
     table.end(session)
     return session
 
@@ -53,6 +56,16 @@ def test_sessions_that_are_unused_for_too_long_expire() -> None:
     assert [session.name for session in table.expired(5.1)] == ["old"]
 
 
+@pytest.mark.parametrize(("used_ago", "expires_in"), [(0, 5), (4, 1), (-1e8, 5)], ids=["now", "before", "future"])
+def test_how_long_a_session_was_unused_at_the_start_of_the_daemon_counts(used_ago: float, expires_in: float) -> None:
+    table = SessionTable(max_sessions=10, ttl_s=5)
+    record = attrs.evolve(answered(table, "a", 0).record, used_at=NEW_YEAR - used_ago)
+    restarted = SessionTable(max_sessions=10, ttl_s=5)
+    restarted.add(Session.from_record(record, NEW_YEAR, 100))
+    assert restarted.expired(100 + expires_in) == []
+    assert len(restarted.expired(100.1 + expires_in)) == 1
+
+
 def test_one_request_at_a_time_and_names_belong_to_their_principal() -> None:
     table = SessionTable(max_sessions=10, ttl_s=5)
     table.begin(ALICE, "a", 0)
@@ -70,14 +83,14 @@ def test_a_fork_needs_a_session_with_turns_and_a_free_name() -> None:
     table = SessionTable(max_sessions=10, ttl_s=5)
     begun = table.begin(ALICE, "begun", 0)
     with pytest.raises(SessionNotFound):
-        table.fork(ALICE, "begun", "b", 0)
+        table.fork(ALICE, "begun", "b", 0, 0)
     table.end(begun)
     source = answered(table, "a", 0)
-    forked = table.fork(ALICE, "a", "b", 1)
+    forked = table.fork(ALICE, "a", "b", 1, 1)
     assert forked.tokens is source.tokens
     assert not forked.durable
     with pytest.raises(SessionExists):
-        table.fork(ALICE, "a", "b", 1)
+        table.fork(ALICE, "a", "b", 1, 1)
     assert table.any_begins_with(source.tokens, principal=ALICE)
     assert not table.any_begins_with(source.tokens, principal=BOB)
 

@@ -52,7 +52,8 @@ def locked(path: Path) -> Iterator[None]:
         raise SocketPathError(f"{reason}; {GIVE_A_SHORTER_PATH}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(lock_path(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        lock = os.open(lock_path(path), flags, 0o600)
     except FileExistsError:
         raise SocketPathError(f"{path.parent} is not a folder; choose another path with --socket") from None
     except OSError as error:
@@ -60,6 +61,8 @@ def locked(path: Path) -> Iterator[None]:
             f"cannot use the folder {path.parent} for the socket: {error.strerror}; choose another with --socket"
         ) from None
     try:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            raise SocketPathError(f"{lock_path(path)} is not a regular file: remove it, or choose another --socket")
         if not _take_lock(lock):
             raise SocketPathError(f"{_holder(lock)} serves on {path}; stop it, or choose another --socket")
         yield
@@ -102,7 +105,9 @@ def _take_lock(lock: int) -> bool:
 
 def _holder(lock: int) -> str:
     """The daemon that has locked the open file ``lock``, which has its process id."""
-    pid = os.pread(lock, 20, 0).strip()
+    pid = b""
+    with contextlib.suppress(OSError):
+        pid = os.pread(lock, 20, 0).strip()
     return f"another daemon (process {int(pid)})" if pid.isdigit() else "another daemon"
 
 

@@ -65,7 +65,7 @@ class Server:
         self._connections: set[Connection] = set()
         self._n_accepted = 0
         self._refused: Counter[str] = Counter()
-        self._started_at = time.time()
+        self._started_at = time.monotonic()
         self._connection_scope = trio.CancelScope()
         self._listener_scope = trio.CancelScope()
 
@@ -78,7 +78,7 @@ class Server:
             "send_queue_bytes": sum(connection.waiting_bytes for connection in self._connections),
             "pid": os.getpid(),
             "version": uma_trio.__version__,
-            "uptime_s": round(time.time() - self._started_at, 1),
+            "uptime_s": round(time.monotonic() - self._started_at, 1),
             "draining": self.draining,
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,
         }

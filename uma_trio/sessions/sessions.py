@@ -101,6 +101,7 @@ class Sessions:
     Args:
         journal: makes sessions durable.  ``None``: they end with the daemon.
         clock: returns seconds since 1970.
+        monotonic: a clock that nobody can set.
         in_thread: runs a blocking call.
     """
 
@@ -112,6 +113,7 @@ class Sessions:
         journal: Journal | None,
         *,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
         in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
         self._limits = config.limits
@@ -122,6 +124,7 @@ class Sessions:
         self._prompts = prompts
         self._journal = journal
         self._clock = clock
+        self._monotonic = monotonic
         self._in_thread = in_thread
         self._is_loaded = False
         self.journal_failures = 0
@@ -143,7 +146,7 @@ class Sessions:
             if len(record.tokens) and not 0 <= record.tokens.min() <= record.tokens.max() < n_vocab:
                 log.warning("skipped a session with tokens that the model does not have", session=record.key.id)
                 continue
-            self._table.add(Session.from_record(record))
+            self._table.add(Session.from_record(record, self._clock(), self._monotonic()))
         for problem in self._journal.problems:
             log.warning("a session's file is damaged", reason=problem)
         self._is_loaded = True
@@ -222,7 +225,7 @@ class Sessions:
             self._forget(before, session.principal)
         if turn.request.messages is not None:
             session.messages = (*turn.history, *turn.request.messages, turn.reply)
-        self._table.record_turn(session, self._clock())
+        self._table.record_turn(session, self._clock(), self._monotonic())
         await self._write(session)
 
     def _history_tokens(self, turn: SessionTurn, answer: Answer) -> Tokens:
@@ -278,7 +281,7 @@ class Sessions:
         return transcript(info, messages, text, id)
 
     async def _fork(self, principal: str, name: str, new_name: str) -> Session:
-        session = self._table.fork(principal, name, new_name, self._clock())
+        session = self._table.fork(principal, name, new_name, self._clock(), self._monotonic())
         session.busy = True
         try:
             await self._write(session)
@@ -314,9 +317,9 @@ class Sessions:
                 lambda state: self._table.any_begins_with(state.tokens, principal=state.principal)
             )
         while True:
-            while expired := self._table.expired(self._clock()):  # closing one takes time, so look again
+            while expired := self._table.expired(self._monotonic()):  # closing one takes time, so look again
                 session = expired[0]
-                log.info("closed an expired session", session=session.name, unused_since=session.used_at)
+                log.info("closed an expired session", session=session.name, used_at=session.used_at)
                 await self._close(session)
             await trio.sleep(SWEEP_S)
             await self.repair()

@@ -38,6 +38,8 @@ class Session:
     created_at: float
     used_at: float
     """Time of its latest answer, or of the fork that made it."""
+    unused_since: float = 0.0
+    """The same on the monotonic clock.  Expiry counts from it, because somebody may set the other clock."""
     tokens: Tokens = attrs.field(factory=no_tokens)
     """The history in tokens, ``[n]``: the beginning of the next prompt."""
     messages: Sequence[ChatMessage] = ()
@@ -70,13 +72,14 @@ class Session:
         )
 
     @classmethod
-    def from_record(cls, record: SessionRecord) -> Session:
-        """The session that the journal has stored as ``record``."""
+    def from_record(cls, record: SessionRecord, now: float, monotonic: float) -> Session:
+        """The session that the journal has stored as ``record``.  One from the future counts as just used."""
         return cls(
             principal=record.key.principal,
             name=record.key.id,
             created_at=record.created_at,
             used_at=record.used_at,
+            unused_since=monotonic - max(0.0, now - record.used_at),
             tokens=record.tokens,
             messages=record.messages,
             turns=record.n_turns,
@@ -157,10 +160,11 @@ class SessionTable:
         session.busy = True
         return session
 
-    def record_turn(self, session: Session, now: float) -> None:
+    def record_turn(self, session: Session, now: float, monotonic: float) -> None:
         """Count an answered request of ``session``."""
         session.turns += 1
         session.used_at = now
+        session.unused_since = monotonic
         self._sessions.move_to_end(session.key)
 
     def end(self, session: Session) -> None:
@@ -169,7 +173,7 @@ class SessionTable:
         if not session.turns:
             self._sessions.pop(session.key, None)
 
-    def fork(self, principal: str, name: str, new_name: str, now: float) -> Session:
+    def fork(self, principal: str, name: str, new_name: str, now: float, monotonic: float) -> Session:
         """Copy session ``name`` to ``new_name``.
 
         Raises:
@@ -181,7 +185,15 @@ class SessionTable:
             raise SessionNotFound(f"session {name!r} has no answer yet that a fork could continue")
         if SessionKey(principal, new_name) in self._sessions:
             raise SessionExists(f"there is a session {new_name!r} already: choose another name, or close it")
-        forked = attrs.evolve(source, name=new_name, created_at=now, used_at=now, turns_on_disk=0, busy=False)
+        forked = attrs.evolve(
+            source,
+            name=new_name,
+            created_at=now,
+            used_at=now,
+            unused_since=monotonic,
+            turns_on_disk=0,
+            busy=False,
+        )
         self._sessions[forked.key] = forked
         return forked
 
@@ -195,11 +207,13 @@ class SessionTable:
             raise SessionBusy(f"session {session.name!r} is answering; cancel its request first")
         self._sessions.pop(session.key, None)
 
-    def expired(self, now: float) -> list[Session]:
+    def expired(self, monotonic: float) -> list[Session]:
         """Return the idle sessions that are unused for too long or too many, least recently used first."""
         idle = [session for session in self._sessions.values() if not session.busy]
         excess = len(self._sessions) - self._max_sessions
-        return [session for n, session in enumerate(idle) if n < excess or now - session.used_at > self._ttl_s]
+        return [
+            session for n, session in enumerate(idle) if n < excess or monotonic - session.unused_since > self._ttl_s
+        ]
 
     def any_begins_with(self, tokens: Tokens, *, principal: str) -> bool:
         """Whether the history of a session of ``principal`` begins with ``tokens``."""
