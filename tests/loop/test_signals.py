@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import structlog
 import trio
+import trio.testing
 
 from uma_trio.config import Config
+from uma_trio.daemon import server
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.server import _SignalHandler, _write_file
 
@@ -35,3 +40,18 @@ def test_a_snapshot_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="directory"):
         _write_file(target, b"{}\n")
     assert [*tmp_path.iterdir()] == [target]
+
+
+async def test_a_signal_at_the_end_of_loading_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.asynccontextmanager
+    async def loaded(*_: object) -> AsyncIterator[object]:
+        os.kill(os.getpid(), signal.SIGTERM)  # after the last question whether loading should continue
+        await trio.testing.wait_all_tasks_blocked()
+        yield object()
+
+    async def serve_loaded(*_: object) -> None:
+        raise AssertionError("it serves, and nobody will send a second signal")
+
+    monkeypatch.setattr(server, "open_model", loaded)
+    monkeypatch.setattr(server, "_serve_loaded", serve_loaded)
+    assert await server.serve(Config(), tmp_path / "uma.sock")

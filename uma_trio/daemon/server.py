@@ -201,7 +201,8 @@ async def serve(
             notifier.report("STATUS=loading the model")
             launcher = make_launcher(config, process)
             async with open_model(config, launcher, on_progress, handler.should_load) as model:
-                if model is not None:
+                # a signal after the last look at should_load; from here on, the server is there when the next one is handled
+                if model is not None and handler.should_load():
                     with stop:
                         await _serve_loaded(config, path, passed, model, handler, task_status)
             process.cancel_scope.cancel()
