@@ -140,7 +140,7 @@ class MarkdownView:
 
 
 def closed_size(text: str) -> int:
-    """How many characters of ``text`` belong to Markdown blocks that nothing behind ``text`` can change.
+    """How many characters of ``text`` belong to Markdown blocks that nothing after ``text`` can change.
 
     These are all blocks but the last.  An incomplete last line does not count: it may turn out to be anything.
     """

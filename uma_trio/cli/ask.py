@@ -109,7 +109,7 @@ def _chat_instead() -> None:
 
 
 def _text(question: str) -> str:
-    """The question, and behind a blank line what is piped in; ``-`` stands for no question."""
+    """The question, and after a blank line what is piped in; ``-`` stands for no question."""
     parts = ["" if question == "-" else question]
     if question == "-" or not sys.stdin.isatty():
         parts.append(_read_stdin())

@@ -30,7 +30,7 @@ OUTPUT_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno
 def clean_exit() -> Iterator[None]:
     """End the program with one line or none, and the usual exit code, where a traceback would help nobody.
 
-    Ctrl-C ends it with 130, a closed pipe quietly with 141, a full disk behind the output with 1.
+    Ctrl-C ends it with 130, a closed pipe quietly with 141, a full disk under the output with 1.
     """
     try:
         yield

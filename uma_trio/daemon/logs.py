@@ -65,7 +65,7 @@ def configure(settings: Operations) -> None:
 
 
 def flush() -> None:
-    """Wait until the log is written, ``FLUSH_S`` at most: for what is printed behind it."""
+    """Wait until the log is written, ``FLUSH_S`` at most: for what is printed after it."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 

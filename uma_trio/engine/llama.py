@@ -240,7 +240,7 @@ class LlamaEngine:
         for inputs in step.calls:
             samples = [sample for each in inputs for sample in each.samples]
             wanted = _constrained(inputs)
-            # a CPU computes within the call, and a GPU behind it: the device must not wait for the threads to begin
+            # a CPU computes within the call, and a GPU after it: the device must not wait for the threads to begin
             pending = self._matchers.begin(wanted) if wanted and not self.is_async else None
             launched = self._launch(inputs)
             if wanted and self.is_async:

@@ -285,7 +285,7 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="step_failed"):
-    """A step failed, and the engine has a new and empty KV cache.  Steps behind it are revoked."""
+    """A step failed, and the engine has a new and empty KV cache.  Steps after it are revoked."""
 
     number: int
     reason: str

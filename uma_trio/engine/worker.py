@@ -118,7 +118,7 @@ class StepRunner:
         return self._with_dropped(step, kept, output) if dropped else output
 
     def _continue(self, before: tuple[StepInput, int] | None) -> StepInput | None:
-        """The input behind one that sampled a token; ``None`` where that ended the sequence."""
+        """The input after one that sampled a token; ``None`` where that ended the sequence."""
         if before is None:
             return None
         last, token = before

@@ -75,7 +75,7 @@ def _plain(error: str) -> str:
 
 
 def _place(error: str, constraint: Constraint) -> str:
-    """Where the error is in what the client sent, as text behind the name of the field."""
+    """Where the error is in what the client sent, as text after the name of the field."""
     in_regex = _REGEX_ERROR.search(error)
     if constraint.regex is not None:
         if in_regex is not None:

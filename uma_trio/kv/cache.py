@@ -219,7 +219,7 @@ class KvCache:
         return self._truncation.next_pause(allocation)
 
     def truncate(self, allocation: Allocation, length: int) -> None:
-        """Remove all tokens of the sequence behind ``length``, such as rejected drafts."""
+        """Remove all tokens of the sequence after ``length``, such as rejected drafts."""
         self._check(allocation)
         self._truncation.truncate(allocation, length)
 

@@ -21,7 +21,7 @@ MAX_PER_SEQUENCE: Final = 8
 """Maximum number of checkpoints of a sequence."""
 
 TOKENS_AFTER_LAST: Final = 8
-"""Prompt tokens behind the prompt's last checkpoint.  A repeated request computes the last token again, and a chat
+"""Prompt tokens after the prompt's last checkpoint.  A repeated request computes the last token again, and a chat
 template may change the tokens right before the answer in the next turn."""
 
 MAX_SPECULATIVE: Final = 3

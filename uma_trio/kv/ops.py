@@ -67,7 +67,7 @@ class SaveState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     n_bytes: int
     """Size of the state without the checkpoints."""
     checkpoints: tuple[tuple[int, int], ...] = ()
-    """(number, bytes) of each checkpoint; the engine writes them right behind the state, in this order."""
+    """(number, bytes) of each checkpoint; the engine writes them right after the state, in this order."""
 
 
 class LoadState(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -70,22 +70,22 @@ class PrefixSharing:
             else:
                 may_wait = other.rank <= allocation.rank and other.seq_id not in stalled
                 shared = truncation.shareable(other, shared, may_wait=may_wait)
-            # among equals prefer tokens that are there, an idle sequence, and one with few tokens behind the prefix
+            # among equals prefer tokens that are there, an idle sequence, and one with few tokens after the prefix
             quality = (shared, min(shared, other.n_tokens), other.is_idle, -other.n_tokens)
             if quality > best:
                 found, best = other, quality
         return Match(found, 0 if found is None else best[0], n_in_common)
 
     def may_take_over(self, source: Allocation, n_shared: int) -> bool:
-        """Whether the tokens of ``source`` behind the shared prefix may be removed."""
+        """Whether the tokens of ``source`` after the shared prefix may be removed."""
         return source.n_tokens - n_shared <= n_shared and not self.would_lose_unsaved(source, n_shared)
 
     def would_lose_unsaved(self, source: Allocation, n_shared: int) -> bool:
-        """Whether ``source`` has many tokens behind the shared prefix and must be saved first."""
+        """Whether ``source`` has many tokens after the shared prefix and must be saved first."""
         return source.n_tokens - n_shared >= MIN_SHARED_TOKENS and source.needs_save
 
     def take_over(self, source: Allocation, n_shared: int, allocation: Allocation) -> None:
-        """Let ``allocation`` continue the sequence of ``source``, which is idle, behind the shared prefix."""
+        """Let ``allocation`` continue the sequence of ``source``, which is idle, after the shared prefix."""
         self._truncation.truncate(source, n_shared)
         self._pool.hand_over(source, allocation)
         self._truncation.save_checkpoint(allocation)

@@ -52,14 +52,14 @@ class Truncation:
         return 0 if checkpoint is None else checkpoint.length
 
     def truncate(self, allocation: Allocation, length: int) -> None:
-        """Remove all tokens behind ``length``, which is a result of ``longest_within``."""
+        """Remove all tokens after ``length``, which is a result of ``longest_within``."""
         if length < allocation.n_tokens:
             checkpoint = latest(allocation.checkpoints, length)
             restored = checkpoint.id if checkpoint is not None and checkpoint.length == length else None
             self._pool.ops.append(Truncate(allocation.seq_id, length, restored))
             allocation.resize(length)
-            behind = [checkpoint for checkpoint in allocation.checkpoints if checkpoint.length > length]
-            self._pool.drop_checkpoints(allocation, behind)
+            after = [checkpoint for checkpoint in allocation.checkpoints if checkpoint.length > length]
+            self._pool.drop_checkpoints(allocation, after)
 
     def copy_prefix(self, source: Allocation, target: Allocation, length: int) -> None:
         """Copy the first ``length`` tokens of ``source`` and its checkpoints up to there to ``target``, which is empty.

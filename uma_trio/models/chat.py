@@ -55,7 +55,7 @@ class ChatTemplate:
         bos, eos: texts of these special tokens, ``""`` if the model has none.
         controls: the vocabulary's control tokens, for ``parts``.
         limits: bounds for compiling and for each rendering.
-        now: the clock behind ``strftime_now``.
+        now: the clock of ``strftime_now``.
         name: what errors call it.
 
     Raises:

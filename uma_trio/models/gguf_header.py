@@ -69,7 +69,7 @@ def _damaged(defect: str) -> GgufError:
 
 
 class _BeyondWindow(Exception):
-    """The header continues behind the part of the file that has been read so far."""
+    """The header continues after the part of the file that has been read so far."""
 
 
 @attrs.frozen

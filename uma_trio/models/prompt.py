@@ -179,7 +179,7 @@ def _drop_chars(n: int, parts: Sequence[PromptPart]) -> list[PromptPart]:
 
 
 def fit_prompt(prompt: Prompt, request: Generate, info: ModelInfo, limits: Limits) -> Prompt:
-    """``prompt``, without the oldest tokens behind the first ``n_keep`` if the request allows that and it is too long.
+    """``prompt``, without the oldest tokens after the first ``n_keep`` if the request allows that and it is too long.
 
     What stays is computed again.  llama.cpp could shift the cached values instead, but they would still depend on the
     dropped tokens, and the same session would answer differently after a restart.

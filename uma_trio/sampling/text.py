@@ -79,7 +79,7 @@ class StringSearch:
     matched: str | None
     """The string that was found."""
     rest: str
-    """The text behind it, of the part that completed it."""
+    """The text after it, of the part that completed it."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         if "" in strings:

@@ -16,7 +16,7 @@ FATAL_CRASHES = 2
 @attrs.define
 class _Suspect:
     end: int
-    """Tokens that it would have had in the KV cache behind the fatal step; from there on it is above suspicion."""
+    """Tokens that it would have had in the KV cache after the fatal step; from there on it is above suspicion."""
     n_crashes: int = 1
 
 
@@ -47,7 +47,7 @@ class CrashBisection(Generic[T]):
         """A step has killed the engine.
 
         Args:
-            ends: for each sequence in it, how many tokens it would have had in the KV cache behind the step.
+            ends: for each sequence in it, how many tokens it would have had in the KV cache after the step.
 
         Returns:
             The sequence to blame, if that is clear now; it is a suspect no longer.

@@ -111,7 +111,7 @@ class Scheduler:
         self._freed: list[Sequence] = []
         """Cancelled sequences whose tokens leave the KV cache with the next step."""
         self._n_steps = 0
-        self._is_surprised = True
+        self._last_was_outlier = True
         """The last step took much more or less time than predicted, or there was none."""
         self._wake = trio.Event()
         self._idle = trio.Event()
@@ -133,7 +133,7 @@ class Scheduler:
     ) -> list[Sequence]:
         """Accept a request: all of its answers or none.
 
-        Its events go to ``sink``.  ``sequence.done`` is set behind the last event of each answer.
+        Its events go to ``sink``.  ``sequence.done`` is set after the last event of each answer.
 
         Args:
             grammar: of its constraint.
@@ -315,7 +315,7 @@ class Scheduler:
         for ahead in self._in_flight:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
-        self._is_surprised = completed.is_outlier
+        self._last_was_outlier = completed.is_outlier
         if completed.is_outlier:
             self._learn(completed)
         return completed
@@ -341,29 +341,29 @@ class Scheduler:
 
     # 2. plan and submit
 
-    def _plan_and_submit(self, behind: InFlightStep | None = None) -> None:
+    def _plan_and_submit(self, in_flight: InFlightStep | None = None) -> None:
         """Submit the next step, if there is anything to do.
 
         Args:
-            behind: the step in flight; the next one runs ahead of it.
+            in_flight: the step in flight; the next one runs ahead of it.
         """
         self._waiting.admit(self._policy.service)
         transfer = None
         starts_at = trio.current_time()
-        if behind is None:
+        if in_flight is None:
             decodes, prefills = self._views()
             transfer = self.offloader.next_transfer(decodes)
             if transfer is not None:
                 starts_at += self.offloader.predicted_ms(transfer) / 1e3
         else:
-            decodes, prefills = behind.views_behind(chain(*self._running.ready(behind.rows)))
-            starts_at = behind.completed_at
+            decodes, prefills = in_flight.views_after(chain(*self._running.ready(in_flight.rows)))
+            starts_at = in_flight.completed_at
         by_seq_id = self._running.by_seq_id()  # as the plan calls them
-        if behind is not None and prefills and self._is_surprised:
+        if in_flight is not None and prefills and self._last_was_outlier:
             return  # a chunk of the wrong size would delay everybody
         look_ahead = not prefills and _often_forced([by_seq_id[view.seq_id] for view in decodes])
         may_have_drafts = look_ahead or any(by_seq_id[view.seq_id].drafts(1) for view in decodes)
-        if behind is not None and not prefills and may_have_drafts:
+        if in_flight is not None and not prefills and may_have_drafts:
             return  # drafts continue a token that must be known
         chosen = plan(
             decodes,
@@ -376,11 +376,11 @@ class Scheduler:
             mixes_prefill=self.info.unified,
             pads_attention=self.info.pads_attention,
         )
-        if behind is not None and not chosen.decodes and not chosen.chunks:
+        if in_flight is not None and not chosen.decodes and not chosen.chunks:
             return
         for chunk in chosen.chunks:
             sequence = by_seq_id[chunk.seq_id]
-            if not sequence.n_computed and (behind is None or behind.row_of(sequence) is None):
+            if not sequence.n_computed and (in_flight is None or in_flight.row_of(sequence) is None):
                 self._running.settle(sequence)
         ops = [*self.cache.take_ops()]
         if transfer is not None:
@@ -397,7 +397,7 @@ class Scheduler:
             policy_before=self._policy,
             mask_timeout_ms=MASK_TIMEOUT_MS if self.info.can_truncate else LONG_MASK_TIMEOUT_MS,
             look_ahead=look_ahead,
-            behind=behind,
+            in_flight=in_flight,
             freed=freed,
             transfer=transfer,
         )
@@ -459,7 +459,7 @@ class Scheduler:
     # 4. run ahead
 
     def _run_ahead(self) -> None:
-        """Plan and submit the step behind the one in flight, which begins as soon as that one is complete."""
+        """Plan and submit the step after the one in flight, which begins as soon as that one is complete."""
         [step, *others] = self._in_flight
         if others or step.revoked or step.plan.drafts or not step.rows:
             return
@@ -469,7 +469,7 @@ class Scheduler:
             self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
         ):
             return  # what a sequence holds must be known where it cannot be cut to that
-        self._plan_and_submit(behind=step)
+        self._plan_and_submit(in_flight=step)
 
     # -- the end of a sequence ------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ class Sequence:
     """When it was ended from outside: by its client, a timeout, or shutdown."""
     ended_at: float | None = None
     done: trio.Event = attrs.field(factory=trio.Event)
-    """Set behind the last event."""
+    """Set after the last event."""
 
     # -- where it stands ------------------------------------------------------------------------
 
@@ -170,11 +170,11 @@ class Sequence:
             n_drafts=len(self.drafts(max_drafts)) if max_drafts else 0,
         )
 
-    def view_behind(self, end: int, *, samples: bool, completed_at: float) -> SequenceView:
-        """What the policy may know of it behind the step in flight.
+    def view_after(self, end: int, *, samples: bool, completed_at: float) -> SequenceView:
+        """What the policy may know of it after the step in flight.
 
         Args:
-            end: tokens in the KV cache behind that step.
+            end: tokens in the KV cache after that step.
             samples: the step samples its next token.
             completed_at: when the step is expected to be complete.
         """
@@ -224,7 +224,7 @@ class Sequence:
     # -- what a step computes of it -------------------------------------------------------------
 
     def prefill_input(self, start: int, n: int) -> StepInput:
-        """``n`` tokens behind the first ``start``; the step samples if they are the last known ones."""
+        """``n`` tokens after the first ``start``; the step samples if they are the last known ones."""
         n_prompt = len(self.prompt.tokens)
         end = start + n
         tokens: list[int] = self.prompt.tokens[start:end].tolist()
@@ -270,7 +270,7 @@ class Sequence:
             self.lookup.append(token)
 
     def cut_at_stop(self, n: int, token_to_bytes: Callable[[int], bytes]) -> None:
-        """Drop the tokens behind the first ``n``, which end with or behind a stop string."""
+        """Drop the tokens after the first ``n``, which end with or after a stop string."""
         del self.tokens[n:]
         if self.request.session_id is None:
             return

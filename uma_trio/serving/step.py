@@ -37,7 +37,7 @@ class StepRow:
 
     sequence: Sequence
     end: int
-    """Tokens in the KV cache behind it."""
+    """Tokens in the KV cache after it."""
     n_samples: int
     drafts: Items[int] = ()
     are_forced: bool = False
@@ -81,7 +81,7 @@ class InFlightStep:
         if sequence in self.rows:
             self.rows[sequence].dropped = True
 
-    def views_behind(self, sequences: Iterable[Sequence]) -> tuple[list[SequenceView], list[SequenceView]]:
+    def views_after(self, sequences: Iterable[Sequence]) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill if it is planned before this one is complete; by sequence id.
 
         A sequence whose last token this step samples is left out.
@@ -98,9 +98,9 @@ class InFlightStep:
                 samples = row.n_samples > 0
                 if samples and len(sequence.tokens) + 1 >= sequence.max_tokens:
                     continue
-                view = sequence.view_behind(row.end, samples=samples, completed_at=completed_at)
+                view = sequence.view_after(row.end, samples=samples, completed_at=completed_at)
             (decodes if samples else prefills).append(view)
-        decodes.sort(key=attrgetter("seq_id"))  # one whose prefill ends comes behind the others
+        decodes.sort(key=attrgetter("seq_id"))  # one whose prefill ends comes after the others
         return decodes, prefills
 
 
@@ -113,7 +113,7 @@ class NewTokens:
     n_before: int
     """Tokens that the sequence had."""
     reason: FinishReason | UmaError | None
-    """Why the sequence ends behind these tokens, if it does."""
+    """Why the sequence ends after these tokens, if it does."""
     paused: bool
     """The client had not read: the time since the last token is not the server's."""
     scores: Items[TokenLogprobs | None]
@@ -152,14 +152,14 @@ def build_step(
     policy_before: PolicyState,
     mask_timeout_ms: float,
     look_ahead: bool,
-    behind: InFlightStep | None = None,
+    in_flight: InFlightStep | None = None,
     freed: Items[Sequence] = (),
     transfer: Transfer | None = None,
 ) -> tuple[InFlightStep, SubmittedStep]:
     """The step that ``plan`` asks for: what the daemon remembers of it, and what the engine gets.
 
     Args:
-        behind: the step in flight that it runs ahead of.
+        in_flight: the step in flight that it runs ahead of.
     """
     rows: list[StepRow] = []
     calls: list[list[StepInput | Continued]] = []
@@ -170,7 +170,7 @@ def build_step(
             view, n_drafts = next(decodes)
             sequence = by_seq_id[view.seq_id]
             drafts = sequence.drafts(n_drafts) if n_drafts else ()
-            goes_on = behind is not None and behind.row_of(sequence) is not None
+            goes_on = in_flight is not None and in_flight.row_of(sequence) is not None
             inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
             rows.append(
                 StepRow(sequence, view.n_context + 1 + len(drafts), 1 + len(drafts), drafts, bool(sequence.forced))
@@ -181,18 +181,18 @@ def build_step(
         calls.append([])
     for chunk in plan.chunks:
         sequence = by_seq_id[chunk.seq_id]
-        row = None if behind is None else behind.row_of(sequence)
+        row = None if in_flight is None else in_flight.row_of(sequence)
         start = sequence.n_computed if row is None else row.end
         prefill = sequence.prefill_input(start, chunk.n_tokens)
         calls[-1].append(prefill)
         rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
-    follows = 0 if behind is None else behind.number
+    follows = 0 if in_flight is None else in_flight.number
     step = Step(ops, [inputs for inputs in calls if inputs], number, follows, look_ahead, mask_timeout_ms)
     by_sequence = {row.sequence: row for row in rows}
-    in_flight = InFlightStep(
-        number, plan, by_sequence, ops, freed, transfer, policy_before, runs_ahead=behind is not None
+    remembered = InFlightStep(
+        number, plan, by_sequence, ops, freed, transfer, policy_before, runs_ahead=in_flight is not None
     )
-    return in_flight, step
+    return remembered, step
 
 
 def complete_step(

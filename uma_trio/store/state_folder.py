@@ -628,7 +628,7 @@ def _write_metadata(fd: int, header: bytes, tail: bytes, tail_at: int, mtime_ns:
 def _hash_pages(fd: int, n_bytes: int, readers: int) -> list[bytes]:
     """Reads the state and returns the hash of each page, computed by up to ``readers`` threads.
 
-    Reads with system calls: behind a mapping, a bad sector would end the process.
+    Reads with system calls: through a mapping, a bad sector would end the process.
 
     Raises:
         DamagedFile: the file ends before the state does.
