@@ -230,7 +230,7 @@ def is_locked(path: Path) -> bool:
     Takes the lock for a moment if none does; a daemon that starts meanwhile tries again.
     """
     try:  # whatever is at the path: a FIFO must not block, and only a regular file is a daemon's lock
-        lock = os.open(lock_path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        lock = os.open(lock_path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
