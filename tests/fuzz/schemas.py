@@ -10,7 +10,6 @@ Requirements:
   match of Python's ``re``; one of the choices.
 - Every other answer says that it is not complete.
 - Every refusal is ``E_CONSTRAINT_INVALID`` with the name of the field.
-- The same request has the same answer alone and among the others.
 
 Exit code 1 if an answer violates a requirement.
 """

@@ -184,7 +184,8 @@ def _string(random: Random) -> dict[str, Any]:
     if kind == 0:
         return {"type": "string", "pattern": random.choice(PATTERNS)}
     if kind == 1:
-        return {"type": "string", "format": random.choice(FORMATS)}
+        chosen = random.choice(FORMATS)  # llguidance bounds the labels of a host name and not the name
+        return {"type": "string", "format": chosen} | ({"maxLength": 60} if chosen == "hostname" else {})
     least = random.choice((0, 0, 1, 3))
     return {"type": "string", "minLength": least, "maxLength": least + random.choice((0, 1, 5, 12))}
 

@@ -7,6 +7,8 @@ samples.  So forks, rejected draft tokens, restarts of the engine and loaded sta
 from __future__ import annotations
 
 import concurrent.futures
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -29,6 +31,15 @@ MAX_THREADS: Final = 8
 
 MAX_DEFINED: Final = 256
 """Grammars that an engine knows.  Another one takes the place of the oldest, on both sides of the link."""
+
+MAX_IDLE: Final = 8
+"""Matchers that are kept of sequences that sample nothing at the moment.  Each can take tens of megabytes."""
+
+SLOW_S: Final = 0.005
+"""CPU time of a mask above which the next one of its sequence is filled by the slow thread."""
+
+SLOW_NICE: Final = 10
+"""Priority of the slow thread, below that of the computation."""
 
 LOOK_AHEAD_MS: Final = 2.0
 """How long ``forced_after`` may take."""
@@ -68,6 +79,8 @@ class _SequenceMatcher:
     forced: Sequence[int] = ()
     """The only tokens that can follow the last of ``answers``."""
     work: Future[None] | None = None
+    is_slow: bool = False
+    """Whether the slow thread fills its masks."""
 
     @property
     def is_busy(self) -> bool:
@@ -140,20 +153,25 @@ class Matchers:
         self._n_words = -(-n_vocab // 32)
         self._n_threads = max(1, min(n_threads, MAX_THREADS))
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._slow_pool: concurrent.futures.ThreadPoolExecutor | None = None
+        """One thread for what takes long, so that no other sequence waits for it: compiling, and masks above ``SLOW_S``."""
         self._tokenizer: Future[LLTokenizer] | None = None
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._sequences: dict[int, _SequenceMatcher] = {}
+        self._sequences: OrderedDict[int, _SequenceMatcher] = OrderedDict()
+        """Those that sampled last are at the end."""
 
     def define(self, key: str, source: str) -> None:
         """Make a grammar known.  It is compiled in a thread."""
         if self._pool is None:
             threading.stack_size(STACK_BYTES)
             self._pool = concurrent.futures.ThreadPoolExecutor(self._n_threads, "uma-trio grammar")
+            self._slow_pool = concurrent.futures.ThreadPoolExecutor(1, "uma-trio slow grammar", _lower_priority)
             self._tokenizer = self._pool.submit(lambda: self._vocabulary().tokenizer())
         tokenizer = self._tokenizer
         assert tokenizer is not None
+        assert self._slow_pool is not None
         # submitted before all work that waits for it, so a waiting thread cannot take its place
-        self._compiled[key] = self._pool.submit(lambda: start_matcher(tokenizer.result(), source))
+        self._compiled[key] = self._slow_pool.submit(lambda: start_matcher(tokenizer.result(), source))
         if len(self._compiled) > MAX_DEFINED:
             self._compiled.popitem(last=False)
 
@@ -170,6 +188,7 @@ class Matchers:
             answers = [[*answer, *drafts[:n]] for n in range(1 + len(drafts))]
             sequence, work = self._fill_soon(seq_id, state.key, answers)
             pending.append((seq_id, first, len(answers), sequence, work))
+        self._forget(len(pending) + MAX_IDLE)
         return PendingMasks(pending)
 
     def forced_after(self, sampled: Sequence[tuple[int, GrammarState]]) -> dict[int, Sequence[int]]:
@@ -183,7 +202,7 @@ class Matchers:
         looking = []
         for seq_id, state in sampled:
             sequence = self._sequences.get(seq_id)
-            if sequence is not None and sequence.matcher is not None and not sequence.is_busy:
+            if sequence is not None and sequence.matcher is not None and not (sequence.is_busy or sequence.is_slow):
                 sequence.answers = []
                 sequence.work = self._submit(_look_ahead, sequence, sequence.matcher, state.answer.tolist())
                 looking.append((seq_id, sequence, sequence.work))
@@ -196,8 +215,9 @@ class Matchers:
 
     def close(self) -> None:
         """End the threads, when what they do is done."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._slow_pool):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _fill_soon(
         self, seq_id: int, key: str, answers: list[list[int]]
@@ -205,8 +225,10 @@ class Matchers:
         """Fill a mask after each of ``answers``; no work while an earlier one of the same sequence goes on."""
         sequence = self._sequences.get(seq_id)
         if sequence is None or sequence.key != key:
-            self._sequences[seq_id] = sequence = _SequenceMatcher(key, self._compiled[key])
-        elif sequence.is_busy:
+            compiled = self._compiled[key]
+            self._sequences[seq_id] = sequence = _SequenceMatcher(key, compiled, is_slow=not compiled.done())
+        self._sequences.move_to_end(seq_id)
+        if sequence.is_busy:
             return sequence, None
         if sequence.work is None or answers != sequence.answers:  # otherwise they were late in the step before
             if len(sequence.biases) < len(answers):
@@ -215,9 +237,16 @@ class Matchers:
             sequence.work = self._submit(_fill, sequence, self._n_words)
         return sequence, sequence.work
 
-    def _submit(self, function: Callable[..., None], *arguments: object) -> Future[None]:
-        assert self._pool is not None
-        return self._pool.submit(function, *arguments)
+    def _submit(self, function: Callable[..., None], sequence: _SequenceMatcher, *arguments: object) -> Future[None]:
+        pool = self._slow_pool if sequence.is_slow else self._pool
+        assert pool is not None
+        return pool.submit(function, sequence, *arguments)
+
+    def _forget(self, n_kept: int) -> None:
+        """Drop matchers of sequences that ended or pause.  A sequence that goes on gets a new one."""
+        for seq_id in [*self._sequences][: max(0, len(self._sequences) - n_kept)]:
+            if not self._sequences[seq_id].is_busy:
+                del self._sequences[seq_id]
 
 
 def _fill(sequence: _SequenceMatcher, n_words: int) -> None:
@@ -228,6 +257,7 @@ def _fill(sequence: _SequenceMatcher, n_words: int) -> None:
     Raises:
         GrammarFailed: the matcher cannot go on.
     """
+    began = time.thread_time()
     sequence.forced = ()
     if sequence.matcher is None:
         sequence.matcher, sequence.consumed = sequence.compiled.result().deep_copy(), []
@@ -240,6 +270,13 @@ def _fill(sequence: _SequenceMatcher, n_words: int) -> None:
         _check(sequence, matcher)
         np.take(_BYTE_TO_BIASES, bits.view(np.uint8), axis=0, out=sequence.biases[n].reshape(-1, 8), mode="clip")
         sequence.forced = matcher.compute_ff_tokens() if _is_single(bits) else ()
+    sequence.is_slow = time.thread_time() - began > SLOW_S * len(sequence.answers)
+
+
+def _lower_priority() -> None:
+    """Let the computation go first.  Linux has a priority for each thread; elsewhere this does nothing."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOW_NICE)
 
 
 def _look_ahead(sequence: _SequenceMatcher, matcher: LLMatcher, answer: list[int]) -> None:

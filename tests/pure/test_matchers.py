@@ -1,0 +1,69 @@
+"""Matchers of an engine: a slow grammar delays no other sequence, and sequences that are gone take no memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.support.fake_engine import fake_vocabulary
+from uma_trio.grammar import GrammarState, Matchers
+from uma_trio.grammar import matchers as module
+
+N_VOCAB = len(fake_vocabulary().tokens)
+DIGITS = '{"grammars": [{"lark_grammar": "start: /([1-4][0-9][0-9] )+/"}]}'
+
+
+def state(key: str, *answer: int) -> GrammarState:
+    return GrammarState(key, np.array(answer, np.int32))
+
+
+@pytest.fixture
+def matchers() -> Iterator[Matchers]:
+    made = Matchers(fake_vocabulary, N_VOCAB, 2)
+    made.define("digits", DIGITS)
+    yield made
+    made.close()
+
+
+def masked(matchers: Matchers, seq_id: int, now: GrammarState, timeout_ms: float = 60_000) -> set[int] | None:
+    """The tokens that are allowed; ``None`` if the mask is late."""
+    logits = np.zeros((1, N_VOCAB), np.float32)
+    applied = matchers.begin([(seq_id, 0, now, ())]).apply(logits, timeout_ms)
+    assert not applied.failures
+    return None if applied.late else set(np.flatnonzero(np.isfinite(logits[0])).tolist())
+
+
+def test_a_busy_slow_thread_delays_no_sequence_that_was_fast(matchers: Matchers) -> None:
+    assert 123 in (masked(matchers, 0, state("digits")) or set())
+    release = threading.Event()
+    assert matchers._slow_pool is not None
+    matchers._slow_pool.submit(release.wait)
+    matchers.define("other", DIGITS.replace("[1-4]", "[5-8]"))
+    assert masked(matchers, 1, state("other"), timeout_ms=1) is None, "it is compiled by the slow thread"
+    assert 456 in (masked(matchers, 0, state("digits", 123)) or set())
+    assert 456 in (masked(matchers, 2, state("digits", 123)) or set()), "a new sequence with a grammar that is known"
+    release.set()
+    matchers._sequences[1].work.result()
+    assert 567 in (masked(matchers, 1, state("other")) or set())
+
+
+def test_a_sequence_whose_mask_took_long_goes_to_the_slow_thread_and_comes_back(
+    matchers: Matchers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masked(matchers, 0, state("digits"))
+    monkeypatch.setattr(module, "SLOW_S", -1.0)
+    masked(matchers, 0, state("digits", 123))
+    assert matchers._sequences[0].is_slow
+    monkeypatch.setattr(module, "SLOW_S", 1000.0)
+    assert 456 in (masked(matchers, 0, state("digits", 123, 124)) or set())
+    assert not matchers._sequences[0].is_slow
+
+
+def test_matchers_of_sequences_that_are_gone_are_dropped(matchers: Matchers) -> None:
+    for seq_id in range(100):
+        masked(matchers, seq_id, state("digits"))
+    assert len(matchers._sequences) <= module.MAX_IDLE + 1
+    assert 456 in (masked(matchers, 0, state("digits", 123)) or set()), "one that comes back gets a new matcher"
