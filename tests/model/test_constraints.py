@@ -12,8 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.fuzz.hostile_constraints import attack
 from tests.fuzz.schemas import run_cases
-from tests.support.real_daemon import Answer, Daemon, real_daemon
+from tests.support import hostile_constraints
+from tests.support.real_daemon import Answer, Canary, Daemon, real_daemon
 from tests.support.schemas import make_case
 
 PERSON = {
@@ -35,6 +37,11 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"lark": 'start: "<" /[a-z]{2,9}/ ">" inner+\ninner: /[A-Z]/ | "(" inner ")"\n'},
     {"json_schema": {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}},
 )
+HOSTILE = {
+    *("multipleOf", "many patterns", "many alternative objects", "a required circle", "counting from behind"),
+    *("infinite ambiguity of empty rules", "many rules with one beginning"),
+    *("an ambiguous expression", "64 KiB of different alternatives"),
+}
 STORY = [{"role": "user", "content": "Tell me a story about a fox."}]
 SAMPLED = {"temperature": 1.0, "seed": 11}
 
@@ -144,6 +151,18 @@ def test_biases_and_penalties_choose_among_what_is_allowed(daemon: Daemon) -> No
     assert len(set(penalised.text)) > len(set(plain.text))
     favoured = daemon.ask(**fields, logit_bias={str(first): 50.0}, **SAMPLED)
     assert favoured.ids.count(first) == 12 or first not in plain.ids
+
+
+@pytest.mark.slow
+def test_hostile_constraints_harm_no_neighbour(daemon: Daemon) -> None:
+    """``python -m tests.fuzz.hostile_constraints`` sends all of them, and measures."""
+    chosen = [each for each in hostile_constraints.ALL if each.name.split(": ")[1] in HOSTILE]
+    assert len(chosen) == len(HOSTILE)
+    with Canary(daemon):
+        ends = attack(daemon, chosen, at_once=3)
+    ways = Counter(end.split(":")[0] for end, _ in ends.values())
+    assert ways.keys() == {"answered", "E_CONSTRAINT_INVALID"}
+    assert ways.total() == len(HOSTILE)
 
 
 def test_after_a_crash_of_the_engine_as_without(library: None) -> None:
