@@ -301,6 +301,15 @@ def test_tokenize(library):
     assert [line.split()[1] for line in lines] == [f"{row['start']}-{row['end']}" for row in rows]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_tokenize_does_not_blame_the_model_for_a_full_disk(library):
+    command = [sys.executable, "-m", "uma_trio", "tokenize", "hi"]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert found.returncode == 1
+    assert found.stderr.decode() == "uma-trio: cannot write the output: No space left on device\n"
+
+
 def test_tokenize_and_back(library):
     text = "Ünïcode 🦊 <|im_end|>\tend"
     ids = invoke("tokenize", "--ids", text).stdout

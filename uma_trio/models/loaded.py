@@ -154,10 +154,11 @@ def vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Tokenizer]
     Raises:
         ModelError: as ``open_model``.
     """
-    with explained(path):
-        check_gguf(path, vocab_only=True)
-        with open_vocabulary(path, llama_dir) as found:
-            yield found.tokenizer
+    with contextlib.ExitStack() as stack:
+        with explained(path):
+            check_gguf(path, vocab_only=True)
+            found = stack.enter_context(open_vocabulary(path, llama_dir))
+        yield found.tokenizer  # what the caller does with it, such as to print, fails for reasons of its own
 
 
 def _warn_of_an_unused_gpu(devices: Devices) -> None:
