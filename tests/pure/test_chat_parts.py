@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from uma_trio.cli import answer_view
-from uma_trio.cli.answer import printable
+from uma_trio.cli.answer import printable, warn_if_cut
 from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
 from uma_trio.cli.conversation import Conversation
-from uma_trio.protocol.messages import Generate, parse
+from uma_trio.protocol.messages import Eos, Generate, Timings, Usage, parse
 
 
 def user(text: str) -> dict[str, str]:
@@ -172,3 +172,22 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:
         view.feed("\x1b[2J")
         view.finish()
     assert (terminal.getvalue(), pipe.getvalue()) == ("\ufffd[2J\n", "\x1b[2J\n")
+
+
+# -- notices -----------------------------------------------------------------------------------------
+
+
+def end(**fields: Any) -> Eos:
+    return Eos(id="a", usage=Usage(prompt_tokens=1, completion_tokens=5), timings=Timings(queue_ms=0.0, total_ms=1.0), **fields)
+
+
+@pytest.mark.parametrize(("asked", "notice"), [(5, "cut at --max-tokens 5"), (None, "cut after 5 tokens")])
+def test_the_notice_of_a_cut_answer_promises_nothing(
+    asked: int | None, notice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_if_cut(end(reason="stop"), asked)
+    assert capsys.readouterr().err == ""
+    warn_if_cut(end(reason="length"), asked)
+    shown = capsys.readouterr().err
+    assert notice in shown
+    assert "--ctx" not in shown, "the context may be that of the model already"

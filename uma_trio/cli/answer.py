@@ -202,8 +202,8 @@ def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
         reason = f"it was cut at --max-tokens {max_tokens}; a larger number gives more"
     else:
         reason = (
-            f"it was cut after {eos.usage.completion_tokens} tokens, all that the daemon had room for; --max-tokens N "
-            "may give more, and uma-trio serve --ctx N makes room"
+            f"it was cut after {eos.usage.completion_tokens} tokens, all that the daemon gives by default; ask with a "
+            "larger --max-tokens, and the daemon gives more or says what limits it"
         )
     click.echo(f"{name} is not complete: {reason}", err=True)
 
