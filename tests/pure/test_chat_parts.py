@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from uma_trio.cli import answer_view
-from uma_trio.cli.answer import printable, warn_if_cut
+from uma_trio.cli.answer import printable, warn_if_cut, warn_if_in_memory
 from uma_trio.cli.answer_view import MarkdownView, PlainView, closed_size, rendered
 from uma_trio.cli.conversation import Conversation
-from uma_trio.protocol.messages import Eos, Generate, Timings, Usage, parse
+from uma_trio.protocol.messages import Eos, Generate, SessionInfo, Timings, Usage, parse
 
 
 def user(text: str) -> dict[str, str]:
@@ -191,3 +191,12 @@ def test_the_notice_of_a_cut_answer_promises_nothing(
     shown = capsys.readouterr().err
     assert notice in shown
     assert "--ctx" not in shown, "the context may be that of the model already"
+
+
+@pytest.mark.parametrize(("turns", "durable", "is_shown"), [(0, False, False), (1, False, True), (1, True, False)])
+def test_only_a_session_that_exists_is_said_to_be_in_memory(
+    turns: int, durable: bool, is_shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = SessionInfo(session_id="s", turns=turns, tokens=0, created_at=0, used_at=0, durable=durable)
+    warn_if_in_memory(end(reason="cancelled", session=session))
+    assert ("in memory only" in capsys.readouterr().err) == is_shown

@@ -209,6 +209,6 @@ def warn_if_cut(eos: Eos, max_tokens: int | None) -> None:
 
 
 def warn_if_in_memory(eos: Eos) -> None:
-    """Say on stderr that a session is not on disk."""
-    if eos.session is not None and not eos.session.durable:
+    """Say on stderr that a session is not on disk.  One without turns does not exist: its first answer was cancelled."""
+    if eos.session is not None and eos.session.turns and not eos.session.durable:
         click.echo("this session is in memory only and ends with the daemon; see its log", err=True)
