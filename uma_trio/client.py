@@ -21,6 +21,7 @@ cancellation too, and so does leaving a loop over ``stream``.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from uma_trio.protocol.messages import (
     Event,
     Failure,
     FinishReason,
+    Generate,
     Logprobs,
     Metrics,
     PrefillProgress,
@@ -79,6 +81,8 @@ __all__ = [
 READ_BYTES: Final = 64 * 1024
 LOADING_TIMEOUT_S: Final = 600.0
 """How long ``ask`` and ``stream`` wait for a daemon that loads its model."""
+FIELDS: Final = tuple(field.name for field in attrs.fields(Generate))
+"""What a request can have."""
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -155,6 +159,7 @@ class Client:
                 integers as keys.
 
         Raises:
+            TypeError: a request has no such field.
             ServerError: the daemon answered with an error.  With ``n`` above 1, events of other answers may follow;
                 ``receive`` returns them.
             BrokenProtocol: the connection ended before the answer.
@@ -234,6 +239,9 @@ class _Request:
     """One request on a connection, and which of its answers have ended."""
 
     def __init__(self, fields: Mapping[str, Any], default_id: str) -> None:
+        for name in fields:
+            if name not in FIELDS:
+                raise TypeError(f"a request has no field {name!r}{_meant(name)}")
         self.fields: dict[str, Any] = {"id": default_id, **fields}
         if isinstance(bias := fields.get("logit_bias"), Mapping):
             self.fields["logit_bias"] = {str(token): value for token, value in bias.items()}
@@ -260,6 +268,13 @@ class _Request:
         if isinstance(event, Eos):
             self._answers_left = 0 if event.index is None else self._answers_left - 1
         return True
+
+
+def _meant(name: str) -> str:
+    """A question for the field that resembles ``name``, as the end of a sentence; empty if none does."""
+    begin_so = [field for field in FIELDS if len(name) > 2 and field.startswith(name)]
+    similar = begin_so or difflib.get_close_matches(name, FIELDS, n=1)
+    return f"; did you mean {similar[0]}?" if similar else "; docs/PROTOCOL.md lists them"
 
 
 @contextlib.asynccontextmanager
@@ -310,6 +325,8 @@ def ask(
         fields: further fields of the request, as in docs/PROTOCOL.md.
 
     Raises:
+        TypeError: a request has no such field.
+        ValueError: ``prompt`` is empty.
         NoServer: no daemon can be reached at the socket.
         ServerError: the daemon answered with an error.
         BrokenProtocol: the connection ended before the answer.
@@ -343,6 +360,8 @@ def stream(
     Leaving the loop early closes the connection, and that cancels the request.  Arguments and errors are those of
     ``ask``.
     """
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError("nothing to ask: the prompt is empty")
     if isinstance(prompt, str) and not raw:
         prompt = [{"role": "user", "content": prompt}]
     request = _Request({"prompt" if raw else "messages": prompt, **fields}, "r1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import re
 import socket
 import threading
 import time
@@ -299,6 +300,25 @@ def test_the_variable_names_the_socket(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("UMA_SOCKET", str(tmp_path / "uma.sock"))
     with server(tmp_path, EOS | {"text": "here"}):
         assert str(uma_trio.ask("x")) == "here"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("max_token", "did you mean max_tokens?"), ("temp", "did you mean temperature?"), ("xyz", "docs/PROTOCOL.md")],
+)
+def test_a_field_that_no_request_has_is_refused(tmp_path: Path, run: Run, name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(meant)):
+        uma_trio.ask("x", socket=tmp_path / "none", **{name: 5})
+    with pytest.raises(TypeError, match=re.escape(meant)):
+        list(uma_trio.stream("x", socket=tmp_path / "none", **{name: 5}))
+    with server(tmp_path) as found, pytest.raises(TypeError, match=re.escape(meant)):
+        run(async_events(found.path, prompt="x", **{name: 5}))
+
+
+@pytest.mark.parametrize("prompt", ["", " \n", []])
+def test_an_empty_question_is_refused(tmp_path: Path, prompt: Any) -> None:
+    with pytest.raises(ValueError, match="nothing to ask"):
+        uma_trio.ask(prompt, socket=tmp_path / "none")
 
 
 def test_the_package_offers_the_client() -> None:
