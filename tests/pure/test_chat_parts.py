@@ -178,7 +178,9 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:
 
 
 def end(**fields: Any) -> Eos:
-    return Eos(id="a", usage=Usage(prompt_tokens=1, completion_tokens=5), timings=Timings(queue_ms=0.0, total_ms=1.0), **fields)
+    return Eos(
+        id="a", usage=Usage(prompt_tokens=1, completion_tokens=5), timings=Timings(queue_ms=0.0, total_ms=1.0), **fields
+    )
 
 
 @pytest.mark.parametrize(("asked", "notice"), [(5, "cut at --max-tokens 5"), (None, "cut after 5 tokens")])
