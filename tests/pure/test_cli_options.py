@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -210,6 +211,24 @@ def test_the_request_that_ask_sends() -> None:
     assert (found.frequency_penalty, found.presence_penalty, found.logprobs) == (-1, 0, 0)
     assert (found.logit_bias, found.stop_token_ids, found.return_full_text) == ({5: -100, 6: 1.5}, [3, 4], True)
     assert (found.stops, found.slo.priority, found.stream) == (("x", "y"), "background", True)
+
+
+def test_several_answers_are_printed_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    from uma_trio.cli import generation
+    from uma_trio.protocol.messages import Eos, Timings, Usage
+
+    async def generate(request: object, show: Callable[[Eos], None], *_: object, **__: object) -> Eos:
+        usage, timings = Usage(prompt_tokens=1, completion_tokens=1), Timings(queue_ms=0.0, total_ms=1.0)
+        ends = [
+            Eos(id="ask", reason="stop", usage=usage, timings=timings, index=index, text="abc"[index])
+            for index in (2, 0, 1)
+        ]
+        for eos in ends:
+            show(eos)
+        return ends[-1]
+
+    monkeypatch.setattr(generation, "generate", generate)
+    assert run("ask", "--n", "3", "x") == (0, "--- 0\na\n--- 1\nb\n--- 2\nc\n")
 
 
 def test_ask_sends_only_the_fields_that_are_given() -> None:

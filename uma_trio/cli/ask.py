@@ -160,8 +160,15 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
     print_event = print_json if as_json else TextPrinter(show_reasoning=options["show_reasoning"]).print
 
     ends: list[Eos] = []
+    several: list[Eos] = []
 
     def show(event: Event) -> None:
+        if isinstance(event, Eos) and event.index is not None and not as_json:
+            several.append(event)  # they end in any order
+        else:
+            show_now(event)
+
+    def show_now(event: Event) -> None:
         print_event(event)
         if isinstance(event, Eos):
             ends.append(event)
@@ -172,14 +179,18 @@ async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
             warn_if_in_memory(event)
 
     await say_which_daemon("ask", socket, wait_s)
-    eos = await generate(
-        {"id": "ask", "progress": sys.stderr.isatty() and not as_json, **request},
-        show,
-        socket,
-        signals=(signal.SIGINT, signal.SIGTERM),
-        encoding="cbor" if options["cbor"] else "json",
-        wait_s=wait_s,
-    )
+    try:
+        eos = await generate(
+            {"id": "ask", "progress": sys.stderr.isatty() and not as_json, **request},
+            show,
+            socket,
+            signals=(signal.SIGINT, signal.SIGTERM),
+            encoding="cbor" if options["cbor"] else "json",
+            wait_s=wait_s,
+        )
+    finally:
+        for end in sorted(several, key=lambda end: end.index or 0):
+            show_now(end)
     if eos is not None and eos.reason != "cancelled":
         return INCOMPLETE if any(each.constraint_complete is False for each in ends) else OK
     click.echo("cancelled", err=True)
