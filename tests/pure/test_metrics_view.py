@@ -214,3 +214,12 @@ def test_values_in_the_table() -> None:
     assert found["tokens_total"] == "1,234,567"
     assert found["draining"] == "no"
     assert found["ttft_p50_ms"] == found["rejected_total"] == "-"
+
+
+def test_a_process_id_has_no_separators() -> None:
+    lines = [line.split() for line in table({"pid": 12345, "engine": {"pid": 23456}, "ticks_total": 34567})]
+    assert [words for words in lines if len(words) == 2] == [
+        ["pid", "12345"],
+        ["ticks_total", "34,567"],
+        ["engine.pid", "23456"],
+    ]

@@ -67,7 +67,7 @@ def table(snapshot: Mapping[str, Any]) -> list[str]:
     for title, names in groups.items():
         found = [pair for name in names if name in snapshot for pair in _flat(name, snapshot[name])]
         if found:
-            lines += ["", title, *(f"  {name:<34} {_shown(value)}" for name, value in found)]
+            lines += ["", title, *(f"  {name:<34} {_shown(name, value)}" for name, value in found)]
     return lines[1:]
 
 
@@ -80,12 +80,13 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _shown(value: Any) -> str:
+def _shown(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or value == {}:
         return "-"
-    return f"{value:,}" if isinstance(value, int | float) else str(value)
+    is_figure = isinstance(value, int | float) and name.rpartition(".")[2] != "pid"
+    return f"{value:,}" if is_figure else str(value)
 
 
 # -- two snapshots -------------------------------------------------------------------------------------
