@@ -121,8 +121,13 @@ def test_save_does_not_overwrite_a_file_that_is_not_its_own(chat, tmp_path):
     path.write_text("mine")
     with chat() as shown:
         shown.wait_for(PROMPT)
+        shown.type(f"/save {tmp_path / 'empty.md'}\r")
+        shown.wait_for("nothing to save yet")
+        shown.type(FRANCE + "\r")
+        shown.wait_for(r"Paris.*\n\n" + PROMPT[1:])
         shown.type(f"/save {path}\r")
         shown.wait_for("exists already")
+    assert not (tmp_path / "empty.md").exists()
     assert path.read_text() == "mine"
 
 

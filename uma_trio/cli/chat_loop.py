@@ -221,6 +221,9 @@ class Chat:
         if path.suffix not in writers:
             _note("the name must end with .md or .json, as in /save chat.md")
             return
+        if not self._conversation.transcript():
+            _note("there is nothing to save yet")
+            return
         try:
             with path.open("w" if path in self._saved else "x") as file:
                 file.write(writers[path.suffix](self._conversation.transcript()))
