@@ -145,6 +145,11 @@ def model_file(context: click.Context, parameter: click.Parameter, incomplete: s
     return [CompletionItem(incomplete, type="model")]
 
 
+def any_file(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """A file, for an option that also takes something else."""
+    return [CompletionItem(incomplete, type="file")]
+
+
 def session_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """A session of the running daemon, the last used first; nothing if none runs or it does not answer at once."""
     from uma_trio.connect import ClientError, is_locked

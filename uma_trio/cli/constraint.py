@@ -42,7 +42,9 @@ def constraint_of(options: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _schema(given: str) -> dict[str, Any]:
-    text = given if given.lstrip().startswith("{") else _read(Path(given), "--json-schema")
+    if given.strip() in ("", "-"):
+        raise click.UsageError(f"--json-schema: {given!r} is no schema; give a file, or the schema inline")
+    text = given if given.lstrip().startswith(("{", "[")) else _read(Path(given), "--json-schema")
     try:
         schema = json.loads(text)
     except ValueError as error:

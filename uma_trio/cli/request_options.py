@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from uma_trio.cli.completion import session_name
+from uma_trio.cli.completion import any_file, session_name
 from uma_trio.cli.constraint import LARK_SUFFIX, constraint_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -117,6 +117,7 @@ OPTIONS: Final = (
         "--json-schema",
         "schema",
         metavar="FILE",
+        shell_complete=any_file,
         help="The answer is JSON that this schema describes: a file, or the schema inline.",
     ),
     click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
