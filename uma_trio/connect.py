@@ -20,6 +20,7 @@ import fcntl
 import math
 import os
 import pwd
+import shlex
 import socket as sockets
 import stat
 import time
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from uma_trio.errors import ErrorWithRemedy
-from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, lock_path, socket_path, too_long
+from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, default_socket_path, lock_path, socket_path, too_long
 
 QUEUE_TIMEOUT_S: Final = 10.0
 """How long to retry while the daemon's queue of new connections is full."""
@@ -169,7 +170,10 @@ def _connect(path: Path) -> sockets.socket | None:
     return sock
 
 
-START: Final = "start one with: uma-trio serve"
+def _start(path: Path) -> str:
+    """How to start a daemon that listens at ``path``."""
+    where = "" if path == default_socket_path() else f" --socket {shlex.quote(str(path))}"
+    return f"start one with: uma-trio serve{where}"
 
 
 def explain(path: Path, error: OSError) -> NoServer:
@@ -181,18 +185,18 @@ def explain(path: Path, error: OSError) -> NoServer:
     if error.errno == errno.ENOENT:
         if is_locked(path):
             return Loading(f"the daemon at {path} still loads its model", "try again when it is ready", may_come=True)
-        return NoServer(f"no daemon at {path}", START, may_come=True)
+        return NoServer(f"no daemon at {path}", _start(path), may_come=True)
     if error.errno == errno.ECONNREFUSED:
         if not stat.S_ISSOCK(_mode(path)):
-            return NoServer(f"{path} is not a socket, so no daemon is there", START)
+            return NoServer(f"{path} is not a socket, so no daemon is there", _start(path))
         if is_locked(path):
             return NoServer(
                 f"the daemon at {path} is stopping and takes no new requests",
-                f"when it has ended, {START}",
+                f"when it has ended, {_start(path)}",
                 may_come=True,
             )
-        return NoServer(f"no daemon at {path}, only the socket of one that has ended", START, may_come=True)
-    return NoServer(f"no daemon at {path} ({error.strerror or error})", START)
+        return NoServer(f"no daemon at {path}, only the socket of one that has ended", _start(path), may_come=True)
+    return NoServer(f"no daemon at {path} ({error.strerror or error})", _start(path))
 
 
 OWN: Final = "run your own daemon with: uma-trio serve --socket PATH"

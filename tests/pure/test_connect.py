@@ -92,6 +92,14 @@ def test_nobody_is_there(path: Path) -> None:
         attempt(path)
 
 
+def test_the_remedy_names_the_socket_unless_it_is_the_default(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoServer, match=rf"uma-trio serve --socket {path}$"):
+        attempt(path)
+    monkeypatch.setenv("UMA_SOCKET", str(path))
+    with pytest.raises(NoServer, match=r"uma-trio serve$"):
+        attempt(path)
+
+
 def test_an_old_lock_file_is_no_daemon(path: Path) -> None:
     lock_path(path).touch()
     with pytest.raises(NoServer, match="no daemon at") as caught:
