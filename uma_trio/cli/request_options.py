@@ -44,6 +44,19 @@ def request_options(command: Command) -> Command:
     return command
 
 
+def _not_empty(_: click.Context, __: click.Parameter, given: Any) -> Any:
+    """Refuse empty text, in an option that is given once or several times."""
+    if given == "" or (isinstance(given, tuple) and "" in given):
+        raise click.BadParameter("the text is empty; leave the option out, or give some text")
+    return given
+
+
+def _finite(_: click.Context, __: click.Parameter, given: float | None) -> float | None:
+    if given is not None and not math.isfinite(given):  # no range refuses nan
+        raise click.BadParameter(f"{given} is not a finite number")
+    return given
+
+
 def _biases(given: tuple[str, ...]) -> dict[str, float] | None:
     """Parse ``ID=BIAS`` into the protocol's map.  The daemon checks the bounds."""
     found = {}
@@ -69,7 +82,8 @@ OPTIONS: Final = (
     click.option(
         "--temp",
         "temperature",
-        type=click.FloatRange(0),
+        type=click.FloatRange(0, 100),
+        callback=_finite,
         help="Temperature; 0 is greedy.  [default: that of the daemon or the model]",
     ),
     click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling."),
@@ -105,7 +119,7 @@ OPTIONS: Final = (
         help="Number added to a token's logit, from -100 (never) to 100; repeatable.",
     ),
     click.option("--seed", type=click.IntRange(0), help="The same seed gives the same answer."),
-    click.option("--stop", multiple=True, help="Stop at this text; repeatable."),
+    click.option("--stop", multiple=True, callback=_not_empty, help="Stop at this text; repeatable."),
     click.option(
         "--stop-token",
         "stop_token_ids",
@@ -121,7 +135,7 @@ OPTIONS: Final = (
         help="The answer is JSON that this schema describes: a file, or the schema inline.",
     ),
     click.option("--json-object", is_flag=True, help="The answer is a JSON object."),
-    click.option("--regex", help="The answer is a match of this regular expression."),
+    click.option("--regex", callback=_not_empty, help="The answer is a match of this regular expression."),
     click.option("--choice", multiple=True, help="The answer is this text, or one of several; repeatable."),
     click.option(
         "--grammar",
@@ -137,6 +151,7 @@ OPTIONS: Final = (
     click.option(
         "--session",
         shell_complete=session_name,
+        callback=_not_empty,
         help="Continue or begin this session. See uma-trio sessions.",
     ),
     click.option(
