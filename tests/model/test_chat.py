@@ -278,7 +278,9 @@ def test_a_conversation_that_no_longer_fits(chat):
 def test_each_line_of_stdin_is_a_message(daemon):
     found = run_lines(daemon.socket, stdin=f"{FRANCE}\n{PERU}\n/nothing\n")
     assert (found.returncode, found.stdout) == (0, "The capital of France is Paris.\nThe capital of Peru is Lima.\n")
-    assert found.stderr.startswith("there is no command /nothing")
+    assert found.stderr == (
+        "there is no command /nothing; /help lists the commands. A message that begins with / is sent with //\n"
+    )
 
 
 def test_lines_end_with_the_first_error(daemon, tmp_path):

@@ -127,7 +127,7 @@ class Chat:
         name, _, argument = text.partition(" ")
         if name not in COMMANDS:
             close = difflib.get_close_matches(name, COMMANDS, n=1)
-            meant = f"did you mean {close[0]}?" if close else "/help lists the commands"
+            meant = f"did you mean {close[0]}?" if close else "/help lists the commands."
             _note(f"there is no command {name}; {meant} A message that begins with / is sent with //")
             return
         handlers: dict[str, Callable[[str], None]] = {
