@@ -76,8 +76,9 @@ class LocalChecker:
             if len(rules.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
                 raise Refused("too big when it is written out")
         source: str = LLMatcher.grammar_from_lark(rules)
+        tokenizer = self._tokenizer  # made at the first grammar; its memory is not that grammar's
         before = _resident_bytes()
-        matcher = start_matcher(self._tokenizer, source)
+        matcher = start_matcher(tokenizer, source)
         _require_usable(matcher)
         matcher.compute_bitmask()  # a part of the work is done here, and some grammars fail only here
         _require_usable(matcher)

@@ -29,7 +29,7 @@ Biases: TypeAlias = npt.NDArray[np.float32]
 
 MAX_THREADS: Final = 8
 
-MAX_DEFINED: Final = 256
+MAX_DEFINED: Final = 64
 """Grammars that an engine knows.  Another one takes the place of the oldest, on both sides of the link."""
 
 MAX_IDLE: Final = 8
