@@ -216,6 +216,7 @@ def sessions(served: Daemon, begun: dict[str, str], request: pytest.FixtureReque
     served.ask(session_id="trip", messages=[{"role": "user", "content": "What is the capital of France?"}])
 
 
+@pytest.mark.xdist_group("documented commands")  # one after another: some need what one before has made
 @pytest.mark.parametrize("example", [each for each in EXAMPLES if not each.text.startswith("uma-trio serve")], ids=str)
 def test_it_runs(example: Example, environment: Mapping[str, str], home: Path, sessions: None) -> None:
     for program in NEEDS_A_PROGRAM:

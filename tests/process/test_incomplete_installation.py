@@ -20,10 +20,15 @@ from pathlib import Path
 for requirement in json.loads(sys.argv[2]):  # a name that is None cannot be imported
     sys.modules[re.split("[>=]", requirement)[0].replace("-", "_")] = None
 
-def no_metadata(name):
-    raise importlib.metadata.PackageNotFoundError(name)
+def without_ours(function):
+    def found(name):
+        if name.replace("_", "-") == "uma-trio":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return function(name)
+    return found
 
-importlib.metadata.distribution = importlib.metadata.version = importlib.metadata.requires = no_metadata
+for name in ("distribution", "version", "requires"):
+    setattr(importlib.metadata, name, without_ours(getattr(importlib.metadata, name)))
 """
 
 ALL_BENCHES = """

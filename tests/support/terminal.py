@@ -97,12 +97,15 @@ def terminal(
     master, slave = pty.openpty()
     _set_size(slave, columns, lines)
     clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    given = dict(environment or {})
+    own = given.get("TERM") != os.environ.get("TERM")  # otherwise it is that of whoever runs the tests
+    own = own and "TERM" in given
     process = subprocess.Popen(
         command,
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env=clean | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | dict(environment or {}),
+        env=clean | given | {"COLORTERM": "truecolor"} | ({} if own else {"TERM": "xterm-256color"}),
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
