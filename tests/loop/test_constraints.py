@@ -12,6 +12,7 @@ import trio
 from tests.support.fake_engine import EOG, FakeEngine
 from tests.support.serving import Serving, serving
 from uma_trio.client import Eos, ServerError, Token
+from uma_trio.engine import link
 from uma_trio.grammar import matchers
 
 DIGITS = {"regex": "([1-4][0-9]{2} ){30}7 "}
@@ -274,10 +275,22 @@ async def test_counters_never_fall_when_constrained_requests_are_cancelled(autoj
 
 
 async def test_more_grammars_than_an_engine_remembers(autojump_clock, monkeypatch):
-    monkeypatch.setattr(matchers, "MAX_DEFINED", 3)
-    monkeypatch.setattr("tests.support.fake_engine.MAX_DEFINED", 3)
-    async with running() as harness:
-        choices = [{"choice": [f"{100 + n} {200 + n} "]} for n in range(6)]
+    """Also when as many as there is room for are used at once, next to others that come and go."""
+    monkeypatch.setattr(link, "MIN_GRAMMARS", 3)
+    async with running(n_seq_max=4) as harness:
+        choices = [{"choice": [f"{100 + n} {200 + n} "]} for n in range(12)]
         for _ in range(2):
             for n, constraint in enumerate(choices):
                 assert (await ask(harness, constraint=constraint))[0] == [100 + n, 200 + n]
+        found: dict[int, list[int]] = {}
+
+        async def one(n: int) -> None:
+            constraint = {"regex": f"({n + 1}[0-9]{{2}} ){{30}}"} if n < 3 else choices[n]
+            found[n] = (await ask(harness, f"prompt {n}", constraint=constraint, max_tokens=40))[0]
+
+        async with trio.open_nursery() as nursery:
+            for n in range(12):
+                nursery.start_soon(one, n)
+        assert all(len(found[n]) == 30 and {token // 100 for token in found[n]} == {n + 1} for n in range(3))
+        assert all(found[n] == [100 + n, 200 + n] for n in range(3, 12))
+        assert harness.engine.resets == 0

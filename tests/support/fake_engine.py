@@ -21,9 +21,11 @@ import trio
 
 from uma_trio import config
 from uma_trio.engine.devices import Devices
+from uma_trio.engine.link import KnownGrammars
 from uma_trio.engine.masks import MaskBuffer
 from uma_trio.engine.messages import (
     MASK_LATE,
+    DefineGrammar,
     EngineDied,
     EngineError,
     LayoutReport,
@@ -41,7 +43,7 @@ from uma_trio.engine.messages import (
 )
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.worker import StepRunner
-from uma_trio.grammar import MAX_DEFINED, Matchers, Vocabulary
+from uma_trio.grammar import Matchers, Vocabulary
 from uma_trio.kv.checkpoints import MAX_PER_SEQUENCE
 from uma_trio.kv.ops import (
     CopyPrefix,
@@ -424,8 +426,8 @@ class FakeEngine:
             self._forced += applied.forced.items()
         return logits
 
-    def define_grammar(self, key: str, source: str) -> None:
-        self._matchers.define(key, source)
+    def define_grammar(self, grammar: DefineGrammar) -> None:
+        self._matchers.define(grammar.key, grammar.source, replaces=grammar.replaces)
 
     def _penalised(self, held: SequenceContent, length: int, sample: SampleRequest) -> set[int]:
         if sample.past is None:
@@ -471,7 +473,7 @@ class VirtualLink:
         self._waiting: deque[tuple[Step, float]] = deque()
         self._answers: deque[tuple[float, Any]] = deque()
         self._free_at = -math.inf
-        self._grammars: list[str] = []
+        self._grammars = KnownGrammars()
 
     @property
     def is_usable(self) -> bool:
@@ -482,10 +484,9 @@ class VirtualLink:
         self._catch_up()
 
     def define_grammar(self, key: str, source: str) -> None:
-        if key not in self._grammars:
-            self._grammars.append(key)
-            del self._grammars[:-MAX_DEFINED]
-            self.engine.define_grammar(key, source)
+        message = self._grammars.use(key, source, self.info.n_seq_max)
+        if message is not None:
+            self.engine.define_grammar(message)
 
     def revoke(self, number: int) -> None:
         self._catch_up()

@@ -98,14 +98,14 @@ def terminal(
     _set_size(slave, columns, lines)
     clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     given = dict(environment or {})
-    own = given.get("TERM") != os.environ.get("TERM")  # otherwise it is that of whoever runs the tests
-    own = own and "TERM" in given
+    if given.get("TERM") == os.environ.get("TERM"):  # a test that wants another terminal names it
+        given.pop("TERM", None)
     process = subprocess.Popen(
         command,
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env=clean | given | {"COLORTERM": "truecolor"} | ({} if own else {"TERM": "xterm-256color"}),
+        env=clean | {"TERM": "xterm-256color", "COLORTERM": "truecolor"} | given,
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )

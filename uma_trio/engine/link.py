@@ -49,7 +49,6 @@ from uma_trio.engine.messages import (
     SubmittedStep,
     encode,
 )
-from uma_trio.grammar import MAX_DEFINED
 from uma_trio.kv.ops import LoadState, SaveState
 
 log = logging.getLogger("uma_trio.engine")
@@ -60,6 +59,9 @@ EXIT_S: Final = 5.0
 
 EXIT_REASON_TIMEOUT_S: Final = 1.0
 """How long to wait for the exit status and the last lines of an engine whose socket has closed."""
+
+MIN_GRAMMARS: Final = 64
+"""Grammars that an engine remembers, or more if it has many sequences.  It bounds their memory."""
 
 LAST_LINES: Final = 20
 ASSERTION: Final = re.compile(r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):")
@@ -84,6 +86,27 @@ class Process(Protocol):
         """Resident memory in bytes and CPU time in seconds; empty for a thread."""
 
 
+class KnownGrammars:
+    """The grammars that an engine knows, by when they were used."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[str, None] = OrderedDict()
+
+    def use(self, key: str, source: str, n_sequences: int) -> DefineGrammar | None:
+        """What to send before a step that names the grammar; ``None`` if the engine knows it.
+
+        The least recently used grammar is replaced.  That is none of the two steps that can be in flight, because there
+        is room for two grammars for each sequence.
+        """
+        is_known = key in self._keys
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if is_known:
+            return None
+        is_full = len(self._keys) > max(MIN_GRAMMARS, 2 * n_sequences)
+        return DefineGrammar(key, source, self._keys.popitem(last=False)[0] if is_full else None)
+
+
 class EngineLink:
     """A running engine.  Not for several tasks at once.
 
@@ -101,8 +124,7 @@ class EngineLink:
         self._process = process
         self._decoder = Decoder("engine")
         self._unsent: deque[tuple[bytes, Sequence[int]]] = deque()
-        self._grammars: OrderedDict[str, None] = OrderedDict()
-        """Keys of the grammars that the engine knows, the oldest first."""
+        self._grammars = KnownGrammars()
         self._broken = False
         """The socket has closed."""
         self.ended = trio.Event()
@@ -169,13 +191,10 @@ class EngineLink:
         self._send(step, fds)
 
     def define_grammar(self, key: str, source: str) -> None:
-        """Make a grammar known to the engine, before the first step that names it; does nothing if it is."""
-        if key in self._grammars:
-            return
-        self._send(DefineGrammar(key, source))
-        self._grammars[key] = None
-        if len(self._grammars) > MAX_DEFINED:
-            self._grammars.popitem(last=False)
+        """Make a grammar known to the engine; call it before each step that names the grammar."""
+        message = self._grammars.use(key, source, self.info.n_seq_max)
+        if message is not None:
+            self._send(message)
 
     def revoke(self, number: int) -> None:
         """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""

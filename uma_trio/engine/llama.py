@@ -40,6 +40,7 @@ from uma_trio.engine.layout_trial import try_layouts
 from uma_trio.engine.masks import MaskBuffer
 from uma_trio.engine.messages import (
     MASK_LATE,
+    DefineGrammar,
     EngineError,
     LayoutReport,
     LoadError,
@@ -443,8 +444,8 @@ class LlamaEngine:
         tokens: list[int] = sampled.tolist()
         return tokens, scores
 
-    def define_grammar(self, key: str, source: str) -> None:
-        self._matchers.define(key, source)
+    def define_grammar(self, grammar: DefineGrammar) -> None:
+        self._matchers.define(grammar.key, grammar.source, replaces=grammar.replaces)
 
     def used_cells(self) -> dict[int, int]:
         ends = {seq_id: self._context.seq_pos_max(seq_id) for seq_id in range(self._info.n_seq_max)}

@@ -190,10 +190,12 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
 
 
 class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):
-    """A grammar that later steps name by its key.  The engine remembers the last ``grammar.MAX_DEFINED``."""
+    """A grammar that later steps name by its key."""
 
     key: str
     source: str
+    replaces: str | None = None
+    """Key of a grammar that the engine may forget."""
 
 
 class Revoke(msgspec.Struct, array_like=True, tag="revoke"):
@@ -339,7 +341,7 @@ class Engine(Protocol):
             EngineError: what the KV cache holds is unknown afterwards.
         """
 
-    def define_grammar(self, key: str, source: str) -> None:
+    def define_grammar(self, grammar: DefineGrammar) -> None:
         """Make a grammar known to later steps.  Does not block."""
 
     def used_cells(self) -> dict[int, int]:

@@ -311,7 +311,7 @@ class Worker:
                 self._start = message
             case DefineGrammar():
                 assert self.engine is not None
-                self.engine.define_grammar(message.key, message.source)
+                self.engine.define_grammar(message)
             case AttachMasks():
                 self._attach_masks(message.kind, self._fds.popleft())
             case MasksReady():

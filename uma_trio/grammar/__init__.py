@@ -6,11 +6,10 @@ engine follows it: its matchers fill the masks of the next step while ``llama_de
 
 from uma_trio.grammar.checker import Checker, LocalChecker, SandboxedChecker
 from uma_trio.grammar.compiler import Grammar, GrammarCompiler
-from uma_trio.grammar.matchers import MAX_DEFINED, AppliedMasks, GrammarState, Matchers, PendingMasks
+from uma_trio.grammar.matchers import AppliedMasks, GrammarState, Matchers, PendingMasks
 from uma_trio.grammar.vocabulary import Vocabulary
 
 __all__ = [
-    "MAX_DEFINED",
     "AppliedMasks",
     "Checker",
     "Grammar",

@@ -29,9 +29,6 @@ Biases: TypeAlias = npt.NDArray[np.float32]
 
 MAX_THREADS: Final = 8
 
-MAX_DEFINED: Final = 64
-"""Grammars that an engine knows.  Another one takes the place of the oldest, on both sides of the link."""
-
 MAX_IDLE: Final = 8
 """Matchers that are kept of sequences that sample nothing at the moment.  Each can take tens of megabytes."""
 
@@ -156,12 +153,16 @@ class Matchers:
         self._slow_pool: concurrent.futures.ThreadPoolExecutor | None = None
         """One thread for what takes long, so that no other sequence waits for it: compiling, and masks above ``SLOW_S``."""
         self._tokenizer: Future[LLTokenizer] | None = None
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: dict[str, Future[LLMatcher]] = {}
         self._sequences: OrderedDict[int, _SequenceMatcher] = OrderedDict()
         """Those that sampled last are at the end."""
 
-    def define(self, key: str, source: str) -> None:
-        """Make a grammar known.  It is compiled in a thread."""
+    def define(self, key: str, source: str, *, replaces: str | None = None) -> None:
+        """Make a grammar known.  It is compiled in a thread.
+
+        Args:
+            replaces: key of a grammar to forget.
+        """
         if self._pool is None:
             threading.stack_size(STACK_BYTES)
             self._pool = concurrent.futures.ThreadPoolExecutor(self._n_threads, "uma-trio grammar")
@@ -172,8 +173,8 @@ class Matchers:
         assert self._slow_pool is not None
         # submitted before all work that waits for it, so a waiting thread cannot take its place
         self._compiled[key] = self._slow_pool.submit(lambda: start_matcher(tokenizer.result(), source))
-        if len(self._compiled) > MAX_DEFINED:
-            self._compiled.popitem(last=False)
+        if replaces is not None:
+            del self._compiled[replaces]
 
     def begin(self, wanted: Iterable[tuple[int, int, GrammarState, Sequence[int]]]) -> PendingMasks:
         """Begin to fill masks.  Does not block.

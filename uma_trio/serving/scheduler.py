@@ -255,7 +255,7 @@ class Scheduler:
     async def _tick(self) -> None:
         """Complete what the engine has answered, keep it busy, then serve the clients.
 
-        Behind a step that ran ahead and has begun, there is nothing to plan: the next one runs ahead of it in turn.
+        If the next step ran ahead and has begun, nothing needs planning: the one after it runs ahead in turn.
         """
         completed = await self._complete()
         if not self._in_flight:
@@ -362,8 +362,8 @@ class Scheduler:
         if in_flight is not None and prefills and self._last_was_outlier:
             return  # a chunk of the wrong size would delay everybody
         look_ahead = not prefills and _often_forced([by_seq_id[view.seq_id] for view in decodes])
-        may_have_drafts = look_ahead or any(by_seq_id[view.seq_id].drafts(1) for view in decodes)
-        if in_flight is not None and not prefills and may_have_drafts:
+        runs_ahead = in_flight is not None and not prefills
+        if runs_ahead and (look_ahead or any(by_seq_id[view.seq_id].drafts(1) for view in decodes)):
             return  # drafts continue a token that must be known
         chosen = plan(
             decodes,

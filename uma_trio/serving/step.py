@@ -43,7 +43,7 @@ class StepRow:
     are_forced: bool = False
     """The drafts are what the sequence's grammar forces."""
     dropped: bool = False
-    """The sequence has ended in the step before; the engine leaves it out."""
+    """The step before ended the sequence or sampled nothing for it; the engine leaves it out."""
 
 
 @attrs.define(eq=False)
@@ -106,7 +106,7 @@ class InFlightStep:
 
 @attrs.define(eq=False)
 class NewTokens:
-    """Tokens that a step sampled for one sequence, on their way to its client.  None if its mask was late."""
+    """Tokens that a step sampled for one sequence, on their way to its client.  Empty if its mask was late."""
 
     sequence: Sequence
     tokens: Items[int]
