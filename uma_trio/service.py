@@ -156,7 +156,11 @@ class ModelService:
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics.  Never waits for a step."""
-        return {**self._scheduler.snapshot(), "sessions": self._sessions.snapshot()}
+        return {
+            **self._scheduler.snapshot(),
+            "sessions": self._sessions.snapshot(),
+            "constraints": self._model.grammars.snapshot(),
+        }
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the bookkeeping adds up."""

@@ -45,6 +45,7 @@ from uma_trio.protocol.messages import (
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
 from uma_trio.telemetry import Telemetry
 from uma_trio.telemetry.metrics import OffloadMetrics
+from uma_trio.telemetry.principals import PrincipalMetrics
 
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
@@ -324,9 +325,12 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | {f"engine.{name}" for name in keys_of_snapshot("uma_trio/engine/supervisor.py", "SupervisedEngine")}
         | {f"engine.{name}" for name in keys_of_snapshot("uma_trio/engine/link.py", "ChildProcess", "usage")}
         | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
-        | {"kv.evicted_total", "kv.bytes", "kv.bytes_reserved"}
+        | {"kv.evicted_total", "kv.bytes", "kv.bytes_used", "kv.bytes_reserved"}
         | {f"kv_offload.{name}" for name in OffloadMetrics().snapshot()}
         | {"kv_offload.disk_bytes"}
+        | {f"histograms.{name}" for name in Telemetry().snapshot()["histograms"]}
+        | {f"constraints.{name}" for name in keys_of_snapshot("uma_trio/grammar/compiler.py", "GrammarCompiler")}
+        | {f"principals.NAME.{name}" for name in PrincipalMetrics().snapshot(["a"])["a"]}
         | {f"sessions.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
     )
     rows = [row for table in tables(text_of("METRICS.md")) for row in table]

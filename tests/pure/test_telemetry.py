@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.telemetry import Average, RecentValues, Telemetry
+from uma_trio.telemetry.histogram import REQUEST_MS, SEQUENCES, TOKEN_MS, TOKENS, Histogram
+from uma_trio.telemetry.principals import MAX_PRINCIPALS, OTHER, PrincipalMetrics
 
 numbers = st.floats(0, 1e6)
 
@@ -79,3 +81,33 @@ def test_a_snapshot_is_a_copy() -> None:
     telemetry.requests["stop"] += 1
     assert before["requests_total"] == {}
     assert Telemetry().snapshot()["requests_total"] == {}
+
+
+@given(st.lists(numbers, max_size=60), st.sampled_from([TOKEN_MS, REQUEST_MS, SEQUENCES, TOKENS]))
+def test_a_histogram_counts_what_is_at_most_each_bound(values: list[float], bounds: tuple[float, ...]) -> None:
+    histogram = Histogram(bounds)
+    for value in values:
+        histogram.add(value)
+    found = histogram.snapshot()
+    assert found["bounds"] == sorted(bounds)
+    assert found["counts"] == [sum(value <= bound for value in values) for bound in bounds]
+    assert found["count"] == len(values)
+    assert math.isclose(found["sum"], sum(values), rel_tol=1e-9, abs_tol=1e-3)
+
+
+def test_principals_beyond_the_limit_share_a_name() -> None:
+    principals = PrincipalMetrics()
+    for n in range(2 * MAX_PRINCIPALS):
+        principals.of(f"tenant-{n}").tokens_total += 1
+        principals.of("tenant-0").tokens_total += 1
+    found = principals.snapshot(["tenant-1", "tenant-100", "tenant-101", "tenant-1000"])
+    assert len(found) == MAX_PRINCIPALS + 1
+    assert found["tenant-0"]["tokens_total"] == 2 * MAX_PRINCIPALS + 1
+    assert found["tenant-1"] == {
+        "requests_total": 0,
+        "tokens_total": 1,
+        "prompt_tokens_total": 0,
+        "cached_tokens_total": 0,
+        "running": 1,
+    }
+    assert (found[OTHER]["tokens_total"], found[OTHER]["running"]) == (MAX_PRINCIPALS, 3)

@@ -28,13 +28,16 @@ GROUPS: Final = {
         *("inter_token_p50_ms", "inter_token_p95_ms", "inter_token_p99_ms", "ttft_p50_ms", "ttft_p95_ms"),
         *("requests_inter_token_ms", "cancel_to_free_p50_ms", "cancel_to_free_max_ms"),
     ),
+    "Histograms": ("histograms",),
     "Ticks": (
         *("decode_ms_avg", "mask_wait_ms_avg", "sample_ms_avg", "host_gap_p50_ms", "host_gap_p95_ms", "host_gap_share"),
         *("logits_zero_copy_share", "bytes_per_token", "memory_bandwidth_share", "tick_prediction_error"),
     ),
     "Memory": ("kv", "kv_offload", "send_queue_bytes"),
     "Engine": ("engine",),
+    "Constraints": ("constraints",),
     "Sessions": ("sessions",),
+    "Principals": ("principals",),
     "Perf log": ("perf_log_dropped_total",),
 }
 """The metrics by the headings of docs/METRICS.md."""
@@ -73,7 +76,7 @@ def table(snapshot: Mapping[str, Any]) -> list[str]:
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Name the fields of nested objects as docs/METRICS.md does: ``kv.cells``."""
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value and "counts" not in value:
         for key, inner in value.items():
             yield from _flat(f"{name}.{key}", inner)
     else:
@@ -85,6 +88,9 @@ def _shown(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if value is None or value == {}:
         return "-"
+    if isinstance(value, Mapping):  # a histogram
+        mean = f", mean {value['sum'] / value['count']:,.2f}" if value["count"] else ""
+        return f"{value['count']:,} measured{mean}"
     is_figure = isinstance(value, int | float) and name.rpartition(".")[2] != "pid"
     return f"{value:,}" if is_figure else str(value)
 

@@ -52,6 +52,15 @@ class GrammarCompiler:
         self._kept: OrderedDict[tuple[str, bool], Grammar] = OrderedDict()
         self.compiled_total = 0
         self.reused_total = 0
+        self.refused_total = 0
+
+    def snapshot(self) -> dict[str, int]:
+        """Numbers for the metrics."""
+        return {
+            "compiled_total": self.compiled_total,
+            "reused_total": self.reused_total,
+            "refused_total": self.refused_total,
+        }
 
     def find(self, constraint: Constraint) -> Grammar | None:
         """The grammar of ``constraint``, if it was compiled before.  Blocks for less than a millisecond.
@@ -59,7 +68,11 @@ class GrammarCompiler:
         Raises:
             InvalidConstraint: it is too large.
         """
-        key = self._key(constraint)
+        try:
+            key = self._key(constraint)
+        except InvalidConstraint:
+            self._count_refusal()
+            raise
         with self._lock:
             grammar = self._kept.get(key)
             if grammar is not None:
@@ -80,6 +93,7 @@ class GrammarCompiler:
         try:
             source = self._checker.check(rules, is_gbnf=is_gbnf)
         except Refused as error:
+            self._count_refusal()
             raise InvalidConstraint(explain(str(error), constraint)) from None
         grammar = Grammar(xxhash.xxh3_128_hexdigest(source.encode()), source)
         with self._lock:
@@ -88,6 +102,10 @@ class GrammarCompiler:
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return grammar
+
+    def _count_refusal(self) -> None:
+        with self._lock:
+            self.refused_total += 1
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -59,6 +59,7 @@ class RunningSet:
             return False
         sequence.allocation = allocation = placement.allocation
         sequence.state, sequence.admitted_at = State.PREFILL, trio.current_time()
+        self._telemetry.record_admission(1e3 * (sequence.admitted_at - sequence.arrived_at))
         self._sequences[allocation] = sequence
         if not placement.waits:
             self._start_prefill(sequence, placement.n_cached)

@@ -142,14 +142,23 @@ class Stats:
 
     def record_tokens(self, new: NewTokens, at: float) -> None:
         """Count the tokens that a sequence got at ``at``."""
-        sequence = new.sequence
+        sequence, telemetry = new.sequence, self.telemetry
+        counts = telemetry.principals.of(sequence.principal.name)
+        counts.tokens_total += len(new.tokens)
         gap_ms = sequence.record_token_time(at, paused=new.paused)
         if gap_ms is not None:
-            self.telemetry.inter_token_ms.add(gap_ms)
+            telemetry.inter_token_ms.add(gap_ms)
+            telemetry.histograms.inter_token_ms.add(gap_ms)
             if self._perf is not None:
                 sequence.gaps_ms.append(gap_ms)
         elif not new.n_before:
-            self.telemetry.ttft_ms.add(1e3 * (at - sequence.arrived_at))
+            assert sequence.admitted_at is not None
+            ttft_ms = 1e3 * (at - sequence.arrived_at)
+            telemetry.ttft_ms.add(ttft_ms)
+            telemetry.histograms.ttft_ms.add(ttft_ms)
+            telemetry.histograms.request_prefill_ms.add(1e3 * (at - sequence.admitted_at))
+            counts.prompt_tokens_total += len(sequence.prompt.tokens) - sequence.n_cached
+            counts.cached_tokens_total += sequence.n_cached
 
     def record_freed(self, sequences: Iterable[Sequence], at: float) -> None:
         """``sequences``, which were cancelled, have left the KV cache at ``at``, the beginning of a step."""
@@ -163,8 +172,11 @@ class Stats:
         model = self._info.name.removesuffix(".gguf")
         log_request(sequence.request, model, why, sequence.usage, sequence.timings(at), index=sequence.index)
         self.telemetry.requests[why] += 1
+        self.telemetry.principals.of(sequence.principal.name).requests_total += 1
         if sequence.admitted_at is not None and not isinstance(reason, UmaError):
             self.telemetry.served_ms.add(1e3 * (at - sequence.admitted_at))
+            if reason != "cancelled":
+                self._record_complete(sequence, at)
         if self._perf is not None:
             self._perf.write(
                 RequestRecord(
@@ -183,6 +195,15 @@ class Stats:
                 )
             )
 
+    def _record_complete(self, sequence: Sequence, at: float) -> None:
+        """Count an answer that its client got whole."""
+        histograms = self.telemetry.histograms
+        histograms.request_ms.add(1e3 * (at - sequence.arrived_at))
+        histograms.request_prompt_tokens.add(len(sequence.prompt.tokens))
+        histograms.request_tokens.add(len(sequence.tokens))
+        if sequence.first_token_at is not None:
+            histograms.request_decode_ms.add(1e3 * (at - sequence.first_token_at))
+
     def snapshot(
         self, running: Collection[Sequence], cache: KvCache, *, waiting: int, tick_error: float
     ) -> dict[str, Any]:
@@ -199,11 +220,13 @@ class Stats:
             **self.telemetry.snapshot(),
             "queue_depth": waiting,
             "running": len(running),
+            "principals": self.telemetry.principals.snapshot(sequence.principal.name for sequence in running),
             "tick_prediction_error": round(tick_error, 3),
             "kv": {
                 **attrs.asdict(kv),
                 "evicted_total": cache.evicted_total,
                 "bytes": round(kv.cells * per_token),
+                "bytes_used": round((kv.cells_used + kv.cached_cells) * per_token),
                 "bytes_reserved": round((kv.cells_reserved + kv.cached_cells) * per_token),
             },
             "requests_inter_token_ms": {

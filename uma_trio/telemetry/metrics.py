@@ -11,6 +11,9 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
+from uma_trio.telemetry.histogram import REQUEST_MS, SEQUENCES, TOKEN_MS, TOKENS, Histogram
+from uma_trio.telemetry.principals import PrincipalMetrics
+
 WINDOW: Final = 4096
 """Number of measurements that percentiles cover: the last 40 seconds at 100 tokens a second."""
 
@@ -55,6 +58,30 @@ class Average:
         return round(self.total / self.count, 3) if self.count else None
 
 
+@attrs.frozen
+class Histograms:
+    """Distributions since the start."""
+
+    ttft_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
+    inter_token_ms: Histogram = attrs.field(factory=lambda: Histogram(TOKEN_MS))
+    tick_ms: Histogram = attrs.field(factory=lambda: Histogram(TOKEN_MS))
+    batch: Histogram = attrs.field(factory=lambda: Histogram(SEQUENCES))
+    """Sequences in a tick."""
+    request_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
+    """From arrival to the end of a complete answer."""
+    request_queue_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
+    request_prefill_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
+    """From admission to the first token."""
+    request_decode_ms: Histogram = attrs.field(factory=lambda: Histogram(REQUEST_MS))
+    """From the first token to the end of a complete answer."""
+    request_prompt_tokens: Histogram = attrs.field(factory=lambda: Histogram(TOKENS))
+    request_tokens: Histogram = attrs.field(factory=lambda: Histogram(TOKENS))
+    """Tokens of a complete answer."""
+
+    def snapshot(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name).snapshot() for field in attrs.fields(Histograms)}
+
+
 @attrs.define
 class Telemetry:
     """Counters of one model's scheduler."""
@@ -91,6 +118,8 @@ class Telemetry:
     """Memory traffic, estimated by ``estimate_bytes_moved``."""
     bytes_per_s: float | None = None
     """Memory bandwidth of the device, if it was measured."""
+    histograms: Histograms = attrs.field(factory=Histograms)
+    principals: PrincipalMetrics = attrs.field(factory=PrincipalMetrics)
     _sequences_total: int = 0
     """Sum of the batch sizes of all ticks."""
     _busy_ms: float = 0.0
@@ -124,6 +153,8 @@ class Telemetry:
         self.decode_ms.add(decode_ms)
         self.sample_ms.add(sample_ms)
         self._busy_ms += decode_ms + sample_ms
+        self.histograms.tick_ms.add(decode_ms + sample_ms)
+        self.histograms.batch.add(n_sequences)
         self.bytes_moved += bytes_moved
         if gap_ms is not None:
             self.host_gap_ms.add(gap_ms)
@@ -133,6 +164,10 @@ class Telemetry:
         """Record an admitted prompt whose first ``n_tokens`` tokens were in the KV cache; 0 is a miss."""
         self.prefix_cache_hits_total += n_tokens > 0
         self.cached_tokens_total += n_tokens
+
+    def record_admission(self, waited_ms: float) -> None:
+        """Record a request that got its KV cells ``waited_ms`` after it had arrived."""
+        self.histograms.request_queue_ms.add(waited_ms)
 
     def snapshot(self) -> dict[str, Any]:
         """Plain numbers; ``None`` for figures without a measurement."""
@@ -173,6 +208,7 @@ class Telemetry:
             "cancel_to_free_max_ms": freed_max,
             "requests_total": dict(self.requests),
             "rejected_total": dict(self.rejected),
+            "histograms": self.histograms.snapshot(),
         }
 
 
