@@ -33,6 +33,7 @@ import attrs
 
 from uma_trio.connect import BrokenProtocol, ClientError, Connector, Loading, NoServer, SocketPath, connect_blocking
 from uma_trio.errors import ProtocolError
+from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.messages import (
     Eos,
@@ -48,6 +49,7 @@ from uma_trio.protocol.messages import (
     SessionList,
     Timings,
     Token,
+    ToolCallDelta,
     Transcript,
     UnknownEvent,
     Usage,
@@ -71,6 +73,8 @@ __all__ = [
     "SessionInfo",
     "SessionList",
     "Token",
+    "ToolCall",
+    "ToolCallDelta",
     "Transcript",
     "UnknownEvent",
     "ask",
@@ -83,7 +87,7 @@ LOADING_TIMEOUT_S: Final = 600.0
 """How long ``ask`` and ``stream`` wait for a daemon that loads its model."""
 FIELDS: Final = tuple(field.name for field in attrs.fields(Generate))
 """What a request can have."""
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ServerError(ClientError):
@@ -103,7 +107,8 @@ class Answer:
     reasoning: str | None
     """The model's reasoning before the answer, if there is some and the request has ``separate_reasoning``."""
     reason: FinishReason
-    """Why it ended: ``stop`` or ``length``."""
+    """Why it ended: ``stop``, ``tool_calls`` or ``length``."""
+    tool_calls: list[ToolCall] | None
     usage: Usage
     timings: Timings
     seed: int | None
@@ -339,6 +344,7 @@ def ask(
         text=eos.text or "",
         reasoning=eos.reasoning,
         reason=eos.reason,
+        tool_calls=eos.tool_calls,
         usage=eos.usage,
         timings=eos.timings,
         seed=eos.seed,

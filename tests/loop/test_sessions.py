@@ -21,7 +21,7 @@ from uma_trio.client import Eos, PrefillProgress, ServerError, Token, Transcript
 from uma_trio.daemon import connection
 from uma_trio.daemon.peers import OWN_PRINCIPAL
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import ChatMessage
+from uma_trio.protocol.chat import ChatMessage
 from uma_trio.sessions import table
 from uma_trio.sessions.sessions import SWEEP_S
 from uma_trio.sessions.table import PART_CHARS, PART_SESSIONS

@@ -19,11 +19,11 @@ from uma_trio.cli.metrics_view import GROUPS
 from uma_trio.errors import all_errors
 from uma_trio.kv.cache import CacheStatistics
 from uma_trio.protocol import messages
+from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import (
     Cancel,
-    ChatMessage,
     Eos,
     Failure,
     Generate,
@@ -38,6 +38,7 @@ from uma_trio.protocol.messages import (
     Slo,
     Timings,
     Token,
+    ToolCallDelta,
     Transcript,
     Usage,
     to_fields,
@@ -92,6 +93,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("sessions", SessionList, {"event"}),
         ("transcript", Transcript, {"event"}),
         ("token", Token, {"event"}),
+        ("tool_call", ToolCallDelta, {"event"}),
         ("progress", PrefillProgress, {"event"}),
         ("eos", Eos, {"event"}),
         ("error", Failure, {"event"}),
@@ -166,6 +168,8 @@ def test_bounds_are_the_documented_ones() -> None:
     [
         ("A request for text", Slo),
         ("A request for text", ChatMessage),
+        ("A request for text", Tool),
+        ("A request for text", ToolCall),
         ("eos", Usage),
         ("eos", Timings),
         ("eos", Logprobs),
@@ -182,6 +186,7 @@ def test_inner_fields_are_documented(title: str, cls: type) -> None:
 EVENTS = {
     "token": Token,
     "reasoning": Reasoning,
+    "tool_call": ToolCallDelta,
     "progress": PrefillProgress,
     "eos": Eos,
     "error": Failure,

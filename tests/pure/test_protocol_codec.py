@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson, ProtocolError, TruncatedFrame, UmaError
+from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.codec import ClientCodec, NewlineCodec, ServerCodec, server_codec
 from uma_trio.protocol.framing import frame
 from uma_trio.protocol.messages import (
     Cancel,
-    ChatMessage,
     ClientMessage,
     Eos,
     Failure,

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from uma_trio.errors import BadRequest, UmaError
+from uma_trio.protocol.chat import MAX_TOOL_DEPTH, ChatMessage, NamedTool, Tool, ToolCall
 from uma_trio.protocol.messages import (
     MAX_ERROR_CHARS,
     MAX_METADATA_BYTES,
     MAX_METADATA_DEPTH,
     Cancel,
-    ChatMessage,
     Constraint,
     Eos,
     Failure,
@@ -33,6 +33,7 @@ from uma_trio.protocol.messages import (
     Slo,
     Timings,
     Token,
+    ToolCallDelta,
     Transcript,
     UnknownEvent,
     Usage,
@@ -156,9 +157,9 @@ def test_cancel_and_metrics() -> None:
 
 
 def test_unknown_fields_are_ignored_everywhere() -> None:
-    assert parse(LEAST | {"best_of": 2, "tools": [], "x": {"y": None}}) == parse(LEAST)
+    assert parse(LEAST | {"best_of": 2, "x": {"y": None}}) == parse(LEAST)
     assert parse(LEAST | {"slo": {"deadline": 5}}) == parse(LEAST)
-    chat = {"id": "r1", "messages": [{"role": "user", "content": "x", "name": "me"}]}
+    chat = {"id": "r1", "messages": [{"role": "user", "content": "x", "mood": "me"}]}
     assert parse(chat) == Generate(id="r1", messages=[ChatMessage(role="user", content="x")])
     assert parse({"event": "cancel", "id": "r1", "reason": 5}) == Cancel(id="r1")
 
@@ -207,7 +208,7 @@ def test_stop_is_a_string_or_a_list(stop: object, stops: tuple[str, ...]) -> Non
 
 FLAGS = {
     *("ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special", "progress"),
-    "separate_reasoning",
+    *("separate_reasoning", "parallel_tool_calls"),
 }
 
 AT_THE_BOUNDS = [
@@ -265,6 +266,9 @@ AT_THE_BOUNDS = [
     ("constraint", {"json_object": True, "after": "x" * 256}),
     ("constraint", {"regex": "x" * 65536}),
     ("constraint", {"choice": ["x" * 4096] * 512}),
+    ("tools", []),
+    ("tool_choice", "auto"),
+    ("tool_choice", "none"),
     ("metadata", {}),
 ]
 
@@ -335,6 +339,14 @@ NOT_TAKEN = [
     ("echo", [0, "true", None]),
     ("progress", [0, 1, "true", None]),
     ("separate_reasoning", [0, 1, "true", None]),
+    ("parallel_tool_calls", [0, 1, "true", None]),
+    (
+        "tools",
+        [None, 1, "x", {}, [{}], [1], [{"name": ""}], [{"name": "a b"}], [{"name": "a\n"}], [{"name": "x" * 129}]],
+    ),
+    ("tools", [[{"name": "a", "parameters": []}], [{"name": "a"}, {"name": "a"}], [{"name": "a", "description": 1}]]),
+    ("tools", [[{"name": "a", "parameters": {"type": "string"}}], [{"name": f"t{n}"} for n in range(513)]]),
+    ("tool_choice", [None, "some", 1, [], {}, {"name": 1}, {"name": "a"}, "required"]),
     ("keep_alive", [1, "true", None]),
     ("cache_prompt", [0, "true", None]),
     ("speculate", [0, 1, "auto", []]),
@@ -371,9 +383,19 @@ def test_every_field_has_cases() -> None:
         [{}],
         [{"role": "user"}],
         [{"content": "x"}],
-        [{"role": "tool", "content": "x"}],
+        [{"role": "function", "content": "x"}],
+        [{"role": "user", "content": None}],
+        [{"role": "assistant", "tool_calls": []}],
+        [{"role": "user", "content": "x", "tool_calls": [{"name": "a", "arguments": {}}]}],
+        [{"role": "user", "content": "x", "tool_call_id": "c"}],
+        [{"role": "assistant", "tool_calls": [{"name": "a"}]}],
+        [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": "{}"}]}],
+        [{"role": "assistant", "tool_calls": [{"name": "a b", "arguments": {}}]}],
+        [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": {"x": math.nan}}]}],
+        [{"role": "assistant", "tool_calls": [{"name": "a", "arguments": {}}] * 129}],
         [{"role": "user", "content": 1}],
-        [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1025}],
         ["x"],
         [None],
         [{"role": "user", "content": "x"}] * 1025,
@@ -383,6 +405,63 @@ def test_messages_that_are_refused(chat: object) -> None:
     error = refused({"id": "r1", "messages": chat})
     assert "messages" in str(error)
     assert error.request_id == "r1"
+
+
+def test_tools_and_what_came_of_them() -> None:
+    call = {"id": "c1", "name": "add", "arguments": {"a": [1, {"b": None}]}}
+    chat = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {"role": "assistant", "content": None, "tool_calls": [call, {"name": "x" * 128, "arguments": {}}]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"},
+    ]
+    tools = [{"name": "add", "description": "Adds.", "parameters": {"type": "object"}}, {"name": "a.b:c/d-e_F9"}]
+    found = parse({"id": "r1", "messages": chat, "tools": tools, "tool_choice": {"name": "add"}})
+    assert isinstance(found, Generate)
+    assert found.messages is not None
+    assert [message.text for message in found.messages] == ["Be brief.", "", "3"]
+    assert (found.messages[1].tool_calls or [])[0] == ToolCall(id="c1", name="add", arguments={"a": [1, {"b": None}]})
+    assert found.tools[1] == Tool(name="a.b:c/d-e_F9")
+    assert found.tool_choice == NamedTool(name="add")
+    assert found.must_call
+    parse({"id": "r1", "messages": chat, "tools": [{"name": f"t{n}"} for n in range(512)]})
+
+
+def test_parameters_as_deep_as_allowed() -> None:
+    def nested(depth: int) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for _ in range(depth - 1):
+            found = {"properties": found}
+        return found
+
+    chat = [{"role": "user", "content": "x"}]
+    for depth in (1, MAX_TOOL_DEPTH):
+        parse({"id": "r1", "messages": chat, "tools": [{"name": "a", "parameters": nested(depth)}]})
+    error = refused({"id": "r1", "messages": chat, "tools": [{"name": "a", "parameters": nested(MAX_TOOL_DEPTH + 1)}]})
+    assert "tools[0].parameters" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": "x", "tools": [{"name": "a"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "no tools"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "a"}], "tool_choice": {"name": "b"}},
+            "'b'",
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"name": "a"}],
+                "tool_choice": "required",
+                "ignore_eos": True,
+            },
+            "ignore_eos",
+        ),
+    ],
+)
+def test_tools_that_are_not_possible(fields: dict[str, object], said: str) -> None:
+    assert said in str(refused({"id": "r1", **fields}))
 
 
 def test_exactly_one_of_prompt_and_messages() -> None:
@@ -616,15 +695,17 @@ alternatives = st.lists(
 scored = st.builds(
     Logprobs, token_id=counts, text=texts, bytes=octets, logprob=st.floats(-99, 0), top_logprobs=alternatives
 )
+calls = st.builds(ToolCall, id=st.text("ab", min_size=1), name=st.text("ab_", min_size=1), arguments=metadatas)
 events = (
     st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
     | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
     | st.builds(Reasoning.of, texts, texts, st.none() | counts, st.none() | scored, index=st.none() | counts)
+    | st.builds(ToolCallDelta, id=texts, call=counts, call_id=st.none() | texts, arguments=st.none() | texts)
     | st.builds(PrefillProgress, id=texts, prefilled_tokens=counts, prompt_tokens=counts, index=st.none() | counts)
     | st.builds(
         Eos,
         id=texts,
-        reason=st.sampled_from(["stop", "length", "cancelled", "error"]),
+        reason=st.sampled_from(["stop", "length", "tool_calls", "cancelled", "error"]),
         usage=st.builds(
             Usage,
             prompt_tokens=counts,
@@ -638,6 +719,7 @@ events = (
         ),
         text=st.none() | texts,
         reasoning=st.none() | texts,
+        tool_calls=st.none() | st.lists(calls, max_size=2),
         logprobs=st.none() | st.lists(scored, max_size=2),
         stop=st.none() | texts,
         seed=st.none() | st.integers(0, 2**63 - 1),
@@ -645,7 +727,14 @@ events = (
     )
     | failures
 )
-CLASSES = {"token": Token, "reasoning": Reasoning, "eos": Eos, "error": Failure, "progress": PrefillProgress}
+CLASSES = {
+    "token": Token,
+    "reasoning": Reasoning,
+    "tool_call": ToolCallDelta,
+    "eos": Eos,
+    "error": Failure,
+    "progress": PrefillProgress,
+}
 
 
 def without_none(value: object) -> object:
@@ -749,7 +838,7 @@ def test_metrics_fields_are_top_level() -> None:
 
 
 def test_unknown_events_and_fields_of_a_newer_server() -> None:
-    fields = {"id": "r", "event": "tool_call", "name": "search"}
+    fields = {"id": "r", "event": "search", "name": "search"}
     found = parse_event(fields)
     assert found == UnknownEvent(fields)
     assert found.id == "r"

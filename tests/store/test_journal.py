@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.crashes import crash_everywhere
-from uma_trio.protocol.messages import ChatMessage
+from uma_trio.protocol.chat import ChatMessage
 from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, principal_uid, uid_principal
 from uma_trio.store import journal_format as form
 from uma_trio.store.encoding import MAX_PRINCIPAL_BYTES, MAX_TOKEN_ID, MAX_TOKENS, DamagedFile, ForeignFile

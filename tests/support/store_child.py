@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.protocol.messages import ChatMessage
+from uma_trio.protocol.chat import ChatMessage
 from uma_trio.store import Journal, JournalError, SessionKey, SessionRecord, StateFolder, StoreError
 
 NOBODY = 65534

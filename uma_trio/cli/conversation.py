@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from uma_trio.protocol.messages import ChatMessage
+from uma_trio.protocol.chat import ChatMessage
 
 Message = dict[str, str]
 
@@ -74,7 +74,7 @@ class Conversation:
 def as_fields(message: ChatMessage) -> Message:
     """A message as a request has it."""
     reasoning = {} if message.reasoning is None else {"reasoning": message.reasoning}
-    return {"role": message.role, "content": message.content, **reasoning}
+    return {"role": message.role, "content": message.text, **reasoning}
 
 
 def as_json(messages: Sequence[Message]) -> str:

@@ -116,7 +116,7 @@ def show(context: click.Context, session_id: str, as_json: bool, socket: str | N
         click.secho(f"\n{message.role}", bold=True)
         if message.reasoning is not None:
             click.secho(_shown(message.reasoning, keep="\n\t") + "\n", dim=True)
-        click.echo(_shown(message.content, keep="\n\t"))
+        click.echo(_shown(message.text, keep="\n\t"))
     if found.text is not None:
         click.echo("\n" + _shown(found.text, keep="\n\t"))
 

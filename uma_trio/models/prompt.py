@@ -16,7 +16,8 @@ from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.context import SHORT_ANSWER, explain_context, more_context
-from uma_trio.protocol.messages import ChatMessage, Generate
+from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.messages import Generate
 from uma_trio.sampling import ReasoningMarkers
 
 INLINE_BYTES: Final = 4096
@@ -65,7 +66,7 @@ def check_prompt_size(request: Generate, limits: Limits) -> int:
     if request.messages is None:
         size = len((request.prompt or "").encode())
     else:
-        size = sum(len(f"{message.content}{message.reasoning or ''}".encode()) for message in request.messages)
+        size = sum(len(f"{message.text}{message.reasoning or ''}".encode()) for message in request.messages)
     if size > limits.max_prompt_bytes:
         raise PromptTooLarge(f"the prompt has {size} bytes; this daemon takes {limits.max_prompt_bytes}")
     return size
@@ -159,7 +160,7 @@ class PromptMaker:
 
 def template_message(message: ChatMessage) -> dict[str, str]:
     """A message as chat templates know it.  They have two names for reasoning; most use it only in the latest turn."""
-    fields = {"role": message.role, "content": message.content}
+    fields = {"role": message.role, "content": message.text}
     if message.reasoning is not None:
         fields |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
     return fields

@@ -11,9 +11,9 @@ from typing import Any, Final, Literal, Protocol
 
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson
 from uma_trio.protocol import framing, messages, payload
+from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.messages import (
     Cancel,
-    ChatMessage,
     ClientMessage,
     Eos,
     Event,
@@ -25,6 +25,7 @@ from uma_trio.protocol.messages import (
     ServerEvent,
     SessionList,
     Token,
+    ToolCallDelta,
     Transcript,
 )
 from uma_trio.protocol.payload import Encoding
@@ -224,5 +225,5 @@ class NewlineCodec:
                 return b"\n"
             case Failure(code=code, message=message):
                 return ERROR_LINE + f"{code} {' '.join(message.splitlines())}\n".encode()
-            case PrefillProgress() | Metrics() | SessionList() | Transcript():
+            case ToolCallDelta() | PrefillProgress() | Metrics() | SessionList() | Transcript():
                 raise AssertionError("no line asks for this")

@@ -1,7 +1,8 @@
 """Messages of the socket protocol, as frozen records.
 
 Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The daemon answers with ``Token``,
-``Reasoning``, ``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and ``Transcript``.
+``Reasoning``, ``ToolCallDelta``, ``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and
+``Transcript``.
 
 The types hold the bounds that every daemon enforces, and no other module repeats them.  Limits that an operator can
 set are checked later, when a request is admitted.
@@ -11,7 +12,6 @@ Source: docs/PROTOCOL.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -20,9 +20,20 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.errors import BadRequest, UmaError
+from uma_trio.protocol.chat import (
+    MAX_TOOLS,
+    ChatMessage,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    check_json,
+    check_messages,
+    check_tools,
+)
 
 Priority = Literal["interactive", "normal", "background"]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 MAX_INT32: Final = 2**31 - 1
 """llama.cpp counts and numbers tokens with 32-bit signed integers."""
@@ -64,16 +75,6 @@ class Slo:
     priority: Priority = "normal"
 
 
-@attrs.frozen(kw_only=True)
-class ChatMessage:
-    """One message of a chat."""
-
-    role: Literal["system", "user", "assistant"]
-    content: str
-    reasoning: str | None = None
-    """Reasoning before ``content``; only of the assistant.  The chat template decides what the model sees of it."""
-
-
 Source = Annotated[str, Meta(min_length=1, max_length=65536)]
 
 
@@ -107,6 +108,12 @@ class Generate:
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
     """A chat, rendered with the model's chat template."""
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
+    """What the model may call, instead of an answer or after it."""
+    tool_choice: ToolChoice = "auto"
+    """``auto``: the model decides.  ``none``: as without ``tools``.  ``required``, or a tool: the answer is a call."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may have several calls."""
     parse_special: bool = True
     """Whether text in ``prompt`` that spells a control token becomes that token.  In ``messages`` it never does."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
@@ -170,6 +177,11 @@ class Generate:
     """Principal on whose behalf the request is made.  Honoured only from the user that runs the daemon."""
     metadata: dict[str, Any] | None = None
     """Echoed in ``eos`` and ``error``."""
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a tool call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -361,6 +373,25 @@ class Reasoning(Generated):
 
 
 @attrs.frozen(kw_only=True)
+class ToolCallDelta:
+    """A part of a tool call; its event is called ``tool_call``.
+
+    The first event of a call has ``call_id`` and ``name``, the following ones have ``arguments``.  A call counts when
+    ``Eos.tool_calls`` has it: one that was cut, or goes wrong after it has begun, comes again as text.
+    """
+
+    id: str
+    call: int
+    """Which call of the answer, from 0."""
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    """The next piece of the arguments, as JSON text."""
+    index: int | None = None
+    """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
+
+
+@attrs.frozen(kw_only=True)
 class Eos:
     """End of an answer.  It is the last event of the answer, and of the request when all its answers have ended."""
 
@@ -374,6 +405,8 @@ class Eos:
     """The whole text, if ``stream`` was false."""
     reasoning: str | None = None
     """The reasoning, if there was some and ``stream`` was false; see ``Generate.separate_reasoning``."""
+    tool_calls: list[ToolCall] | None = None
+    """The complete calls, if there are some, whether or not they were streamed."""
     constraint_complete: bool | None = None
     """Whether the answer has ended by itself, where its constraint allows it.  ``None`` without a constraint."""
     logprobs: list[Logprobs] | None = None
@@ -432,7 +465,7 @@ class PrefillProgress:
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
 
 
-ServerEvent = Token | Reasoning | Eos | Failure | PrefillProgress | Metrics | SessionList | Transcript
+ServerEvent = Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Metrics | SessionList | Transcript
 
 
 @attrs.frozen
@@ -453,6 +486,7 @@ Event = ServerEvent | UnknownEvent
 _EVENT_NAMES: Final = {
     Token: "token",
     Reasoning: "reasoning",
+    ToolCallDelta: "tool_call",
     Eos: "eos",
     Failure: "error",
     PrefillProgress: "progress",
@@ -523,6 +557,12 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
     request = msgspec.convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")
+    check_messages(request.messages or ())
+    check_tools(request.tools, request.tool_choice)
+    if request.tools and request.messages is None:
+        raise BadRequest("tools go with messages, not with a prompt: the chat template tells the model about them")
+    if request.must_call and request.ignore_eos:
+        raise BadRequest("ignore_eos does not go with this tool_choice: an answer ends after its calls")
     if request.session_id is not None and request.n > 1:
         raise BadRequest("n must be 1 with session_id: a session continues one answer; fork it to get several")
     if request.constraint is not None:
@@ -560,16 +600,7 @@ def _shortened(text: str) -> str:
 
 def _check_metadata(metadata: dict[str, Any]) -> None:
     """Require metadata that is small, shallow and the same in both encodings, because the daemon echoes it."""
-    level: list[Any] = [metadata]
-    for _ in range(MAX_METADATA_DEPTH):
-        items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]
-        if any(isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)) for item in items):
-            raise BadRequest("metadata must be valid JSON: no bytes, no NaN, no Infinity")
-        level = [item for item in items if isinstance(item, dict | list)]
-        if not level:
-            break
-    else:
-        raise BadRequest(f"metadata is nested more than {MAX_METADATA_DEPTH} deep")
+    check_json(metadata, "metadata", MAX_METADATA_DEPTH)
     size = len(msgspec.json.encode(metadata))
     if size > MAX_METADATA_BYTES:
         raise BadRequest(f"metadata has {size} bytes; the limit is {MAX_METADATA_BYTES}")

@@ -16,8 +16,8 @@ from uma_trio.config import Config
 from uma_trio.errors import BadRequest
 from uma_trio.kv.prefix import Tokens, common_prefix
 from uma_trio.models.prompt import History, Prompt, PromptMaker, prompt_room, surplus_tokens
+from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.messages import (
-    ChatMessage,
     Eos,
     Failure,
     Generate,

@@ -11,7 +11,8 @@ import numpy as np
 
 from uma_trio.errors import SessionBusy, SessionExists, SessionNotFound
 from uma_trio.kv.prefix import Tokens, common_prefix
-from uma_trio.protocol.messages import ChatMessage, SessionInfo, SessionList, Transcript
+from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.messages import SessionInfo, SessionList, Transcript
 from uma_trio.store import SessionKey, SessionRecord
 
 PART_SESSIONS: Final = 64
@@ -248,7 +249,7 @@ def transcript(
     part: list[ChatMessage] = []
     n_chars = 0
     for message in messages:
-        size = MESSAGE_CHARS + len(message.content) + len(message.reasoning or "")
+        size = MESSAGE_CHARS + len(message.text) + len(message.reasoning or "")
         if part and n_chars + size > PART_CHARS:
             yield Transcript(session=info, messages=part, more=True, id=id)
             part, n_chars = [], 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from uma_trio.protocol.messages import ChatMessage
+from uma_trio.protocol.chat import ChatMessage
 
 
 def drop_oldest(
@@ -39,4 +39,4 @@ def drop_oldest(
 
 def _size(message: ChatMessage) -> int:
     """UTF-8 bytes, and one more so that an empty message has a size."""
-    return 1 + len(message.content.encode())
+    return 1 + len(message.text.encode())

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.kv.prefix import common_prefix
-from uma_trio.protocol.messages import ChatMessage
+from uma_trio.protocol.chat import ChatMessage
 from uma_trio.store.encoding import (
     MAX_PRINCIPAL_BYTES,
     MAX_TOKENS,

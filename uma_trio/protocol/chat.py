@@ -1,0 +1,143 @@
+"""Messages of a chat, tools that a model may call, and the bounds of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+import attrs
+from msgspec import Meta
+
+from uma_trio.errors import BadRequest
+
+MAX_TOOLS: Final = 512
+"""Tools of a request."""
+
+MAX_TOOL_CALLS: Final = 128
+"""Tool calls of one message, and of one answer."""
+
+MAX_TOOL_NAME_CHARS: Final = 128
+
+MAX_TOOL_DEPTH: Final = 48
+"""Nesting of objects and lists in a tool's ``parameters`` and in a call's ``arguments``, themselves included."""
+
+ToolName = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}\Z")]
+"""No character that a template or a call format gives a meaning to."""
+CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+@attrs.frozen(kw_only=True)
+class TextPart:
+    """A part of a message's content."""
+
+    text: str
+    type: Literal["text"] = "text"
+
+
+@attrs.frozen(kw_only=True)
+class ToolCall:
+    """A call of a tool, made by the model."""
+
+    name: ToolName
+    arguments: dict[str, Any]
+    id: CallId | None = None
+    """Chosen by the daemon.  ``None`` is allowed in the messages of a client."""
+
+
+@attrs.frozen(kw_only=True)
+class ChatMessage:
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """``developer`` means the same as ``system``.  ``tool`` is the result of a tool call."""
+    content: str | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
+    """``None`` only in a message of the assistant that has ``tool_calls``."""
+    reasoning: str | None = None
+    """Reasoning before ``content``; only of the assistant.  The chat template decides what the model sees of it."""
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    """Calls after ``content``; only of the assistant."""
+    tool_call_id: CallId | None = None
+    """Which call the message answers; only of a tool."""
+    name: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Who speaks; for a tool, its name."""
+
+    @property
+    def text(self) -> str:
+        """``content`` as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+@attrs.frozen(kw_only=True)
+class Tool:
+    """A function of the client that the model may call."""
+
+    name: ToolName
+    description: str = ""
+    parameters: dict[str, Any] = attrs.field(factory=dict)
+    """JSON schema of the arguments, which are an object.  Empty: any object."""
+
+
+@attrs.frozen(kw_only=True)
+class NamedTool:
+    """The tool that an answer must call."""
+
+    name: ToolName
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """
+    Raises:
+        BadRequest: a message has a field that its role does not have, or lacks its content.
+    """
+    for n, message in enumerate(messages):
+        place, role = f"messages[{n}]", message.role
+        if message.content is None and not (role == "assistant" and message.tool_calls):
+            raise BadRequest(f"{place} lacks content; only a message of the assistant with tool_calls may have none")
+        if message.tool_calls and role != "assistant":
+            raise BadRequest(f"{place}.tool_calls: only messages of the assistant have them; this is of role {role}")
+        if message.tool_call_id is not None and role != "tool":
+            raise BadRequest(f"{place}.tool_call_id: only messages of role tool have it; this is of role {role}")
+        for i, call in enumerate(message.tool_calls or ()):
+            check_json(call.arguments, f"{place}.tool_calls[{i}].arguments", MAX_TOOL_DEPTH)
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
+    """
+    Raises:
+        BadRequest: two tools have the same name, parameters are no JSON schema, or ``choice`` is not possible.
+    """
+    names = {tool.name for tool in tools}
+    for n, tool in enumerate(tools):
+        check_json(tool.parameters, f"tools[{n}].parameters", MAX_TOOL_DEPTH)
+        if tool.parameters.get("type", "object") != "object":
+            raise BadRequest(f"tools[{n}].parameters: the type must be object; arguments are an object")
+    if len(names) < len(tools):
+        twice = next(tool.name for n, tool in enumerate(tools) if tool.name in {each.name for each in tools[:n]})
+        raise BadRequest(f"tools has {twice!r} twice; each tool needs a name of its own")
+    if isinstance(choice, NamedTool) and choice.name not in names:
+        raise BadRequest(f"tool_choice names {choice.name!r}, which is not among the request's tools")
+    if choice == "required" and not tools:
+        raise BadRequest("tool_choice is required, but the request has no tools")
+
+
+def check_json(value: Any, name: str, max_depth: int) -> None:
+    """Require a value that is shallow and the same in both encodings.
+
+    Raises:
+        BadRequest: calls the value ``name``.
+    """
+    level: list[Any] = [value]
+    for _ in range(max_depth):
+        items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]
+        if any(isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)) for item in items):
+            raise BadRequest(f"{name} must be valid JSON: no bytes, no NaN, no Infinity")
+        level = [item for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise BadRequest(f"{name} is nested more than {max_depth} deep")
