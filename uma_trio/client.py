@@ -25,7 +25,7 @@ import difflib
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeGuard
+from typing import Any, Final, Literal, TypeGuard, TypeVar
 
 import anyio
 import anyio.abc
@@ -43,12 +43,16 @@ from uma_trio.protocol.messages import (
     Generate,
     Logprobs,
     Metrics,
+    ModelDescription,
+    ModelList,
     PrefillProgress,
     Reasoning,
+    ServerEvent,
     SessionInfo,
     SessionList,
     Timings,
     Token,
+    TokenList,
     ToolCallDelta,
     Transcript,
     UnknownEvent,
@@ -66,6 +70,7 @@ __all__ = [
     "Failure",
     "Loading",
     "Metrics",
+    "ModelDescription",
     "NoServer",
     "PrefillProgress",
     "Reasoning",
@@ -73,6 +78,7 @@ __all__ = [
     "SessionInfo",
     "SessionList",
     "Token",
+    "TokenList",
     "ToolCall",
     "ToolCallDelta",
     "Transcript",
@@ -88,6 +94,7 @@ LOADING_TIMEOUT_S: Final = 600.0
 FIELDS: Final = tuple(field.name for field in attrs.fields(Generate))
 """What a request can have."""
 Messages = Sequence[Mapping[str, Any]]
+AnswerEvent = TypeVar("AnswerEvent", bound=ServerEvent)
 
 
 class ServerError(ClientError):
@@ -229,15 +236,48 @@ class Client:
         text = None if parts[0].text is None else "".join(part.text or "" for part in parts)
         return attrs.evolve(parts[-1], messages=messages, text=text)
 
-    async def metrics(self) -> dict[str, Any]:
-        """Return one snapshot, as docs/METRICS.md describes it.  The daemon closes the connection afterwards."""
-        await self.send({"type": "metrics"})
+    async def tokenize(self, text: str | None = None, *, messages: Messages | None = None, **fields: Any) -> TokenList:
+        """Return the tokens of a text, with their positions in it, or those of a chat as a request would prefill it.
+
+        Args:
+            fields: further fields of a tokenize query in docs/PROTOCOL.md.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        given = {"text": text} if messages is None else {"messages": messages}
+        return await self._ask({"type": "tokenize", **given, **fields}, TokenList)
+
+    async def detokenize(self, tokens: Sequence[int], **fields: Any) -> str:
+        """Return the text of ``tokens``; ``fields`` are those of a tokenize query in docs/PROTOCOL.md.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        answer = await self._ask({"type": "tokenize", "tokens": [*tokens], **fields}, TokenList)
+        return answer.text or ""
+
+    async def models(self, **fields: Any) -> list[ModelDescription]:
+        """Return what the daemon serves, the default model first; ``fields`` are those of a models query.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        return (await self._ask({"type": "models", **fields}, ModelList)).models
+
+    async def _ask(self, query: Mapping[str, Any], expected: type[AnswerEvent]) -> AnswerEvent:
+        """Send a query that is answered with one event, and return that."""
+        await self.send(query)
         match event := await self.receive():
-            case Metrics(snapshot=snapshot):
-                return dict(snapshot)
             case Failure():
                 raise ServerError(event)
-        raise BrokenProtocol(f"expected metrics, got {event!r}")
+            case _ if isinstance(event, expected):
+                return event
+        raise BrokenProtocol(f"expected {expected.__name__}, got {event!r}")
+
+    async def metrics(self) -> dict[str, Any]:
+        """Return one snapshot, as docs/METRICS.md describes it.  The daemon closes the connection afterwards."""
+        return dict((await self._ask({"type": "metrics"}, Metrics)).snapshot)
 
 
 class _Request:

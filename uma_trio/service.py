@@ -6,6 +6,7 @@ cache or the engine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +23,19 @@ from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Eos, Generate, SessionList, SessionQuery, Timings, Transcript, Usage
+from uma_trio.protocol.messages import (
+    Capability,
+    Eos,
+    Generate,
+    ModelDescription,
+    SessionList,
+    SessionQuery,
+    Timings,
+    TokenizeQuery,
+    TokenList,
+    Transcript,
+    Usage,
+)
 from uma_trio.sampling import sampling_defaults
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
@@ -88,20 +101,37 @@ class ModelService:
         """
         return await self._sessions.answer_query(query, principal.name)
 
-    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of ``text``.  Blocks for about 1 ms for each 10 kB."""
-        tokens: list[int] = self._prompts.tokenizer.encode(
-            text, add_special=add_special, parse_special=parse_special
-        ).tolist()
-        return tokens
-
-    def detokenize(self, tokens: list[int]) -> str:
-        """The text of ``tokens``; what is not UTF-8 becomes U+FFFD.
+    async def tokenize(self, query: TokenizeQuery) -> TokenList:
+        """Tokens of a text or of a chat, or the text of tokens.
 
         Raises:
-            InvalidTokenId: one of them is not in the vocabulary.
+            UmaError: it cannot be done; see ``PromptMaker.tokenize``.
         """
-        return self._prompts.tokenizer.decode(tokens)
+        return await self._prompts.tokenize(query)
+
+    def description(self) -> ModelDescription:
+        """What a client may want to know of the model."""
+        info, model = self._model.info, self._model
+        capabilities: dict[Capability, bool] = {
+            "completion": True,
+            "chat": self.has_chat_template,
+            "reasoning": self._prompts.reasoning is not None,
+        }
+        return ModelDescription(
+            name=self.name,
+            description=info.description,
+            architecture=model.metadata.get("general.architecture", "unknown"),
+            quantization=quantization(info.description),
+            size_bytes=info.size_bytes,
+            n_parameters=info.n_params,
+            context=info.n_ctx,
+            context_per_request=info.max_request_tokens,
+            parallel=info.n_seq_max,
+            capabilities=[name for name, has in capabilities.items() if has],
+            embedding_length=info.n_embd,
+            chat_template=model.template_source,
+            created_at=model.written_at,
+        )
 
     # -- for the server -------------------------------------------------------------------------
 
@@ -282,6 +312,18 @@ class Generation:
             timings=Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None),
             metadata=self.request.metadata,
         )
+
+
+def quantization(description: str) -> str | None:
+    """The quantization in llama.cpp's description of a model, as file names have it: ``Q4_K_M``, ``F16``.
+
+    ``None`` if the description names none.
+    """
+    found = re.search(r"\b((?:I?Q|TQ)\d\w*|BF16|F16|F32|MXFP4|NVFP4)(?: - (Small|Medium|Large)\b)?", description)
+    if found is None:
+        return None
+    kind, size = found.groups()
+    return f"{kind}_{size[0]}" if size else str(kind)
 
 
 class ModelRegistry:

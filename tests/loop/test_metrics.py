@@ -69,7 +69,9 @@ async def test_each_principal_has_its_counts(autojump_clock):
 async def test_constraints_are_counted_by_what_became_of_them(autojump_clock):
     async with serving() as harness, harness.client() as client:
         for _ in range(3):
-            await client.complete(prompt="a", max_tokens=2, constraint={"regex": "([1-4][0-9]{2} ){3}"}, keep_alive=True)
+            await client.complete(
+                prompt="a", max_tokens=2, constraint={"regex": "([1-4][0-9]{2} ){3}"}, keep_alive=True
+            )
         for constraint in ({"regex": "["}, {"regex": "a" * 65_536}):
             with pytest.raises(ServerError):
                 await client.complete(prompt="a", max_tokens=2, constraint=constraint, keep_alive=True)

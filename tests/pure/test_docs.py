@@ -30,6 +30,9 @@ from uma_trio.protocol.messages import (
     Logprob,
     Logprobs,
     MetricsQuery,
+    ModelDescription,
+    ModelList,
+    ModelsQuery,
     PrefillProgress,
     Reasoning,
     SessionInfo,
@@ -38,6 +41,8 @@ from uma_trio.protocol.messages import (
     Slo,
     Timings,
     Token,
+    TokenizeQuery,
+    TokenList,
     ToolCallDelta,
     Transcript,
     Usage,
@@ -90,6 +95,10 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("Cancel", Cancel, {"event"}),
         ("Metrics query", MetricsQuery, {"type"}),
         ("Session query", SessionQuery, {"type"}),
+        ("Tokenize query", TokenizeQuery, {"type"}),
+        ("Models query", ModelsQuery, {"type"}),
+        ("tokens", TokenList, {"event"}),
+        ("models", ModelList, {"event"}),
         ("sessions", SessionList, {"event"}),
         ("transcript", Transcript, {"event"}),
         ("token", Token, {"event"}),
@@ -111,6 +120,8 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
         ("Cancel", Cancel),
         ("Metrics query", MetricsQuery),
         ("Session query", SessionQuery),
+        ("Tokenize query", TokenizeQuery),
+        ("Models query", ModelsQuery),
     ],
 )
 def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
@@ -175,6 +186,7 @@ def test_bounds_are_the_documented_ones() -> None:
         ("eos", Logprobs),
         ("token", Logprob),
         ("sessions", SessionInfo),
+        ("models", ModelDescription),
     ],
 )
 def test_inner_fields_are_documented(title: str, cls: type) -> None:
@@ -191,6 +203,8 @@ EVENTS = {
     "eos": Eos,
     "error": Failure,
     "transcript": Transcript,
+    "tokens": TokenList,
+    "models": ModelList,
 }
 
 
@@ -218,7 +232,8 @@ def test_the_codec_accepts_every_json_example() -> None:
             known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
             assert set(fields) <= known
             kinds.add(type(message))
-    assert kinds == {Generate, Cancel, MetricsQuery, SessionQuery, *EVENTS.values()}
+    queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery}
+    assert kinds == {Generate, Cancel, *queries, *EVENTS.values()}
 
 
 def test_the_frames_decode_to_the_examples() -> None:

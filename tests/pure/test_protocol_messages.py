@@ -25,6 +25,9 @@ from uma_trio.protocol.messages import (
     Logprobs,
     Metrics,
     MetricsQuery,
+    ModelDescription,
+    ModelList,
+    ModelsQuery,
     PrefillProgress,
     Reasoning,
     ServerEvent,
@@ -33,6 +36,7 @@ from uma_trio.protocol.messages import (
     Slo,
     Timings,
     Token,
+    TokenizeQuery,
     ToolCallDelta,
     Transcript,
     UnknownEvent,
@@ -217,9 +221,16 @@ AT_THE_BOUNDS = [
     ("id", "x" * 256),
     ("model", "x" * 256),
     ("principal", "x" * 256),
+    ("principal_weight", 0.01),
+    ("principal_weight", 100),
+    ("principal_max_requests", None),
+    ("principal_max_requests", 1),
+    ("principal_max_requests", 1_000_000),
     ("id", "é"),
     ("prompt", ""),
     ("prompt", "a\0b"),
+    ("prompt", [0]),
+    ("prompt", [2**31 - 1] * (1 << 20)),
     ("max_tokens", 1),
     ("max_tokens", 2**31 - 1),
     ("n", 1),
@@ -282,7 +293,9 @@ NOT_TAKEN = [
     ("id", ["", "x" * 257, 1, None, True, [], {}]),
     ("model", ["", "x" * 257, 1, True, [], b"x"]),
     ("principal", ["", "x" * 257, 1, True, [], b"x"]),
-    ("prompt", [1, True, [], {}, b"x"]),
+    ("principal_weight", [0, 0.009, 100.1, -1, math.nan, math.inf, "1", True, None]),
+    ("principal_max_requests", [0, -1, 1_000_001, 1.0, "1", True]),
+    ("prompt", [1, True, [], {}, b"x", [-1], [2**31], [1.0], ["1"], [None], [[1]], [1] * ((1 << 20) + 1)]),
     ("max_tokens", [0, -1, 2**31, 2**63, 1.0, 1.5, "1", True, [1], math.nan]),
     ("n", [0, -1, 17, 2**64, 1.0, "1", True, None]),
     ("temperature", [-1e-9, -1, 100.1, math.nan, math.inf, -math.inf, "0", True, [0]]),
@@ -827,6 +840,76 @@ def test_fields_without_a_value_are_absent() -> None:
         "timings": {"queue_ms": 0, "total_ms": 1.5},
     }
     assert to_fields(Failure(code="E_X", message="")) == {"event": "error", "code": "E_X", "message": ""}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"text": ""}, TokenizeQuery(text="")),
+        ({"tokens": []}, TokenizeQuery(tokens=[])),
+        (
+            {"text": "x", "add_special": False, "parse_special": False},
+            TokenizeQuery(text="x", add_special=False, parse_special=False),
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "model": "m",
+                "id": "q",
+                "keep_alive": True,
+                "principal": "web",
+            },
+            TokenizeQuery(
+                messages=[ChatMessage(role="user", content="x")], model="m", id="q", keep_alive=True, principal="web"
+            ),
+        ),
+    ],
+)
+def test_tokenize_queries(fields: dict[str, object], expected: TokenizeQuery) -> None:
+    assert parse({"type": "tokenize", **fields}) == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"text": None},
+        {"text": "x", "tokens": [1]},
+        {"text": "x", "messages": [{"role": "user", "content": "x"}]},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}, {"name": "f"}]},
+        {"text": "x", "tools": [{"name": "f"}]},
+        {"tokens": [-1]},
+        {"tokens": [1] * ((1 << 20) + 1)},
+        {"tokens": "1"},
+        {"text": 1},
+        {"text": "x", "add_special": 1},
+        {"text": "x", "principal": ""},
+    ],
+)
+def test_tokenize_queries_that_ask_for_nothing_or_too_much(fields: dict[str, object]) -> None:
+    assert refused({"type": "tokenize", "id": "q", **fields}).request_id == "q"
+
+
+def test_a_models_query_and_its_answer() -> None:
+    assert parse({"type": "models", "id": "q"}) == ModelsQuery(id="q")
+    model = ModelDescription(
+        name="m",
+        description="d",
+        architecture="llama",
+        quantization=None,
+        size_bytes=1,
+        n_parameters=2,
+        context=3,
+        context_per_request=4,
+        parallel=5,
+        capabilities=["completion", "chat"],
+        embedding_length=6,
+    )
+    found = ModelList(models=[model])
+    assert parse_event(to_fields(found)) == found
+    assert "quantization" not in to_fields(found)["models"][0]
 
 
 def test_metrics_fields_are_top_level() -> None:

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import trio
 
-from tests.support.fake_engine import FakeEngine, VirtualEngine, fake_vocabulary
+from tests.support.fake_engine import N_VOCAB, FakeEngine, VirtualEngine, fake_vocabulary
 from tests.support.state_files import at_once
 from uma_trio import config
 from uma_trio.client import Client, open_client
@@ -21,11 +21,12 @@ from uma_trio.daemon.server import Server
 from uma_trio.daemon.storage import NO_STORAGE, Storage, saved_state
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
+from uma_trio.engine.tokenizer import TokenizedText
 from uma_trio.grammar import GrammarCompiler, LocalChecker
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.offload import InThread, StateFiles
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.messages import Generate, TokenizeQuery, TokenList
 from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.service import ModelRegistry, ModelService
@@ -37,6 +38,11 @@ class FakeTokenizer:
     """One token for each byte of a text: the byte plus 100, so none is EOG.  Tokens become decimal numbers."""
 
     bos = eos = ""
+    n_tokens = N_VOCAB
+
+    def encode_with_offsets(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> TokenizedText:
+        ids = self.encode(text)
+        return TokenizedText(ids, np.stack([np.arange(len(ids)), np.arange(len(ids)) + 1], axis=1))
 
     def encode(self, text: str, *, parse_special: bool = True, continues: bool = False) -> TokenIds:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) + 100
@@ -66,6 +72,10 @@ class FakePrompts(PromptMaker):
         check_prompt_size(request, self.limits)
         return self._make(request, before)
 
+    async def tokenize(self, query: TokenizeQuery) -> TokenList:
+        await trio.lowlevel.checkpoint()
+        return self._tokenize(query) if query.messages is None else await super().tokenize(query)
+
 
 def token_to_bytes(token: int) -> bytes:
     """A token as a decimal number; nothing for EOG."""
@@ -79,6 +89,9 @@ class FakeModel:
     cost: CostModel = attrs.field(factory=CostModel)
     cost_name: str = "fake"
     chat_template: str | None = None
+    template_source: str | None = None
+    metadata: Mapping[str, str] = attrs.field(factory=dict)
+    written_at: float = 0.0
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
     grammars: GrammarCompiler = attrs.field(
         factory=lambda: GrammarCompiler(fake_vocabulary, LocalChecker(fake_vocabulary))

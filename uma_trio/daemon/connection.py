@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
 import structlog
@@ -31,8 +31,12 @@ from uma_trio.protocol.messages import (
     Generate,
     Metrics,
     MetricsQuery,
+    ModelList,
+    ModelsQuery,
+    Query,
     ServerEvent,
     SessionQuery,
+    TokenizeQuery,
 )
 from uma_trio.service import Generation, ModelRegistry
 
@@ -199,19 +203,30 @@ class Connection:
             case Cancel():
                 if self._generation is not None and self._generation.request.id == message.id:
                     self._generation.cancel()
-            case MetricsQuery():
-                await self._send_each(self._metrics(message))
-                self._leave_after(message)
-            case SessionQuery():
+            case _:
                 try:
-                    service = self._owner.models.get(message.model)
-                    await self._send_each(await service.answer_sessions(message, self._principal))
+                    await self._send_each(await self._answer(message))
                 except UmaError as error:
                     self._refuse(error, message)
-                self._leave_after(message)
+                if not message.keep_alive and not self.busy:
+                    self._leaving = True
 
-    def _metrics(self, query: MetricsQuery) -> Iterator[Metrics]:
-        yield Metrics(snapshot=self._owner.snapshot(), id=query.id)
+    async def _answer(self, query: Query) -> Iterable[ServerEvent]:
+        """The events that answer ``query``.
+
+        Raises:
+            UmaError: it cannot be answered.
+        """
+        principal, models = self._acting_for(query), self._owner.models
+        match query:
+            case MetricsQuery():
+                return (Metrics(snapshot=self._owner.snapshot(), id=query.id) for _ in range(1))  # when it is sent
+            case SessionQuery():
+                return await models.get(query.model).answer_sessions(query, principal)
+            case TokenizeQuery():
+                return [await models.get(query.model).tokenize(query)]
+            case ModelsQuery():
+                return [ModelList(models=[service.description() for service in models], id=query.id)]
 
     async def _send_each(self, events: Iterable[ServerEvent]) -> None:
         """Send the answer to a query.  Each event is made when the client has read enough of those before.
@@ -240,21 +255,23 @@ class Connection:
         self._request_ended = trio.Event()
         nursery.start_soon(self._run, self._generation)
 
-    def _acting_for(self, request: Generate) -> Principal:
-        """The principal that the request is charged to.  A peer with the daemon's own user id may name another one.
+    def _acting_for(self, message: Generate | Query) -> Principal:
+        """The principal that a request or a query is made for.  A peer with the daemon's own user id may name another
+        one, with its weight and its limit.
 
         Raises:
-            BadRequest: a peer with another user id names a principal.
+            BadRequest: a peer with another user id does so.
         """
-        if request.principal is None:
-            return self._principal
-        if self._principal.name != OWN_PRINCIPAL:
-            raise BadRequest("only the user who runs the daemon may set principal")
-        return Principal(request.principal)
-
-    def _leave_after(self, query: MetricsQuery | SessionQuery) -> None:
-        if not query.keep_alive and not self.busy:
-            self._leaving = True
+        own = self._principal
+        name = own.name if message.principal is None else message.principal
+        acting_for = Principal(name)
+        if isinstance(message, Generate):
+            acting_for = Principal(name, message.principal_weight, message.principal_max_requests)
+        if acting_for != own and own.name != OWN_PRINCIPAL:
+            raise BadRequest(
+                "only the user who runs the daemon may set principal, principal_weight and principal_max_requests"
+            )
+        return acting_for
 
     async def _wait_if_answered(self) -> None:
         """Wait until the task of a request ends whose last event has been sent.
@@ -310,7 +327,7 @@ class Connection:
             else:
                 self._set_deadline()
 
-    def _refuse(self, error: UmaError, request: Generate | SessionQuery | None = None) -> None:
+    def _refuse(self, error: UmaError, request: Generate | Query | None = None) -> None:
         if request is not None:
             error.request_id = request.id
         self._owner.record_refusal(error)

@@ -62,6 +62,12 @@ class LoadedModel:
     """Fingerprint of the model and of how the states of its sequences are laid out."""
     chat_template: str | None = None
     """Where the chat template comes from, for people; ``None`` if there is none."""
+    template_source: str | None = None
+    """The chat template itself."""
+    metadata: Mapping[str, str] = attrs.field(factory=dict)
+    """Metadata of the model file, without arrays."""
+    written_at: float = 0.0
+    """When the model file was last written, in seconds since 1970."""
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
     """Sampling parameters that the model file recommends, by name."""
 
@@ -141,6 +147,9 @@ async def open_model(
                 name=tuning_cache.model_fingerprint(path),
                 state_name=tuning_cache.model_fingerprint(path, link.ready.state_format),
                 chat_template=chosen.origin if chat is not None and chosen is not None else None,
+                template_source=chosen.text if chat is not None and chosen is not None else None,
+                metadata=vocabulary.metadata,
+                written_at=path.stat().st_mtime,
                 recommended_sampling=_recommended_sampling(vocabulary.metadata),
             )
         finally:

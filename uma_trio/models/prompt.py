@@ -8,6 +8,7 @@ from typing import Final
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import trio
 
 from uma_trio.config import Limits
@@ -17,11 +18,15 @@ from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoCh
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.context import SHORT_ANSWER, explain_context, more_context
 from uma_trio.protocol.chat import ChatMessage
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.messages import Generate, TokenizeQuery, TokenList
 from uma_trio.sampling import ReasoningMarkers
 
 INLINE_BYTES: Final = 4096
 """Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
+
+
+INLINE_QUERY_LENGTH: Final = 512
+"""The same for a tokenize query, in characters or tokens: finding where tokens begin takes longer."""
 
 RENDERING_THREADS: Final = 2
 """Renderings take turns in the template's process.  One chat is tokenized while the next one is rendered."""
@@ -58,18 +63,24 @@ class History:
 
 
 def check_prompt_size(request: Generate, limits: Limits) -> int:
-    """The size of a request's prompt or messages in UTF-8 bytes.
+    """The size of a request's prompt or messages in UTF-8 bytes; of a prompt of tokens, their number.
 
     Raises:
         PromptTooLarge: the size exceeds ``max_prompt_bytes``.
     """
-    if request.messages is None:
+    if isinstance(request.prompt, list):
+        size = len(request.prompt)  # of at least a byte each, except for control tokens
+    elif request.messages is None:
         size = len((request.prompt or "").encode())
     else:
         size = sum(len(f"{message.text}{message.reasoning or ''}".encode()) for message in request.messages)
-    if size > limits.max_prompt_bytes:
-        raise PromptTooLarge(f"the prompt has {size} bytes; this daemon takes {limits.max_prompt_bytes}")
+    _check_size("the prompt", size, limits)
     return size
+
+
+def _check_size(name: str, size: int, limits: Limits) -> None:
+    if size > limits.max_prompt_bytes:
+        raise PromptTooLarge(f"{name} has {size} bytes; this daemon takes {limits.max_prompt_bytes}")
 
 
 @attrs.frozen
@@ -113,6 +124,8 @@ class PromptMaker:
 
     def _tokens_and_text(self, request: Generate, history: History | None) -> tuple[TokenIds, str]:
         past = np.empty(0, np.int32) if history is None else history.tokens
+        if isinstance(request.prompt, list):
+            return np.concatenate([past, np.asarray(request.prompt, np.int32)]), self._text_of("prompt", request.prompt)
         if request.prompt is not None:
             part = PromptPart(request.prompt, request.parse_special)
             return self._continue(past, [part]), request.prompt
@@ -139,6 +152,46 @@ class PromptMaker:
             )
         return self.chat.parts([template_message(message) for message in messages])
 
+    async def tokenize(self, query: TokenizeQuery) -> TokenList:
+        """Tokens of a text or of a chat, or the text of tokens.  Can be cancelled.
+
+        Raises:
+            BadRequest: a token is not in the vocabulary.
+            UmaError: as ``make``.
+        """
+        if query.messages is not None:
+            prompt = await self.make(Generate(id="tokenize", messages=query.messages, tools=query.tools))
+            return TokenList(tokens=prompt.tokens.tolist(), text=prompt.text, id=query.id)
+        if len(query.text or query.tokens or ()) <= INLINE_QUERY_LENGTH:
+            return self._tokenize(query)
+        return await trio.to_thread.run_sync(self._tokenize, query, abandon_on_cancel=True, limiter=self._tokenizing)
+
+    def _tokenize(self, query: TokenizeQuery) -> TokenList:
+        if query.text is None:
+            text = self._text_of("tokens", query.tokens or (), special=query.parse_special)
+            return TokenList(tokens=query.tokens or [], text=text, id=query.id)
+        _check_size("text", len(query.text.encode()), self.limits)
+        found = self.tokenizer.encode_with_offsets(
+            query.text, add_special=query.add_special, parse_special=query.parse_special
+        )
+        offsets = None if found.offsets is None else _chars_before(found.offsets[:, 0], query.text).tolist()
+        return TokenList(tokens=found.ids.tolist(), offsets=offsets, id=query.id)
+
+    def _text_of(self, field: str, tokens: Sequence[int], *, special: bool = True) -> str:
+        """The text that a client's ``tokens`` spell.
+
+        Raises:
+            BadRequest: one of them is not in the vocabulary.
+            PromptTooLarge: the text exceeds ``max_prompt_bytes``.
+        """
+        size, n_tokens = 0, self.tokenizer.n_tokens
+        for token in tokens:
+            if not 0 <= token < n_tokens:
+                raise BadRequest(f"{field} names the token {token}; this model has 0 to {n_tokens - 1}")
+            size += len(self.tokenizer.token_to_bytes(token))
+        _check_size(field, max(size, len(tokens)), self.limits)
+        return self.tokenizer.decode(np.asarray(tokens, np.int32), special=special)
+
     def truncate_tokens(self, tokens: Sequence[int], text: str) -> TokenIds:
         """Cut generated ``tokens`` to those of ``text``, which a stop string has cut short.  Shape ``[n]``.
 
@@ -156,6 +209,16 @@ class PromptMaker:
         if not rest:
             return kept
         return np.concatenate([kept, self.tokenizer.encode(rest, parse_special=False, continues=True)])
+
+
+def _chars_before(offsets: npt.NDArray[np.int64], text: str) -> npt.NDArray[np.int64]:
+    """How many characters of ``text`` begin before each byte offset, shape ``[n]``.
+
+    An offset inside a character counts that character as not begun: it is the position of the character.
+    """
+    utf8 = np.frombuffer(text.encode(), np.uint8)
+    begins = np.cumsum((utf8 & 0xC0) != 0x80)
+    return np.append(begins - 1, len(text))[offsets]
 
 
 def template_message(message: ChatMessage) -> dict[str, str]:

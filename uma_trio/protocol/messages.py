@@ -1,8 +1,7 @@
 """Messages of the socket protocol, as frozen records.
 
-Clients send ``Generate``, ``Cancel``, ``MetricsQuery`` and ``SessionQuery``.  The daemon answers with ``Token``,
-``Reasoning``, ``ToolCallDelta``, ``Eos``, ``Failure``, ``PrefillProgress``, ``Metrics``, ``SessionList`` and
-``Transcript``.
+Clients send a request (``Generate``), a ``Cancel`` or a query.  The daemon answers with events: those of a request are
+``Token``, ``Reasoning``, ``ToolCallDelta``, ``PrefillProgress``, ``Eos`` and ``Failure``, and each query has its own.
 
 The types hold the bounds that every daemon enforces, and no other module repeats them.  Limits that an operator can
 set are checked later, when a request is admitted.
@@ -61,6 +60,8 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=300)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 20)]
+PromptTokens = Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)]
 TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
 
 
@@ -75,6 +76,7 @@ class Slo:
     priority: Priority = "normal"
 
 
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
 Source = Annotated[str, Meta(min_length=1, max_length=65536)]
 
 
@@ -105,8 +107,9 @@ class Generate:
     id: Name
     model: Name | None = None
     """Which of the served models answers.  ``None`` is the default model."""
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)] | None = None
+    prompt: str | PromptTokens | None = None
+    """A text to continue, or its tokens."""
+    messages: Messages | None = None
     """A chat, rendered with the model's chat template."""
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
     """What the model may call, instead of an answer or after it."""
@@ -174,7 +177,11 @@ class Generate:
     """If the context is too small, drop the oldest tokens after the first ``n_keep``.  ``None``: drop nothing."""
     slo: Slo = attrs.field(factory=Slo)
     principal: Name | None = None
-    """Principal on whose behalf the request is made.  Honoured only from the user that runs the daemon."""
+    """Principal on whose behalf the request is made.  This and the next two are for the user that runs the daemon."""
+    principal_weight: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    """Share of the model against other principals: with 2, twice as much."""
+    principal_max_requests: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    """Refuse the request if the principal would have more answers in flight."""
     metadata: dict[str, Any] | None = None
     """Echoed in ``eos`` and ``error``."""
 
@@ -202,6 +209,7 @@ class MetricsQuery:
 
     id: Name | None = None
     keep_alive: bool = False
+    principal: Name | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -217,9 +225,43 @@ class SessionQuery:
     """The model whose sessions these are; ``None``: the daemon's first."""
     id: Name | None = None
     keep_alive: bool = False
+    principal: Name | None = None
+    """Principal whose sessions these are.  Honoured only from the user that runs the daemon."""
 
 
-ClientMessage = Generate | Cancel | MetricsQuery | SessionQuery
+@attrs.frozen(kw_only=True)
+class TokenizeQuery:
+    """Asks for the tokens of a text or of a chat, or for the text of tokens.  Exactly one of the three is set."""
+
+    text: str | None = None
+    messages: Messages | None = None
+    """A chat, rendered with the model's chat template: its tokens are those that a request would prefill."""
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
+    """Tools of the chat, as in ``Generate.tools``."""
+    tokens: TokenIds | None = None
+    model: Name | None = None
+    add_special: bool = True
+    """Add the tokens that the model expects around a text, such as BOS, as in ``Generate.prompt``."""
+    parse_special: bool = True
+    """Whether text that spells a control token becomes that token, and whether control tokens become text."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
+@attrs.frozen(kw_only=True)
+class ModelsQuery:
+    """Asks which models are served."""
+
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
+Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery
+"""A question that is answered next to a running request."""
+
+ClientMessage = Generate | Cancel | Query
 
 
 @attrs.frozen(kw_only=True)
@@ -278,6 +320,58 @@ class Transcript:
     """Prompts and answers of a session of plain prompts, as one text.  ``None`` for a chat."""
     more: bool = False
     """Whether another event follows."""
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class TokenList:
+    """Answer to a ``TokenizeQuery``.  Its event is called ``tokens``."""
+
+    tokens: list[int]
+    offsets: list[int] | None = None
+    """For each token of a text, how many characters of the text come before it.  ``None`` for ``messages`` and
+    ``tokens``, and if the vocabulary normalises the text."""
+    text: str | None = None
+    """The text of ``tokens``, or the rendered ``messages``."""
+    id: str | None = None
+
+
+Capability = Literal["completion", "chat", "tools", "reasoning", "embedding"]
+
+
+@attrs.frozen(kw_only=True)
+class ModelDescription:
+    """One model as it is served."""
+
+    name: str
+    """For the ``model`` field of requests."""
+    description: str
+    """llama.cpp's own words: architecture, size, quantization."""
+    architecture: str
+    quantization: str | None = None
+    size_bytes: int
+    """Size of the weights."""
+    n_parameters: int
+    context: int
+    """Tokens that the KV cache holds, for all requests together."""
+    context_per_request: int
+    """Prompt and answer of one request, at most."""
+    parallel: int
+    """Answers that are generated at a time."""
+    capabilities: list[Capability]
+    embedding_length: int
+    chat_template: str | None = None
+    """Jinja source.  It may come from the model file: render it in a sandbox only."""
+    created_at: float = 0.0
+    """Seconds since 1970, when the model file was last written."""
+
+
+@attrs.frozen(kw_only=True)
+class ModelList:
+    """Answer to a ``ModelsQuery``.  Its event is called ``models``."""
+
+    models: list[ModelDescription]
+    """The first one is the default."""
     id: str | None = None
 
 
@@ -465,7 +559,10 @@ class PrefillProgress:
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
 
 
-ServerEvent = Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Metrics | SessionList | Transcript
+Answer = Metrics | SessionList | Transcript | TokenList | ModelList
+"""What a query is answered with."""
+
+ServerEvent = Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Answer
 
 
 @attrs.frozen
@@ -493,6 +590,8 @@ _EVENT_NAMES: Final = {
     Metrics: "metrics",
     SessionList: "sessions",
     Transcript: "transcript",
+    TokenList: "tokens",
+    ModelList: "models",
 }
 _EVENT_TYPES: Final[Mapping[str, type[ServerEvent]]] = {name: cls for cls, name in _EVENT_NAMES.items()}
 
@@ -552,8 +651,12 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return msgspec.convert(fields, MetricsQuery)
     if kind == "sessions":
         return _parse_session_query(fields)
+    if kind == "tokenize":
+        return _parse_tokenize_query(fields)
+    if kind == "models":
+        return msgspec.convert(fields, ModelsQuery)
     if kind not in (None, "generate"):
-        raise BadRequest("type must be 'generate', 'metrics' or 'sessions'")
+        raise BadRequest("type must be 'generate', 'tokenize', 'models', 'metrics' or 'sessions'")
     request = msgspec.convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")
@@ -587,6 +690,17 @@ def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
         raise BadRequest("session_id is required for every action except list, and not allowed to list sessions")
     if (query.new_id is None) != (query.action != "fork"):
         raise BadRequest("new_id is required to fork a session, and not allowed otherwise")
+    return query
+
+
+def _parse_tokenize_query(fields: dict[str, Any]) -> TokenizeQuery:
+    query = msgspec.convert(fields, TokenizeQuery)
+    if sum(given is not None for given in (query.text, query.messages, query.tokens)) != 1:
+        raise BadRequest("give exactly one of text, messages and tokens")
+    check_messages(query.messages or ())
+    check_tools(query.tools, "auto")
+    if query.tools and query.messages is None:
+        raise BadRequest("tools go with messages: the chat template tells the model about them")
     return query
 
 
