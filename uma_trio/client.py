@@ -152,16 +152,26 @@ class Client:
         Raises:
             BrokenProtocol: the daemon sent something that is not an event.
         """
-        try:
-            while (event := self._codec.next_event()) is None:
-                try:
-                    self._codec.receive_data(await self._stream.receive(READ_BYTES))
-                except anyio.EndOfStream:
-                    self._codec.receive_data(b"")
-                    return self._codec.next_event()
-        except (ProtocolError, anyio.BrokenResourceError) as error:
-            raise BrokenProtocol(str(error) or "the connection broke") from None
+        while (event := self.next_event()) is None:
+            try:
+                self._codec.receive_data(await self._stream.receive(READ_BYTES))
+            except anyio.EndOfStream:
+                self._codec.receive_data(b"")
+                return self.next_event()
+            except anyio.BrokenResourceError as error:
+                raise BrokenProtocol(str(error) or "the connection broke") from None
         return event
+
+    def next_event(self) -> Event | None:
+        """The next event that has arrived already; ``None`` if there is none.  Does not wait.
+
+        Raises:
+            BrokenProtocol: the daemon sent something that is not an event.
+        """
+        try:
+            return self._codec.next_event()
+        except ProtocolError as error:
+            raise BrokenProtocol(str(error)) from None
 
     async def generate(self, **fields: Any) -> AsyncIterator[Event]:
         """Send a request and yield its events until all its answers have ended.
@@ -176,13 +186,34 @@ class Client:
                 ``receive`` returns them.
             BrokenProtocol: the connection ended before the answer.
         """
+        async for batch in self.generate_batches(**fields):
+            for event in batch:
+                yield event
+
+    async def generate_batches(self, **fields: Any) -> AsyncIterator[list[Event]]:
+        """Like ``generate``, but yields lists: all events that have arrived together.
+
+        Raises:
+            ServerError: the daemon answered with an error.  It comes after the events before it have been yielded.
+        """
         request = _Request(fields, f"r{next(self._ids)}")
         with contextlib.suppress(BrokenProtocol):  # a daemon that closed the connection may have sent the reason
             await self.send(request.fields)
         while not request.done:
+            batch: list[Event] = []
             event = await self.receive()
-            if request.accept(event):
-                yield event
+            try:
+                while True:
+                    if request.accept(event):
+                        batch.append(event)
+                    if request.done or (event := self.next_event()) is None:
+                        break
+            except ClientError:
+                if batch:
+                    yield batch
+                raise
+            if batch:
+                yield batch
 
     async def complete(self, **fields: Any) -> Eos:
         """Send a request without streaming and return its ``eos``, which has the whole text."""

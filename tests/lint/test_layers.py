@@ -18,8 +18,9 @@ ROOT = Path(uma_trio.__file__).parent.parent
 ROOMS = (
     "files",
     *("errors", "config", "principal", "protocol", "scheduling", "sampling", "kv", "telemetry"),
-    *("store", "sandbox", "grammar", "engine", "models"),
-    *("offload", "serving", "sessions", "service", "daemon", "connect", "query", "client", "demo", "cli", "training"),
+    *("store", "sandbox", "parent_process", "child_process", "grammar", "engine", "models"),
+    *("offload", "serving", "sessions", "service", "daemon", "connect", "query", "client", "gateway"),
+    *("demo", "cli", "training"),
     "__main__",
 )
 """Each may import those before it.  A new room gets its place here and in docs/ARCHITECTURE.md."""
@@ -248,8 +249,8 @@ def test_nothing_is_imported_by_star() -> None:
 
 def test_trio_is_the_only_event_loop_of_the_daemon() -> None:
     complain([found for found in ALL_IMPORTS if found.top == "asyncio"], "tasks are trio's:")
-    wrong = [found for found in ALL_IMPORTS if found.top == "anyio" and room_of(found.file) != "client"]
-    complain(wrong, "anyio is for the client, which runs in other people's event loops:")
+    wrong = [found for found in ALL_IMPORTS if found.top == "anyio" and room_of(found.file) not in ("client", "gateway")]
+    complain(wrong, "anyio is for the client, which runs in other people's event loops, and for the gateway:")
 
 
 def test_the_client_knows_the_protocol_only() -> None:
@@ -260,6 +261,16 @@ def test_the_client_knows_the_protocol_only() -> None:
         and found.room not in (None, "client", "connect", "errors", "protocol")
     ]
     complain(wrong, "the client imports connect, protocol and errors:")
+
+
+def test_the_gateway_is_a_client_of_the_socket() -> None:
+    wrong = [
+        found
+        for found in ALL_IMPORTS
+        if room_of(found.file) == "gateway"
+        and found.room not in (None, "client", "config", "errors", "files", "gateway", "parent_process", "protocol")
+    ]
+    complain(wrong, "the gateway knows the daemon by its socket:")
 
 
 def test_doors_see_the_service_only() -> None:

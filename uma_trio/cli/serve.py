@@ -117,6 +117,7 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
 def _serve(settings: Config) -> int:
     from uma_trio.cli.run_trio import run
     from uma_trio.daemon import listener, logs, server
+    from uma_trio.daemon.gateway import HttpAddressError
     from uma_trio.models.load_errors import ModelError
     from uma_trio.protocol.address import socket_path
 
@@ -126,7 +127,7 @@ def _serve(settings: Config) -> int:
         try:
             serve = functools.partial(server.serve, settings, path, on_progress=on_progress, task_status=_Hint(path))
             return 0 if run(serve) else 1
-        except (listener.SocketPathError, ModelError) as error:
+        except (listener.SocketPathError, HttpAddressError, ModelError) as error:
             logs.flush()
             click.echo(f"uma-trio serve: {error}", err=True)
             return 1

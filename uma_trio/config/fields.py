@@ -19,15 +19,24 @@ MB: Final = 1_000_000
 """Bytes of the unit ``_mb``."""
 
 
-def setting(default: Any, help: str, *, name: str | None = None, short: str | None = None, **bounds: float) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    *,
+    name: str | None = None,
+    short: str | None = None,
+    metavar: str | None = None,
+    **bounds: float,
+) -> Any:
     """Declare a setting.
 
     Args:
         name: its name in files, variables and flags, if that is not the name of the field.
         short: a second spelling of the flag, that of llama.cpp's tools.
+        metavar: what the help shows in place of the value, if the type does not say it.
         bounds: ``ge``, ``gt`` and ``le``, as ``msgspec.Meta`` takes them.
     """
-    metadata = {"help": help, "name": name, "short": short, "bounds": bounds}
+    metadata = {"help": help, "name": name, "short": short, "metavar": metavar, "bounds": bounds}
     return attrs.field(default=default, metadata=metadata)
 
 
@@ -146,6 +155,39 @@ class Listen:
         "auto", "auto tells JSON from CBOR by the first byte of a payload. newline is for debugging with nc -U."
     )
     backlog: int = setting(128, "Connections that may wait to be accepted.", ge=1, le=65535)
+
+
+@attrs.frozen(kw_only=True)
+class Http:
+    """The HTTP gateway. It runs in a process of its own and is a client of the Unix socket."""
+
+    listen: str | None = setting(
+        None,
+        "Serve HTTP at this address: a port, or HOST:PORT. Without a host it is 127.0.0.1. Port 0 takes a free one, which "
+        "the log names. If not given, there is no HTTP.",
+        name="http",
+        metavar="[HOST:]PORT",
+    )
+    max_connections: int = setting(
+        1024, "Maximum number of open HTTP connections.", name="http_max_connections", ge=1, le=100_000
+    )
+    max_body_bytes: int = setting(
+        8 * MIB, "Largest body of an HTTP request.", name="http_max_body_bytes", ge=1024, le=1024 * MIB
+    )
+    keep_alive_s: float = setting(
+        15.0,
+        "A stream that has sent nothing for this time sends a comment, so that proxies and clients keep waiting.",
+        name="http_keep_alive_s",
+        gt=0,
+        le=3600,
+    )
+    idle_timeout_s: float = setting(
+        75.0,
+        "Closes an HTTP connection that has no request for this time.",
+        name="http_idle_timeout_s",
+        gt=0,
+        le=86_400,
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -354,6 +396,7 @@ class Config:
     model: Model = attrs.field(factory=Model)
     engine: Engine = attrs.field(factory=Engine)
     listen: Listen = attrs.field(factory=Listen)
+    http: Http = attrs.field(factory=Http)
     limits: Limits = attrs.field(factory=Limits)
     scheduling: Scheduling = attrs.field(factory=Scheduling)
     sampling: Sampling = attrs.field(factory=Sampling)

@@ -60,6 +60,8 @@ class Setting:
     """Whether it may be ``None``, which means "not given"."""
     short: str | None = None
     """A second spelling of the flag, if it has one."""
+    given_metavar: str | None = None
+    """What the help shows in place of the value, if the type does not say it."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -85,6 +87,8 @@ class Setting:
     @property
     def metavar(self) -> str:
         """What the help shows in place of the value."""
+        if self.given_metavar is not None:
+            return self.given_metavar
         if self.choices:
             return "|".join(self.choices)
         if self.unit is not None:
@@ -206,4 +210,5 @@ def settings() -> Iterator[Setting]:
                 help=meta["help"],
                 bounds=meta["bounds"],
                 short=meta["short"],
+                given_metavar=meta["metavar"],
             )

@@ -30,6 +30,7 @@ import uma_trio
 from uma_trio.config import Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
+from uma_trio.daemon.gateway import Gateway, listening
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.storage import open_storage
@@ -52,9 +53,12 @@ class Server:
     Args:
         models: their services run while ``run`` does.
         perf: the perf log, for the metrics; ``None`` if there is none.
+        gateway: drained together with the connections; ``None`` without HTTP.
     """
 
-    def __init__(self, config: Config, models: ModelRegistry, perf: PerfLog | None = None) -> None:
+    def __init__(
+        self, config: Config, models: ModelRegistry, perf: PerfLog | None = None, gateway: Gateway | None = None
+    ) -> None:
         self.config = config
         self.limits: Limits = config.limits
         self.models = models
@@ -62,6 +66,7 @@ class Server:
         self.queries = trio.Lock()
         """Held by the connection that makes an event of the answer to a query."""
         self._perf = perf
+        self._gateway = gateway
         self._connections: set[Connection] = set()
         self._n_accepted = 0
         self._refused: Counter[str] = Counter()
@@ -81,6 +86,7 @@ class Server:
             "uptime_s": round(time.monotonic() - self._started_at, 1),
             "draining": self.draining,
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,
+            "gateway": self._gateway.snapshot() if self._gateway is not None else None,
         }
 
     def record_refusal(self, error: UmaError) -> None:
@@ -123,6 +129,8 @@ class Server:
         for service in self.models:
             service.drain()
         self._listener_scope.cancel()
+        if self._gateway is not None:
+            self._gateway.drain()
         self._connection_scope.deadline = trio.current_time() + self.limits.drain_timeout_s
         for connection in self._connections:
             connection.leave()
@@ -182,6 +190,7 @@ async def serve(
 
     Raises:
         SocketPathError: the path cannot be used.
+        HttpAddressError: the gateway cannot listen at its address.
         ModelError: the model cannot be loaded.
     """
     stop = trio.CancelScope()
@@ -192,19 +201,24 @@ async def serve(
     with (
         passed or contextlib.nullcontext(),
         listener.claimed(path) if passed is None else listener.locked(path),
+        listening(config) as http_socket,
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals,
     ):
         async with trio.open_nursery() as process:
             handler = _SignalHandler(config, path, stop, notifier)
             process.start_soon(handler.run, signals)
             process.start_soon(notifier.ping_forever)
+            gateway = None
+            if http_socket is not None:
+                gateway = Gateway(config, http_socket, path)
+                process.start_soon(gateway.run)
             notifier.report("STATUS=loading the model")
             launcher = make_launcher(config, process)
             async with open_model(config, launcher, on_progress, handler.should_load) as model:
                 # a signal after the last look at should_load; from here on, the server is there when the next one is handled
                 if model is not None and handler.should_load():
                     with stop:
-                        await _serve_loaded(config, path, passed, model, handler, task_status)
+                        await _serve_loaded(config, path, passed, model, handler, gateway, task_status)
             process.cancel_scope.cancel()
     return not stop.cancel_called
 
@@ -226,6 +240,7 @@ async def _serve_loaded(
     passed: socket.socket | None,
     model: LoadedModel,
     handler: _SignalHandler,
+    gateway: Gateway | None,
     task_status: trio.TaskStatus[Server],
 ) -> None:
     info = model.info
@@ -233,7 +248,7 @@ async def _serve_loaded(
         service = ModelService(
             config, model, perf=perf, journal=storage.journal, files=storage.files, states=storage.states
         )
-        server = Server(config, ModelRegistry(service), perf)
+        server = Server(config, ModelRegistry(service), perf, gateway)
         sock = passed or listener.bind(path, backlog=config.listen.backlog)
         handler.server = server
         for fact, fields in service.describe().items():
@@ -241,6 +256,7 @@ async def _serve_loaded(
         log.info(
             "serving",
             socket=str(path),
+            http=gateway.url if gateway is not None else None,
             protocol=config.listen.protocol,
             engine=config.engine.mode,
             engine_pid=model.engine.link.pid,

@@ -10,25 +10,17 @@ import array
 import contextlib
 import logging
 import os
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Final, Protocol
 
-import msgspec
-import psutil
 import trio
 
-import uma_trio
+from uma_trio.child_process import ChildProcess
 from uma_trio.engine.masks import MaskBuffer, MaskKind, create_mask_file
 from uma_trio.engine.messages import (
-    LOG_MARK,
     AttachMasks,
     Decoder,
     DefineGrammar,
@@ -63,8 +55,6 @@ EXIT_REASON_TIMEOUT_S: Final = 1.0
 MIN_GRAMMARS: Final = 64
 """Grammars that an engine remembers, or more if it has many sequences.  It bounds their memory."""
 
-LAST_LINES: Final = 20
-ASSERTION: Final = re.compile(r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):")
 
 
 class Process(Protocol):
@@ -364,93 +354,9 @@ class ProcessLauncher:
         """See ``Launcher``.  Blocks for some milliseconds."""
         ours, theirs = socket.socketpair()
         with theirs:
-            link = EngineLink(ours, ChildProcess(self._module, theirs, model))
+            link = EngineLink(ours, ChildProcess(self._module, theirs, model, name="engine", extra={"model": model}))
         self._nursery.start_soon(link.run)
         return link
-
-
-class ChildProcess:
-    """A worker in a child process.
-
-    The child ends with this process in any case: it sees its socket close, a thread of its own watches its standard
-    input, and if it is stopped the kernel sends ``SIGHUP`` and ``SIGCONT`` to its process group, which becomes an orphan.
-    """
-
-    def __init__(self, module: str, sock: socket.socket, model: str) -> None:
-        package = Path(uma_trio.__file__).parent.parent
-        paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", module, str(sock.fileno()), model],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=[sock.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            process_group=0,  # Ctrl-C in a terminal asks the daemon to drain, which needs its engine
-        )
-        self.pid: int | None = self._popen.pid
-        self._model = model
-        self._lines: deque[str] = deque(maxlen=LAST_LINES)
-
-    def kill(self) -> None:
-        if self._popen.returncode is None:
-            self._popen.kill()
-
-    async def wait(self) -> str:
-        """Pass the child's log lines on until it ends."""
-        assert self._popen.stdin is not None
-        assert self._popen.stderr is not None
-        try:
-            async with trio.lowlevel.FdStream(os.dup(self._popen.stderr.fileno())) as stream:
-                await self._pass_lines_on(stream)
-            code = await trio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True)
-        finally:
-            if self._popen.poll() is None:  # the daemon does not wait any more
-                self._popen.kill()
-                self._popen.wait()
-            self._popen.stdin.close()
-            self._popen.stderr.close()
-        return self._ended(code)
-
-    def is_stopped(self) -> bool:
-        with contextlib.suppress(psutil.Error, OSError):
-            return bool(psutil.Process(self._popen.pid).status() == psutil.STATUS_STOPPED)
-        return False
-
-    def usage(self) -> dict[str, float]:
-        with contextlib.suppress(psutil.Error, OSError):
-            process = psutil.Process(self._popen.pid)
-            times = process.cpu_times()
-            return {"rss_bytes": process.memory_info().rss, "cpu_s": round(times.user + times.system, 3)}
-        return {}
-
-    async def _pass_lines_on(self, stream: trio.abc.ReceiveStream) -> None:
-        rest = b""
-        async for data in stream:
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                self._pass_on(line.decode("utf-8", "replace"))
-        if rest:
-            self._pass_on(rest.decode("utf-8", "replace"))
-
-    def _pass_on(self, line: str) -> None:
-        level, name, text = logging.WARNING, log.name, line
-        if line.startswith(LOG_MARK):
-            with contextlib.suppress(msgspec.DecodeError):
-                level, name, text = msgspec.json.decode(line[len(LOG_MARK) :], type=tuple[int, str, str])
-        elif line.strip():
-            self._lines.append(line.strip())
-        if text.strip():
-            logging.getLogger(name).log(level, "%s", text.rstrip(), extra={"model": self._model})
-
-    def _ended(self, code: int) -> str:
-        said = next((line for line in self._lines if ASSERTION.search(line)), self._lines[-1] if self._lines else "")
-        if code >= 0:
-            how = f"the engine process ended with exit code {code}"
-        else:
-            named = [number.name for number in signal.Signals if number == -code]
-            how = f"the engine process was ended by {named[0] if named else f'signal {-code}'}"
-        return f"{how}: {said}" if said else how
 
 
 # -- in a thread -----------------------------------------------------------------------------------

@@ -34,9 +34,6 @@ DROPPED: Final = -2
 MASK_LATE: Final = -3
 """In place of a sampled token: its mask was not ready in time, so nothing was sampled.  The input was computed."""
 
-LOG_MARK: Final = "\x1e"
-"""Begins a line of the engine's stderr that is a log record as JSON: ``[level, logger, message]``."""
-
 
 class EngineError(Exception):
     """A step failed.  What the KV cache holds is unknown: ``reset`` the engine before the next step."""

@@ -1,4 +1,7 @@
-"""Path of the daemon's socket, by the one rule that server, client and command line share."""
+"""Where the daemon listens: the path of its socket, and the address of its HTTP gateway.
+
+Server, clients and command line share these rules.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +51,26 @@ def too_long(path: Path) -> str | None:
 def lock_path(socket: Path) -> Path:
     """Return the path of the lock file.  A daemon locks it before it loads the model, and until it has ended."""
     return Path(f"{socket}.lock")
+
+
+DEFAULT_HTTP_HOST: Final = "127.0.0.1"
+
+
+class InvalidAddress(ValueError):
+    """An address for HTTP that is not of the form ``PORT`` or ``HOST:PORT``."""
+
+
+def http_address(given: str) -> tuple[str, int]:
+    """Host and port of ``PORT``, ``:PORT``, ``HOST:PORT`` or ``[IPV6]:PORT``; an empty host is ``127.0.0.1``.
+
+    Raises:
+        InvalidAddress: it has another form.
+    """
+    host, _, port = given.removeprefix("http://").rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise InvalidAddress(f"{given!r} is not [HOST:]PORT; an IPv6 address needs brackets, as in [::1]:8080")
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise InvalidAddress(f"{given!r} is not [HOST:]PORT; 127.0.0.1:8080 is an example")
+    return host or DEFAULT_HTTP_HOST, int(port)

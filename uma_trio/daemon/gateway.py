@@ -1,0 +1,126 @@
+"""The gateway, as the daemon sees it: a child process that is started again when it dies.
+
+The daemon opens the listening socket and keeps it.  So a wrong address is an error before the model is loaded, and
+connections that arrive while there is no gateway wait for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import msgspec
+import structlog
+import trio
+
+from uma_trio.child_process import ChildProcess
+from uma_trio.config import Config
+from uma_trio.protocol.address import InvalidAddress, http_address
+
+log = structlog.get_logger("uma_trio.daemon")
+
+MODULE: Final = "uma_trio.gateway"
+STEADY_S: Final = 10.0
+"""A gateway that has run for this time counts as working, so the next one is started at once."""
+FIRST_BACKOFF_S: Final = 0.1
+MAX_BACKOFF_S: Final = 10.0
+"""Before the next start of a gateway that keeps dying.  The wait doubles from one to the next."""
+
+
+class HttpAddressError(Exception):
+    """The gateway cannot listen at its address.  The message has the reason and a remedy."""
+
+
+@contextlib.contextmanager
+def listening(config: Config) -> Iterator[socket.socket | None]:
+    """The listening socket of the gateway, closed at the end; ``None`` if there is no HTTP.
+
+    Raises:
+        HttpAddressError: the address is not valid, is in use, or does not belong to this machine.
+    """
+    if config.http.listen is None:
+        yield None
+        return
+    with _bind(config.http.listen, backlog=config.listen.backlog) as sock:
+        yield sock
+
+
+def _bind(address: str, *, backlog: int) -> socket.socket:
+    try:
+        host, port = http_address(address)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except InvalidAddress as error:
+        raise HttpAddressError(f"--http {error}") from None
+    except OSError as error:
+        raise HttpAddressError(f"--http {address}: the host is not known ({error.strerror}); use 127.0.0.1") from None
+    family, kind, protocol, _, where = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise HttpAddressError(
+            f"cannot serve HTTP at {address}: {os.strerror(error.errno or 0).lower()}; choose another --http"
+        ) from None
+    return sock
+
+
+class Gateway:
+    """Keeps a gateway process alive.
+
+    Args:
+        sock: where it listens.
+        socket_path: where the daemon listens.
+    """
+
+    def __init__(self, config: Config, sock: socket.socket, socket_path: Path) -> None:
+        settings = attrs.evolve(config, listen=attrs.evolve(config.listen, socket=socket_path.absolute()))
+        self._settings = msgspec.json.encode(settings, enc_hook=str).decode()
+        self._sock = sock
+        self._process: ChildProcess | None = None
+        self._is_ending = False
+        self.restarts = 0
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        host, port, *_ = self._sock.getsockname()
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def run(self) -> None:
+        """Run gateways until ``drain`` or cancelled."""
+        backoff_s = 0.0
+        while not self._is_ending:
+            began = trio.current_time()
+            self._process = ChildProcess(MODULE, self._sock, self._settings, name="gateway")
+            try:
+                reason = await self._process.wait()
+            finally:
+                self._process.kill()
+            if self._is_ending:
+                return
+            worked = trio.current_time() - began > STEADY_S or self._process.was_killed
+            backoff_s = 0.0 if worked else min(max(2 * backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
+            log.error("the gateway died and is started again", reason=reason, next_in_s=backoff_s)
+            await trio.sleep(backoff_s)
+            self.restarts += 1
+
+    def drain(self) -> None:
+        """Accept no more connections; requests that run may end."""
+        self._is_ending = True
+        self._sock.close()
+        if self._process is not None:
+            self._process.ask_to_end()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics."""
+        usage = self._process.usage() if self._process is not None else {}
+        return {"pid": self._process.pid if self._process else None, "restarts_total": self.restarts, **usage}

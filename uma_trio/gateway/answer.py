@@ -1,0 +1,154 @@
+"""Answers over HTTP: streamed while they are generated, or whole; cancelled when the client leaves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, Final, Protocol, TypeVar
+
+import anyio
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from uma_trio.client import Event
+from uma_trio.gateway.errors import HttpError
+
+T = TypeVar("T")
+
+EVENT_STREAM: Final = "text/event-stream"
+JSON: Final = "application/json"
+NDJSON: Final = "application/x-ndjson"
+
+COMMENT: Final = b": keep-alive\n\n"
+"""A server-sent event that clients ignore."""
+
+NOT_BUFFERED: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers for proxies, which would hold a stream back."""
+
+encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
+
+
+def sse(data: Any, event: str | None = None) -> bytes:
+    """A server-sent event whose data is JSON."""
+    named = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return named + b"data: " + encode(data) + b"\n\n"
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response whose body is ``content`` as JSON."""
+    return Response(encode(content), status, headers, JSON)
+
+
+class Renderer(Protocol):
+    """Writes the events of one streamed answer in the form of a dialect.  Pure."""
+
+    media_type: str
+    comment: bytes
+    """Sent while there is nothing else to send; empty if the dialect has nothing that clients ignore."""
+
+    def begin(self) -> bytes:
+        """What comes before the first event."""
+
+    def render(self, event: Event) -> bytes:
+        """What the client gets for one event; may be empty."""
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error after the stream has begun.  Nothing follows it."""
+
+    def end(self) -> bytes:
+        """What comes after the last event."""
+
+
+class StreamedAnswer(Response):
+    """Sends an answer while it is generated.
+
+    The status waits for the first event, so a refusal has a status of its own, but no longer than ``keep_alive_s``: from
+    then on the client gets comments.  Events that arrive together are sent in one write.  A client that reads slowly
+    stops the reading from the daemon, which pauses the stream.
+
+    Args:
+        events: from ``Daemon.generate``.  It is closed when the client leaves, and that cancels the request.
+        refuse: builds the response for an error before the first event.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[list[Event]],
+        renderer: Renderer,
+        *,
+        refuse: Callable[[HttpError], Response],
+        keep_alive_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(None, 200, {**NOT_BUFFERED, **(headers or {})}, renderer.media_type)
+        del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
+        self._events = events
+        self._renderer = renderer
+        self._refuse = refuse
+        self._keep_alive_s = keep_alive_s
+        self._has_begun = False
+        self._written_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the answer until its end, or until the client leaves."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
+            tasks.start_soon(self._keep_alive, send)
+            async with aclosing(self._events) as events:  # type: ignore[type-var]
+                refusal = await self._stream(events, send)
+            tasks.cancel_scope.cancel()
+        if refusal is not None:
+            await refusal(scope, receive, send)
+
+    async def _stream(self, events: AsyncIterator[list[Event]], send: Send) -> Response | None:
+        render = self._renderer.render
+        try:
+            async for batch in events:
+                data = b"".join([render(event) for event in batch])
+                if data or not self._has_begun:
+                    await self._write(send, data)
+            await self._write(send, self._renderer.end())
+        except HttpError as error:
+            if not self._has_begun:
+                return self._refuse(error)
+            await self._write(send, self._renderer.fail(error))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return None
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        self._written_at = anyio.current_time()
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            data = self._renderer.begin() + data
+        if data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _keep_alive(self, send: Send) -> None:
+        if not self._renderer.comment:
+            return
+        self._written_at = anyio.current_time()
+        while True:
+            await anyio.sleep_until(self._written_at + self._keep_alive_s)
+            if anyio.current_time() - self._written_at >= self._keep_alive_s:
+                await self._write(send, self._renderer.comment)
+
+
+async def whole(receive: Receive, work: Awaitable[T]) -> T | None:
+    """The result of ``work``; ``None`` if the client left meanwhile, which cancels it."""
+    result: T | None = None
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
+            result = await work
+            tasks.cancel_scope.cancel()
+    except* HttpError as group:
+        raise group.exceptions[0] from None
+    return result
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        """The body has been read already."""
+    scope.cancel()

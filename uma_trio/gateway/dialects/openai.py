@@ -1,0 +1,234 @@
+"""What the endpoints of OpenAI's API share: errors, sampling parameters, messages, tools, usage, log probabilities.
+
+Source: the OpenAI API reference; vLLM's and llama-server's names for parameters that OpenAI's API does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from uma_trio.client import Eos
+from uma_trio.gateway.endpoint import Dialect
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.messages import Logprobs
+
+FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
+"""Where the protocol's reason has no counterpart in OpenAI's API."""
+
+
+def error_type(status: int) -> str:
+    """The ``type`` of an error with this HTTP status."""
+    match status:
+        case 401:
+            return "authentication_error"
+        case 403:
+            return "permission_error"
+        case 404:
+            return "not_found_error"
+        case 429:
+            return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
+    """The body of an error response, and the data of an error in a stream."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error_type(error.status),
+            "param": error.parameter,
+            "code": error.code,
+            "request_id": request_id,
+        }
+    }
+
+
+OPENAI: Final = Dialect("openai", error_body)
+
+
+class TextPart(msgspec.Struct):
+    """A part of a message.  Only text is supported."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    """The function that a tool call names."""
+
+    name: str
+    arguments: str = ""
+    """JSON text."""
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the model has made earlier."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class Message(msgspec.Struct):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
+    """The reasoning of an earlier answer; ``reasoning`` is another spelling."""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream contains."""
+
+    include_usage: bool = False
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """Parameters of a request that chat and plain completions share.  Bounds are those of the socket protocol."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
+    """llama-server's name for ``repetition_penalty``."""
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    """Has no effect: who asks is decided by the API key."""
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """The fields of the socket protocol for these parameters."""
+        top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say that it is off
+        return {
+            "model": self.model,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty or self.repeat_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": self.logit_bias,
+            "seed": self.seed,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "ignore_eos": self.ignore_eos,
+            "n": self.n,
+        }
+
+
+def chat_message(index: int, message: Message) -> dict[str, Any]:
+    """A message of the socket protocol.
+
+    Raises:
+        HttpError: it contains something other than text.
+    """
+    fields: dict[str, Any] = {
+        "role": "tool" if message.role == "function" else message.role,
+        "content": text_of(message.content, f"messages[{index}].content"),
+        "reasoning": message.reasoning_content or message.reasoning,
+        "tool_call_id": message.tool_call_id,
+        "name": message.name if message.role in ("tool", "function") else None,
+    }
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id or f"call_{index}_{position}",
+                "name": call.function.name,
+                "arguments": _arguments(call.function.arguments, f"messages[{index}].tool_calls[{position}]"),
+            }
+            for position, call in enumerate(message.tool_calls)
+        ]
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def text_of(content: str | list[TextPart] | None, parameter: str) -> str:
+    """The text of a message's content.
+
+    Raises:
+        HttpError: a part is not text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    for number, part in enumerate(content):
+        if part.text is None:
+            raise invalid(
+                f"content of type {part.type!r} is not supported; send text", parameter=f"{parameter}[{number}]"
+            )
+    return "".join(part.text or "" for part in content)
+
+
+def _arguments(text: str, parameter: str) -> dict[str, Any]:
+    """Arguments of a call as an object: they are JSON text on the wire, and templates need the object."""
+    try:
+        found = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise invalid("function.arguments must be the text of a JSON object", parameter=f"{parameter}.function.arguments")
+    return found
+
+
+def usage_body(*ends: Eos) -> dict[str, Any]:
+    """The usage of all answers of a request.  The prompt counts once."""
+    first = ends[0].usage
+    completion = sum(eos.usage.completion_tokens for eos in ends)
+    body: dict[str, Any] = {
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": first.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+    }
+    if any(eos.usage.reasoning_tokens is not None for eos in ends):
+        reasoning = sum(eos.usage.reasoning_tokens or 0 for eos in ends)
+        body["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return body
+
+
+def finish_reason(eos: Eos) -> str:
+    """Why an answer ended, in OpenAI's words."""
+    return FINISH_REASONS.get(eos.reason, eos.reason)
+
+
+def chat_logprobs(found: list[Logprobs]) -> dict[str, Any]:
+    """Log probabilities of a chat completion."""
+    return {
+        "content": [
+            {
+                "token": each.text,
+                "logprob": each.logprob,
+                "bytes": each.bytes,
+                "top_logprobs": [
+                    {"token": top.text, "logprob": top.logprob, "bytes": top.bytes} for top in each.top_logprobs
+                ],
+            }
+            for each in found
+        ]
+    }
+
+

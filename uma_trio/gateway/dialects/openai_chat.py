@@ -1,0 +1,194 @@
+"""``POST /v1/chat/completions`` of OpenAI's API."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import Eos, Event, Reasoning, Token
+from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
+from uma_trio.gateway.dialects.openai import (
+    OPENAI,
+    Message,
+    Sampling,
+    chat_logprobs,
+    chat_message,
+    error_body,
+    finish_reason,
+    usage_body,
+)
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.messages import Logprobs
+
+
+class ResponseFormat(msgspec.Struct):
+    """What the answer must look like."""
+
+    type: str
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """A request for the next message of a chat."""
+
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+
+
+async def complete_chat(call: Call) -> Response:
+    """Answer a chat, streamed or whole."""
+    request, warnings = await call.read(ChatRequest)
+    if not request.messages:
+        raise invalid("messages is empty; send at least one", parameter="messages")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    fields = call.for_daemon(
+        **request.sampling_fields(),
+        messages=[chat_message(index, message) for index, message in enumerate(request.messages)],
+        max_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=logprobs,
+        constraint=_constraint(request.response_format),
+        separate_reasoning=True,
+    )
+    head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": request.model or ""}
+    if request.stream:
+        n = request.n or 1
+        renderer = ChatChunks(head, call.id, n=n, usage=request.includes_usage, warnings=warnings)
+        return call.stream(fields, renderer)
+    ends = await call.whole(call.daemon.complete(fields))
+    return json_response(_completion(head, ends, warnings))
+
+
+def _constraint(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    match wanted:
+        case None:
+            return None
+        case ResponseFormat(type="text"):
+            return None
+        case ResponseFormat(type="json_object"):
+            return {"json_object": True}
+        case ResponseFormat(type="json_schema", json_schema={"schema": dict() as schema}):
+            return {"json_schema": schema}
+    raise invalid(
+        "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': "
+        "{'schema': ...}}",
+        parameter="response_format",
+    )
+
+
+def _completion(head: dict[str, Any], ends: list[Eos], warnings: list[str]) -> dict[str, Any]:
+    body = {
+        **head,
+        "object": "chat.completion",
+        "choices": [_choice(eos) for eos in ends],
+        "usage": usage_body(*ends),
+    }
+    return {**body, "warnings": warnings} if warnings else body
+
+
+def _choice(eos: Eos) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": eos.text or "", "refusal": None}
+    if eos.reasoning:
+        message["reasoning_content"] = eos.reasoning
+    return {
+        "index": eos.index or 0,
+        "message": message,
+        "logprobs": chat_logprobs(eos.logprobs) if eos.logprobs is not None else None,
+        "finish_reason": finish_reason(eos),
+    }
+
+
+class ChatChunks:
+    """Writes a chat completion as server-sent events.
+
+    Args:
+        head: fields of each chunk.
+        n: number of answers.
+        usage: whether a last chunk has the usage.
+        warnings: for the first chunk.
+    """
+
+    media_type = EVENT_STREAM
+    comment = COMMENT
+
+    def __init__(self, head: dict[str, Any], request_id: str, *, n: int, usage: bool, warnings: list[str]) -> None:
+        self._head = {**head, "object": "chat.completion.chunk"}
+        self._request_id = request_id
+        self._n = n
+        self._usage = usage
+        self._warnings = warnings
+        self._ends: list[Eos] = []
+
+    def begin(self) -> bytes:
+        """The role of each answer."""
+        chunks = [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._n)]
+        if self._warnings:
+            chunks[0]["warnings"] = self._warnings
+        return b"".join(map(sse, chunks))
+
+    def render(self, event: Event) -> bytes:
+        """One chunk for each event that has something new."""
+        match event:
+            case Token():
+                return self._delta(event, "content")
+            case Reasoning():
+                return self._delta(event, "reasoning_content")
+            case Eos():
+                self._ends.append(event)
+                return sse(self._chunk(event.index or 0, {}, finish_reason=finish_reason(event)))
+        return b""
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error in the middle of the stream."""
+        return sse(error_body(error, self._request_id))
+
+    def end(self) -> bytes:
+        """The usage, if it is wanted, and the mark of the end."""
+        usage = b""
+        if self._usage:
+            usage = sse({**self._head, "choices": [], "usage": usage_body(*self._ends)})
+        return usage + b"data: [DONE]\n\n"
+
+    def _delta(self, event: Token | Reasoning, name: str) -> bytes:
+        if not event.text and event.logprob is None:
+            return b""
+        chunk = self._chunk(event.index or 0, {name: event.text})
+        if event.logprob is not None:
+            chunk["choices"][0]["logprobs"] = chat_logprobs([_logprobs_of(event)])
+        return sse(chunk)
+
+    def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
+        return {**self._head, "choices": [choice], **({"usage": None} if self._usage else {})}
+
+
+def _logprobs_of(event: Token | Reasoning) -> Logprobs:
+    assert event.token_id is not None
+    assert event.logprob is not None
+    return Logprobs(
+        token_id=event.token_id,
+        text=event.text,
+        bytes=event.bytes or [],
+        logprob=event.logprob,
+        top_logprobs=event.top_logprobs or [],
+    )
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions",
+        dialect=OPENAI,
+        answer=complete_chat,
+        summary="The next message of a chat",
+        body=ChatRequest,
+        media_types=("application/json", EVENT_STREAM),
+    ),
+)

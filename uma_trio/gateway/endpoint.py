@@ -1,0 +1,129 @@
+"""Endpoints: one table of what the gateway serves, from which the routes and the OpenAPI document are made."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+import attrs
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from uma_trio.config import Config
+from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, whole
+from uma_trio.gateway.daemon import Daemon
+from uma_trio.gateway.errors import HttpError, invalid
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+@attrs.frozen
+class Dialect:
+    """An API that clients speak."""
+
+    name: str
+    error_body: Callable[[HttpError, str], Any]
+    """The body of an error, as plain values: from the error and the id of the request."""
+
+
+@attrs.frozen(kw_only=True)
+class Endpoint:
+    """One method of one path."""
+
+    method: str
+    path: str
+    dialect: Dialect
+    answer: Callable[[Call], Awaitable[Response]]
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    """What a request contains."""
+    result: Any = None
+    """What an answer contains that is not streamed."""
+    media_types: tuple[str, ...] = ("application/json",)
+    needs_admin: bool = False
+
+    def route(self, config: Config, daemon: Daemon) -> Route:
+        """The route of Starlette."""
+
+        async def serve(request: Request) -> Response:
+            call = Call(self, request, config, daemon)
+            try:
+                return await self.answer(call)
+            except HttpError as error:
+                return call.refuse(error)
+
+        return Route(self.path, serve, methods=[self.method])
+
+
+@attrs.frozen
+class Call:
+    """One request of a client to an endpoint."""
+
+    endpoint: Endpoint
+    request: Request
+    config: Config
+    daemon: Daemon
+
+    @property
+    def id(self) -> str:
+        """Identifies the request in headers, logs and errors, and towards the daemon."""
+        found: str = self.request.scope["state"]["request_id"]
+        return found
+
+    async def read(self, cls: type[T]) -> tuple[T, list[str]]:
+        """The body, and a warning for each of its fields that this gateway does not know.
+
+        Raises:
+            HttpError: it is not JSON, or a field is of the wrong type or out of bounds.
+        """
+        fields = await self.read_fields()
+        try:
+            body = msgspec.convert(fields, cls, str_keys=True)
+        except msgspec.ValidationError as error:
+            text = str(error).replace("`$.", "`").replace("`$`", "`the body`")
+            parameter = text.rpartition("at `")[2].partition("`")[0] if "at `" in text else None
+            raise invalid(text, parameter=parameter) from None
+        known = {field.encode_name for field in msgspec.structs.fields(cls)}
+        return body, [f"the parameter {name!r} is not known and had no effect" for name in fields if name not in known]
+
+    async def read_fields(self) -> Mapping[str, Any]:
+        """The body as plain values.
+
+        Raises:
+            HttpError: it is not a JSON object.
+        """
+        try:
+            found = msgspec.json.decode(await self.request.body())
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid(f"the body is not JSON: {error}") from None
+        except RecursionError:
+            raise invalid("the body is nested too deeply") from None
+        if not isinstance(found, dict):
+            raise invalid("the body must be a JSON object")
+        return found
+
+    def for_daemon(self, **fields: Any) -> dict[str, Any]:
+        """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client."""
+        return {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
+
+    def stream(self, fields: Mapping[str, Any], renderer: Renderer) -> Response:
+        """Send ``fields`` to the daemon, and the answer to the client while it is generated."""
+        return StreamedAnswer(
+            self.daemon.generate(fields),
+            renderer,
+            refuse=self.refuse,
+            keep_alive_s=self.config.http.keep_alive_s,
+        )
+
+    async def whole(self, work: Awaitable[Any]) -> Any:
+        """The result of ``work``, which is cancelled when the client leaves; then ``ClientLeft`` is raised."""
+        found = await whole(self.request.receive, work)
+        if found is None:
+            raise HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
+        return found
+
+    def refuse(self, error: HttpError) -> Response:
+        """The response for an error, in the dialect's form."""
+        return json_response(self.endpoint.dialect.error_body(error, self.id), error.status, error.headers)

@@ -1,0 +1,91 @@
+"""Errors of the gateway: what went wrong, as an HTTP status with a code and a text.
+
+Each dialect has its own shape for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
+from uma_trio.errors import UmaError
+
+NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
+LOADING: Final = "E_GATEWAY_LOADING"
+BROKEN: Final = "E_GATEWAY_BROKEN"
+"""Codes of the gateway's own errors; docs/PROTOCOL.md lists those of the daemon."""
+
+LOADING_RETRY_MS: Final = 2000
+NO_DAEMON_RETRY_MS: Final = 1000
+
+
+def _classes(base: type[UmaError]) -> Iterator[type[UmaError]]:
+    for each in base.__subclasses__():
+        yield each
+        yield from _classes(each)
+
+
+STATUS_OF_CODE: Final = {each.code: each.http_status for each in _classes(UmaError) if "code" in vars(each)}
+"""The HTTP status of each code of the socket protocol."""
+
+
+class HttpError(Exception):
+    """A request that cannot be answered.
+
+    Args:
+        status: HTTP status.
+        code: what programs compare.
+        message: what people read; says what to do.
+        retry_after_ms: delay after which a retry may succeed.
+        parameter: the field of the request that is wrong, if it is one.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        retry_after_ms: int | None = None,
+        parameter: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+        self.parameter = parameter
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """``Retry-After`` in whole seconds, if the delay is known."""
+        if self.retry_after_ms is None:
+            return {}
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_ms / 1000)))}
+
+
+def invalid(message: str, *, parameter: str | None = None) -> HttpError:
+    """The error for a field that is missing, of the wrong type, out of bounds or not supported."""
+    return HttpError(400, "E_PROTO_BAD_REQUEST", message, parameter=parameter)
+
+
+def from_failure(failure: Failure) -> HttpError:
+    """The error that the daemon's event reports.  A code of a newer daemon counts as an internal error."""
+    status = STATUS_OF_CODE.get(failure.code, 500)
+    return HttpError(status, failure.code, failure.message, retry_after_ms=failure.retry_after_ms)
+
+
+def from_client_error(error: ClientError) -> HttpError:
+    """The error for a request that the daemon did not answer."""
+    match error:
+        case ServerError():
+            return from_failure(error.event)
+        case Loading():
+            return HttpError(503, LOADING, "the model is being loaded; try again soon", retry_after_ms=LOADING_RETRY_MS)
+        case NoServer():
+            return HttpError(503, NO_DAEMON, f"the daemon is not there: {error.reason}", retry_after_ms=NO_DAEMON_RETRY_MS)
+        case BrokenProtocol():
+            return HttpError(502, BROKEN, f"the daemon's answer broke off: {error}")
+    return HttpError(500, BROKEN, str(error))

@@ -1,0 +1,45 @@
+"""What a child process of the daemon does about its parent: end with it, and log through it.
+
+``child_process.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from typing import Final
+
+import msgspec
+
+LOG_MARK: Final = "\x1e"
+"""Begins a line of the child's stderr that is a log record as JSON: ``[level, logger, message]``."""
+
+
+def end_with_it() -> None:
+    """Start a thread that ends this process when the parent ends, however it ends and whatever this process does then."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            """The parent never writes to standard input; the read ends when the parent does."""
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def send_log_to_it(level: int) -> None:
+    """Send log records of ``level`` and above to the parent, which adds them to its own log."""
+    handler = _ToParent()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class _ToParent(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            line = LOG_MARK + msgspec.json.encode((record.levelno, record.name, text)).decode() + "\n"
+            os.write(sys.stderr.fileno(), line.encode())
+        except OSError:  # the parent has gone
+            self.handleError(record)
