@@ -336,6 +336,7 @@ def keys_of_snapshot(path: str, cls: str, method: str = "snapshot") -> set[str]:
 
 
 def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
+    usage = keys_of_snapshot("uma_trio/child_process.py", "ChildProcess", "usage")
     measured = (
         set(Telemetry().snapshot())
         | keys_of_snapshot("uma_trio/serving/stats.py", "Stats")
@@ -343,7 +344,9 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | keys_of_snapshot("uma_trio/service.py", "ModelService")
         | keys_of_snapshot("uma_trio/daemon/server.py", "Server")
         | {f"engine.{name}" for name in keys_of_snapshot("uma_trio/engine/supervisor.py", "SupervisedEngine")}
-        | {f"engine.{name}" for name in keys_of_snapshot("uma_trio/engine/link.py", "ChildProcess", "usage")}
+        | {f"engine.{name}" for name in usage}
+        | {f"gateway.{name}" for name in keys_of_snapshot("uma_trio/daemon/gateway.py", "Gateway")}
+        | {f"gateway.{name}" for name in usage}
         | {f"kv.{field.name}" for field in attrs.fields(CacheStatistics)}
         | {"kv.evicted_total", "kv.bytes", "kv.bytes_used", "kv.bytes_reserved"}
         | {f"kv_offload.{name}" for name in OffloadMetrics().snapshot()}

@@ -35,6 +35,7 @@ GROUPS: Final = {
     ),
     "Memory": ("kv", "kv_offload", "send_queue_bytes"),
     "Engine": ("engine",),
+    "Gateway": ("gateway",),
     "Constraints": ("constraints",),
     "Sessions": ("sessions",),
     "Principals": ("principals",),

@@ -56,7 +56,6 @@ MIN_GRAMMARS: Final = 64
 """Grammars that an engine remembers, or more if it has many sequences.  It bounds their memory."""
 
 
-
 class Process(Protocol):
     """Where a worker runs."""
 

@@ -92,6 +92,7 @@ class StreamedAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the answer until its end, or until the client leaves."""
+        refusal: Response | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
             tasks.start_soon(self._keep_alive, send)
@@ -138,13 +139,16 @@ class StreamedAnswer(Response):
 async def whole(receive: Receive, work: Awaitable[T]) -> T | None:
     """The result of ``work``; ``None`` if the client left meanwhile, which cancels it."""
     result: T | None = None
-    try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
+    failure: HttpError | None = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
+        try:
             result = await work
-            tasks.cancel_scope.cancel()
-    except* HttpError as group:
-        raise group.exceptions[0] from None
+        except HttpError as error:  # leaving the group with it would wrap it
+            failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
     return result
 
 

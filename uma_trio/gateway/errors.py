@@ -85,7 +85,9 @@ def from_client_error(error: ClientError) -> HttpError:
         case Loading():
             return HttpError(503, LOADING, "the model is being loaded; try again soon", retry_after_ms=LOADING_RETRY_MS)
         case NoServer():
-            return HttpError(503, NO_DAEMON, f"the daemon is not there: {error.reason}", retry_after_ms=NO_DAEMON_RETRY_MS)
+            return HttpError(
+                503, NO_DAEMON, f"the daemon is not there: {error.reason}", retry_after_ms=NO_DAEMON_RETRY_MS
+            )
         case BrokenProtocol():
             return HttpError(502, BROKEN, f"the daemon's answer broke off: {error}")
     return HttpError(500, BROKEN, str(error))

@@ -190,7 +190,9 @@ def _arguments(text: str, parameter: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise invalid("function.arguments must be the text of a JSON object", parameter=f"{parameter}.function.arguments")
+        raise invalid(
+            "function.arguments must be the text of a JSON object", parameter=f"{parameter}.function.arguments"
+        )
     return found
 
 
@@ -230,5 +232,3 @@ def chat_logprobs(found: list[Logprobs]) -> dict[str, Any]:
             for each in found
         ]
     }
-
-

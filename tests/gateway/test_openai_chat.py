@@ -1,0 +1,107 @@
+"""Chat completions of OpenAI's API, with OpenAI's client and with plain HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from tests.gateway.conftest import Gateway
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+ANSWER = "The capital of France is Paris."
+
+
+def test_a_whole_answer(gateway: Gateway) -> None:
+    found = gateway.openai().chat.completions.create(model="embedded", messages=QUESTION)
+    assert found.choices[0].message.content == ANSWER
+    assert found.choices[0].finish_reason == "stop"
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+
+
+def test_a_streamed_answer_has_the_same_text_in_pieces(gateway: Gateway) -> None:
+    stream = gateway.openai().chat.completions.create(model="embedded", messages=QUESTION, stream=True)
+    chunks = list(stream)
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices[0].delta.content]
+    assert "".join(texts) == ANSWER
+    assert len(texts) > 3
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "stop"]
+
+
+def test_the_usage_of_a_stream_comes_when_asked_for_in_a_chunk_without_choices(gateway: Gateway) -> None:
+    options = {"include_usage": True}
+    create = gateway.openai().chat.completions.create
+    *_, last = create(model="embedded", messages=QUESTION, stream=True, stream_options=options)
+    assert last.choices == []
+    assert last.usage.completion_tokens > 3
+
+
+def test_several_answers(gateway: Gateway) -> None:
+    found = gateway.openai().chat.completions.create(model="embedded", messages=QUESTION, n=3)
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in found.choices} == {ANSWER}
+
+
+def test_log_probabilities_are_the_same_streamed_and_whole(gateway: Gateway) -> None:
+    options = {"model": "embedded", "messages": QUESTION, "logprobs": True, "top_logprobs": 2}
+    create = gateway.openai().chat.completions.create
+    whole = [each.model_dump() for each in create(**options).choices[0].logprobs.content]
+    streamed = [
+        each.model_dump()
+        for chunk in create(**options, stream=True)
+        if chunk.choices[0].logprobs is not None
+        for each in chunk.choices[0].logprobs.content
+    ]
+    assert "".join(each["token"] for each in whole) == ANSWER
+    assert all(len(each["top_logprobs"]) == 2 for each in whole)
+    assert [each["token"] for each in streamed] == [each["token"] for each in whole]
+
+
+def test_an_answer_that_follows_a_schema(gateway: Gateway) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    found = gateway.openai().chat.completions.create(
+        model="embedded",
+        messages=QUESTION,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+    )
+    assert json.loads(found.choices[0].message.content)["city"] in ("Paris", "Rome")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "kind", "code"),
+    [
+        ({"messages": []}, openai.BadRequestError, "E_PROTO_BAD_REQUEST"),
+        ({"temperature": -1}, openai.BadRequestError, "E_PROTO_BAD_REQUEST"),
+        ({"model": "gpt-0"}, openai.NotFoundError, "E_MODEL_NOT_FOUND"),
+        ({"max_tokens": 100_000}, openai.BadRequestError, "E_LIMIT_CONTEXT"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, openai.BadRequestError, None),
+    ],
+)
+def test_a_refusal_has_a_status_also_when_a_stream_was_asked_for(
+    gateway: Gateway, wrong: dict[str, object], kind: type[openai.APIStatusError], code: str | None, stream: bool
+) -> None:
+    with pytest.raises(kind) as refused:
+        gateway.openai().chat.completions.create(
+            **{"model": "embedded", "messages": QUESTION, "stream": stream, **wrong}
+        )
+    assert refused.value.body["message"]
+    assert refused.value.body["code"] == (code or "E_PROTO_BAD_REQUEST")
+    assert refused.value.body["request_id"] == refused.value.response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"messages": 3}', b"[" * 100_000])
+def test_a_body_that_is_no_request(gateway: Gateway, body: bytes) -> None:
+    with gateway.http() as client:
+        answer = client.post("/v1/chat/completions", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_an_unknown_parameter_is_named(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        whole = client.post("/v1/chat/completions", json={"messages": QUESTION, "temprature": 1}).json()
+        text = client.post("/v1/chat/completions", json={"messages": QUESTION, "temprature": 1, "stream": True}).text
+    assert "temprature" in whole["warnings"][0]
+    assert "temprature" in json.loads(text.split("\n")[0].removeprefix("data: "))["warnings"][0]
