@@ -1,10 +1,11 @@
-"""Settings of the whole test run: hypothesis, one temporary folder, and tests that need the machine for themselves.
+"""Settings of the whole test run: hypothesis, one temporary folder, and processes that a test leaves behind.
 
 - Hypothesis tries the same examples in every run, without deadlines.  ``UMA_TEST_EXPLORE=1`` tries many new ones.
 - Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
 - Tests run in two processes (pytest-xdist).  The tests of a module run in one process, in order, so that they share
-  its fixtures.  Tests with the marker ``alone`` measure time or memory: they come last, while nothing else runs.
+  its fixtures.
+- A test that hangs fails after ``timeout`` seconds of ``pyproject.toml``.
 - Every process of the run has ``RUN_VARIABLE`` in its environment.  A process that is still there at the end was leaked
   by a test: it is killed, and the run fails.
 """
@@ -15,13 +16,12 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
 
 import psutil
 import pytest
 from hypothesis import settings
 
-from tests.support.run import RUN_VARIABLE, machine, run_folder
+from tests.support.run import RUN_VARIABLE, run_folder
 
 EXIT_S = 5.0
 """How long processes of the tests may take to end after the last test."""
@@ -40,20 +40,10 @@ os.environ["UMA_LAYOUT_TRIAL_S"] = "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every module an xdist group, and put the tests that run alone at the end."""
+    """Give every module an xdist group."""
     for item in items:
-        if item.get_closest_marker("alone"):
-            item.add_marker(pytest.mark.xdist_group("alone"))
-        elif not item.get_closest_marker("xdist_group"):
+        if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Run one test, with its fixtures."""
-    with machine(alone=item.get_closest_marker("alone") is not None):
-        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

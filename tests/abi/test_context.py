@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -156,18 +155,15 @@ class TestDecode:
             batch.add([1] * 2000, pos=0, seq=0)
             timer = threading.Timer(0.01, flag.set)
             timer.start()
-            started = time.perf_counter()
             code = context.decode(batch)
-            cut = time.perf_counter() - started
             timer.join()
             assert code == llama_abi.ABORTED
             kept = context.seq_pos_max(0) + 1
             assert kept % 64 == 0
+            assert kept < 2000
             context.clear()
             flag.clear()
-            started = time.perf_counter()
             assert context.decode(batch) == llama_abi.OK
-            assert cut < (time.perf_counter() - started) / 2
 
     def test_other_threads_run_during_a_decode(self, model: Model) -> None:
         with Context(model, ContextOptions(n_ctx=2048, n_batch=2048, n_ubatch=2048)) as context:

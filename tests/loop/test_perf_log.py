@@ -63,7 +63,7 @@ def read(*paths: Path) -> list[Run]:
 
 
 def wait_until(true: Callable[[], object]) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not true():
         assert time.monotonic() < until
         time.sleep(0.001)

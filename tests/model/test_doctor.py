@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,7 +10,6 @@ import socket
 import stat
 import sys
 import threading
-import time
 
 import pytest
 from click.testing import CliRunner
@@ -182,9 +182,7 @@ def test_a_library_that_crashes_or_hangs_is_a_finding(examine, tmp_path, monkeyp
     python.chmod(stat.S_IRWXU)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(probe, "LIMIT_S", 0.5)
-    began = time.monotonic()
     found = examine()
-    assert time.monotonic() - began < 10
     assert problems(found) == {"library"}
     assert words in found["library"]["message"]
 
@@ -277,9 +275,9 @@ def test_a_socket_that_a_daemon_left_behind_is_no_problem(examine, no_c, tmp_pat
     "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x02\0\0\0{}", b"\x02\0\0\0[]", "silence", "drip"]
 )
 def test_a_server_that_is_not_a_daemon(examine, no_c, tmp_path, monkeypatch, answer):
-    """Including one that sends nothing, or one byte at a time."""
+    """Including one that sends nothing, or one byte at a time: the client leaves, not the server."""
     monkeypatch.setattr(daemon_checks, "SOCKET_S", 0.5)
-    path, stop = tmp_path / "s", threading.Event()
+    path, left = tmp_path / "s", []
 
     def serve(listener):
         sock, _ = listener.accept()
@@ -287,12 +285,16 @@ def test_a_server_that_is_not_a_daemon(examine, no_c, tmp_path, monkeypatch, ans
             sock.recv(1000)
             if isinstance(answer, bytes):
                 sock.sendall(answer)
-            while answer in ("silence", "drip") and not stop.wait(0.05):
+                return
+            sock.settimeout(0.05)
+            for _ in range(1200):
+                with contextlib.suppress(TimeoutError, ConnectionResetError):
+                    left.append(sock.recv(1) == b"")
+                if left:
+                    return
                 if answer == "drip":
-                    try:
+                    with contextlib.suppress(BrokenPipeError):
                         sock.sendall(b"\x01")
-                    except OSError:
-                        return
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -300,12 +302,10 @@ def test_a_server_that_is_not_a_daemon(examine, no_c, tmp_path, monkeypatch, ans
         listener.listen(1)
         server = threading.Thread(target=serve, args=(listener,))
         server.start()
-        began = time.monotonic()
         found = examine("--socket", path)
-        stop.set()
         server.join()
-    assert time.monotonic() - began < 5
     assert found["socket"]["verdict"] == "problem"
+    assert isinstance(answer, bytes) or left == [True]
 
 
 def test_a_check_that_raises_is_a_finding(examine, no_c, monkeypatch):

@@ -73,19 +73,19 @@ async def child(nursery, library):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
 async def test_the_reason_of_a_death_names_the_signal(child, number):
     os.kill(child.pid, number)
-    with trio.fail_after(10), pytest.raises(EngineDied, match=number.name):
+    with trio.fail_after(60), pytest.raises(EngineDied, match=number.name):
         await child.receive()
 
 
 async def test_a_stopped_engine_is_recognised_and_can_be_killed(child):
     assert not child.is_stopped()
     os.kill(child.pid, signal.SIGSTOP)
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         while not child.is_stopped():
             await trio.sleep(0.01)
     child.submit(Step((), [[prefill(0, [5])]], 1))
     child.kill()
-    with trio.fail_after(10), pytest.raises(EngineDied, match="SIGKILL"):
+    with trio.fail_after(60), pytest.raises(EngineDied, match="SIGKILL"):
         await child.receive()
 
 
@@ -100,7 +100,7 @@ async def test_closed_while_it_computes_it_ends(child):
     pid = child.pid
     long = [StepInput(seq, 0, [5] * 64, ()) for seq in range(4)]
     child.submit(Step((), [[each] for each in long], 1))
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         await child.aclose()
     assert not psutil.pid_exists(pid)
 
@@ -130,7 +130,7 @@ async def test_what_the_library_says_before_it_aborts_is_the_reason(nursery, lib
         link = ProcessLauncher(nursery, "engine_that_asserts").launch("bad.gguf")
     finally:
         os.environ["PYTHONPATH"] = before
-    with trio.fail_after(10), pytest.raises(LoadError, match=r"SIGABRT.*GGML_ASSERT\(eps >= 0.0f\) failed"):
+    with trio.fail_after(60), pytest.raises(LoadError, match=r"SIGABRT.*GGML_ASSERT\(eps >= 0.0f\) failed"):
         await link.load(Start(EMBEDDED, SETTINGS), lambda share: None, lambda: True)
     assert link.ended.is_set()
 
@@ -180,4 +180,4 @@ def test_it_ends_with_its_parent_also_after_kill_9(library, stopped):
             while engine.status() != psutil.STATUS_STOPPED:  # only a group that has stopped gets the kernel's SIGHUP
                 time.sleep(0.001)
         parent.kill()
-    engine.wait(10)
+    engine.wait(60)

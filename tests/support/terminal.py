@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pyte
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 """Maximum duration of a wait.  Nothing takes a second, except on a busy machine."""
 
 
