@@ -41,6 +41,7 @@ from uma_trio.protocol.messages import (
     Failure,
     FinishReason,
     Generate,
+    Health,
     Logprobs,
     Metrics,
     ModelDescription,
@@ -68,6 +69,7 @@ __all__ = [
     "Eos",
     "Event",
     "Failure",
+    "Health",
     "Loading",
     "Metrics",
     "ModelDescription",
@@ -295,6 +297,14 @@ class Client:
             ServerError: the daemon answered with an error.
         """
         return (await self._ask({"type": "models", **fields}, ModelList)).models
+
+    async def health(self, **fields: Any) -> Health:
+        """Return whether the daemon could serve another request now, and why not; ``fields`` are those of a health query.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        return await self._ask({"type": "health", **fields}, Health)
 
     async def _ask(self, query: Mapping[str, Any], expected: type[AnswerEvent]) -> AnswerEvent:
         """Send a query that is answered with one event, and return that."""

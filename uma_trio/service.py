@@ -27,6 +27,7 @@ from uma_trio.protocol.messages import (
     Capability,
     Eos,
     Generate,
+    HealthCheck,
     ModelDescription,
     SessionList,
     SessionQuery,
@@ -183,6 +184,11 @@ class ModelService:
                 if each.source != "built in" or name == "temperature"
             },
         }
+
+    def health(self) -> list[HealthCheck]:
+        """Whether the model can serve another request now.  Never waits for a step."""
+        loaded = HealthCheck(name="model", ok=True, reason="loaded")
+        return [attrs.evolve(check, model=self.name) for check in (loaded, *self._scheduler.health())]
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics.  Never waits for a step."""

@@ -27,6 +27,9 @@ from uma_trio.protocol.messages import (
     Eos,
     Failure,
     Generate,
+    Health,
+    HealthCheck,
+    HealthQuery,
     Logprob,
     Logprobs,
     MetricsQuery,
@@ -97,6 +100,8 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("Session query", SessionQuery, {"type"}),
         ("Tokenize query", TokenizeQuery, {"type"}),
         ("Models query", ModelsQuery, {"type"}),
+        ("Health query", HealthQuery, {"type"}),
+        ("health", Health, {"event"}),
         ("tokens", TokenList, {"event"}),
         ("models", ModelList, {"event"}),
         ("sessions", SessionList, {"event"}),
@@ -122,6 +127,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
         ("Session query", SessionQuery),
         ("Tokenize query", TokenizeQuery),
         ("Models query", ModelsQuery),
+        ("Health query", HealthQuery),
     ],
 )
 def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
@@ -187,6 +193,7 @@ def test_bounds_are_the_documented_ones() -> None:
         ("token", Logprob),
         ("sessions", SessionInfo),
         ("models", ModelDescription),
+        ("health", HealthCheck),
     ],
 )
 def test_inner_fields_are_documented(title: str, cls: type) -> None:
@@ -205,6 +212,7 @@ EVENTS = {
     "transcript": Transcript,
     "tokens": TokenList,
     "models": ModelList,
+    "health": Health,
 }
 
 
@@ -232,7 +240,7 @@ def test_the_codec_accepts_every_json_example() -> None:
             known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
             assert set(fields) <= known
             kinds.add(type(message))
-    queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery}
+    queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery, HealthQuery}
     assert kinds == {Generate, Cancel, *queries, *EVENTS.values()}
 
 

@@ -29,6 +29,8 @@ from uma_trio.protocol.messages import (
     ClientMessage,
     Failure,
     Generate,
+    Health,
+    HealthQuery,
     Metrics,
     MetricsQuery,
     ModelList,
@@ -63,6 +65,7 @@ class ConnectionOwner(Protocol):
     @property
     def queries(self) -> trio.Lock: ...
     def snapshot(self) -> dict[str, Any]: ...
+    def health(self, id: str | None) -> Health: ...
     def record_refusal(self, error: UmaError) -> None: ...
 
 
@@ -227,6 +230,8 @@ class Connection:
                 return [await models.get(query.model).tokenize(query)]
             case ModelsQuery():
                 return [ModelList(models=[service.description() for service in models], id=query.id)]
+            case HealthQuery():
+                return [self._owner.health(query.id)]
 
     async def _send_each(self, events: Iterable[ServerEvent]) -> None:
         """Send the answer to a query.  Each event is made when the client has read enough of those before.

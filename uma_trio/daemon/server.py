@@ -19,15 +19,17 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+import psutil
 import structlog
 import trio
 
 import uma_trio
-from uma_trio.config import Config, Limits
+from uma_trio.config import MB, Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
 from uma_trio.daemon.gateway import Gateway, listening
@@ -39,12 +41,15 @@ from uma_trio.engine.llama import open_engine
 from uma_trio.errors import TooManyConnections, UmaError
 from uma_trio.models.loaded import LoadedModel, open_model
 from uma_trio.protocol.codec import server_codec
-from uma_trio.protocol.messages import Failure
+from uma_trio.protocol.messages import Failure, Health, HealthCheck
 from uma_trio.service import ModelRegistry, ModelService
 
 log = structlog.get_logger("uma_trio.daemon")
 
 Progress = Callable[[float], None]
+
+MIN_FREE_MEMORY: Final = 0.02
+"""Below this share of the machine's memory, the server counts as not ready: the kernel may soon end a process."""
 
 
 class Server:
@@ -88,6 +93,14 @@ class Server:
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,
             "gateway": self._gateway.snapshot() if self._gateway is not None else None,
         }
+
+    def health(self, id: str | None) -> Health:
+        """Whether another request can be served now, and why not.  Never waits for a step of an engine."""
+        draining = HealthCheck(
+            name="draining", ok=not self.draining, reason="the server is shutting down" if self.draining else "no"
+        )
+        checks = [*chain.from_iterable(service.health() for service in self.models), _memory_check(), draining]
+        return Health(ready=all(check.ok for check in checks), checks=checks, id=id)
 
     def record_refusal(self, error: UmaError) -> None:
         """Count a refused request or connection."""
@@ -166,6 +179,13 @@ class Server:
         finally:
             trio.lowlevel.notify_closing(sock)
             sock.close()
+
+
+def _memory_check() -> HealthCheck:
+    memory = psutil.virtual_memory()
+    free, total = memory.available // MB, memory.total // MB
+    reason = f"{free} MB of the machine's {total} MB are free"
+    return HealthCheck(name="memory", ok=free >= MIN_FREE_MEMORY * total, reason=reason)
 
 
 async def serve(

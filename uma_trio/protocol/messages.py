@@ -258,7 +258,16 @@ class ModelsQuery:
     principal: Name | None = None
 
 
-Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery
+@attrs.frozen(kw_only=True)
+class HealthQuery:
+    """Asks whether the daemon can serve another request now."""
+
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
+Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery | HealthQuery
 """A question that is answered next to a running request."""
 
 ClientMessage = Generate | Cancel | Query
@@ -372,6 +381,28 @@ class ModelList:
 
     models: list[ModelDescription]
     """The first one is the default."""
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class HealthCheck:
+    """One condition of readiness."""
+
+    name: Literal["model", "engine", "queue", "memory", "draining"]
+    ok: bool
+    reason: str
+    """What was found, for people."""
+    model: str | None = None
+    """Which model; ``None`` for the daemon as a whole."""
+
+
+@attrs.frozen(kw_only=True)
+class Health:
+    """Answer to a ``HealthQuery``."""
+
+    ready: bool
+    """Whether all checks are ok."""
+    checks: list[HealthCheck]
     id: str | None = None
 
 
@@ -559,7 +590,7 @@ class PrefillProgress:
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
 
 
-Answer = Metrics | SessionList | Transcript | TokenList | ModelList
+Answer = Metrics | SessionList | Transcript | TokenList | ModelList | Health
 """What a query is answered with."""
 
 ServerEvent = Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Answer
@@ -592,6 +623,7 @@ _EVENT_NAMES: Final = {
     Transcript: "transcript",
     TokenList: "tokens",
     ModelList: "models",
+    Health: "health",
 }
 _EVENT_TYPES: Final[Mapping[str, type[ServerEvent]]] = {name: cls for cls, name in _EVENT_NAMES.items()}
 
@@ -655,8 +687,10 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return _parse_tokenize_query(fields)
     if kind == "models":
         return msgspec.convert(fields, ModelsQuery)
+    if kind == "health":
+        return msgspec.convert(fields, HealthQuery)
     if kind not in (None, "generate"):
-        raise BadRequest("type must be 'generate', 'tokenize', 'models', 'metrics' or 'sessions'")
+        raise BadRequest("type must be 'generate', 'sessions', 'tokenize', 'models', 'health' or 'metrics'")
     request = msgspec.convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")

@@ -12,6 +12,7 @@ from uma_trio.errors import KvFull, QueueFull
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
 from uma_trio.offload import Offloader
+from uma_trio.protocol.messages import HealthCheck
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.fairness import Service
 from uma_trio.serving.sequence import Sequence, State
@@ -169,6 +170,16 @@ class WaitingQueue:
     def may_admit(self) -> bool:
         """Whether something has changed for the first in line."""
         return bool(self._sequences) and (self._blocked is None or self._blocked[1] != self._cache.changes)
+
+    def health(self) -> list[HealthCheck]:
+        """Whether another request may wait, if it must, and whether those that wait do so for KV cells."""
+        n_waiting, kv = len(self._sequences), self._cache.statistics()
+        full = n_waiting >= self._max_length and (n_waiting > 0 or kv.sequences >= self._n_sequences)
+        short = n_waiting > 0 and kv.sequences < self._n_sequences  # a sequence is free, so cells are what is missing
+        return [
+            HealthCheck(name="queue", ok=not full, reason=f"{n_waiting} of {self._max_length} requests wait"),
+            HealthCheck(name="memory", ok=not short, reason=f"{kv.cells_reserved} of {kv.cells} KV cells are in use"),
+        ]
 
     def enter(self, sequences: Items[Sequence]) -> None:
         """Let each of ``sequences`` run, or wait; all of them or none.

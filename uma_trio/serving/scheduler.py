@@ -26,7 +26,7 @@ from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.offload import InThread, Offloader, StateFiles
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Failure, FinishReason, Generate
+from uma_trio.protocol.messages import Failure, FinishReason, Generate, HealthCheck
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
@@ -237,6 +237,17 @@ class Scheduler:
             "kv_offload": self.offloader.snapshot(),
             "engine": self._engine.snapshot(),
         }
+
+    def health(self) -> list[HealthCheck]:
+        """Whether another request could be served now.  Never waits for a tick."""
+        link = self._engine.link
+        if isinstance(self._refusal, ModelUnavailable):
+            engine = HealthCheck(name="engine", ok=False, reason=str(self._refusal))
+        elif not link.is_usable:
+            engine = HealthCheck(name="engine", ok=False, reason=f"restarting: {link.reason or 'it has ended'}")
+        else:
+            engine = HealthCheck(name="engine", ok=True, reason="running")
+        return [engine, *self._waiting.health()]
 
     # -- the tick -------------------------------------------------------------------------------
 
