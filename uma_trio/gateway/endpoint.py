@@ -11,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from uma_trio.client import Client
 from uma_trio.config import Config
 from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, whole
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.errors import HttpError, invalid
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 
 
 @attrs.frozen
@@ -107,6 +109,15 @@ class Call:
     def for_daemon(self, **fields: Any) -> dict[str, Any]:
         """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client."""
         return {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
+
+    async def ask(self, question: Callable[[Client], Awaitable[R]]) -> R:
+        """Ask the daemon something that it answers at once, on a connection of its own.
+
+        Raises:
+            HttpError: the daemon cannot be reached or refuses.
+        """
+        async with self.daemon.connect() as client:
+            return await question(client)
 
     def stream(self, fields: Mapping[str, Any], renderer: Renderer) -> Response:
         """Send ``fields`` to the daemon, and the answer to the client while it is generated."""

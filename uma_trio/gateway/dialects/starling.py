@@ -1,0 +1,168 @@
+"""Starling's API, the gateway's own: the socket protocol over HTTP, field for field.
+
+``POST /v1/generate``, ``POST /v1/tokenize``, ``POST /v1/session/close``.  Their fields and events are those of
+docs/PROTOCOL.md, and the daemon checks them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
+from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
+from uma_trio.gateway.endpoint import Call, Dialect, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.messages import SessionInfo, to_fields
+
+OF_THE_CONNECTION: Final = frozenset({"id", "keep_alive", "principal", "principal_weight", "principal_max_requests"})
+"""Fields of the socket protocol that the gateway sets itself."""
+
+
+def _error_body(error: HttpError, request_id: str) -> dict[str, Any]:
+    body = {"code": error.code, "message": error.message, "request_id": request_id}
+    return {"error": {**body, "retry_after_ms": error.retry_after_ms} if error.retry_after_ms is not None else body}
+
+
+STARLING: Final = Dialect("starling", _error_body)
+
+
+async def generate(call: Call) -> Response:
+    """Generate text: as server-sent events, as lines of JSON, or whole."""
+    given = await call.read_fields()
+    ignored = [name for name in given if name not in FIELDS or name in OF_THE_CONNECTION]
+    warnings = [f"the parameter {name!r} is not known and had no effect" for name in ignored]
+    fields = call.for_daemon(**{name: value for name, value in given.items() if name not in ignored})
+    _split_stop(fields)
+    wants = call.request.headers.get("accept", "")
+    as_lines = NDJSON in wants or (JSON in wants and EVENT_STREAM not in wants)
+    match fields.pop("stream", True):
+        case True:
+            return call.stream(fields, _Events(call.id, warnings, as_lines=as_lines))
+        case False:
+            ends = await call.whole(call.daemon.complete(fields))
+            answers = [_without_names(to_fields(eos)) for eos in ends]
+            body = answers[0] if len(answers) == 1 else {"answers": answers}
+            return json_response({"request_id": call.id, **body, **({"warnings": warnings} if warnings else {})})
+    raise invalid("stream must be true or false", parameter="stream")
+
+
+def _split_stop(fields: dict[str, Any]) -> None:
+    """Let ``stop`` have token ids as well as texts."""
+    stop = fields.get("stop")
+    if isinstance(stop, list) and any(isinstance(each, int) for each in stop):
+        ids = [each for each in stop if isinstance(each, int) and not isinstance(each, bool)]
+        fields["stop"] = [each for each in stop if each not in ids]
+        fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *ids]
+
+
+def _without_names(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in ("id", "event")}
+
+
+class _Events:
+    """Writes the events of the socket protocol.
+
+    Args:
+        warnings: for the first event, which is called ``warnings``.
+        as_lines: one line of JSON an event, instead of server-sent events.
+    """
+
+    def __init__(self, request_id: str, warnings: list[str], *, as_lines: bool) -> None:
+        self._request_id = request_id
+        self._warnings = warnings
+        self._as_lines = as_lines
+        self.media_type = NDJSON if as_lines else EVENT_STREAM
+        self.comment = b"" if as_lines else COMMENT
+
+    def begin(self) -> bytes:
+        """The warnings, if there are any."""
+        return self._written({"event": "warnings", "warnings": self._warnings}) if self._warnings else b""
+
+    def render(self, event: Event) -> bytes:
+        """One event, with the names of docs/PROTOCOL.md."""
+        fields = dict(event.fields) if isinstance(event, UnknownEvent) else to_fields(event)
+        if isinstance(event, Eos):
+            fields["request_id"] = self._request_id
+        return self._written(fields)
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error after the beginning."""
+        return self._written({"event": "error", **_error_body(error, self._request_id)["error"]})
+
+    def end(self) -> bytes:
+        """Nothing: the last event is ``eos``."""
+        return b""
+
+    def _written(self, fields: dict[str, Any]) -> bytes:
+        if self._as_lines:
+            return encode(fields) + b"\n"
+        name = fields.pop("event")
+        return sse(fields, event=name)
+
+
+class TokenizeRequest(msgspec.Struct):
+    """Text to tokens, or tokens to text."""
+
+    text: str | None = None
+    tokens: list[int] | None = None
+    model: str | None = None
+    add_special: bool = True
+    parse_special: bool = True
+
+
+async def tokenize(call: Call) -> Response:
+    """Tokens of a text, or the text of tokens."""
+    request, warnings = await call.read(TokenizeRequest)
+    if (request.text is None) == (request.tokens is None):
+        raise invalid("give exactly one of text and tokens")
+    fields = {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
+    found = await call.ask(lambda client: client.tokenize(fields.pop("text", None), **fields))
+    body = {"tokens": found.tokens, "offsets": found.offsets, "text": found.text}
+    body = {name: value for name, value in body.items() if value is not None}
+    return json_response({**body, **({"warnings": warnings} if warnings else {})})
+
+
+class SessionRequest(msgspec.Struct):
+    """Names a session."""
+
+    session_id: str
+    model: str | None = None
+
+
+async def close_session(call: Call) -> Response:
+    """Forget a session and free its KV cache."""
+    request, _ = await call.read(SessionRequest)
+    fields = {"session_id": request.session_id, **({"model": request.model} if request.model else {})}
+    closed: list[SessionInfo] = await call.ask(lambda client: client.sessions("close", **fields))
+    return json_response({"session_id": closed[0].session_id, "closed": True, "tokens": closed[0].tokens})
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/generate",
+        dialect=STARLING,
+        answer=generate,
+        summary="Text that continues a prompt or answers a chat",
+        media_types=(EVENT_STREAM, NDJSON, JSON),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/tokenize",
+        dialect=STARLING,
+        answer=tokenize,
+        summary="Tokens of a text, or the text of tokens",
+        body=TokenizeRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/session/close",
+        dialect=STARLING,
+        answer=close_session,
+        summary="Forget a session",
+        body=SessionRequest,
+    ),
+)
