@@ -1,13 +1,20 @@
-"""Whether the daemon is there, and whether it can take requests: for load balancers and people."""
+"""Whether the gateway is up, and whether the daemon could serve another request: for load balancers and people."""
 
 from __future__ import annotations
 
+from typing import Final
+
+import anyio
 from starlette.responses import Response
 
 import uma_trio
 from uma_trio.gateway.answer import json_response
-from uma_trio.gateway.dialects.openai import OPENAI
+from uma_trio.gateway.dialects.starling import STARLING
 from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError
+
+READY_TIMEOUT_S: Final = 2.0
+"""A daemon that does not answer in this time is not ready."""
 
 
 async def healthz(call: Call) -> Response:
@@ -15,6 +22,35 @@ async def healthz(call: Call) -> Response:
     return json_response({"status": "ok", "version": uma_trio.__version__})
 
 
+async def readyz(call: Call) -> Response:
+    """Whether the daemon could serve another request now, with a reason for each condition."""
+    try:
+        with anyio.fail_after(READY_TIMEOUT_S):
+            found = await call.ask(lambda client: client.health())
+    except TimeoutError:
+        reason = f"the daemon did not answer within {READY_TIMEOUT_S:g} s"
+        return _readiness([{"name": "daemon", "ok": False, "reason": reason}])
+    except HttpError as error:
+        return _readiness([{"name": "daemon", "ok": False, "reason": error.message}], error.headers)
+    checks = [
+        {"name": check.name, "ok": check.ok, "reason": check.reason, **({"model": check.model} if check.model else {})}
+        for check in found.checks
+    ]
+    return _readiness([{"name": "daemon", "ok": True, "reason": "answers"}, *checks])
+
+
+def _readiness(checks: list[dict[str, object]], headers: dict[str, str] | None = None) -> Response:
+    ready = all(check["ok"] for check in checks)
+    return json_response({"ready": ready, "checks": checks}, 200 if ready else 503, headers)
+
+
 ENDPOINTS = (
-    Endpoint(method="GET", path="/healthz", dialect=OPENAI, answer=healthz, summary="Whether the gateway is up"),
+    Endpoint(method="GET", path="/healthz", dialect=STARLING, answer=healthz, summary="Whether the gateway is up"),
+    Endpoint(
+        method="GET",
+        path="/readyz",
+        dialect=STARLING,
+        answer=readyz,
+        summary="Whether the daemon could serve another request; 503 if not",
+    ),
 )

@@ -1,0 +1,45 @@
+"""/healthz and /readyz: what load balancers and people ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.gateway.conftest import Gateway
+from tests.support.real_daemon import missing, real_daemon
+
+
+def test_a_daemon_that_serves_is_ready(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        answer = client.get("/readyz")
+    assert answer.status_code == 200
+    assert answer.json()["ready"] is True
+    assert {check["name"] for check in answer.json()["checks"]} >= {"daemon", "model", "engine", "queue", "memory"}
+
+
+def test_a_stopped_daemon_is_not_ready_and_the_gateway_is_up() -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with real_daemon("--http", "0") as daemon:
+        gateway = Gateway.of(daemon)
+        with gateway.http() as client:
+            os.kill(daemon.pid, signal.SIGSTOP)
+            try:
+                not_ready = client.get("/readyz")
+                up = client.get("/healthz")
+            finally:
+                os.kill(daemon.pid, signal.SIGCONT)
+            assert not_ready.status_code == 503
+            assert not_ready.json()["checks"] == [
+                {"name": "daemon", "ok": False, "reason": "the daemon did not answer within 2 s"}
+            ]
+            assert up.status_code == 200
+            assert client.get("/readyz").status_code == 200
+
+
+def test_a_path_that_does_not_exist(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        assert client.get("/nothing").json()["error"]["code"] == "E_GATEWAY_NOT_FOUND"
+        assert client.get("/v1/chat/completions").json()["error"]["code"] == "E_GATEWAY_METHOD"
