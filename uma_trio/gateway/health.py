@@ -32,11 +32,12 @@ async def readyz(call: Call) -> Response:
         return _readiness([{"name": "daemon", "ok": False, "reason": reason}])
     except HttpError as error:
         return _readiness([{"name": "daemon", "ok": False, "reason": error.message}], error.headers)
-    checks = [
+    checks: list[dict[str, object]] = [
         {"name": check.name, "ok": check.ok, "reason": check.reason, **({"model": check.model} if check.model else {})}
         for check in found.checks
     ]
-    return _readiness([{"name": "daemon", "ok": True, "reason": "answers"}, *checks])
+    answers: dict[str, object] = {"name": "daemon", "ok": True, "reason": "answers"}
+    return _readiness([answers, *checks])
 
 
 def _readiness(checks: list[dict[str, object]], headers: dict[str, str] | None = None) -> Response:
