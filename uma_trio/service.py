@@ -236,15 +236,15 @@ class Generation:
         with self._scope:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
+            _check_session_fields(self.request)
+            grammar = await self._compile(began)
+            sessions = self.service._sessions
+            if sessions.does_without(self.request, self._principal.name):
+                self.request = attrs.evolve(self.request, session_id=None)
             if self.request.session_id is None:
-                if self.request.drop_messages:
-                    raise BadRequest("drop_messages is for the messages of a session: send it with a session_id")
-                grammar = await self._compile(began)
                 prompt = await self._prepare(self.service._prompts.make(self.request), began)
                 await self._stream(prompt, self._sink, began, grammar)
             else:
-                grammar = await self._compile(began)
-                sessions = self.service._sessions
                 turn = await self._prepare(sessions.begin(self.request, self._principal.name, self._sink), began)
                 try:
                     await self._stream(turn.prompt, turn, began, grammar)
@@ -318,6 +318,15 @@ class Generation:
             timings=Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None),
             metadata=self.request.metadata,
         )
+
+
+def _check_session_fields(request: Generate) -> None:
+    if request.session_id is None:
+        for name, given in (("drop_messages", request.drop_messages), ("history", request.history != "continue")):
+            if given:
+                raise BadRequest(f"{name} is for the messages of a session: send it with a session_id")
+    elif request.drop_messages and request.history == "replace":
+        raise BadRequest("drop_messages does not go with history 'replace', which replaces all messages")
 
 
 def quantization(description: str) -> str | None:

@@ -242,6 +242,81 @@ async def test_a_request_replaces_the_last_messages(autojump_clock, tmp_path):
         assert list(after_a_crash(tmp_path, tmp_path / "copy")["a"].messages) == after
 
 
+def chat(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def contents(messages) -> list[str]:
+    return [message.content for message in messages]
+
+
+async def test_a_request_with_the_whole_conversation_replaces_the_sessions(autojump_clock, tmp_path):
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness, harness.client() as client:
+
+            async def say(*texts: str) -> Eos:
+                fields = {"session_id": "a", "history": "replace", "max_tokens": 4, "keep_alive": True}
+                eos = await client.complete(messages=chat(*texts), **fields)
+                assert eos.text == "".join(f"{n} " for n in expected_continuation(tokens_of("|".join(texts)), 4))
+                return eos
+
+            first = await say("one" * 20)
+            second = await say("one" * 20, first.text, "two")
+            assert second.usage.cached_tokens >= 60
+            assert (second.session.turns, second.session.durable) == (2, True)
+            third = await say("one" * 20, "an answer that the client has changed", "three")
+            assert third.usage.cached_tokens >= 60
+            found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
+            assert contents(found.messages) == [
+                "one" * 20,
+                "an answer that the client has changed",
+                "three",
+                third.text,
+            ]
+            eos = await client.complete(messages=chat("four"), session_id="a", max_tokens=4)
+            said = "|".join([*contents(found.messages), "four"])
+            assert eos.text == "".join(f"{token} " for token in expected_continuation(tokens_of(said), 4))
+            await harness.settled()
+
+
+async def test_a_prompt_may_replace_a_chat_and_a_chat_a_prompt(autojump_clock, tmp_path):
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness, harness.client() as client:
+            fields = {"session_id": "a", "history": "replace", "max_tokens": 4, "keep_alive": True}
+            await client.complete(messages=chat("one"), **fields)
+            eos = await client.complete(prompt="plain", **fields)
+            assert eos.text == "".join(f"{token} " for token in expected_continuation(tokens_of("plain"), 4))
+            found = after_a_crash(tmp_path, tmp_path / "copy")["a"]
+            assert (list(found.messages), len(found.tokens)) == ([], 9)
+            await client.complete(messages=chat("two"), **fields)
+            assert contents(after_a_crash(tmp_path, tmp_path / "copy")["a"].messages)[0] == "two"
+
+
+async def test_a_busy_session_is_no_error_for_a_request_with_the_whole_conversation(autojump_clock):
+    async with serving() as harness, harness.client() as first, harness.client() as second:
+        fields = {"session_id": "a", "history": "replace"}
+        events = first.generate(messages=chat("one"), max_tokens=50, **fields)
+        await anext(events)
+        eos = await second.complete(messages=chat("two"), max_tokens=4, **fields)
+        assert eos.text == "".join(f"{token} " for token in expected_continuation(tokens_of("two"), 4))
+        assert eos.session is None
+        *_, last = [event async for event in events]
+        assert (last.session.turns, last.usage.completion_tokens) == (1, 50)
+        assert contents((await read(harness, "a")).messages)[0] == "one"
+
+
+async def test_a_failed_request_with_the_whole_conversation_leaves_the_session_as_it_is(autojump_clock):
+    async with serving() as harness, harness.client() as client:
+        fields = {"session_id": "a", "history": "replace", "keep_alive": True}
+        await client.complete(messages=chat("one"), max_tokens=4, **fields)
+        for wrong in ({"max_tokens": 10**8}, {"drop_messages": 2}):
+            with pytest.raises(ServerError):
+                await client.complete(messages=chat("two"), **fields, **wrong)
+        assert contents((await read(harness, "a")).messages)[0] == "one"
+        with pytest.raises(ServerError, match="history is for the messages of a session"):
+            await client.complete(messages=chat("two"), history="replace")
+
+
 async def test_a_forked_chat_is_on_disk_with_all_messages(autojump_clock, tmp_path):
     with remembering(tmp_path) as storage:
         async with serving(storage=storage) as harness:

@@ -171,6 +171,8 @@ class Generate:
     """Whether to send ``progress`` events during prefill."""
     session_id: Name | None = None
     """Session that this request continues, or begins."""
+    history: Literal["continue", "replace"] = "continue"
+    """``continue``: the request comes after what the session has.  ``replace``: it is the whole conversation."""
     drop_messages: Annotated[int, Meta(ge=0, le=MAX_INT32)] = 0
     """How many of the session's last messages the request replaces: the session forgets them."""
     n_keep: Annotated[int, Meta(ge=0, le=MAX_INT32)] | None = None

@@ -34,6 +34,7 @@ from uma_trio.serving.sequence import EventSink
 from uma_trio.serving.sequence import Sequence as Answer
 from uma_trio.sessions.table import Session, SessionTable, session_list, transcript
 from uma_trio.sessions.trimming import drop_oldest
+from uma_trio.store import SessionKey
 from uma_trio.store.journal import Journal, JournalError
 from uma_trio.store.journal_format import MAX_MESSAGES
 
@@ -153,6 +154,16 @@ class Sessions:
 
     # -- one request ----------------------------------------------------------------------------
 
+    def does_without(self, request: Generate, principal: str) -> bool:
+        """Whether ``request`` is to run without its session: it has the whole conversation, and the session is busy.
+
+        Its client sends everything each time, perhaps to several at once, and need not know that there is a session.
+        """
+        if request.session_id is None or request.history != "replace":
+            return False
+        session = self._table.find(SessionKey(principal, request.session_id))
+        return session is not None and session.busy
+
     async def begin(self, request: Generate, principal: str, sink: EventSink) -> SessionTurn:
         """Begin a request with a ``session_id``.  ``end`` must follow.
 
@@ -178,6 +189,9 @@ class Sessions:
         otherwise each turn of a long chat would take more time, memory and disk.  If no message can be dropped,
         ``serving.request.admit`` drops tokens, as it does for a session of plain prompts.
         """
+        if request.history == "replace":
+            past = None if request.messages is None else History(session.tokens)
+            return await self._prompts.make(request, past), ()
         history = session.messages[: len(session.messages) - request.drop_messages]
         prompt = await self._prompts.make(request, History(session.tokens, history))
         info, limits, n_whole = self._scheduler.info, self._limits, len(prompt.tokens)
@@ -223,6 +237,7 @@ class Sessions:
         session.tokens = np.concatenate([answer.prompt.tokens, self._history_tokens(turn, answer)])
         if common_prefix(before, session.tokens) < len(before):  # the chat was rendered differently, or lost messages
             self._forget(before, session.principal)
+        session.messages = ()
         if turn.request.messages is not None:
             session.messages = (*turn.history, *turn.request.messages, turn.reply)
         self._table.record_turn(session, self._clock(), self._monotonic())
@@ -365,6 +380,8 @@ def _check(session: Session, request: Generate) -> None:
     Raises:
         BadRequest: it does not fit, or the session would have more than ``MAX_MESSAGES`` messages.
     """
+    if request.history == "replace":
+        return
     if session.turns and (request.messages is not None) != bool(session.messages):
         began, sent = ("messages", "a prompt") if session.messages else ("a prompt", "messages")
         raise BadRequest(
