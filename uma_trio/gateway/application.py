@@ -16,7 +16,7 @@ from uma_trio.config import Config
 from uma_trio.gateway import health
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.daemon import Daemon
-from uma_trio.gateway.dialects import openai_chat, starling
+from uma_trio.gateway.dialects import ollama_generate, ollama_models, openai_chat, starling
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
@@ -24,7 +24,13 @@ from uma_trio.gateway.errors import HttpError
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """An ``X-Request-Id`` that is taken over from the client."""
 
-ENDPOINTS: Final[tuple[Endpoint, ...]] = (*openai_chat.ENDPOINTS, *starling.ENDPOINTS, *health.ENDPOINTS)
+ENDPOINTS: Final[tuple[Endpoint, ...]] = (
+    *openai_chat.ENDPOINTS,
+    *ollama_generate.ENDPOINTS,
+    *ollama_models.ENDPOINTS,
+    *starling.ENDPOINTS,
+    *health.ENDPOINTS,
+)
 
 
 def make_app(config: Config) -> ASGIApp:

@@ -1,0 +1,114 @@
+"""Ollama's API, with Ollama's client and with plain HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import ollama
+import pytest
+
+from tests.gateway.conftest import Gateway
+
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+ANSWER = "The capital of France is Paris."
+
+
+@pytest.fixture
+def client(gateway: Gateway) -> Iterator[ollama.Client]:
+    with ollama.Client(host=gateway.url) as found:
+        yield found
+
+
+def test_a_whole_chat(client: ollama.Client) -> None:
+    found = client.chat("embedded", CHAT)
+    assert found.message.content == ANSWER
+    assert found.done_reason == "stop"
+    assert found.eval_count > 3
+    assert found.total_duration > 0
+
+
+def test_a_streamed_chat_has_the_same_text_in_pieces(client: ollama.Client) -> None:
+    parts = list(client.chat("embedded:latest", CHAT, stream=True))
+    assert "".join(part.message.content for part in parts) == ANSWER
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert len(parts) > 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_generate_uses_the_chat_template(client: ollama.Client, stream: bool) -> None:
+    found = client.generate("embedded", "What is the capital of France?", stream=stream)
+    parts = list(found) if stream else [found]
+    assert "".join(part.response for part in parts) == ANSWER
+
+
+def test_generate_raw_continues_the_text(gateway: Gateway, client: ollama.Client) -> None:
+    found = client.generate("embedded", "Once upon a time", raw=True, options={"num_predict": 8})
+    assert found.response == gateway.daemon.ask(prompt="Once upon a time", max_tokens=8).text
+    assert found.done_reason == "length"
+
+
+def test_a_schema_and_json(client: ollama.Client) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    found = client.chat("embedded", CHAT, format=schema)
+    assert json.loads(found.message.content)["city"] in ("Paris", "Rome")
+
+
+def test_log_probabilities(client: ollama.Client) -> None:
+    found = client.chat("embedded", CHAT, logprobs=True, top_logprobs=2)
+    assert "".join(each.token for each in found.logprobs) == ANSWER
+    assert all(len(each.top_logprobs) == 2 for each in found.logprobs)
+
+
+def test_options_reach_the_daemon_and_unknown_ones_are_named(gateway: Gateway) -> None:
+    options = {"num_predict": 3, "num_ctx": 2048, "temperature": 0, "seed": -1, "mirostat": 2}
+    with gateway.http() as http:
+        found = http.post(
+            "/api/chat", json={"model": "embedded", "messages": CHAT, "stream": False, "options": options}
+        )
+    assert found.json()["eval_count"] == 3
+    assert found.json()["warnings"] == ["the option 'mirostat' is not known and had no effect"]
+
+
+def test_models_as_editors_ask_for_them(gateway: Gateway, client: ollama.Client) -> None:
+    with gateway.http() as http:
+        version = http.get("/api/version").json()["version"]
+    assert all(part.isdigit() for part in version.split("."))
+    (model,) = client.list().models
+    assert model.model == "embedded:latest"
+    assert model.details.quantization_level == "Q8_0"
+    shown = client.show(model.model)
+    assert {"completion"} <= set(shown.capabilities)
+    assert shown.modelinfo["llama.context_length"] == 4096
+    (loaded,) = client.ps().models
+    assert loaded.context_length == 4096
+
+
+def test_an_empty_request_asks_whether_the_model_is_there(client: ollama.Client) -> None:
+    assert client.chat("embedded").done_reason == "load"
+    assert client.generate("embedded").done_reason == "load"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "wrong", "status"),
+    [
+        ("/api/chat", {"model": "no-such-model"}, 404),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, 400),
+        ("/api/chat", {"format": "yaml"}, 400),
+        ("/api/chat", {"options": {"temperature": "hot"}}, 400),
+        ("/api/chat", {"options": {"num_predict": 10**9}}, 400),
+        ("/api/chat", {"messages": [{"role": "user", "content": "fox " * 6000}]}, 400),
+        ("/api/generate", {"model": "no-such-model", "prompt": "x"}, 404),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, 400),
+        ("/api/show", {"model": "no-such-model"}, 404),
+        ("/api/show", {"model": ""}, 400),
+    ],
+)
+def test_refusals(gateway: Gateway, path: str, wrong: dict[str, Any], status: int, stream: bool) -> None:
+    messages = {} if path != "/api/chat" else {"messages": CHAT}
+    with gateway.http() as http:
+        answer = http.post(path, json={"model": "embedded", **messages, "stream": stream, **wrong})
+    assert answer.status_code == status, answer.text
+    assert isinstance(answer.json()["error"], str)

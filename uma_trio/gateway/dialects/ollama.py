@@ -1,0 +1,255 @@
+"""What the endpoints of Ollama's API share: errors, names of models, options, messages, durations.
+
+Source: Ollama's API reference (docs/api.md of its repository) and the types of its Python client.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from typing import Any, Final, Literal
+
+import msgspec
+
+from uma_trio.client import Eos
+from uma_trio.gateway.endpoint import Call, Dialect
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.messages import ModelDescription
+
+API_VERSION: Final = "0.12.0"
+"""The version of Ollama's API that is spoken here.  Editors compare it, and some refuse old ones."""
+
+LATEST: Final = ":latest"
+"""The tag that Ollama adds to names without one."""
+
+CAPABILITIES: Final = {"completion": "completion", "tools": "tools", "reasoning": "thinking", "embedding": "embedding"}
+"""Capabilities of a model, in Ollama's words."""
+
+OPTIONS: Final = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repeat_last_n",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "seed": "seed",
+    "stop": "stop",
+    "num_keep": "n_keep",
+}
+"""Names of options in Ollama's API and in the socket protocol."""
+
+OF_THE_DAEMON: Final = frozenset(
+    {"num_ctx", "num_batch", "num_gpu", "num_thread", "main_gpu", "use_mmap", "use_mlock", "low_vram", "numa"}
+)
+"""Options that load a model in Ollama.  Here they belong to ``uma-trio serve``, so they have no effect."""
+
+DIALECT: Final = Dialect("ollama", lambda error, request_id: {"error": error.message, "request_id": request_id})
+
+
+class FunctionCall(msgspec.Struct):
+    """The function that a tool call names."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class ToolCall(msgspec.Struct):
+    """A call that the model has made earlier."""
+
+    function: FunctionCall
+    id: str | None = None
+
+
+class Message(msgspec.Struct):
+    """A message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ToolFunction(msgspec.Struct):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct):
+    """Something that the model may call."""
+
+    function: ToolFunction | None = None
+    type: str = "function"
+
+
+def model_name(name: str | None) -> str | None:
+    """The daemon's name of a model; ``None`` for the default one."""
+    return name.removesuffix(LATEST) if name else None
+
+
+def ollama_name(name: str) -> str:
+    """Ollama's name of a model: with a tag."""
+    return name if ":" in name else f"{name}{LATEST}"
+
+
+def digest_of(model: ModelDescription) -> str:
+    """Stands for the hash of a model file, which nobody computes: of what is known about the model."""
+    return hashlib.sha256(f"{model.name} {model.size_bytes} {model.n_parameters}".encode()).hexdigest()
+
+
+def details_of(model: ModelDescription) -> dict[str, Any]:
+    """The ``details`` of a model."""
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": model.architecture,
+        "families": [model.architecture],
+        "parameter_size": _short_count(model.n_parameters),
+        "quantization_level": model.quantization or "unknown",
+    }
+
+
+def _short_count(n: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if n >= size:
+            return f"{n / size:.1f}{letter}"
+    return str(n)
+
+
+def iso_time(seconds: float | None = None) -> str:
+    """A time as Ollama writes it; now, if none is given."""
+    if seconds is None:
+        return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def option_fields(options: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """Fields of the socket protocol for ``options``, and a warning for each that is not known.
+
+    Raises:
+        HttpError: ``num_predict`` is not a number of tokens.
+    """
+    fields: dict[str, Any] = {}
+    warnings = []
+    for name, value in (options or {}).items():
+        if value is None or name in OF_THE_DAEMON:
+            continue
+        if name == "num_predict":
+            if not isinstance(value, int) or value == 0:
+                raise invalid("num_predict must be a number of tokens, or -1 for no limit", parameter="num_predict")
+            if value > 0:  # -1 and -2 are as long as there is room, which is the default here
+                fields["max_tokens"] = value
+        elif name in OPTIONS:
+            fields[OPTIONS[name]] = _converted(name, value)
+        else:
+            warnings.append(f"the option {name!r} is not known and had no effect")
+    return fields, warnings
+
+
+def _converted(name: str, value: Any) -> Any:
+    """A value of Ollama's as the socket protocol has it."""
+    if name in ("repeat_last_n", "num_keep", "seed") and isinstance(value, int) and value < 0:
+        return None  # the default: the context, nothing, or random
+    return value
+
+
+def constraint_of(format: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    """The constraint for ``format``: ``json``, or a JSON schema.
+
+    Raises:
+        HttpError: it is neither.
+    """
+    match format:
+        case None | "":
+            return None
+        case "json":
+            return {"json_object": True}
+        case dict():
+            return {"json_schema": format}
+    raise invalid("format must be 'json' or a JSON schema", parameter="format")
+
+
+def chat_message(index: int, message: Message) -> dict[str, Any]:
+    """A message of the socket protocol.
+
+    Raises:
+        HttpError: it has images.
+    """
+    if message.images:
+        raise invalid("images are not supported; send text", parameter=f"messages[{index}].images")
+    fields: dict[str, Any] = {
+        "role": message.role,
+        "content": message.content or "",
+        "reasoning": message.thinking,
+        "name": message.tool_name,
+        "tool_call_id": message.tool_call_id,
+    }
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id or f"call_{index}_{position}",
+                "name": call.function.name,
+                "arguments": call.function.arguments,
+            }
+            for position, call in enumerate(message.tool_calls)
+        ]
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def tools_of(tools: list[Tool] | None) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Tools of the socket protocol, and a warning for each that is not a function."""
+    found = []
+    warnings = []
+    for tool in tools or ():
+        if tool.function is None:
+            warnings.append(f"a tool of type {tool.type!r} is not known and had no effect")
+            continue
+        function = tool.function
+        found.append(
+            {
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": function.parameters or {},
+            }
+        )
+    return found or None, warnings
+
+
+def durations(eos: Eos) -> dict[str, Any]:
+    """Counts and nanoseconds of the last object of an answer."""
+    timings, usage = eos.timings, eos.usage
+    first_ms = timings.ttft_ms if timings.ttft_ms is not None else timings.total_ms
+    return {
+        "total_duration": _ns(timings.total_ms),
+        "load_duration": 0,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": _ns(max(0.0, first_ms - timings.queue_ms)),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": _ns(max(0.0, timings.total_ms - first_ms)),
+    }
+
+
+def _ns(ms: float) -> int:
+    return round(1e6 * ms)
+
+
+async def find_model(call: Call, name: str | None) -> ModelDescription:
+    """What the daemon says about a model; the default one for ``None``.
+
+    Raises:
+        HttpError: there is no such model.
+    """
+    models = await call.ask(lambda client: client.models())
+    wanted = model_name(name)
+    for model in models:
+        if wanted in (None, model.name):
+            return model
+    there = ", ".join(ollama_name(model.name) for model in models)
+    raise HttpError(404, "E_MODEL_NOT_FOUND", f"model {name!r} not found; there is {there}")

@@ -1,0 +1,250 @@
+"""``POST /api/chat`` and ``POST /api/generate`` of Ollama's API: lines of JSON, or one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import Eos, Event, Reasoning, Token
+from uma_trio.gateway.answer import NDJSON, encode, json_response
+from uma_trio.gateway.dialects.ollama import (
+    DIALECT,
+    Message,
+    Tool,
+    chat_message,
+    constraint_of,
+    durations,
+    find_model,
+    iso_time,
+    model_name,
+    ollama_name,
+    option_fields,
+    tools_of,
+)
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.messages import Logprobs
+
+DONE_REASONS: Final = {"tool_calls": "stop", "cancelled": "stop", "error": "stop"}
+"""Where the protocol's reason has no counterpart in Ollama's API."""
+
+
+Shape = Callable[[Event], dict[str, Any]]
+"""What an event, or a whole answer, contributes to an object of the answer."""
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """Fields of both requests."""
+
+    model: str
+    format: str | dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    stream: bool = True
+    think: bool | str | None = None
+    keep_alive: str | float | None = None
+    """Has no effect: the daemon keeps its model."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class ChatRequest(Common, kw_only=True):
+    """A request for the next message of a chat.  Without messages it asks whether the model is there."""
+
+    messages: list[Message] = []
+    tools: list[Tool] | None = None
+
+
+class GenerateRequest(Common, kw_only=True):
+    """A request for the answer to one prompt.  Without a prompt it asks whether the model is there."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    suffix: str | None = None
+    template: str | None = None
+    images: list[Any] | None = None
+    context: list[int] | None = None
+
+
+async def chat(call: Call) -> Response:
+    """Answer a chat."""
+    request, warnings = await call.read(ChatRequest)
+    if not request.messages:
+        return await _loaded(call, request, {"message": {"role": "assistant", "content": ""}})
+    tools, tool_warnings = tools_of(request.tools)
+    messages = [chat_message(index, message) for index, message in enumerate(request.messages)]
+    return await _answer(call, request, _chat, [*warnings, *tool_warnings], messages=messages, tools=tools)
+
+
+async def generate(call: Call) -> Response:
+    """Answer a prompt, through the chat template unless it is raw."""
+    request, warnings = await call.read(GenerateRequest)
+    for name in ("suffix", "template", "images", "context"):
+        if getattr(request, name):
+            raise invalid(f"{name} is not supported", parameter=name)
+    if not request.prompt:
+        return await _loaded(call, request, {"response": ""})
+    model = await find_model(call, request.model)
+    if request.raw or "chat" not in model.capabilities:
+        return await _answer(call, request, _generated, warnings, prompt=request.prompt)
+    system = [{"role": "system", "content": request.system}] if request.system else []
+    messages = [*system, {"role": "user", "content": request.prompt}]
+    return await _answer(call, request, _generated, warnings, messages=messages)
+
+
+async def _loaded(call: Call, request: Common, empty: dict[str, Any]) -> Response:
+    model = await find_model(call, request.model)
+    head = {"model": ollama_name(model.name), "created_at": iso_time()}
+    return json_response({**head, **empty, "done": True, "done_reason": "load"})
+
+
+async def _answer(call: Call, request: Common, shape: Shape, warnings: list[str], **fields: Any) -> Response:
+    options, option_warnings = option_fields(request.options)
+    fields = call.for_daemon(
+        **fields,
+        **options,
+        model=model_name(request.model),
+        constraint=constraint_of(request.format),
+        separate_reasoning=True if "messages" in fields else None,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    warnings = [*warnings, *option_warnings]
+    if request.think is False:
+        shape = _without_thinking(shape)
+    if request.stream:
+        return call.stream(fields, _Lines(request.model, shape, warnings, call.id))
+    (eos,) = await call.whole(call.daemon.complete(fields))
+    return json_response(_last(request.model, shape(eos), eos, warnings))
+
+
+def _last(model: str, shaped: dict[str, Any], eos: Eos, warnings: list[str]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "created_at": iso_time(),
+        **shaped,
+        "done": True,
+        "done_reason": DONE_REASONS.get(eos.reason, eos.reason),
+        **durations(eos),
+        **({"warnings": warnings} if warnings else {}),
+    }
+
+
+def _chat(event: Event) -> dict[str, Any]:
+    """The part of an object of ``/api/chat`` that one event, or a whole answer, decides."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    match event:
+        case Token():
+            message["content"] = event.text
+        case Reasoning():
+            message["thinking"] = event.text
+        case Eos():
+            message["content"] = event.text or ""
+            if event.reasoning:
+                message["thinking"] = event.reasoning
+            if event.tool_calls:
+                message["tool_calls"] = [
+                    {"id": each.id, "function": {"index": index, "name": each.name, "arguments": each.arguments}}
+                    for index, each in enumerate(event.tool_calls)
+                ]
+    return {"message": message, **_logprobs(event)}
+
+
+def _generated(event: Event) -> dict[str, Any]:
+    """The part of an object of ``/api/generate`` that one event, or a whole answer, decides."""
+    message = _chat(event)["message"]
+    thinking = {"thinking": message["thinking"]} if "thinking" in message else {}
+    return {"response": message["content"], **thinking, **_logprobs(event)}
+
+
+def _logprobs(event: Event) -> dict[str, Any]:
+    found: Sequence[Token | Reasoning | Logprobs]
+    match event:
+        case Token(logprob=float()) | Reasoning(logprob=float()):
+            found = [event]
+        case Eos(logprobs=list(logprobs)):
+            found = logprobs
+        case _:
+            return {}
+    return {
+        "logprobs": [
+            {
+                "token": each.text,
+                "logprob": each.logprob,
+                "bytes": each.bytes,
+                "top_logprobs": [
+                    {"token": top.text, "logprob": top.logprob, "bytes": top.bytes} for top in each.top_logprobs or ()
+                ],
+            }
+            for each in found
+        ]
+    }
+
+
+def _without_thinking(shape: Shape) -> Shape:
+    def shaped(event: Event) -> dict[str, Any]:
+        found = shape(event)
+        found.pop("thinking", None)
+        found.get("message", {}).pop("thinking", None)
+        return found
+
+    return shaped
+
+
+class _Lines:
+    """Writes an answer as lines of JSON.  Clients parse every line, so there is nothing that keeps a connection alive."""
+
+    media_type = NDJSON
+    comment = b""
+
+    def __init__(self, model: str, shape: Shape, warnings: list[str], request_id: str) -> None:
+        self._model = model
+        self._shape = shape
+        self._warnings = warnings
+        self._request_id = request_id
+
+    def begin(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def render(self, event: Event) -> bytes:
+        """A line for new text; for the end, the last line."""
+        match event:
+            case Eos():
+                return encode(_last(self._model, self._shape(event), event, self._warnings)) + b"\n"
+            case Token() | Reasoning() if event.text or event.logprob is not None:
+                head = {"model": self._model, "created_at": iso_time()}
+                return encode({**head, **self._shape(event), "done": False}) + b"\n"
+        return b""
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error in the middle of the stream."""
+        return encode(DIALECT.error_body(error, self._request_id)) + b"\n"
+
+    def end(self) -> bytes:
+        """Nothing: the last line says that it is the last."""
+        return b""
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/api/chat",
+        dialect=DIALECT,
+        answer=chat,
+        summary="The next message of a chat",
+        body=ChatRequest,
+        media_types=(NDJSON, "application/json"),
+    ),
+    Endpoint(
+        method="POST",
+        path="/api/generate",
+        dialect=DIALECT,
+        answer=generate,
+        summary="The answer to a prompt",
+        body=GenerateRequest,
+        media_types=(NDJSON, "application/json"),
+    ),
+)

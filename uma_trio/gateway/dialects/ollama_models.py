@@ -1,0 +1,107 @@
+"""What Ollama's clients ask about models: ``/api/version``, ``/api/tags``, ``/api/show``, ``/api/ps``."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.ollama import (
+    API_VERSION,
+    CAPABILITIES,
+    DIALECT,
+    details_of,
+    digest_of,
+    find_model,
+    iso_time,
+    ollama_name,
+)
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import invalid
+from uma_trio.protocol.messages import ModelDescription
+
+FOREVER: Final = "2318-01-01T00:00:00Z"
+"""When a model that stays loaded is unloaded."""
+
+
+class ShowRequest(msgspec.Struct):
+    """Names a model; ``name`` is the older spelling."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool = False
+
+
+async def version(call: Call) -> Response:
+    """The version of Ollama's API."""
+    return json_response({"version": API_VERSION})
+
+
+async def tags(call: Call) -> Response:
+    """All models."""
+    models = await call.ask(lambda client: client.models())
+    listed = [{**_listed(model), "modified_at": iso_time(model.created_at)} for model in models]
+    return json_response({"models": listed})
+
+
+async def running(call: Call) -> Response:
+    """Models that are loaded: all of them."""
+    models = await call.ask(lambda client: client.models())
+    listed = [
+        {**_listed(model), "expires_at": FOREVER, "size_vram": 0, "context_length": model.context_per_request}
+        for model in models
+    ]
+    return json_response({"models": listed})
+
+
+def _listed(model: ModelDescription) -> dict[str, Any]:
+    name = ollama_name(model.name)
+    return {
+        "name": name,
+        "model": name,
+        "size": model.size_bytes,
+        "digest": digest_of(model),
+        "details": details_of(model),
+    }
+
+
+async def show(call: Call) -> Response:
+    """What is known about one model.  The context is that of a request, which may be less than the trained one."""
+    request, _ = await call.read(ShowRequest)
+    name = request.model or request.name
+    if not name:
+        raise invalid("model is required", parameter="model")
+    model = await find_model(call, name)
+    return json_response(
+        {
+            "modelfile": f"FROM {model.name}",
+            "parameters": "",
+            "template": model.chat_template or "",
+            "details": details_of(model),
+            "model_info": {
+                "general.architecture": model.architecture,
+                "general.parameter_count": model.n_parameters,
+                f"{model.architecture}.context_length": model.context_per_request,
+                f"{model.architecture}.embedding_length": model.embedding_length,
+            },
+            "capabilities": [CAPABILITIES[each] for each in model.capabilities if each in CAPABILITIES],
+            "modified_at": iso_time(model.created_at),
+        }
+    )
+
+
+ENDPOINTS = (
+    Endpoint(method="GET", path="/api/version", dialect=DIALECT, answer=version, summary="The version of Ollama's API"),
+    Endpoint(method="GET", path="/api/tags", dialect=DIALECT, answer=tags, summary="All models"),
+    Endpoint(method="GET", path="/api/ps", dialect=DIALECT, answer=running, summary="Models that are loaded"),
+    Endpoint(
+        method="POST",
+        path="/api/show",
+        dialect=DIALECT,
+        answer=show,
+        summary="What is known about one model",
+        body=ShowRequest,
+    ),
+)
