@@ -9,6 +9,7 @@ import pytest
 
 from tests.gateway.conftest import Gateway
 from tests.support.real_daemon import missing, real_daemon
+from uma_trio.gateway.application import ENDPOINTS
 
 
 def test_a_daemon_that_serves_is_ready(gateway: Gateway) -> None:
@@ -42,4 +43,16 @@ def test_a_stopped_daemon_is_not_ready_and_the_gateway_is_up() -> None:
 def test_a_path_that_does_not_exist(gateway: Gateway) -> None:
     with gateway.http() as client:
         assert client.get("/nothing").json()["error"]["code"] == "E_GATEWAY_NOT_FOUND"
-        assert client.get("/v1/chat/completions").json()["error"]["code"] == "E_GATEWAY_METHOD"
+        wrong_method = client.get("/v1/chat/completions")
+    assert wrong_method.json()["error"]["code"] == "E_GATEWAY_METHOD"
+    assert wrong_method.headers["allow"] == "POST"
+
+
+def test_the_openapi_document_has_every_endpoint(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        document = client.get("/openapi.json").json()
+    assert {(endpoint.path, endpoint.method.lower()) for endpoint in ENDPOINTS} < {
+        (path, method) for path, methods in document["paths"].items() for method in methods
+    }
+    names = [each["operationId"] for methods in document["paths"].values() for each in methods.values()]
+    assert len(set(names)) == len(names)

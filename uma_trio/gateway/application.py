@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from typing import Final
 
 from starlette.applications import Starlette
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.config import Config
-from uma_trio.gateway import health
+from uma_trio.gateway import health, openapi
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import ollama_generate, ollama_models, openai_chat, starling
@@ -36,7 +37,8 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
 def make_app(config: Config) -> ASGIApp:
     """Build the application for the daemon at ``config.listen.socket``."""
     daemon = Daemon(config.listen.socket)
-    routes = [endpoint.route(config, daemon) for endpoint in ENDPOINTS]
+    endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS))
+    routes = [endpoint.route(config, daemon) for endpoint in endpoints]
     app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug})
     return RequestIds(app)
 
@@ -68,9 +70,12 @@ async def _not_found(request: Request, _: Exception) -> Response:
     return _error(request, HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {request.url.path} here"))
 
 
-async def _wrong_method(request: Request, _: Exception) -> Response:
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    allowed: Mapping[str, str] = getattr(error, "headers", None) or {}
     message = f"{request.url.path} does not take {request.method}"
-    return _error(request, HttpError(405, "E_GATEWAY_METHOD", message))
+    response = _error(request, HttpError(405, "E_GATEWAY_METHOD", message))
+    response.headers.update(allowed)
+    return response
 
 
 async def _bug(request: Request, _: Exception) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import attrs
 import msgspec
@@ -16,6 +16,9 @@ from uma_trio.config import Config
 from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, whole
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.errors import HttpError, invalid
+
+COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 500, 502, 503, 504)
+"""Statuses that any endpoint may answer with."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -41,9 +44,10 @@ class Endpoint:
     summary: str
     body: type[msgspec.Struct] | None = None
     """What a request contains."""
-    result: Any = None
-    """What an answer contains that is not streamed."""
     media_types: tuple[str, ...] = ("application/json",)
+    """Of an answer."""
+    errors: tuple[int, ...] = COMMON_ERRORS
+    """Statuses other than 200."""
     needs_admin: bool = False
 
     def route(self, config: Config, daemon: Daemon) -> Route:

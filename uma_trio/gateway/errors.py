@@ -6,11 +6,10 @@ Each dialect has its own shape for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
-from uma_trio.errors import UmaError
+from uma_trio.errors import all_errors
 
 NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
@@ -21,13 +20,7 @@ LOADING_RETRY_MS: Final = 2000
 NO_DAEMON_RETRY_MS: Final = 1000
 
 
-def _classes(base: type[UmaError]) -> Iterator[type[UmaError]]:
-    for each in base.__subclasses__():
-        yield each
-        yield from _classes(each)
-
-
-STATUS_OF_CODE: Final = {each.code: each.http_status for each in _classes(UmaError) if "code" in vars(each)}
+STATUS_OF_CODE: Final = {each.code: each.http_status for each in all_errors()}
 """The HTTP status of each code of the socket protocol."""
 
 

@@ -1,0 +1,99 @@
+"""The OpenAPI document, made from the table of endpoints."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+import uma_trio
+from uma_trio.gateway.answer import JSON, json_response
+from uma_trio.gateway.dialects.starling import STARLING
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError
+
+REFERENCE: Final = "#/components/schemas/{name}"
+
+
+def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+    """The document of these endpoints, in version 3.1 of the format."""
+    endpoints = list(endpoints)
+    bodies = {endpoint.body for endpoint in endpoints if endpoint.body is not None}
+    schemas, components = msgspec.json.schema_components(bodies, ref_template=REFERENCE)
+    schema_of = dict(zip(bodies, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        path = paths.setdefault(endpoint.path, {})
+        path[endpoint.method.lower()] = _operation(endpoint, schema_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "uma-trio",
+            "version": uma_trio.__version__,
+            "description": "docs/HTTP.md explains what all endpoints have in common.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"apiKey": []}],
+    }
+
+
+def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {media_type: {"schema": {}} for media_type in endpoint.media_types}
+    operation: dict[str, Any] = {
+        "operationId": f"{endpoint.dialect.name}_{endpoint.answer.__name__}",
+        "tags": [endpoint.dialect.name],
+        "summary": endpoint.summary,
+        "description": inspect.getdoc(endpoint.answer) or "",
+        "responses": {"200": {"description": "The answer", "content": content}},
+    }
+    names = [part[1:-1].partition(":")[0] for part in endpoint.path.split("/") if part.startswith("{")]
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if endpoint.body is not None:
+        content = {JSON: {"schema": schema_of[endpoint.body]}}
+        operation["requestBody"] = {"required": True, "content": content}
+    error = {JSON: {"schema": _shape(endpoint.dialect.error_body(HttpError(500, "", ""), ""))}}
+    for status in endpoint.errors:
+        operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
+    return operation
+
+
+def _shape(value: Any) -> dict[str, Any]:
+    """The JSON schema of an example, with all of its fields."""
+    match value:
+        case dict():
+            properties = {name: _shape(each) for name, each in value.items()}
+            return {"type": "object", "properties": properties}
+        case str():
+            return {"type": "string"}
+    return {}
+
+
+def endpoint_of(endpoints: Iterable[Endpoint]) -> Endpoint:
+    """The endpoint that serves the document of the others, and of itself."""
+
+    async def openapi(call: Call) -> Response:
+        """What this gateway serves."""
+        return json_response(document([*endpoints, found]))
+
+    found = Endpoint(
+        method="GET",
+        path="/openapi.json",
+        dialect=STARLING,
+        answer=openapi,
+        summary="The OpenAPI document of the gateway",
+    )
+    return found
