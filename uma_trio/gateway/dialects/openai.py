@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from uma_trio.client import Eos
-from uma_trio.gateway.endpoint import Dialect
+from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Logprobs
 
@@ -80,6 +80,8 @@ class Message(msgspec.Struct):
     """The reasoning of an earlier answer; ``reasoning`` is another spelling."""
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None
+    """A single call, from the time before ``tool_calls``."""
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -111,8 +113,17 @@ class Sampling(msgspec.Struct, kw_only=True):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    """Has no effect: who asks is decided by the API key."""
+    session_id: str | None = None
+    """The session that this conversation is, as ``prompt_cache_key`` but with exactly this name."""
+    prompt_cache_key: str | None = None
+    """Names the client's own session; see ``gateway.conversation``."""
+    user: Any = None
+    """This and the next five have no effect, and need none."""
+    metadata: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
 
     @property
     def includes_usage(self) -> bool:
@@ -122,6 +133,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     def sampling_fields(self) -> dict[str, Any]:
         """The fields of the socket protocol for these parameters."""
         top_k = 0 if self.top_k == -1 else self.top_k  # vLLM's way to say that it is off
+        seed = None if self.seed == -1 else self.seed  # llama-server's way to say that any will do
         return {
             "model": self.model,
             "temperature": self.temperature,
@@ -132,7 +144,7 @@ class Sampling(msgspec.Struct, kw_only=True):
             "frequency_penalty": self.frequency_penalty,
             "presence_penalty": self.presence_penalty,
             "logit_bias": self.logit_bias,
-            "seed": self.seed,
+            "seed": seed,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
@@ -153,14 +165,17 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
         "tool_call_id": message.tool_call_id,
         "name": message.name if message.role in ("tool", "function") else None,
     }
-    if message.tool_calls:
+    calls = message.tool_calls or []
+    if message.function_call is not None:
+        calls = [*calls, ToolCall(message.function_call)]
+    if calls:
         fields["tool_calls"] = [
             {
                 "id": call.id or f"call_{index}_{position}",
                 "name": call.function.name,
                 "arguments": _arguments(call.function.arguments, f"messages[{index}].tool_calls[{position}]"),
             }
-            for position, call in enumerate(message.tool_calls)
+            for position, call in enumerate(calls)
         ]
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -210,6 +225,23 @@ def usage_body(*ends: Eos) -> dict[str, Any]:
         reasoning = sum(eos.usage.reasoning_tokens or 0 for eos in ends)
         body["completion_tokens_details"] = {"reasoning_tokens": reasoning}
     return body
+
+
+def max_tokens(wanted: int | None) -> int | None:
+    """The limit of an answer.  -1 is llama-server's way to say that there is none."""
+    return None if wanted == -1 else wanted
+
+
+async def model_name(call: Call, wanted: str | None) -> str:
+    """The name of the model that answers.
+
+    Raises:
+        HttpError: the daemon cannot be reached.
+    """
+    if wanted is not None:
+        return wanted
+    models = await call.ask(lambda client: client.models())
+    return models[0].name
 
 
 def finish_reason(eos: Eos) -> str:

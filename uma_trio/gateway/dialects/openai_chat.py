@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from uma_trio.client import Eos, Event, Reasoning, Token
+from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
+from uma_trio.gateway.conversation import conversation_fields
 from uma_trio.gateway.dialects.openai import (
     OPENAI,
     Message,
@@ -18,8 +19,11 @@ from uma_trio.gateway.dialects.openai import (
     chat_message,
     error_body,
     finish_reason,
+    max_tokens,
+    model_name,
     usage_body,
 )
+from uma_trio.gateway.dialects.openai_tools import Tool, call_delta, tool_fields, whole_calls
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Logprobs
@@ -41,6 +45,9 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 async def complete_chat(call: Call) -> Response:
@@ -48,18 +55,25 @@ async def complete_chat(call: Call) -> Response:
     request, warnings = await call.read(ChatRequest)
     if not request.messages:
         raise invalid("messages is empty; send at least one", parameter="messages")
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    n = request.n or 1
     fields = call.for_daemon(
         **request.sampling_fields(),
-        messages=[chat_message(index, message) for index, message in enumerate(request.messages)],
-        max_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=logprobs,
+        **conversation_fields(
+            [chat_message(index, message) for index, message in enumerate(request.messages)],
+            call.request.headers if n == 1 else {},
+            session_id=request.session_id,
+            cache_key=request.prompt_cache_key if n == 1 else None,
+        ),
+        **tool_fields(request.tools, request.tool_choice, warnings),
+        parallel_tool_calls=request.parallel_tool_calls,
+        max_tokens=max_tokens(limit),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         constraint=_constraint(request.response_format),
         separate_reasoning=True,
     )
-    head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": request.model or ""}
+    head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": await model_name(call, request.model)}
     if request.stream:
-        n = request.n or 1
         renderer = ChatChunks(head, call.id, n=n, usage=request.includes_usage, warnings=warnings)
         return call.stream(fields, renderer)
     ends = await call.whole(call.daemon.complete(fields))
@@ -94,9 +108,12 @@ def _completion(head: dict[str, Any], ends: list[Eos], warnings: list[str]) -> d
 
 
 def _choice(eos: Eos) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": eos.text or "", "refusal": None}
+    content = None if eos.tool_calls and not eos.text else eos.text or ""
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if eos.reasoning:
         message["reasoning_content"] = eos.reasoning
+    if eos.tool_calls:
+        message["tool_calls"] = whole_calls(eos.tool_calls)
     return {
         "index": eos.index or 0,
         "message": message,
@@ -140,6 +157,8 @@ class ChatChunks:
                 return self._delta(event, "content")
             case Reasoning():
                 return self._delta(event, "reasoning_content")
+            case ToolCallDelta():
+                return sse(self._chunk(event.index or 0, {"tool_calls": [call_delta(event)]}))
             case Eos():
                 self._ends.append(event)
                 return sse(self._chunk(event.index or 0, {}, finish_reason=finish_reason(event)))

@@ -1,0 +1,74 @@
+"""Clients that send the whole conversation each time: which session it is, and what of it is noise.
+
+For all dialects.  Such a client does not know of sessions, so nothing here is ever an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+SESSION_HEADERS: Final = ("x-session-id", "x-claude-code-session-id")
+"""Headers that name a conversation."""
+
+MAX_KEY_CHARS: Final = 200
+"""A longer name of a conversation is replaced by its hash."""
+
+BILLING_HEADER: Final = re.compile(r"\s*x-anthropic-billing-header:(?:[ \t]*\w+=[^;\n]*;?)*\s*")
+"""The line that Claude Code puts before its system prompt.  It changes with every request."""
+
+
+def conversation_fields(
+    messages: Sequence[Mapping[str, Any]],
+    headers: Mapping[str, str],
+    *,
+    session_id: str | None = None,
+    cache_key: str | None = None,
+) -> dict[str, Any]:
+    """Fields of the socket protocol for a whole conversation: ``messages``, and the session if the client names one.
+
+    A header and a ``cache_key`` name the client's own session, and a client has several conversations in one: the chat,
+    its title, its sub-agents.  They differ in their system messages, so a hash of these is a part of the session's name.
+
+    Args:
+        messages: as in the socket protocol, with ``content`` as text.
+        session_id: names exactly this session.
+        cache_key: such as ``prompt_cache_key`` of OpenAI's API.  The headers count before it.
+    """
+    cleaned = list(without_noise(messages))
+    if session_id is None:
+        key = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), cache_key)
+        if not key:
+            return {"messages": cleaned}
+        system = "\n".join(each.get("content") or "" for each in cleaned if is_system(each))
+        name = key if len(key) <= MAX_KEY_CHARS else _hash(key, 32)
+        session_id = f"{name}:{_hash(system, 8)}"
+    return {"messages": cleaned, "session_id": session_id, "history": "replace"}
+
+
+def without_noise(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """``messages`` without what changes from request to request and says nothing to the model.
+
+    At the front of a prompt it would make the cached prefix useless.
+    """
+    cleaned = []
+    for message in messages:
+        content = message.get("content")
+        if is_system(message) and isinstance(content, str) and (found := BILLING_HEADER.match(content)):
+            content = content[found.end() :]
+            if not content:
+                continue
+            message = {**message, "content": content}
+        cleaned.append(message)
+    return cleaned
+
+
+def is_system(message: Mapping[str, Any]) -> bool:
+    """Whether a message instructs the model."""
+    return message["role"] in ("system", "developer")
+
+
+def _hash(text: str, n_digits: int) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:n_digits]

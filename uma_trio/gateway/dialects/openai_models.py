@@ -1,0 +1,61 @@
+"""``GET /v1/models`` and ``GET /v1/models/NAME`` of OpenAI's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from uma_trio.client import ModelDescription
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.openai import OPENAI
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError
+
+
+async def list_models(call: Call) -> Response:
+    """All models that are served, the default one first."""
+    models = await call.ask(lambda client: client.models())
+    return json_response({"object": "list", "data": [_model(model) for model in models]})
+
+
+async def retrieve_model(call: Call) -> Response:
+    """One model."""
+    name: str = call.request.path_params["name"]
+    models = await call.ask(lambda client: client.models())
+    for model in models:
+        if model.name == name.removesuffix(".gguf"):
+            return json_response(_model(model))
+    names = ", ".join(model.name for model in models)
+    raise HttpError(404, "E_MODEL_NOT_FOUND", f"there is no model {name!r} here; there is {names}", parameter="model")
+
+
+def _model(model: ModelDescription) -> dict[str, Any]:
+    """A model with what one request may use, under the names that clients look for."""
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": int(model.created_at),
+        "owned_by": "uma-trio",
+        "context_length": model.context_per_request,
+        "max_model_len": model.context_per_request,
+        "capabilities": model.capabilities,
+        "meta": {
+            "n_ctx": model.context_per_request,
+            "n_embd": model.embedding_length,
+            "n_params": model.n_parameters,
+            "size": model.size_bytes,
+        },
+    }
+
+
+ENDPOINTS = (
+    Endpoint(method="GET", path="/v1/models", dialect=OPENAI, answer=list_models, summary="The models that are served"),
+    Endpoint(
+        method="GET",
+        path="/v1/models/{name:path}",
+        dialect=OPENAI,
+        answer=retrieve_model,
+        summary="One model",
+    ),
+)

@@ -1,0 +1,112 @@
+"""Tools in OpenAI's API: what a request offers, what the model must call, and the calls of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from uma_trio.client import ToolCall, ToolCallDelta
+from uma_trio.gateway.errors import invalid
+
+CHOICES: Final = "'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}"
+
+
+class Function(msgspec.Struct):
+    """A function that the client offers to the model."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
+    strict: bool | None = None
+    """Has no effect."""
+
+
+class Tool(msgspec.Struct):
+    """A tool of a request.  Only functions are supported; others are skipped."""
+
+    type: str = "function"
+    function: Function | None = None
+
+
+def tool_fields(
+    tools: Sequence[Tool] | None, choice: str | dict[str, Any] | None, warnings: list[str]
+) -> dict[str, Any]:
+    """The fields of the socket protocol; adds a warning for each tool that is skipped.
+
+    Raises:
+        HttpError: the choice is not possible.
+    """
+    offered = _offered(tools or (), warnings)
+    if isinstance(choice, dict):
+        allowed, choice = _choice(choice)
+        if allowed is not None:
+            offered = [tool for tool in offered if tool["name"] in allowed]
+    elif choice not in (None, "auto", "none", "required"):
+        raise invalid(f"tool_choice must be {CHOICES}", parameter="tool_choice")
+    return {"tools": offered or None, "tool_choice": choice}
+
+
+def _offered(tools: Sequence[Tool], warnings: list[str]) -> list[dict[str, Any]]:
+    """Tools of the socket protocol; adds a warning for each that is skipped."""
+    found = []
+    for index, tool in enumerate(tools):
+        if tool.type != "function" or tool.function is None:
+            warnings.append(f"tools[{index}] was skipped: only functions are supported, and it is {tool.type!r}")
+            continue
+        function = tool.function
+        found.append(
+            {
+                "name": function.name,
+                "description": function.description or "",
+                "parameters": function.parameters or {},
+            }
+        )
+    return found
+
+
+def _choice(choice: dict[str, Any]) -> tuple[frozenset[str] | None, str | dict[str, str]]:
+    """The names of the tools that may be called, ``None`` for all, and the choice of the socket protocol."""
+    match choice:
+        case {"type": "function", "function": {"name": str() as name}} | {"type": "function", "name": str() as name}:
+            return None, {"name": name}
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list() as tools},
+        }:
+            names = [_allowed_name(tool) for tool in tools]
+            return frozenset(name for name in names if name is not None), mode
+    raise invalid(f"tool_choice must be {CHOICES}", parameter="tool_choice")
+
+
+def _allowed_name(tool: Any) -> str | None:
+    match tool:
+        case {"function": {"name": str() as name}} | {"name": str() as name}:
+            return name
+    return None
+
+
+def whole_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """The calls of an answer."""
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
+        }
+        for call in calls
+    ]
+
+
+def call_delta(event: ToolCallDelta) -> dict[str, Any]:
+    """A part of a call: id and name in the first one, arguments in the others."""
+    if event.name is None:
+        return {"index": event.call, "function": {"arguments": event.arguments or ""}}
+    return {
+        "index": event.call,
+        "id": event.call_id,
+        "type": "function",
+        "function": {"name": event.name, "arguments": event.arguments or ""},
+    }
