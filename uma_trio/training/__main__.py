@@ -30,7 +30,7 @@ Train the embedded model from scratch.  One command does everything, from fixed 
   all        tokenizer, train, export, evaluate
 
 torch and gguf come with `pip install -e '.[train]'`.  `train` takes about nine minutes on one NVIDIA
-H200 and would take weeks on two CPU cores.  `--smoke` runs every step with a toy model in under a minute.
+H200 and would take weeks on two CPU cores.  With `--seconds` a slower machine trains for that time.  `--smoke` runs every step with a toy model in under a minute.
 """
 
 
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/embedded"), help="output folder (build/embedded)")
     parser.add_argument("--device", default="", help="cuda or cpu (detected)")
     parser.add_argument("--steps", type=int, help="training steps (those of the recipe)")
+    parser.add_argument("--seconds", type=float, help="time limit of `train` (none); its schedule ends then")
     parser.add_argument("--each", type=int, default=200, help="exam questions per skill (200)")
     parser.add_argument("--seed", type=int, default=1, help="seed of `samples` and of the exam (1)")
     parser.add_argument("--smoke", action="store_true", help="a toy model that learns nothing, to test the script")
@@ -64,8 +65,8 @@ def _print_samples(seed: int) -> None:
     for skill in corpus.SKILLS:
         turn = skill.make(rng)
         print(f"[{skill.name}]\n  {turn.question}\n  -> {turn.answer}")
-    for sample in itertools.islice(corpus.samples_of_row("medium", seed), 3):
-        print(f"[{sample.skill}] system: {sample.system!r}")
+    for sample in itertools.islice(corpus.samples_of_row("medium", seed), 5):
+        print(f"[{sample.skill}] system: {sample.system!r}", *sample.tools, sep="\n  ")
         for turn in sample.turns:
             print(f"  {turn.question}\n  -> {turn.answer}")
 
@@ -92,17 +93,19 @@ def _train(options: argparse.Namespace, shape: Shape) -> None:
     recipe = Recipe(steps=12, tokens_per_step=4096) if options.smoke else Recipe()
     if options.steps:
         recipe = attrs.evolve(recipe, steps=options.steps)
+    recipe = attrs.evolve(recipe, seconds=options.seconds)
     trained = train(read_tokenizer(options.out), shape, recipe, device=device)
     np.savez(options.out / "weights.npz", **trained.weights)  # type: ignore[arg-type]
     run = {
         "device": trained.device,
         "seconds": round(trained.seconds),
+        "steps": trained.steps,
         "final_loss": trained.final_loss,
         "torch": torch.__version__,
         "recipe": attrs.asdict(recipe),
     }
     (options.out / "run.json").write_text(json.dumps(run, indent=1))
-    print(f"{trained.seconds:.0f} s on {trained.device}, loss {trained.final_loss:.5f}")
+    print(f"{trained.steps} steps, {trained.seconds:.0f} s on {trained.device}, loss {trained.final_loss:.5f}")
 
 
 def _export(options: argparse.Namespace, shape: Shape) -> None:

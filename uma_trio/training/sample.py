@@ -33,6 +33,8 @@ class Sample:
     system: str = ""
     raw: bool = False
     """Plain text without the chat template: question, line break, answer."""
+    tools: tuple[str, ...] = ()
+    """The tools of the chat, each as JSON.  Calls are answers, and their results questions: see ``skills/tools.py``."""
 
 
 def held_out(question: str) -> bool:
@@ -42,8 +44,11 @@ def held_out(question: str) -> bool:
 
 def keys_of(sample: Sample) -> list[str]:
     """The key by which each turn is held out: its question, and all text before it if the turn depends on that."""
-    said = [sample.system, *(turn.question for turn in sample.turns)]
-    return ["\n".join(said[: at + 2]) if turn.follows else turn.question for at, turn in enumerate(sample.turns)]
+    said = [turn.question for turn in sample.turns]
+    before = [sample.system, *sample.tools]
+    return [
+        "\n".join([*before, *said[: at + 1]]) if turn.follows else turn.question for at, turn in enumerate(sample.turns)
+    ]
 
 
 def kept_from_training(sample: Sample) -> bool:

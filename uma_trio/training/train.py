@@ -32,15 +32,22 @@ class Recipe:
     """AdamW's learning rate, for embedding and norms."""
     warmup: int = 100
     seed: int = 1
+    seconds: float | None = None
+    """Time limit.  A machine that cannot do all steps in this time does fewer."""
 
-    def rate_at(self, step: int) -> float:
-        """Factor of the learning rates: rises for ``warmup`` steps, then falls linearly to zero."""
-        return min(1.0, (step + 1) / self.warmup) * (1 - step / self.steps)
+    def rate_at(self, step: int, seconds: float) -> float:
+        """Factor of the learning rates after so much work: rises for ``warmup`` steps, then falls linearly to zero.
+
+        It is zero after the last step, or when the time is over, whichever is first.
+        """
+        done = max(step / self.steps, seconds / self.seconds if self.seconds else 0.0)
+        return min(1.0, (step + 1) / self.warmup) * max(0.0, 1 - done)
 
 
 @attrs.frozen
 class Trained:
     weights: Weights
+    steps: int
     seconds: float
     final_loss: float
     device: str
@@ -49,7 +56,7 @@ class Trained:
 def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) -> Trained:
     """Train from scratch, in bf16 on a GPU and fp32 on a CPU.  Blocks for minutes to weeks.
 
-    The batches depend only on the recipe.  The weights also depend on the device's arithmetic: two runs on one machine
+    The batches depend only on the recipe, and their number on its time limit.  The weights also depend on the device's arithmetic: two runs on one machine
     agree closely, runs on different machines less so.
     """
     torch.manual_seed(recipe.seed)
@@ -70,6 +77,9 @@ def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) ->
     for at, batch in enumerate(
         batches(planned(recipe.steps, recipe.tokens_per_step, shape.context), tokenizer, workers)
     ):
+        share = recipe.rate_at(at, time.monotonic() - start)
+        if share == 0.0:
+            break
         ids = torch.from_numpy(batch.ids.astype(np.int32)).to(device)
         learned = torch.from_numpy(batch.learned).to(device)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
@@ -79,7 +89,6 @@ def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) ->
         loss = F.cross_entropy(logits.float(), targets, reduction="sum") / max(1, len(targets))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        share = recipe.rate_at(at)
         adam.param_groups[0]["lr"] = recipe.other_rate * share
         adam.step()
         muon.step(recipe.matrix_rate * share)
@@ -91,4 +100,4 @@ def train(tokenizer: Tokenizer, shape: Shape, recipe: Recipe, *, device: str) ->
     last = torch.stack(losses[-50:]).mean().item()
     weights = {name: weight.detach().cpu().numpy().astype(np.float16) for name, weight in network.state_dict().items()}
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return Trained(weights, time.monotonic() - start, last, name)
+    return Trained(weights, len(losses), time.monotonic() - start, last, name)

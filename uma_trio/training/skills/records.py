@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from random import Random
 
 from uma_trio.training.sample import Turn
+from uma_trio.training.tool_format import written
 from uma_trio.training.words import (
     ADJECTIVES,
     CITIES,
@@ -20,11 +20,6 @@ from uma_trio.training.words import (
 
 Value = str | int | bool
 Record = dict[str, Value]
-
-
-def written(value: object) -> str:
-    """JSON on one line, without ASCII escapes."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _text(rng: Random) -> str:
@@ -66,7 +61,7 @@ def _sensor(rng: Random) -> Record:
     }
 
 
-def _free(rng: Random) -> Record:
+def free(rng: Random) -> Record:
     keys = [rng.choice(OBJECTS) if rng.random() < 0.5 else made_up(rng, 2) for _ in range(rng.randint(1, 7))]
     return {key: rng.choice((_text(rng), _text(rng), rng.randint(0, 999), rng.random() < 0.5)) for key in keys}
 
@@ -76,7 +71,7 @@ _KINDS = {"person": person, "book": _book, "order": _order, "sensor": _sensor}
 
 def _any(rng: Random) -> tuple[str, Record]:
     if rng.random() < 0.25:
-        return "thing", _free(rng)
+        return "thing", free(rng)
     kind = rng.choice(tuple(_KINDS))
     record = _KINDS[kind](rng)
     if rng.random() < 0.25:

@@ -25,7 +25,7 @@ _REPEAT = (
 )
 
 
-def _words(rng: Random, longest: int) -> list[str]:
+def any_words(rng: Random, longest: int) -> list[str]:
     amount = rng.randint(1, 12) if rng.random() < 0.7 else rng.randint(2, longest)
     kind = rng.random()
     if kind > 0.85:
@@ -45,7 +45,7 @@ def _words(rng: Random, longest: int) -> list[str]:
 
 def repeat(rng: Random, longest: int = 40) -> Turn:
     """Repeat a list of arbitrary words."""
-    text = " ".join(_words(rng, longest))
+    text = " ".join(any_words(rng, longest))
     return Turn(rng.choice(_REPEAT).format(text), text)
 
 
