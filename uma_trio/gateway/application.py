@@ -17,7 +17,14 @@ from uma_trio.config import Config
 from uma_trio.gateway import health, openapi
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.daemon import Daemon
-from uma_trio.gateway.dialects import ollama_generate, ollama_models, openai_chat, openai_models, starling
+from uma_trio.gateway.dialects import (
+    ollama_generate,
+    ollama_models,
+    openai_chat,
+    openai_completions,
+    openai_models,
+    starling,
+)
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
@@ -27,6 +34,7 @@ REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *openai_chat.ENDPOINTS,
+    *openai_completions.ENDPOINTS,
     *openai_models.ENDPOINTS,
     *ollama_generate.ENDPOINTS,
     *ollama_models.ENDPOINTS,

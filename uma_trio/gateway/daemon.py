@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import anyio
 import attrs
+from anyio.streams.memory import MemoryObjectSendStream
 
-from uma_trio.client import Client, ClientError, Eos, Event, open_client
-from uma_trio.gateway.errors import from_client_error
+from uma_trio.client import Client, ClientError, Eos, Event, Reasoning, Token, ToolCallDelta, open_client
+from uma_trio.gateway.errors import HttpError, from_client_error
+
+REQUESTS_AT_A_TIME: Final = 16
+"""How many requests of one client request run together."""
 
 
 @attrs.frozen
@@ -52,6 +58,57 @@ class Daemon:
         async with self.connect() as client:
             return await client.choices(**fields)
 
+    async def generate_all(self, requests: Sequence[Mapping[str, Any]]) -> AsyncIterator[list[Event]]:
+        """Send several requests, some at a time, and yield the events of all.
+
+        ``index`` of an event counts the answers of all requests.
+
+        Raises:
+            HttpError: one of them cannot be answered.  The others are cancelled.
+        """
+        send, receive = anyio.create_memory_object_stream[list[Event] | HttpError](0)
+        at_a_time = anyio.CapacityLimiter(REQUESTS_AT_A_TIME)
+
+        async def run(
+            first_index: int, fields: Mapping[str, Any], send: MemoryObjectSendStream[list[Event] | HttpError]
+        ) -> None:
+            async with send, at_a_time:
+                try:
+                    async for batch in self.generate(fields):
+                        await send.send([_moved(event, first_index) for event in batch])
+                except HttpError as error:
+                    await send.send(error)
+
+        failure: HttpError | None = None
+        async with anyio.create_task_group() as tasks, receive:
+            first_index = 0
+            async with send:
+                for fields in requests:
+                    tasks.start_soon(run, first_index, fields, send.clone())
+                    first_index += int(fields.get("n", 1))
+            try:
+                async for found in receive:
+                    if isinstance(found, HttpError):
+                        failure = found
+                        break
+                    yield found
+            except GeneratorExit:
+                """The caller wants no more.  The task group would wrap this exception."""
+            tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def complete_all(self, requests: Sequence[Mapping[str, Any]]) -> list[Eos]:
+        """Send several requests without streaming, and return the last events of all answers by ``index``.
+
+        Raises:
+            HttpError: one of them cannot be answered.
+        """
+        found = self.generate_all([{**fields, "stream": False} for fields in requests])
+        async with aclosing(found) as batches:  # type: ignore[type-var]
+            ends = [event async for batch in batches for event in batch if isinstance(event, Eos)]
+        return sorted(ends, key=lambda eos: eos.index or 0)
+
     async def metrics(self) -> dict[str, Any]:
         """One snapshot of docs/METRICS.md.
 
@@ -60,3 +117,10 @@ class Daemon:
         """
         async with self.connect() as client:
             return await client.metrics()
+
+
+def _moved(event: Event, first_index: int) -> Event:
+    """The event with an ``index`` that counts from ``first_index``."""
+    if isinstance(event, Token | Reasoning | ToolCallDelta | Eos):
+        return attrs.evolve(event, index=first_index + (event.index or 0))
+    return event

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -45,7 +45,7 @@ class Endpoint:
     body: type[msgspec.Struct] | None = None
     """What a request contains."""
     media_types: tuple[str, ...] = ("application/json",)
-    """Of an answer."""
+    """What an answer may be."""
     errors: tuple[int, ...] = COMMON_ERRORS
     """Statuses other than 200."""
     needs_admin: bool = False
@@ -123,10 +123,10 @@ class Call:
         async with self.daemon.connect() as client:
             return await question(client)
 
-    def stream(self, fields: Mapping[str, Any], renderer: Renderer) -> Response:
-        """Send ``fields`` to the daemon, and the answer to the client while it is generated."""
+    def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer) -> Response:
+        """Send one request or several to the daemon, and the answers to the client while they are generated."""
         return StreamedAnswer(
-            self.daemon.generate(fields),
+            self.daemon.generate(fields) if isinstance(fields, Mapping) else self.daemon.generate_all(fields),
             renderer,
             refuse=self.refuse,
             keep_alive_s=self.config.http.keep_alive_s,

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from uma_trio.client import Eos
+from uma_trio.gateway.dialects.openai_constraints import Constrained
 from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Logprobs
@@ -92,7 +93,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class Sampling(msgspec.Struct, kw_only=True):
+class Sampling(Constrained, kw_only=True):
     """Parameters of a request that chat and plain completions share.  Bounds are those of the socket protocol."""
 
     model: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
@@ -29,13 +28,6 @@ from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Logprobs
 
 
-class ResponseFormat(msgspec.Struct):
-    """What the answer must look like."""
-
-    type: str
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatRequest(Sampling, kw_only=True):
     """A request for the next message of a chat."""
 
@@ -44,7 +36,6 @@ class ChatRequest(Sampling, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -69,7 +60,7 @@ async def complete_chat(call: Call) -> Response:
         parallel_tool_calls=request.parallel_tool_calls,
         max_tokens=max_tokens(limit),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        constraint=_constraint(request.response_format),
+        constraint=request.constraint,
         separate_reasoning=True,
     )
     head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": await model_name(call, request.model)}
@@ -78,23 +69,6 @@ async def complete_chat(call: Call) -> Response:
         return call.stream(fields, renderer)
     ends = await call.whole(call.daemon.complete(fields))
     return json_response(_completion(head, ends, warnings))
-
-
-def _constraint(wanted: ResponseFormat | None) -> dict[str, Any] | None:
-    match wanted:
-        case None:
-            return None
-        case ResponseFormat(type="text"):
-            return None
-        case ResponseFormat(type="json_object"):
-            return {"json_object": True}
-        case ResponseFormat(type="json_schema", json_schema={"schema": dict() as schema}):
-            return {"json_schema": schema}
-    raise invalid(
-        "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': "
-        "{'schema': ...}}",
-        parameter="response_format",
-    )
 
 
 def _completion(head: dict[str, Any], ends: list[Eos], warnings: list[str]) -> dict[str, Any]:

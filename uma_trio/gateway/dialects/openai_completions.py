@@ -1,0 +1,237 @@
+"""``POST /v1/completions`` of OpenAI's API: text that continues prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from starlette.responses import Response
+
+from uma_trio.client import Eos, Event, Token
+from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
+from uma_trio.gateway.dialects.openai import (
+    OPENAI,
+    Sampling,
+    error_body,
+    finish_reason,
+    max_tokens,
+    model_name,
+    usage_body,
+)
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.protocol.messages import Logprob, Logprobs
+
+DEFAULT_MAX_TOKENS: Final = 16
+"""OpenAI's."""
+
+MAX_PROMPTS: Final = 128
+"""Prompts of one request."""
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """A request for text that continues one prompt or several."""
+
+    prompt: str | list[Any]
+    """A text, a list of texts, a list of token ids, or a list of those."""
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    """How many alternatives of each token to report."""
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+    def check(self) -> None:
+        """
+        Raises:
+            HttpError: something is not supported.
+        """
+        if self.suffix:
+            raise invalid("suffix is not supported: a text can be continued, but not filled in", parameter="suffix")
+        if self.best_of not in (None, self.n or 1):
+            raise invalid("best_of is not supported; use n, and choose among the answers", parameter="best_of")
+        if self.echo and self.logprobs is not None:
+            raise invalid("echo does not go with logprobs: there are none of the prompt", parameter="logprobs")
+
+
+async def complete(call: Call) -> Response:
+    """Continue prompts, streamed or whole."""
+    request, warnings = await call.read(CompletionRequest)
+    request.check()
+    prompts = _prompts(request.prompt)
+    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else max_tokens(request.max_tokens)
+    n = request.n or 1
+    if request.session_id is not None and len(prompts) > 1:
+        raise invalid("a session has one prompt at a time", parameter="session_id")
+    session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
+    requests = [
+        call.for_daemon(
+            **request.sampling_fields(),
+            **session,
+            prompt=prompt,
+            max_tokens=limit,
+            logprobs=request.logprobs,
+            echo=request.echo,
+            constraint=request.constraint,
+        )
+        for prompt in prompts
+    ]
+    head = {
+        "id": f"cmpl-{call.id}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": await model_name(call, request.model),
+    }
+    if request.stream:
+        renderer = TextChunks(head, call.id, n=n, usage=request.includes_usage, warnings=warnings)
+        return call.stream(requests, renderer)
+    ends: list[Eos] = await call.whole(call.daemon.complete_all(requests))
+    choices = [
+        {
+            "text": eos.text or "",
+            "index": index,
+            "logprobs": _text_logprobs(eos.logprobs, 0) if eos.logprobs is not None else None,
+            "finish_reason": finish_reason(eos),
+        }
+        for index, eos in enumerate(ends)
+    ]
+    body = {**head, "choices": choices, "usage": _usage(ends, n)}
+    return json_response({**body, "warnings": warnings} if warnings else body)
+
+
+def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+    """The prompts of a request.
+
+    Raises:
+        HttpError: they are neither texts nor tokens, or too many.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and all(type(each) is int for each in given):
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise invalid(f"there are {len(given)} prompts; send at most {MAX_PROMPTS}", parameter="prompt")
+    are_tokens = [isinstance(each, list) and bool(each) and all(type(token) is int for token in each) for each in given]
+    if not given or not (all(are_tokens) or all(isinstance(each, str) for each in given)):
+        raise invalid(
+            "prompt must be a text, a list of texts, a list of token ids, or a list of such lists", parameter="prompt"
+        )
+    return given
+
+
+def _usage(ends: Sequence[Eos], n: int) -> dict[str, Any]:
+    """The usage of all prompts together.  Each prompt has ``n`` answers, and counts once."""
+    bodies = [usage_body(*ends[first : first + n]) for first in range(0, len(ends), n)]
+    cached = sum(body["prompt_tokens_details"]["cached_tokens"] for body in bodies)
+    counts = {
+        name: sum(body[name] for body in bodies) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
+    return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def _text_logprobs(found: Sequence[Logprobs], offset: int) -> dict[str, Any]:
+    """Log probabilities in the shape of text completions.
+
+    Args:
+        offset: characters of the answer before them.
+    """
+    offsets = []
+    for each in found:
+        offsets.append(offset)
+        offset += len(each.text)
+    return {
+        "tokens": [each.text for each in found],
+        "token_logprobs": [each.logprob for each in found],
+        "top_logprobs": [{top.text: top.logprob for top in _alternatives(each)} for each in found],
+        "text_offset": offsets,
+    }
+
+
+def _alternatives(of: Logprobs) -> Sequence[Logprob]:
+    """The most likely tokens, and the one that was drawn."""
+    return of.top_logprobs if any(top.token_id == of.token_id for top in of.top_logprobs) else [*of.top_logprobs, of]
+
+
+class TextChunks:
+    """Writes text completions as server-sent events.
+
+    Args:
+        head: fields of each chunk.
+        n: answers of each prompt.
+        usage: whether a last chunk has the usage.
+        warnings: for the first chunk.
+    """
+
+    media_type = EVENT_STREAM
+    comment = COMMENT
+
+    def __init__(self, head: dict[str, Any], request_id: str, *, n: int, usage: bool, warnings: list[str]) -> None:
+        self._head = head
+        self._request_id = request_id
+        self._n = n
+        self._usage = usage
+        self._warnings = warnings
+        self._ends: list[Eos] = []
+        self._offsets: dict[int, int] = {}
+
+    def begin(self) -> bytes:
+        """The warnings, if there are any."""
+        return sse({**self._head, "choices": [], "warnings": self._warnings}) if self._warnings else b""
+
+    def render(self, event: Event) -> bytes:
+        """One chunk for each event that has something new."""
+        match event:
+            case Token():
+                return self._text(event)
+            case Eos():
+                self._ends.append(event)
+                return sse(self._chunk(event.index or 0, "", finish_reason=finish_reason(event)))
+        return b""
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error in the middle of the stream."""
+        return sse(error_body(error, self._request_id))
+
+    def end(self) -> bytes:
+        """The usage, if it is wanted, and the mark of the end."""
+        usage = b""
+        if self._usage:
+            ends = sorted(self._ends, key=lambda eos: eos.index or 0)
+            usage = sse({**self._head, "choices": [], "usage": _usage(ends, self._n)})
+        return usage + b"data: [DONE]\n\n"
+
+    def _text(self, event: Token) -> bytes:
+        if not event.text and event.logprob is None:
+            return b""
+        index = event.index or 0
+        chunk = self._chunk(index, event.text)
+        if event.logprob is not None and event.token_id is not None:
+            offset = self._offsets.get(index, 0)
+            found = Logprobs(
+                token_id=event.token_id,
+                text=event.text,
+                bytes=event.bytes or [],
+                logprob=event.logprob,
+                top_logprobs=event.top_logprobs or [],
+            )
+            chunk["choices"][0]["logprobs"] = _text_logprobs([found], offset)
+            self._offsets[index] = offset + len(event.text)
+        return sse(chunk)
+
+    def _chunk(self, index: int, text: str, *, finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"text": text, "index": index, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head, "choices": [choice], **({"usage": None} if self._usage else {})}
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/completions",
+        dialect=OPENAI,
+        answer=complete,
+        summary="Text that continues one prompt or several",
+        body=CompletionRequest,
+        media_types=("application/json", EVENT_STREAM),
+    ),
+)
