@@ -17,14 +17,16 @@ import trio
 from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
 from uma_trio.errors import BadRequest, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
-from uma_trio.grammar import Grammar
+from uma_trio.grammar import AnswerShape, Grammar
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
 from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
+from uma_trio.protocol.chat import NamedTool
 from uma_trio.protocol.messages import (
     Capability,
+    Constraint,
     Eos,
     Generate,
     HealthCheck,
@@ -237,17 +239,16 @@ class Generation:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
             _check_session_fields(self.request)
-            grammar = await self._compile(began)
             sessions = self.service._sessions
             if sessions.does_without(self.request, self._principal.name):
                 self.request = attrs.evolve(self.request, session_id=None)
             if self.request.session_id is None:
                 prompt = await self._prepare(self.service._prompts.make(self.request), began)
-                await self._stream(prompt, self._sink, began, grammar)
+                await self._stream(prompt, self._sink, began)
             else:
                 turn = await self._prepare(sessions.begin(self.request, self._principal.name, self._sink), began)
                 try:
-                    await self._stream(turn.prompt, turn, began, grammar)
+                    await self._stream(turn.prompt, turn, began)
                 finally:
                     await self._end_turn(turn)
 
@@ -262,24 +263,25 @@ class Generation:
                 self._sink.send(event)
             raise
 
-    async def _compile(self, began: float) -> Grammar | None:
-        """The grammar of the request's constraint, before anything else is done for it."""
-        constraint, service = self.request.constraint, self.service
-        if constraint is None:
+    async def _compile(self, prompt: Prompt, began: float) -> Grammar | None:
+        """The grammar of what the answer must look like, before any token is computed."""
+        service, shape = self.service, _answer_shape(self.request, prompt)
+        if shape is None:
             return None
         grammars = service._model.grammars
 
         async def compiled() -> Grammar:
-            grammar: Grammar | None = await service._in_thread(grammars.find, constraint)
+            grammar: Grammar | None = await service._in_thread(grammars.find, shape)
             if grammar is None:
                 async with service._checking:
-                    grammar = await service._in_thread(grammars.compile, constraint)
+                    grammar = await service._in_thread(grammars.compile, shape)
             return grammar
 
         grammar: Grammar = await self._prepare(compiled(), began)
         return grammar
 
-    async def _stream(self, prompt: Prompt, sink: EventSink, began: float, grammar: Grammar | None) -> None:
+    async def _stream(self, prompt: Prompt, sink: EventSink, began: float) -> None:
+        grammar = await self._compile(prompt, began)
         scheduler = self.service._scheduler
         durable = self.request.session_id is not None
         self._sequences = sequences = scheduler.submit(
@@ -318,6 +320,23 @@ class Generation:
             timings=Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None),
             metadata=self.request.metadata,
         )
+
+
+def _answer_shape(request: Generate, prompt: Prompt) -> Constraint | AnswerShape | None:
+    """What the answer must look like; ``None``: it is free."""
+    calling = prompt.calling
+    if calling is None or not (request.must_call or request.constraint):
+        return request.constraint
+    choice = request.tool_choice
+    named = [tool for tool in request.tools if isinstance(choice, NamedTool) and tool.name == choice.name]
+    return AnswerShape(
+        markers=calling.markers,
+        tools=named or request.tools,
+        parallel=request.parallel_tool_calls and not named,
+        text=None if request.must_call else request.constraint,
+        reasoning=prompt.reasoning,
+        is_open=prompt.opens_reasoning,
+    )
 
 
 def _check_session_fields(request: Generate) -> None:

@@ -322,7 +322,7 @@ async def test_prompts_that_their_clients_have_left_take_no_thread_from_the_rest
     is_open = threading.Event()
 
     class Slow:
-        def parts(self, messages):
+        def parts(self, messages, tools=()):
             is_open.wait()
 
         def encode_parts(self, parts, **options):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.real_daemon import ROOT
 from uma_trio.models.chat import ChatTemplate
+from uma_trio.models.marker_text import MarkerText
 from uma_trio.models.reasoning import find_format, make_markers
 
 FOLDER = ROOT / "build" / "llama.cpp" / "models" / "templates"
@@ -43,4 +44,4 @@ def test_a_real_template(name: str, begin: str | None, opens: bool) -> None:
     assert (None if found is None else found.begin[0]) == begin
     if found is not None:
         prompt = ChatTemplate(source, bos="<s>", eos="</s>").render([{"role": "user", "content": "Hello"}])
-        assert make_markers(found, lambda _: None).is_opened_by(prompt) is opens
+        assert make_markers(found, MarkerText(lambda _: None)).is_opened_by(prompt) is opens

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from uma_trio.models.marker_text import MarkerText
 from uma_trio.models.reasoning import FORMATS, ReasoningFormat, find_format, make_markers
-from uma_trio.sampling import ReasoningAssembler, ReasoningMarkers, TextAssembler
+from uma_trio.sampling import ReasoningMarkers, RegionAssembler, TextAssembler
 
 THINK = ReasoningMarkers(begin=("<think>",), end=("</think>",), opened_by=("<think>",))
 
@@ -25,7 +26,7 @@ def split(text: str, sizes: list[int], markers: ReasoningMarkers = THINK, **opti
 
 
 def fed(tokens, markers=THINK, *, stop=(), is_open=False):
-    assembler = ReasoningAssembler(stop, markers, is_open=is_open)
+    assembler = RegionAssembler(stop, markers, is_open=is_open)
     found = [assembler.feed(*token) for token in tokens]
     found.append(assembler.finish())
     return "".join(each.reasoning for each in found), "".join(each.text for each in found), assembler.matched
@@ -130,7 +131,7 @@ def test_without_markers_it_is_a_text_assembler(text: str, sizes: list[int], sto
 
 @given(SIZES, st.sampled_from(["", "é", "<think>a b</think>", "<think>a</think>\n"]))
 def test_the_output_up_to_a_stop_string(sizes: list[int], before: str) -> None:
-    assembler = ReasoningAssembler(["STOP"], THINK, is_open=False)
+    assembler = RegionAssembler(["STOP"], THINK, is_open=False)
     data = (before + "text STOP more").encode()
     for size in [*sizes, len(data)]:
         assembler.feed(-1, data[:size])
@@ -140,7 +141,7 @@ def test_the_output_up_to_a_stop_string(sizes: list[int], before: str) -> None:
 
 
 def test_tokens_of_reasoning_are_counted() -> None:
-    assembler = ReasoningAssembler([], THINK, is_open=False)
+    assembler = RegionAssembler([], THINK, is_open=False)
     for part in ["<think>", "a", " b", "</think>", "\n", "c"]:
         assembler.feed(-1, part.encode())
     assert assembler.n_reasoning_tokens == 4
@@ -150,7 +151,7 @@ def test_tokens_of_reasoning_are_counted() -> None:
 
 HARMONY = make_markers(
     next(each for each in FORMATS if "<|channel|>analysis" in each.signs),
-    {"<|channel|>": 1, "<|message|>": 2, "<|end|>": 3, "<|start|>": 4, "<|return|>": 5}.get,
+    MarkerText({"<|channel|>": 1, "<|message|>": 2, "<|end|>": 3, "<|start|>": 4, "<|return|>": 5}.get),
 )
 
 
@@ -234,16 +235,16 @@ def test_the_template_says_which_markers_there_are(name: str) -> None:
 @pytest.mark.parametrize("found", FORMATS, ids=lambda each: each.begin[0])
 def test_each_format_with_and_without_control_tokens(found: ReasoningFormat) -> None:
     begin, end = found.begin[0], found.end[0]
-    plain = make_markers(found, lambda _: None)
+    plain = make_markers(found, MarkerText(lambda _: None))
     assert (plain.begin, plain.end, plain.controls) == (found.begin, found.end, {})
     assert plain.is_opened_by(f"x {begin}\n")
     assert split(f"{begin}\na\n{end}\nb", [1] * 100, plain) == ("a", "b", None)
-    controls = make_markers(found, {begin: 7, end: 8}.get)
+    controls = make_markers(found, MarkerText({begin: 7, end: 8}.get))
     assert fed([(7, b""), (9, b"a"), (8, b""), (9, b"b")], controls) == ("a", "b", None)
 
 
 def test_a_response_in_markers_of_its_own() -> None:
     found = find_format(TEMPLATES["two parts"][0])
     assert found is not None
-    markers = make_markers(found, lambda _: None)
+    markers = make_markers(found, MarkerText(lambda _: None))
     assert split("<think>a</think>\n<response>b</response>", [3] * 30, markers) == ("a", "b", None)

@@ -25,6 +25,7 @@ from uma_trio.engine.tokenizer import TokenizedText
 from uma_trio.grammar import GrammarCompiler, LocalChecker
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
+from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.protocol.messages import Generate, TokenizeQuery, TokenList
 from uma_trio.sampling import ReasoningMarkers
@@ -60,7 +61,7 @@ class FakeTokenizer:
 class FakeChat:
     """Joins messages with bars.  The text never equals that of the chat's tokens, so each turn is tokenized again."""
 
-    def parts(self, messages: list[dict[str, str]]) -> tuple[PromptPart, ...]:
+    def parts(self, messages: list[dict[str, str]], tools: Sequence[object] = ()) -> tuple[PromptPart, ...]:
         return (PromptPart("|".join(message["content"] for message in messages)),)
 
 
@@ -93,6 +94,7 @@ class FakeModel:
     metadata: Mapping[str, str] = attrs.field(factory=dict)
     written_at: float = 0.0
     recommended_sampling: Mapping[str, float] = attrs.field(factory=dict)
+    spelled: Mapping[int, bytes] = attrs.field(factory=dict)
     grammars: GrammarCompiler = attrs.field(
         factory=lambda: GrammarCompiler(fake_vocabulary, LocalChecker(fake_vocabulary))
     )
@@ -106,7 +108,7 @@ class FakeModel:
         return self.engine.link.ready.devices
 
     def token_to_bytes(self, token: int) -> bytes:
-        return token_to_bytes(token)
+        return self.spelled.get(token, token_to_bytes(token))
 
 
 @attrs.frozen
@@ -171,6 +173,8 @@ async def serving(
     in_thread: InThread = at_once,
     recommended_sampling: Mapping[str, float] | None = None,
     reasoning: ReasoningMarkers | None = None,
+    tools: ToolSupport = PLAIN_TOOLS,
+    spelled: Mapping[int, bytes] | None = None,
     has_template: bool = True,
     **values: Any,
 ) -> AsyncIterator[Serving]:
@@ -181,6 +185,8 @@ async def serving(
         in_thread: runs blocking calls.
         recommended_sampling: of the model file.
         reasoning: how the model marks its reasoning.
+        tools: how the model calls tools.
+        spelled: what tokens of answers stand for, instead of numbers.
         has_template: whether the model has a chat template.
         values: configuration by flat names.
     """
@@ -190,8 +196,9 @@ async def serving(
         chosen = settings(**values)
         model = FakeModel(
             VirtualEngine(engine, settings=chosen.engine),
-            FakePrompts(FakeTokenizer(), FakeChat() if has_template else None, chosen.limits, reasoning),
+            FakePrompts(FakeTokenizer(), FakeChat() if has_template else None, chosen.limits, reasoning, tools),
             recommended_sampling=recommended_sampling or {},
+            spelled=spelled or {},
         )
         service = ModelService(
             chosen, model, journal=storage.journal, files=storage.files, states=storage.states, in_thread=in_thread

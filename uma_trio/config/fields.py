@@ -52,6 +52,12 @@ class Model:
         "Chat template in place of the model's own: a Jinja file, or one of chatml, gemma, llama2, llama3, mistral, "
         "phi3.",
     )
+    tool_format: Literal[
+        "auto", "hermes", "mistral-args", "mistral", "deepseek-json", "deepseek", "gpt-oss", "gemma", "llama3"
+    ] = setting(
+        "auto",
+        "How the model writes calls of tools. auto: as its chat template says; hermes, as in Qwen, if that says nothing.",
+    )
     ctx: int = setting(
         0,
         "Size of the KV cache in tokens, for all sequences together, as in llama-server. A request gets ctx / parallel "

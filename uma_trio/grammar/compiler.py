@@ -11,21 +11,17 @@ from functools import cached_property
 from typing import Any, Final
 
 import attrs
-import msgspec
 import xxhash
 
 from uma_trio.errors import InvalidConstraint
+from uma_trio.grammar.calls import AnswerShape, answer_rules, json_expression
 from uma_trio.grammar.checker import MAX_SOURCE_BYTES, Checker, Refused
-from uma_trio.grammar.explain import explain
+from uma_trio.grammar.explain import explain, explain_tools
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.protocol.messages import Constraint
 
 MAX_KEPT: Final = 64
 """Checked grammars that are kept for later requests, as text."""
-
-JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One space after commas and colons, as most JSON in training texts has it, and no other whitespace between tokens: a
-small model would write line breaks for ever."""
 
 
 @attrs.frozen
@@ -62,7 +58,7 @@ class GrammarCompiler:
             "refused_total": self.refused_total,
         }
 
-    def find(self, constraint: Constraint) -> Grammar | None:
+    def find(self, constraint: Constraint | AnswerShape) -> Grammar | None:
         """The grammar of ``constraint``, if it was compiled before.  Blocks for less than a millisecond.
 
         Raises:
@@ -80,7 +76,7 @@ class GrammarCompiler:
                 self.reused_total += 1
             return grammar
 
-    def compile(self, constraint: Constraint) -> Grammar:
+    def compile(self, constraint: Constraint | AnswerShape) -> Grammar:
         """The grammar of ``constraint``.  Blocks for milliseconds; hostile ones and the first one for seconds.
 
         Raises:
@@ -94,6 +90,8 @@ class GrammarCompiler:
             source = self._checker.check(rules, is_gbnf=is_gbnf)
         except Refused as error:
             self._count_refusal()
+            if isinstance(constraint, AnswerShape):
+                raise InvalidConstraint(explain_tools(str(error), constraint)) from None
             raise InvalidConstraint(explain(str(error), constraint)) from None
         grammar = Grammar(xxhash.xxh3_128_hexdigest(source.encode()), source)
         with self._lock:
@@ -111,9 +109,28 @@ class GrammarCompiler:
     def _vocabulary(self) -> Vocabulary:
         return self._make_vocabulary()
 
-    def _key(self, constraint: Constraint) -> tuple[str, bool]:
+    def _key(self, constraint: Constraint | AnswerShape) -> tuple[str, bool]:
         """The rules of ``constraint``, and whether they are GBNF."""
+        if isinstance(constraint, AnswerShape):
+            return self._rules_of_shape(constraint), False
         return self._rules(constraint), constraint.gbnf is not None
+
+    def _rules_of_shape(self, shape: AnswerShape) -> str:
+        text = shape.text
+        if text is not None and (text.lark or text.gbnf or text.after):
+            raise InvalidConstraint(
+                "constraint: with tools, json_schema, json_object, regex or choice, without after: the answer may be a call"
+            )
+        try:
+            rules = answer_rules(shape, None if text is None else _expression(text))
+        except ValueError as error:
+            raise InvalidConstraint(f"the parameters of a tool are no JSON: {error}") from None
+        if len(rules.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
+            raise InvalidConstraint(
+                f"the tools have more than {MAX_SOURCE_BYTES // 1024} KiB, too much for an answer that must be a call; "
+                "name one of them in tool_choice, or send fewer"
+            )
+        return rules
 
     def _rules(self, constraint: Constraint) -> str:
         """``constraint`` in llguidance's Lark, or in GBNF if it is given so.
@@ -156,8 +173,8 @@ def _expression(constraint: Constraint) -> str:
 
 def _json(schema: dict[str, Any]) -> str:
     try:
-        return "%json " + msgspec.json.encode({**schema, "x-guidance": JSON_STYLE}).decode()
-    except (RecursionError, msgspec.MsgspecError, TypeError, ValueError) as error:
+        return json_expression(schema)
+    except ValueError as error:
         raise InvalidConstraint(f"constraint.json_schema is no JSON: {error}") from None
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from uma_trio.grammar.calls import AnswerShape
 from uma_trio.protocol.messages import MAX_ERROR_CHARS, Constraint
 
 TOO_COMPLEX: Final = "it is too complex; use fewer alternatives, optional parts and repetitions"
@@ -58,6 +59,16 @@ def explain(error: str, constraint: Constraint | None = None) -> str:
         return "constraint.regex: it ends with a backslash that escapes nothing"
     field = next((name for name in ("json_schema", "regex", "choice", "lark", "gbnf") if getattr(constraint, name)), "")
     return f"constraint.{field or 'json_object'}{_place(error, constraint)}: {_plain(error)}"[:MAX_ERROR_CHARS]
+
+
+def explain_tools(error: str, shape: AnswerShape) -> str:
+    """``error`` of llguidance about the grammar of an answer with calls, on one line; names the tool if it can be found."""
+    for n, tool in enumerate(shape.tools):
+        place = _place(error, Constraint(json_schema=tool.parameters))
+        if place and (len(shape.tools) == 1 or (place.startswith(", ") and "regex" not in place)):
+            return f"tools[{n}].parameters{place}: {_plain(error)}"[:MAX_ERROR_CHARS]
+    name = "tools[0].parameters" if len(shape.tools) == 1 else "parameters of the tools"
+    return f"{name}: {_plain(error)}"[:MAX_ERROR_CHARS]
 
 
 def _plain(error: str) -> str:

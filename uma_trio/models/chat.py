@@ -10,15 +10,15 @@ from __future__ import annotations
 import datetime
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
 from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import BadRequest, InternalError
-from uma_trio.models.control_tokens import ControlTokens
+from uma_trio.models.control_tokens import ControlTokens, texts_of
 from uma_trio.sandbox import CannotStart, NoAnswer, Sandbox
 
 LONE_SURROGATE: Final = re.compile(r"[\ud800-\udfff]")
@@ -92,22 +92,34 @@ class ChatTemplate:
         except CannotStart as error:
             raise self._does_not_start(error) from None
 
-    def parts(self, messages: Sequence[Mapping[str, str]]) -> tuple[PromptPart, ...]:
-        """The prompt text of a conversation, cut where a message spells a control token.
+    def parts(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[PromptPart, ...]:
+        """The prompt text of a conversation, cut where a message or a tool spells a control token.
 
         Renders up to three times, each time with the full ``limits``.  See ``models.control_tokens``.
 
         Raises:
             BadRequest, BrokenTemplate: as ``render``.
         """
-        return self._controls.parts(messages, self.render)
+        if not tools:
+            return self._controls.parts(messages, self.render)
+        offered = {"role": "tools", "content": tools}  # like a message that somebody has written
+        return self._controls.parts([*messages, offered], lambda given: self.render(given[:-1], given[-1]["content"]))
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The prompt text of a conversation.  Blocks for ``limits.seconds`` at most, plus a restart.
 
         Args:
-            messages: each with ``role`` and ``content``, both strings.  Other keys with string values are passed to
-                the template.
+            messages: each with ``role``, a string, and ``content``, a string or ``None``.  Other keys are passed to the
+                template; their values are plain.
+            tools: in the form of the OpenAI API.
             add_generation_prompt: end the text where the assistant's next message begins.
 
         Raises:
@@ -116,7 +128,10 @@ class ChatTemplate:
             BrokenTemplate: the template fails or exceeds its limits.
         """
         given = [_checked(index, message) for index, message in enumerate(messages)]
-        variables = {"messages": given, "add_generation_prompt": add_generation_prompt, **self._fixed}
+        variables: dict[str, Any] = {"messages": given, "add_generation_prompt": add_generation_prompt, **self._fixed}
+        if tools:
+            variables["tools"] = tools
+        sent = (given, tools)
         try:
             answer = self._sandbox.ask({"now": self._now().isoformat(), "variables": variables})
         except CannotStart as error:
@@ -124,13 +139,11 @@ class ChatTemplate:
         except NoAnswer as error:
             answer = {"error": str(error)}
         if "refused" in answer:
-            raise BadRequest(
-                f"{self._name} refuses these messages: {_without_new_surrogates(answer['refused'], given)}"
-            )
+            raise BadRequest(f"{self._name} refuses these messages: {_without_new_surrogates(answer['refused'], sent)}")
         if "error" in answer:
-            raise BrokenTemplate(f"{self._name} failed: {_without_new_surrogates(answer['error'], given)}")
+            raise BrokenTemplate(f"{self._name} failed: {_without_new_surrogates(answer['error'], sent)}")
         text: str = answer["text"]
-        if _without_new_surrogates(text, given) != text:
+        if _without_new_surrogates(text, sent) != text:
             raise BrokenTemplate(f"{self._name} failed: its output has half of a surrogate pair, which is no character")
         return text
 
@@ -138,24 +151,23 @@ class ChatTemplate:
         return BrokenTemplate(f"{self._name} does not compile: {_without_new_surrogates(str(error))}")
 
 
-def _without_new_surrogates(text: str, messages: Iterable[Mapping[str, str]] = ()) -> str:
-    """Replace the lone surrogates that are not in ``messages``: those come from the template.
+def _without_new_surrogates(text: str, sent: object = ()) -> str:
+    """Replace the lone surrogates that are not in ``sent``, messages and tools: those come from the template.
 
     Those in messages are masks of ``models.control_tokens``, which removes them.
     """
     if text.isascii() or LONE_SURROGATE.search(text) is None:
         return text
-    masks = {mask for message in messages for value in message.values() for mask in LONE_SURROGATE.findall(value)}
+    masks = {mask for value in texts_of(sent) for mask in LONE_SURROGATE.findall(value)}
     return LONE_SURROGATE.sub(lambda found: found[0] if found[0] in masks else "\N{REPLACEMENT CHARACTER}", text)
 
 
-def _checked(index: int, message: Mapping[str, str]) -> dict[str, str]:
+def _checked(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadRequest(f"messages[{index}] must be an object with role and content")
     for key in ("role", "content"):
         if key not in message:
             raise BadRequest(f"messages[{index}] lacks {key}")
-    for key, value in message.items():
-        if not (isinstance(key, str) and isinstance(value, str)):
+        if not isinstance(message[key], str) and (key == "role" or "tool_calls" not in message):
             raise BadRequest(f"messages[{index}].{key} must be a string")
     return dict(message)

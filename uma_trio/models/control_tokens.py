@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 from uma_trio.engine.messages import PromptPart
 from uma_trio.errors import UmaError
@@ -23,7 +23,7 @@ from uma_trio.errors import UmaError
 MASK_CHARS: Final = range(0xD800, 0xE000)
 _MASK_CHAR: Final = re.compile("[\ud800-\udfff]")
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ControlTokens:
@@ -78,7 +78,7 @@ class ControlTokens:
             UmaError: ``render`` raises it for the messages as they are, or with whole control tokens masked.
         """
         text = render(messages)
-        if not any(self._first.search(value) for message in messages for _, value in _free_text(message)):
+        if not any(self._first.search(value) for message in messages for value in texts_of(_free(message))):
             return (PromptPart(text),)
         try:
             rendered = render([self._masked(message, every_first_char=True) for message in messages])
@@ -94,7 +94,7 @@ class ControlTokens:
         except UmaError as error:
             raise type(error)(self.unmask(str(error))) from None
 
-    def _masked(self, message: Mapping[str, str], *, every_first_char: bool) -> dict[str, str]:
+    def _masked(self, message: Mapping[str, Any], *, every_first_char: bool) -> dict[str, Any]:
         """Mask a message, except its role, from which a template may build a control token.
 
         Args:
@@ -105,7 +105,10 @@ class ControlTokens:
             texts: Set[str] | None = self._special
         else:
             texts = None if every_first_char else self._texts
-        return {**message, **{key: self.mask(value, texts) for key, value in _free_text(message)}}
+        return {
+            **message,
+            **{key: _mapped(value, lambda text: self.mask(text, texts)) for key, value in _free(message).items()},
+        }
 
     def mask(self, text: str, texts: Set[str] | None = None) -> str:
         """Replace the first character of each of ``texts`` in ``text``.
@@ -177,6 +180,30 @@ class ControlTokens:
         return start + 1 if text[start] in texts else None
 
 
-def _free_text(message: Mapping[str, str]) -> Iterable[tuple[str, str]]:
-    """The items of a message that a client can fill freely: all except the role, one of three words."""
-    return ((key, value) for key, value in message.items() if key != "role")
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts in ``value``, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield key
+            yield from texts_of(each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from texts_of(each)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """``value`` with all texts in it changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _mapped(each, change) for key, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_mapped(each, change) for each in value]
+    return value
+
+
+def _free(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client can fill freely in a message: all except the role, one of a few words."""
+    return {key: value for key, value in message.items() if key != "role"}

@@ -28,8 +28,11 @@ from uma_trio.models.context import explain_context, is_short, more_context
 from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import explained
+from uma_trio.models.marker_text import MarkerText
 from uma_trio.models.prompt import PromptMaker
 from uma_trio.models.reasoning import find_format, make_markers
+from uma_trio.models.tool_formats import HERMES, by_name, find_tool_format, make_call_markers
+from uma_trio.models.tool_prompts import ToolStyle, ToolSupport, find_style
 from uma_trio.sampling import ReasoningMarkers, recommended
 from uma_trio.scheduling.cost import CostModel
 
@@ -133,14 +136,16 @@ async def open_model(
             templates = [
                 text for text in (chosen.text if chosen else None, vocabulary.chat_template) if text is not None
             ]
-            markers = _reasoning_markers(templates, vocabulary.tokenizer)
+            text = MarkerText(vocabulary.tokenizer.control_id)
+            markers = _reasoning_markers(templates, text)
+            tools = await trio.to_thread.run_sync(_tool_support, chat, templates, config.model.tool_format, text)
 
             def grammar_vocabulary() -> Vocabulary:
                 return vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)
 
             yield LoadedModel(
                 engine,
-                PromptMaker(vocabulary.tokenizer, chat, config.limits, markers),
+                PromptMaker(vocabulary.tokenizer, chat, config.limits, markers, tools),
                 GrammarCompiler(grammar_vocabulary, SandboxedChecker(grammar_vocabulary)),
                 cost,
                 cost_name=name,
@@ -200,10 +205,26 @@ def _recommended_sampling(metadata: Mapping[str, str]) -> dict[str, float]:
     return found
 
 
-def _reasoning_markers(templates: Sequence[str], tokenizer: Tokenizer) -> ReasoningMarkers | None:
+def _reasoning_markers(templates: Sequence[str], text: MarkerText) -> ReasoningMarkers | None:
     """The markers of the first template that has some."""
     found = next(filter(None, map(find_format, templates)), None)
-    return None if found is None else make_markers(found, tokenizer.control_id)
+    return None if found is None else make_markers(found, text)
+
+
+def _tool_support(chat: ChatTemplate | None, templates: Sequence[str], name: str, text: MarkerText) -> ToolSupport:
+    """How the model calls tools.
+
+    Args:
+        templates: the one that is used comes first.
+        name: of the format, or ``auto``.
+    """
+    if name == "auto":
+        found = next(filter(None, map(find_tool_format, templates)), HERMES)
+        is_native = bool(templates) and find_tool_format(templates[0]) is not None
+    else:
+        found, is_native = by_name(name), True
+    style = find_style(chat.render) if chat is not None and is_native else ToolStyle()
+    return ToolSupport(found, style, make_call_markers(found, text))
 
 
 def _chat_template(source: TemplateSource | None, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final
 
 import attrs
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import trio
@@ -17,9 +18,10 @@ from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.context import SHORT_ANSWER, explain_context, more_context
-from uma_trio.protocol.chat import ChatMessage
+from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport, new_call_id, template_chat
+from uma_trio.protocol.chat import ChatMessage, Tool
 from uma_trio.protocol.messages import Generate, TokenizeQuery, TokenList
-from uma_trio.sampling import ReasoningMarkers
+from uma_trio.sampling import ReasoningMarkers, ToolCalling
 
 INLINE_BYTES: Final = 4096
 """Up to this size a prompt is tokenized on the event loop, in well under a millisecond.  A thread would cost more."""
@@ -45,6 +47,8 @@ class Prompt:
     """Number of tokens dropped to fit; see ``Generate.n_keep``."""
     reasoning: ReasoningMarkers | None = None
     """How the output marks reasoning; ``None`` if it stays part of the text."""
+    calling: ToolCalling | None = None
+    """Which calls of tools the output may have; ``None``: none."""
 
     @property
     def opens_reasoning(self) -> bool:
@@ -73,9 +77,15 @@ def check_prompt_size(request: Generate, limits: Limits) -> int:
     elif request.messages is None:
         size = len((request.prompt or "").encode())
     else:
-        size = sum(len(f"{message.text}{message.reasoning or ''}".encode()) for message in request.messages)
+        size = sum(map(_size, request.messages)) + sum(map(_size, request.tools))
     _check_size("the prompt", size, limits)
     return size
+
+
+def _size(given: ChatMessage | Tool) -> int:
+    if isinstance(given, ChatMessage) and not given.tool_calls:
+        return len(f"{given.text}{given.reasoning or ''}".encode())
+    return len(msgspec.json.encode(given))
 
 
 def _check_size(name: str, size: int, limits: Limits) -> None:
@@ -93,6 +103,8 @@ class PromptMaker:
     limits: Limits
     reasoning: ReasoningMarkers | None = None
     """``None`` for a model that does not mark its reasoning."""
+    tools: ToolSupport = PLAIN_TOOLS
+    """How the model calls tools."""
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: trio.CapacityLimiter = attrs.field(init=False, factory=partial(trio.CapacityLimiter, RENDERING_THREADS))
@@ -120,7 +132,14 @@ class PromptMaker:
 
     def _make(self, request: Generate, history: History | None) -> Prompt:
         tokens, text = self._tokens_and_text(request, history)
-        return Prompt(tokens, text, reasoning=self.reasoning if request.separate_reasoning else None)
+        calling = None
+        if request.tools and request.tool_choice != "none":
+            names = frozenset(tool.name for tool in request.tools)
+            calling = ToolCalling(
+                markers=self.tools.markers, tools=names, parallel=request.parallel_tool_calls, make_id=new_call_id
+            )
+        separate = request.separate_reasoning or calling is not None
+        return Prompt(tokens, text, reasoning=self.reasoning if separate else None, calling=calling)
 
     def _tokens_and_text(self, request: Generate, history: History | None) -> tuple[TokenIds, str]:
         past = np.empty(0, np.int32) if history is None else history.tokens
@@ -130,7 +149,7 @@ class PromptMaker:
             part = PromptPart(request.prompt, request.parse_special)
             return self._continue(past, [part]), request.prompt
         messages = [*(history.messages if history is not None else ()), *(request.messages or ())]
-        parts = self._parts(messages)
+        parts = self._parts(messages, request.tools if request.tool_choice != "none" else ())
         text = "".join(part.text for part in parts)
         if len(past):
             past_text = self.tokenizer.decode(past, special=True).removeprefix(
@@ -145,12 +164,12 @@ class PromptMaker:
             return self.tokenizer.encode_parts(parts)
         return np.concatenate([past, self.tokenizer.encode_parts(parts, continues=True)])
 
-    def _parts(self, messages: Sequence[ChatMessage]) -> Sequence[PromptPart]:
+    def _parts(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[PromptPart]:
         if self.chat is None:
             raise NoChatTemplate(
                 "this model has no chat template: send prompt instead of messages, or start the daemon with --chat-template"
             )
-        return self.chat.parts([template_message(message) for message in messages])
+        return self.chat.parts(*template_chat(messages, tools, self.tools))
 
     async def tokenize(self, query: TokenizeQuery) -> TokenList:
         """Tokens of a text or of a chat, or the text of tokens.  Can be cancelled.
@@ -219,14 +238,6 @@ def _chars_before(offsets: npt.NDArray[np.int64], text: str) -> npt.NDArray[np.i
     utf8 = np.frombuffer(text.encode(), np.uint8)
     begins = np.cumsum((utf8 & 0xC0) != 0x80)
     return np.append(begins - 1, len(text))[offsets]
-
-
-def template_message(message: ChatMessage) -> dict[str, str]:
-    """A message as chat templates know it.  They have two names for reasoning; most use it only in the latest turn."""
-    fields = {"role": message.role, "content": message.text}
-    if message.reasoning is not None:
-        fields |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
-    return fields
 
 
 def _drop_chars(n: int, parts: Sequence[PromptPart]) -> list[PromptPart]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
 import attrs
 
+from uma_trio.models.marker_text import MarkerText
 from uma_trio.sampling import ReasoningMarkers
-from uma_trio.sampling.reasoning import CONTROL_CHARS
 
 
 @attrs.frozen
@@ -74,9 +73,6 @@ FORMATS: Final = (
 )
 """The first one whose sign is in the template counts.  Source: the chat templates that come with these models."""
 
-_TOKEN: Final = re.compile(r"<\|?[^<>|]+\|?>")
-"""What may be a control token inside a marker."""
-
 
 def find_format(template: str) -> ReasoningFormat | None:
     """The format of a chat template; ``None`` if the template has no markers of reasoning."""
@@ -86,38 +82,17 @@ def find_format(template: str) -> ReasoningFormat | None:
     return None
 
 
-def make_markers(found: ReasoningFormat, control_id: Callable[[str], int | None]) -> ReasoningMarkers:
-    """The markers in the form in which output is searched for them.
+def make_markers(found: ReasoningFormat, text: MarkerText) -> ReasoningMarkers:
+    """The markers in the form in which output is searched for them."""
 
-    Args:
-        control_id: text to the id of the control token that it spells; ``None`` if it does not spell one.
-    """
-    controls: dict[str, tuple[int, str]] = {}
-    for text in _candidates((*found.begin, *found.end, *found.dropped)):
-        if text not in controls and (token := control_id(text)) is not None:
-            controls[text] = token, chr(CONTROL_CHARS[len(controls)])
-
-    def searched(texts: Iterable[str]) -> tuple[str, ...]:
-        return tuple(_replaced(text, controls) for text in texts)
+    def searched(markers: Iterable[str]) -> tuple[str, ...]:
+        return tuple(map(text.searched, markers))
 
     return ReasoningMarkers(
         begin=searched(found.begin),
         end=searched(found.end),
         dropped=searched(found.dropped),
         repeats=found.repeats,
-        controls=dict(controls.values()),
+        controls=text.controls,
         opened_by=found.begin,
     )
-
-
-def _candidates(markers: Sequence[str]) -> Iterable[str]:
-    """Texts that may be control tokens: whole markers first, then what looks like one inside them."""
-    yield from markers
-    for marker in markers:
-        yield from _TOKEN.findall(marker)
-
-
-def _replaced(text: str, controls: dict[str, tuple[int, str]]) -> str:
-    if text in controls:
-        return controls[text][1]
-    return _TOKEN.sub(lambda match: controls[match[0]][1] if match[0] in controls else match[0], text)

@@ -127,7 +127,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
 
 
 def check_json(value: Any, name: str, max_depth: int) -> None:
-    """Require a value that is shallow and the same in both encodings.
+    """Require a value that is shallow, and that both encodings can carry.
 
     Raises:
         BadRequest: calls the value ``name``.
@@ -137,6 +137,8 @@ def check_json(value: Any, name: str, max_depth: int) -> None:
         items = [item for found in level for item in (found.values() if isinstance(found, dict) else found)]
         if any(isinstance(item, bytes) or (isinstance(item, float) and not math.isfinite(item)) for item in items):
             raise BadRequest(f"{name} must be valid JSON: no bytes, no NaN, no Infinity")
+        if any(isinstance(item, int) and not -(2**63) <= item < 2**64 for item in items):
+            raise BadRequest(f"{name} has an integer of more than 64 bits")
         level = [item for item in items if isinstance(item, dict | list)]
         if not level:
             return

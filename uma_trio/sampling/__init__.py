@@ -1,22 +1,26 @@
 """Sampling: from logits to tokens, and from tokens to text.
 
-Masks, biases and penalties, filters, random draws, log probabilities, draft tokens, stop strings, reasoning, UTF-8 decoding.
+Masks, biases and penalties, filters, random draws, log probabilities, draft tokens, stop strings, reasoning, calls of tools, UTF-8
+decoding.
 All rows of a step are sampled together in numpy.
 
-This package is pure: it needs numpy, msgspec and the standard library, and knows neither models nor clients.
+This package is pure: it needs numpy, msgspec, the records of the protocol and the standard library, and knows neither
+models nor clients.
 """
 
 from uma_trio.sampling.defaults import SamplingDefault, given, recommended, sampling_defaults
 from uma_trio.sampling.logit_ops import Bias, Past, TokenHistory
 from uma_trio.sampling.logprobs import TokenLogprobs, compute_logprobs
+from uma_trio.sampling.markers import CallMarkers, ReasoningMarkers
 from uma_trio.sampling.params import SamplingParams
 from uma_trio.sampling.prompt_lookup import PromptLookup
-from uma_trio.sampling.reasoning import ReasoningAssembler, ReasoningMarkers
+from uma_trio.sampling.regions import RegionAssembler
 from uma_trio.sampling.sampler import NO_TOKEN, copied_rows, distribution, sample
 from uma_trio.sampling.text import TextAssembler
+from uma_trio.sampling.tool_calls import ToolCalling
 
 __all__ = [
-    "NO_TOKEN", "Bias", "Past", "PromptLookup", "ReasoningAssembler", "ReasoningMarkers", "SamplingDefault",
-    "SamplingParams", "TextAssembler", "TokenHistory", "TokenLogprobs", "compute_logprobs", "copied_rows",
+    "NO_TOKEN", "Bias", "CallMarkers", "Past", "PromptLookup", "ReasoningMarkers", "RegionAssembler", "SamplingDefault",
+    "SamplingParams", "TextAssembler", "TokenHistory", "TokenLogprobs", "ToolCalling", "compute_logprobs", "copied_rows",
     "distribution", "given", "recommended", "sample", "sampling_defaults",
 ]  # fmt: skip

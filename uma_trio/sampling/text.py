@@ -149,6 +149,11 @@ class TextAssembler:
         """The stop string that was found.  Neither it nor any later text is emitted."""
         return self._stop.matched
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing that follows is part of the answer."""
+        return self.matched is not None
+
     def feed(self, token_bytes: bytes) -> str:
         """Append the bytes of one token, and return the text that can be emitted now, which may be empty."""
         if self.matched is not None:

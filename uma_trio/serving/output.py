@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from uma_trio.errors import UmaError
-from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, PrefillProgress, Reasoning, Token
+from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.sampling import TextAssembler, TokenLogprobs
-from uma_trio.sampling.reasoning import Split
+from uma_trio.sampling.regions import Split
 from uma_trio.serving.sequence import Sequence
 from uma_trio.serving.step import NewTokens
 
@@ -42,7 +42,7 @@ def send_progress(sequence: Sequence, n_prefilled: int) -> None:
 
 
 def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
-    """Send new tokens, up to one that completes a stop string.
+    """Send new tokens, up to one that completes a stop string, or the only call that the answer may have.
 
     Returns:
         Why the sequence ends with them, if it does.
@@ -54,6 +54,9 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
         _send_token(sequence, token, score, token_to_bytes, last=last)
         if sequence.assembler.matched is not None:
             sequence.cut_at_stop(new.n_before + n, token_to_bytes)
+            return "stop"
+        if sequence.assembler.has_ended:
+            del sequence.tokens[new.n_before + n :]
             return "stop"
     return new.reason
 
@@ -68,25 +71,29 @@ def _send_token(
     """
     is_end = token in sequence.end_ids
     assembler = sequence.assembler
-    reasoning = ""
-    is_reasoning = False
+    is_reasoning = is_call = False
     if isinstance(assembler, TextAssembler):
         text = "" if is_end else assembler.feed(token_to_bytes(token))
         if last and assembler.matched is None:
             text += assembler.finish()
+        split = Split(text=text)
     else:
-        split = Split("", "") if is_end else assembler.feed(token, token_to_bytes(token))
-        rest = assembler.finish() if last else Split("", "")
-        reasoning, text = split.reasoning + rest.reasoning, split.text + rest.text
-        is_reasoning = not text and (bool(reasoning) or assembler.in_reasoning)
-    if not reasoning and not text and is_end:
+        split = Split() if is_end else assembler.feed(token, token_to_bytes(token))
+        if last:
+            split += assembler.finish()
+        is_reasoning = not split.text and (bool(split.reasoning) or assembler.in_reasoning)
+        is_call = not split.text and not split.reasoning and (bool(split.calls) or assembler.in_calls)
+    if is_end and not any(split):
         return
     logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
     if sequence.request.stream:
-        _send_events(sequence, token, reasoning, text, logprobs, is_reasoning=is_reasoning)
+        if not is_call:
+            _send_events(sequence, token, split.reasoning, split.text, logprobs, is_reasoning=is_reasoning)
+        for delta in split.calls:
+            sequence.sink.send(ToolCallDelta(id=sequence.request.id, index=sequence.index, **delta._asdict()))
         return
-    sequence.texts.append(text)
-    sequence.reasoning_texts.append(reasoning)
+    sequence.texts.append(split.text)
+    sequence.reasoning_texts.append(split.reasoning)
     if logprobs is not None:
         sequence.logprobs.append(logprobs)
 

@@ -16,8 +16,9 @@ from uma_trio.grammar import Grammar, GrammarState
 from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
+from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
-from uma_trio.sampling import Bias, PromptLookup, ReasoningAssembler, SamplingParams, TextAssembler, TokenHistory
+from uma_trio.sampling import Bias, PromptLookup, RegionAssembler, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.view import Priority, SequenceView
 
 EWMA_WEIGHT: Final = 0.2
@@ -113,7 +114,7 @@ class Sequence:
     """Log-probabilities that were not streamed."""
     reasoning_texts: list[str] = attrs.field(factory=list)
     """Reasoning that was not streamed."""
-    assembler: TextAssembler | ReasoningAssembler = attrs.field(
+    assembler: TextAssembler | RegionAssembler = attrs.field(
         default=attrs.Factory(lambda self: _assembler(self.request, self.prompt), takes_self=True)
     )
     admitted_at: float | None = None
@@ -315,7 +316,7 @@ class Sequence:
 
     @property
     def _n_reasoning_tokens(self) -> int | None:
-        if isinstance(self.assembler, ReasoningAssembler):
+        if self.prompt.reasoning is not None and isinstance(self.assembler, RegionAssembler):
             return self.assembler.n_reasoning_tokens
         return 0 if self.request.separate_reasoning else None
 
@@ -332,22 +333,30 @@ class Sequence:
 
     @property
     def _has_ended_itself(self) -> bool:
-        """Whether its last token is one of the model's end tokens.  A grammar allows them only where it is complete."""
+        """Whether it ended where its grammar allows it: with one of the model's end tokens, or after its only call."""
+        if self.assembler.matched is None and self.assembler.has_ended:
+            return True
         return (
             bool(self.tokens) and self.tokens[-1] in self.end_ids and self.tokens[-1] not in self.request.stop_token_ids
         )
 
+    @property
+    def tool_calls(self) -> list[ToolCall] | None:
+        """The complete calls, if there are some."""
+        return (self.assembler.calls or None) if isinstance(self.assembler, RegionAssembler) else None
+
     def eos(self, reason: FinishReason, now: float) -> Eos:
         """The last event of a sequence that was served, wholly or in part."""
-        params = self.sampling.params
+        params, calls = self.sampling.params, self.tool_calls
         return Eos(
             id=self.request.id,
             index=self.index,
-            reason=reason,
+            reason="tool_calls" if calls and reason == "stop" and self.assembler.matched is None else reason,
             usage=self.usage,
             timings=self.timings(now),
             text=None if self.request.stream else "".join(self.texts),
             reasoning="".join(self.reasoning_texts) or None,
+            tool_calls=calls,
             logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
             constraint_complete=None if self.sampling.grammar is None else self._has_ended_itself,
             stop=self.assembler.matched,
@@ -356,10 +365,10 @@ class Sequence:
         )
 
 
-def _assembler(request: Generate, prompt: Prompt) -> TextAssembler | ReasoningAssembler:
-    if prompt.reasoning is None:
+def _assembler(request: Generate, prompt: Prompt) -> TextAssembler | RegionAssembler:
+    if prompt.reasoning is None and prompt.calling is None:
         return TextAssembler(request.stops)
-    return ReasoningAssembler(request.stops, prompt.reasoning, is_open=prompt.opens_reasoning)
+    return RegionAssembler(request.stops, prompt.reasoning, prompt.calling, is_open=prompt.opens_reasoning)
 
 
 def _ms(seconds: float) -> float:

@@ -28,7 +28,7 @@ from uma_trio.protocol.messages import (
     Token,
     Transcript,
 )
-from uma_trio.sampling import ReasoningAssembler
+from uma_trio.sampling import RegionAssembler
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink
 from uma_trio.serving.sequence import Sequence as Answer
@@ -82,7 +82,8 @@ class SessionTurn:
         reasoning = "".join(self._reasoning)
         if isinstance(self.last, Eos) and self.last.reasoning is not None:
             reasoning = self.last.reasoning
-        return ChatMessage(role="assistant", content=self.text, reasoning=reasoning or None)
+        calls = self.last.tool_calls if isinstance(self.last, Eos) else None
+        return ChatMessage(role="assistant", content=self.text, reasoning=reasoning or None, tool_calls=calls)
 
     def send(self, event: ServerEvent) -> None:
         """Pass an event on; keep the last one."""
@@ -248,7 +249,7 @@ class Sessions:
         tokens = answer.tokens
         if answer.assembler.matched is not None:
             assembler = answer.assembler
-            output = assembler.output if isinstance(assembler, ReasoningAssembler) else turn.text
+            output = assembler.output if isinstance(assembler, RegionAssembler) else turn.text
             return self._prompts.truncate_tokens(tokens, output)
         if tokens and tokens[-1] in answer.end_ids:
             tokens = tokens[:-1]

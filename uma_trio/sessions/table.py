@@ -249,7 +249,7 @@ def transcript(
     part: list[ChatMessage] = []
     n_chars = 0
     for message in messages:
-        size = MESSAGE_CHARS + len(message.text) + len(message.reasoning or "")
+        size = MESSAGE_CHARS + len(message.text) + len(message.reasoning or "") + len(str(message.tool_calls or ""))
         if part and n_chars + size > PART_CHARS:
             yield Transcript(session=info, messages=part, more=True, id=id)
             part, n_chars = [], 0

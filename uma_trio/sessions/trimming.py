@@ -39,4 +39,4 @@ def drop_oldest(
 
 def _size(message: ChatMessage) -> int:
     """UTF-8 bytes, and one more so that an empty message has a size."""
-    return 1 + len(message.text.encode())
+    return 1 + len(message.text.encode()) + len(str(message.tool_calls or ""))

@@ -1,0 +1,146 @@
+"""Grammar of an answer that calls tools, in llguidance's Lark, from the markers with which such an answer is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import attrs
+import msgspec
+
+from uma_trio.protocol.chat import Tool
+from uma_trio.protocol.messages import Constraint
+from uma_trio.sampling import CallMarkers, ReasoningMarkers
+
+_CONTROL: Final = re.compile("([\ud800-\udfff])")
+
+_GEMMA_VALUE: Final = r"""
+value: string | NUMBER | "true" | "false" | "null" | object | list
+object: "{" (pair ("," pair)*)? "}"
+pair: KEY ":" value
+list: "[" (value ("," value)*)? "]"
+KEY: /[A-Za-z0-9_]{1,64}/
+NUMBER: /-?[0-9]{1,15}(\.[0-9]{1,15})?/
+TEXT: /(.|\n){0,4096}/
+"""
+
+
+@attrs.frozen(kw_only=True)
+class AnswerShape:
+    """What an answer may be: reasoning, then calls of tools, or text."""
+
+    markers: CallMarkers
+    tools: Sequence[Tool] = ()
+    """The tools that it may call; none: it is text."""
+    parallel: bool = True
+    """Whether it may have several calls."""
+    text: Constraint | None = None
+    """What text may be instead of calls; ``None``: there must be a call."""
+    reasoning: ReasoningMarkers | None = None
+    """How the model marks reasoning before it."""
+    is_open: bool = False
+    """Whether the prompt has begun the reasoning."""
+
+    @property
+    def controls(self) -> dict[str, int]:
+        """Characters in markers, and the control tokens for which they stand."""
+        found = {**self.markers.controls, **(self.reasoning.controls if self.reasoning is not None else {})}
+        return {character: token for token, character in found.items()}
+
+
+def answer_rules(shape: AnswerShape, text: str | None) -> str:
+    """The grammar.
+
+    Args:
+        text: expression for ``shape.text``.
+    """
+    controls = shape.controls
+    kinds = ([_calls(shape, controls)] if shape.tools else []) + (["text"] if text is not None else [])
+    rules = [f"start: {_thought(shape, controls)} answer" if shape.reasoning else "start: answer"]
+    rules.append(f"answer: {' | '.join(kinds)}")
+    if text is not None:
+        rules.append(f"text: {text}")
+    if shape.reasoning is not None:
+        rules += _reasoning(shape, shape.reasoning, controls)
+    if shape.tools:
+        rules.append(f"call: {' | '.join(f'call_{n}' for n in range(len(shape.tools)))}")
+        for n, tool in enumerate(shape.tools):
+            before, between, after = (_literal(each, controls) for each in shape.markers.written)
+            rules.append(f"call_{n}: {before} {json.dumps(tool.name)} {between} arguments_{n} {after}")
+            rules += _arguments(n, tool, shape.markers.quote, controls)
+        if shape.markers.quote is not None:
+            quote = _literal(shape.markers.quote, controls)
+            rules.append(f"string: {quote} TEXT {quote}\n{_GEMMA_VALUE}")
+    return "\n".join(rules)
+
+
+def _calls(shape: AnswerShape, controls: dict[str, int]) -> str:
+    begin, end = (_literal(each, controls) for each in shape.markers.around)
+    more = ""
+    if shape.parallel and shape.markers.separator is not None:
+        more = f"({_literal(shape.markers.separator, controls)} call)*"
+    return f"{begin} call {more} {end}"
+
+
+def _thought(shape: AnswerShape, controls: dict[str, int]) -> str:
+    return "thought" if shape.is_open else "(begins thought)?"
+
+
+def _reasoning(shape: AnswerShape, markers: ReasoningMarkers, controls: dict[str, int]) -> Iterator[str]:
+    """Rules for free text up to the end of the reasoning, and spaces after it."""
+    yield f"begins: {_literal(markers.begin[0], controls)}"
+    end = markers.end[0]
+    after = _literal(shape.markers.after_reasoning, controls)
+    if _CONTROL.search(end):
+        yield f"thought: free {_literal(end, controls)} SPACES {after}\nfree: /(.|\\n)*/"
+    else:
+        yield f"thought: free SPACES {after}\nfree[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"
+    yield "SPACES: /[ \\n]{0,4}/"
+
+
+def _arguments(n: int, tool: Tool, quote: str | None, controls: dict[str, int]) -> Iterator[str]:
+    if quote is None:
+        yield f"arguments_{n}: {json_expression(arguments_schema(tool))}"
+        return
+    names = [*tool.parameters.get("properties", {})]
+    if not names:
+        yield f"arguments_{n}: object"
+        return
+    keys = " | ".join(json.dumps(name, ensure_ascii=False) for name in names)
+    yield f'arguments_{n}: "{{" (pair_{n} ("," pair_{n})*)? "}}"\npair_{n}: ({keys}) ":" value'
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Schema of a tool's arguments.  Arguments that it does not name are allowed only if it says so."""
+    schema = {**tool.parameters, "type": "object"}
+    if "properties" in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def _literal(text: str, controls: dict[str, int]) -> str:
+    """``text`` as an expression; empty for an empty text."""
+    parts = filter(None, _CONTROL.split(text))
+    return " ".join(
+        f"<[{controls[each]}]>" if each in controls else json.dumps(each, ensure_ascii=False) for each in parts
+    )
+
+
+JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One space after commas and colons, as most JSON in training texts has it, and no other whitespace between tokens: a
+small model would write line breaks for ever."""
+
+
+def json_expression(schema: dict[str, Any]) -> str:
+    """JSON that ``schema`` describes.
+
+    Raises:
+        ValueError: the schema is no JSON.
+    """
+    try:
+        text = msgspec.json.encode({**schema, "x-guidance": JSON_STYLE}).decode()
+    except (RecursionError, msgspec.MsgspecError, TypeError) as error:
+        raise ValueError(str(error)) from None
+    return f"%json {text}"

@@ -1,0 +1,251 @@
+"""Tells a model of its tools, of its calls and of their results, through its chat template.
+
+Templates differ in what they take, and few say so.  So a template is tried at load: ``find_style`` renders a small
+conversation in some ways and looks for its words in the text.  A template that knows no tools, or whose calls nobody
+here could read, gets them as text: a description at the end of the system message, calls in the assistant's content,
+results as messages of the user.  This is better than to refuse: most models have seen such text in training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import secrets
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from uma_trio.errors import UmaError
+from uma_trio.models.marker_text import MarkerText
+from uma_trio.models.tool_formats import HERMES, ToolFormat, make_call_markers
+from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
+from uma_trio.sampling import CallMarkers
+
+ID_CHARS: Final = 9
+"""Length of a call's id: the only one that Mistral's templates take."""
+
+_ID_ALPHABET: Final = string.ascii_letters + string.digits
+
+SYSTEM: Final = ("system", "developer")
+
+Fields = dict[str, Any]
+"""A message, or a tool, as templates know it."""
+
+
+@attrs.frozen
+class ToolStyle:
+    """What a chat template takes."""
+
+    native: bool = False
+    """It knows tools and calls.  Otherwise they become text."""
+    arguments_as_text: bool = False
+    """Arguments are JSON text, not an object."""
+    no_content: bool = False
+    """A message with nothing but calls has ``None`` for a content, not an empty text."""
+    one_call: bool = False
+    """A message has one call at most."""
+    short_ids: bool = False
+    """Ids of calls have ``ID_CHARS`` letters and digits."""
+
+
+@attrs.frozen
+class ToolSupport:
+    """How tools work with one model."""
+
+    format: ToolFormat
+    style: ToolStyle
+    markers: CallMarkers
+
+
+PLAIN_TOOLS: Final = ToolSupport(HERMES, ToolStyle(), make_call_markers(HERMES, MarkerText(lambda _: None)))
+"""Tools as text, in the format that most models know."""
+
+
+def new_call_id() -> str:
+    """An id that no other call of a conversation has."""
+    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(ID_CHARS))
+
+
+def find_style(render: Callable[[Sequence[Fields], Sequence[Fields]], str]) -> ToolStyle:
+    """Find out what a template takes.  Renders up to 18 times.
+
+    Args:
+        render: messages and tools to text.
+    """
+    tools = [
+        Tool(name="first_tool", parameters={"properties": {"key_one": {"type": "string"}}}),
+        Tool(name="second_tool"),
+    ]
+    calls = [
+        ToolCall(id="aaaaaaaa1", name="first_tool", arguments={"key_one": "value_one"}),
+        ToolCall(id="aaaaaaaa2", name="second_tool", arguments={"key_two": "value_two"}),
+    ]
+    question = ChatMessage(role="user", content="question")
+    results = [ChatMessage(role="tool", content=f"result_{call.name}", tool_call_id=call.id) for call in calls]
+    chat = [question, ChatMessage(role="assistant", tool_calls=calls), *results]
+    offered = _rendered(render, [question], tools, ToolStyle(native=True))
+    if "first_tool" not in offered or "key_one" not in offered:
+        return ToolStyle()
+    needed = (
+        "first_tool",
+        "second_tool",
+        "key_one",
+        "value_one",
+        "value_two",
+        "result_first_tool",
+        "result_second_tool",
+    )
+    for one_call, no_content, as_text in itertools.product((False, True), repeat=3):
+        style = ToolStyle(True, as_text, no_content, one_call)
+        text = _rendered(render, chat, [], style)
+        if all(word in text for word in needed) and "{'key_one" not in text:  # not as Python shows an object
+            return attrs.evolve(style, short_ids=not _takes_other_ids(render, chat, style))
+    return ToolStyle()
+
+
+def _takes_other_ids(render: Callable[..., str], chat: Sequence[ChatMessage], style: ToolStyle) -> bool:
+    longer = []
+    for message in chat:
+        calls = [attrs.evolve(call, id=f"call_{call.id}") for call in message.tool_calls or ()]
+        answers = message.tool_call_id and f"call_{message.tool_call_id}"
+        longer.append(attrs.evolve(message, tool_calls=calls or None, tool_call_id=answers))
+    return bool(_rendered(render, longer, [], style))
+
+
+def _rendered(render: Callable[..., str], chat: Sequence[ChatMessage], tools: Sequence[Tool], style: ToolStyle) -> str:
+    """The text, or an empty one if the template does not take this."""
+    try:
+        return render(*template_chat(chat, tools, attrs.evolve(PLAIN_TOOLS, style=style)))
+    except UmaError:
+        return ""
+
+
+def template_chat(
+    messages: Sequence[ChatMessage], tools: Sequence[Tool], support: ToolSupport
+) -> tuple[list[Fields], list[Fields]]:
+    """Messages and tools for a template.
+
+    Messages of the roles system and developer are joined, because templates know one, at the beginning.
+    """
+    offered = [_tool_fields(tool) for tool in tools]
+    system = [message.text for message in messages if message.role in SYSTEM]
+    if tools and not support.style.native:
+        system.append(_description(offered, support.format))
+        offered = []
+    rest = [message for message in messages if message.role not in SYSTEM]
+    chat = [*_native(rest, support.style)] if support.style.native else [*_as_text(rest, support.format)]
+    if system:
+        chat.insert(0, {"role": "system", "content": "\n\n".join(system)})
+    return chat, offered
+
+
+def _tool_fields(tool: Tool) -> Fields:
+    parameters = {"type": "object", "properties": {}, **tool.parameters}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+    }
+
+
+def _fields(message: ChatMessage) -> Fields:
+    """Role, content and reasoning.  Templates have two names for reasoning; most use it only in the latest turn."""
+    fields = {"role": message.role, "content": message.text}
+    if message.reasoning is not None:
+        fields |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
+    return fields
+
+
+# -- a template that knows tools -------------------------------------------------------------------
+
+
+def _native(messages: Sequence[ChatMessage], style: ToolStyle) -> Iterator[Fields]:
+    names: dict[str | None, str] = {}
+    for message in _one_call_each(messages) if style.one_call else messages:
+        fields = _fields(message)
+        if message.tool_calls:
+            names |= {call.id: call.name for call in message.tool_calls}
+            fields["tool_calls"] = [_call_fields(call, style) for call in message.tool_calls]
+            if style.no_content and not message.text:
+                fields["content"] = None
+        if message.role == "tool":
+            name = message.name or names.get(message.tool_call_id)
+            fields |= {} if name is None else {"name": name}
+            if message.tool_call_id is not None:
+                fields["tool_call_id"] = _id(message.tool_call_id, style)
+        yield fields
+
+
+def _call_fields(call: ToolCall, style: ToolStyle) -> Fields:
+    arguments = _json(call.arguments) if style.arguments_as_text else call.arguments
+    function = {"name": call.name, "arguments": arguments}
+    identity = {} if call.id is None else {"id": _id(call.id, style)}
+    return {"type": "function", **identity, "function": function}
+
+
+def _id(call_id: str, style: ToolStyle) -> str:
+    if not style.short_ids or (len(call_id) == ID_CHARS and call_id.isalnum()):
+        return call_id
+    return hashlib.blake2b(call_id.encode(), digest_size=ID_CHARS).hexdigest()[:ID_CHARS]
+
+
+def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """The same conversation, as if the model had waited for each result before its next call."""
+    waiting: list[ChatMessage] = []
+    for n, message in enumerate(messages):
+        if len(message.tool_calls or ()) < 2:
+            if message.role == "tool" and message in waiting:
+                waiting.remove(message)
+            else:
+                yield message
+            continue
+        following = itertools.takewhile(lambda each: each.role == "tool", messages[n + 1 :])
+        waiting = list(following)
+        content = message
+        for call in message.tool_calls or ():
+            yield attrs.evolve(content, tool_calls=[call])
+            content = ChatMessage(role="assistant", content="")
+            yield from (each for each in waiting if call.id is not None and each.tool_call_id == call.id)
+        waiting = [each for each in waiting if any(each.tool_call_id == call.id for call in message.tool_calls or ())]
+
+
+# -- one that does not -----------------------------------------------------------------------------
+
+
+def _description(tools: Sequence[Fields], found: ToolFormat) -> str:
+    lines = "\n".join(_json(tool["function"]) for tool in tools)
+    return (
+        f"# Tools\n\nYou can call functions. These are all of them, each as JSON:\n<tools>\n{lines}\n</tools>\n\n"
+        "To call one, write this, with the function's name and with arguments that fit its parameters:\n"
+        f"{_written('NAME', '{...}', found)}"
+    )
+
+
+def _written(name: str, arguments: str, found: ToolFormat) -> str:
+    before, between, after = found.written
+    return f"{before}{name}{between}{arguments}{after}"
+
+
+def _as_text(messages: Sequence[ChatMessage], found: ToolFormat) -> Iterator[Fields]:
+    results: list[str] = []
+    for message in messages:
+        if message.role == "tool":
+            results.append(f"<tool_response>\n{message.text}\n</tool_response>")
+            continue
+        if results:
+            yield {"role": "user", "content": "\n".join(results)}
+            results = []
+        fields = _fields(message)
+        if message.tool_calls:
+            calls = [_written(call.name, _json(call.arguments), found) for call in message.tool_calls]
+            whole = found.around[0] + (found.separator or "\n").join(calls) + found.around[1]
+            fields["content"] = "\n".join(filter(None, (message.text, whole)))
+        yield fields
+    if results:
+        yield {"role": "user", "content": "\n".join(results)}
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)

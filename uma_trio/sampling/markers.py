@@ -1,0 +1,76 @@
+"""How a model marks the regions of its output that are not text of the answer: reasoning, and calls of tools.
+
+A string may be text, control tokens (``CONTROL_CHARS``), or a mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+
+CONTROL_CHARS: Final = range(0xD800, 0xE000)
+"""Lone surrogates, which decoded text never contains.  In the strings of markers each stands for a control token, so
+text that merely spells a control token is no marker."""
+
+OTHER_CONTROL: Final = chr(CONTROL_CHARS[-1])
+"""Stands for control tokens that are no markers."""
+
+
+@attrs.frozen(kw_only=True)
+class ReasoningMarkers:
+    """How a model marks its reasoning."""
+
+    begin: tuple[str, ...]
+    """One of these begins reasoning: at the beginning of the output, after spaces at most."""
+    end: tuple[str, ...]
+    """One of these ends it."""
+    dropped: tuple[str, ...] = ()
+    """These are removed from the answer."""
+    repeats: bool = False
+    """Whether ``begin`` also counts later, so that an answer can have several stretches of reasoning."""
+    controls: Mapping[int, str] = attrs.field(factory=dict)
+    """Ids of control tokens, each with the character that stands for it."""
+    opened_by: tuple[str, ...] = ()
+    """A prompt that ends with one of these, spelled out, begins the reasoning itself."""
+
+    def is_opened_by(self, prompt: str) -> bool:
+        """Whether the output that follows ``prompt`` begins inside reasoning."""
+        return prompt.rstrip().endswith(self.opened_by) if self.opened_by else False
+
+
+@attrs.frozen(kw_only=True)
+class CallMarkers:
+    """How a model writes calls of tools.
+
+    A call is a JSON object with ``name`` and ``arguments`` (or ``parameters``).  If ``named``, it is the name, anything
+    short, and the arguments as an object.  A region may have several calls, also as a JSON list.
+    """
+
+    begin: tuple[str, ...]
+    """One of these begins a region of calls, anywhere in the answer."""
+    end: tuple[str, ...] = ()
+    """One of these ends it.  Otherwise it ends where no call follows."""
+    bare: bool = False
+    """Whether an answer that begins with ``{`` may be calls without a marker."""
+    named: bool = False
+    quote: str | None = None
+    """Around strings, for arguments in Gemma's notation; ``None``: arguments are JSON."""
+    dropped: tuple[str, ...] = ()
+    """These are removed from the answer."""
+    written: tuple[str, str, str]
+    """How the model is made to write a call: text before the name, between name and arguments, and after them."""
+    around: tuple[str, str] = ("", "")
+    """Text before all calls and after them, written in the same way."""
+    separator: str | None = None
+    """Text between calls, written in the same way; ``None``: an answer has one call."""
+    after_reasoning: str = ""
+    """Text between reasoning and the first call, written in the same way."""
+    controls: Mapping[int, str] = attrs.field(factory=dict)
+    """As in ``ReasoningMarkers``; a character stands for the same token in both."""
+
+
+def visible(text: str) -> str:
+    """``text`` without the characters that stand for control tokens: like any control token they have no text."""
+    return "".join(c for c in text if ord(c) not in CONTROL_CHARS)
