@@ -41,10 +41,13 @@ def read_text(path: Path, *, pipes: bool = False) -> str:
     return data.decode()
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str, *, new_mode: int = 0o666) -> None:
     """Write a file of UTF-8 text, or replace one.  If that fails, for example on a full disk, the old one stays.
 
     A symbolic link stays, and the file that it points to is replaced.  A replaced file keeps its mode.
+
+    Args:
+        new_mode: mode of a file that did not exist, less the umask.
 
     Raises:
         OSError: it cannot be written, or is no regular file.
@@ -59,7 +62,7 @@ def replace_text(path: Path, text: str) -> None:
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     temporary = target.with_name(f".uma-trio-{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, new_mode)
     try:
         with open(descriptor, "wb") as file:
             file.write(text.encode())

@@ -62,7 +62,6 @@ NAMES = {
     "Slot": "SequenceView",
     "Spiller": "Offloader",
     "StepResult": "StepOutput",
-    "Tenant": "Principal",
     "TooManySessions": "TooManyConnections",
     "accepted_total": "accepted_draft_tokens_total",
     "chained_total": "run_ahead_steps_total",

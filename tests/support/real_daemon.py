@@ -285,7 +285,7 @@ def started(
 ) -> Iterator[Daemon]:
     """A daemon that may not be ready yet; killed at the end if it still runs.
 
-    Its state folder is next to its socket, so no other daemon uses it.
+    Its folders for state and configuration are next to its socket, so no other daemon uses them.
     """
     if sys.platform == "linux":
         command = (*DIES_WITH_PARENT, *command)
@@ -298,7 +298,12 @@ def started(
             stdout=log,
             stderr=log,
             cwd=ROOT,
-            env=clean | {"XDG_STATE_HOME": os.fspath(socket.parent / "state-home")} | dict(environment or {}),
+            env={
+                **clean,
+                "XDG_STATE_HOME": os.fspath(socket.parent / "state-home"),
+                "XDG_CONFIG_HOME": os.fspath(socket.parent / "config-home"),
+                **(environment or {}),
+            },
             **options,
         )
     try:

@@ -111,7 +111,22 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     if print_config:
         click.echo(config.to_yaml(settings), nl=False)
         return
-    sys.exit(_serve(settings))
+    sys.exit(_serve(settings) if _can_serve_http(settings) else 1)
+
+
+def _can_serve_http(settings: Config) -> bool:
+    """Whether there is no HTTP, or its settings are safe and work.  Otherwise prints the reason."""
+    if settings.http.listen is None:
+        return True
+    from uma_trio.errors import ErrorWithRemedy
+    from uma_trio.gateway import startup
+
+    try:
+        startup.check(settings)
+    except ErrorWithRemedy as error:
+        click.echo(f"uma-trio serve: {error}", err=True)
+        return False
+    return True
 
 
 def _serve(settings: Config) -> int:

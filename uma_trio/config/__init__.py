@@ -24,7 +24,7 @@ from uma_trio.config.fields import (
     Scheduling,
     Sessions,
 )
-from uma_trio.config.sources import load, to_yaml
+from uma_trio.config.sources import load, read_yaml, to_yaml
 from uma_trio.config.values import ConfigError, Setting, settings
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Sessions",
     "Setting",
     "load",
+    "read_yaml",
     "settings",
     "to_yaml",
 ]

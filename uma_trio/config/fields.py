@@ -194,6 +194,34 @@ class Http:
         gt=0,
         le=86_400,
     )
+    keys: Path | None = setting(
+        None,
+        "File of the tenants and their API keys, which uma-trio keys writes. If not given, keys.yaml in the configuration "
+        "folder ($XDG_CONFIG_HOME/uma-trio), as soon as it exists. Without such a file no key is needed.",
+        name="http_keys",
+    )
+    insecure: bool = setting(
+        False,
+        "Serve HTTP to other machines although there are no API keys: everybody who reaches the address may use it.",
+    )
+    hosts: str = setting(
+        "",
+        "Host names, with commas, under which clients reach the gateway, besides localhost and addresses. A name that "
+        "begins with a dot stands for all names that end so, and * for all names.",
+        name="http_hosts",
+        metavar="NAMES",
+    )
+    origins: str = setting(
+        "",
+        "Origins, with commas, whose web pages may use the gateway (CORS), such as https://chat.example.com. * stands for "
+        "all pages.",
+        name="http_origins",
+        metavar="ORIGINS",
+    )
+    tls_certificate: Path | None = setting(
+        None, "PEM file with the certificate, and those of its issuers, to serve HTTPS. Needs tls_key."
+    )
+    tls_key: Path | None = setting(None, "PEM file with the private key of tls_certificate, without a password.")
 
 
 @attrs.frozen(kw_only=True)

@@ -75,7 +75,8 @@ def _check_consistency(config: Config) -> None:
 
 
 def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
-    for section, fields in _mapping(_parse(file), str(file)).items():
+    remedy = "--config takes a file such as uma-trio serve --print-config prints"
+    for section, fields in _mapping(read_yaml(file, remedy), str(file)).items():
         if section not in SECTIONS:
             raise _unknown_section(section, known, str(file))
         for name, value in _mapping(fields, f"{file}: {section}").items():
@@ -84,8 +85,11 @@ def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, 
             yield name, known[name].convert(value, f"{file}: {section}")
 
 
-def _parse(file: Path) -> Any:
-    """Parse a YAML file.
+def read_yaml(file: Path, remedy: str) -> Any:
+    """Parse a YAML file that a person wrote.
+
+    Args:
+        remedy: what to do if the file cannot be read.
 
     Raises:
         ConfigError: it cannot be read, is not YAML, or sets a key twice.
@@ -129,9 +133,7 @@ def _parse(file: Path) -> Any:
     try:
         text = read_text(file, pipes=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {file}: {error.strerror}; --config takes a file such as uma-trio serve --print-config prints"
-        ) from None
+        raise ConfigError(f"cannot read {file}: {error.strerror}; {remedy}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"cannot read {file}: it is not UTF-8 text; save it as UTF-8") from None
     try:

@@ -84,6 +84,7 @@ class Gateway:
     def __init__(self, config: Config, sock: socket.socket, socket_path: Path) -> None:
         settings = attrs.evolve(config, listen=attrs.evolve(config.listen, socket=socket_path.absolute()))
         self._settings = msgspec.json.encode(settings, enc_hook=str).decode()
+        self._config = config
         self._sock = sock
         self._process: ChildProcess | None = None
         self._is_ending = False
@@ -93,7 +94,8 @@ class Gateway:
     def url(self) -> str:
         """Where clients find it."""
         host, port, *_ = self._sock.getsockname()
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._config.http.tls_certificate is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     async def run(self) -> None:
         """Run gateways until ``drain`` or cancelled."""

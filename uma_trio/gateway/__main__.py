@@ -16,6 +16,7 @@ import uvicorn
 from uma_trio import parent_process
 from uma_trio.config import Config
 from uma_trio.gateway.application import make_app
+from uma_trio.gateway.http_protocol import BoundedHttp
 
 
 def main() -> None:
@@ -31,6 +32,9 @@ def main() -> None:
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(config),
+            http=BoundedHttp,
+            ssl_certfile=config.http.tls_certificate,
+            ssl_keyfile=config.http.tls_key,
             log_config=None,
             access_log=False,
             server_header=False,

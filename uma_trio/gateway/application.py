@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uma_trio.config import Config
 from uma_trio.gateway import health, openapi
 from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.body import Bodies
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import (
     ollama_generate,
@@ -28,6 +30,11 @@ from uma_trio.gateway.dialects import (
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.guard import Guard
+from uma_trio.gateway.key_file import CurrentTenants
+from uma_trio.gateway.limits import Limiter, WrongKeys
+from uma_trio.gateway.origins import Origins
+from uma_trio.gateway.usage import UsageFile, usage_path
 
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 """An ``X-Request-Id`` that is taken over from the client."""
@@ -44,12 +51,27 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
 
 
 def make_app(config: Config) -> ASGIApp:
-    """Build the application for the daemon at ``config.listen.socket``."""
+    """Build the application for the daemon at ``config.listen.socket``.
+
+    Raises:
+        KeyFileError: the file of tenants cannot be used.
+    """
     daemon = Daemon(config.listen.socket)
     endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS))
-    routes = [endpoint.route(config, daemon) for endpoint in endpoints]
+    limiter = Limiter(UsageFile(usage_path(config)), now_ns=time.monotonic_ns, unix_s=time.time)
+    routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
     app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug})
-    return RequestIds(app)
+    guard = Guard(
+        app,
+        tenants=CurrentTenants(config.http.keys),
+        limiter=limiter,
+        wrong_keys=WrongKeys(now_ns=time.monotonic_ns),
+        origins=Origins.of(config.http.hosts, config.http.origins),
+        open_paths=frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key),
+        refuse=_refuse,
+        bodies=Bodies(config.http.max_body_bytes, config.limits.frame_timeout_s),
+    )
+    return RequestIds(guard)
 
 
 class RequestIds:
@@ -92,4 +114,11 @@ async def _bug(request: Request, _: Exception) -> Response:
 
 
 def _error(request: Request, error: HttpError) -> Response:
-    return json_response(OPENAI.error_body(error, request.scope["state"]["request_id"]), error.status)
+    return _refuse(error, request.scope)
+
+
+def _refuse(error: HttpError, scope: Scope) -> Response:
+    """The response for an error that no endpoint has raised, in the form of the path's dialect."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    dialect = next((endpoint.dialect for endpoint in ENDPOINTS if endpoint.path == path), OPENAI)
+    return json_response(dialect.error_body(error, scope["state"]["request_id"]), error.status, error.headers)

@@ -13,6 +13,7 @@ import attrs
 from anyio.streams.memory import MemoryObjectSendStream
 
 from uma_trio.client import Client, ClientError, Eos, Event, Reasoning, Token, ToolCallDelta, open_client
+from uma_trio.gateway.charging import Account, charged
 from uma_trio.gateway.errors import HttpError, from_client_error
 
 REQUESTS_AT_A_TIME: Final = 16
@@ -25,6 +26,17 @@ class Daemon:
 
     socket: Path | None
     """``None`` is the default path."""
+    account: Account | None = None
+    """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
+
+    @property
+    def principal(self) -> dict[str, str]:
+        """The field ``principal`` for a query of the client; empty for the user who runs the daemon."""
+        return {} if self.account is None else {"principal": self.account.tenant.principal.name}
+
+    def charging(self, account: Account | None) -> Daemon:
+        """The same daemon, with requests on behalf of somebody."""
+        return attrs.evolve(self, account=account)
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[Client]:
@@ -45,9 +57,11 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        async with self.connect() as client:
-            async for batch in client.generate_batches(**fields):
-                yield batch
+        with charged(self.account, fields, is_streamed=bool(fields.get("stream", True))) as charge:
+            async with self.connect() as client:
+                async for batch in client.generate_batches(**charge.fields):
+                    charge.count(batch)
+                    yield batch
 
     async def complete(self, fields: Mapping[str, Any]) -> list[Eos]:
         """Send a request without streaming, and return the last events of its answers by ``index``.
@@ -55,8 +69,11 @@ class Daemon:
         Raises:
             HttpError: the daemon cannot be reached or refuses.
         """
-        async with self.connect() as client:
-            return await client.choices(**fields)
+        with charged(self.account, fields, is_streamed=False) as charge:
+            async with self.connect() as client:
+                ends = await client.choices(**charge.fields)
+                charge.count(ends)
+                return ends
 
     async def generate_all(self, requests: Sequence[Mapping[str, Any]]) -> AsyncIterator[list[Event]]:
         """Send several requests, some at a time, and yield the events of all.

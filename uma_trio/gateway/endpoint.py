@@ -14,10 +14,14 @@ from starlette.routing import Route
 from uma_trio.client import Client
 from uma_trio.config import Config
 from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, whole
+from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.guard import check_admin
+from uma_trio.gateway.limits import Limiter
+from uma_trio.gateway.tenants import Tenant
 
-COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 500, 502, 503, 504)
+COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
 """Statuses that any endpoint may answer with."""
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -48,14 +52,21 @@ class Endpoint:
     """What an answer may be."""
     errors: tuple[int, ...] = COMMON_ERRORS
     """Statuses other than 200."""
+    needs_key: bool = True
+    """Whether a gateway with tenants asks for a key.  Paths of endpoints that need none have no parameters."""
     needs_admin: bool = False
+    """Only for the key of an administrator; without tenants, only for clients on this machine."""
 
-    def route(self, config: Config, daemon: Daemon) -> Route:
+    def route(self, config: Config, daemon: Daemon, limiter: Limiter) -> Route:
         """The route of Starlette."""
 
         async def serve(request: Request) -> Response:
-            call = Call(self, request, config, daemon)
+            tenant: Tenant | None = request.scope["state"]["tenant"]
+            account = None if tenant is None else Account(tenant, limiter, config.limits.default_max_tokens)
+            call = Call(self, request, config, daemon.charging(account))
             try:
+                if self.needs_admin:
+                    check_admin(request.scope)
                 return await self.answer(call)
             except HttpError as error:
                 return call.refuse(error)
@@ -114,12 +125,17 @@ class Call:
         """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client."""
         return {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
 
-    async def ask(self, question: Callable[[Client], Awaitable[R]]) -> R:
+    async def ask(self, question: Callable[[Client], Awaitable[R]], *, counts: bool = False) -> R:
         """Ask the daemon something that it answers at once, on a connection of its own.
 
+        Args:
+            counts: as one of the requests that a tenant may send.
+
         Raises:
-            HttpError: the daemon cannot be reached or refuses.
+            HttpError: the daemon cannot be reached or refuses, or a limit of the tenant does.
         """
+        if counts and self.daemon.account is not None:
+            self.daemon.account.count_request()
         async with self.daemon.connect() as client:
             return await question(client)
 

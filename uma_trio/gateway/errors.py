@@ -53,10 +53,11 @@ class HttpError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds, if the delay is known."""
+        """``Retry-After`` in whole seconds, and OpenAI's header in milliseconds, if the delay is known."""
         if self.retry_after_ms is None:
             return {}
-        return {"Retry-After": str(max(1, math.ceil(self.retry_after_ms / 1000)))}
+        seconds = max(1, math.ceil(self.retry_after_ms / 1000))
+        return {"Retry-After": str(seconds), "Retry-After-Ms": str(self.retry_after_ms)}
 
 
 def invalid(message: str, *, parameter: str | None = None) -> HttpError:

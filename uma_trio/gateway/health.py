@@ -46,12 +46,20 @@ def _readiness(checks: list[dict[str, object]], headers: dict[str, str] | None =
 
 
 ENDPOINTS = (
-    Endpoint(method="GET", path="/healthz", dialect=STARLING, answer=healthz, summary="Whether the gateway is up"),
+    Endpoint(
+        method="GET",
+        path="/healthz",
+        dialect=STARLING,
+        answer=healthz,
+        summary="Whether the gateway is up",
+        needs_key=False,
+    ),
     Endpoint(
         method="GET",
         path="/readyz",
         dialect=STARLING,
         answer=readyz,
         summary="Whether the daemon could serve another request; 503 if not",
+        needs_key=False,
     ),
 )

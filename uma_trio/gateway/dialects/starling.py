@@ -119,7 +119,7 @@ async def tokenize(call: Call) -> Response:
     if (request.text is None) == (request.tokens is None):
         raise invalid("give exactly one of text and tokens")
     fields = {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
-    found = await call.ask(lambda client: client.tokenize(fields.pop("text", None), **fields))
+    found = await call.ask(lambda client: client.tokenize(fields.pop("text", None), **fields), counts=True)
     body = {"tokens": found.tokens, "offsets": found.offsets, "text": found.text}
     body = {name: value for name, value in body.items() if value is not None}
     return json_response({**body, **({"warnings": warnings} if warnings else {})})
@@ -135,8 +135,9 @@ class SessionRequest(msgspec.Struct):
 async def close_session(call: Call) -> Response:
     """Forget a session and free its KV cache."""
     request, _ = await call.read(SessionRequest)
-    fields = {"session_id": request.session_id, **({"model": request.model} if request.model else {})}
-    closed: list[SessionInfo] = await call.ask(lambda client: client.sessions("close", **fields))
+    model = {"model": request.model} if request.model else {}
+    fields = {"session_id": request.session_id, **model, **call.daemon.principal}
+    closed: list[SessionInfo] = await call.ask(lambda client: client.sessions("close", **fields), counts=True)
     return json_response({"session_id": closed[0].session_id, "closed": True, "tokens": closed[0].tokens})
 
 

@@ -1,0 +1,302 @@
+"""Tenants of a real gateway: keys, limits, quotas over restarts and kills, shares over HTTP and the socket together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import httpx
+import openai
+import pytest
+from click.testing import CliRunner
+
+from tests.gateway.conftest import Gateway
+from tests.support.real_daemon import missing, real_daemon
+from uma_trio.cli import main
+from uma_trio.gateway.usage import read_usage
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+CHAT = "/v1/chat/completions"
+SHORT = {"messages": QUESTION, "max_tokens": 8}
+
+
+def keys(*args: object) -> str:
+    result = CliRunner().invoke(main, ["keys", *map(str, args)])
+    assert result.exit_code == 0, result.output
+    return result.stdout.strip()
+
+
+@attrs.frozen
+class Tenants:
+    """A gateway that needs keys."""
+
+    gateway: Gateway
+    file: Path
+
+    def create(self, name: str, *limits: object) -> str:
+        return keys("create", name, "--file", self.file, *limits)
+
+    def client(self, key: str | None, **headers: str) -> httpx.Client:
+        given = {} if key is None else {"authorization": f"Bearer {key}"}
+        return self.gateway.http(headers={**given, **headers})
+
+    def post(self, key: str | None, body: Any = SHORT, path: str = CHAT, **headers: str) -> httpx.Response:
+        with self.client(key, **headers) as client:
+            return client.post(path, json=body)
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys("create", "first", "--file", file)
+    with real_daemon("--parallel", "4", "--http", "0", "--http-keys", str(file)) as daemon:
+        yield Tenants(Gateway.of(daemon), file)
+
+
+def code_of(answer: httpx.Response) -> str:
+    found: str = answer.json()["error"]["code"]
+    return found
+
+
+# -- keys --
+
+
+def test_a_key_is_needed_and_a_wrong_one_is_refused(tenants: Tenants) -> None:
+    for key in (None, "none", "uma-00000000-" + "A" * 43):
+        answer = tenants.post(key)
+        assert (answer.status_code, code_of(answer)) == (401, "E_GATEWAY_KEY")
+        assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"]
+    assert tenants.post(tenants.create("alice")).status_code == 200
+
+
+def test_both_headers_carry_a_key(tenants: Tenants) -> None:
+    key = tenants.create("alice")
+    assert tenants.post(None, **{"x-api-key": key}).status_code == 200
+    assert tenants.post("for-another-service", **{"x-api-key": key}).status_code == 200
+    with tenants.client(None, authorization=f"bearer  {key}") as client:
+        assert client.post(CHAT, json=SHORT).status_code == 200
+    assert tenants.post(None, authorization=f"Basic {key}").status_code == 401
+
+
+def test_openais_client_with_a_right_and_a_wrong_key(tenants: Tenants) -> None:
+    url = f"{tenants.gateway.url}/v1"
+    right = openai.OpenAI(base_url=url, api_key=tenants.create("alice"), max_retries=0)
+    assert right.chat.completions.create(model="embedded", messages=QUESTION).choices
+    wrong = openai.OpenAI(base_url=url, api_key="sk-wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError, match="not valid"):
+        wrong.chat.completions.create(model="embedded", messages=QUESTION)
+
+
+def test_a_revoked_key_ends_at_once_and_an_answer_that_has_begun_goes_on(tenants: Tenants) -> None:
+    key = tenants.create("leaver")
+    with tenants.client(key) as client:
+        body = {"messages": QUESTION, "stream": True, "max_tokens": 200, "ignore_eos": True}
+        with client.stream("POST", CHAT, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            keys("revoke", "leaver", "--file", tenants.file)
+            assert tenants.post(key).status_code == 401
+            assert "data: [DONE]" in list(lines)
+        assert client.post(CHAT, json=SHORT).status_code == 401
+
+
+def test_health_needs_no_key(tenants: Tenants) -> None:
+    with tenants.client(None) as client:
+        assert client.get("/healthz").status_code == 200
+        assert client.get("/healthz", headers={"authorization": "Bearer wrong"}).status_code == 200
+        for path in ("/healthz/", "//healthz", "/healthz/../v1/models", "/nothing", "/%68ealthz2"):
+            assert client.get(path).status_code == 401, path
+
+
+def test_floods_of_wrong_keys_get_a_wait_and_right_ones_pass(tenants: Tenants) -> None:
+    key = tenants.create("alice")
+    with tenants.client("wrong") as client:
+        answers = [client.post(CHAT, json=SHORT) for _ in range(30)]
+    assert {answer.status_code for answer in answers} >= {429}
+    assert int(answers[-1].headers["retry-after"]) >= 1
+    assert tenants.post(key).status_code == 200
+
+
+# -- limits --
+
+
+def test_requests_a_minute(tenants: Tenants) -> None:
+    key = tenants.create("hasty", "--rpm", 2)
+    answers = [tenants.post(key) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["1", "0", "0"]
+    assert answers[2].headers["x-ratelimit-limit-requests"] == "2"
+    assert code_of(answers[2]) == "E_GATEWAY_RATE"
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+    assert 0 < int(answers[2].headers["retry-after-ms"]) <= 30_000
+    assert tenants.post(tenants.create("patient", "--rpm", 2)).status_code == 200
+
+
+def test_openais_client_that_waits_as_it_should_is_served(tenants: Tenants) -> None:
+    key = tenants.create("waiter", "--rpm", 60)
+    with tenants.client(key) as plain:
+        while plain.post(CHAT, json={**SHORT, "model": "none"}).status_code == 404:
+            """Until the minute is used up; from then on one request a second is admitted."""
+    client = openai.OpenAI(base_url=f"{tenants.gateway.url}/v1", api_key=key, max_retries=1, timeout=60)
+    statuses: list[int] = []
+    client._client.event_hooks["response"].append(lambda answer: statuses.append(answer.status_code))
+    for _ in range(3):
+        assert client.chat.completions.create(model="embedded", messages=QUESTION, max_tokens=8).choices
+    assert statuses.count(200) == 3
+
+
+def test_an_answer_costs_its_usage_and_a_refusal_nothing(tenants: Tenants) -> None:
+    key = tenants.create("talker", "--quota", "100000/month")
+    assert used(tenants.gateway, "talker") == 0
+    whole = tenants.post(key, {"messages": QUESTION}).json()["usage"]["total_tokens"]
+    assert used(tenants.gateway, "talker") == whole
+    streamed = tenants.post(key, {"messages": QUESTION, "stream": True})
+    assert "[DONE]" in streamed.text
+    assert used(tenants.gateway, "talker") == 2 * whole
+    assert tenants.post(key, {"messages": QUESTION, "model": "none"}).status_code == 404
+    assert used(tenants.gateway, "talker") == 2 * whole
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_whose_client_leaves_is_charged(tenants: Tenants, stream: bool) -> None:
+    name = f"leaver-{stream}"
+    key = tenants.create(name, "--quota", "100000/month")
+    body = {"messages": QUESTION, "stream": stream, "max_tokens": 4000, "ignore_eos": True}
+    with tenants.client(key) as client:
+        if stream:
+            with client.stream("POST", CHAT, json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(CHAT, json=body, timeout=0.5)
+    tenants.gateway.daemon.settled()
+    with tenants.client(key) as client:  # the gateway has noted it when it answers again
+        client.get("/healthz")
+    assert 10 <= used(tenants.gateway, name) <= 4100
+
+
+def used(gateway: Gateway, name: str) -> int:
+    """Tokens of the tenant on disk."""
+    file = gateway.daemon.socket.parent / "state-home" / "uma-trio" / "usage.sqlite"
+    return sum([tokens for (tenant, _), tokens in read_usage(file).items() if tenant == name])
+
+
+def test_answers_in_flight_are_counted_over_http_and_the_socket_together(tenants: Tenants) -> None:
+    key = tenants.create("busy", "--max-requests", 2)
+    daemon = tenants.gateway.daemon
+    endless = {"messages": QUESTION, "max_tokens": 8000, "ignore_eos": True, "principal": "tenant:busy"}
+    with daemon.wire() as one, daemon.wire() as other:
+        for wire in (one, other):
+            wire.send(id="r", **endless)
+            assert wire.receive()["event"] == "token"  # type: ignore[index]
+        answer = tenants.post(key)
+        assert (answer.status_code, code_of(answer)) == (429, "E_LIMIT_REQUESTS")
+        other.sock.close()
+        daemon.wait_until(lambda found: found["running"] == 1, "one answer less")
+        assert tenants.post(key).status_code == 200
+    daemon.settled()
+
+
+# -- quotas and the end of processes --
+
+
+def test_a_quota_holds_over_a_killed_gateway_and_a_killed_daemon(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    file = tmp_path / "keys.yaml"
+    key = keys("create", "alice", "--quota", "120/month", "--file", file)
+    flags = ("--http", "0", "--http-keys", str(file))
+
+    def spent(gateway: Gateway) -> None:
+        for _ in range(2):
+            answer = Tenants(gateway, file).post(key)
+            assert (answer.status_code, code_of(answer)) == (429, "E_GATEWAY_QUOTA")
+            assert int(answer.headers["retry-after"]) > 1
+
+    with real_daemon(*flags, folder=tmp_path) as daemon:
+        gateway = Gateway.of(daemon)
+        first = Tenants(gateway, file)
+        total = 0
+        while (answer := first.post(key)).status_code == 200:
+            total += answer.json()["usage"]["total_tokens"]
+        assert 60 < total == used(gateway, "alice") <= 120
+        spent(gateway)
+        os.kill(daemon.metrics()["gateway"]["pid"], signal.SIGKILL)
+        daemon.wait_until(lambda found: found["gateway"]["restarts_total"] == 1, "a new gateway")
+        spent(gateway)
+        daemon.signal(signal.SIGKILL)
+        daemon.wait()
+    (tmp_path / "log").unlink()
+    with real_daemon(*flags, folder=tmp_path) as daemon:
+        spent(Gateway.of(daemon))
+
+
+def test_what_an_answer_may_use_is_charged_before_it_begins(tmp_path: Path) -> None:
+    """So a gateway that is killed again and again gives nothing away."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    file = tmp_path / "keys.yaml"
+    key = keys("create", "alice", "--quota", "10000/month", "--file", file)
+    with real_daemon("--http", "0", "--http-keys", str(file), folder=tmp_path) as daemon:
+        gateway = Gateway.of(daemon)
+        with Tenants(gateway, file).client(key) as client:
+            body = {"messages": QUESTION, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+            with client.stream("POST", CHAT, json=body) as answer, pytest.raises(httpx.RemoteProtocolError):
+                lines = answer.iter_lines()
+                next(lines)
+                os.kill(daemon.metrics()["gateway"]["pid"], signal.SIGKILL)
+                list(lines)
+        daemon.wait_until(lambda found: found["gateway"]["restarts_total"] == 1, "a new gateway")
+        assert 4000 <= used(gateway, "alice") <= 4100
+
+
+# -- shares --
+
+
+def test_a_noisy_tenant_gets_its_share_over_http_and_the_socket_together(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    file = tmp_path / "keys.yaml"
+    noisy, quiet = (keys("create", name, "--file", file) for name in ("noisy", "quiet"))
+    flags = ("--parallel", "1", "--http", "0", "--http-keys", str(file))
+    ended: list[str] = []
+    with real_daemon(*flags, folder=tmp_path) as daemon:
+        tenants = Tenants(Gateway.of(daemon), file)
+
+        def body(name: str) -> dict[str, Any]:
+            text = f"{name} asks: tell me a story."
+            return {"messages": [{"role": "user", "content": text}], "max_tokens": 40, "ignore_eos": True}
+
+        def over_http(name: str, key: str) -> None:
+            assert tenants.post(key, body(name)).status_code == 200
+            ended.append(name)
+
+        def over_the_socket(name: str) -> None:
+            assert daemon.ask(**body(name), principal=f"tenant:{name}").reason == "length"
+            ended.append(name)
+
+        def started(n: int, work: Callable[..., None], *args: str) -> list[threading.Thread]:
+            threads = [threading.Thread(target=work, args=args, daemon=True) for _ in range(n)]
+            for thread in threads:
+                thread.start()
+            return threads
+
+        with daemon.wire() as blocker:
+            blocker.send(id="r", messages=QUESTION, max_tokens=8000, ignore_eos=True)
+            assert blocker.receive()["event"] == "token"  # type: ignore[index]
+            threads = started(12, over_http, "noisy", noisy) + started(12, over_the_socket, "noisy")
+            threads += started(8, over_http, "quiet", quiet)
+            daemon.wait_until(lambda found: found["queue_depth"] == 32, "all wait")
+        for thread in threads:
+            thread.join(120)
+    last_quiet = max(number for number, name in enumerate(ended) if name == "quiet")
+    before = ended[:last_quiet].count("noisy")
+    assert len(ended) == 32
+    assert 6 <= before <= 10, ended  # as many as quiet's 8; with a share for each door there would be 16

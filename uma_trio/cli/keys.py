@@ -1,0 +1,183 @@
+"""``uma-trio keys``: make, list and revoke the API keys of the HTTP gateway."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import click
+
+from uma_trio.cli import SuggestingGroup
+
+if TYPE_CHECKING:
+    from uma_trio.gateway.tenants import Tenant
+
+FILE_VARIABLE: Final = "UMA_HTTP_KEYS"
+
+_file = click.option(
+    "--file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar=FILE_VARIABLE,
+    help="The file of tenants.  [default: $UMA_HTTP_KEYS, or keys.yaml in the configuration folder]",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group("keys", cls=SuggestingGroup)
+def command() -> None:
+    """Make, list and revoke the API keys of the HTTP gateway.
+
+    A key belongs to a tenant, who has a share of the model and limits.  As soon as there is a key, the gateway serves only
+    requests that have one.  A running gateway notices changes at once.
+
+    \b
+      uma-trio keys create alice --weight 2 --rpm 60
+      uma-trio keys create ops --admin
+      uma-trio keys list
+      uma-trio keys revoke alice
+    """
+
+
+@command.command()
+@click.argument("name")
+@click.option("--weight", type=float, help="Share of the model against others, who have 1.")
+@click.option("--max-requests", type=int, help="Answers in flight at a time.")
+@click.option("--rpm", "requests_per_minute", type=int, help="Requests a minute.")
+@click.option("--tpm", "tokens_per_minute", type=int, help="Tokens a minute, of prompts and answers together.")
+@click.option("--quota", help="Tokens a day or a month, such as 1000000/month.", metavar="TOKENS[/day|/month]")
+@click.option("--admin/--no-admin", default=None, help="Whether the tenant may use the routes for operators.")
+@_file
+@_json
+def create(name: str, quota: str | None, file: Path | None, as_json: bool, **limits: Any) -> None:
+    """Make a key for the tenant NAME, and print it: it is stored nowhere and cannot be shown again.
+
+    A tenant may have several keys, for example to replace one without a break.  Limits that are given change those of a
+    tenant who exists.
+
+    \b
+      uma-trio keys create alice --weight 2 --rpm 60 --tpm 20000 --quota 5000000/month
+    """
+    with _reporting():
+        import datetime
+
+        from uma_trio.gateway.key_file import editing
+        from uma_trio.gateway.tenants import Tenants, changed, new_key
+
+        given = {field: value for field, value in limits.items() if value is not None} | _parse_quota(quota)
+        path = _path(file)
+        with editing(path) as tenants:
+            today = datetime.datetime.now(datetime.UTC).date().isoformat()
+            text, key = new_key(Tenants(tenants), today)
+            tenants[name] = changed(name, tenants.get(name), given, key)
+    if as_json:
+        click.echo(json.dumps({"tenant": name, "id": key.id, "key": text}))
+        return
+    click.echo(text)
+    click.echo(f"\nThis key of {name} is not stored and will not be shown again.  Its hash is in {path}.", err=True)
+
+
+@command.command("list")
+@_file
+@_json
+def list_(file: Path | None, as_json: bool) -> None:
+    """List all tenants: their keys by id, and their limits."""
+    with _reporting():
+        from uma_trio.gateway.key_file import read
+        from uma_trio.gateway.tenants import to_plain
+
+        path = _path(file)
+        tenants = read(path).by_name if path.exists() else {}
+    if as_json:
+        click.echo(json.dumps(to_plain(tenants)))
+        return
+    if not tenants:
+        click.echo("no tenants yet; make a key with: uma-trio keys create NAME")
+        return
+    rows = [("TENANT", "KEYS", "WEIGHT", "LIMITS"), *map(_row, tenants.values())]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
+
+
+@command.command()
+@click.argument("names", metavar="NAME_OR_ID...", nargs=-1, required=True)
+@_file
+def revoke(names: tuple[str, ...], file: Path | None) -> None:
+    """Revoke a key by its id, or all keys of a tenant by its name.
+
+    Requests with the key are refused from now on; answers that have begun go on.  A tenant without keys stays, with its
+    limits, until you remove it from the file.
+
+    \b
+      uma-trio keys revoke 5f3a09c1
+      uma-trio keys revoke alice
+    """
+    with _reporting():
+        from uma_trio.gateway.key_file import editing
+        from uma_trio.gateway.tenants import without_keys
+
+        path = _path(file)
+        done: list[str] = []
+        with editing(path) as tenants:
+            for name in names:
+                found = without_keys(tenants, name)
+                if not found and name not in tenants:
+                    _fail(f"{name} is neither a tenant nor the id of a key in {path}; uma-trio keys list shows them")
+                done += found
+    for key_id in done:
+        click.echo(f"revoked {key_id}")
+
+
+def _path(file: Path | None) -> Path:
+    from uma_trio.gateway.key_file import default_path
+
+    return Path(os.path.abspath(file.expanduser())) if file is not None else default_path()
+
+
+def _parse_quota(quota: str | None) -> dict[str, Any]:
+    if quota is None:
+        return {}
+    tokens, _, period = quota.partition("/")
+    try:
+        found: dict[str, Any] = {"token_quota": int(tokens.replace("_", "").replace(",", ""))}
+    except ValueError:
+        raise click.UsageError(f"--quota {quota}: expected a number of tokens, such as 1000000/month") from None
+    return {**found, "quota_period": period} if period else found
+
+
+def _row(tenant: Tenant) -> tuple[str, str, str, str]:
+    limits = [
+        f"{value:,} {unit}"
+        for value, unit in (
+            (tenant.max_requests, "in flight"),
+            (tenant.requests_per_minute, "requests/minute"),
+            (tenant.tokens_per_minute, "tokens/minute"),
+            (tenant.token_quota, f"tokens/{tenant.quota_period}"),
+        )
+        if value is not None
+    ]
+    if tenant.admin:
+        limits.append("admin")
+    return tenant.name, " ".join(key.id for key in tenant.keys) or "none", f"{tenant.weight:g}", ", ".join(limits)
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"uma-trio keys: {message}", err=True)
+    sys.exit(1)
+
+
+@contextlib.contextmanager
+def _reporting() -> Iterator[None]:
+    """End the program with one line if the file or a name is not valid."""
+    from uma_trio.gateway.key_file import KeyFileError
+    from uma_trio.gateway.tenants import TenantsError
+
+    try:
+        yield
+    except (KeyFileError, TenantsError) as error:
+        _fail(str(error))

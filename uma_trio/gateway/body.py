@@ -1,0 +1,117 @@
+"""Reads the bodies of requests whole, within bounds of size, time and memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import anyio
+import attrs
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive
+
+from uma_trio.gateway.errors import HttpError, invalid
+
+MAX_INCOMPLETE: Final = 16
+"""Bodies of the largest size that may be in memory before they are complete.  Smaller ones may be more."""
+BUSY_RETRY_MS: Final = 1000
+DISCARD_S: Final = 1.0
+"""How long a refused request may go on sending its body.  A client that cannot finish may not see the answer."""
+
+
+@attrs.define
+class Bodies:
+    """The bodies of all requests.
+
+    Args:
+        max_bytes: size of the largest body.
+        timeout_s: how long a client may take to send one.
+    """
+
+    max_bytes: int
+    timeout_s: float
+    incomplete_bytes: int = 0
+    """Bytes in memory of bodies whose end has not arrived."""
+
+
+class Body:
+    """The body of one request."""
+
+    def __init__(self, bodies: Bodies, headers: Headers, receive: Receive) -> None:
+        self._bodies = bodies
+        self._headers = headers
+        self._receive = receive
+        self._is_complete = False
+
+    async def read(self) -> bytes | None:
+        """Read it; ``None`` if the client leaves before its end.
+
+        Raises:
+            HttpError: it is too large, comes too slowly, or too many others are being read.
+        """
+        announced = self._headers.get("content-length", "0")
+        if not (announced.isascii() and announced.isdigit()):
+            raise invalid("Content-Length is not a number")
+        if len(announced) > 20 or int(announced) > self._bodies.max_bytes:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        try:
+            with anyio.fail_after(self._bodies.timeout_s):
+                while not self._is_complete:
+                    part = await self._next()
+                    if part is None:
+                        return None
+                    size += len(part)
+                    self._bodies.incomplete_bytes += len(part)
+                    parts.append(part)
+                    if size > self._bodies.max_bytes:
+                        raise self._too_large()
+                    if self._bodies.incomplete_bytes > MAX_INCOMPLETE * self._bodies.max_bytes:
+                        message = "too many large requests arrive at once"
+                        raise HttpError(503, "E_GATEWAY_BUSY", message, retry_after_ms=BUSY_RETRY_MS)
+        except TimeoutError:
+            message = f"the body did not arrive within {self._bodies.timeout_s:g} s"
+            raise HttpError(408, "E_GATEWAY_BODY_TIMEOUT", message) from None
+        finally:
+            self._bodies.incomplete_bytes -= size
+        return b"".join(parts)
+
+    async def discard(self) -> bool:
+        """Read the rest of a body that nobody wants, so that its sender reads the answer; returns whether it is complete."""
+        has_body = self._headers.get("content-length", "0") != "0" or "transfer-encoding" in self._headers
+        if not has_body or self._is_complete:
+            return True
+        if "expect" in self._headers:  # the client waits for a sign before it sends the body
+            return False
+        with anyio.move_on_after(DISCARD_S):
+            while not self._is_complete:
+                if await self._next() is None:
+                    break
+        return self._is_complete
+
+    async def _next(self) -> bytes | None:
+        message = await self._receive()
+        if message["type"] != "http.request":
+            return None
+        self._is_complete = not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return part
+
+    def _too_large(self) -> HttpError:
+        return HttpError(
+            413,
+            "E_GATEWAY_BODY_TOO_LARGE",
+            f"the body of a request has at most {self._bodies.max_bytes:,} bytes here (http_max_body_bytes)",
+        )
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Hand on a body that was read, and then whatever else comes."""
+    parts = [body]
+
+    async def replay() -> Message:
+        if parts:
+            return {"type": "http.request", "body": parts.pop(), "more_body": False}
+        return await receive()
+
+    return replay

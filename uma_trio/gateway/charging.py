@@ -1,0 +1,124 @@
+"""Charges requests to tenants: an estimate when a request begins, what it has used when it ends.
+
+A request that the daemon refuses costs nothing.  An answer whose client leaves costs the prompt and what was generated, or
+the whole estimate if it was not streamed, since its tokens are not known then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Final
+
+import attrs
+
+from uma_trio.client import Eos, Event, Token
+from uma_trio.gateway.limits import Admission, Limiter
+from uma_trio.gateway.tenants import Tenant
+from uma_trio.protocol.messages import MAX_INT32, Generated
+
+CHARACTERS_PER_TOKEN: Final = 3
+"""For estimates.  English has about four, and other languages have less."""
+UNKNOWN_MAX_TOKENS: Final = 1024
+"""Estimate for an answer that may take the whole context."""
+
+
+@attrs.frozen
+class Account:
+    """The tenant who is charged for the requests of a client."""
+
+    tenant: Tenant
+    limiter: Limiter
+    default_max_tokens: int
+    """The daemon's setting; 0 is as many as fit."""
+
+    def count_request(self) -> None:
+        """Admit a request that costs no tokens.
+
+        Raises:
+            HttpError: a limit of the tenant refuses it.
+        """
+        self.limiter.admit(self.tenant, tokens=0).settle(0)
+
+
+def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: bool) -> Charge:
+    """Admit a request for the daemon; without an account, for free.
+
+    Raises:
+        HttpError: a limit of the tenant refuses it.
+    """
+    if account is None:
+        return Charge(fields, None, 0, is_streamed)
+    prompt = estimated_tokens([fields.get("prompt"), fields.get("messages"), fields.get("tools")])
+    answers = _count(fields.get("n"), 1)
+    longest = _count(fields.get("max_tokens"), account.default_max_tokens or UNKNOWN_MAX_TOKENS)
+    admission = account.limiter.admit(account.tenant, tokens=prompt + answers * longest, answers=answers)
+    principal = account.tenant.principal
+    limit = {} if principal.max_requests is None else {"principal_max_requests": principal.max_requests}
+    fields = {**fields, "principal": principal.name, "principal_weight": principal.weight, **limit}
+    return Charge(fields, admission, prompt, is_streamed)
+
+
+def _count(value: Any, default: int) -> int:
+    """A number of a request that the daemon has not checked yet; ``default`` if it is none."""
+    return value if type(value) is int and 0 < value <= MAX_INT32 else default
+
+
+def estimated_tokens(content: Any) -> int:
+    """Estimate the tokens of texts, token ids and anything made of them."""
+    characters = tokens = 0
+    left = [content]
+    while left:
+        match left.pop():
+            case str() as text:
+                characters += len(text)
+            case Mapping() as mapping:
+                left += mapping.values()
+            case list() | tuple() as items:
+                left += items
+            case int():
+                tokens += 1
+    return tokens - -characters // CHARACTERS_PER_TOKEN
+
+
+class Charge:
+    """What one request costs.  A context, which ends when the request does.
+
+    Args:
+        fields: the request for the daemon, with its principal.
+        admission: ``None``: nobody is charged.
+    """
+
+    def __init__(
+        self, fields: Mapping[str, Any], admission: Admission | None, prompt_estimate: int, is_streamed: bool
+    ) -> None:
+        self.fields = fields
+        self._admission = admission
+        self._prompt = prompt_estimate
+        self._is_streamed = is_streamed
+        self._generated: dict[int | None, int] = {}
+        """Tokens of each answer, by index."""
+
+    def count(self, events: Iterable[Event]) -> None:
+        """Count the tokens of events."""
+        if self._admission is None:
+            return
+        for event in events:
+            if isinstance(event, Eos):
+                self._prompt = event.usage.prompt_tokens
+                self._generated[event.index] = event.usage.completion_tokens
+            elif isinstance(event, Generated) and not (isinstance(event, Token) and event.echo):
+                self._generated[event.index] = self._generated.get(event.index, 0) + 1
+
+    def __enter__(self) -> Charge:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._admission is None:
+            return
+        counted = self._prompt + sum(self._generated.values())
+        if isinstance(error, Exception):  # the daemon refused, or failed
+            counted = counted if self._generated else 0
+        elif error is not None and not self._is_streamed:  # the client left
+            counted = max(counted, self._admission.reserved)
+        self._admission.settle(counted)

@@ -1,0 +1,216 @@
+"""What every HTTP request has to pass before an endpoint sees it: host, origin, key and size.
+
+The guard is an ASGI application around the others.  It reads the whole body, within bounds of size and time, after the
+checks that need no body, and hands it on in one piece.  ``scope["state"]["tenant"]`` is then the tenant who sent the
+request; ``None`` if the gateway has no tenants, or if the path needs no key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import attrs
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from uma_trio.gateway.body import Bodies, Body, replayed
+from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.key_file import CurrentTenants
+from uma_trio.gateway.limits import Limiter, WrongKeys
+from uma_trio.gateway.origins import ANY, Origins, is_loopback
+from uma_trio.gateway.tenants import Tenant
+
+MAX_HEADERS: Final = 100
+MAX_HEADER_BYTES: Final = 32 * 1024
+"""All names and values together."""
+
+CORS_MAX_AGE_S: Final = 600
+METHODS: Final = "GET, POST, OPTIONS"
+EXPOSED: Final = (
+    "x-request-id, retry-after, retry-after-ms, x-ratelimit-limit-requests, x-ratelimit-limit-tokens, "
+    "x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+)
+
+KEY_MISSING: Final = "send an API key, as Authorization: Bearer KEY or as x-api-key: KEY"
+
+
+@attrs.define
+class Guard:
+    """The application around ``app``.
+
+    Args:
+        open_paths: those that need no key.
+        refuse: makes the response for an error, in the form that the path's clients know.
+    """
+
+    app: ASGIApp
+    tenants: CurrentTenants
+    limiter: Limiter
+    wrong_keys: WrongKeys
+    origins: Origins
+    open_paths: frozenset[str]
+    refuse: Callable[[HttpError, Scope], Response]
+    bodies: Bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        state = scope.setdefault("state", {})
+        state["tenant"] = None
+        state["has_tenants"] = False
+        body = Body(self.bodies, headers, receive)
+        try:
+            _check_headers(scope)
+            self._check_host(headers)
+            self._check_origin(headers, scope)
+            if origin is not None:
+                send = _with_cors(send, origin)
+                if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                    await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
+                    return
+            tenant = state["tenant"] = self._tenant_of(headers, scope)
+            if tenant is not None:
+                send = self._with_rates(send, tenant)
+            content = await body.read()
+        except HttpError as error:
+            response = self.refuse(error, scope)
+            if not await body.discard():
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
+            return
+        if content is not None:
+            await self.app(scope, replayed(content, receive), send)
+
+    # -- host and origin --
+
+    def _check_host(self, headers: Headers) -> None:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self.origins.allows_host(hosts[0]):
+            name = hosts[0][:200] if hosts else ""
+            raise HttpError(
+                403, "E_GATEWAY_HOST", f"the host {name!r} is not served here; its operator can add it to http_hosts"
+            )
+
+    def _check_origin(self, headers: Headers, scope: Scope) -> None:
+        for origin in headers.getlist("origin"):
+            if not self.origins.allows_origin(origin, headers["host"], scope["scheme"]):
+                raise HttpError(
+                    403,
+                    "E_GATEWAY_ORIGIN",
+                    f"pages of {origin[:200]!r} may not use this gateway; its operator can add it to http_origins",
+                )
+
+    # -- who --
+
+    def _tenant_of(self, headers: Headers, scope: Scope) -> Tenant | None:
+        """Find who sent the request.
+
+        Raises:
+            HttpError: there are tenants, and the request has no key or a wrong one.
+        """
+        tenants = self.tenants.now()
+        if tenants is None:
+            return None
+        keys = list(_presented(headers))
+        found = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        if found is None and path not in self.open_paths:
+            raise self._refused_key(scope) if keys else HttpError(401, "E_GATEWAY_KEY", KEY_MISSING)
+        scope["state"]["has_tenants"] = True
+        return found
+
+    def _refused_key(self, scope: Scope) -> HttpError:
+        wait_s = self.wrong_keys.note(_network(scope))
+        if wait_s is None:
+            return HttpError(401, "E_GATEWAY_KEY", "this API key is not valid, or was revoked")
+        return HttpError(
+            429, "E_GATEWAY_KEY", "too many wrong API keys came from your address", retry_after_ms=round(wait_s * 1000)
+        )
+
+    def _with_rates(self, send: Send, tenant: Tenant) -> Send:
+        async def send_with_rates(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in self.limiter.headers(tenant):
+                    headers[name] = value
+            await send(message)
+
+        return send_with_rates
+
+
+def _check_headers(scope: Scope) -> None:
+    size = sum([len(name) + len(value) for name, value in scope["headers"]])
+    if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+        raise HttpError(
+            431,
+            "E_GATEWAY_HEADERS",
+            f"a request has at most {MAX_HEADERS} headers and {MAX_HEADER_BYTES:,} bytes of them",
+        )
+
+
+def _presented(headers: Headers) -> Iterable[str]:
+    """The API keys that a request presents; some clients send both headers."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        yield key.strip()
+    if key := headers.get("x-api-key", "").strip():
+        yield key
+
+
+def _network(scope: Scope) -> str:
+    """The client's address; of an IPv6 address the /64, which belongs to one client."""
+    client = scope.get("client")
+    if client is None:
+        return ""
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0])
+    except ValueError:
+        return str(client[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+def check_admin(scope: Scope) -> None:
+    """Check that a request that has passed the guard comes from an administrator.
+
+    Raises:
+        HttpError: it has another key, or there are no keys and it comes from another machine.
+    """
+    tenant: Tenant | None = scope["state"]["tenant"]
+    if scope["state"]["has_tenants"]:
+        allowed = tenant is not None and tenant.admin
+    else:
+        client = scope.get("client")
+        allowed = client is not None and is_loopback(client[0])
+    if not allowed:
+        message = f"{scope['path']} needs the key of an administrator: uma-trio keys create NAME --admin"
+        raise HttpError(403, "E_GATEWAY_ADMIN", message)
+
+
+def _with_cors(send: Send, origin: str) -> Send:
+    async def send_with_cors(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers["access-control-allow-origin"] = origin
+            headers["access-control-expose-headers"] = EXPOSED
+            headers.add_vary_header("origin")
+        await send(message)
+
+    return send_with_cors
+
+
+def _preflight(headers: Headers) -> dict[str, str]:
+    return {
+        "access-control-allow-methods": METHODS,
+        "access-control-allow-headers": headers.get("access-control-request-headers", ANY)[:1000],
+        "access-control-max-age": str(CORS_MAX_AGE_S),
+    }

@@ -1,0 +1,75 @@
+"""HTTP/1.1 as uvicorn speaks it, with bounds on what comes before the body of a request."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+HEAD_TIMEOUT_S: Final = 30.0
+"""How long a client may take from its connection, or from the first byte of a later request, to the end of the headers."""
+
+TOO_LARGE: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """Closes connections whose headers are too large or too slow, and ignores headers that come after a body."""
+
+    _in_head = True
+    _head_bytes = 0
+    _head_timer: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        """See ``asyncio.Protocol``."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        """See ``httptools``."""
+        super().on_message_begin()
+        if not self._in_head:
+            self._expect_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See ``httptools``.  It also calls this for trailers, which would change the headers of a running request."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """See ``httptools``."""
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._in_head = True
+        self._head_bytes = 0
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._refuse, TOO_SLOW)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, answer: bytes) -> None:
+        if not self.transport.is_closing():
+            is_answering = self.cycle is not None and not self.cycle.response_complete
+            if self._head_bytes and not is_answering:
+                self.transport.write(answer)
+            self.transport.close()

@@ -1,0 +1,138 @@
+"""Counts the tokens of tenants on disk, so that a quota holds over restarts and kills.
+
+Each change is written before it counts, into the write-ahead log of SQLite.  Without waiting for the disk: what a process
+has written survives its death, also by ``kill -9``.  A power failure may lose the last seconds.  Several processes may
+share the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+from pathlib import Path
+from typing import Final
+
+import platformdirs
+
+from uma_trio.config import Config
+
+log = logging.getLogger("uma_trio.gateway")
+
+SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS usage (
+    tenant TEXT NOT NULL, period TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (tenant, period)
+) WITHOUT ROWID, STRICT
+"""
+ADD: Final = """
+INSERT INTO usage VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens RETURNING tokens
+"""
+LOCK_TIMEOUT_S: Final = 0.5
+"""Longest wait for another process that writes."""
+KEPT_PERIODS: Final = 64
+"""Periods of a tenant that are kept, for reports."""
+
+
+def usage_path(config: Config) -> Path:
+    """Return the path of the file: next to what else outlives the daemon."""
+    return (config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))) / "usage.sqlite"
+
+
+class UsageFile:
+    """The tokens of each tenant in each period.
+
+    A damaged file is renamed and replaced by an empty one.  If it cannot be written, as on a full disk, counting goes on in
+    memory, and the next change that can be written brings the file up to date.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection = _open(path)
+        self._known: dict[tuple[str, str], int] = {}
+        """What the file said last, and what is not written yet."""
+        self._pending: dict[tuple[str, str], int] = {}
+
+    def tokens(self, tenant: str, period: str) -> int:
+        """Return what was counted so far."""
+        key = (tenant, period)
+        if key not in self._known:
+            self._known = {each: tokens for each, tokens in self._known.items() if each[0] != tenant}
+            self._known[key] = self._read(key)
+        return self._known[key]
+
+    def add(self, tenant: str, period: str, tokens: int) -> None:
+        """Count tokens; a negative number takes them back."""
+        key = (tenant, period)
+        self._known[key] = self.tokens(tenant, period) + tokens
+        self._pending[key] = self._pending.get(key, 0) + tokens
+        self._write()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._write()
+        self._connection.close()
+
+    def _read(self, key: tuple[str, str]) -> int:
+        try:
+            row = self._connection.execute("SELECT tokens FROM usage WHERE tenant = ? AND period = ?", key).fetchone()
+        except sqlite3.Error as error:
+            log.error("cannot read %s: %s", self._path, error)
+            row = None
+        return self._pending.get(key, 0) + (row[0] if row else 0)
+
+    def _write(self) -> None:
+        if not self._pending:
+            return
+        try:
+            with self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                for key, tokens in self._pending.items():
+                    self._known[key] = self._connection.execute(ADD, (*key, tokens)).fetchone()[0]
+                    self._connection.execute(
+                        "DELETE FROM usage WHERE tenant = ?1 AND period NOT IN "
+                        "(SELECT period FROM usage WHERE tenant = ?1 ORDER BY period DESC LIMIT ?2)",
+                        (key[0], KEPT_PERIODS),
+                    )
+        except sqlite3.Error as error:
+            log.error("cannot write %s, so a restart would forget the last tokens of quotas: %s", self._path, error)
+        else:
+            self._pending.clear()
+
+
+def read_usage(path: Path) -> dict[tuple[str, str], int]:
+    """Return the tokens of each tenant and period, also while a gateway writes them; empty without a file."""
+    if not path.exists():
+        return {}
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)) as connection:
+        return {(tenant, period): tokens for tenant, period, tokens in connection.execute("SELECT * FROM usage")}
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _connect(path)
+    except (OSError, sqlite3.OperationalError) as error:  # no permission, a full disk, locked: the file may be good
+        log.error("cannot write %s, so quotas begin anew with each start: %s", path, error)
+        return _connect(None)
+    except sqlite3.DatabaseError as error:
+        log.error("%s is damaged (%s), so quotas begin anew; it is now called %s.damaged", path, error, path.name)
+        os.replace(path, path.with_name(f"{path.name}.damaged"))
+        for suffix in ("-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        return _connect(path)
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    """Open the file; ``None`` is one in memory."""
+    if path is not None:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    connection = sqlite3.connect(path or ":memory:", timeout=LOCK_TIMEOUT_S, isolation_level=None)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute(SCHEMA)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
