@@ -110,3 +110,15 @@ def test_a_refusal_names_the_context_of_a_request_and_the_settings() -> None:
         "--parallel 3"
     )
     assert refusal(9000, None, TRAINED).endswith("as many as the model was trained with; ask with a shorter one")
+
+
+def test_a_max_tokens_that_may_be_fitted_is_one_of_open_length_where_there_is_no_room() -> None:
+    def given(max_tokens: int | None, limits: Limits = Limits(), *, fit: bool = True) -> int:
+        request = Generate(id="r", prompt="x", max_tokens=max_tokens, fit_max_tokens=fit)
+        return tokens_to_generate(request, 100, INFO, limits)
+
+    room = given(413, fit=False)
+    assert room == 413
+    assert given(413) == 413, "as asked, where it fits"
+    assert given(414) == given(2**31 - 1) == given(None)
+    assert given(400, Limits(max_tokens=300)) == given(None, Limits(max_tokens=300)) == 300

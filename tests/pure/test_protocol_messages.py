@@ -212,7 +212,7 @@ def test_stop_is_a_string_or_a_list(stop: object, stops: tuple[str, ...]) -> Non
 
 FLAGS = {
     *("ignore_eos", "stream", "echo", "return_full_text", "keep_alive", "cache_prompt", "parse_special", "progress"),
-    *("separate_reasoning", "parallel_tool_calls"),
+    *("separate_reasoning", "parallel_tool_calls", "fit_max_tokens"),
 }
 
 AT_THE_BOUNDS = [
@@ -355,6 +355,7 @@ NOT_TAKEN = [
     ("progress", [0, 1, "true", None]),
     ("separate_reasoning", [0, 1, "true", None]),
     ("parallel_tool_calls", [0, 1, "true", None]),
+    ("fit_max_tokens", [0, 1, "true", None]),
     (
         "tools",
         [None, 1, "x", {}, [{}], [1], [{"name": ""}], [{"name": "a b"}], [{"name": "a\n"}], [{"name": "x" * 129}]],

@@ -324,7 +324,7 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
             f"ask with a shorter one{_or_more(info, n_prompt)}"
         )
     wanted = request.max_tokens
-    if wanted is None:
+    if wanted is None or (request.fit_max_tokens and wanted > min(limits.max_tokens, room)):
         return min(_default_max_tokens(n_prompt, info, limits), limits.max_tokens, room)
     if wanted > limits.max_tokens:
         raise MaxTokensTooLarge(f"max_tokens is {wanted}; this daemon gives {limits.max_tokens}")

@@ -121,6 +121,8 @@ class Generate:
     """Whether text in ``prompt`` that spells a control token becomes that token.  In ``messages`` it never does."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     """``None`` is the daemon's default, or the room left in the context if that is less."""
+    fit_max_tokens: bool = False
+    """Whether a ``max_tokens`` for which there is no room counts as ``None``, instead of being refused."""
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     """Number of answers to the prompt.  Each has its own ``index`` and its own seed."""
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
