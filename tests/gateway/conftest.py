@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import anthropic
 import attrs
 import httpx
 import openai
@@ -33,6 +34,10 @@ class Gateway:
     def openai(self) -> openai.OpenAI:
         """The client of OpenAI, which does not retry."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+    def anthropic(self) -> anthropic.Anthropic:
+        """The client of Anthropic, which does not retry."""
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=30)
 
 
 @pytest.fixture(scope="session")

@@ -113,9 +113,9 @@ def test_a_refusal_names_the_context_of_a_request_and_the_settings() -> None:
 
 
 def test_a_max_tokens_that_may_be_fitted_is_one_of_open_length_where_there_is_no_room() -> None:
-    def given(max_tokens: int | None, limits: Limits = Limits(), *, fit: bool = True) -> int:
+    def given(max_tokens: int | None, limits: Limits | None = None, *, fit: bool = True) -> int:
         request = Generate(id="r", prompt="x", max_tokens=max_tokens, fit_max_tokens=fit)
-        return tokens_to_generate(request, 100, INFO, limits)
+        return tokens_to_generate(request, 100, INFO, limits or Limits())
 
     room = given(413, fit=False)
     assert room == 413

@@ -20,6 +20,7 @@ from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.body import Bodies
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import (
+    anthropic_messages,
     ollama_generate,
     ollama_models,
     openai_chat,
@@ -41,6 +42,7 @@ REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
 ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *openai_chat.ENDPOINTS,
+    *anthropic_messages.ENDPOINTS,
     *openai_completions.ENDPOINTS,
     *openai_models.ENDPOINTS,
     *ollama_generate.ENDPOINTS,
@@ -91,7 +93,8 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = request_id
             await send(message)
 
         await self._app(scope, receive, send_with_id)

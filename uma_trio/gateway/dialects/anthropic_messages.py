@@ -1,0 +1,215 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens`` of Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import Eos
+from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
+from uma_trio.gateway.conversation import conversation_fields, without_noise
+from uma_trio.gateway.dialects.anthropic import ANTHROPIC, Chat, ChatMessages, error_body, tool_fields
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.parts import Part, PartRenderer, parts_of
+from uma_trio.protocol.messages import Logprobs
+
+SIGNATURE: Final = "uma-trio"
+"""All thinking blocks have it.  Clients send only blocks back that have one."""
+
+
+class MessagesRequest(Chat, kw_only=True):
+    """A request for the next message of a chat."""
+
+    max_tokens: int
+    """More than there is room for counts as no bound: clients always send a large number."""
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: Any = None
+    """Has no effect: who asks is decided by the API key."""
+    service_tier: Any = None
+    """Has no effect."""
+
+
+async def answer_messages(call: Call) -> Response:
+    """Answer a chat, streamed or whole."""
+    request, warnings = await call.read(MessagesRequest)
+    chat = ChatMessages(request)
+    tools, skipped = tool_fields(request)
+    form = (request.output_config and request.output_config.format) or request.output_format
+    fields = call.for_daemon(
+        model=request.model,
+        **conversation_fields(chat.messages, call.request.headers),
+        **tools,
+        max_tokens=request.max_tokens,
+        fit_max_tokens=True,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences,
+        constraint={"json_schema": form.schema} if form else None,
+        separate_reasoning=True,
+    )
+    head: dict[str, Any] = {
+        "id": f"msg_{call.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": request.model or "",
+    }
+    if warnings := [*warnings, *chat.warnings, *skipped]:
+        head["warnings"] = warnings
+    has_reasoning = request.thinking is None or not request.thinking.is_hidden
+    if request.stream:
+        renderer = MessageEvents(head, call.id, request.max_tokens, has_reasoning=has_reasoning)
+        return call.stream({**fields, "progress": True}, renderer)
+    [eos] = await call.whole(call.daemon.complete(fields))
+    content = [_block(part) for part in parts_of(eos, has_reasoning=has_reasoning)]
+    return json_response({**head, "content": content, **_stop(eos, request.max_tokens), "usage": _usage(eos)})
+
+
+async def count_tokens(call: Call) -> Response:
+    """Count the tokens of a chat, as a request would prefill it."""
+    request, _ = await call.read(Chat)
+    tools, _ = tool_fields(request)
+    messages = without_noise(ChatMessages(request).messages)
+    fields = call.for_daemon(model=request.model, messages=messages, tools=tools.get("tools"))
+    found = await call.whole(call.ask(lambda client: client.tokenize(**fields)))
+    return json_response({"input_tokens": len(found.tokens)})
+
+
+def _block(part: Part) -> dict[str, Any]:
+    match part.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
+        case "text":
+            return {"type": "text", "text": part.text, "citations": None}
+        case "call":
+            arguments = msgspec.json.decode(part.text)
+            return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
+
+
+def _stop(eos: Eos, max_tokens: int) -> dict[str, Any]:
+    reason = "end_turn"
+    if eos.reason == "tool_calls":
+        reason = "tool_use"
+    elif eos.reason == "length":
+        reason = "max_tokens" if eos.usage.completion_tokens >= max_tokens else "model_context_window_exceeded"
+    elif eos.stop is not None:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": eos.stop}
+
+
+def _usage(eos: Eos) -> dict[str, Any]:
+    usage = eos.usage
+    found = _tokens(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+    if usage.reasoning_tokens is not None:
+        found["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+    return found
+
+
+def _tokens(prompt: int, cached: int, output: int) -> dict[str, Any]:
+    """Token counts.  The prompt is divided into what was in the KV cache and what was not."""
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": output,
+    }
+
+
+class MessageEvents(PartRenderer):
+    """Writes a message as server-sent events.
+
+    Args:
+        head: fields of the message.
+        max_tokens: of the request.
+        has_reasoning: whether it contains the reasoning.
+    """
+
+    comment = sse({"type": "ping"}, "ping")
+
+    def __init__(self, head: dict[str, Any], request_id: str, max_tokens: int, *, has_reasoning: bool) -> None:
+        super().__init__(has_reasoning=has_reasoning)
+        self._head = head
+        self._request_id = request_id
+        self._max_tokens = max_tokens
+
+    def begin(self) -> bytes:
+        """The message without its content.  What of the prompt was in the KV cache is known at the end."""
+        message = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _tokens(self.prompt_tokens or 0, 0, 0),
+        }
+        return _event("message_start", message=message) + self.comment
+
+    def part_began(self, part: Part) -> bytes:
+        """A block that is still empty."""
+        match part.kind:
+            case "reasoning":
+                block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
+            case "text":
+                block = {"type": "text", "text": ""}
+            case "call":
+                block = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+        return _event("content_block_start", index=part.position, content_block=block)
+
+    def added(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
+        """The next piece of a block."""
+        match part.kind:
+            case "reasoning":
+                delta = {"type": "thinking_delta", "thinking": text}
+            case "text":
+                delta = {"type": "text_delta", "text": text}
+            case "call":
+                delta = {"type": "input_json_delta", "partial_json": text}
+        return _event("content_block_delta", index=part.position, delta=delta)
+
+    def part_ended(self, part: Part) -> bytes:
+        """The end of a block."""
+        signature = b""
+        if part.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            signature = _event("content_block_delta", index=part.position, delta=delta)
+        return signature + _event("content_block_stop", index=part.position)
+
+    def ended(self, eos: Eos) -> bytes:
+        """Why the message ended, and the final usage."""
+        return _event("message_delta", delta=_stop(eos, self._max_tokens), usage=_usage(eos)) + _event("message_stop")
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error in the middle of the stream."""
+        return sse(error_body(error, self._request_id), "error")
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    return sse({"type": name, **fields}, name)
+
+
+ENDPOINTS: Final[Sequence[Endpoint]] = (
+    Endpoint(
+        method="POST",
+        path="/v1/messages",
+        dialect=ANTHROPIC,
+        answer=answer_messages,
+        summary="The next message of a chat",
+        body=MessagesRequest,
+        media_types=("application/json", EVENT_STREAM),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        dialect=ANTHROPIC,
+        answer=count_tokens,
+        summary="How many tokens a chat has",
+        body=Chat,
+    ),
+)
