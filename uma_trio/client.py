@@ -23,7 +23,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import socket as sockets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard, TypeVar
 
@@ -95,6 +96,7 @@ LOADING_TIMEOUT_S: Final = 600.0
 """How long ``ask`` and ``stream`` wait for a daemon that loads its model."""
 FIELDS: Final = tuple(field.name for field in attrs.fields(Generate))
 """What a request can have."""
+OpenStream = Callable[[sockets.socket], Awaitable[anyio.abc.ByteStream]]
 Messages = Sequence[Mapping[str, Any]]
 AnswerEvent = TypeVar("AnswerEvent", bound=ServerEvent)
 
@@ -370,6 +372,7 @@ async def open_client(
     encoding: Literal["json", "cbor"] = "json",
     wait_s: float | None = 0,
     on_loading: Callable[[Path], None] | None = None,
+    open_stream: OpenStream = anyio.abc.UNIXSocketStream.from_socket,
 ) -> AsyncIterator[Client]:
     """Connect to the daemon.  Works under asyncio and trio.
 
@@ -378,6 +381,7 @@ async def open_client(
         wait_s: how long to wait for a daemon that does not run or still loads its model.  ``None``: as long as it
             loads, and not at all if there is none.
         on_loading: called once with the socket's path when there is a wait.
+        open_stream: makes a stream of the connected, non-blocking socket.
 
     Raises:
         Loading: the daemon still loads its model.
@@ -386,7 +390,7 @@ async def open_client(
     connector = Connector(path, wait_s=wait_s, now=anyio.current_time(), on_loading=on_loading)
     while isinstance(found := connector.attempt(anyio.current_time()), float):  # noqa: ASYNC110 - a process starts
         await anyio.sleep(found)
-    async with await anyio.abc.UNIXSocketStream.from_socket(found) as connection:
+    async with await open_stream(found) as connection:
         yield Client(connection, encoding=Encoding(encoding))
 
 

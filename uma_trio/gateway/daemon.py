@@ -10,11 +10,14 @@ from typing import Any, Final
 
 import anyio
 import attrs
+import sniffio
+from anyio.abc import UNIXSocketStream
 from anyio.streams.memory import MemoryObjectSendStream
 
-from uma_trio.client import Client, ClientError, Eos, Event, Reasoning, Token, ToolCallDelta, open_client
+from uma_trio.client import Client, ClientError, Eos, Event, OpenStream, Reasoning, Token, ToolCallDelta, open_client
 from uma_trio.gateway.charging import Account, charged
 from uma_trio.gateway.errors import HttpError, from_client_error
+from uma_trio.gateway.transport import DaemonStream
 
 REQUESTS_AT_A_TIME: Final = 16
 """How many requests of one client request run together."""
@@ -46,7 +49,7 @@ class Daemon:
             HttpError: the daemon cannot be reached, or what was done with the connection failed.
         """
         try:
-            async with open_client(self.socket) as client:
+            async with open_client(self.socket, open_stream=_open_stream()) as client:
                 yield client
         except ClientError as error:
             raise from_client_error(error) from None
@@ -141,3 +144,9 @@ def _moved(event: Event, first_index: int) -> Event:
     if isinstance(event, Token | Reasoning | ToolCallDelta | Eos):
         return attrs.evolve(event, index=first_index + (event.index or 0))
     return event
+
+
+def _open_stream() -> OpenStream:
+    """The fastest kind of stream that there is for the event loop of the ASGI server."""
+    is_asyncio = sniffio.current_async_library() == "asyncio"
+    return DaemonStream.open if is_asyncio else UNIXSocketStream.from_socket
