@@ -21,6 +21,7 @@ from uma_trio.gateway.body import Bodies
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import (
     anthropic_messages,
+    local_servers,
     ollama_generate,
     ollama_models,
     openai_chat,
@@ -47,6 +48,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *openai_models.ENDPOINTS,
     *ollama_generate.ENDPOINTS,
     *ollama_models.ENDPOINTS,
+    *local_servers.ENDPOINTS,
     *starling.ENDPOINTS,
     *health.ENDPOINTS,
 )

@@ -1,0 +1,149 @@
+"""What clients of llama-server and vLLM use next to OpenAI's API: health, tokens of texts, rendered chats.
+
+The two servers have the same paths with different fields.  Requests may have either, and answers have both.
+
+Source: the README of llama.cpp's server, and vLLM's page on its OpenAI-compatible server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import TokenList
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.conversation import without_noise
+from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_message
+from uma_trio.gateway.dialects.openai_tools import Tool, tool_fields
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.health import READY_TIMEOUT_S
+
+
+async def health(call: Call) -> Response:
+    """The daemon answers.  How busy it is does not matter: ``/readyz`` says that."""
+    try:
+        with anyio.fail_after(READY_TIMEOUT_S):
+            await call.ask(lambda client: client.health())
+    except TimeoutError:
+        raise HttpError(
+            503, "E_GATEWAY_NO_DAEMON", f"the daemon did not answer within {READY_TIMEOUT_S:g} s", retry_after_ms=1000
+        ) from None
+    return json_response({"status": "ok"})
+
+
+async def v1_health(call: Call) -> Response:
+    """The same as ``/health``, where some clients look for it."""
+    return await health(call)
+
+
+class TokenizeRequest(msgspec.Struct):
+    """A text, or a chat."""
+
+    content: str | None = None
+    """llama-server's name of the text."""
+    prompt: str | None = None
+    """vLLM's."""
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    model: str | None = None
+    add_special: bool | None = None
+    """llama-server's; its default is ``False``."""
+    add_special_tokens: bool | None = None
+    """vLLM's; its default is ``True``."""
+    parse_special: bool = True
+
+
+async def tokenize(call: Call) -> Response:
+    """The tokens of a text or of a chat."""
+    request, warnings = await call.read(TokenizeRequest)
+    text = request.prompt if request.content is None else request.content
+    if (text is None) == (request.messages is None):
+        raise invalid("give a text as content or prompt, or messages")
+    if text is None:
+        found = await _rendered(call, request.messages or [], request.tools, request.model, warnings)
+    else:
+        given = request.add_special_tokens if request.add_special is None else request.add_special
+        add_special = request.content is None if given is None else given
+        fields = {"add_special": add_special, "parse_special": request.parse_special, **_model(request.model)}
+        found = await call.ask(lambda client: client.tokenize(text, **fields))
+    return _answer({"tokens": found.tokens, "count": len(found.tokens)}, warnings)
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """Tokens."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+async def detokenize(call: Call) -> Response:
+    """The text of tokens: ``content`` for clients of llama-server, ``prompt`` for those of vLLM."""
+    request, warnings = await call.read(DetokenizeRequest)
+    text = await call.ask(lambda client: client.detokenize(request.tokens, **_model(request.model)))
+    return _answer({"content": text, "prompt": text}, warnings)
+
+
+class TemplateRequest(msgspec.Struct):
+    """A chat."""
+
+    messages: list[Message]
+    tools: list[Tool] | None = None
+    model: str | None = None
+
+
+async def apply_template(call: Call) -> Response:
+    """The text that the chat template makes of a chat."""
+    request, warnings = await call.read(TemplateRequest)
+    found = await _rendered(call, request.messages, request.tools, request.model, warnings)
+    return _answer({"prompt": found.text or ""}, warnings)
+
+
+async def _rendered(
+    call: Call, messages: list[Message], tools: list[Tool] | None, model: str | None, warnings: list[str]
+) -> TokenList:
+    given = without_noise([chat_message(index, message) for index, message in enumerate(messages)])
+    offered = tool_fields(tools, None, warnings)["tools"]
+    fields = {**({"tools": offered} if offered else {}), **_model(model)}
+    return await call.ask(lambda client: client.tokenize(messages=given, **fields))
+
+
+def _model(name: str | None) -> dict[str, Any]:
+    return {} if name is None else {"model": name}
+
+
+def _answer(body: dict[str, Any], warnings: list[str]) -> Response:
+    return json_response({**body, "warnings": warnings} if warnings else body)
+
+
+ENDPOINTS = (
+    Endpoint(method="GET", path="/health", dialect=OPENAI, answer=health, summary="Whether the daemon answers"),
+    Endpoint(method="GET", path="/v1/health", dialect=OPENAI, answer=v1_health, summary="The same"),
+    Endpoint(
+        method="POST",
+        path="/tokenize",
+        dialect=OPENAI,
+        answer=tokenize,
+        summary="The tokens of a text or of a chat",
+        body=TokenizeRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/detokenize",
+        dialect=OPENAI,
+        answer=detokenize,
+        summary="The text of tokens",
+        body=DetokenizeRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/apply-template",
+        dialect=OPENAI,
+        answer=apply_template,
+        summary="A chat as the text that the model sees",
+        body=TemplateRequest,
+    ),
+)
