@@ -36,6 +36,17 @@ def eos(**fields: object) -> Eos:
     return Eos(id="r", usage=usage, timings=timings, **fields)
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_1_system_messages_may_be_anywhere(gateway: Gateway, role: str) -> None:
+    instruction = {"role": role, "content": "Answer in English."}
+    first = chat(gateway, instruction, {"role": "system", "content": "Be kind."}, QUESTION)
+    last = chat(
+        gateway, {"role": "system", "content": "Answer in English."}, QUESTION, {**instruction, "content": "Be kind."}
+    )
+    assert first.choices[0].message.content == last.choices[0].message.content
+    assert first.usage.prompt_tokens == last.usage.prompt_tokens
+
+
 @pytest.mark.parametrize("arguments", ['{"city": "Lima"}', "{}", ""])
 def test_2_arguments_of_calls_in_the_history_are_texts(gateway: Gateway, arguments: str) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}

@@ -45,6 +45,7 @@ NOT_RUN = {
         "changes the notebooks of the checkout; tests/model/test_notebook.py and tests/pictures run them"
     ),
     r"echo .* \| nc -U lines\.sock": "needs nc, and the daemon of the line before it",
+    r"curl .*": "needs the gateway; tests/gateway/test_curl.py runs it",
     r"uma-trio completion zsh > .*": "needs zsh",
 }
 """Commands that a test cannot run, as regular expressions, with the reason."""

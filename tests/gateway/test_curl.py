@@ -1,0 +1,48 @@
+"""Every curl command of the documents is run as it stands there, against a gateway at another port."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from tests.gateway.conftest import Gateway
+from tests.support.documents import ROOT, blocks, commands
+
+COMMANDS = [
+    command
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for block in blocks(page.read_text(), "sh")
+    for command in commands(block)
+    if command.startswith("curl ")
+]
+
+
+def test_the_documents_have_curl_commands() -> None:
+    assert any("/v1/chat/completions" in command for command in COMMANDS)
+    assert all("localhost:8080/" in command for command in COMMANDS)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl; install it")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_curl_command(gateway: Gateway, command: str) -> None:
+    shown = command.replace("localhost:8080", gateway.url.removeprefix("http://"))
+    shown = shown.replace("curl ", "curl --silent --show-error --fail-with-body --max-time 60 ", 1)
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    found = subprocess.run(shown, shell=True, capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    data = [json.loads(each) for each in _json_of(found.stdout)]
+    assert data
+    assert all("error" not in each for each in data)
+
+
+def _json_of(text: str) -> list[str]:
+    """The JSON texts of an answer: of server-sent events, of lines, or the whole."""
+    lines = text.strip().splitlines()
+    if any(line.startswith("data: ") for line in lines):
+        found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        return [each for each in found if each != "[DONE]"]
+    return lines
