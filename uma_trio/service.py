@@ -39,7 +39,7 @@ from uma_trio.protocol.messages import (
     Transcript,
     Usage,
 )
-from uma_trio.sampling import sampling_defaults
+from uma_trio.sampling import CallMarkers, sampling_defaults
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
 from uma_trio.serving.stats import log_request
@@ -265,7 +265,8 @@ class Generation:
 
     async def _compile(self, prompt: Prompt, began: float) -> Grammar | None:
         """The grammar of what the answer must look like, before any token is computed."""
-        service, shape = self.service, _answer_shape(self.request, prompt)
+        service = self.service
+        shape = _answer_shape(self.request, prompt, service._prompts.tools.markers)
         if shape is None:
             return None
         grammars = service._model.grammars
@@ -322,20 +323,32 @@ class Generation:
         )
 
 
-def _answer_shape(request: Generate, prompt: Prompt) -> Constraint | AnswerShape | None:
-    """What the answer must look like; ``None``: it is free."""
-    calling = prompt.calling
-    if calling is None or not (request.must_call or request.constraint):
+def _answer_shape(request: Generate, prompt: Prompt, markers: CallMarkers) -> Constraint | AnswerShape | None:
+    """What the answer must look like; ``None``: it is free.
+
+    Reasoning is not a part of it: a model that has to answer at once answers worse.
+    """
+    calls = prompt.calling is not None
+    if request.constraint is None and not (calls and request.must_call):
+        return None
+    if not calls and (prompt.reasoning is None or _has_own_start(request.constraint)):
         return request.constraint
     choice = request.tool_choice
     named = [tool for tool in request.tools if isinstance(choice, NamedTool) and tool.name == choice.name]
     return AnswerShape(
-        markers=calling.markers,
-        tools=named or request.tools,
+        markers=markers,
+        tools=(named or request.tools) if calls else (),
         parallel=request.parallel_tool_calls and not named,
         text=None if request.must_call else request.constraint,
         reasoning=prompt.reasoning,
         is_open=prompt.opens_reasoning,
+    )
+
+
+def _has_own_start(constraint: Constraint | None) -> bool:
+    """Whether a constraint says itself where it begins, so that reasoning cannot come before it."""
+    return constraint is not None and any(
+        each is not None for each in (constraint.lark, constraint.gbnf, constraint.after)
     )
 
 

@@ -57,6 +57,22 @@ def test_reasoning_and_answer(daemon: Daemon, stream: bool) -> None:
     assert answer.last["usage"]["reasoning_tokens"] == answer.last["usage"]["completion_tokens"] - 4
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("constraint", [{"choice": ["aris", "ome"]}, {"regex": "aris|ome"}, {"json_object": True}])
+def test_a_constraint_is_for_the_answer_after_the_reasoning(
+    daemon: Daemon, constraint: dict[str, object], stream: bool
+) -> None:
+    fields = {"messages": QUESTION, "constraint": constraint, "stream": stream, "max_tokens": 40}
+    answer = daemon.ask(separate_reasoning=True, **fields)
+    reasoning = "".join(event["text"] for event in answer.events if event["event"] == "reasoning")
+    assert reasoning + (answer.last.get("reasoning") or "") == "capital of France is"
+    assert answer.text.startswith("{") if "json_object" in constraint else answer.text == "aris"
+    at_once = daemon.ask(**fields)
+    assert at_once.text[0] in "{ao"
+    at_once = daemon.ask(separate_reasoning=True, **{**fields, "constraint": {"gbnf": 'root ::= "aris"'}})
+    assert at_once.text == "aris"
+
+
 def test_a_session_goes_on_after_reasoning(daemon: Daemon) -> None:
     for text in ("What is the capital of France?", "And of Italy?"):
         answer = daemon.ask(
