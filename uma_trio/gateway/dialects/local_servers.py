@@ -120,8 +120,15 @@ def _answer(body: dict[str, Any], warnings: list[str]) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(method="GET", path="/health", dialect=OPENAI, answer=health, summary="Whether the daemon answers"),
-    Endpoint(method="GET", path="/v1/health", dialect=OPENAI, answer=v1_health, summary="The same"),
+    Endpoint(
+        method="GET",
+        path="/health",
+        dialect=OPENAI,
+        answer=health,
+        summary="Whether the daemon answers",
+        needs_key=False,
+    ),
+    Endpoint(method="GET", path="/v1/health", dialect=OPENAI, answer=v1_health, summary="The same", needs_key=False),
     Endpoint(
         method="POST",
         path="/tokenize",
