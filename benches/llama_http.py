@@ -47,10 +47,14 @@ class EventTimings(msgspec.Struct):
 class EventReader:
     """Splits a chunked HTTP response into the payloads of its server-sent events.
 
-    Does no I/O, and knows only the part of HTTP that llama-server uses.
+    Does no I/O, and knows only the part of HTTP that the servers under test use.
+
+    Args:
+        server: what errors call it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: str) -> None:
+        self._server = server
         self.ended = False
         """The last chunk has arrived."""
         self._head = True
@@ -71,7 +75,7 @@ class EventReader:
             return []
         self._read_chunks()
         if not data and not self.ended:
-            raise BrokenProtocol("llama-server closed the connection in the middle of an answer")
+            raise BrokenProtocol(f"{self._server} closed the connection in the middle of an answer")
         *events, self._body = self._body.split(b"\n\n")
         return [_payload(event) for event in events if event and not event.startswith(b":")]
 
@@ -82,7 +86,7 @@ class EventReader:
             return True
         if closed:  # the body of an error has the reason
             found = rest or head or b"nothing"
-            raise BrokenProtocol(f"llama-server answered {found[:500].decode(errors='replace')}")
+            raise BrokenProtocol(f"{self._server} answered {found[:500].decode(errors='replace')}")
         return False
 
     def _read_chunks(self) -> None:
@@ -100,7 +104,7 @@ class EventReader:
 def _payload(event: bytes) -> bytes:
     field, _, value = event.partition(b": ")
     if field != b"data":
-        raise BrokenProtocol(f"llama-server sent {event[:500].decode(errors='replace')}")
+        raise BrokenProtocol(f"the server sent {event[:500].decode(errors='replace')}")
     return value
 
 
@@ -123,7 +127,7 @@ class LlamaServer:
 
     async def ask(self, question: Question, on_token: OnToken) -> End:
         """Stream one answer to a raw prompt."""
-        reader = EventReader()
+        reader = EventReader("llama-server")
         decoder = msgspec.json.Decoder(Event)
         async with await self.open() as stream:
             await stream.send_all(self._request(question))

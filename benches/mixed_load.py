@@ -271,7 +271,10 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
 @click.option("--pin", "pin_text", default="auto", help=PIN_HELP)  # fmt: skip
 @click.option("--socket", type=click.Path(), help="Socket of a running daemon.  [default: start one]")
 @click.option(
-    "--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Encoding on the socket of uma-trio."
+    "--protocol",
+    type=click.Choice(["json", "cbor", "http"]),
+    default="json",
+    help="How uma-trio is asked: over its socket, in one of two encodings, or over HTTP.",
 )
 @click.option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the time of each token; with --rival, a row for each run.")  # fmt: skip
 @click.option("--rival", type=click.Choice([RIVAL]), help="Compare several settings of uma-trio and of this server.")
@@ -335,6 +338,8 @@ def check(options: dict[str, Any]) -> None:
         raise click.UsageError("--socket uses a running daemon: --model, --threads and flags of serve cannot be set")
     if options["socket"] is not None and options["rival"]:
         raise click.UsageError("--rival starts both servers, so --socket cannot be used")
+    if options["socket"] is not None and options["protocol"] == "http":
+        raise click.UsageError("--protocol http starts a daemon with a gateway: --socket cannot be used")
     if options["ours"] and not options["rival"]:
         raise click.UsageError("--ours needs --rival; flags of a single daemon come after --")
     if not all(batch.isdecimal() and int(batch) for batch in options["rival_batch"].split(",")):

@@ -18,6 +18,7 @@ from typing import Literal
 import attrs
 import click
 import trio
+from gateway_http import Gateway
 from llama_http import LlamaServer
 from pinning import Cores
 
@@ -35,7 +36,8 @@ START_S = 300.0
 POLL_S = 0.02
 LOG_TAIL = 2000
 
-Protocol = Literal["json", "cbor"]
+Protocol = Literal["json", "cbor", "http"]
+"""How uma-trio is asked: over its socket in one of two encodings, or over HTTP."""
 
 
 class RivalError(Exception):
@@ -102,8 +104,10 @@ async def uma_trio_rig(flags: Sequence[str] = (), *, protocol: Protocol = "json"
     Raises:
         DaemonStartError: the daemon did not start.
     """
-    async with temporary_daemon(flags) as daemon:
-        yield await _rig(daemon.path, daemon.pid, " ".join(flags) or "no flags", protocol)
+    port = free_port() if protocol == "http" else None
+    http = [] if port is None else ["--http", str(port)]
+    async with temporary_daemon([*flags, *http]) as daemon:
+        yield await _rig(daemon.path, daemon.pid, " ".join(flags) or "no flags", protocol, port)
 
 
 @contextlib.asynccontextmanager
@@ -112,10 +116,20 @@ async def running_rig(path: str, *, protocol: Protocol = "json") -> AsyncIterato
     yield await _rig(path, peer_pid(path), "flags unknown", protocol)
 
 
-async def _rig(path: str | os.PathLike[str], pid: int | None, flags: str, protocol: Protocol) -> Rig:
-    daemon = load.Daemon(path, protocol)
+def free_port() -> int:
+    """A TCP port of this host that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _rig(
+    path: str | os.PathLike[str], pid: int | None, flags: str, protocol: Protocol, port: int | None = None
+) -> Rig:
+    daemon = load.Daemon(path) if protocol == "http" else load.Daemon(path, protocol)
     model = (await daemon.snapshot())["model"]
-    return Rig(transport=daemon, pid=pid, description=f"uma-trio serve ({flags}), model {model}, {protocol}")
+    transport: load.Transport = daemon if port is None else Gateway("127.0.0.1", port, daemon)
+    return Rig(transport=transport, pid=pid, description=f"uma-trio serve ({flags}), model {model}, {protocol}")
 
 
 def peer_pid(path: str) -> int | None:

@@ -25,6 +25,7 @@ from measure import Result, measure, stream, warm_up
 from pinning import Pins, parse_pins
 from report import cell, table
 from rigs import (
+    Protocol,
     RivalError,
     ServerSettings,
     llama_flags,
@@ -127,16 +128,19 @@ class Bench:
     rival_flags: Sequence[str]
     """Each is one more setting of llama-server and llama-batched-bench."""
     serve_flags: Sequence[str]
-    protocol: Any
+    protocols: Sequence[Protocol]
+    """Each is one more row of uma-trio."""
     seed: int
 
     async def runs(self, model: Path, shape: Shape) -> AsyncIterator[tuple[str, Figures]]:
         """Run each program once."""
         serving = shape.serving(model, self.threads)
-        ours = await self._serve(
-            partial(uma_trio_rig, [*uma_trio_flags(serving), *self.serve_flags], protocol=self.protocol), shape
-        )
+        flags = [*uma_trio_flags(serving), *self.serve_flags]
+        first, *others = self.protocols
+        ours = await self._serve(partial(uma_trio_rig, flags, protocol=first), shape)
         yield US, ours
+        for protocol in others:
+            yield f"{US}, {protocol}", await self._serve(partial(uma_trio_rig, flags, protocol=protocol), shape)
         if self.peers is None:
             return
         for text in self.rival_flags:
@@ -212,8 +216,9 @@ def _times(ours: float | None, theirs: float | None) -> str:
 @click.option("--threads", type=click.IntRange(1), help="Compute threads of every program.  [default: all physical cores but one]")  # fmt: skip
 @click.option("--pin", "pin_text", default="auto", help=PIN_HELP)  # fmt: skip
 @click.option(
-    "--protocol", type=click.Choice(["json", "cbor"]), default="json", help="Encoding on the socket of uma-trio."
-)
+    "--protocol", "protocols", multiple=True, type=click.Choice(["json", "cbor", "http"]), default=["json"],
+    help="How uma-trio is asked: over its socket, in one of two encodings, or over HTTP; repeatable.",
+)  # fmt: skip
 @click.option("--rivals/--no-rivals", default=True, help="Compare with llama-server and llama-batched-bench.")
 @click.option(
     "--rival-flags", multiple=True, default=[""], help="Flags of both rivals; repeatable, for one more setting each."
@@ -249,7 +254,7 @@ def main(counts: str, models: Sequence[Path], repeat: int, csv_file: Path | None
         peers=options["peers"] if options["rivals"] else None,
         rival_flags=options["rival_flags"],
         serve_flags=options["serve_flags"],
-        protocol=options["protocol"],
+        protocols=options["protocols"],
         seed=options["seed"],
     )
     for line in [*machine(), f"pin       {pins or 'none'}"]:

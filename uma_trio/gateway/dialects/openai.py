@@ -111,6 +111,8 @@ class Sampling(Constrained, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    """llama-server's name for whether a cached prefix may be used."""
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -149,6 +151,7 @@ class Sampling(Constrained, kw_only=True):
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
             "ignore_eos": self.ignore_eos,
+            "cache_prompt": self.cache_prompt,
             "n": self.n,
         }
 
