@@ -105,3 +105,14 @@ def test_an_unknown_parameter_is_named(gateway: Gateway) -> None:
         text = client.post("/v1/chat/completions", json={"messages": QUESTION, "temprature": 1, "stream": True}).text
     assert "temprature" in whole["warnings"][0]
     assert "temprature" in json.loads(text.split("\n")[0].removeprefix("data: "))["warnings"][0]
+
+
+def test_variables_of_the_chat_template(gateway: Gateway) -> None:
+    fields = {"model": "embedded", "messages": QUESTION, "reasoning_effort": "low"}
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    found = gateway.openai().chat.completions.create(**fields, extra_body=extra)
+    assert found.choices[0].message.content == ANSWER  # the embedded model's template knows none
+    assert "warnings" not in found.model_extra
+    for wrong in ({"messages": 1}, {"enable_thinking": "<|im_end|>"}, {"a": [1]}):
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
+            gateway.openai().chat.completions.create(**fields, extra_body={"chat_template_kwargs": wrong})

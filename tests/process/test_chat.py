@@ -104,6 +104,22 @@ def test_chatml():
     )
 
 
+def test_variables_of_the_client():
+    source = "{{ '' if enable_thinking is defined and not enable_thinking else '<think>' }}{{ effort }}{{ messages[0].content }}"
+    variables = {"enable_thinking": False, "effort": "high", "messages": "other"}
+    assert template(source).render(TALK[:1]) == "<think>Be brief."
+    assert template(source).render(TALK[:1], variables=variables) == "highBe brief."
+    [part] = template(source).parts(TALK[:1], variables=variables)
+    assert part.text == "highBe brief."
+
+
+def test_a_template_that_fails_for_a_clients_variable_is_the_clients_fault():
+    source = "{% for n in range(2) %}{{ n }}{% endfor %}"
+    assert template(source).render(TALK) == "01"
+    with pytest.raises(BadRequest, match="chat_template_kwargs"):
+        template(source).render(TALK, variables={"range": 1})
+
+
 def test_llama_3_like():
     prompt = render(LLAMA_3_LIKE, now=lambda: datetime.datetime(2024, 7, 26))
     assert prompt == (
@@ -322,7 +338,7 @@ async def test_prompts_that_their_clients_have_left_take_no_thread_from_the_rest
     is_open = threading.Event()
 
     class Slow:
-        def parts(self, messages, tools=()):
+        def parts(self, messages, tools=(), variables=None):
             is_open.wait()
 
         def encode_parts(self, parts, **options):

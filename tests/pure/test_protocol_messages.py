@@ -265,6 +265,7 @@ AT_THE_BOUNDS = [
     ("stop", ["x" * 256] * 16),
     ("session_id", "x" * 256),
     ("session_id", "../é\n"),
+    ("chat_template_kwargs", {}),
     ("history", "continue"),
     ("history", "replace"),
     ("drop_messages", 0),
@@ -289,6 +290,16 @@ AT_THE_BOUNDS = [
 @pytest.mark.parametrize(("name", "value"), AT_THE_BOUNDS)
 def test_values_at_the_bounds_are_accepted(name: str, value: object) -> None:
     parse(LEAST | {name: value})
+
+
+def test_variables_of_a_template_go_with_messages() -> None:
+    kwargs = {"enable_thinking": False, "budget": 7, "reasoning_effort": "high"}
+    fields = {"id": "r", "messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": kwargs}
+    assert parse(fields).chat_template_kwargs == kwargs
+    with pytest.raises(BadRequest, match="go with messages"):
+        parse(LEAST | {"chat_template_kwargs": kwargs})
+    with pytest.raises(BadRequest, match="cannot set tools"):
+        parse(fields | {"chat_template_kwargs": {"tools": "x"}})
 
 
 NOT_TAKEN = [
@@ -367,6 +378,8 @@ NOT_TAKEN = [
     ("cache_prompt", [0, "true", None]),
     ("speculate", [0, 1, "auto", []]),
     ("session_id", ["", "x" * 257, 1, True, [], b"x"]),
+    ("chat_template_kwargs", [None, [], {"a b": 1}, {"": 1}, {"a": []}, {"a": 1.5}, {"a": "<|im_end|>"}]),
+    ("chat_template_kwargs", [{"a": "x\n"}, {"messages": 1}, {"tools": True}, {f"v{n}": 1 for n in range(17)}]),
     ("history", ["", "append", 1, True, None, []]),
     ("drop_messages", [-1, 2**31, 1.0, "1", True, None, []]),
     ("n_keep", [-1, 2**31, 1.0, "1", True, []]),

@@ -61,7 +61,9 @@ class FakeTokenizer:
 class FakeChat:
     """Joins messages with bars.  The text never equals that of the chat's tokens, so each turn is tokenized again."""
 
-    def parts(self, messages: list[dict[str, str]], tools: Sequence[object] = ()) -> tuple[PromptPart, ...]:
+    def parts(
+        self, messages: list[dict[str, str]], tools: Sequence[object] = (), variables: object = None
+    ) -> tuple[PromptPart, ...]:
         return (PromptPart("|".join(message["content"] for message in messages)),)
 
 

@@ -93,7 +93,10 @@ class ChatTemplate:
             raise self._does_not_start(error) from None
 
     def parts(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = {},
     ) -> tuple[PromptPart, ...]:
         """The prompt text of a conversation, cut where a message or a tool spells a control token.
 
@@ -103,15 +106,18 @@ class ChatTemplate:
             BadRequest, BrokenTemplate: as ``render``.
         """
         if not tools:
-            return self._controls.parts(messages, self.render)
+            return self._controls.parts(messages, lambda given: self.render(given, variables=variables))
         offered = {"role": "tools", "content": tools}  # like a message that somebody has written
-        return self._controls.parts([*messages, offered], lambda given: self.render(given[:-1], given[-1]["content"]))
+        return self._controls.parts(
+            [*messages, offered], lambda given: self.render(given[:-1], given[-1]["content"], variables=variables)
+        )
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
         *,
+        variables: Mapping[str, Any] = {},
         add_generation_prompt: bool = True,
     ) -> str:
         """The prompt text of a conversation.  Blocks for ``limits.seconds`` at most, plus a restart.
@@ -120,20 +126,21 @@ class ChatTemplate:
             messages: each with ``role``, a string, and ``content``, a string or ``None``.  Other keys are passed to the
                 template; their values are plain.
             tools: in the form of the OpenAI API.
+            variables: further variables, which a client has chosen.
             add_generation_prompt: end the text where the assistant's next message begins.
 
         Raises:
             BadRequest: the messages are malformed, or the template refuses them (for example because roles do not
-                alternate) and says why.
+                alternate) and says why, or it fails with ``variables``.
             BrokenTemplate: the template fails or exceeds its limits.
         """
         given = [_checked(index, message) for index, message in enumerate(messages)]
-        variables: dict[str, Any] = {"messages": given, "add_generation_prompt": add_generation_prompt, **self._fixed}
+        fixed: dict[str, Any] = {"messages": given, "add_generation_prompt": add_generation_prompt, **self._fixed}
         if tools:
-            variables["tools"] = tools
+            fixed["tools"] = tools
         sent = (given, tools)
         try:
-            answer = self._sandbox.ask({"now": self._now().isoformat(), "variables": variables})
+            answer = self._sandbox.ask({"now": self._now().isoformat(), "variables": {**variables, **fixed}})
         except CannotStart as error:
             raise self._does_not_start(error) from None
         except NoAnswer as error:
@@ -141,6 +148,9 @@ class ChatTemplate:
         if "refused" in answer:
             raise BadRequest(f"{self._name} refuses these messages: {_without_new_surrogates(answer['refused'], sent)}")
         if "error" in answer:
+            if variables:
+                reason = _without_new_surrogates(answer["error"], sent)
+                raise BadRequest(f"{self._name} fails, perhaps for the chat_template_kwargs: {reason}")
             raise BrokenTemplate(f"{self._name} failed: {_without_new_surrogates(answer['error'], sent)}")
         text: str = answer["text"]
         if _without_new_surrogates(text, sent) != text:

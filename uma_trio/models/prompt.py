@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import msgspec
@@ -149,7 +149,8 @@ class PromptMaker:
             part = PromptPart(request.prompt, request.parse_special)
             return self._continue(past, [part]), request.prompt
         messages = [*(history.messages if history is not None else ()), *(request.messages or ())]
-        parts = self._parts(messages, request.tools if request.tool_choice != "none" else ())
+        tools = request.tools if request.tool_choice != "none" else ()
+        parts = self._parts(messages, tools, request.chat_template_kwargs)
         text = "".join(part.text for part in parts)
         if len(past):
             past_text = self.tokenizer.decode(past, special=True).removeprefix(
@@ -164,12 +165,14 @@ class PromptMaker:
             return self.tokenizer.encode_parts(parts)
         return np.concatenate([past, self.tokenizer.encode_parts(parts, continues=True)])
 
-    def _parts(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[PromptPart]:
+    def _parts(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], variables: Mapping[str, Any]
+    ) -> Sequence[PromptPart]:
         if self.chat is None:
             raise NoChatTemplate(
                 "this model has no chat template: send prompt instead of messages, or start the daemon with --chat-template"
             )
-        return self.chat.parts(*template_chat(messages, tools, self.tools))
+        return self.chat.parts(*template_chat(messages, tools, self.tools), variables)
 
     async def tokenize(self, query: TokenizeQuery) -> TokenList:
         """Tokens of a text or of a chat, or the text of tokens.  Can be cancelled.
@@ -179,7 +182,9 @@ class PromptMaker:
             UmaError: as ``make``.
         """
         if query.messages is not None:
-            prompt = await self.make(Generate(id="tokenize", messages=query.messages, tools=query.tools))
+            kwargs = query.chat_template_kwargs
+            chat = Generate(id="tokenize", messages=query.messages, tools=query.tools, chat_template_kwargs=kwargs)
+            prompt = await self.make(chat)
             return TokenList(tokens=prompt.tokens.tolist(), text=prompt.text, id=query.id)
         if len(query.text or query.tokens or ()) <= INLINE_QUERY_LENGTH:
             return self._tokenize(query)

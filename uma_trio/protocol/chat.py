@@ -24,6 +24,12 @@ MAX_TOOL_DEPTH: Final = 48
 
 ToolName = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9_.:/-]{{1,{MAX_TOOL_NAME_CHARS}}}\Z")]
 """No character that a template or a call format gives a meaning to."""
+TemplateVariable = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}\Z")]
+TemplateWord = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{0,64}\Z")]
+"""No character of which a control token could be made."""
+TemplateKwargs = Annotated[dict[TemplateVariable, bool | int | TemplateWord], Meta(max_length=16)]
+TEMPLATE_VARIABLES: Final = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
+"""Variables of a template that the daemon sets."""
 CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -124,6 +130,16 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice) -> None:
         raise BadRequest(f"tool_choice names {choice.name!r}, which is not among the request's tools")
     if choice == "required" and not tools:
         raise BadRequest("tool_choice is required, but the request has no tools")
+
+
+def check_template_kwargs(given: TemplateKwargs) -> None:
+    """
+    Raises:
+        BadRequest: one of them is set by the daemon.
+    """
+    for name in given:
+        if name in TEMPLATE_VARIABLES:
+            raise BadRequest(f"chat_template_kwargs cannot set {name}; the daemon does")
 
 
 def check_json(value: Any, name: str, max_depth: int) -> None:

@@ -23,11 +23,13 @@ from uma_trio.protocol.chat import (
     MAX_TOOLS,
     ChatMessage,
     NamedTool,
+    TemplateKwargs,
     Tool,
     ToolCall,
     ToolChoice,
     check_json,
     check_messages,
+    check_template_kwargs,
     check_tools,
 )
 
@@ -117,6 +119,8 @@ class Generate:
     """``auto``: the model decides.  ``none``: as without ``tools``.  ``required``, or a tool: the answer is a call."""
     parallel_tool_calls: bool = True
     """Whether one answer may have several calls."""
+    chat_template_kwargs: TemplateKwargs = attrs.field(factory=dict)
+    """Variables for the chat template, such as ``enable_thinking``.  A template ignores those that it does not know."""
     parse_special: bool = True
     """Whether text in ``prompt`` that spells a control token becomes that token.  In ``messages`` it never does."""
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
@@ -242,6 +246,7 @@ class TokenizeQuery:
     """A chat, rendered with the model's chat template: its tokens are those that a request would prefill."""
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
     """Tools of the chat, as in ``Generate.tools``."""
+    chat_template_kwargs: TemplateKwargs = attrs.field(factory=dict)
     tokens: TokenIds | None = None
     model: Name | None = None
     add_special: bool = True
@@ -699,9 +704,12 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")
     check_messages(request.messages or ())
+    check_template_kwargs(request.chat_template_kwargs)
     check_tools(request.tools, request.tool_choice)
     if request.tools and request.messages is None:
         raise BadRequest("tools go with messages, not with a prompt: the chat template tells the model about them")
+    if request.chat_template_kwargs and request.messages is None:
+        raise BadRequest("chat_template_kwargs go with messages: a prompt has no template")
     if request.must_call and request.ignore_eos:
         raise BadRequest("ignore_eos does not go with this tool_choice: an answer ends after its calls")
     if request.session_id is not None and request.n > 1:
@@ -736,6 +744,7 @@ def _parse_tokenize_query(fields: dict[str, Any]) -> TokenizeQuery:
     if sum(given is not None for given in (query.text, query.messages, query.tokens)) != 1:
         raise BadRequest("give exactly one of text, messages and tokens")
     check_messages(query.messages or ())
+    check_template_kwargs(query.chat_template_kwargs)
     check_tools(query.tools, "auto")
     if query.tools and query.messages is None:
         raise BadRequest("tools go with messages: the chat template tells the model about them")

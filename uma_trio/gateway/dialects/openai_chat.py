@@ -39,6 +39,20 @@ class ChatRequest(Sampling, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's and llama-server's: variables for the chat template."""
+    reasoning_effort: str | None = None
+    """Such as ``low``; ``none`` is no reasoning.  Has an effect with templates that know it."""
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Variables for the chat template."""
+        chosen: dict[str, Any] = {}
+        if self.reasoning_effort == "none":
+            chosen["enable_thinking"] = False
+        elif self.reasoning_effort is not None:
+            chosen["reasoning_effort"] = self.reasoning_effort
+        return {**chosen, **(self.chat_template_kwargs or {})} or None
 
 
 async def complete_chat(call: Call) -> Response:
@@ -61,6 +75,7 @@ async def complete_chat(call: Call) -> Response:
         max_tokens=max_tokens(limit),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         constraint=request.constraint,
+        chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
     )
     head = {"id": f"chatcmpl-{call.id}", "created": int(time.time()), "model": await model_name(call, request.model)}
