@@ -18,6 +18,8 @@ BROKEN: Final = "E_GATEWAY_BROKEN"
 
 LOADING_RETRY_MS: Final = 2000
 NO_DAEMON_RETRY_MS: Final = 1000
+UNKNOWN_RETRY_MS: Final = 1000
+"""Where the daemon cannot estimate the wait."""
 
 
 STATUS_OF_CODE: Final = {each.code: each.http_status for each in all_errors()}
@@ -68,7 +70,10 @@ def invalid(message: str, *, parameter: str | None = None) -> HttpError:
 def from_failure(failure: Failure) -> HttpError:
     """The error that the daemon's event reports.  A code of a newer daemon counts as an internal error."""
     status = STATUS_OF_CODE.get(failure.code, 500)
-    return HttpError(status, failure.code, failure.message, retry_after_ms=failure.retry_after_ms)
+    retry_after_ms = failure.retry_after_ms
+    if retry_after_ms is None and status in (429, 503):
+        retry_after_ms = UNKNOWN_RETRY_MS
+    return HttpError(status, failure.code, failure.message, retry_after_ms=retry_after_ms)
 
 
 def from_client_error(error: ClientError) -> HttpError:

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from uma_trio.errors import TooManyConnections
 from uma_trio.gateway.body import Bodies, Body, replayed
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.key_file import CurrentTenants
@@ -26,6 +27,8 @@ from uma_trio.gateway.tenants import Tenant
 MAX_HEADERS: Final = 100
 MAX_HEADER_BYTES: Final = 32 * 1024
 """All names and values together."""
+
+OVERLOADED_RETRY_MS: Final = 1000
 
 CORS_MAX_AGE_S: Final = 600
 METHODS: Final = "GET, POST, OPTIONS"
@@ -68,6 +71,7 @@ class Guard:
         state["has_tenants"] = False
         body = Body(self.bodies, headers, receive)
         try:
+            self._check_load(scope)
             _check_headers(scope)
             self._check_host(headers)
             self._check_origin(headers, scope)
@@ -82,12 +86,17 @@ class Guard:
             content = await body.read()
         except HttpError as error:
             response = self.refuse(error, scope)
-            if not await body.discard():
+            if error.code == TooManyConnections.code or not await body.discard():
                 response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
         if content is not None:
             await self.app(scope, replayed(content, receive), send)
+
+    def _check_load(self, scope: Scope) -> None:
+        if scope["state"].get("is_overloaded") and _path(scope) not in self.open_paths:
+            message = "too many connections are open (http_max_connections)"
+            raise HttpError(429, TooManyConnections.code, message, retry_after_ms=OVERLOADED_RETRY_MS)
 
     # -- host and origin --
 
@@ -121,8 +130,7 @@ class Guard:
             return None
         keys = list(_presented(headers))
         found = next((tenant for tenant in map(tenants.find, keys) if tenant is not None), None)
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        if found is None and path not in self.open_paths:
+        if found is None and _path(scope) not in self.open_paths:
             raise self._refused_key(scope) if keys else HttpError(401, "E_GATEWAY_KEY", KEY_MISSING)
         scope["state"]["has_tenants"] = True
         return found
@@ -144,6 +152,12 @@ class Guard:
             await send(message)
 
         return send_with_rates
+
+
+def _path(scope: Scope) -> str:
+    """The path below the one where another application has mounted this one."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _check_headers(scope: Scope) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -15,15 +16,27 @@ TOO_SLOW: Final = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnect
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Closes connections whose headers are too large or too slow, and ignores headers that come after a body."""
+    """Closes connections whose headers are too large or too slow, and ignores headers that come after a body.
+
+    Requests beyond ``limit_concurrency`` connections have ``is_overloaded`` in their state, so that the application can
+    refuse them in its own words, where uvicorn would answer with a plain text.  Beyond twice as many, connections are closed.
+    """
 
     _in_head = True
     _head_bytes = 0
     _head_timer: Any = None
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._max_connections = math.inf if self.limit_concurrency is None else self.limit_concurrency
+        self.limit_concurrency = None
+
     def connection_made(self, transport: Any) -> None:
         """See ``asyncio.Protocol``."""
         super().connection_made(transport)
+        if len(self.connections) > 2 * self._max_connections:
+            transport.abort()
+            return
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -54,6 +67,7 @@ class BoundedHttp(HttpToolsProtocol):
         """See ``httptools``."""
         self._in_head = False
         self._stop_timer()
+        self.scope["state"]["is_overloaded"] = len(self.connections) > self._max_connections
         super().on_headers_complete()
 
     def _expect_head(self) -> None:

@@ -1,0 +1,161 @@
+"""What requests cost their tenants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from uma_trio.client import Eos, Event, Reasoning, Token
+from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, charged, estimated_tokens
+from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.guard import check_admin
+from uma_trio.gateway.limits import Limiter
+from uma_trio.gateway.tenants import Tenant
+from uma_trio.protocol.messages import Timings, Usage
+
+
+class Memory:
+    """Usage that does not survive anything."""
+
+    total = 0
+
+    def tokens(self, tenant: str, period: str) -> int:
+        return self.total
+
+    def add(self, tenant: str, period: str, tokens: int) -> None:
+        self.total += tokens
+
+
+class Costs:
+    """Begins requests of one tenant, and reads what they cost."""
+
+    def __init__(self, *, default_max_tokens: int = 0) -> None:
+        self.usage = Memory()
+        limiter = Limiter(self.usage, now_ns=lambda: 0, unix_s=lambda: 0.0)
+        self.tenant = Tenant(name="alice", weight=2.0, max_requests=5, token_quota=10**12)
+        self.account = Account(self.tenant, limiter, default_max_tokens)
+
+    def begin(self, *, is_streamed: bool = True, **fields: Any) -> Charge:
+        return charged(self.account, fields, is_streamed=is_streamed)
+
+
+def token(index: int | None = None, **more: Any) -> Event:
+    return Token(id="r", text="a", index=index, **more)
+
+
+def eos(prompt: int, completion: int, index: int | None = None) -> Event:
+    usage = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=0)
+    return Eos(id="r", reason="stop", usage=usage, timings=Timings(queue_ms=0, total_ms=0), index=index)
+
+
+def test_a_request_is_made_for_its_tenant() -> None:
+    fields = Costs().begin(prompt="x", principal="uid:0", principal_weight=100.0, principal_max_requests=1000).fields
+    assert (fields["principal"], fields["principal_weight"], fields["principal_max_requests"]) == (
+        "tenant:alice",
+        2.0,
+        5,
+    )
+
+
+def test_without_an_account_nothing_changes() -> None:
+    with charged(None, {"prompt": "x"}, is_streamed=True) as charge:
+        assert charge.fields == {"prompt": "x"}
+        charge.count([token(), eos(1, 1)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "estimate"),
+    [
+        ({"prompt": "x" * 30, "max_tokens": 5}, 15),
+        ({"prompt": [1, 2, 3], "max_tokens": 5, "n": 4}, 23),
+        ({"messages": [{"role": "user", "content": "x" * 8}], "max_tokens": 1}, 5),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 4}]}], "max_tokens": 1}, 5),
+        ({"prompt": "x"}, 1 + UNKNOWN_MAX_TOKENS),
+        *(({"prompt": "x", name: value}, 1 + UNKNOWN_MAX_TOKENS) for name in ("max_tokens", "n") for value in (-5, 0, "9", 2.5, True, None, [], 2**40)),
+    ],
+)  # fmt: skip
+def test_the_estimate_that_is_charged_before_the_request_begins(fields: dict[str, Any], estimate: int) -> None:
+    costs = Costs()
+    costs.begin(**fields)
+    assert costs.usage.total == estimate
+
+
+def test_the_default_of_the_daemon_counts_if_a_request_has_no_max_tokens() -> None:
+    costs = Costs(default_max_tokens=7)
+    costs.begin(prompt="xxx", n=2)
+    assert costs.usage.total == 1 + 2 * 7
+
+
+def test_estimates_of_anything_deep() -> None:
+    deep: Any = "xxx"
+    for _ in range(100_000):
+        deep = [deep]
+    assert estimated_tokens(deep) == 1
+    assert estimated_tokens([None, 1.5, {}, ""]) == 0
+
+
+def test_what_ends_in_order_costs_its_usage() -> None:
+    costs = Costs()
+    with costs.begin(prompt="x" * 300, max_tokens=100, n=2) as charge:
+        charge.count([token(0), token(1), eos(40, 1, 0)])
+        charge.count([token(1), eos(40, 9, 1)])
+    assert costs.usage.total == 40 + 1 + 9
+
+
+def test_what_the_daemon_refuses_costs_nothing_and_what_fails_later_costs_what_was_generated() -> None:
+    for events, cost in (([], 0), ([token(), Reasoning(id="r", text="b")], 3)):
+        costs = Costs()
+        with pytest.raises(HttpError), costs.begin(prompt="xxx", max_tokens=100) as charge:
+            charge.count(events)
+            raise HttpError(500, "E", "no")
+        assert costs.usage.total == cost
+
+
+@pytest.mark.parametrize(
+    ("is_streamed", "events", "cost"),
+    [
+        (True, [], 10),
+        (True, [token(echo=True), token(), token()], 12),
+        (False, [], 110),
+    ],
+)
+def test_what_a_client_that_leaves_has_used(is_streamed: bool, events: list[Event], cost: int) -> None:
+    costs = Costs()
+    with pytest.raises(GeneratorExit), costs.begin(prompt="x" * 30, max_tokens=100, is_streamed=is_streamed) as charge:
+        charge.count(events)
+        raise GeneratorExit
+    assert costs.usage.total == cost
+
+
+def test_a_request_is_no_longer_in_flight_however_it_ends() -> None:
+    costs = Costs()
+    for ending in (ValueError, GeneratorExit, KeyboardInterrupt):
+        for _ in range(10):
+            with pytest.raises(ending), costs.begin(prompt="x", n=5):
+                raise ending
+    with costs.begin(prompt="x", n=5), pytest.raises(HttpError):
+        costs.begin(prompt="x")
+
+
+@pytest.mark.parametrize(
+    ("tenant", "has_tenants", "address", "allowed"),
+    [
+        (Tenant(name="ops", admin=True), True, "10.0.0.1", True),
+        (Tenant(name="alice"), True, "127.0.0.1", False),
+        (None, True, "127.0.0.1", False),
+        (None, False, "127.0.0.1", True),
+        (None, False, "::1", True),
+        (None, False, "10.0.0.1", False),
+        (None, False, None, False),
+    ],
+)
+def test_who_is_an_administrator(tenant: Tenant | None, has_tenants: bool, address: str | None, allowed: bool) -> None:
+    client = None if address is None else (address, 1)
+    scope = {"state": {"tenant": tenant, "has_tenants": has_tenants}, "client": client, "path": "/"}
+    if allowed:
+        check_admin(scope)
+        return
+    with pytest.raises(HttpError) as refused:
+        check_admin(scope)
+    assert (refused.value.status, refused.value.code) == (403, "E_GATEWAY_ADMIN")
