@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import psutil
@@ -21,6 +21,9 @@ import trio
 
 import uma_trio
 from uma_trio.parent_process import LOG_MARK
+
+LogRecord = tuple[int, str, str, dict[str, Any]]
+"""Level, logger, message, fields."""
 
 LAST_LINES: Final = 20
 """Lines of plain text on the child's stderr that are kept, to say why it ended."""
@@ -118,13 +121,15 @@ class ChildProcess:
 
     def _pass_on(self, line: str) -> None:
         level, name, text = logging.WARNING, self._module, line
+        fields: dict[str, Any] = {}
         if line.startswith(LOG_MARK):
             with contextlib.suppress(msgspec.DecodeError):
-                level, name, text = msgspec.json.decode(line[len(LOG_MARK) :], type=tuple[int, str, str])
+                level, name, text, fields = msgspec.json.decode(line[len(LOG_MARK) :], type=LogRecord)
         elif line.strip():
             self._lines.append(line.strip())
         if text.strip():
-            logging.getLogger(name).log(level, "%s", text.rstrip(), extra=self._extra)
+            extra = {**(self._extra or {}), "fields": fields}
+            logging.getLogger(name).log(level, "%s", text.rstrip(), extra=extra)
 
     def _ended(self, code: int) -> str:
         said = next((line for line in self._lines if ASSERTION.search(line)), self._lines[-1] if self._lines else "")

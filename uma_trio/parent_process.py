@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 LOG_MARK: Final = "\x1e"
-"""Begins a line of the child's stderr that is a log record as JSON: ``[level, logger, message]``."""
+"""Begins a line of the child's stderr that is a log record as JSON: ``[level, logger, message, fields]``."""
 
 
 def end_with_it() -> None:
@@ -29,7 +29,10 @@ def end_with_it() -> None:
 
 
 def send_log_to_it(level: int) -> None:
-    """Send log records of ``level`` and above to the parent, which adds them to its own log."""
+    """Send log records of ``level`` and above to the parent, which adds them to its own log.
+
+    The attribute ``fields`` of a record, if there is one, is a dictionary that JSON can hold.
+    """
     handler = _ToParent()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
@@ -39,7 +42,8 @@ class _ToParent(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
-            line = LOG_MARK + msgspec.json.encode((record.levelno, record.name, text)).decode() + "\n"
+            fields = getattr(record, "fields", {})
+            line = LOG_MARK + msgspec.json.encode((record.levelno, record.name, text, fields)).decode() + "\n"
             os.write(sys.stderr.fileno(), line.encode())
         except OSError:  # the parent has gone
             self.handleError(record)

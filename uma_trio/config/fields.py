@@ -222,6 +222,20 @@ class Http:
         None, "PEM file with the certificate, and those of its issuers, to serve HTTPS. Needs tls_key."
     )
     tls_key: Path | None = setting(None, "PEM file with the private key of tls_certificate, without a password.")
+    access_log: bool = setting(
+        False,
+        "Log one line for every HTTP request: id, session, route, status, duration, tokens.",
+        name="http_access_log",
+    )
+    metrics_compat: Literal["none", "vllm"] = setting(
+        "none", "vllm: /metrics has the names that dashboards for vLLM use as well."
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "Send a trace of every HTTP request to this OpenTelemetry collector, such as http://localhost:4318/v1/traces. "
+        "Needs the extra uma-trio[otel]. If not given, there are no traces.",
+        metavar="URL",
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -50,7 +50,7 @@ def configure(settings: Operations) -> None:
     writer = logging.StreamHandler()
     writer.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
+            foreign_pre_chain=[_add_fields, *shared],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
@@ -103,6 +103,12 @@ class BackgroundHandler(logging.handlers.QueueHandler):
         records = self._records
         with records.all_tasks_done:
             records.all_tasks_done.wait_for(lambda: not records.unfinished_tasks, FLUSH_S)
+
+
+def _add_fields(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Add the fields of a record that comes from a child process."""
+    event.update(getattr(event["_record"], "fields", {}))
+    return event
 
 
 def _on_one_line(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

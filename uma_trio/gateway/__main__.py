@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import setproctitle
+import structlog
 import uvicorn
 
 from uma_trio import parent_process
@@ -28,6 +29,11 @@ def main() -> None:
     setproctitle.setproctitle(f"uma-trio gateway: {_address_of(sock)}")
     level = logging.DEBUG if config.operations.debug else getattr(logging, config.operations.log_level.upper())
     parent_process.send_log_to_it(level)
+    structlog.configure(
+        processors=[structlog.stdlib.filter_by_level, structlog.processors.format_exc_info, _with_fields],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
     logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))
     server = uvicorn.Server(
         uvicorn.Config(
@@ -46,6 +52,11 @@ def main() -> None:
         )
     )
     server.run(sockets=[sock])
+
+
+def _with_fields(_: Any, __: str, event: structlog.typing.EventDict) -> tuple[tuple[str], dict[str, Any]]:
+    """Arguments of ``logging`` for a record of structlog."""
+    return (str(event.pop("event")),), {"extra": {"fields": event}}
 
 
 def _path(cls: type, value: Any) -> Any:

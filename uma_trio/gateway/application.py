@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.config import Config
-from uma_trio.gateway import health, openapi
+from uma_trio.gateway import health, metrics, openapi
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.body import Bodies
 from uma_trio.gateway.daemon import Daemon
@@ -33,8 +33,10 @@ from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import Guard
+from uma_trio.gateway.http_metrics import HttpMetrics
 from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
+from uma_trio.gateway.observer import observed
 from uma_trio.gateway.origins import Origins
 from uma_trio.gateway.usage import UsageFile, usage_path
 
@@ -51,6 +53,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *local_servers.ENDPOINTS,
     *starling.ENDPOINTS,
     *health.ENDPOINTS,
+    *metrics.ENDPOINTS,
 )
 
 
@@ -65,6 +68,7 @@ def make_app(config: Config) -> ASGIApp:
     limiter = Limiter(UsageFile(usage_path(config)), now_ns=time.monotonic_ns, unix_s=time.time)
     routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
     app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug})
+    app.state.http_metrics = http_metrics = HttpMetrics()
     guard = Guard(
         app,
         tenants=CurrentTenants(config.http.keys),
@@ -75,7 +79,7 @@ def make_app(config: Config) -> ASGIApp:
         refuse=_refuse,
         bodies=Bodies(config.http.max_body_bytes, config.limits.frame_timeout_s),
     )
-    return RequestIds(guard)
+    return RequestIds(observed(guard, http_metrics, endpoints, config.http))
 
 
 class RequestIds:
@@ -124,6 +128,7 @@ def _error(request: Request, error: HttpError) -> Response:
 
 def _refuse(error: HttpError, scope: Scope) -> Response:
     """The response for an error that no endpoint has raised, in the form of the path's dialect."""
+    scope["state"]["observation"].error_code = error.code
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     dialect = next((endpoint.dialect for endpoint in ENDPOINTS if endpoint.path == path), OPENAI)
     return json_response(dialect.error_body(error, scope["state"]["request_id"]), error.status, error.headers)

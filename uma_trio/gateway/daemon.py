@@ -17,6 +17,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 from uma_trio.client import Client, ClientError, Eos, Event, OpenStream, Reasoning, Token, ToolCallDelta, open_client
 from uma_trio.gateway.charging import Account, charged
 from uma_trio.gateway.errors import HttpError, from_client_error
+from uma_trio.gateway.snapshots import Snapshots
 from uma_trio.gateway.transport import DaemonStream
 
 REQUESTS_AT_A_TIME: Final = 16
@@ -31,6 +32,7 @@ class Daemon:
     """``None`` is the default path."""
     account: Account | None = None
     """Who is charged for requests; ``None``: the user who runs the daemon, without limits."""
+    _snapshots: Snapshots = attrs.Factory(lambda self: Snapshots(self.socket), takes_self=True)
 
     @property
     def principal(self) -> dict[str, str]:
@@ -130,13 +132,12 @@ class Daemon:
         return sorted(ends, key=lambda eos: eos.index or 0)
 
     async def metrics(self) -> dict[str, Any]:
-        """One snapshot of docs/METRICS.md.
+        """A snapshot of docs/METRICS.md, at most a tenth of a second old.
 
         Raises:
             HttpError: the daemon cannot be reached.
         """
-        async with self.connect() as client:
-            return await client.metrics()
+        return await self._snapshots.latest()
 
 
 def _moved(event: Event, first_index: int) -> Event:

@@ -19,6 +19,7 @@ from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import check_admin
 from uma_trio.gateway.limits import Limiter
+from uma_trio.gateway.observation import Observation
 from uma_trio.gateway.tenants import Tenant
 
 COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
@@ -89,6 +90,12 @@ class Call:
         found: str = self.request.scope["state"]["request_id"]
         return found
 
+    @property
+    def observation(self) -> Observation:
+        """What logs and traces will say of the request."""
+        found: Observation = self.request.scope["state"]["observation"]
+        return found
+
     async def read(self, cls: type[T]) -> tuple[T, list[str]]:
         """The body, and a warning for each of its fields that this gateway does not know.
 
@@ -123,7 +130,9 @@ class Call:
 
     def for_daemon(self, **fields: Any) -> dict[str, Any]:
         """A request for the daemon: ``fields`` without those that are ``None``, on behalf of the client."""
-        return {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
+        found = {"id": self.id, **{name: value for name, value in fields.items() if value is not None}}
+        self.observation.fields = found
+        return found
 
     async def ask(self, question: Callable[[Client], Awaitable[R]], *, counts: bool = False) -> R:
         """Ask the daemon something that it answers at once, on a connection of its own.
@@ -142,7 +151,9 @@ class Call:
     def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer) -> Response:
         """Send one request or several to the daemon, and the answers to the client while they are generated."""
         return StreamedAnswer(
-            self.daemon.generate(fields) if isinstance(fields, Mapping) else self.daemon.generate_all(fields),
+            self.observation.watch(
+                self.daemon.generate(fields) if isinstance(fields, Mapping) else self.daemon.generate_all(fields)
+            ),
             renderer,
             refuse=self.refuse,
             keep_alive_s=self.config.http.keep_alive_s,
@@ -153,8 +164,11 @@ class Call:
         found = await whole(self.request.receive, work)
         if found is None:
             raise HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")
+        if isinstance(found, list):
+            self.observation.note(found)
         return found
 
     def refuse(self, error: HttpError) -> Response:
         """The response for an error, in the dialect's form."""
+        self.observation.error_code = error.code
         return json_response(self.endpoint.dialect.error_body(error, self.id), error.status, error.headers)

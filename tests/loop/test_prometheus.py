@@ -1,0 +1,157 @@
+"""Metrics for Prometheus: every figure of a snapshot, under names and in units that Prometheus wants."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+import uma_trio
+from tests.support.serving import Serving, remembering, serving
+from uma_trio.client import Client, ServerError
+from uma_trio.gateway.daemon_metrics import VLLM_HISTOGRAMS, DaemonMetrics
+from uma_trio.gateway.http_metrics import HttpMetrics
+from uma_trio.gateway.metric_names import EXPORTED
+
+DOCS = Path(uma_trio.__file__).parent.parent / "docs"
+
+LEFT_OUT = re.compile(
+    r".*_p\d\d_ms|.*_max_ms|.*_avg|avg_batch|acceptance_rate|bytes_per_token|requests_inter_token_ms|.*pid|"
+    r"kv_offload\.(skipped_total|loaded_tokens_total)|sessions\.journal_.*|gateway\.(rss_bytes|cpu_s)"
+)
+"""Made of other metrics by Prometheus, or of no use over time."""
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def samples(collector: Any) -> Samples:
+    """Read the text that Prometheus would get."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(generate_latest(collector).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    [only] = [each for has, each in found[name] if labels.items() <= has.items()]
+    return only
+
+
+@pytest.fixture
+async def snapshot(autojump_clock, tmp_path) -> dict[str, Any]:
+    """What a daemon says that has served a little of everything."""
+    with remembering(tmp_path) as storage:
+        async with serving(storage=storage) as harness, harness.client() as client:
+            return await _served_a_little(harness, client)
+
+
+async def _served_a_little(harness: Serving, client: Client) -> dict[str, Any]:
+    for n in (3, 5, 7):
+        await client.complete(prompt="hello " * 40, max_tokens=n, keep_alive=True, principal="alice")
+    await client.complete(
+        prompt="a", max_tokens=2, constraint={"regex": "([1-4][0-9]{2} ){3}"}, keep_alive=True, session_id="s"
+    )
+    for fields in ({"max_tokens": 1 << 30}, {"constraint": {"regex": "["}}):
+        with pytest.raises(ServerError):
+            await client.complete(prompt="a", keep_alive=True, **fields)
+    async for _ in client.generate(id="b", prompt="once", max_tokens=1000):
+        await client.cancel("b")
+    found: dict[str, Any] = json.loads(json.dumps(harness.server.snapshot()))
+    found["gateway"] = {"pid": 1, "restarts_total": 0, "rss_bytes": 1000, "cpu_s": 1.5}
+    found["engine"] |= {"rss_bytes": 1000, "cpu_s": 1.5}  # as an engine process says
+    return found
+
+
+async def test_every_figure_is_exported_or_left_out_on_purpose(snapshot):
+    exported = {each.path for each in EXPORTED}
+    fields = [
+        f"{name}.{inner}" if isinstance(value, dict) and name not in exported else name
+        for name, value in snapshot.items()
+        for inner in (value if isinstance(value, dict) else [""])
+    ]
+    missing = {name for name in fields if name not in exported and not LEFT_OUT.fullmatch(name)}
+    assert missing == {"model", "version"}, "give these a row in gateway/metric_names.py"
+
+
+async def test_the_numbers_are_those_of_the_snapshot_in_seconds_and_bytes(snapshot):
+    found = samples(DaemonMetrics(snapshot))
+    model = {"model": "fake"}
+    assert value(found, "uma_up") == 1
+    assert value(found, "uma_daemon_info", version=uma_trio.__version__, **model) == 1
+    assert value(found, "uma_tokens_total", **model) == snapshot["tokens_total"] > 0
+    assert value(found, "uma_requests_total", reason="length") == 4
+    assert value(found, "uma_requests_total", reason="cancelled") == 1
+    assert value(found, "uma_errors_total", code="E_CONSTRAINT_INVALID") == 1
+    assert value(found, "uma_constraints_refused_total") == 1
+    assert value(found, "uma_principal_tokens_total", principal="alice") == 15
+    assert value(found, "uma_kv_used_bytes") == snapshot["kv"]["bytes_used"]
+    ttft = snapshot["histograms"]["ttft_ms"]
+    assert value(found, "uma_time_to_first_token_seconds_sum") == pytest.approx(ttft["sum"] / 1e3)
+    assert value(found, "uma_time_to_first_token_seconds_count") == ttft["count"] == 5
+    assert value(found, "uma_time_to_first_token_seconds_bucket", le="+Inf") == 5
+    buckets = [(float(has["le"]), n) for has, n in found["uma_time_to_first_token_seconds_bucket"]][:-1]
+    assert buckets == [(ms / 1e3, n) for ms, n in zip(ttft["bounds"], ttft["counts"], strict=True)]
+
+
+async def test_names_are_as_prometheus_wants_them(snapshot):
+    for family in DaemonMetrics(snapshot, for_vllm=True).collect():
+        assert family.documentation.endswith("."), family.name
+        assert re.fullmatch(r"(uma_|vllm:)[a-z0-9_]+", family.name)
+        assert "_ms" not in family.name
+        for sample in family.samples:
+            assert sample.name.endswith(("_total", "_bucket", "_count", "_sum", "_info")) == (
+                family.type not in ("gauge",)
+            )
+
+
+def test_without_a_daemon_only_its_absence_is_exported():
+    assert samples(DaemonMetrics(None, for_vllm=True)) == {"uma_up": [({}, 0.0)]}
+
+
+async def test_dashboards_for_vllm_find_their_names(snapshot):
+    assert not any(name.startswith("vllm:") for name in samples(DaemonMetrics(snapshot)))
+    found = samples(DaemonMetrics(snapshot, for_vllm=True))
+    model = {"model_name": "fake"}
+    assert value(found, "vllm:prompt_tokens_total", **model) == (
+        snapshot["prompt_tokens_total"] + snapshot["cached_tokens_total"]
+    )
+    assert value(found, "vllm:generation_tokens_total", **model) == snapshot["tokens_total"]
+    assert value(found, "vllm:prefix_cache_hits_total", **model) == snapshot["cached_tokens_total"] > 0
+    by_reason = {has["finished_reason"]: n for has, n in found["vllm:request_success_total"]}
+    assert by_reason == {"stop": 0, "length": 4, "abort": 1}
+    assert 0 <= value(found, "vllm:kv_cache_usage_perc", **model) <= 1
+    for name in ("num_requests_running", "num_requests_waiting", "gpu_cache_usage_perc", "num_preemptions_total"):
+        assert value(found, f"vllm:{name}", **model) >= 0
+    for name in VLLM_HISTOGRAMS:
+        assert value(found, f"vllm:{name}_bucket", le="+Inf", **model) == value(found, f"vllm:{name}_count")
+
+
+async def test_the_dashboard_shows_only_what_is_exported(snapshot):
+    exported = samples(DaemonMetrics(snapshot)) | samples(_used().registry)
+    board = json.loads((DOCS / "grafana" / "uma-trio.json").read_text())
+    expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    expressions += [each["definition"] for each in board["templating"]["list"] if each["type"] == "query"]
+    assert len(expressions) > 40
+    for text in expressions:
+        names = re.findall(r"\b(?:uma|process)_\w+", text)
+        assert names, text
+        assert set(names) <= set(exported), text
+        for by in re.findall(r"by \(([^)]*)\)", text):
+            labels = {label for name in names for has, _ in exported[name] for label in has}
+            assert set(by.split(", ")) <= labels, text
+        assert text.count("(") == text.count(")")
+
+
+def _used() -> HttpMetrics:
+    """Metrics of a gateway that has answered a request."""
+    metrics = HttpMetrics()
+    metrics.requests.labels("/healthz", "openai", "200").inc()
+    metrics.duration.labels("/healthz", "openai").observe(0.1)
+    metrics.response_start.labels("/healthz", "openai").observe(0.1)
+    return metrics

@@ -1,0 +1,141 @@
+"""Watches every HTTP request from outside: counts it, logs it, traces it.
+
+Endpoints add what only they know to the request's ``Observation``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Final, Protocol
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from uma_trio.config import Http
+from uma_trio.gateway.endpoint import Endpoint
+from uma_trio.gateway.http_metrics import HttpMetrics
+from uma_trio.gateway.observation import NO_ROUTE, Observation
+from uma_trio.gateway.tenants import Tenant
+
+log = structlog.get_logger("uma_trio.gateway")
+access_log = structlog.get_logger("uma_trio.gateway.access")
+
+STREAMS: Final = (b"text/event-stream", b"application/x-ndjson")
+
+
+class Tracer(Protocol):
+    """Gets each observation when its request has ended."""
+
+    def record(self, observation: Observation) -> None: ...
+
+
+def observed(app: ASGIApp, metrics: HttpMetrics, endpoints: Iterable[Endpoint], settings: Http) -> ASGIApp:
+    """``app`` with its requests observed, counted in ``metrics``."""
+    dialects = {(endpoint.method, endpoint.path): endpoint.dialect.name for endpoint in endpoints}
+    return Observe(app, metrics, dialects, logs=settings.access_log, tracer=_tracer(settings))
+
+
+def _tracer(settings: Http) -> Tracer | None:
+    """What sends traces; ``None`` if none are wanted, or the extra is not there."""
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from uma_trio.gateway.tracing import otlp_tracer
+    except ModuleNotFoundError as error:
+        log.warning("no traces are sent: pip install 'uma-trio[otel]'", missing=error.name)
+        return None
+    return otlp_tracer(settings.otlp_endpoint)
+
+
+class Observe:
+    """Observes all requests to ``app``.
+
+    Args:
+        dialects: name of the dialect by method and route.
+        logs: write a line for each request.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: HttpMetrics,
+        dialects: Mapping[tuple[str, str], str],
+        *,
+        logs: bool,
+        tracer: Tracer | None,
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._dialects = dialects
+        self._logs = logs
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        seen = Observation(state["request_id"], scope["method"], scope["headers"])
+        state["observation"] = seen
+        began = time.perf_counter()
+        started: float | None = None
+
+        async def observed_send(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = time.perf_counter()
+                seen.status = message["status"]
+                content_type = dict(message["headers"]).get(b"content-type", b"")
+                seen.is_stream = content_type.startswith(STREAMS)
+                if seen.is_stream:
+                    self._metrics.streams.inc()
+            await send(message)
+
+        self._metrics.in_flight.inc()
+        try:
+            await self._app(scope, receive, observed_send)
+        finally:
+            self._metrics.in_flight.dec()
+            if seen.is_stream:
+                self._metrics.streams.dec()
+            route = scope.get("route")
+            seen.route = NO_ROUTE if route is None else route.path
+            seen.dialect = self._dialects.get((seen.method, seen.route), "")
+            tenant: Tenant | None = state.get("tenant")
+            seen.tenant = None if tenant is None else tenant.name
+            self._end(seen, began, started)
+
+    def _end(self, seen: Observation, began: float, started: float | None) -> None:
+        ended = time.perf_counter()
+        seen.ended_ns = seen.began_ns + round(1e9 * (ended - began))
+        labels = seen.route, seen.dialect
+        self._metrics.requests.labels(*labels, str(seen.status)).inc()
+        self._metrics.duration.labels(*labels).observe(ended - began)
+        if started is not None:
+            self._metrics.response_start.labels(*labels).observe(started - began)
+        if self._logs:
+            _log(seen, ended - began)
+        if self._tracer is not None:
+            self._tracer.record(seen)
+
+
+def _log(seen: Observation, duration_s: float) -> None:
+    usages = [end.event.usage for end in seen.ends]
+    access_log.info(
+        "http",
+        id=seen.request_id,
+        session=seen.fields.get("session_id"),
+        tenant=seen.tenant,
+        method=seen.method,
+        route=seen.route,
+        dialect=seen.dialect or None,
+        status=seen.status,
+        duration_ms=round(1e3 * duration_s, 3),
+        stream=seen.is_stream,
+        prompt_tokens=usages[0].prompt_tokens if usages else None,
+        tokens=sum(usage.completion_tokens for usage in usages) if usages else None,
+        reason=seen.ends[0].event.reason if seen.ends else None,
+        code=seen.error_code,
+    )
