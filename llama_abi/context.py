@@ -14,7 +14,7 @@ from llama_abi.errors import LlamaError, StaleLogits
 from llama_abi.handles import Handle
 from llama_abi.model import Model
 from llama_abi.options import ContextOptions
-from llama_abi.types import MACROS, ggml_abort_callback
+from llama_abi.types import MACROS, POOLING_TYPE, ggml_abort_callback
 
 INT32_MAX = 2**31 - 1
 
@@ -114,7 +114,11 @@ class Context(Handle):
         self.n_batch = int(self._c.llama_n_batch(pointer))
         self.n_ubatch = int(self._c.llama_n_ubatch(pointer))
         self.n_seq_max = int(self._c.llama_n_seq_max(pointer))
-        self._max_batch_tokens = self.n_batch if self._c.llama_get_causal_attn(pointer) else self.n_ubatch
+        self.is_causal = bool(self._c.llama_get_causal_attn(pointer))
+        """Whether tokens attend to earlier ones only, so that a sequence can be computed in parts."""
+        self.pools = self._c.llama_pooling_type(pointer) != POOLING_TYPE["LLAMA_POOLING_TYPE_NONE"]
+        """Whether llama.cpp makes one embedding of those of a sequence's tokens."""
+        self._max_batch_tokens = self.n_batch if self.is_causal else self.n_ubatch
 
     # ── decoding ────────────────────────────────────────────────────────────────────────────
 
@@ -196,6 +200,37 @@ class Context(Handle):
         address = ctypes.cast(self._c.llama_get_logits(pointer), ctypes.c_void_p).value
         memory = (ctypes.c_float * (wanted * width)).from_address(address or 0)
         return LogitsView(self, np.frombuffer(memoryview(memory), np.float32).reshape(wanted, width))
+
+    def embeddings(self) -> npt.NDArray[np.float32]:
+        """A copy of the last decode's embeddings, ``[n, n_embd_out]``: one row for each token, in batch order.
+
+        Blocks until they are computed. The context needs the option ``embeddings`` and must not pool, and the batch
+        needs logits of all tokens.
+
+        Raises:
+            LlamaError: the context has other options, or the last decode did not return ``OK``.
+        """
+        if not self.options.embeddings or self.pools or not self._rows:
+            raise LlamaError(
+                "there are no embeddings of tokens: the context was not made for them, or nothing is decoded"
+            )
+        return self._copied(self._c.llama_get_embeddings(self._pointer), self._rows)
+
+    def pooled_embedding(self, seq: int) -> npt.NDArray[np.float32]:
+        """A copy of the pooled embedding of ``seq``, ``[n_embd_out]``, over its tokens in the last pass.
+
+        Raises:
+            LlamaError: the context does not pool, or ``seq`` was not in the last decode.
+        """
+        [vector] = self._copied(self._c.llama_get_embeddings_seq(self._pointer, self._seq(seq)), 1)
+        return np.asarray(vector, np.float32)
+
+    def _copied(self, pointer: Any, rows: int) -> npt.NDArray[np.float32]:
+        """A copy of rows of embeddings."""
+        width = self.model.n_embd_out
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        memory = (ctypes.c_float * (rows * width)).from_address(address or 0)
+        return np.array(memory, np.float32).reshape(rows, width)
 
     def _has_logits(self, index: int) -> bool:
         return self._rows > 0 and 0 <= index < len(self._outputs) and bool(self._outputs[index])

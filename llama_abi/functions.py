@@ -31,6 +31,7 @@ FUNCTIONS = """
     const struct llama_vocab * llama_model_get_vocab(const struct llama_model * model);             // !null
     int32_t      llama_model_n_ctx_train(const struct llama_model * model);
     int32_t      llama_model_n_embd(const struct llama_model * model);
+    int32_t      llama_model_n_embd_out(const struct llama_model * model);
     int32_t      llama_model_n_layer(const struct llama_model * model);
     int32_t      llama_model_n_head(const struct llama_model * model);
     int32_t      llama_model_n_head_kv(const struct llama_model * model);
@@ -60,6 +61,7 @@ FUNCTIONS = """
     void         llama_set_n_threads(struct llama_context * ctx, int32_t n_threads, int32_t n_threads_batch);
     int32_t      llama_n_threads(struct llama_context * ctx);
     int32_t      llama_n_threads_batch(struct llama_context * ctx);
+    enum llama_pooling_type llama_pooling_type(const struct llama_context * ctx);
     bool         llama_get_causal_attn(const struct llama_context * ctx);
     void         llama_set_abort_callback(struct llama_context * ctx, ggml_abort_callback abort_callback, void * abort_callback_data);
 
@@ -82,6 +84,8 @@ FUNCTIONS = """
     int32_t      llama_decode(struct llama_context * ctx, struct llama_batch batch);
     void         llama_synchronize(struct llama_context * ctx);
     float *      llama_get_logits(struct llama_context * ctx);                                      // !null
+    float *      llama_get_embeddings(struct llama_context * ctx);                                  // !null
+    float *      llama_get_embeddings_seq(struct llama_context * ctx, llama_seq_id seq_id);         // !null
 
     // vocabulary
     enum llama_vocab_type llama_vocab_type(const struct llama_vocab * vocab);

@@ -105,6 +105,11 @@ class Model(Handle):
         return int(self._c.llama_model_n_embd(self._pointer))
 
     @property
+    def n_embd_out(self) -> int:
+        """Width of an embedding."""
+        return int(self._c.llama_model_n_embd_out(self._pointer))
+
+    @property
     def n_layer(self) -> int:
         """Number of layers."""
         return int(self._c.llama_model_n_layer(self._pointer))

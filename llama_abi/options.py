@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from llama_abi.types import FLASH_ATTN_TYPE, KV_TYPE
+from llama_abi.types import FLASH_ATTN_TYPE, KV_TYPE, POOLING_TYPE
 
 UINT32_MAX = 2**32 - 1
 INT32_MAX = 2**31 - 1
@@ -17,6 +17,7 @@ FLASH_ATTN = {
     "off": FLASH_ATTN_TYPE["LLAMA_FLASH_ATTN_TYPE_DISABLED"],
     "on": FLASH_ATTN_TYPE["LLAMA_FLASH_ATTN_TYPE_ENABLED"],
 }
+POOLING = {name.removeprefix("LLAMA_POOLING_TYPE_").lower(): value for name, value in POOLING_TYPE.items()}
 
 
 def _count(low: int = 0, high: int = UINT32_MAX) -> Any:
@@ -47,6 +48,11 @@ class ContextOptions:
     """Type of the values in the KV cache. A quantized type needs flash attention."""
     flash_attn: str = attrs.field(default="auto", validator=attrs.validators.in_(tuple(FLASH_ATTN)))
     """``auto``, ``on`` or ``off``."""
+    embeddings: bool = False
+    """Compute embeddings of all tokens as well as logits."""
+    pooling: str = attrs.field(default="unspecified", validator=attrs.validators.in_(tuple(POOLING)))
+    """How the embeddings of a sequence's tokens become one, from ``POOLING``. ``none``: they do not. ``unspecified``:
+    as the model says. llama.cpp pools over the tokens of one pass, so a sequence must fit into ``n_ubatch``."""
     offload_kqv: bool = True
     """Put the KV cache and attention on the device."""
     op_offload: bool = True
@@ -71,6 +77,8 @@ class ContextOptions:
                 setattr(params, name, KV_TYPES[value])
             elif name == "flash_attn":
                 params.flash_attn_type = FLASH_ATTN[value]
+            elif name == "pooling":
+                params.pooling_type = POOLING[value]
             else:
                 setattr(params, name, value)
         return params

@@ -100,6 +100,18 @@ FLASH_ATTN_TYPE = C.enum(
 """,
 )
 
+POOLING_TYPE = C.enum(
+    "llama_pooling_type",
+    """
+    LLAMA_POOLING_TYPE_UNSPECIFIED = -1,
+    LLAMA_POOLING_TYPE_NONE = 0,
+    LLAMA_POOLING_TYPE_MEAN = 1,
+    LLAMA_POOLING_TYPE_CLS  = 2,
+    LLAMA_POOLING_TYPE_LAST = 3,
+    LLAMA_POOLING_TYPE_RANK = 4,
+""",
+)
+
 LOAD_MODE = C.enum(
     "llama_load_mode",
     """

@@ -24,7 +24,7 @@ import contextlib
 import difflib
 import itertools
 import socket as sockets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard, TypeVar
 
@@ -37,6 +37,7 @@ from uma_trio.errors import ProtocolError
 from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.messages import (
+    Embeddings,
     Eos,
     Event,
     Failure,
@@ -67,6 +68,7 @@ __all__ = [
     "BrokenProtocol",
     "Client",
     "ClientError",
+    "Embeddings",
     "Eos",
     "Event",
     "Failure",
@@ -190,11 +192,12 @@ class Client:
                 ``receive`` returns them.
             BrokenProtocol: the connection ended before the answer.
         """
-        async for batch in self.generate_batches(**fields):
-            for event in batch:
-                yield event
+        async with contextlib.aclosing(self.generate_batches(**fields)) as batches:
+            async for batch in batches:
+                for event in batch:
+                    yield event
 
-    async def generate_batches(self, **fields: Any) -> AsyncIterator[list[Event]]:
+    async def generate_batches(self, **fields: Any) -> AsyncGenerator[list[Event], None]:
         """Like ``generate``, but yields lists: all events that have arrived together.
 
         Raises:
@@ -308,9 +311,31 @@ class Client:
         """
         return await self._ask({"type": "health", **fields}, Health)
 
+    async def embed(self, input: Sequence[str | Sequence[int]], **fields: Any) -> Embeddings:
+        """Return the embeddings of texts, or of lists of tokens, in their order.
+
+        Args:
+            fields: further fields of a request for embeddings in docs/PROTOCOL.md.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+            BrokenProtocol: the connection ended before the answer, or the request was cancelled.
+        """
+        texts = [text if isinstance(text, str) else [*text] for text in input]
+        answer = await self._ask({"type": "embed", "input": texts, **fields}, Embeddings)
+        found = [*answer.embeddings]
+        while answer.more:
+            answer = await self._expect(Embeddings)
+            found += answer.embeddings
+        return attrs.evolve(answer, embeddings=found)
+
     async def _ask(self, query: Mapping[str, Any], expected: type[AnswerEvent]) -> AnswerEvent:
         """Send a query that is answered with one event, and return that."""
         await self.send(query)
+        return await self._expect(expected)
+
+    async def _expect(self, expected: type[AnswerEvent]) -> AnswerEvent:
+        """Wait for the next event, which is an ``expected`` one or an error."""
         match event := await self.receive():
             case Failure():
                 raise ServerError(event)

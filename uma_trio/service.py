@@ -27,6 +27,7 @@ from uma_trio.protocol.chat import NamedTool
 from uma_trio.protocol.messages import (
     Capability,
     Constraint,
+    Embed,
     Eos,
     Generate,
     HealthCheck,
@@ -40,6 +41,7 @@ from uma_trio.protocol.messages import (
     Usage,
 )
 from uma_trio.sampling import CallMarkers, sampling_defaults
+from uma_trio.serving.embedding import PendingEmbeddings, cancelled
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
 from uma_trio.serving.stats import log_request
@@ -96,6 +98,10 @@ class ModelService:
         """A request that has not begun: see ``Generation.run``."""
         return Generation(self, request, principal, sink)
 
+    def embedding(self, request: Embed, principal: Principal, sink: EventSink) -> Embedding:
+        """A request for embeddings that has not begun: see ``Embedding.run``."""
+        return Embedding(self, request, principal, sink)
+
     async def answer_sessions(self, query: SessionQuery, principal: Principal) -> Iterable[SessionList | Transcript]:
         """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
 
@@ -119,6 +125,7 @@ class ModelService:
             "completion": True,
             "chat": self.has_chat_template,
             "reasoning": self._prompts.reasoning is not None,
+            "embedding": info.can_embed,
         }
         return ModelDescription(
             name=self.name,
@@ -131,7 +138,7 @@ class ModelService:
             context_per_request=info.max_request_tokens,
             parallel=info.n_seq_max,
             capabilities=[name for name, has in capabilities.items() if has],
-            embedding_length=info.n_embd,
+            embedding_length=info.n_embd_out,
             chat_template=model.template_source,
             created_at=model.written_at,
         )
@@ -371,6 +378,63 @@ def quantization(description: str) -> str | None:
         return None
     kind, size = found.groups()
     return f"{kind}_{size[0]}" if size else str(kind)
+
+
+class Embedding:
+    """One request for embeddings while it is served."""
+
+    def __init__(self, service: ModelService, request: Embed, principal: Principal, sink: EventSink) -> None:
+        self.service = service
+        self.request = request
+        self._principal = principal
+        self._sink = sink
+        self._scope = trio.CancelScope()
+        self._pending: PendingEmbeddings | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
+        return self._pending is not None and self._pending.done.is_set()
+
+    def cancel(self) -> None:
+        """End the request: the cancel event of the protocol."""
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Serve the request until its last event has gone to the sink, or it is cancelled.
+
+        Raises:
+            UmaError: the request was refused, and nothing was sent.
+        """
+        scheduler, limit_s = self.service._scheduler, self.service._limits.request_timeout_s
+        began = trio.current_time()
+        with self._scope:
+            if self.service._draining:
+                raise ShuttingDown("the server is shutting down")
+            try:
+                texts = await self.service._prompts.texts(self.request, scheduler.info.embedding_ctx)
+            except trio.Cancelled:
+                self._sink.send(cancelled(self.request, began, Usage(prompt_tokens=0, completion_tokens=0)))
+                raise
+            self._pending = pending = scheduler.embed(self.request, texts, self._sink, self._principal)
+            ending: UmaError | None = None
+            try:
+                with trio.move_on_at(began + limit_s) as timer:
+                    await pending.done.wait()
+                if timer.cancelled_caught:
+                    ending = RequestTimeout(f"not done after {limit_s:g} s")
+            finally:
+                if self.service._draining and not self._scope.cancel_called:
+                    ending = ShuttingDown("the server is shutting down")
+                scheduler.cancel_embedding(pending, ending)  # does nothing to one that has ended
+                log.info(
+                    "embedded",
+                    id=self.request.id,
+                    model=self.service.name,
+                    texts=pending.n_done,
+                    tokens=pending.n_tokens,
+                    total_ms=round(1e3 * (trio.current_time() - began), 1),
+                )
 
 
 class ModelRegistry:

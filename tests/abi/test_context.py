@@ -478,3 +478,43 @@ class TestContext:
             with Context(model, ContextOptions(n_ctx=256, n_seq_max=2)) as context:
                 decode(context, PROMPT)
         assert model._resource.children == 0
+
+
+class TestEmbeddings:
+    def options(self, pooling: str) -> ContextOptions:
+        return ContextOptions(
+            n_ctx=256, n_batch=64, n_ubatch=64, n_seq_max=2, kv_unified=True, embeddings=True, pooling=pooling
+        )
+
+    def decoded(self, context: Context) -> None:
+        batch = Batch(64)
+        batch.add(PROMPT, pos=0, seq=0, logits="all")
+        batch.add(OTHER, pos=0, seq=1, logits="all")
+        assert context.decode(batch) == llama_abi.OK
+
+    def test_pooled_by_llama_cpp_and_by_hand(self, model: Model) -> None:
+        with Context(model, self.options("none")) as context:
+            self.decoded(context)
+            rows = context.embeddings()
+        assert rows.shape == (len(PROMPT) + len(OTHER), model.n_embd_out)
+        first, second = rows[: len(PROMPT)], rows[len(PROMPT) :]
+        for pooling, expected in (
+            ("mean", (first.mean(axis=0), second.mean(axis=0))),
+            ("cls", (first[0], second[0])),
+            ("last", (first[-1], second[-1])),
+        ):
+            with Context(model, self.options(pooling)) as context:
+                self.decoded(context)
+                for seq in (0, 1):
+                    np.testing.assert_allclose(context.pooled_embedding(seq), expected[seq], atol=1e-4)
+
+    def test_there_are_none_without_the_options(self, context: Context, model: Model) -> None:
+        decode(context, PROMPT)
+        with pytest.raises(LlamaError, match="no embeddings"):
+            context.embeddings()
+        with Context(model, self.options("none")) as tokens:
+            with pytest.raises(LlamaError, match="no embeddings"):
+                tokens.embeddings()
+            self.decoded(tokens)
+            with pytest.raises(LlamaError):
+                tokens.pooled_embedding(0)

@@ -21,11 +21,11 @@ FIELDS = (
     *("stream", "echo", "keep_alive", "cache_prompt", "speculate", "slo", "metadata", "event", "type", "unknown", ""),
     *("n", "min_p", "repetition_penalty", "repeat_last_n", "frequency_penalty", "presence_penalty", "logit_bias"),
     *("logprobs", "stop_token_ids", "return_full_text", "parse_special", "session_id", "n_keep", "model", "principal"),
-    *("principal_weight", "principal_max_requests", "text", "tokens", "add_special"),
+    *("principal_weight", "principal_max_requests", "text", "tokens", "add_special", "input", "dimensions"),
 )  # fmt: skip
 INTERESTING = (
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),
-    *(0.0, -0.0, 0.5, 1.0, 1e-320, 1e308, -1.5, "", "a", "cancel", "generate", "metrics", "tokenize", "models", "health", "user", "interactive"),
+    *(0.0, -0.0, 0.5, 1.0, 1e-320, 1e308, -1.5, "", "a", "cancel", "generate", "metrics", "tokenize", "embed", "models", "health", "user", "interactive"),
     *("é", "🦊", "\0", "\u2028", "\ufeff", "x" * 300, [], {}, [[]], {"k": "v"}, [None], ["a"] * 17),
 )  # fmt: skip
 BYTES = b'\0\x01{}[]",:\\\xff\xa0\xbf\x9f\xc0\xfb\x7f\x80\xed'

@@ -16,7 +16,7 @@ def make(library):
     made = []
 
     def make(*, n_ctx, n_seq_max, n_batch):
-        settings = config.Model(ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1)
+        settings = config.Model(ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1, embedding_ctx=256)
         made.append(LlamaEngine(EMBEDDED, settings))
         return made[-1]
 

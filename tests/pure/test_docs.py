@@ -24,6 +24,8 @@ from uma_trio.protocol.codec import ClientCodec, ServerCodec
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import (
     Cancel,
+    Embed,
+    Embeddings,
     Eos,
     Failure,
     Generate,
@@ -97,6 +99,8 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("A request for text", Generate, set()),
         ("Cancel", Cancel, {"event"}),
         ("Metrics query", MetricsQuery, {"type"}),
+        ("A request for embeddings", Embed, {"type"}),
+        ("embeddings", Embeddings, {"event"}),
         ("Session query", SessionQuery, {"type"}),
         ("Tokenize query", TokenizeQuery, {"type"}),
         ("Models query", ModelsQuery, {"type"}),
@@ -124,6 +128,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
         ("A request for text", Generate),
         ("Cancel", Cancel),
         ("Metrics query", MetricsQuery),
+        ("A request for embeddings", Embed),
         ("Session query", SessionQuery),
         ("Tokenize query", TokenizeQuery),
         ("Models query", ModelsQuery),
@@ -213,6 +218,7 @@ EVENTS = {
     "tokens": TokenList,
     "models": ModelList,
     "health": Health,
+    "embeddings": Embeddings,
 }
 
 
@@ -241,7 +247,7 @@ def test_the_codec_accepts_every_json_example() -> None:
             assert set(fields) <= known
             kinds.add(type(message))
     queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery, HealthQuery}
-    assert kinds == {Generate, Cancel, *queries, *EVENTS.values()}
+    assert kinds == {Generate, Embed, Cancel, *queries, *EVENTS.values()}
 
 
 def test_the_frames_decode_to_the_examples() -> None:
@@ -359,6 +365,7 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | {"kv.evicted_total", "kv.bytes", "kv.bytes_used", "kv.bytes_reserved"}
         | {f"kv_offload.{name}" for name in OffloadMetrics().snapshot()}
         | {"kv_offload.disk_bytes"}
+        | {f"embeddings.{name}" for name in keys_of_snapshot("uma_trio/serving/embedding.py", "EmbeddingQueue")}
         | {f"histograms.{name}" for name in Telemetry().snapshot()["histograms"]}
         | {f"constraints.{name}" for name in keys_of_snapshot("uma_trio/grammar/compiler.py", "GrammarCompiler")}
         | {f"principals.NAME.{name}" for name in PrincipalMetrics().snapshot(["a"])["a"]}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.support.state_files import memory_file
-from uma_trio.engine.messages import EngineError, SampleRequest, Step, StepInput
+from uma_trio.engine.messages import EmbeddingInput, EngineError, SampleRequest, Step, StepInput
 from uma_trio.kv.ops import CopyPrefix, LoadState, MeasureState, SaveState, Truncate
 from uma_trio.sampling import Bias, Past, SamplingParams
 
@@ -577,3 +577,107 @@ def test_a_state_outlives_a_reset(engine, prompts, new_file):
     engine.reset()
     assert not engine.step(Step([LoadState(3, at, fd, 0, n_bytes)])).refused
     assert engine.step(step(prefill_input(3, prompts[1], at))).tokens == tuple(expected)
+
+
+# -- texts to embed -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def embedding(engine):
+    if not engine.info.can_embed:
+        pytest.skip("this model gives no embeddings")
+    return engine
+
+
+def whole(tokens, seq_id=0):
+    return EmbeddingInput(seq_id, 0, tokens, len(tokens))
+
+
+def embed(engine, *inputs):
+    """The embeddings of the texts that end in ``inputs``."""
+    output = engine.step(Step(embeddings=inputs))
+    assert output.embedding_failure is None
+    assert output.embedding_ms >= 0
+    assert output.embedding_bytes > 0
+    return output.embeddings
+
+
+def long_text(engine, prompts, n):
+    """``n`` tokens."""
+    tokens = [token for prompt in prompts for token in prompt]
+    return (tokens * n)[:n]
+
+
+def test_info_about_embeddings(embedding):
+    info = embedding.info
+    assert info.n_embd_out > 0
+    assert 0 < info.embedding_batch <= info.n_batch
+    assert info.embedding_ctx > info.embedding_batch
+
+
+def test_an_embedding_has_length_one_and_depends_on_its_text_alone(embedding, prompts):
+    found = [embed(embedding, whole(prompt))[0] for prompt in prompts]
+    for vector in found:
+        assert vector.shape == (embedding.info.n_embd_out,)
+        assert vector.dtype == np.float32
+        assert vector @ vector == pytest.approx(1, abs=1e-5)
+    assert abs(found[0] @ found[1]) < 0.9999
+    assert np.allclose(embed(embedding, whole(prompts[0], seq_id=3))[0], found[0], atol=1e-3)
+
+
+def test_texts_together_are_embedded_as_alone(embedding, prompts):
+    alone = [embed(embedding, whole(prompt))[0] for prompt in prompts]
+    together = embed(embedding, *[whole(prompt, seq_id) for seq_id, prompt in enumerate(prompts)])
+    assert len(together) == len(prompts)
+    for one, other in zip(alone, together, strict=True):
+        assert np.allclose(one, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_text_in_chunks_is_embedded_as_a_whole(embedding, prompts, chunk):
+    text = long_text(embedding, prompts, 30)
+    [expected] = embed(embedding, whole(text))
+    for at in range(0, len(text), chunk):
+        part = EmbeddingInput(2, at, text[at : at + chunk], len(text))
+        others = [whole(prompts[0], 5)] if part.is_last else []
+        found = embed(embedding, part, *others)
+        assert len(found) == part.is_last + len(others)
+    assert np.allclose(found[0], expected, atol=1e-3)
+
+
+def test_the_longest_text(embedding, prompts):
+    info = embedding.info
+    text = long_text(embedding, prompts, info.embedding_ctx)
+    for at in range(0, len(text), info.embedding_batch):
+        found = embed(embedding, EmbeddingInput(0, at, text[at : at + info.embedding_batch], len(text)))
+    assert len(found) == 1
+    assert len(embed(embedding, whole(prompts[0]))) == 1, "a short text after it"
+
+
+def test_a_text_that_does_not_go_on_is_forgotten(embedding, prompts):
+    [expected] = embed(embedding, whole(prompts[0]))
+    embed(embedding, EmbeddingInput(0, 0, prompts[1], 100))
+    assert np.allclose(embed(embedding, whole(prompts[0]))[0], expected, atol=1e-3)
+    output = embedding.step(Step(embeddings=[EmbeddingInput(0, len(prompts[1]), prompts[1], 100)]))
+    assert not len(output.embeddings)
+    assert output.embedding_failure
+    assert np.allclose(embed(embedding, whole(prompts[0]))[0], expected, atol=1e-3)
+
+
+def test_texts_to_embed_next_to_streams_change_neither(embedding, prompts):
+    expected = alone(embedding, prompts[0], 6)
+    [vector] = embed(embedding, whole(prompts[1]))
+    answer = list(embedding.step(step(prefill_input(0, prompts[0]))).tokens)
+    while len(answer) < 6:
+        decode = StepInput(0, len(prompts[0]) + len(answer) - 1, answer[-1:], [greedy(len(answer))])
+        output = embedding.step(Step([], [[decode]], embeddings=[whole(prompts[1])]))
+        answer += output.tokens
+        assert np.allclose(output.embeddings[0], vector, atol=1e-3)
+    assert answer == expected
+    assert embedding.used_cells() == {0: len(prompts[0]) + 5}, "texts take no cells of streams"
+
+
+def test_embeddings_after_a_reset(embedding, prompts):
+    [expected] = embed(embedding, whole(prompts[0]))
+    embedding.reset()
+    assert np.allclose(embed(embedding, whole(prompts[0]))[0], expected, atol=1e-3)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import trio
 
 from uma_trio import config
@@ -25,7 +26,9 @@ from uma_trio.engine.link import KnownGrammars
 from uma_trio.engine.masks import MaskBuffer
 from uma_trio.engine.messages import (
     MASK_LATE,
+    MAX_EMBEDDING_SEQUENCES,
     DefineGrammar,
+    EmbeddingInput,
     EngineDied,
     EngineError,
     LayoutReport,
@@ -58,6 +61,7 @@ from uma_trio.kv.ops import (
 from uma_trio.sampling import NO_TOKEN, SamplingParams, TokenLogprobs
 
 N_VOCAB = 1000
+EMBEDDING_WIDTH = 8
 EOG = 0
 STATE_BYTES = 12_288
 """Size of one token in a saved state."""
@@ -162,6 +166,14 @@ def fake_vocabulary() -> Vocabulary:
     return Vocabulary(tokens, [EOG], [EOG], None, encode)
 
 
+def expected_embedding(tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """The embedding of a text: how often it has tokens of each remainder, and its last token."""
+    counts = np.bincount(np.asarray(tokens) % (EMBEDDING_WIDTH - 1), minlength=EMBEDDING_WIDTH).astype(np.float64)
+    counts[-1] = tokens[-1]
+    vector: npt.NDArray[np.float32] = (counts / np.sqrt(counts @ counts)).astype(np.float32)
+    return vector
+
+
 class FakeEngine:
     """See ``messages.Engine``.
 
@@ -184,6 +196,7 @@ class FakeEngine:
         repeats: int = 0,
         can_truncate: bool = True,
         checkpoints: int | None = None,
+        can_embed: bool = True,
     ) -> None:
         self.info = ModelInfo(
             name="fake",
@@ -198,6 +211,11 @@ class FakeEngine:
             size_bytes=1,
             n_params=1,
             unified=unified,
+            n_embd=EMBEDDING_WIDTH,
+            n_embd_out=EMBEDDING_WIDTH,
+            can_embed=can_embed,
+            embedding_ctx=512,
+            embedding_batch=min(128, n_batch),
             can_truncate=can_truncate,
             state_can_truncate=can_truncate,
             max_checkpoints=0 if can_truncate else MAX_PER_SEQUENCE * n_seq_max if checkpoints is None else checkpoints,
@@ -220,6 +238,9 @@ class FakeEngine:
         self._aborted = False
         self._masks_ready = False
         self._cache: dict[int, SequenceContent] = {}
+        self._texts: dict[int, list[int]] = {}
+        self.embedding_failure: str | None = None
+        """The next texts to embed fail with this reason."""
         self.masks: MaskBuffer | None = None
         self.is_async = False
         self.checkpoints: dict[int, tuple[int, int]] = {}
@@ -259,17 +280,25 @@ class FakeEngine:
         self._grammar_failures: list[tuple[int, str]] = []
         self._forced: list[tuple[int, Sequence[int]]] = []
         inputs = [each for call in step.calls for each in call]
-        copied = {"copied_ms": copied_ms, "saved_bytes": saved_bytes, "refused": refused, "state_sizes": sizes}
-        if not inputs:
+        copied: dict[str, Any] = {
+            "copied_ms": copied_ms,
+            "saved_bytes": saved_bytes,
+            "refused": refused,
+            "state_sizes": sizes,
+        }
+        if not inputs and not step.embeddings:
             return StepOutput(number=step.number, **copied)
         failure, self.fail_next = self.fail_next, None
         if self._aborted:
             failure = EngineError("aborted")
-        if self.poison is not None and any(self.poison in each.tokens for each in inputs):
+        if self.poison is not None and any(self.poison in each.tokens for each in [*inputs, *step.embeddings]):
             failure = EngineDied("poisoned")
         if failure is not None:
             self.cost_of_last_ms = self.cost_ms(0, len(inputs))
             raise failure
+        copied |= self._embed(step.embeddings)
+        if not inputs:
+            return StepOutput(number=step.number, **copied)
         sampled = []
         samples = [sample for each in inputs for sample in each.samples]
         for call in step.calls:
@@ -295,12 +324,37 @@ class FakeEngine:
         return StepOutput(
             tuple(sampled),
             step.number,
-            decode_ms=self.cost_of_last_ms - copied_ms,
+            decode_ms=self.cost_of_last_ms - copied_ms - copied.get("embedding_ms", 0.0),
             scores=scores if any(scores) else (),
             forced=self._forced,
             grammar_failures=self._grammar_failures,
             **copied,
         )
+
+    def _embed(self, inputs: Sequence[EmbeddingInput]) -> dict[str, Any]:
+        """What a step reports of the texts in it."""
+        if not inputs:
+            return {}
+        n_tokens = sum(len(each.tokens) for each in inputs)
+        going_on = {each.seq_id for each in inputs if each.position}
+        if len(going_on) > 1 or n_tokens > self.info.embedding_batch or len(inputs) > MAX_EMBEDDING_SEQUENCES:
+            raise EngineError(f"{len(inputs)} texts to embed of {n_tokens} tokens, and {len(going_on)} go on")
+        ms = self.cost_ms(n_tokens, 0)
+        self.cost_of_last_ms += ms
+        self._texts = {seq_id: text for seq_id, text in self._texts.items() if seq_id in going_on}
+        vectors = []
+        failure, self.embedding_failure = self.embedding_failure, None
+        for each in inputs:
+            text = self._texts.setdefault(each.seq_id, [])
+            if each.position != len(text):
+                failure = "the beginning of a text is lost"
+            text += each.tokens
+            if each.is_last:
+                vectors.append(expected_embedding(self._texts.pop(each.seq_id)))
+        if failure is not None:
+            self._texts.clear()
+            vectors = []
+        return {"embeddings": vectors, "embedding_ms": ms, "embedding_bytes": 1000, "embedding_failure": failure}
 
     def _state(self, seq_id: int) -> bytes:
         """The tokens of a sequence as text, padded."""
@@ -446,6 +500,7 @@ class FakeEngine:
 
     def reset(self) -> None:
         self._cache.clear()
+        self._texts.clear()
         self.checkpoints.clear()
         self.resets += 1
 

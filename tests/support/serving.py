@@ -27,7 +27,7 @@ from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport
 from uma_trio.offload import InThread, StateFiles
-from uma_trio.protocol.messages import Generate, TokenizeQuery, TokenList
+from uma_trio.protocol.messages import Embed, Generate, TokenizeQuery, TokenList
 from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.service import ModelRegistry, ModelService
@@ -74,6 +74,10 @@ class FakePrompts(PromptMaker):
         await trio.lowlevel.checkpoint()
         check_prompt_size(request, self.limits)
         return self._make(request, before)
+
+    async def texts(self, request: Embed, max_tokens: int) -> list[TokenIds]:
+        await trio.lowlevel.checkpoint()
+        return self._texts(request, max_tokens)
 
     async def tokenize(self, query: TokenizeQuery) -> TokenList:
         await trio.lowlevel.checkpoint()

@@ -33,7 +33,7 @@ GROUPS: Final = {
         *("decode_ms_avg", "mask_wait_ms_avg", "sample_ms_avg", "host_gap_p50_ms", "host_gap_p95_ms", "host_gap_share"),
         *("logits_zero_copy_share", "bytes_per_token", "memory_bandwidth_share", "tick_prediction_error"),
     ),
-    "Memory": ("kv", "kv_offload", "send_queue_bytes"),
+    "Memory": ("kv", "kv_offload", "embeddings", "send_queue_bytes"),
     "Engine": ("engine",),
     "Gateway": ("gateway",),
     "Constraints": ("constraints",),

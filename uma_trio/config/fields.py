@@ -97,6 +97,13 @@ class Model:
     kv_mem_limit_mb: int = setting(
         0, "Maximum size of the KV cache, in megabytes. ctx is lowered to fit. 0 is no limit.", ge=0, le=100_000_000
     )
+    embedding_ctx: int = setting(
+        8192,
+        "Longest text to embed, in tokens. What the model was trained with is a limit as well. Memory for it is "
+        "allocated when a text needs it, in addition to the KV cache.",
+        ge=32,
+        le=MIB,
+    )
     kv_unified: Literal["auto", "on", "off"] = setting(
         "auto",
         "on: all sequences share ctx, and one sequence can use all of it. off: each sequence has ctx / parallel "

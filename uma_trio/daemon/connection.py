@@ -27,6 +27,7 @@ from uma_trio.protocol.codec import Codec
 from uma_trio.protocol.messages import (
     Cancel,
     ClientMessage,
+    Embed,
     Failure,
     Generate,
     Health,
@@ -36,11 +37,12 @@ from uma_trio.protocol.messages import (
     ModelList,
     ModelsQuery,
     Query,
+    Request,
     ServerEvent,
     SessionQuery,
     TokenizeQuery,
 )
-from uma_trio.service import Generation, ModelRegistry
+from uma_trio.service import Embedding, Generation, ModelRegistry
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -97,19 +99,19 @@ class Connection:
         )
         self._hangup = select.poll()
         self._hangup.register(sock, 0)  # poll always reports errors and hangups
-        self._generation: Generation | None = None
+        self._running: Generation | Embedding | None = None
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
         self._leaving = False
 
     def _wake(self) -> None:
-        if self._generation is not None:
-            self._generation.service.wake()
+        if self._running is not None:
+            self._running.service.wake()
 
     @property
     def busy(self) -> bool:
         """Whether a request is running."""
-        return self._generation is not None
+        return self._running is not None
 
     @property
     def waiting_bytes(self) -> int:
@@ -198,14 +200,14 @@ class Connection:
 
     async def _handle(self, message: ClientMessage, nursery: trio.Nursery) -> None:
         match message:
-            case Generate():
+            case Generate() | Embed():
                 if self.busy:
                     self._refuse(Busy("another request is running on this connection"), message)
                 elif not self._leaving or (self._codec.queues_requests and not self._owner.draining):
                     self._start(message, nursery)
             case Cancel():
-                if self._generation is not None and self._generation.request.id == message.id:
-                    self._generation.cancel()
+                if self._running is not None and self._running.request.id == message.id:
+                    self._running.cancel()
             case _:
                 try:
                     await self._send_each(await self._answer(message))
@@ -247,7 +249,7 @@ class Connection:
                     return
                 self._outbox.send(event)
 
-    def _start(self, request: Generate, nursery: trio.Nursery) -> None:
+    def _start(self, request: Request, nursery: trio.Nursery) -> None:
         """Serve ``request`` in a task of its own."""
         try:
             service = self._owner.models.get(request.model)
@@ -256,11 +258,14 @@ class Connection:
             self._refuse(error, request)
             self._leaving = self._leaving or not request.keep_alive
             return
-        self._generation = service.generation(request, principal, self._outbox)
+        if isinstance(request, Embed):
+            self._running = service.embedding(request, principal, self._outbox)
+        else:
+            self._running = service.generation(request, principal, self._outbox)
         self._request_ended = trio.Event()
-        nursery.start_soon(self._run, self._generation)
+        nursery.start_soon(self._run, self._running)
 
-    def _acting_for(self, message: Generate | Query) -> Principal:
+    def _acting_for(self, message: Request | Query) -> Principal:
         """The principal that a request or a query is made for.  A peer with the daemon's own user id may name another
         one, with its weight and its limit.
 
@@ -270,7 +275,7 @@ class Connection:
         own = self._principal
         name = own.name if message.principal is None else message.principal
         acting_for = Principal(name)
-        if isinstance(message, Generate):
+        if isinstance(message, Generate | Embed):
             acting_for = Principal(name, message.principal_weight, message.principal_max_requests)
         if acting_for != own and own.name != OWN_PRINCIPAL:
             raise BadRequest(
@@ -285,7 +290,7 @@ class Connection:
         read can contain thousands of messages.
         """
         await trio.lowlevel.checkpoint()
-        if self._generation is not None and self._generation.is_answered:
+        if self._running is not None and self._running.is_answered:
             await self._request_ended.wait()
 
     async def _wait_for_reader(self) -> None:
@@ -307,23 +312,23 @@ class Connection:
         return bool(self._hangup.poll(0))
 
     async def _cancel_request(self) -> None:
-        if self._generation is not None:
-            self._generation.cancel()
+        if self._running is not None:
+            self._running.cancel()
             await self._request_ended.wait()
 
     # -- the request ----------------------------------------------------------------------------
 
-    async def _run(self, generation: Generation) -> None:
-        request = generation.request
+    async def _run(self, running: Generation | Embedding) -> None:
+        request = running.request
         try:
-            await generation.run()
+            await running.run()
         except UmaError as error:
             self._refuse(error, request)
         except Exception:  # noqa: BLE001 - a bug ends this request only
             self._log.exception("a request failed with a bug of the daemon", request=request.id)
             self._refuse(InternalError("internal error; the daemon's log has the details"), request)
         finally:
-            self._generation = None
+            self._running = None
             self._request_ended.set()
             if not request.keep_alive or self._owner.draining:
                 self._leaving = True
@@ -332,7 +337,7 @@ class Connection:
             else:
                 self._set_deadline()
 
-    def _refuse(self, error: UmaError, request: Generate | Query | None = None) -> None:
+    def _refuse(self, error: UmaError, request: Request | Query | None = None) -> None:
         if request is not None:
             error.request_id = request.id
         self._owner.record_refusal(error)

@@ -21,6 +21,7 @@ from uma_trio import config, sampling
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices, layers_on_gpu
+from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
 from uma_trio.engine.inspect import find_devices
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
@@ -130,6 +131,14 @@ class LlamaEngine:
             self._model.vocab.n_tokens,
             n_threads=spare_cores(self._options.n_threads, on_gpu=self.is_async),
         )
+        self._embedder = Embedder(
+            self._model,
+            self._options,
+            self._abort,
+            kv_bytes_per_token=self._shape.kv_bytes_per_token,
+            max_tokens=settings.embedding_ctx,
+            free_bytes=None if self.is_async else free_memory_bytes,
+        )
         self.chat_template = self._model.chat_template
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
         self._info = ModelInfo(
@@ -154,6 +163,10 @@ class LlamaEngine:
             kv_mem_limited=self._choice.layout.is_kv_mem_limited,
             n_layer=self._model.n_layer,
             n_embd=self._model.n_embd,
+            n_embd_out=self._model.n_embd_out,
+            can_embed=self._embedder.pooling is not None and self._context.is_causal,
+            embedding_ctx=self._embedder.max_tokens,
+            embedding_batch=self._embedder.n_batch,
             spare_cores=spare_cores(self._options.n_threads, on_gpu=_has_gpu(library, settings)),
         )
 
@@ -230,6 +243,8 @@ class LlamaEngine:
 
     def _step(self, step: Step[StepInput], callbacks: StepCallbacks | None) -> StepOutput:
         started = began = time.perf_counter()
+        embedded = self._embedder.embed(step.embeddings) if step.embeddings else NOTHING_EMBEDDED
+        began += embedded.ms / 1e3
         changes = self._change_kv(step.ops) if step.ops else NO_CHANGES
         tokens: list[int] = []
         scores: list[sampling.TokenLogprobs | None] = []
@@ -279,6 +294,10 @@ class LlamaEngine:
             forced=[*forced.items()],
             grammar_failures=[found for each in applied for found in each.failures.items()],
             state_sizes=changes.state_sizes,
+            embeddings=embedded.vectors,
+            embedding_ms=embedded.ms,
+            embedding_bytes=embedded.n_bytes,
+            embedding_failure=embedded.failure,
         )
 
     # -- changes of the KV cache ----------------------------------------------------------------
@@ -465,6 +484,7 @@ class LlamaEngine:
 
     def close(self) -> None:
         self._matchers.close()
+        self._embedder.close()
         self._context.close()
         self._model.close()
 

@@ -35,6 +35,10 @@ MASK_LATE: Final = -3
 """In place of a sampled token: its mask was not ready in time, so nothing was sampled.  The input was computed."""
 
 
+MAX_EMBEDDING_SEQUENCES: Final = 16
+"""Texts in one call."""
+
+
 class EngineError(Exception):
     """A step failed.  What the KV cache holds is unknown: ``reset`` the engine before the next step."""
 
@@ -95,6 +99,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """``kv_mem_limit_mb`` made ``n_ctx`` smaller."""
     n_layer: int = 0
     n_embd: int = 0
+    n_embd_out: int = 0
+    """Width of an embedding."""
+    can_embed: bool = False
+    """Not if the model ranks texts, or attends to later tokens: then a text cannot be computed in chunks."""
+    embedding_ctx: int = 0
+    """Tokens of one text to embed, at most."""
+    embedding_batch: int = 0
+    """Tokens of one chunk of texts to embed, at most."""
     memory_bytes_per_s: float | None = None
     """Bandwidth of the memory that holds the weights; ``None`` where it was not measured."""
     spare_cores: int = 1
@@ -154,6 +166,27 @@ class StepInput(msgspec.Struct, array_like=True, gc=False):
     """Only tokens that it allows are sampled; its answer ends before the first sample."""
 
 
+class EmbeddingInput(msgspec.Struct, array_like=True, gc=False):
+    """Tokens of one text to embed, consecutive in the text and in the batch.
+
+    A text whose last tokens are not in the step goes on in the next step with texts to embed.  Only one may do so.
+    """
+
+    seq_id: int
+    """In the context for embeddings, from 0 to ``MAX_EMBEDDING_SEQUENCES - 1``; the same in all steps of the text."""
+    position: int
+    """Position of the first token."""
+    tokens: Sequence[int]
+    """At least one."""
+    length: int
+    """Tokens of the whole text."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the text ends with these tokens."""
+        return self.position + len(self.tokens) == self.length
+
+
 Continued: TypeAlias = int
 """A sequence id in place of a ``StepInput``: the sequence goes on from the step before, which sampled one token for it.
 
@@ -184,6 +217,8 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     """Report what grammars force after the sampled tokens; see ``StepOutput.forced``."""
     mask_timeout_ms: float = 0.0
     """How long sampling waits for masks, counted from the end of the computation."""
+    embeddings: Sequence[EmbeddingInput] = ()
+    """Texts to embed, in one call before the others; at most ``embedding_batch`` tokens."""
 
 
 class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):
@@ -281,6 +316,14 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     """Sequences whose grammar cannot go on, and the reason; they have ``NO_TOKEN`` in place of a token."""
     state_sizes: Sequence[tuple[int, Sequence[int]]] = ()
     """Answers to ``MeasureState``: sequence, then the bytes of its state and of each checkpoint (0: no such one)."""
+    embeddings: Sequence[np.ndarray] = ()
+    """One for each text that ended, in order: ``[n_embd_out]`` float32, of length 1."""
+    embedding_ms: float = 0.0
+    """Time for texts to embed; not part of ``decode_ms``."""
+    embedding_bytes: int = 0
+    """Memory of the context for embeddings."""
+    embedding_failure: str | None = None
+    """Why there are no embeddings.  All texts of the step and the one that goes on are lost; nothing else is."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="step_failed"):

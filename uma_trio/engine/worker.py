@@ -110,7 +110,7 @@ class StepRunner:
             if runnable:
                 kept.append(runnable)
         output = self._engine.step(
-            Step(step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms), **options
+            Step(step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings), **options
         )
         self._last_number = step.number
         tokens = iter(output.tokens)

@@ -20,7 +20,7 @@ from uma_trio.models.chat import ChatTemplate
 from uma_trio.models.context import SHORT_ANSWER, explain_context, more_context
 from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport, new_call_id, template_chat
 from uma_trio.protocol.chat import ChatMessage, Tool
-from uma_trio.protocol.messages import Generate, TokenizeQuery, TokenList
+from uma_trio.protocol.messages import Embed, Generate, TokenizeQuery, TokenList
 from uma_trio.sampling import ReasoningMarkers, ToolCalling
 
 INLINE_BYTES: Final = 4096
@@ -201,6 +201,53 @@ class PromptMaker:
         offsets = None if found.offsets is None else _chars_before(found.offsets[:, 0], query.text).tolist()
         return TokenList(tokens=found.ids.tolist(), offsets=offsets, id=query.id)
 
+    async def texts(self, request: Embed, max_tokens: int) -> list[TokenIds]:
+        """Tokens of each text to embed.  Control tokens that a text spells stay text.  Can be cancelled.
+
+        Args:
+            max_tokens: of one text.
+
+        Raises:
+            BadRequest: a text has no tokens, or a token is not in the vocabulary.
+            PromptTooLarge: a text exceeds ``max_prompt_bytes``.
+            ContextTooSmall: a text has too many tokens.
+        """
+        if sum(map(len, request.input)) <= INLINE_BYTES:
+            return self._texts(request, max_tokens)
+        tokenize = partial(self._texts, request, max_tokens)
+        return await trio.to_thread.run_sync(tokenize, abandon_on_cancel=True, limiter=self._tokenizing)
+
+    def _texts(self, request: Embed, max_tokens: int) -> list[TokenIds]:
+        found = []
+        for n, text in enumerate(request.input):
+            name = f"input[{n}]"
+            if isinstance(text, str):
+                _check_size(name, len(text.encode()), self.limits)
+                tokens = self.tokenizer.encode(text, parse_special=False)
+            else:
+                self._check_tokens(name, text)
+                tokens = np.asarray(text, np.int32)
+            if not len(tokens):
+                raise BadRequest(f"{name} has no tokens")
+            if len(tokens) > max_tokens:
+                raise ContextTooSmall(
+                    f"{name} has {len(tokens)} tokens; this daemon embeds texts of at most {max_tokens} with this "
+                    "model: divide the text, or start uma-trio serve with a larger --embedding-ctx if the model was "
+                    "trained for it"
+                )
+            found.append(tokens)
+        return found
+
+    def _check_tokens(self, field: str, tokens: Sequence[int]) -> None:
+        """
+        Raises:
+            BadRequest: one of ``tokens`` is not in the vocabulary.
+        """
+        n_tokens = self.tokenizer.n_tokens
+        for token in tokens:
+            if not 0 <= token < n_tokens:
+                raise BadRequest(f"{field} names the token {token}; this model has 0 to {n_tokens - 1}")
+
     def _text_of(self, field: str, tokens: Sequence[int], *, special: bool = True) -> str:
         """The text that a client's ``tokens`` spell.
 
@@ -208,11 +255,8 @@ class PromptMaker:
             BadRequest: one of them is not in the vocabulary.
             PromptTooLarge: the text exceeds ``max_prompt_bytes``.
         """
-        size, n_tokens = 0, self.tokenizer.n_tokens
-        for token in tokens:
-            if not 0 <= token < n_tokens:
-                raise BadRequest(f"{field} names the token {token}; this model has 0 to {n_tokens - 1}")
-            size += len(self.tokenizer.token_to_bytes(token))
+        self._check_tokens(field, tokens)
+        size = sum(len(self.tokenizer.token_to_bytes(token)) for token in tokens)
         _check_size(field, max(size, len(tokens)), self.limits)
         return self.tokenizer.decode(np.asarray(tokens, np.int32), special=special)
 

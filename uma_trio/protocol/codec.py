@@ -15,6 +15,7 @@ from uma_trio.protocol.chat import ChatMessage
 from uma_trio.protocol.messages import (
     Cancel,
     ClientMessage,
+    Embeddings,
     Eos,
     Event,
     Failure,
@@ -111,7 +112,7 @@ class ServerCodec:
     def encode(self, event: ServerEvent) -> bytes:
         encoding, answers = self._pending.get(event.id, (self._latest, 0))
         in_the_middle = isinstance(event, Token | Reasoning | PrefillProgress)
-        if not in_the_middle and not (isinstance(event, Transcript) and event.more):
+        if not in_the_middle and not (isinstance(event, Transcript | Embeddings) and event.more):
             self._pending.pop(event.id, None)
             if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:
                 self._pending[event.id] = encoding, answers - 1

@@ -64,6 +64,8 @@ LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], 
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 20)]
 PromptTokens = Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 20)]
+PrincipalWeight = Annotated[float, Meta(ge=0.01, le=100)]
+PrincipalLimit = Annotated[int, Meta(ge=1, le=1_000_000)]
 TargetMs = Annotated[float, Meta(gt=0, le=3_600_000)]
 
 
@@ -186,9 +188,9 @@ class Generate:
     slo: Slo = attrs.field(factory=Slo)
     principal: Name | None = None
     """Principal on whose behalf the request is made.  This and the next two are for the user that runs the daemon."""
-    principal_weight: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    principal_weight: PrincipalWeight = 1.0
     """Share of the model against other principals: with 2, twice as much."""
-    principal_max_requests: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    principal_max_requests: PrincipalLimit | None = None
     """Refuse the request if the principal would have more answers in flight."""
     metadata: dict[str, Any] | None = None
     """Echoed in ``eos`` and ``error``."""
@@ -202,6 +204,23 @@ class Generate:
     def stops(self) -> tuple[str, ...]:
         """``stop`` as a tuple, whether it was sent as one string or as a list."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@attrs.frozen(kw_only=True)
+class Embed:
+    """A request for the embeddings of texts."""
+
+    input: Annotated[list[str | PromptTokens], Meta(min_length=1, max_length=2048)]
+    """Texts, or their tokens."""
+    model: Name | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    """Return only this many dimensions of each embedding, with length 1 again."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    principal_weight: PrincipalWeight = 1.0
+    principal_max_requests: PrincipalLimit | None = None
+    """This field and the two before are as in ``Generate``."""
 
 
 @attrs.frozen(kw_only=True)
@@ -279,7 +298,10 @@ class HealthQuery:
 Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery | HealthQuery
 """A question that is answered next to a running request."""
 
-ClientMessage = Generate | Cancel | Query
+Request = Generate | Embed
+"""What a connection runs one at a time."""
+
+ClientMessage = Request | Cancel | Query
 
 
 @attrs.frozen(kw_only=True)
@@ -599,10 +621,23 @@ class PrefillProgress:
     """Which answer this belongs to, from 0; ``None`` if the request asked for one."""
 
 
+@attrs.frozen(kw_only=True)
+class Embeddings:
+    """Embeddings of an ``Embed`` request, in the order of its texts.  A long answer takes several events."""
+
+    embeddings: list[list[float]]
+    """The next embeddings: all of length 1."""
+    usage: Usage
+    """Tokens up to here."""
+    more: bool = False
+    """Whether another event follows."""
+    id: str | None = None
+
+
 Answer = Metrics | SessionList | Transcript | TokenList | ModelList | Health
 """What a query is answered with."""
 
-ServerEvent = Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Answer
+ServerEvent = Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Embeddings | Answer
 
 
 @attrs.frozen
@@ -629,6 +664,7 @@ _EVENT_NAMES: Final = {
     PrefillProgress: "progress",
     Metrics: "metrics",
     SessionList: "sessions",
+    Embeddings: "embeddings",
     Transcript: "transcript",
     TokenList: "tokens",
     ModelList: "models",
@@ -698,8 +734,10 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return msgspec.convert(fields, ModelsQuery)
     if kind == "health":
         return msgspec.convert(fields, HealthQuery)
+    if kind == "embed":
+        return msgspec.convert(fields, Embed)
     if kind not in (None, "generate"):
-        raise BadRequest("type must be 'generate', 'sessions', 'tokenize', 'models', 'health' or 'metrics'")
+        raise BadRequest("type must be 'generate', 'embed', 'sessions', 'tokenize', 'models', 'health' or 'metrics'")
     request = msgspec.convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")

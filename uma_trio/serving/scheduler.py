@@ -10,6 +10,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Any, Final
 
@@ -18,21 +19,31 @@ import structlog
 import trio
 
 from uma_trio.config import Config
-from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput
+from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput, TokenIds
 from uma_trio.engine.supervisor import SupervisedEngine
-from uma_trio.errors import DecodeFailed, KvFull, ModelUnavailable, QueueFull, ShuttingDown, TooManyRequests, UmaError
+from uma_trio.errors import (
+    BadRequest,
+    DecodeFailed,
+    KvFull,
+    ModelUnavailable,
+    QueueFull,
+    ShuttingDown,
+    TooManyRequests,
+    UmaError,
+)
 from uma_trio.grammar import Grammar
 from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.offload import InThread, Offloader, StateFiles
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Failure, FinishReason, Generate, HealthCheck
+from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, HealthCheck
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.scheduling.policy import PolicyState, plan
+from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
+from uma_trio.serving.embedding import EmbeddingChunk, EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
 from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.request import admit
@@ -104,6 +115,9 @@ class Scheduler:
         )
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
         self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)
+        self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
+        self._had_chunk = False
+        """The last step that was planned had texts to embed."""
         self._policy = PolicyState()
         self._bisection: CrashBisection[Sequence] = CrashBisection()
         self._in_flight: list[InFlightStep] = []
@@ -152,10 +166,7 @@ class Scheduler:
         self._check_limit(principal, request.n)
         durable = durable and self.offloader.saves
         sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
-        waiting = {other.principal.name for other in self.sequences() if other.state is not State.DECODE}
-        if principal.name not in waiting:
-            service = self._policy.service.arrived(principal.name, waiting)
-            self._policy = attrs.evolve(self._policy, service=service)
+        self._arrive(principal)
         try:
             self._waiting.enter(sequences)
         except (QueueFull, KvFull):
@@ -167,10 +178,56 @@ class Scheduler:
         self.wake()
         return sequences
 
+    def embed(self, request: Embed, texts: Items[TokenIds], sink: EventSink, principal: Principal) -> PendingEmbeddings:
+        """Accept a request for embeddings of ``texts``.  ``pending.done`` is set after its last event.
+
+        Raises:
+            BadRequest: the model does not give such embeddings.
+            QueueFull, TooManyRequests: too many wait already.
+            ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if not self.info.can_embed:
+            raise BadRequest("this model gives no embeddings")
+        width = self.info.n_embd_out
+        if request.dimensions is not None and request.dimensions > width:
+            raise BadRequest(f"dimensions is {request.dimensions}; embeddings of this model have {width}")
+        self._check_limit(principal, 1)
+        pending = PendingEmbeddings(request, texts, sink, principal)
+        self._embeddings.add(pending)
+        self._arrive(principal)
+        self.wake()
+        return pending
+
+    def cancel_embedding(self, pending: PendingEmbeddings, reason: UmaError | None) -> None:
+        """End ``pending`` now, if it has not ended: with an error, or as cancelled."""
+        if not pending.done.is_set():
+            self._embeddings.end(pending, reason)
+            self.wake()
+
+    def _arrive(self, principal: Principal) -> None:
+        """A request of ``principal`` has come; call it before the request is counted."""
+        waiting = {other.principal.name for other in self.sequences() if other.state is not State.DECODE}
+        waiting |= {pending.principal.name for pending in self._embeddings}
+        if principal.name not in waiting:
+            service = self._policy.service.arrived(principal.name, waiting)
+            self._policy = attrs.evolve(self._policy, service=service)
+
+    def _leave(self, principal: Principal) -> None:
+        """A request of ``principal`` has ended."""
+        if not self._n_requests(principal):
+            self._policy = self._policy.without(principal.name)
+
+    def _n_requests(self, principal: Principal) -> int:
+        """Answers and requests for embeddings of ``principal``, waiting ones included."""
+        running = [*[each.principal for each in self.sequences()], *[pending.principal for pending in self._embeddings]]
+        return sum([other.name == principal.name for other in running])
+
     def _check_limit(self, principal: Principal, n: int) -> None:
         most = principal.max_requests
         if most is not None:
-            now = sum([other.principal.name == principal.name for other in self.sequences()])
+            now = self._n_requests(principal)
             if now + n > most:
                 raise TooManyRequests(f"{principal.name} has {now} answers in flight and may have {most}")
 
@@ -235,6 +292,7 @@ class Scheduler:
                 running, self.cache, waiting=len(self._waiting), tick_error=self.timings.cost.mixed.error
             ),
             "kv_offload": self.offloader.snapshot(),
+            "embeddings": self._embeddings.snapshot(),
             "engine": self._engine.snapshot(),
         }
 
@@ -314,6 +372,8 @@ class Scheduler:
         now = trio.current_time()
         if step.transfer is not None:
             self.offloader.complete(step.transfer, output)
+        if step.embedding is not None:
+            self._embeddings.complete(step.embedding, output)
         new_tokens = complete_step(step, output, self.cache, now, can_truncate=self.info.can_truncate)
         for new in new_tokens:
             if new.reason is not None or not new.tokens:
@@ -359,13 +419,17 @@ class Scheduler:
             in_flight: the step in flight; the next one runs ahead of it.
         """
         self._waiting.admit(self._policy.service)
-        transfer = None
+        transfer = embedding = None
         starts_at = trio.current_time()
         if in_flight is None:
             decodes, prefills = self._views()
             transfer = self.offloader.next_transfer(decodes)
             if transfer is not None:
                 starts_at += self.offloader.predicted_ms(transfer) / 1e3
+            else:
+                embedding = self._next_chunk(decodes, prefills)
+            if embedding is not None:
+                starts_at += embedding.predicted_ms / 1e3
         else:
             decodes, prefills = in_flight.views_after(chain(*self._running.ready(in_flight.rows)))
             starts_at = in_flight.completed_at
@@ -396,7 +460,7 @@ class Scheduler:
         ops = [*self.cache.take_ops()]
         if transfer is not None:
             ops.append(transfer.op)
-        if not chosen.decodes and not chosen.chunks and not ops:
+        if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
             return
         freed, self._freed = self._freed, []
         self._n_steps += 1
@@ -411,13 +475,34 @@ class Scheduler:
             in_flight=in_flight,
             freed=freed,
             transfer=transfer,
+            embedding=embedding,
         )
+        if embedding is not None:
+            service = chosen.state.service.charged(embedding.costs())
+            chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
         for sequence in step.rows:
             if (grammar := sequence.sampling.grammar) is not None:
                 self._engine.link.define_grammar(grammar.key, grammar.source)
         self._policy = chosen.state
         self._in_flight.append(step)
         self._engine.link.submit(message)
+
+    def _next_chunk(self, decodes: list[SequenceView], prefills: list[SequenceView]) -> EmbeddingChunk | None:
+        """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
+        had_chunk, self._had_chunk = self._had_chunk, False
+        if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
+            return None  # a crash must be one's fault
+        time_ms = self._config.scheduling.prefill_tick_ms
+        if decodes:
+            time_ms = 1e3 * (min([view.due_s for view in decodes]) - trio.current_time())
+            time_ms = (1 - MAX_DEADLINE_MARGIN) * time_ms - self.timings.decode_ms(decodes)
+        if prefills:
+            time_ms /= 2
+        if time_ms < self._embeddings.min_chunk_ms and had_chunk:
+            return None  # streams will be late: every other step has the smallest chunk
+        chunk = self._embeddings.next_chunk(time_ms, self._policy.service)
+        self._had_chunk = chunk is not None
+        return chunk
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill, if none is in flight; by sequence id."""
@@ -474,7 +559,7 @@ class Scheduler:
         [step, *others] = self._in_flight
         if others or step.revoked or step.plan.drafts or not step.rows:
             return
-        if self.offloader.has_transfers or self._bisection.is_active:
+        if self.offloader.has_transfers or self._bisection.is_active or self._embeddings.is_ready:
             return
         if not self.info.can_truncate and (
             self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
@@ -494,8 +579,7 @@ class Scheduler:
             if isinstance(reason, UmaError):
                 sequence.keep_computed = False
             self._release_when_computed(sequence)
-        if not any(other.principal.name == sequence.principal.name for other in self.sequences()):
-            self._policy = self._policy.without(sequence.principal.name)
+        self._leave(sequence.principal)
         if isinstance(reason, UmaError):
             reason.request_id = sequence.request.id
             sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
@@ -556,6 +640,7 @@ class Scheduler:
                 self.offloader.complete(step.transfer, None)
             suspects |= {each: row.end for each, row in step.rows.items() if each.state is not State.FINISHED}
         in_flight, self._in_flight = self._in_flight, []
+        self._embeddings.lost(next((step.embedding for step in in_flight if step.embedding is not None), None))
         if not self._stopping:  # otherwise ``stop`` has ended it
             log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
         for sequence in chain.from_iterable([step.rows for step in in_flight]):
@@ -594,12 +679,14 @@ class Scheduler:
             self._refusal = error
         for sequence in [*self.sequences()]:
             self._finish(sequence, type(error)(str(error)))
+        for pending in [*self._embeddings]:
+            self._embeddings.end(pending, type(error)(str(error)))
 
     # -- integrity ------------------------------------------------------------------------------
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._waiting or self._running or self.cache.has_ops or self._in_flight)
+        return bool(self._waiting or self._running or self._embeddings or self.cache.has_ops or self._in_flight)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless sequences, reservations and steps add up."""

@@ -25,6 +25,7 @@ from uma_trio.protocol.messages import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.policy import Plan, PolicyState
 from uma_trio.scheduling.view import SequenceView
+from uma_trio.serving.embedding import EmbeddingChunk
 from uma_trio.serving.sequence import Sequence, State
 
 OUTLIER: Final = 0.5
@@ -64,6 +65,8 @@ class InFlightStep:
     runs_ahead: bool = False
     revoked: bool = False
     """The engine was asked not to begin it."""
+    embedding: EmbeddingChunk | None = None
+    """The texts that it embeds."""
     began_at: float = attrs.field(factory=trio.current_time)
 
     @property
@@ -155,6 +158,7 @@ def build_step(
     in_flight: InFlightStep | None = None,
     freed: Items[Sequence] = (),
     transfer: Transfer | None = None,
+    embedding: EmbeddingChunk | None = None,
 ) -> tuple[InFlightStep, SubmittedStep]:
     """The step that ``plan`` asks for: what the daemon remembers of it, and what the engine gets.
 
@@ -188,9 +192,19 @@ def build_step(
         rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
     follows = 0 if in_flight is None else in_flight.number
     step = Step(ops, [inputs for inputs in calls if inputs], number, follows, look_ahead, mask_timeout_ms)
+    if embedding is not None:
+        step.embeddings = embedding.inputs
     by_sequence = {row.sequence: row for row in rows}
     remembered = InFlightStep(
-        number, plan, by_sequence, ops, freed, transfer, policy_before, runs_ahead=in_flight is not None
+        number,
+        plan,
+        by_sequence,
+        ops,
+        freed,
+        transfer,
+        policy_before,
+        runs_ahead=in_flight is not None,
+        embedding=embedding,
     )
     return remembered, step
 
