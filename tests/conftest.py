@@ -2,6 +2,7 @@
 
 - Hypothesis tries the same examples in every run, without deadlines.  ``UMA_TEST_EXPLORE=1`` tries many new ones.
 - Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.
+- Hundreds of child processes start: where Python must not write bytecode next to the source, it goes to that folder too.
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
 - Tests run in two processes (pytest-xdist).  The tests of a module run in one process, in order, so that they share
   its fixtures.
@@ -37,6 +38,8 @@ if not is_worker:
 for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
     os.environ[variable] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / variable)
 os.environ["UMA_LAYOUT_TRIAL_S"] = "0"
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    os.environ["PYTHONPYCACHEPREFIX"] = str(run_folder() / "bytecode")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

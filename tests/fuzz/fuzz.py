@@ -157,7 +157,7 @@ def events_of(data: bytes) -> list[Event]:
 def check_live(daemon: Daemon, data: bytes, rng: Random) -> str:
     """Send ``data`` as one client and read some of the answer; return how the case ended."""
     last = "nothing"
-    with daemon.wire(timeout_s=20) as wire:
+    with daemon.wire(timeout_s=60) as wire:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for part in generate.chunks(rng, data) if rng.random() < 0.3 else [data]:
                 wire.send_bytes(part)

@@ -79,7 +79,7 @@ async def test_loading_can_be_given_up(nursery):
         raise LoadError("given up")
 
     link = ThreadLauncher(nursery, load).launch("fake")
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         assert not await link.load(START, shares.append, lambda: len(shares) < 5)
     assert link.ended.is_set()
 
@@ -102,7 +102,7 @@ async def test_a_defect_of_the_engine_ends_the_worker(nursery, caplog):
     link = ThreadLauncher(nursery, lambda start, progress: Broken()).launch("fake")
     assert await link.load(START, lambda share: None, lambda: True)
     link.submit(Step((), [[prefill(0, [1])]], 1))  # noqa: F405
-    with trio.fail_after(10), pytest.raises(EngineDied):  # noqa: F405
+    with trio.fail_after(60), pytest.raises(EngineDied):  # noqa: F405
         await link.receive()
     assert "a defect" in caplog.text
     await link.aclose()

@@ -336,7 +336,7 @@ async def test_accepted_sockets_do_not_block_and_are_not_inherited(path):
         client.connect(str(path))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(listener.accept_forever, sock, handler, nursery)
-            with trio.fail_after(5):
+            with trio.fail_after(60):
                 while not found:
                     await trio.sleep(0.001)
             nursery.cancel_scope.cancel()

@@ -13,11 +13,10 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-from click.testing import CliRunner
 
+from tests.support.commands import environment, invoke
 from tests.support.real_daemon import ROOT, real_daemon, started
 from tests.support.terminal import terminal
-from uma_trio.cli import main
 from uma_trio.cli.answer import TextPrinter
 from uma_trio.client import Token
 
@@ -25,18 +24,14 @@ QUESTION = "What is the capital of France?"
 COMMAND = [sys.executable, "-m", "uma_trio"]
 
 
-def environment(**more):
-    return {name: value for name, value in os.environ.items() if not name.startswith("UMA_")} | more
-
-
 @pytest.fixture
 def run(daemon):
-    """Run a command with the daemon's socket in the environment."""
+    """Run a command with the daemon's socket in the environment: in this process if it needs no pipes of its own."""
 
-    def run(*arguments, **options):
+    def run(*arguments, input="", **options):
+        if not options:
+            return invoke(*arguments, stdin=input, UMA_SOCKET=str(daemon.socket))
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **options}
-        if "input" in options:
-            del options["stdin"]
         return subprocess.run(
             [*COMMAND, *map(os.fsencode, map(str, arguments))],
             cwd=ROOT,
@@ -81,7 +76,9 @@ def test_a_question_and_what_is_piped_in_go_together(run, daemon, arguments, pip
 @pytest.mark.parametrize("stdin", ["empty", "blank", "null", "closed", "terminal"])
 def test_no_question_is_an_error_that_says_what_to_do(run, stdin):
     with ExitStack() as stack:
-        options = {"empty": {"input": ""}, "blank": {"input": " \n"}, "null": {}}.get(stdin, {})
+        options = {"empty": {"input": ""}, "blank": {"input": " \n"}, "null": {"stdin": subprocess.DEVNULL}}.get(
+            stdin, {}
+        )
         if stdin == "closed":
             options = {"stdin": None, "preexec_fn": lambda: os.close(0)}
         if stdin == "terminal":
@@ -253,9 +250,9 @@ def test_a_daemon_that_is_stopping_is_named(library, tmp_path):
             with contextlib.suppress(ConnectionRefusedError):
                 while True:
                     daemon.wire().sock.close()
-            found = CliRunner().invoke(main, ["ask", "--socket", str(daemon.socket), "--wait", "0", QUESTION])
+            found = invoke("ask", "--socket", daemon.socket, "--wait", "0", QUESTION)
         assert daemon.wait() == 0
-    assert found.exit_code == 2
+    assert found.returncode == 2
     assert f"the daemon at {daemon.socket} is stopping" in found.stderr
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +17,8 @@ import pytest
 
 import llama_abi
 from llama_abi import Batch, Context, ContextOptions, Model
-from tests.support.real_daemon import ROOT, Answer, Daemon, Event, real_daemon
+from tests.support.commands import invoke
+from tests.support.real_daemon import Answer, Daemon, Event, real_daemon
 from uma_trio.engine.tuning_cache import model_fingerprint
 from uma_trio.models.loaded import EMBEDDED
 from uma_trio.store.journal import Journal
@@ -72,14 +70,6 @@ def sessions(daemon: Daemon, action: str = "list", **fields: Any) -> Event:
 
 def names(daemon: Daemon) -> list[str]:
     return [session["session_id"] for session in sessions(daemon)["sessions"]]
-
-
-def uma(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
-    return subprocess.run(
-        [sys.executable, "-m", "uma_trio", *map(str, arguments)],
-        cwd=ROOT, env=clean, input=stdin, text=True, capture_output=True, timeout=60,
-    )  # fmt: skip
 
 
 def on_disk(state: Path, kind: str, pattern: str) -> list[Path]:
@@ -199,7 +189,7 @@ def test_one_seed_gives_the_same_text_everywhere(exact: Daemon, request: pytest.
         way: exact.ask(session_id=way, seed=7, encoding="cbor" if way == "cbor" else "json", **hot).text
         for way in ("restored", "cbor")
     }
-    cli = uma("ask", "--socket", exact.socket, "--raw", "--session", "cli", "--max-tokens", 60, "--seed", 7,
+    cli = invoke("ask", "--socket", exact.socket, "--raw", "--session", "cli", "--max-tokens", 60, "--seed", 7,
               "--temp", 2.0, "--top-k", 30, story)  # fmt: skip
     assert cli.returncode == 0, cli.stderr
     found["cli"] = cli.stdout.removesuffix("\n")
@@ -414,8 +404,8 @@ def test_without_a_state_folder_sessions_are_in_memory(library: None, tmp_path: 
         assert first.last["session"]["durable"] is False
         second = say(daemon, "a", "And of Italy?")
         assert second.last["usage"]["cached_tokens"] > 0
-        assert "in memory only" in uma("sessions", "--socket", daemon.socket).stdout
-        asked = uma("ask", "--socket", daemon.socket, "--session", "a", "And of Japan?")
+        assert "in memory only" in invoke("sessions", "--socket", daemon.socket).stdout
+        asked = invoke("ask", "--socket", daemon.socket, "--session", "a", "And of Japan?")
         assert (asked.returncode, "in memory only" in asked.stderr) == (0, True)
 
 
@@ -450,12 +440,12 @@ def test_uma_trio_sessions(library: None, tmp_path: Path) -> None:
     with real_daemon("--state-dir", str(tmp_path / "state")) as daemon:
 
         def run(*arguments: object) -> str:
-            found = uma("sessions", "--socket", daemon.socket, *arguments)
+            found = invoke("sessions", "--socket", daemon.socket, *arguments)
             assert found.returncode == 0, found.stderr
             return found.stdout
 
         assert "no sessions yet" in run()
-        asked = uma("ask", "--socket", daemon.socket, "--session", "cooking", "What is the capital of France?")
+        asked = invoke("ask", "--socket", daemon.socket, "--session", "cooking", "What is the capital of France?")
         assert (asked.returncode, asked.stderr) == (0, "")
         for arguments in ((), ("list",), ("list", "--socket", daemon.socket)):
             head, row = run(*arguments).splitlines()
@@ -470,16 +460,16 @@ def test_uma_trio_sessions(library: None, tmp_path: Path) -> None:
         assert [session["session_id"] for session in listed] == ["baking", "cooking"]
         assert listed[0]["tokens"] == listed[1]["tokens"] > 0
         assert described["turns"] == listed[0]["turns"] == listed[1]["turns"] == 1
-        taken = uma("sessions", "--socket", daemon.socket, "fork", "cooking", "baking")
+        taken = invoke("sessions", "--socket", daemon.socket, "fork", "cooking", "baking")
         assert (taken.returncode, "choose another name" in taken.stderr) == (2, True)
         assert run("close", "cooking") == "closed cooking\n"
         assert names(daemon) == ["baking"]
-        gone = uma("sessions", "--socket", daemon.socket, "describe", "cooking")
+        gone = invoke("sessions", "--socket", daemon.socket, "describe", "cooking")
         assert (gone.returncode, "E_SESSION_NOT_FOUND" in gone.stderr) == (2, True)
         assert "uma-trio sessions lists yours" in gone.stderr
-        snapshot = json.loads(uma("metrics", "--json", "--socket", daemon.socket).stdout)
+        snapshot = json.loads(invoke("metrics", "--json", "--socket", daemon.socket).stdout)
         assert (snapshot["connections"], snapshot["sessions"]["stored"]) == (1, 1)
-    nobody = uma("sessions", "--socket", tmp_path / "none")
+    nobody = invoke("sessions", "--socket", tmp_path / "none")
     assert (nobody.returncode, "no daemon" in nobody.stderr) == (2, True)
 
 
@@ -495,7 +485,7 @@ def chatted(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def test_show_and_export_have_the_messages(chatted: Daemon, tmp_path: Path) -> None:
     def run(*arguments: object) -> str:
-        found = uma("sessions", "--socket", chatted.socket, *arguments)
+        found = invoke("sessions", "--socket", chatted.socket, *arguments)
         assert (found.returncode, found.stderr) == (0, "")
         return found.stdout
 
@@ -539,7 +529,7 @@ def test_show_and_export_have_the_messages(chatted: Daemon, tmp_path: Path) -> N
     ],
 )
 def test_what_cannot_be_done_with_a_session(chatted: Daemon, arguments: list[str], message: str) -> None:
-    found = uma("sessions", "--socket", chatted.socket, *arguments)
+    found = invoke("sessions", "--socket", chatted.socket, *arguments)
     assert (found.returncode, message in found.stderr, "Traceback" in found.stderr) == (2, True, False), found.stderr
     assert sorted(names(chatted)) == ["cooking", "story"]
 
@@ -548,7 +538,7 @@ def test_close_several_and_all(library: None, tmp_path: Path) -> None:
     with real_daemon("--state-dir", str(tmp_path / "state")) as daemon:
 
         def close(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-            found = uma("sessions", "--socket", daemon.socket, "close", *arguments, stdin=stdin)
+            found = invoke("sessions", "--socket", daemon.socket, "close", *arguments, stdin=stdin)
             return found.returncode, found.stdout, found.stderr
 
         for name in "abcdef":

@@ -326,7 +326,7 @@ def test_a_process_that_stopped_reading_is_replaced_in_time():
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     if thread.is_alive():
         stopped.kill()
     assert said == ["1000000"]

@@ -311,7 +311,7 @@ def test_the_minimal_client_talks_to_the_codec(tmp_path: Path) -> None:
     try:
         assert "".join(space["ask"](path, prompt="x", max_tokens=2)) == "héllo"  # type: ignore[operator]
     finally:
-        thread.join(10)
+        thread.join(60)
     assert seen == [Generate(id="1", prompt="x", max_tokens=2)]
 
 

@@ -314,7 +314,7 @@ def many(header: bytes, n: int) -> bytes:
     return header + struct.pack(">I", n)
 
 
-LARGE = 1 << 18
+LARGE = 1 << 16
 FEW = 200
 STEPS_FOR: dict[str, tuple[int, Callable[[int], bytes]]] = {
     "CBOR numbers": (FEW, lambda n: with_value(many(b"\x9a", n) + b"\x00" * n)),

@@ -13,6 +13,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ class SequenceContent:
 
 def chosen(preferred: Iterable[int], avoided: Collection[int]) -> int:
     """The first token that is not avoided."""
-    return next(token for token in (*preferred, *range(1, N_VOCAB)) if token not in avoided)
+    return next(token for token in chain(preferred, range(1, N_VOCAB)) if token not in avoided)
 
 
 def penalised_tokens(params: SamplingParams, tokens: Sequence[int], n_prompt: int) -> set[int]:

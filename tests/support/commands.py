@@ -1,0 +1,34 @@
+"""Commands of ``uma-trio``, in this process or in one of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from click.testing import CliRunner
+
+from tests.support.real_daemon import ROOT
+from uma_trio.cli import main
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment without the user's settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("UMA_")} | more
+
+
+def invoke(*arguments: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process: a third of a second faster, where pipes and signals do not matter.
+
+    Args:
+        variables: of the environment.
+    """
+    found = CliRunner(env=variables).invoke(main, [*map(str, arguments)], input=stdin, prog_name="uma-trio")
+    assert isinstance(found.exception, SystemExit | None), found.exception
+    return subprocess.CompletedProcess(arguments, found.exit_code, found.stdout, found.stderr)
+
+
+def run_process(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command as users do."""
+    command = [sys.executable, "-m", "uma_trio", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), input=stdin, text=True, capture_output=True, timeout=60)
