@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import attrs
 import httpx
 import openai
@@ -94,6 +95,23 @@ def test_openais_client_with_a_right_and_a_wrong_key(tenants: Tenants) -> None:
         wrong.chat.completions.create(model="embedded", messages=QUESTION)
 
 
+def test_a_refusal_has_the_form_that_clients_of_the_path_know(tenants: Tenants) -> None:
+    body = tenants.post("wrong", path="/v1/messages").json()
+    assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+    assert isinstance(tenants.post("wrong", path="/api/chat").json()["error"], str)
+    assert tenants.post("wrong", path="/v1/generate").json()["error"]["code"] == "E_GATEWAY_KEY"
+
+
+def test_anthropics_client_with_a_right_and_a_wrong_key(tenants: Tenants) -> None:
+    def create(key: str) -> anthropic.types.Message:
+        client = anthropic.Anthropic(base_url=tenants.gateway.url, api_key=key, max_retries=0)
+        return client.messages.create(model="embedded", messages=QUESTION, max_tokens=8)  # type: ignore[arg-type]
+
+    assert create(tenants.create("alice")).content
+    with pytest.raises(anthropic.AuthenticationError, match="not valid"):
+        create("sk-ant-wrong")
+
+
 def test_a_revoked_key_ends_at_once_and_an_answer_that_has_begun_goes_on(tenants: Tenants) -> None:
     key = tenants.create("leaver")
     with tenants.client(key) as client:
@@ -122,6 +140,29 @@ def test_floods_of_wrong_keys_get_a_wait_and_right_ones_pass(tenants: Tenants) -
     assert {answer.status_code for answer in answers} >= {429}
     assert int(answers[-1].headers["retry-after"]) >= 1
     assert tenants.post(key).status_code == 200
+
+
+def test_sessions_of_tenants_are_separate(tenants: Tenants) -> None:
+    one, other = tenants.create("one"), tenants.create("other")
+    body = {**SHORT, "session_id": "s", "stream": False}
+    for key in (one, other):
+        assert tenants.post(key, body, "/v1/generate").json()["session"]["turns"] == 1
+    closed = tenants.post(one, {"session_id": "s"}, "/v1/session/close")
+    assert closed.json()["closed"] is True
+    assert tenants.post(one, {"session_id": "s"}, "/v1/session/close").status_code == 404
+    assert tenants.post(other, body, "/v1/generate").json()["session"]["turns"] == 2
+    spoofed = {**body, "session_id": "t", "principal": "tenant:other"}
+    assert "principal" in tenants.post(one, spoofed, "/v1/generate").json()["warnings"][0]
+    assert tenants.post(other, {"session_id": "t"}, "/v1/session/close").status_code == 404
+
+
+def test_an_answer_without_max_tokens_ends_with_the_quota(tenants: Tenants) -> None:
+    key = tenants.create("small", "--quota", "200/month")
+    endless = {"messages": QUESTION, "ignore_eos": True, "stream": False}
+    answer = tenants.post(key, endless, "/v1/generate").json()
+    assert answer["reason"] == "length"
+    assert used(tenants.gateway, "small") <= 210
+    assert code_of(tenants.post(key, endless, "/v1/generate")) == "E_GATEWAY_QUOTA"
 
 
 # -- limits --

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 
 from uma_trio.client import Eos, Event, Reasoning, Token
@@ -85,6 +86,36 @@ def test_the_default_of_the_daemon_counts_if_a_request_has_no_max_tokens() -> No
     costs = Costs(default_max_tokens=7)
     costs.begin(prompt="xxx", n=2)
     assert costs.usage.total == 1 + 2 * 7
+
+
+def test_an_answer_that_takes_as_many_tokens_as_fit_ends_with_the_quota() -> None:
+    costs = Costs()
+    costs.account = attrs.evolve(costs.account, tenant=Tenant(name="alice", token_quota=1000))
+    costs.usage.total = 400
+    for fields, most, estimate in (
+        ({}, 590, 590),
+        ({"n": 2}, 295, 590),
+        ({"max_tokens": 32_000, "fit_max_tokens": True}, 590, 590),
+        ({"max_tokens": 50, "fit_max_tokens": True}, 50, 50),
+    ):
+        with costs.begin(prompt="x" * 30, **fields) as charge:
+            assert (charge.fields["max_tokens"], charge.fields["fit_max_tokens"]) == (most, True)
+            assert costs.usage.total == 400 + 10 + estimate
+            charge.count([eos(0, 0)])
+    costs.usage.total = 995
+    with pytest.raises(HttpError, match="5 of the 1,000 tokens"):
+        costs.begin(prompt="x" * 30)
+    with pytest.raises(HttpError) as refused:
+        costs.begin(prompt="x" * 30, max_tokens=2000)
+    assert refused.value.status == 400
+
+
+def test_a_number_that_clients_always_send_does_not_use_up_a_minute() -> None:
+    costs = Costs(default_max_tokens=300)
+    costs.account = attrs.evolve(costs.account, tenant=Tenant(name="alice", tokens_per_minute=1000))
+    with costs.begin(prompt="xxx", max_tokens=32_000, fit_max_tokens=True) as charge:
+        assert charge.fields["max_tokens"] == 32_000
+        costs.begin(prompt="xxx", max_tokens=600)
 
 
 def test_estimates_of_anything_deep() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from click.testing import CliRunner
 from uma_trio.cli import main
 from uma_trio.gateway import key_file
 from uma_trio.gateway.key_file import CurrentTenants, KeyFileError, editing, read
+from uma_trio.gateway.limits import QuotaPeriod
 from uma_trio.gateway.tenants import MAX_TENANTS, Key, Tenant, Tenants, new_key
+from uma_trio.gateway.usage import UsageFile
 
 SHA = "0" * 64
 
@@ -83,6 +86,16 @@ def test_revoking_by_id_and_by_name(path: Path) -> None:
     assert "alice" in keys("list", "--file", path)
     assert "nobody is neither" in keys("revoke", "bob", "nobody", "--file", path, code=1)
     assert read(path).find(other) is not None, "a command that fails changes nothing"
+
+
+def test_the_list_says_what_was_used_of_a_quota(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UMA_STATE_DIR", str(path.parent))
+    create(path, "alice", "--quota", "5000/month")
+    assert "5,000 tokens/month (0 used)" in keys("list", "--file", path)
+    usage = UsageFile(path.parent / "usage.sqlite")
+    usage.add("alice", QuotaPeriod.at(time.time(), "month").name, 1234)
+    assert "5,000 tokens/month (1,234 used)" in keys("list", "--file", path)
+    usage.close()
 
 
 @pytest.mark.parametrize(

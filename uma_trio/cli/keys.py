@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -85,20 +85,23 @@ def create(name: str, quota: str | None, file: Path | None, as_json: bool, **lim
 @_file
 @_json
 def list_(file: Path | None, as_json: bool) -> None:
-    """List all tenants: their keys by id, and their limits."""
+    """List all tenants: their keys by id, their limits, and what they have used of their quotas."""
     with _reporting():
+        from uma_trio import config
         from uma_trio.gateway.key_file import read
         from uma_trio.gateway.tenants import to_plain
+        from uma_trio.gateway.usage import read_usage, usage_path
 
         path = _path(file)
         tenants = read(path).by_name if path.exists() else {}
+        used = read_usage(usage_path(config.load(environment=os.environ)))
     if as_json:
         click.echo(json.dumps(to_plain(tenants)))
         return
     if not tenants:
         click.echo("no tenants yet; make a key with: uma-trio keys create NAME")
         return
-    rows = [("TENANT", "KEYS", "WEIGHT", "LIMITS"), *map(_row, tenants.values())]
+    rows = [("TENANT", "KEYS", "WEIGHT", "LIMITS"), *(_row(tenant, used) for tenant in tenants.values())]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
@@ -150,14 +153,19 @@ def _parse_quota(quota: str | None) -> dict[str, Any]:
     return {**found, "quota_period": period} if period else found
 
 
-def _row(tenant: Tenant) -> tuple[str, str, str, str]:
+def _row(tenant: Tenant, used: Mapping[tuple[str, str], int]) -> tuple[str, str, str, str]:
+    import time
+
+    from uma_trio.gateway.limits import QuotaPeriod
+
+    period = QuotaPeriod.at(time.time(), tenant.quota_period)
     limits = [
         f"{value:,} {unit}"
         for value, unit in (
             (tenant.max_requests, "in flight"),
             (tenant.requests_per_minute, "requests/minute"),
             (tenant.tokens_per_minute, "tokens/minute"),
-            (tenant.token_quota, f"tokens/{tenant.quota_period}"),
+            (tenant.token_quota, f"tokens/{tenant.quota_period} ({used.get((tenant.name, period.name), 0):,} used)"),
         )
         if value is not None
     ]
@@ -174,10 +182,11 @@ def _fail(message: str) -> NoReturn:
 @contextlib.contextmanager
 def _reporting() -> Iterator[None]:
     """End the program with one line if the file or a name is not valid."""
+    from uma_trio.config import ConfigError
     from uma_trio.gateway.key_file import KeyFileError
     from uma_trio.gateway.tenants import TenantsError
 
     try:
         yield
-    except (KeyFileError, TenantsError) as error:
+    except (ConfigError, KeyFileError, TenantsError) as error:
         _fail(str(error))

@@ -44,6 +44,8 @@ class Account:
 def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: bool) -> Charge:
     """Admit a request for the daemon; without an account, for free.
 
+    An answer that may take as many tokens as fit is bounded by what is left of a quota.
+
     Raises:
         HttpError: a limit of the tenant refuses it.
     """
@@ -51,7 +53,15 @@ def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: 
         return Charge(fields, None, 0, is_streamed)
     prompt = estimated_tokens([fields.get("prompt"), fields.get("messages"), fields.get("tools")])
     answers = _count(fields.get("n"), 1)
-    longest = _count(fields.get("max_tokens"), account.default_max_tokens or UNKNOWN_MAX_TOKENS)
+    longest = _count(fields.get("max_tokens"), account.default_max_tokens)
+    if "max_tokens" not in fields or fields.get("fit_max_tokens") is True:  # the answer may take as many as fit
+        left = account.limiter.quota_left(account.tenant)
+        if left is not None:
+            most = max(1, (left - prompt) // answers)
+            longest = min(longest or most, most)
+            fields = {**fields, "max_tokens": min(longest, MAX_INT32), "fit_max_tokens": True}
+        longest = min(longest or UNKNOWN_MAX_TOKENS, account.default_max_tokens or UNKNOWN_MAX_TOKENS)
+    longest = longest or UNKNOWN_MAX_TOKENS
     admission = account.limiter.admit(account.tenant, tokens=prompt + answers * longest, answers=answers)
     principal = account.tenant.principal
     limit = {} if principal.max_requests is None else {"principal_max_requests": principal.max_requests}

@@ -188,6 +188,13 @@ class Limiter:
         state.in_flight += answers
         return Admission(self, tenant, state, self._charge(tenant, state, tokens, now), tokens, answers)
 
+    def quota_left(self, tenant: Tenant) -> int | None:
+        """Return how many tokens are left of a tenant's quota; ``None`` without one."""
+        if tenant.token_quota is None:
+            return None
+        period = QuotaPeriod.at(self._unix_s(), tenant.quota_period)
+        return tenant.token_quota - self._usage.tokens(tenant.name, period.name)
+
     def headers(self, tenant: Tenant) -> list[tuple[str, str]]:
         """Return the ``x-ratelimit-*`` headers for a response to ``tenant`` that begins now."""
         now = self._now_ns()
@@ -220,13 +227,10 @@ class Limiter:
         return found
 
     def _quota_refusals(self, tenant: Tenant, tokens: int) -> list[HttpError]:
-        quota = tenant.token_quota
-        if quota is None:
+        quota, left = tenant.token_quota, self.quota_left(tenant)
+        if quota is None or left is None or tokens <= left:
             return []
         period = QuotaPeriod.at(self._unix_s(), tenant.quota_period)
-        left = quota - self._usage.tokens(tenant.name, period.name)
-        if tokens <= left:
-            return []
         message = (
             f"{max(0, left):,} of the {quota:,} tokens that {tenant.name} may use in a {tenant.quota_period} are left, and "
             f"this request may use {tokens:,}"

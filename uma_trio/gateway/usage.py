@@ -104,8 +104,12 @@ def read_usage(path: Path) -> dict[tuple[str, str], int]:
     """Return the tokens of each tenant and period, also while a gateway writes them; empty without a file."""
     if not path.exists():
         return {}
-    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)) as connection:
-        return {(tenant, period): tokens for tenant, period, tokens in connection.execute("SELECT * FROM usage")}
+    address = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(address, uri=True, timeout=LOCK_TIMEOUT_S)) as connection:
+            return {(tenant, period): tokens for tenant, period, tokens in connection.execute("SELECT * FROM usage")}
+    except sqlite3.Error:  # damaged, or just being made
+        return {}
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -79,7 +79,7 @@ async def count_tokens(call: Call) -> Response:
     tools, _ = tool_fields(request)
     messages = without_noise(ChatMessages(request).messages)
     fields = call.for_daemon(model=request.model, messages=messages, tools=tools.get("tools"))
-    found = await call.whole(call.ask(lambda client: client.tokenize(**fields)))
+    found = await call.whole(call.ask(lambda client: client.tokenize(**fields), counts=True))
     return json_response({"input_tokens": len(found.tokens)})
 
 
