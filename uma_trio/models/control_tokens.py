@@ -23,6 +23,14 @@ from uma_trio.errors import UmaError
 MASK_CHARS: Final = range(0xD800, 0xE000)
 _MASK_CHAR: Final = re.compile("[\ud800-\udfff]")
 
+STRUCTURE: Final = frozenset(
+    {
+        *("type", "function", "id", "name", "description", "parameters", "arguments"),
+        *("properties", "required", "items", "enum", "additionalProperties", "anyOf", "oneOf", "allOf", "$ref", "$defs"),
+    }
+)
+"""Keys of tools and calls that templates look for."""
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -194,11 +202,11 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """``value`` with all texts in it changed, keys included."""
+    """``value`` with all texts in it changed, keys that are not ``STRUCTURE`` included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change(key): _mapped(each, change) for key, each in value.items()}
+        return {key if key in STRUCTURE else change(key): _mapped(each, change) for key, each in value.items()}
     if isinstance(value, Sequence):
         return [_mapped(each, change) for each in value]
     return value

@@ -34,7 +34,7 @@ class ToolFormat:
 HERMES: Final = ToolFormat(
     name="hermes",
     signs=("<tool_call>",),
-    not_signs=("<function=", "<arg_key>"),
+    not_signs=("<function=", "<arg_key>", "<invoke"),
     begin=("<tool_call>",),
     end=("</tool_call>",),
     written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
