@@ -314,3 +314,34 @@ def test_an_answer_that_is_cut_short_of_its_constraint_has_an_exit_code_of_its_o
     found = run("ask", "--json-object", "--max-tokens", 3, "Write a record")
     assert found.returncode == 4
     assert run("ask", "--max-tokens", 3, "Count from 1 to 20").returncode == 0
+
+
+# -- tools ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_calls_are_printed_as_lines_of_json(run, tmp_path, wrapped):
+    tool = {
+        "name": "look_up",
+        "parameters": {"properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]},
+    }
+    tools = {"tools": [{"type": "function", "function": tool}]} if wrapped else [tool]
+    (tmp_path / "tools.json").write_text(json.dumps(tools))
+    found = run("ask", "--tools", tmp_path / "tools.json", "--tool-choice", "look_up", "--max-tokens", 100, QUESTION)
+    call = json.loads(found.stdout)
+    assert call["name"] == "look_up"
+    assert call["arguments"]["city"] in ("Paris", "Rome")
+    found = run("ask", "--tools", tmp_path / "tools.json", "--tool-choice", "look-up", QUESTION)
+    assert (found.returncode, "look-up" in found.stderr) == (2, True)
+
+
+def test_a_session_shows_its_calls(run, tmp_path):
+    (tmp_path / "tools.json").write_text(json.dumps([{"name": "now", "parameters": {"properties": {}}}]))
+    options = ["--tools", tmp_path / "tools.json", "--tool-choice", "now", "--session", "calls", "--max-tokens", 100]
+    call = json.loads(run("ask", *options, "What time is it?").stdout)
+    assert (call["name"], call["arguments"]) == ("now", {})
+    assert json.loads(run("sessions", "show", "calls").stdout.splitlines()[-1]) == call
+    run("sessions", "export", "calls", tmp_path / "calls.json")
+    assert json.loads((tmp_path / "calls.json").read_text())["messages"][-1]["tool_calls"] == [call]
+    run("sessions", "export", "calls", tmp_path / "calls.md")
+    assert json.dumps(call) in (tmp_path / "calls.md").read_text()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from uma_trio.cli.tools import call_line
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -64,7 +66,10 @@ class TextPrinter:
                 click.echo(f"--- {event.index}")
             self._reasoning.feed(event.reasoning or "")
             self._echo(event.text or "")
-            self._end_line()
+            if self._last_character or not event.tool_calls:
+                self._end_line()
+            for call in event.tool_calls or ():
+                click.echo(call_line(call))
             if self._scores:
                 click.echo("\n".join(["", *_table(self._scores)]))
                 self._scores = []

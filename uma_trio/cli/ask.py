@@ -6,6 +6,7 @@ import contextlib
 import select
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +14,7 @@ import click
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
 from uma_trio.cli.request_options import fields_of, request_options
+from uma_trio.cli.tools import tool_fields
 
 if TYPE_CHECKING:
     pass
@@ -37,6 +39,18 @@ STDIN_NOTICE_S = 1.0
     help="Show the probability of each token and of this many most likely ones; with --json, their logarithms.",
 )
 @request_options
+@click.option(
+    "--tools",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Offer these tools to the model: a JSON list, in the form of docs/PROTOCOL.md or of the OpenAI API. Its calls are "
+    "printed as JSON, one a line.",
+)
+@click.option(
+    "--tool-choice",
+    metavar="auto|none|required|NAME",
+    help="With --tools: whether the answer must be a call, and of which tool.  [default: auto]",
+)
 @click.option("--full-text", "return_full_text", is_flag=True, default=None, help="Print the prompt first.")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is complete.")
 @click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
@@ -62,6 +76,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       uma-trio ask --session trip "What is the capital of France?"
       uma-trio ask --session trip "And of Italy?"
       uma-trio ask --raw --temp 0.8 --seed 7 --max-tokens 60 "Tell me a story about a fox"
+      uma-trio ask --tools tools.json "How warm is it in Lima?"
       uma-trio ask --choice yes --choice no "Is Paris in France?"
       uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
@@ -132,10 +147,12 @@ def _read_stdin() -> str:
 
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     whole = options["no_stream"] or ((options["n"] or 1) > 1 and not options["as_json"])
-    request: dict[str, Any] = {"stream": not whole, **fields_of(options)}
+    request: dict[str, Any] = {"stream": not whole, **fields_of(options), **tool_fields(options)}
     if options["raw"]:
         if options["system"] is not None:
             raise click.UsageError("--raw sends the text as it is, with no place for --system")
+        if options["tools"] is not None:
+            raise click.UsageError("--raw sends the text as it is, with no place for --tools")
         request["prompt"] = text
         if options["no_special"]:
             request["parse_special"] = False

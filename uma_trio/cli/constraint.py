@@ -30,7 +30,7 @@ def constraint_of(options: dict[str, Any]) -> dict[str, Any] | None:
         given["--choice"] = {"choice": [*options["choice"]]}
     if options["grammar"] is not None:
         kind = "lark" if options["grammar"].suffix == LARK_SUFFIX else "gbnf"
-        given["--grammar"] = {kind: _read(options["grammar"], "--grammar")}
+        given["--grammar"] = {kind: read_given(options["grammar"], "--grammar")}
     if len(given) > 1:
         raise click.UsageError(f"{' and '.join(given)} do not go together: an answer has one constraint")
     if not given:
@@ -44,7 +44,7 @@ def constraint_of(options: dict[str, Any]) -> dict[str, Any] | None:
 def _schema(given: str) -> dict[str, Any]:
     if given.strip() in ("", "-"):
         raise click.UsageError(f"--json-schema: {given!r} is no schema; give a file, or the schema inline")
-    text = given if given.lstrip().startswith(("{", "[")) else _read(Path(given), "--json-schema")
+    text = given if given.lstrip().startswith(("{", "[")) else read_given(Path(given), "--json-schema")
     try:
         schema = json.loads(text)
     except ValueError as error:
@@ -54,7 +54,12 @@ def _schema(given: str) -> dict[str, Any]:
     return schema
 
 
-def _read(file: Path, option: str) -> str:
+def read_given(file: Path, option: str) -> str:
+    """The text of a file that an option names.
+
+    Raises:
+        click.UsageError: it cannot be read, or is empty.
+    """
     try:
         text = read_text(file, pipes=True)
     except OSError as error:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
+from uma_trio.cli.tools import call_line
 from uma_trio.protocol.chat import ChatMessage
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 @attrs.define
@@ -37,7 +39,8 @@ class Conversation:
         """The latest message of the user, if it is answered."""
         if len(self.messages) < 2 or self.messages[-2]["role"] != "user":
             return None
-        return self.messages[-2]["content"]
+        question: str = self.messages[-2]["content"]
+        return question
 
     def request(self, question: str, *, retry: bool = False) -> dict[str, object]:
         """Fields of the request that asks ``question``.
@@ -72,9 +75,16 @@ class Conversation:
 
 
 def as_fields(message: ChatMessage) -> Message:
-    """A message as a request has it."""
-    reasoning = {} if message.reasoning is None else {"reasoning": message.reasoning}
-    return {"role": message.role, "content": message.text, **reasoning}
+    """A message as a request has it; without fields that it does not have."""
+    optional = {"reasoning": message.reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
+    fields: Message = {
+        "role": message.role,
+        "content": message.text,
+        **{k: v for k, v in optional.items() if v is not None},
+    }
+    if message.tool_calls:
+        fields["tool_calls"] = [json.loads(call_line(call)) for call in message.tool_calls]
+    return fields
 
 
 def as_json(messages: Sequence[Message]) -> str:
@@ -84,7 +94,16 @@ def as_json(messages: Sequence[Message]) -> str:
 
 def as_markdown(messages: Sequence[Message]) -> str:
     """The messages as a Markdown page with one section a message; reasoning is folded away."""
-    return "\n\n".join(f"## {each['role']}\n\n{_folded(each)}{each['content']}" for each in messages) + "\n"
+    return (
+        "\n\n".join(f"## {each['role']}\n\n{_folded(each)}{each['content']}{_calls(each)}" for each in messages) + "\n"
+    )
+
+
+def _calls(message: Message) -> str:
+    if not message.get("tool_calls"):
+        return ""
+    lines = "\n".join(json.dumps(call, ensure_ascii=False) for call in message["tool_calls"])
+    return ("\n\n" if message["content"] else "") + f"```json\n{lines}\n```"
 
 
 def _folded(message: Message) -> str:

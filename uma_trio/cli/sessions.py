@@ -14,6 +14,7 @@ import click
 from uma_trio.cli import SuggestingGroup
 from uma_trio.cli.client_options import reporting_errors, say_which_daemon, socket_option
 from uma_trio.cli.completion import session_name
+from uma_trio.cli.tools import call_line
 
 if TYPE_CHECKING:
     from uma_trio.client import Client, SessionInfo, Transcript
@@ -116,7 +117,10 @@ def show(context: click.Context, session_id: str, as_json: bool, socket: str | N
         click.secho(f"\n{message.role}", bold=True)
         if message.reasoning is not None:
             click.secho(_shown(message.reasoning, keep="\n\t") + "\n", dim=True)
-        click.echo(_shown(message.text, keep="\n\t"))
+        if message.text or not message.tool_calls:
+            click.echo(_shown(message.text, keep="\n\t"))
+        for call in message.tool_calls or ():
+            click.echo(_shown(call_line(call)))
     if found.text is not None:
         click.echo("\n" + _shown(found.text, keep="\n\t"))
 
@@ -129,7 +133,7 @@ def show(context: click.Context, session_id: str, as_json: bool, socket: str | N
 def export(context: click.Context, session_id: str, file: Path | None, socket: str | None) -> None:
     """Write the messages of a session to FILE: as Markdown if it ends in .md, otherwise as JSON (.json).
 
-    JSON has the shape that the OpenAI API takes: {"messages": [{"role": ..., "content": ...}]}.  For a session of plain
+    JSON has the shape that a request takes: {"messages": [{"role": ..., "content": ...}]}.  For a session of plain
     prompts it is {"prompt": ...}.  Without FILE, JSON goes to stdout.  An existing FILE is replaced.
 
     \b

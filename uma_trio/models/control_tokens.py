@@ -26,7 +26,18 @@ _MASK_CHAR: Final = re.compile("[\ud800-\udfff]")
 STRUCTURE: Final = frozenset(
     {
         *("type", "function", "id", "name", "description", "parameters", "arguments"),
-        *("properties", "required", "items", "enum", "additionalProperties", "anyOf", "oneOf", "allOf", "$ref", "$defs"),
+        *(
+            "properties",
+            "required",
+            "items",
+            "enum",
+            "additionalProperties",
+            "anyOf",
+            "oneOf",
+            "allOf",
+            "$ref",
+            "$defs",
+        ),
     }
 )
 """Keys of tools and calls that templates look for."""

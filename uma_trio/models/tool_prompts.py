@@ -90,7 +90,15 @@ def find_style(render: Callable[[Sequence[Fields], Sequence[Fields]], str]) -> T
     chat = [question, ChatMessage(role="assistant", tool_calls=calls), *results]
     text = _rendered(render, [question], tools, ToolStyle(describes=True))
     describes = "first_tool" in text and "key_one" in text
-    needed = ("first_tool", "second_tool", "key_one", "value_one", "value_two", "result_first_tool", "result_second_tool")
+    needed = (
+        "first_tool",
+        "second_tool",
+        "key_one",
+        "value_one",
+        "value_two",
+        "result_first_tool",
+        "result_second_tool",
+    )
     for one_call, no_content, as_text in itertools.product((False, True), repeat=3):
         style = ToolStyle(True, describes, as_text, no_content, one_call)
         text = _rendered(render, chat, tools, style)
