@@ -40,7 +40,7 @@ from uma_trio.protocol.messages import (
     Transcript,
     Usage,
 )
-from uma_trio.sampling import CallMarkers, sampling_defaults
+from uma_trio.sampling import sampling_defaults
 from uma_trio.serving.embedding import PendingEmbeddings, cancelled
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
@@ -124,6 +124,7 @@ class ModelService:
         capabilities: dict[Capability, bool] = {
             "completion": True,
             "chat": self.has_chat_template,
+            "tools": self.has_chat_template,
             "reasoning": self._prompts.reasoning is not None,
             "embedding": info.can_embed,
         }
@@ -273,7 +274,7 @@ class Generation:
     async def _compile(self, prompt: Prompt, began: float) -> Grammar | None:
         """The grammar of what the answer must look like, before any token is computed."""
         service = self.service
-        shape = _answer_shape(self.request, prompt, service._prompts.tools.markers)
+        shape = _answer_shape(self.request, prompt)
         if shape is None:
             return None
         grammars = service._model.grammars
@@ -330,23 +331,23 @@ class Generation:
         )
 
 
-def _answer_shape(request: Generate, prompt: Prompt, markers: CallMarkers) -> Constraint | AnswerShape | None:
+def _answer_shape(request: Generate, prompt: Prompt) -> Constraint | AnswerShape | None:
     """What the answer must look like; ``None``: it is free.
 
     Reasoning is not a part of it: a model that has to answer at once answers worse.
     """
-    calls = prompt.calling is not None
-    if request.constraint is None and not (calls and request.must_call):
+    calling = prompt.calling
+    if request.constraint is None and not (calling and request.must_call):
         return None
-    if not calls and (prompt.reasoning is None or _has_own_start(request.constraint)):
+    if calling is None and (prompt.reasoning is None or _has_own_start(request.constraint)):
         return request.constraint
     choice = request.tool_choice
     named = [tool for tool in request.tools if isinstance(choice, NamedTool) and tool.name == choice.name]
     return AnswerShape(
-        markers=markers,
-        tools=(named or request.tools) if calls else (),
+        markers=None if calling is None else calling.markers,
+        tools=named or request.tools,
         parallel=request.parallel_tool_calls and not named,
-        text=None if request.must_call else request.constraint,
+        text=None if calling and request.must_call else request.constraint,
         reasoning=prompt.reasoning,
         is_open=prompt.opens_reasoning,
     )

@@ -1,4 +1,4 @@
-"""Grammar of an answer that calls tools, in llguidance's Lark, from the markers with which such an answer is read."""
+"""Grammar of an answer that reasons or calls tools, in llguidance's Lark, from the markers with which it is read."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ TEXT: /(.|\n){0,4096}/
 class AnswerShape:
     """What an answer may be: reasoning, then calls of tools, or text."""
 
-    markers: CallMarkers
+    markers: CallMarkers | None = None
+    """How the model writes calls; ``None``: the answer is text."""
     tools: Sequence[Tool] = ()
-    """The tools that it may call; none: it is text."""
+    """The tools that it may call."""
     parallel: bool = True
     """Whether it may have several calls."""
     text: Constraint | None = None
@@ -46,8 +47,8 @@ class AnswerShape:
     @property
     def controls(self) -> dict[str, int]:
         """Characters in markers, and the control tokens for which they stand."""
-        found = {**self.markers.controls, **(self.reasoning.controls if self.reasoning is not None else {})}
-        return {character: token for token, character in found.items()}
+        found = [each.controls for each in (self.markers, self.reasoning) if each is not None]
+        return {character: token for controls in found for token, character in controls.items()}
 
 
 def answer_rules(shape: AnswerShape, text: str | None) -> str:
@@ -56,56 +57,56 @@ def answer_rules(shape: AnswerShape, text: str | None) -> str:
     Args:
         text: expression for ``shape.text``.
     """
-    controls = shape.controls
-    kinds = ([_calls(shape, controls)] if shape.tools else []) + (["text"] if text is not None else [])
-    rules = [f"start: {_thought(shape, controls)} answer" if shape.reasoning else "start: answer"]
+    controls, markers, rules = shape.controls, shape.markers, []
+    kinds = ([_calls(shape, markers, controls)] if markers is not None else []) + (["text"] if text is not None else [])
+    if shape.reasoning is None:
+        rules.append("start: answer")
+    else:
+        dropped = "dropped*" if shape.reasoning.dropped else ""
+        rules.append(f"start: {'thought' if shape.is_open else '(begins thought)?'} {dropped} answer")
+        rules += _reasoning(shape.reasoning, controls)
     rules.append(f"answer: {' | '.join(kinds)}")
     if text is not None:
         rules.append(f"text: {text}")
-    if shape.reasoning is not None:
-        rules += _reasoning(shape, shape.reasoning, controls)
-    if shape.tools:
+    if markers is not None:
         rules.append(f"call: {' | '.join(f'call_{n}' for n in range(len(shape.tools)))}")
         for n, tool in enumerate(shape.tools):
-            before, between, after = (_literal(each, controls) for each in shape.markers.written)
+            before, between, after = (_literal(each, controls) for each in markers.written)
             rules.append(f"call_{n}: {before} {json.dumps(tool.name)} {between} arguments_{n} {after}")
-            rules += _arguments(n, tool, shape.markers.quote, controls)
-        if shape.markers.quote is not None:
-            quote = _literal(shape.markers.quote, controls)
+            rules += _arguments(n, tool, markers.quote)
+        if markers.quote is not None:
+            quote = _literal(markers.quote, controls)
             rules.append(f"string: {quote} TEXT {quote}\n{_GEMMA_VALUE}")
     return "\n".join(rules)
 
 
-def _calls(shape: AnswerShape, controls: dict[str, int]) -> str:
-    begin, end = (_literal(each, controls) for each in shape.markers.around)
+def _calls(shape: AnswerShape, markers: CallMarkers, controls: dict[str, int]) -> str:
+    begin, end = (_literal(each, controls) for each in markers.around)
     more = ""
-    if shape.parallel and shape.markers.separator is not None:
-        more = f"({_literal(shape.markers.separator, controls)} call)*"
+    if shape.parallel and markers.separator is not None:
+        more = f"({_literal(markers.separator, controls)} call)*"
     return f"{begin} call {more} {end}"
 
 
-def _thought(shape: AnswerShape, controls: dict[str, int]) -> str:
-    return "thought" if shape.is_open else "(begins thought)?"
-
-
-def _reasoning(shape: AnswerShape, markers: ReasoningMarkers, controls: dict[str, int]) -> Iterator[str]:
-    """Rules for free text up to the end of the reasoning, and spaces after it."""
+def _reasoning(markers: ReasoningMarkers, controls: dict[str, int]) -> Iterator[str]:
+    """Rules for reasoning: free text up to its end.  Markers that are dropped may stand between it and the answer."""
     yield f"begins: {_literal(markers.begin[0], controls)}"
     end = markers.end[0]
-    after = _literal(shape.markers.after_reasoning, controls)
     if _CONTROL.search(end):
-        yield f"thought: free {_literal(end, controls)} SPACES {after}\nfree: /(.|\\n)*/"
+        yield f"thought: free {_literal(end, controls)} SPACES?\nfree: /(.|\\n)*/"
     else:
-        yield f"thought: free SPACES {after}\nfree[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"
-    yield "SPACES: /[ \\n]{0,4}/"
+        yield f"thought: free SPACES?\nfree[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"
+    yield "SPACES: /[ \\n]{1,4}/"
+    if markers.dropped:
+        yield f"dropped: {' | '.join(_literal(each, controls) for each in markers.dropped)}"
 
 
-def _arguments(n: int, tool: Tool, quote: str | None, controls: dict[str, int]) -> Iterator[str]:
+def _arguments(n: int, tool: Tool, quote: str | None) -> Iterator[str]:
     if quote is None:
         yield f"arguments_{n}: {json_expression(arguments_schema(tool))}"
         return
-    names = [*tool.parameters.get("properties", {})]
-    if not names:
+    names = tool.parameters.get("properties")
+    if not isinstance(names, dict) or not names:
         yield f"arguments_{n}: object"
         return
     keys = " | ".join(json.dumps(name, ensure_ascii=False) for name in names)

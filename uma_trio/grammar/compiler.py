@@ -16,7 +16,7 @@ import xxhash
 from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar.calls import AnswerShape, answer_rules, json_expression
 from uma_trio.grammar.checker import MAX_SOURCE_BYTES, Checker, Refused
-from uma_trio.grammar.explain import explain, explain_tools
+from uma_trio.grammar.explain import explain, explain_shape
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.protocol.messages import Constraint
 
@@ -91,7 +91,7 @@ class GrammarCompiler:
         except Refused as error:
             self._count_refusal()
             if isinstance(constraint, AnswerShape):
-                raise InvalidConstraint(explain_tools(str(error), constraint)) from None
+                raise InvalidConstraint(explain_shape(str(error), constraint)) from None
             raise InvalidConstraint(explain(str(error), constraint)) from None
         grammar = Grammar(xxhash.xxh3_128_hexdigest(source.encode()), source)
         with self._lock:
@@ -119,7 +119,7 @@ class GrammarCompiler:
         text = shape.text
         if text is not None and (text.lark or text.gbnf or text.after):
             raise InvalidConstraint(
-                "constraint: with tools, json_schema, json_object, regex or choice, without after: the answer may be a call"
+                "with tools, a constraint is json_schema, json_object, regex or choice, without after: the answer may be a call"
             )
         try:
             rules = answer_rules(shape, None if text is None else _expression(text))
@@ -127,8 +127,10 @@ class GrammarCompiler:
             raise InvalidConstraint(f"the parameters of a tool are no JSON: {error}") from None
         if len(rules.encode("utf-8", "replace")) > MAX_SOURCE_BYTES:
             raise InvalidConstraint(
-                f"the tools have more than {MAX_SOURCE_BYTES // 1024} KiB, too much for an answer that must be a call; "
-                "name one of them in tool_choice, or send fewer"
+                f"the constraint has more than {MAX_SOURCE_BYTES // 1024} KiB"
+                if not shape.tools
+                else f"the tools have more than {MAX_SOURCE_BYTES // 1024} KiB, too much for a grammar; name one of them in "
+                "tool_choice, or send fewer"
             )
         return rules
 

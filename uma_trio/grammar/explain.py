@@ -61,12 +61,14 @@ def explain(error: str, constraint: Constraint | None = None) -> str:
     return f"constraint.{field or 'json_object'}{_place(error, constraint)}: {_plain(error)}"[:MAX_ERROR_CHARS]
 
 
-def explain_tools(error: str, shape: AnswerShape) -> str:
-    """``error`` of llguidance about the grammar of an answer with calls, on one line; names the tool if it can be found."""
+def explain_shape(error: str, shape: AnswerShape) -> str:
+    """``error`` of llguidance about the grammar of an answer, on one line; names the tool if it can be found."""
     for n, tool in enumerate(shape.tools):
         place = _place(error, Constraint(json_schema=tool.parameters))
         if place and (len(shape.tools) == 1 or (place.startswith(", ") and "regex" not in place)):
             return f"tools[{n}].parameters{place}: {_plain(error)}"[:MAX_ERROR_CHARS]
+    if shape.text is not None and (not shape.tools or _place(error, shape.text)):
+        return explain(error, shape.text)
     name = "tools[0].parameters" if len(shape.tools) == 1 else "parameters of the tools"
     return f"{name}: {_plain(error)}"[:MAX_ERROR_CHARS]
 

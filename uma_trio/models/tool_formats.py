@@ -28,7 +28,6 @@ class ToolFormat:
     written: tuple[str, str, str]
     around: tuple[str, str] = ("", "")
     separator: str | None = None
-    after_reasoning: str = ""
 
 
 HERMES: Final = ToolFormat(
@@ -88,7 +87,6 @@ FORMATS: Final = (
         end=("<|call|>",),
         named=True,
         written=("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
-        after_reasoning="<|start|>assistant",
     ),
     ToolFormat(
         name="gemma",  # Gemma 4
@@ -142,6 +140,5 @@ def make_call_markers(found: ToolFormat, text: MarkerText) -> CallMarkers:
         written=(before, between, after),
         around=(text.searched(found.around[0]), text.searched(found.around[1])),
         separator=None if found.separator is None else text.searched(found.separator),
-        after_reasoning=text.searched(found.after_reasoning),
         controls=text.controls,
     )

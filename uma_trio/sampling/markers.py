@@ -65,8 +65,6 @@ class CallMarkers:
     """Text before all calls and after them, written in the same way."""
     separator: str | None = None
     """Text between calls, written in the same way; ``None``: an answer has one call."""
-    after_reasoning: str = ""
-    """Text between reasoning and the first call, written in the same way."""
     controls: Mapping[int, str] = attrs.field(factory=dict)
     """As in ``ReasoningMarkers``; a character stands for the same token in both."""
 

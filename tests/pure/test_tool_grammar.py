@@ -1,0 +1,149 @@
+"""Grammars of calls: each format's own writing follows its grammar, after reasoning too, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+
+import pytest
+
+from tests.pure.test_tool_calls import CONTROL
+from uma_trio.grammar import AnswerShape, GrammarCompiler, LocalChecker, Vocabulary
+from uma_trio.grammar.vocabulary import start_matcher
+from uma_trio.models.marker_text import MarkerText
+from uma_trio.models.reasoning import FORMATS as REASONING
+from uma_trio.models.reasoning import make_markers
+from uma_trio.models.tool_formats import FORMATS, by_name, make_call_markers
+from uma_trio.protocol.chat import Tool
+from uma_trio.protocol.messages import Constraint
+from uma_trio.sampling import RegionAssembler, ToolCalling
+
+WEATHER = Tool(
+    name="weather",
+    parameters={
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+    },
+)
+NOTHING = Tool(name="nothing", parameters={"properties": {}})
+
+TEXTS = [
+    *(text for each in FORMATS for text in (*each.begin, *each.end, *each.dropped, *each.written, *each.around)),
+    *(text for each in REASONING for text in (*each.begin, *each.end, *each.dropped)),
+    '<|"|>',
+]
+CONTROLS = sorted({found for text in TEXTS for found in CONTROL.findall(text)} - {"<response>", "</response>"})
+IDS = {text: 256 + n for n, text in enumerate(CONTROLS)}
+END = 256 + len(CONTROLS)
+
+
+def tokens_of(text: str) -> list[int]:
+    """Bytes, and control tokens."""
+    parts = filter(None, re.split("(" + "|".join(map(re.escape, CONTROLS)) + ")", text))
+    return [token for part in parts for token in ([IDS[part]] if part in IDS else part.encode())]
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    tokens = [*(bytes([n]) for n in range(256)), *(text.encode() for text in CONTROLS), b"<end>"]
+    return Vocabulary(tokens, range(256, END + 1), [END], None, lambda text: list(text.encode()))
+
+
+@cache
+def tokenizer():
+    return vocabulary().tokenizer()
+
+
+def shape_of(name: str | None, **fields) -> AnswerShape:
+    text = MarkerText(IDS.get)
+    markers = None if name is None else make_call_markers(by_name(name), text)
+    if "reasoning" in fields:
+        fields["reasoning"] = make_markers(next(each for each in REASONING if fields["reasoning"] in each.begin), text)
+    tools = () if name is None else (WEATHER, NOTHING)
+    return AnswerShape(markers=markers, **{"tools": tools, **fields})
+
+
+def follows(shape: AnswerShape, output: str) -> bool:
+    """Whether the output is one of the grammar, from beginning to end."""
+    grammar = GrammarCompiler(vocabulary, LocalChecker(vocabulary)).compile(shape)
+    matcher = start_matcher(tokenizer(), grammar.source)
+    tokens = tokens_of(output)
+    n = matcher.try_consume_tokens(tokens)
+    assert not matcher.is_error(), matcher.get_error()
+    return n == len(tokens) and matcher.is_accepting()
+
+
+def written(name: str, *calls: tuple[str, dict]) -> str:
+    found = by_name(name)
+    before, between, after = found.written
+
+    def arguments(values: dict) -> str:
+        if found.quote is None:
+            return json.dumps(values, ensure_ascii=False)
+        q = found.quote
+        return "{" + ",".join(f"{k}:{q + v + q if isinstance(v, str) else v}" for k, v in values.items()) + "}"
+
+    each = [before + tool + between + arguments(values) + after for tool, values in calls]
+    return found.around[0] + (found.separator or "").join(each) + found.around[1]
+
+
+ONE = ("weather", {"city": "Lima é", "days": 2})
+TWO = ("nothing", {})
+
+
+@pytest.mark.parametrize("name", [each.name for each in FORMATS])
+def test_a_format_writes_what_its_grammar_allows_and_its_reader_reads(name: str) -> None:
+    shape = shape_of(name)
+    calls = [ONE] if by_name(name).separator is None else [ONE, TWO, ONE]
+    output = written(name, *calls)
+    assert follows(shape, output)
+    assert not follows(shape, output[:-1] + "x")
+    assert not follows(shape, "Hello")
+    assert not follows(shape, "")
+    assert not follows(shape, written(name, ("another", {})))
+    assert follows(shape_of(name, parallel=False), written(name, ONE))
+    assert not follows(shape_of(name, parallel=False), written(name, ONE, TWO))
+    if name != "gemma":
+        assert not follows(shape, written(name, ("weather", {"days": 1})))
+        assert not follows(shape, written(name, ("weather", {"city": 1})))
+    assert not follows(shape, written(name, ("weather", {"city": "Lima", "more": 1})))
+    assert not follows(shape, written(name, ("nothing", {"more": 1}))) or name == "gemma"
+
+    assert shape.markers is not None
+    calling = ToolCalling(markers=shape.markers, tools={"weather", "nothing"}, make_id=lambda: "x")
+    assembler = RegionAssembler([], None, calling, is_open=False)
+    text = "".join(assembler.feed(token, bytes([token]) if token < 256 else b"").text for token in tokens_of(output))
+    assert text + assembler.finish().text == ""
+    assert [(call.name, call.arguments) for call in assembler.calls] == calls
+
+
+@pytest.mark.parametrize("found", REASONING, ids=lambda each: each.begin[0])
+@pytest.mark.parametrize("name", ["hermes", None])
+def test_reasoning_comes_first(found, name: str | None) -> None:
+    text = Constraint(choice=["yes", "no"])
+    fields = {"reasoning": found.begin[0], "text": text}
+    answer = "yes" if name is None else written(name, ONE)
+    dropped = found.dropped[0] if found.dropped else ""
+    for end in ("", "\n\n", dropped):
+        thought = f"Well, 1 < 2 {{}} é.\n{found.end[0]}{end}"
+        shape = shape_of(name, **fields)
+        assert follows(shape, found.begin[0] + thought + answer)
+        assert follows(shape, answer)
+        assert follows(shape, "yes"), "the model may answer at once"
+        assert not follows(shape, found.begin[0] + "Well" + answer)
+        assert not follows(shape, found.begin[0] + thought + "perhaps")
+        opened = shape_of(name, is_open=True, **fields)
+        assert follows(opened, thought + answer)
+        assert not follows(opened, answer)
+
+
+def test_a_text_or_a_call() -> None:
+    shape = shape_of(
+        "hermes", text=Constraint(json_schema={"type": "object", "properties": {"a": {"type": "integer"}}})
+    )
+    assert follows(shape, '{"a": 1}')
+    assert follows(shape, written("hermes", ONE))
+    assert not follows(shape, "Hello")
+    required = shape_of("hermes", text=None)
+    assert not follows(required, '{"a": 1}')
