@@ -112,6 +112,7 @@ VLLM_HISTOGRAMS: Final = {
     "request_decode_time_seconds": "request_decode_ms",
     "request_prompt_tokens": "request_prompt_tokens",
     "request_generation_tokens": "request_tokens",
+    "request_max_num_generation_tokens": "request_tokens",
 }
 """Histograms of a snapshot by what vLLM calls them."""
 
