@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
-from uma_trio.client import Eos, Event, Reasoning, Token
+from uma_trio.client import Embeddings, Eos, Event, Reasoning, Token
 from uma_trio.gateway.charging import UNKNOWN_MAX_TOKENS, Account, Charge, charged, estimated_tokens
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.guard import check_admin
@@ -116,6 +116,16 @@ def test_a_number_that_clients_always_send_does_not_use_up_a_minute() -> None:
     with costs.begin(prompt="xxx", max_tokens=32_000, fit_max_tokens=True) as charge:
         assert charge.fields["max_tokens"] == 32_000
         costs.begin(prompt="xxx", max_tokens=600)
+
+
+def test_embeddings_cost_their_texts() -> None:
+    costs = Costs()
+    with costs.begin(is_streamed=False, input=["x" * 30, [1, 2, 3]]) as charge:
+        assert costs.usage.total == 13
+        assert charge.fields.keys() <= {"input", "principal", "principal_weight", "principal_max_requests"}
+        usage = Usage(prompt_tokens=17, completion_tokens=0, cached_tokens=0)
+        charge.count([Embeddings(embeddings=[[1.0], [1.0]], usage=usage)])
+    assert costs.usage.total == 17
 
 
 def test_estimates_of_anything_deep() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import attrs
 
-from uma_trio.client import Eos, Event, Token
+from uma_trio.client import Embeddings, Eos, Event, Token
 from uma_trio.gateway.limits import Admission, Limiter
 from uma_trio.gateway.tenants import Tenant
 from uma_trio.protocol.messages import MAX_INT32, Generated
@@ -51,17 +51,20 @@ def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: 
     """
     if account is None:
         return Charge(fields, None, 0, is_streamed)
-    prompt = estimated_tokens([fields.get("prompt"), fields.get("messages"), fields.get("tools")])
+    prompt = estimated_tokens([fields.get(name) for name in ("prompt", "messages", "tools", "input")])
     answers = _count(fields.get("n"), 1)
     longest = _count(fields.get("max_tokens"), account.default_max_tokens)
-    if "max_tokens" not in fields or fields.get("fit_max_tokens") is True:  # the answer may take as many as fit
+    if "input" in fields:  # embeddings have no answer
+        longest = 0
+    elif "max_tokens" not in fields or fields.get("fit_max_tokens") is True:  # the answer may take as many as fit
         left = account.limiter.quota_left(account.tenant)
         if left is not None:
             most = max(1, (left - prompt) // answers)
             longest = min(longest or most, most)
             fields = {**fields, "max_tokens": min(longest, MAX_INT32), "fit_max_tokens": True}
         longest = min(longest or UNKNOWN_MAX_TOKENS, account.default_max_tokens or UNKNOWN_MAX_TOKENS)
-    longest = longest or UNKNOWN_MAX_TOKENS
+    else:
+        longest = longest or UNKNOWN_MAX_TOKENS
     admission = account.limiter.admit(account.tenant, tokens=prompt + answers * longest, answers=answers)
     principal = account.tenant.principal
     limit = {} if principal.max_requests is None else {"principal_max_requests": principal.max_requests}
@@ -109,12 +112,14 @@ class Charge:
         self._generated: dict[int | None, int] = {}
         """Tokens of each answer, by index."""
 
-    def count(self, events: Iterable[Event]) -> None:
+    def count(self, events: Iterable[Event | Embeddings]) -> None:
         """Count the tokens of events."""
         if self._admission is None:
             return
         for event in events:
-            if isinstance(event, Eos):
+            if isinstance(event, Embeddings):
+                self._prompt = event.usage.prompt_tokens
+            elif isinstance(event, Eos):
                 self._prompt = event.usage.prompt_tokens
                 self._generated[event.index] = event.usage.completion_tokens
             elif isinstance(event, Generated) and not (isinstance(event, Token) and event.echo):

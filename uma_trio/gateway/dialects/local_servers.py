@@ -69,7 +69,7 @@ async def tokenize(call: Call) -> Response:
         given = request.add_special_tokens if request.add_special is None else request.add_special
         add_special = request.content is None if given is None else given
         fields = {"add_special": add_special, "parse_special": request.parse_special, **_model(request.model)}
-        found = await call.ask(lambda client: client.tokenize(text, **fields))
+        found = await call.ask(lambda client: client.tokenize(text, **fields), counts=True)
     return _answer({"tokens": found.tokens, "count": len(found.tokens)}, warnings)
 
 
@@ -83,7 +83,7 @@ class DetokenizeRequest(msgspec.Struct):
 async def detokenize(call: Call) -> Response:
     """The text of tokens: ``content`` for clients of llama-server, ``prompt`` for those of vLLM."""
     request, warnings = await call.read(DetokenizeRequest)
-    text = await call.ask(lambda client: client.detokenize(request.tokens, **_model(request.model)))
+    text = await call.ask(lambda client: client.detokenize(request.tokens, **_model(request.model)), counts=True)
     return _answer({"content": text, "prompt": text}, warnings)
 
 
@@ -108,7 +108,7 @@ async def _rendered(
     given = without_noise([chat_message(index, message) for index, message in enumerate(messages)])
     offered = tool_fields(tools, None, warnings)["tools"]
     fields = {**({"tools": offered} if offered else {}), **_model(model)}
-    return await call.ask(lambda client: client.tokenize(messages=given, **fields))
+    return await call.ask(lambda client: client.tokenize(messages=given, **fields), counts=True)
 
 
 def _model(name: str | None) -> dict[str, Any]:
