@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import anthropic
@@ -33,11 +34,24 @@ class Gateway:
 
     def openai(self) -> openai.OpenAI:
         """The client of OpenAI, which does not retry."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+        return _openai(self.url)
 
     def anthropic(self) -> anthropic.Anthropic:
         """The client of Anthropic, which does not retry."""
-        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0, timeout=30)
+        return _anthropic(self.url)
+
+
+# One client for each gateway: a client in the traceback of a refusal would be collected before it closes its sockets.
+
+
+@functools.cache
+def _openai(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+@functools.cache
+def _anthropic(url: str) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=30)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from tests.gateway.conftest import Gateway
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 ASK: dict[str, Any] = {"model": "embedded", "max_tokens": 100, "messages": QUESTION}
+LONG = {"type": "array", "items": {"enum": ["fox"]}, "minItems": 1000}
+"""A schema of answers that take a while."""
 
 
 def test_a_whole_answer(gateway: Gateway) -> None:
@@ -137,14 +139,14 @@ def test_an_answer_that_follows_a_schema(gateway: Gateway) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_request(gateway: Gateway, stream: bool) -> None:
-    story = {**ASK, "max_tokens": 4000, "messages": [{"role": "user", "content": "Tell me a story about a fox."}]}
-    with gateway.anthropic() as client:
-        if stream:
-            with client.messages.stream(**story) as answer:
-                next(iter(answer.text_stream))
-        else:
-            with pytest.raises(anthropic.APITimeoutError):
-                client.messages.create(**story, timeout=0.05)
+    story = {**ASK, "max_tokens": 4000, "output_config": {"format": {"type": "json_schema", "schema": LONG}}}
+    client = gateway.anthropic()
+    if stream:
+        with client.messages.stream(**story) as answer:
+            next(iter(answer.text_stream))
+    else:
+        with pytest.raises(anthropic.APITimeoutError):
+            client.messages.create(**story, timeout=0.5)
     gateway.daemon.settled()
 
 
@@ -194,12 +196,11 @@ def test_the_requests_of_claude_code(gateway: Gateway) -> None:
     usages = []
     for n, messages in enumerate(turns):
         body = claude_code(n, *messages)
-        with gateway.anthropic() as client:
-            counted = client.post(
-                "/v1/messages/count_tokens?beta=true",
-                body={name: body[name] for name in ("model", "system", "messages", "tools")},
-                cast_to=anthropic.types.MessageTokensCount,
-            )
+        counted = gateway.anthropic().post(
+            "/v1/messages/count_tokens?beta=true",
+            body={name: body[name] for name in ("model", "system", "messages", "tools")},
+            cast_to=anthropic.types.MessageTokensCount,
+        )
         with gateway.http(headers=headers) as client:
             answer = client.post("/v1/messages?beta=true", json=body)
         assert answer.status_code == 200

@@ -205,6 +205,13 @@ def test_an_answer_costs_its_usage_and_a_refusal_nothing(tenants: Tenants) -> No
     assert used(tenants.gateway, "talker") == 2 * whole
 
 
+def test_a_max_tokens_that_clients_of_anthropic_must_send_is_no_estimate(tenants: Tenants) -> None:
+    key = tenants.create("coder", "--quota", "5000/month")
+    found = tenants.post(key, {"messages": QUESTION, "max_tokens": 100_000}, "/v1/messages")
+    assert found.status_code == 200
+    assert used(tenants.gateway, "coder") < 100
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_whose_client_leaves_is_charged(tenants: Tenants, stream: bool) -> None:
     name = f"leaver-{stream}"
