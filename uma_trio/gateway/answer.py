@@ -48,7 +48,7 @@ class Renderer(Protocol):
     """Sent while there is nothing else to send; empty if the dialect has nothing that clients ignore."""
 
     def begin(self) -> bytes:
-        """What comes before the first event."""
+        """What comes before the first event.  Called when something is written, so events may have been rendered."""
 
     def render(self, event: Event) -> bytes:
         """What the client gets for one event; may be empty."""

@@ -27,6 +27,7 @@ from uma_trio.gateway.dialects import (
     openai_chat,
     openai_completions,
     openai_models,
+    openai_responses,
     starling,
 )
 from uma_trio.gateway.dialects.openai import OPENAI
@@ -48,6 +49,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *anthropic_messages.ENDPOINTS,
     *openai_completions.ENDPOINTS,
     *openai_models.ENDPOINTS,
+    *openai_responses.ENDPOINTS,
     *ollama_generate.ENDPOINTS,
     *ollama_models.ENDPOINTS,
     *local_servers.ENDPOINTS,

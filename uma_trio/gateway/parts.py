@@ -75,7 +75,7 @@ class PartRenderer(ABC):
         self.prompt_tokens: int | None = None
         """Known before the first token if the request has ``progress``."""
         self._is_open = False
-        self._eos: Eos | None = None
+        self.eos: Eos | None = None
 
     def render(self, event: Event) -> bytes:
         """What the client gets for one event."""
@@ -89,14 +89,14 @@ class PartRenderer(ABC):
             case PrefillProgress():
                 self.prompt_tokens = event.prompt_tokens
             case Eos():
-                self._eos = event
+                self.eos = event
         return b""
 
     def end(self) -> bytes:
         """The end of the last part and of the answer."""
-        assert self._eos is not None
+        assert self.eos is not None
         missing = [] if self.parts else [*self._begin_part("text")]
-        return b"".join([*missing, *self._end_part(), self.ended(self._eos)])
+        return b"".join([*missing, *self._end_part(), self.ended(self.eos)])
 
     def _text(self, event: Token | Reasoning) -> Iterator[bytes]:
         if not event.text and event.logprob is None:

@@ -177,7 +177,9 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
             {
                 "id": call.id or f"call_{index}_{position}",
                 "name": call.function.name,
-                "arguments": _arguments(call.function.arguments, f"messages[{index}].tool_calls[{position}]"),
+                "arguments": arguments_of(
+                    call.function.arguments, f"messages[{index}].tool_calls[{position}].function.arguments"
+                ),
             }
             for position, call in enumerate(calls)
         ]
@@ -202,16 +204,18 @@ def text_of(content: str | list[TextPart] | None, parameter: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _arguments(text: str, parameter: str) -> dict[str, Any]:
-    """Arguments of a call as an object: they are JSON text on the wire, and templates need the object."""
+def arguments_of(text: str, parameter: str) -> dict[str, Any]:
+    """Arguments of a call as an object: they are JSON text on the wire, and templates need the object.
+
+    Raises:
+        HttpError: they are something else.
+    """
     try:
         found = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise invalid(
-            "function.arguments must be the text of a JSON object", parameter=f"{parameter}.function.arguments"
-        )
+        raise invalid("arguments must be the text of a JSON object", parameter=parameter)
     return found
 
 

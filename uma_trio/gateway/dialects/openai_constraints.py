@@ -52,7 +52,7 @@ class Constrained(msgspec.Struct, kw_only=True):
         """
         outputs = self.structured_outputs or StructuredOutputs()
         wanted = [
-            ("response_format", _of_format(self.response_format)),
+            ("response_format", constraint_of_format(self.response_format)),
             ("structured_outputs", _one("json_schema", outputs.json)),
             ("structured_outputs", _one("regex", outputs.regex)),
             ("structured_outputs", _one("choice", outputs.choice)),
@@ -76,7 +76,12 @@ def _one(kind: str, value: Any) -> dict[str, Any] | None:
     return None if value is None else {kind: value}
 
 
-def _of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+def constraint_of_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
+    """The constraint of the socket protocol for a format.
+
+    Raises:
+        HttpError: the format is not known.
+    """
     match wanted:
         case None | ResponseFormat(type="text"):
             return None

@@ -1,0 +1,185 @@
+"""Answers of OpenAI's Responses API: the numbered events of a stream, and whole responses."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+from uma_trio.client import Eos
+from uma_trio.gateway.answer import COMMENT, sse
+from uma_trio.gateway.dialects.openai import chat_logprobs
+from uma_trio.gateway.dialects.openai_response_items import custom_input, seal
+from uma_trio.gateway.errors import HttpError
+from uma_trio.gateway.parts import Part, PartRenderer, parts_of
+from uma_trio.protocol.messages import Logprobs
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+ID_PREFIX: Final = {"reasoning": "rs", "text": "msg", "call": "fc"}
+
+
+class ResponseEvents(PartRenderer):
+    """Writes a response as server-sent events.  Each has a number.
+
+    Args:
+        head: fields of the response.
+        custom_tools: names of the tools that take a text in place of arguments.
+        seals: whether reasoning comes as ``encrypted_content`` too.
+    """
+
+    comment = COMMENT
+
+    def __init__(self, head: dict[str, Any], request_id: str, *, custom_tools: frozenset[str], seals: bool) -> None:
+        super().__init__()
+        self._head = head
+        self._request_id = request_id
+        self._custom_tools = custom_tools
+        self._seals = seals
+        self._number = 2  # those before are for begin()
+
+    def begin(self) -> bytes:
+        """The response without its output.  The first events may have been rendered before."""
+        response = {**self.response("in_progress"), "output": [], "usage": None}
+        names = ("response.created", "response.in_progress")
+        return b"".join(
+            sse({"type": name, "sequence_number": number, "response": response}, name)
+            for number, name in enumerate(names)
+        )
+
+    def part_began(self, part: Part) -> bytes:
+        """An item that is still empty."""
+        added = self._item_event("response.output_item.added", part, item=self.item(part, "in_progress"))
+        match part.kind:
+            case "reasoning":
+                return added + self._content_event("response.content_part.added", part, part=_reasoning_text(part))
+            case "text":
+                return added + self._content_event("response.content_part.added", part, part=_output_text(part))
+            case "call":
+                return added
+
+    def added(self, part: Part, text: str, logprobs: Logprobs | None) -> bytes:
+        """The next piece of an item."""
+        match part.kind:
+            case "reasoning":
+                return self._content_event("response.reasoning_text.delta", part, delta=text)
+            case "text":
+                found = _logprobs([logprobs] if logprobs is not None else [])
+                return self._content_event("response.output_text.delta", part, delta=text, logprobs=found)
+            case "call" if part.name in self._custom_tools:
+                return b""  # its input is known when its arguments are complete
+            case "call":
+                return self._item_event("response.function_call_arguments.delta", part, with_id=True, delta=text)
+
+    def part_ended(self, part: Part) -> bytes:
+        """The end of an item, with all of it."""
+        done = b""
+        match part.kind:
+            case "reasoning":
+                done = self._content_event("response.reasoning_text.done", part, text=part.text)
+                done += self._content_event("response.content_part.done", part, part=_reasoning_text(part))
+            case "text":
+                found = _logprobs(part.logprobs)
+                done = self._content_event("response.output_text.done", part, text=part.text, logprobs=found)
+                done += self._content_event("response.content_part.done", part, part=_output_text(part))
+            case "call" if part.name in self._custom_tools:
+                name, text = "response.custom_tool_call_input", custom_input(part)
+                done = self._item_event(f"{name}.delta", part, with_id=True, delta=text)
+                done += self._item_event(f"{name}.done", part, with_id=True, input=text)
+            case "call":
+                name = "response.function_call_arguments.done"
+                done = self._item_event(name, part, with_id=True, arguments=part.text)
+        return done + self._item_event("response.output_item.done", part, item=self.item(part, self._status(part)))
+
+    def ended(self, eos: Eos) -> bytes:
+        """The whole response."""
+        status = _status_of(eos)
+        return self._event(f"response.{status}", response=self.response(status))
+
+    def fail(self, error: HttpError) -> bytes:
+        """An error in the middle of the stream."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        failed = {"code": code, "message": f"{error.message} ({error.code}, request {self._request_id})"}
+        return self._event("response.failed", response={**self.response("failed"), "error": failed})
+
+    def response(self, status: Status) -> dict[str, Any]:
+        """The response with the items that have been written."""
+        eos = self.eos
+        return {
+            **self._head,
+            "status": status,
+            "output": [self.item(part, self._status(part)) for part in self.parts],
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": None if eos is None else _usage(eos),
+        }
+
+    def item(self, part: Part, status: Status) -> dict[str, Any]:
+        """One item of the output."""
+        fields: dict[str, Any] = {"id": self._id(part), "status": status}
+        is_done = status != "in_progress"
+        match part.kind:
+            case "reasoning":
+                sealed = seal(part.text) if self._seals and is_done else None
+                content = [_reasoning_text(part)] if is_done else []
+                return {**fields, "type": "reasoning", "summary": [], "content": content, "encrypted_content": sealed}
+            case "text":
+                content = [_output_text(part)] if is_done else []
+                return {**fields, "type": "message", "role": "assistant", "content": content}
+            case "call":
+                fields |= {"call_id": part.call_id, "name": part.name}
+                if part.name in self._custom_tools:
+                    return {**fields, "type": "custom_tool_call", "input": custom_input(part) if is_done else ""}
+                return {**fields, "type": "function_call", "arguments": part.text}
+
+    def _status(self, part: Part) -> Status:
+        """Whether an item was cut: only the last one can be."""
+        was_cut = part is self.parts[-1] and self.eos is not None and self.eos.reason == "length"
+        return "incomplete" if was_cut or not part.is_complete else "completed"
+
+    def _id(self, part: Part) -> str:
+        return f"{ID_PREFIX[part.kind]}_{self._request_id}_{part.position}"
+
+    def _content_event(self, name: str, about: Part, **fields: Any) -> bytes:
+        return self._item_event(name, about, with_id=True, content_index=0, **fields)
+
+    def _item_event(self, name: str, about: Part, *, with_id: bool = False, **fields: Any) -> bytes:
+        item_id = {"item_id": self._id(about)} if with_id else {}
+        return self._event(name, **item_id, output_index=about.position, **fields)
+
+    def _event(self, name: str, **fields: Any) -> bytes:
+        number = self._number
+        self._number += 1
+        return sse({"type": name, "sequence_number": number, **fields}, name)
+
+
+def whole_response(events: ResponseEvents, eos: Eos) -> dict[str, Any]:
+    """The response of an answer that was not streamed."""
+    events.parts, events.eos = parts_of(eos), eos
+    return events.response(_status_of(eos))
+
+
+def _status_of(eos: Eos) -> Status:
+    return "incomplete" if eos.reason == "length" else "completed"
+
+
+def _reasoning_text(part: Part) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": part.text}
+
+
+def _output_text(part: Part) -> dict[str, Any]:
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": _logprobs(part.logprobs)}
+
+
+def _logprobs(found: list[Logprobs]) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = chat_logprobs(found)["content"]
+    return content
+
+
+def _usage(eos: Eos) -> dict[str, Any]:
+    usage = eos.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -1,0 +1,255 @@
+"""``POST /v1/responses`` of OpenAI's API, without its storage: each request has the whole conversation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.gateway.answer import EVENT_STREAM, json_response
+from uma_trio.gateway.conversation import conversation_fields, without_noise
+from uma_trio.gateway.dialects.openai import OPENAI, model_name
+from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
+from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
+from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
+from uma_trio.gateway.dialects.openai_tools import Function, tool_fields
+from uma_trio.gateway.dialects.openai_tools import Tool as ChatTool
+from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.errors import invalid
+
+INPUT: Final = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The parameters of a custom tool, which takes a text."""
+
+NOTHING_IS_STORED: Final = "nothing is stored here; send the whole conversation as input"
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool that the model may call.  Functions and custom tools are supported; others are skipped."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Has no effect."""
+
+
+class Format(msgspec.Struct, kw_only=True):
+    """What the answer must look like."""
+
+    type: str = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Has no effect: answers always follow the schema."""
+
+
+class TextSettings(msgspec.Struct):
+    """What the text of an answer looks like."""
+
+    format: Format | None = None
+    verbosity: str | None = None
+    """Has no effect."""
+
+
+class ReasoningSettings(msgspec.Struct):
+    """How the model reasons.  Has no effect: its chat template decides that."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class Input(msgspec.Struct, kw_only=True):
+    """What a request contains whether it is answered or only counted."""
+
+    input: str | list[Item] = ""
+    instructions: str | None = None
+    """Begins the conversation, as a system message."""
+    model: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningSettings | None = None
+    text: TextSettings | None = None
+    truncation: str | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+
+    def check_storage(self) -> None:
+        """
+        Raises:
+            HttpError: the request continues something that would have to be stored.
+        """
+        for name in ("previous_response_id", "conversation"):
+            if getattr(self, name) is not None:
+                raise invalid(f"{name} is not supported: {NOTHING_IS_STORED}", parameter=name)
+
+
+class ResponsesRequest(Input, kw_only=True):
+    """A request for the next items of a conversation."""
+
+    stream: bool = False
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    prompt_cache_key: str | None = None
+    """Names the client's own session; see ``gateway.conversation``."""
+    store: bool | None = None
+    background: bool | None = None
+    prompt: Any = None
+    metadata: dict[str, Any] | None = None
+    """This is echoed, and the next six have no effect, and need none."""
+    client_metadata: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    stream_options: Any = None
+    user: Any = None
+
+
+async def respond(call: Call) -> Response:
+    """Answer a conversation, streamed or whole."""
+    request, warnings = await call.read(ResponsesRequest)
+    _check(request, warnings)
+    conversation = Conversation(request.instructions, request.input)
+    tools = _tool_fields(request, warnings)
+    warnings += conversation.warnings
+    include = request.include or []
+    has_logprobs = request.top_logprobs is not None or "message.output_text.logprobs" in include
+    form = request.text and request.text.format
+    fields = call.for_daemon(
+        model=request.model,
+        **conversation_fields(conversation.messages, call.request.headers, cache_key=request.prompt_cache_key),
+        **tools,
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        logprobs=(request.top_logprobs or 0) if has_logprobs else None,
+        constraint=constraint_of_format(_chat_format(form)) if form else None,
+        separate_reasoning=True,
+    )
+    head = _head(call.id, request, await model_name(call, request.model))
+    if warnings:
+        head["warnings"] = warnings
+    custom = frozenset(tool.name for tool in request.tools or () if tool.type == "custom" and tool.name)
+    events = ResponseEvents(head, call.id, custom_tools=custom, seals="reasoning.encrypted_content" in include)
+    if request.stream:
+        return call.stream(fields, events)
+    [eos] = await call.whole(call.daemon.complete(fields))
+    return json_response(whole_response(events, eos))
+
+
+async def count_input(call: Call) -> Response:
+    """Count the tokens of a conversation, as a request would prefill it."""
+    request, warnings = await call.read(Input)
+    request.check_storage()
+    messages = without_noise(Conversation(request.instructions, request.input).messages)
+    tools = _tool_fields(request, warnings)["tools"]
+    fields = call.for_daemon(model=request.model, messages=messages, tools=tools)
+    found = await call.whole(call.ask(lambda client: client.tokenize(**fields)))
+    return json_response({"object": "response.input_tokens", "input_tokens": len(found.tokens)})
+
+
+def _check(request: ResponsesRequest, warnings: list[str]) -> None:
+    """Refuse what cannot be done, and add warnings about what is left out."""
+    request.check_storage()
+    if request.background:
+        raise invalid(f"background is not supported: {NOTHING_IS_STORED}, without background", parameter="background")
+    if request.prompt is not None:
+        raise invalid("prompt names a stored template, and nothing is stored here; send its text", parameter="prompt")
+    if request.store:
+        warnings.append("store had no effect: the response cannot be retrieved or continued by its id")
+    if request.truncation == "auto":
+        warnings.append("truncation had no effect: a conversation that is too long is refused")
+
+
+def _tool_fields(request: Input, warnings: list[str]) -> dict[str, Any]:
+    offered = [_chat_tool(number, tool) for number, tool in enumerate(request.tools or ())]
+    choice = request.tool_choice
+    match choice:
+        case {"type": "custom", "name": str(name)}:
+            choice = {"type": "function", "name": name}
+        case {"type": "allowed_tools", "mode": mode, "tools": names}:
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}
+    fields = tool_fields(offered, choice, warnings)
+    return {**fields, "parallel_tool_calls": request.parallel_tool_calls}
+
+
+def _chat_tool(number: int, tool: Tool) -> ChatTool:
+    """A tool as chat completions have it."""
+    if tool.type not in ("function", "custom"):
+        return ChatTool(tool.type)
+    if tool.name is None:
+        raise invalid(f"a tool of type {tool.type!r} needs a name", parameter=f"tools[{number}].name")
+    parameters = INPUT if tool.type == "custom" else tool.parameters
+    return ChatTool("function", Function(tool.name, tool.description, parameters))
+
+
+def _chat_format(form: Format) -> ResponseFormat:
+    """A format as chat completions have it."""
+    if form.type == "json_schema":
+        if form.schema is None:
+            raise invalid("a format of type 'json_schema' needs a schema", parameter="text.format.schema")
+        return ResponseFormat("json_schema", json_schema={"schema": form.schema})
+    if form.type not in ("text", "json_object"):
+        raise invalid("type must be 'text', 'json_object' or 'json_schema'", parameter="text.format.type")
+    return ResponseFormat(form.type)
+
+
+def _head(request_id: str, request: ResponsesRequest, model: str) -> dict[str, Any]:
+    """The fields of a response that its answer does not change."""
+    text = request.text or TextSettings()
+    tools = [tool for tool in request.tools or () if tool.type in ("function", "custom")]
+    return {
+        "id": f"resp_{request_id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "instructions": request.instructions,
+        "tools": tools,
+        "tool_choice": request.tool_choice or "auto",
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "max_output_tokens": request.max_output_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_logprobs": request.top_logprobs,
+        "reasoning": request.reasoning or ReasoningSettings(),
+        "text": {"format": text.format or {"type": "text"}, "verbosity": text.verbosity},
+        "metadata": request.metadata or {},
+        "prompt_cache_key": request.prompt_cache_key,
+        "truncation": "disabled",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+    }
+
+
+ENDPOINTS: Final[Sequence[Endpoint]] = (
+    Endpoint(
+        method="POST",
+        path="/v1/responses",
+        dialect=OPENAI,
+        answer=respond,
+        summary="The next items of a conversation",
+        body=ResponsesRequest,
+        media_types=("application/json", EVENT_STREAM),
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        dialect=OPENAI,
+        answer=count_input,
+        summary="How many tokens a conversation has",
+        body=Input,
+    ),
+)
