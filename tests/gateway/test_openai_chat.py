@@ -116,3 +116,35 @@ def test_variables_of_the_chat_template(gateway: Gateway) -> None:
     for wrong in ({"messages": 1}, {"enable_thinking": "<|im_end|>"}, {"a": [1]}):
         with pytest.raises(openai.BadRequestError, match="chat_template_kwargs"):
             gateway.openai().chat.completions.create(**fields, extra_body={"chat_template_kwargs": wrong})
+
+
+def test_parameters_of_sampling(gateway: Gateway) -> None:
+    def ask(**fields: object) -> openai.types.chat.chat_completion.Choice:
+        return gateway.openai().chat.completions.create(model="embedded", messages=QUESTION, **fields).choices[0]
+
+    assert ask(stop=" is").message.content == "The capital of France"
+    assert ask(stop=["nowhere", " of"]).message.content == "The capital"
+    assert ask(max_completion_tokens=3, max_tokens=99).finish_reason == "length"
+    assert ask(max_tokens=-1, seed=-1).message.content == ANSWER
+    drawn = {ask(temperature=3, seed=7, max_tokens=10).message.content for _ in range(3)}
+    assert len(drawn) == 1
+    with gateway.http() as client:
+        [token, *_] = client.post("/tokenize", json={"content": "The"}).json()["tokens"]
+    assert not ask(logit_bias={str(token): -100}, max_tokens=5).message.content.startswith("The")
+
+
+def test_parameters_without_effect_need_no_warning_and_others_have_one(gateway: Gateway) -> None:
+    harmless = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "safety_identifier": "s",
+        "prompt_cache_retention": "24h",
+    }
+    body = {"messages": QUESTION, **harmless}
+    with gateway.http() as client:
+        assert "warnings" not in client.post("/v1/chat/completions", json=body).json()
+        unknown = {"prediction": {}, "modalities": ["audio"]}
+        found = client.post("/v1/chat/completions", json={**body, **unknown}).json()["warnings"]
+    assert [name for name in unknown if any(f"'{name}'" in warning for warning in found)] == [*unknown]
