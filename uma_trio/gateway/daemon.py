@@ -14,7 +14,18 @@ import sniffio
 from anyio.abc import UNIXSocketStream
 from anyio.streams.memory import MemoryObjectSendStream
 
-from uma_trio.client import Client, ClientError, Eos, Event, OpenStream, Reasoning, Token, ToolCallDelta, open_client
+from uma_trio.client import (
+    Client,
+    ClientError,
+    Embeddings,
+    Eos,
+    Event,
+    OpenStream,
+    Reasoning,
+    Token,
+    ToolCallDelta,
+    open_client,
+)
 from uma_trio.gateway.charging import Account, charged
 from uma_trio.gateway.errors import HttpError, from_client_error
 from uma_trio.gateway.snapshots import Snapshots
@@ -130,6 +141,18 @@ class Daemon:
         async with aclosing(found) as batches:  # type: ignore[type-var]
             ends = [event async for batch in batches for event in batch if isinstance(event, Eos)]
         return sorted(ends, key=lambda eos: eos.index or 0)
+
+    async def embed(self, fields: Mapping[str, Any]) -> Embeddings:
+        """The embeddings of texts.  ``fields`` are those of a request for embeddings in docs/PROTOCOL.md.
+
+        Raises:
+            HttpError: the daemon cannot be reached or refuses.
+        """
+        with charged(self.account, fields, is_streamed=False) as charge:
+            async with self.connect() as client:
+                found = await client.embed(**charge.fields)
+                charge.count([found])
+                return found
 
     async def metrics(self) -> dict[str, Any]:
         """A snapshot of docs/METRICS.md, at most a tenth of a second old.

@@ -219,6 +219,27 @@ def arguments_of(text: str, parameter: str) -> dict[str, Any]:
     return found
 
 
+def texts_or_tokens(given: str | list[Any], parameter: str, *, most: int) -> list[str | list[int]]:
+    """One text or several, or their tokens, as a list.
+
+    Raises:
+        HttpError: they are neither texts nor tokens, or more than ``most``.
+    """
+    if isinstance(given, str):
+        return [given]
+    if given and all(type(each) is int for each in given):
+        return [given]
+    if len(given) > most:
+        raise invalid(f"{parameter} has {len(given)} texts; send at most {most}", parameter=parameter)
+    are_tokens = [isinstance(each, list) and bool(each) and all(type(token) is int for token in each) for each in given]
+    if not given or not (all(are_tokens) or all(isinstance(each, str) for each in given)):
+        raise invalid(
+            f"{parameter} must be a text, a list of texts, a list of token ids, or a list of such lists",
+            parameter=parameter,
+        )
+    return given
+
+
 def usage_body(*ends: Eos) -> dict[str, Any]:
     """The usage of all answers of a request.  The prompt counts once."""
     first = ends[0].usage

@@ -17,6 +17,7 @@ from uma_trio.gateway.dialects.openai import (
     finish_reason,
     max_tokens,
     model_name,
+    texts_or_tokens,
     usage_body,
 )
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -59,7 +60,7 @@ async def complete(call: Call) -> Response:
     """Continue prompts, streamed or whole."""
     request, warnings = await call.read(CompletionRequest)
     request.check()
-    prompts = _prompts(request.prompt)
+    prompts = texts_or_tokens(request.prompt, "prompt", most=MAX_PROMPTS)
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else max_tokens(request.max_tokens)
     n = request.n or 1
     if request.session_id is not None and len(prompts) > 1:
@@ -98,26 +99,6 @@ async def complete(call: Call) -> Response:
     ]
     body = {**head, "choices": choices, "usage": _usage(ends, n)}
     return json_response({**body, "warnings": warnings} if warnings else body)
-
-
-def _prompts(given: str | list[Any]) -> list[str | list[int]]:
-    """The prompts of a request.
-
-    Raises:
-        HttpError: they are neither texts nor tokens, or too many.
-    """
-    if isinstance(given, str):
-        return [given]
-    if given and all(type(each) is int for each in given):
-        return [given]
-    if len(given) > MAX_PROMPTS:
-        raise invalid(f"there are {len(given)} prompts; send at most {MAX_PROMPTS}", parameter="prompt")
-    are_tokens = [isinstance(each, list) and bool(each) and all(type(token) is int for token in each) for each in given]
-    if not given or not (all(are_tokens) or all(isinstance(each, str) for each in given)):
-        raise invalid(
-            "prompt must be a text, a list of texts, a list of token ids, or a list of such lists", parameter="prompt"
-        )
-    return given
 
 
 def _usage(ends: Sequence[Eos], n: int) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""``POST /v1/embeddings`` of OpenAI's API."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import Embeddings
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.openai import OPENAI, model_name, texts_or_tokens
+from uma_trio.gateway.endpoint import Call, Endpoint
+
+MAX_TEXTS: Final = 2048
+"""Texts of one request, as in OpenAI's API and in the socket protocol."""
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """A request for the embeddings of texts."""
+
+    input: str | list[Any]
+    """A text, a list of texts, a list of token ids, or a list of those."""
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    user: Any = None
+    """Has no effect."""
+
+
+async def embed(call: Call) -> Response:
+    """Embed texts: a vector of length 1 for each."""
+    request, warnings = await call.read(EmbeddingRequest)
+    fields = call.for_daemon(
+        input=texts_or_tokens(request.input, "input", most=MAX_TEXTS),
+        model=request.model,
+        dimensions=request.dimensions,
+    )
+    found: Embeddings = await call.whole(call.daemon.embed(fields))
+    encoded = list if request.encoding_format == "float" else in_base64
+    body = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": encoded(vector)}
+            for index, vector in enumerate(found.embeddings)
+        ],
+        "model": await model_name(call, request.model),
+        "usage": {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens},
+    }
+    return json_response({**body, "warnings": warnings} if warnings else body)
+
+
+def in_base64(vector: Sequence[float]) -> str:
+    """Little-endian 32-bit floats."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/embeddings",
+        dialect=OPENAI,
+        answer=embed,
+        summary="A vector for each text",
+        body=EmbeddingRequest,
+    ),
+)
