@@ -26,7 +26,7 @@ MIN_TOKENS: Final = 16
 """Tokens of a chunk, at least, unless there are fewer."""
 
 RATE_WEIGHT: Final = 0.3
-"""Weight of the latest chunk in the time for a token."""
+"""Weight of the latest chunk in the time for a token, if it took less than predicted.  More time counts at once."""
 
 MAX_FLOATS_PER_EVENT: Final = 16_384
 """More embeddings take several events: encoding one keeps the event loop for about a millisecond."""
@@ -202,10 +202,8 @@ class EmbeddingQueue:
             for pending in dict.fromkeys(chunk.owners):
                 self.end(pending, DecodeFailed(f"the embeddings cannot be computed: {output.embedding_failure}"))
             return
-        ms = output.embedding_ms / chunk.n_tokens
-        self._ms_per_token = (
-            ms if self._ms_per_token is None else self._ms_per_token + RATE_WEIGHT * (ms - self._ms_per_token)
-        )
+        ms, before = output.embedding_ms / chunk.n_tokens, self._ms_per_token or 0.0
+        self._ms_per_token = max(ms, before + RATE_WEIGHT * (ms - before))  # a chunk that is too long delays streams
         self._tokens_total += chunk.n_tokens
         vectors = iter(output.embeddings)
         for each, pending in zip(chunk.inputs, chunk.owners, strict=True):
