@@ -266,7 +266,7 @@ class Daemon:
         def nothing_held(snapshot: Event) -> bool:
             kv = snapshot["kv"]
             held = (snapshot["running"], snapshot["queue_depth"], snapshot["send_queue_bytes"])
-            most = 1 if snapshot["gateway"] is None else 2
+            most = 1 if snapshot.get("gateway") is None else 2
             return (
                 not any((*held, kv["sequences"], kv["cells_reserved"], kv["cells_used"]))
                 and snapshot["connections"] <= most
