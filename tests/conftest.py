@@ -5,7 +5,8 @@
 - Hundreds of child processes start: where Python must not write bytecode next to the source, it goes to that folder too.
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
 - Tests run in two processes (pytest-xdist).  The tests of a module run in one process, in order, so that they share
-  its fixtures.
+  its fixtures.  Modules run in the order of their paths, so the last ones, of ``tests/store``, are short, and neither
+  process waits for the other.
 - A test that hangs fails after ``timeout`` seconds of ``pyproject.toml``.
 - Every process of the run has ``RUN_VARIABLE`` in its environment.  A process that is still there at the end was leaked
   by a test: it is killed, and the run fails.

@@ -76,7 +76,7 @@ def test_an_interrupted_demo_leaves_nothing_behind(library, folder, number):
             (sockets,) = folder.iterdir()
             assert (sockets / "uma.sock").exists()
             running.send_signal(number)
-            assert running.wait(30) == 128 + number
+            assert running.wait(60) == 128 + number
         finally:
             running.kill()
     assert list(folder.iterdir()) == []
