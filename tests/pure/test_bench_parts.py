@@ -72,7 +72,7 @@ def response(*, per_chunk: int = 1, comment: bytes = b"") -> bytes:
 )
 @pytest.mark.parametrize("step", [1, 3, 10_000])
 def test_events_do_not_depend_on_how_the_bytes_arrive(data: bytes, step: int) -> None:
-    reader, found = llama_http.EventReader(), []
+    reader, found = llama_http.EventReader("llama-server"), []
     for at in range(0, len(data), step):
         assert not reader.ended
         found += reader.receive_data(data[at : at + step])
@@ -94,7 +94,7 @@ def test_events_do_not_depend_on_how_the_bytes_arrive(data: bytes, step: int) ->
     ],
 )
 def test_invalid_responses(data: bytes, complaint: str) -> None:
-    reader = llama_http.EventReader()
+    reader = llama_http.EventReader("llama-server")
     with pytest.raises(BrokenProtocol, match=complaint):
         for part in (data, b"") if data else (b"",):
             reader.receive_data(part)
