@@ -22,7 +22,9 @@ def make(library):
     made = []
 
     def make(*, n_ctx, n_seq_max, n_batch):
-        settings = config.Model(ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1, flash_attn="off", embedding_ctx=256)
+        settings = config.Model(
+            ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1, flash_attn="off", embedding_ctx=256
+        )
         made.append(LlamaEngine(random_model("tiny-hybrid"), settings))
         return made[-1]
 

@@ -41,7 +41,9 @@ class FakeTokenizer:
     bos = eos = ""
     n_tokens = N_VOCAB
 
-    def encode_with_offsets(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> TokenizedText:
+    def encode_with_offsets(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, pauses: bool = False
+    ) -> TokenizedText:
         ids = self.encode(text)
         return TokenizedText(ids, np.stack([np.arange(len(ids)), np.arange(len(ids)) + 1], axis=1))
 

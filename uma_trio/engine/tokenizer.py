@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -25,6 +26,11 @@ _CLOSING: Final = (b"|>", "｜>".encode())
 
 SENTINEL: Final = "\ue000"
 """A private-use character.  No vocabulary merges it with its neighbours."""
+
+
+TOKENS_BETWEEN_PAUSES: Final = 64
+PAUSE_S: Final = 1e-4
+"""Long enough for another thread to begin."""
 
 
 class InvalidTokenId(ValueError):
@@ -113,10 +119,15 @@ class Tokenizer:
             found = [before, *found, after]
         return np.concatenate([np.empty(0, np.int32), *found])
 
-    def encode_with_offsets(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> TokenizedText:
+    def encode_with_offsets(
+        self, text: str, *, add_special: bool = True, parse_special: bool = True, pauses: bool = False
+    ) -> TokenizedText:
         """The tokens of ``encode`` with their positions in the text.
 
         Blocks for about 10 ms per 10 kB.
+
+        Args:
+            pauses: in a thread: often let other threads have the interpreter, which would wait 5 ms for it otherwise.
         """
         ids = self.encode(text, add_special=add_special, parse_special=parse_special)
         adds = add_special and not (parse_special and self._spells_bos(text))
@@ -125,7 +136,9 @@ class Tokenizer:
         if not parse_special and self._has_unknown(body):
             return TokenizedText(ids, None)
         utf8 = text.encode()
-        spellings = (self._spelling(token, parse_special) for token in body.tolist())
+        spellings: Iterable[Spelling] = (self._spelling(token, parse_special) for token in body.tolist())
+        if pauses:
+            spellings = _with_pauses(spellings)
         ranges = align(utf8, spellings, space_prefix=self._space_prefix)
         if ranges is None:
             return TokenizedText(ids, None)
@@ -286,3 +299,10 @@ class Tokenizer:
                 strips_right=bool(kind & TokenAttr.RSTRIP),
             )
         return known
+
+
+def _with_pauses(spellings: Iterable[Spelling]) -> Iterator[Spelling]:
+    for n, spelling in enumerate(spellings):
+        if n % TOKENS_BETWEEN_PAUSES == 0:
+            time.sleep(PAUSE_S)
+        yield spelling

@@ -108,6 +108,7 @@ class PromptMaker:
     # A thread goes on after its request was cancelled.  With trio's default limiter, such threads would keep out those
     # that write sessions and KV states.  A request that is cancelled before it has a thread costs nothing.
     _rendering: trio.CapacityLimiter = attrs.field(init=False, factory=partial(trio.CapacityLimiter, RENDERING_THREADS))
+    _querying: trio.CapacityLimiter = attrs.field(init=False, factory=partial(trio.CapacityLimiter, 1))
     _tokenizing: trio.CapacityLimiter = attrs.field(
         init=False, factory=partial(trio.CapacityLimiter, TOKENIZING_THREADS)
     )
@@ -188,15 +189,16 @@ class PromptMaker:
             return TokenList(tokens=prompt.tokens.tolist(), text=prompt.text, id=query.id)
         if len(query.text or query.tokens or ()) <= INLINE_QUERY_LENGTH:
             return self._tokenize(query)
-        return await trio.to_thread.run_sync(self._tokenize, query, abandon_on_cancel=True, limiter=self._tokenizing)
+        tokenize = partial(self._tokenize, query, pauses=True)
+        return await trio.to_thread.run_sync(tokenize, abandon_on_cancel=True, limiter=self._querying)
 
-    def _tokenize(self, query: TokenizeQuery) -> TokenList:
+    def _tokenize(self, query: TokenizeQuery, *, pauses: bool = False) -> TokenList:
         if query.text is None:
             text = self._text_of("tokens", query.tokens or (), special=query.parse_special)
             return TokenList(tokens=query.tokens or [], text=text, id=query.id)
         _check_size("text", len(query.text.encode()), self.limits)
         found = self.tokenizer.encode_with_offsets(
-            query.text, add_special=query.add_special, parse_special=query.parse_special
+            query.text, add_special=query.add_special, parse_special=query.parse_special, pauses=pauses
         )
         offsets = None if found.offsets is None else _chars_before(found.offsets[:, 0], query.text).tolist()
         return TokenList(tokens=found.ids.tolist(), offsets=offsets, id=query.id)
