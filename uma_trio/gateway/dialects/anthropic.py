@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from uma_trio.gateway.conversation import reasoning_kwargs
 from uma_trio.gateway.endpoint import Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 
@@ -90,10 +91,11 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the answer contains the model's reasoning.  Whether the model reasons is decided by its template."""
+    """Whether the model reasons, if its chat template lets that be chosen, and whether the answer contains it."""
 
     type: str
     budget_tokens: int | None = None
+    """Has no effect."""
     display: str | None = None
 
     @property
@@ -114,7 +116,6 @@ class OutputConfig(msgspec.Struct):
 
     format: JsonFormat | None = None
     effort: str | None = None
-    """Has no effect."""
 
 
 class Chat(msgspec.Struct, kw_only=True):
@@ -133,6 +134,12 @@ class Chat(msgspec.Struct, kw_only=True):
     """Has no effect, as in blocks and tools: all prompts are cached."""
     context_management: Any = None
     """Has no effect: the client decides what the messages contain."""
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Variables for the chat template."""
+        enabled = {"enabled": True, "disabled": False}.get(self.thinking.type) if self.thinking else None
+        return reasoning_kwargs(self.output_config.effort if self.output_config else None, enabled=enabled) or None
 
 
 class ChatMessages:
