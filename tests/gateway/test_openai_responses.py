@@ -142,6 +142,12 @@ def test_what_would_be_stored_says_to_send_the_whole_conversation(gateway: Gatew
         gateway.openai().responses.create(**ASK, previous_response_id="resp_1")
 
 
+def test_a_conversation_that_is_too_long_is_refused_and_not_cut(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        gateway.openai().responses.create(model="embedded", input="a b " * 50_000)
+    assert refused.value.code == "E_LIMIT_CONTEXT"
+
+
 def test_what_has_no_effect_is_named(gateway: Gateway) -> None:
     extra = {"store": True, "temprature": 1, "tools": [{"type": "web_search"}], "truncation": "auto"}
     with gateway.http() as client:

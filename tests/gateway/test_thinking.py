@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,15 @@ def test_thinking_is_a_block_that_goes_back(thinking: Gateway, stream: bool) -> 
     assert 0 < found.usage.output_tokens_details.thinking_tokens < found.usage.output_tokens
     chat: list[Any] = [*QUESTION, found.to_param(), *QUESTION]
     assert thinking.anthropic().messages.create(**{**ASK, "messages": chat}).content
+
+
+def test_a_schema_is_for_the_text_and_not_for_the_thinking(thinking: Gateway) -> None:
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+    form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    found = answer_of(thinking, stream=False, output_config={"format": form})
+    assert [block.type for block in found.content] == ["thinking", "text"]
+    assert found.content[0].thinking == REASONING
+    assert json.loads(found.content[1].text) == {"city": "Paris"}
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from uma_trio.errors import ContextTooSmall, PromptTooLarge
 from uma_trio.gateway.conversation import reasoning_kwargs
 from uma_trio.gateway.endpoint import Dialect
 from uma_trio.gateway.errors import HttpError, invalid
@@ -33,11 +34,17 @@ OF_OTHER_SERVERS: Final = ("redacted_thinking", "server_tool_use")
 """Blocks of an earlier answer that only the server that made them can read."""
 
 
+TOO_LONG: Final = (PromptTooLarge.code, ContextTooSmall.code)
+"""Clients that summarise a chat which has become too long look for these words of Anthropic's API."""
+
+
 def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
     """The body of an error response, and the data of an error in a stream."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     place = error.parameter
     message = error.message if place is None or place in error.message else f"{place}: {error.message}"
+    if error.code in TOO_LONG:
+        message = f"prompt is too long: {message}"
     return {
         "type": "error",
         "error": {"type": kind, "message": message, "code": error.code},
