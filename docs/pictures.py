@@ -3,7 +3,7 @@
     python docs/pictures.py                  # all of them, in docs/
     python docs/pictures.py chat --out /tmp  # one of them, somewhere else
 
-Needs the dev extra.  The machine should be idle, since the pictures show its figures.
+Needs the dev extra, and Chromium for the dashboard.  The machine should be idle, since the pictures show its figures.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.style import Style
 ROOT: Final = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.support.browser import load, opened_page  # noqa: E402
 from tests.support.real_daemon import real_daemon  # noqa: E402
 from tests.support.terminal import Terminal, terminal  # noqa: E402
 from uma_trio.demo.animation import Frame, svg  # noqa: E402
@@ -151,17 +152,35 @@ def chat(file: Path) -> None:
     file.write_text(svg(recording.frames, title="uma-trio chat", width=COLUMNS, hold_s=4.0))
 
 
-PICTURES: Final = {"demo": demo, "metrics": metrics, "chat": chat}
+def dashboard(file: Path) -> None:
+    """The dashboard while ten clients are served, and a chat."""
+    with real_daemon("--parallel", "16", "--ctx", "32768", "--http", "0") as daemon, opened_page() as page:
+        url = daemon.http_url()
+        page.goto(url)
+        with load(url, 9):
+            for n, question in enumerate(("Hello, my name is Ada.", "Tell me a story about a fox named Ivo.")):
+                page.fill("#prompt", question)
+                page.press("#prompt", "Enter")
+                page.wait_for_function("n => document.querySelectorAll('.assistant .after').length > n", arg=n)
+            page.wait_for_timeout(4000)
+            page.fill("#prompt", "Count from 1 to 60.")
+            page.press("#prompt", "Enter")
+            page.wait_for_timeout(1500)
+            page.screenshot(path=file)
+
+
+PICTURES: Final = {"demo.svg": demo, "metrics.svg": metrics, "chat.svg": chat, "dashboard.png": dashboard}
+NAMES: Final = {name.partition(".")[0]: name for name in PICTURES}
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=click.Choice(list(PICTURES)))
+@click.argument("names", nargs=-1, type=click.Choice(list(NAMES)))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=ROOT / "docs", help="Folder.")
 def main(names: tuple[str, ...], out: Path) -> None:
     """Make the pictures of the README."""
-    for name in names or PICTURES:
-        file = out / f"{name}.svg"
-        PICTURES[name](file)
+    for name in names or NAMES:
+        file = out / NAMES[name]
+        PICTURES[file.name](file)
         click.echo(f"{file}: {file.stat().st_size:,} bytes")
 
 

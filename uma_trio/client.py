@@ -37,6 +37,7 @@ from uma_trio.errors import ProtocolError
 from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.codec import ClientCodec
 from uma_trio.protocol.messages import (
+    Activity,
     Embeddings,
     Eos,
     Event,
@@ -64,6 +65,7 @@ from uma_trio.protocol.messages import (
 from uma_trio.protocol.payload import Encoding
 
 __all__ = [
+    "Activity",
     "Answer",
     "BrokenProtocol",
     "Client",
@@ -346,6 +348,27 @@ class Client:
     async def metrics(self) -> dict[str, Any]:
         """Return one snapshot, as docs/METRICS.md describes it.  The daemon closes the connection afterwards."""
         return dict((await self._ask({"type": "metrics"}, Metrics)).snapshot)
+
+    async def watch(self, **fields: Any) -> AsyncIterator[Activity]:
+        """Yield what the daemon does, once every ``interval_ms``, until the daemon stops.
+
+        The connection serves nothing else meanwhile; closing it ends the watch.
+
+        Args:
+            fields: those of a watch query in docs/PROTOCOL.md.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        await self.send({"type": "watch", **fields})
+        while (event := await self.receive()) is not None:
+            match event:
+                case Activity():
+                    yield event
+                case Failure():
+                    raise ServerError(event)
+                case _:
+                    raise BrokenProtocol(f"expected an event of a watch, got {event!r}")
 
 
 class _Request:

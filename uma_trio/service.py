@@ -6,6 +6,7 @@ cache or the engine.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Awaitable, Iterable, Iterator
 from typing import Any
@@ -32,6 +33,8 @@ from uma_trio.protocol.messages import (
     Generate,
     HealthCheck,
     ModelDescription,
+    SequenceInfo,
+    SessionInfo,
     SessionList,
     SessionQuery,
     Timings,
@@ -199,6 +202,24 @@ class ModelService:
         """Whether the model can serve another request now.  Never waits for a step."""
         loaded = HealthCheck(name="model", ok=True, reason="loaded")
         return [attrs.evolve(check, model=self.name) for check in (loaded, *self._scheduler.health())]
+
+    @contextlib.contextmanager
+    def recording(self, sink: PerfSink) -> Iterator[None]:
+        """Pass a record of each tick and of each request that ends on to ``sink``."""
+        sinks = self._scheduler.sinks
+        sinks.append(sink)
+        try:
+            yield
+        finally:
+            sinks.remove(sink)
+
+    def sequences(self) -> list[SequenceInfo]:
+        """What the KV cache holds.  Never waits for a step."""
+        return self._scheduler.describe_sequences()
+
+    def latest_sessions(self, n: int) -> list[SessionInfo]:
+        """The ``n`` most recently used sessions of all principals, the last used first."""
+        return self._sessions.latest(n)
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics.  Never waits for a step."""

@@ -24,9 +24,7 @@ class Gateway:
     @classmethod
     def of(cls, daemon: Daemon) -> Gateway:
         """The gateway of a daemon that was started with ``--http 0``."""
-        daemon.wait_until_logged("serving")
-        line = next(line for line in daemon.log_lines() if line["event"] == "serving")
-        return cls(daemon, line["http"])
+        return cls(daemon, daemon.http_url())
 
     def http(self, **options: object) -> httpx.Client:
         """A client whose requests may take half a minute."""

@@ -47,7 +47,7 @@ EXCEPTIONS = {
 NO_NUMPY = ("errors", "config", "principal", "protocol", "scheduling")
 """Imported by clients and by the command line, which must not wait a tenth of a second for numpy."""
 
-DOOR_MODULES = ("connection", "listener", "outbox", "peers")
+DOOR_MODULES = ("connection", "listener", "outbox", "peers", "watch")
 """Modules of ``daemon`` that serve clients."""
 
 BEHIND_THE_SERVICE = frozenset(

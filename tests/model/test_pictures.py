@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.support.browser import find_chromium
 from tests.support.documents import ROOT
 
 
@@ -28,3 +29,14 @@ def test_a_picture_is_a_recording(library, tmp_path, name, texts):
     assert "@keyframes" in drawn
     for text in texts:
         assert text in words
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
+def test_the_picture_of_the_dashboard_is_small(library, tmp_path):
+    command = [sys.executable, ROOT / "docs" / "pictures.py", "dashboard", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "dashboard.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG")
+    assert 20_000 < len(drawn) < 200_000

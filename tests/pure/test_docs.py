@@ -23,6 +23,7 @@ from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import (
+    Activity,
     Cancel,
     Embed,
     Embeddings,
@@ -40,6 +41,7 @@ from uma_trio.protocol.messages import (
     ModelsQuery,
     PrefillProgress,
     Reasoning,
+    SequenceInfo,
     SessionInfo,
     SessionList,
     SessionQuery,
@@ -51,6 +53,7 @@ from uma_trio.protocol.messages import (
     ToolCallDelta,
     Transcript,
     Usage,
+    WatchQuery,
     to_fields,
 )
 from uma_trio.protocol.payload import Encoding, decode, encoding_of
@@ -105,7 +108,9 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("Tokenize query", TokenizeQuery, {"type"}),
         ("Models query", ModelsQuery, {"type"}),
         ("Health query", HealthQuery, {"type"}),
+        ("Watch query", WatchQuery, {"type"}),
         ("health", Health, {"event"}),
+        ("watch", Activity, {"event"}),
         ("tokens", TokenList, {"event"}),
         ("models", ModelList, {"event"}),
         ("sessions", SessionList, {"event"}),
@@ -133,6 +138,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
         ("Tokenize query", TokenizeQuery),
         ("Models query", ModelsQuery),
         ("Health query", HealthQuery),
+        ("Watch query", WatchQuery),
     ],
 )
 def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
@@ -199,6 +205,7 @@ def test_bounds_are_the_documented_ones() -> None:
         ("sessions", SessionInfo),
         ("models", ModelDescription),
         ("health", HealthCheck),
+        ("watch", SequenceInfo),
     ],
 )
 def test_inner_fields_are_documented(title: str, cls: type) -> None:
@@ -219,6 +226,7 @@ EVENTS = {
     "models": ModelList,
     "health": Health,
     "embeddings": Embeddings,
+    "watch": Activity,
 }
 
 
@@ -246,7 +254,7 @@ def test_the_codec_accepts_every_json_example() -> None:
             known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
             assert set(fields) <= known
             kinds.add(type(message))
-    queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery, HealthQuery}
+    queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery, HealthQuery, WatchQuery}
     assert kinds == {Generate, Embed, Cancel, *queries, *EVENTS.values()}
 
 

@@ -221,6 +221,12 @@ class Daemon:
         daemon = psutil.Process(self.pid)
         return [daemon, *daemon.children(recursive=True)]
 
+    def http_url(self) -> str:
+        """Where the gateway listens; waits until the daemon serves."""
+        self.wait_until_logged("serving")
+        url: str = next(line for line in self.log_lines() if line["event"] == "serving")["http"]
+        return url
+
     def n_fds(self) -> int:
         """Open file descriptors of all processes: the minimum of several counts, while closed connections go away."""
         counts = []

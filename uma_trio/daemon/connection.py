@@ -13,6 +13,7 @@ import trio
 from uma_trio.config import Limits
 from uma_trio.daemon.outbox import Outbox
 from uma_trio.daemon.peers import OWN_PRINCIPAL, principal_of
+from uma_trio.daemon.watch import Watch
 from uma_trio.errors import (
     BadRequest,
     Busy,
@@ -41,6 +42,7 @@ from uma_trio.protocol.messages import (
     ServerEvent,
     SessionQuery,
     TokenizeQuery,
+    WatchQuery,
 )
 from uma_trio.service import Embedding, Generation, ModelRegistry
 
@@ -99,13 +101,13 @@ class Connection:
         )
         self._hangup = select.poll()
         self._hangup.register(sock, 0)  # poll always reports errors and hangups
-        self._running: Generation | Embedding | None = None
+        self._running: Generation | Embedding | Watch | None = None
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
         self._leaving = False
 
     def _wake(self) -> None:
-        if self._running is not None:
+        if self._running is not None and not isinstance(self._running, Watch):
             self._running.service.wake()
 
     @property
@@ -141,6 +143,8 @@ class Connection:
     def leave(self) -> None:
         """End the connection as soon as no request is running."""
         self._leaving = True
+        if isinstance(self._running, Watch):  # it has no end of its own
+            self._running.cancel()
         if not self.busy:
             self._reading.cancel()
 
@@ -200,7 +204,7 @@ class Connection:
 
     async def _handle(self, message: ClientMessage, nursery: trio.Nursery) -> None:
         match message:
-            case Generate() | Embed():
+            case Generate() | Embed() | WatchQuery():
                 if self.busy:
                     self._refuse(Busy("another request is running on this connection"), message)
                 elif not self._leaving or (self._codec.queues_requests and not self._owner.draining):
@@ -254,16 +258,24 @@ class Connection:
         try:
             service = self._owner.models.get(request.model)
             principal = self._acting_for(request)
+            match request:
+                case Generate():
+                    self._running = service.generation(request, principal, self._outbox)
+                case Embed():
+                    self._running = service.embedding(request, principal, self._outbox)
+                case WatchQuery():
+                    self._check_may_watch()
+                    self._running = Watch(request, self._owner, service, self._outbox)
         except UmaError as error:
             self._refuse(error, request)
             self._leaving = self._leaving or not request.keep_alive
             return
-        if isinstance(request, Embed):
-            self._running = service.embedding(request, principal, self._outbox)
-        else:
-            self._running = service.generation(request, principal, self._outbox)
         self._request_ended = trio.Event()
         nursery.start_soon(self._run, self._running)
+
+    def _check_may_watch(self) -> None:
+        if self._principal.name != OWN_PRINCIPAL:
+            raise BadRequest("only the user who runs the daemon may watch it: it shows the requests of all others")
 
     def _acting_for(self, message: Request | Query) -> Principal:
         """The principal that a request or a query is made for.  A peer with the daemon's own user id may name another
@@ -318,7 +330,7 @@ class Connection:
 
     # -- the request ----------------------------------------------------------------------------
 
-    async def _run(self, running: Generation | Embedding) -> None:
+    async def _run(self, running: Generation | Embedding | Watch) -> None:
         request = running.request
         try:
             await running.run()

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.config import Config
-from uma_trio.gateway import health, metrics, openapi
+from uma_trio.gateway import health, metrics, openapi, watch
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.body import Bodies
 from uma_trio.gateway.daemon import Daemon
@@ -40,6 +40,7 @@ from uma_trio.gateway.key_file import CurrentTenants
 from uma_trio.gateway.limits import Limiter, WrongKeys
 from uma_trio.gateway.observer import observed
 from uma_trio.gateway.origins import Origins
+from uma_trio.gateway.pages import PAGES
 from uma_trio.gateway.usage import UsageFile, usage_path
 
 REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
@@ -58,6 +59,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *starling.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
+    *watch.ENDPOINTS,
 )
 
 
@@ -68,7 +70,7 @@ def make_app(config: Config) -> ASGIApp:
         KeyFileError: the file of tenants cannot be used.
     """
     daemon = Daemon(config.listen.socket)
-    endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS))
+    endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *PAGES)
     limiter = Limiter(UsageFile(usage_path(config)), now_ns=time.monotonic_ns, unix_s=time.time)
     routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
     app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug})
@@ -79,7 +81,7 @@ def make_app(config: Config) -> ASGIApp:
         limiter=limiter,
         wrong_keys=WrongKeys(now_ns=time.monotonic_ns),
         origins=Origins.of(config.http.hosts, config.http.origins),
-        open_paths=frozenset(endpoint.path for endpoint in ENDPOINTS if not endpoint.needs_key),
+        open_paths=frozenset(endpoint.path for endpoint in endpoints if not endpoint.needs_key),
         refuse=_refuse,
         bodies=Bodies(config.http.max_body_bytes, config.limits.frame_timeout_s),
     )

@@ -308,6 +308,11 @@ class KvCache:
         allocations = sorted(self._pool.allocations.items())
         return {seq_id: allocation.n_tokens for seq_id, allocation in allocations if allocation.n_tokens}
 
+    @property
+    def idle(self) -> Collection[Allocation]:
+        """Sequences of ended requests, kept for prefix reuse."""
+        return self._pool.idle.values()
+
     def statistics(self) -> CacheStatistics:
         """Return the current occupancy."""
         pool = self._pool

@@ -295,10 +295,24 @@ class HealthQuery:
     principal: Name | None = None
 
 
+@attrs.frozen(kw_only=True)
+class WatchQuery:
+    """Asks what the daemon does, again and again until the client leaves or cancels it.  Takes the place of a request."""
+
+    interval_ms: Annotated[int, Meta(ge=50, le=60_000)] = 250
+    """Time between two events."""
+    model: Name | None = None
+    """The model to watch; ``None``: the daemon's first."""
+    id: Name | None = None
+    """Also the ``id`` of the ``Cancel`` that ends it."""
+    keep_alive: bool = False
+    principal: Name | None = None
+
+
 Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery | HealthQuery
 """A question that is answered next to a running request."""
 
-Request = Generate | Embed
+Request = Generate | Embed | WatchQuery
 """What a connection runs one at a time."""
 
 ClientMessage = Request | Cancel | Query
@@ -610,6 +624,47 @@ class Metrics:
 
 
 @attrs.frozen(kw_only=True)
+class SequenceInfo:
+    """One sequence of the KV cache."""
+
+    seq_id: int
+    state: Literal["prefill", "decode", "cached"]
+    """``cached``: its request has ended, and its tokens are kept for later ones."""
+    cells_used: int
+    """Cells that hold a token."""
+    cells_reserved: int
+    """Cells that no other sequence can use."""
+    principal: str
+    request_id: str | None = None
+    """This field and the next ones are absent for ``cached``."""
+    session_id: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    """Generated so far."""
+
+
+@attrs.frozen(kw_only=True)
+class Activity:
+    """Answer to a ``WatchQuery``, once every interval.  Its event is called ``watch``."""
+
+    at_s: float
+    """Seconds since the watch began, on the clock of the records."""
+    metrics: dict[str, Any]
+    """A snapshot, as in ``Metrics``."""
+    checks: list[HealthCheck]
+    """As in ``Health``."""
+    sequences: list[SequenceInfo]
+    """What the KV cache holds, by ``seq_id``."""
+    sessions: list[SessionInfo]
+    """The last used ones, of all principals."""
+    records: list[dict[str, Any]]
+    """Ticks and finished requests since the previous event, as in the perf log; docs/PERF_LOG.md lists their fields."""
+    dropped_records: int = 0
+    """Records that were left out since the previous event, because there were too many of them."""
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
 class PrefillProgress:
     """How far the prefill of a prompt is.  Its event is called ``progress``, and comes only if the request asks for it."""
 
@@ -634,7 +689,7 @@ class Embeddings:
     id: str | None = None
 
 
-Answer = Metrics | SessionList | Transcript | TokenList | ModelList | Health
+Answer = Metrics | SessionList | Transcript | TokenList | ModelList | Health | Activity
 """What a query is answered with."""
 
 ServerEvent = Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Embeddings | Answer
@@ -669,6 +724,7 @@ _EVENT_NAMES: Final = {
     TokenList: "tokens",
     ModelList: "models",
     Health: "health",
+    Activity: "watch",
 }
 _EVENT_TYPES: Final[Mapping[str, type[ServerEvent]]] = {name: cls for cls, name in _EVENT_NAMES.items()}
 
@@ -736,8 +792,12 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return msgspec.convert(fields, HealthQuery)
     if kind == "embed":
         return msgspec.convert(fields, Embed)
+    if kind == "watch":
+        return msgspec.convert(fields, WatchQuery)
     if kind not in (None, "generate"):
-        raise BadRequest("type must be 'generate', 'embed', 'sessions', 'tokenize', 'models', 'health' or 'metrics'")
+        raise BadRequest(
+            "type must be 'generate', 'embed', 'sessions', 'tokenize', 'models', 'health', 'metrics' or 'watch'"
+        )
     request = msgspec.convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
     if (request.prompt is None) == (request.messages is None):
         raise BadRequest("give exactly one of prompt and messages")

@@ -12,7 +12,7 @@ from uma_trio.errors import KvFull, QueueFull
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
 from uma_trio.offload import Offloader
-from uma_trio.protocol.messages import HealthCheck
+from uma_trio.protocol.messages import HealthCheck, SequenceInfo
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.fairness import Service
 from uma_trio.serving.sequence import Sequence, State
@@ -122,6 +122,34 @@ class RunningSet:
         self._cache.release(sequence.allocation, tokens, at=trio.current_time())
         sequence.allocation = None
         self._offloader.look()
+
+    def describe(self) -> list[SequenceInfo]:
+        """What the KV cache holds, by sequence id."""
+        found = [
+            SequenceInfo(
+                seq_id=allocation.seq_id,
+                state="prefill" if sequence.state is State.PREFILL else "decode",
+                cells_used=allocation.n_tokens,
+                cells_reserved=allocation.reserved,
+                principal=allocation.principal,
+                request_id=sequence.request.id,
+                session_id=sequence.request.session_id,
+                prompt_tokens=len(sequence.prompt.tokens),
+                completion_tokens=len(sequence.tokens),
+            )
+            for allocation, sequence in self._sequences.items()
+        ]
+        found += [
+            SequenceInfo(
+                seq_id=idle.seq_id,
+                state="cached",
+                cells_used=idle.n_tokens,
+                cells_reserved=idle.reserved,
+                principal=idle.principal,
+            )
+            for idle in self._cache.idle
+        ]
+        return sorted(found, key=lambda each: each.seq_id)
 
     def restart(self) -> None:
         """The KV cache is lost: all sequences are prefilled again from their tokens."""

@@ -36,7 +36,7 @@ from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.offload import InThread, Offloader, StateFiles
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, HealthCheck
+from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, HealthCheck, SequenceInfo
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
@@ -295,6 +295,15 @@ class Scheduler:
             "embeddings": self._embeddings.snapshot(),
             "engine": self._engine.snapshot(),
         }
+
+    def describe_sequences(self) -> list[SequenceInfo]:
+        """What the KV cache holds.  Never waits for a tick."""
+        return self._running.describe()
+
+    @property
+    def sinks(self) -> list[PerfSink]:
+        """Who gets a record of each tick and each request; others may join and leave."""
+        return self._stats.sinks
 
     def health(self) -> list[HealthCheck]:
         """Whether another request could be served now.  Never waits for a tick."""

@@ -52,6 +52,8 @@ class Stats:
         self.telemetry = Telemetry()
         self._info = info
         self._perf = perf
+        self.sinks: list[PerfSink] = [] if perf is None else [perf]
+        """Who gets records.  Without any, none is made."""
         self._debug = debug
         self._model_size = ModelSize(info.size_bytes, info.kv_bytes_per_token, info.n_layer, info.n_embd, info.n_vocab)
         self.telemetry.bytes_per_s = info.memory_bytes_per_s
@@ -106,9 +108,9 @@ class Stats:
             telemetry.mask_wait_ms.add(output.mask_wait_ms)
         telemetry.draft_tokens_total += drafted
         telemetry.accepted_draft_tokens_total += accepted
-        if self._perf is not None:
+        if self.sinks:
             could_move = (telemetry.bytes_per_s or 0.0) * completed.duration_ms / 1e3
-            self._perf.write(
+            self._write(
                 TickRecord(
                     start_s=step.began_at,
                     decode_seq_ids=[view.seq_id for view in plan.decodes],
@@ -177,8 +179,8 @@ class Stats:
             self.telemetry.served_ms.add(1e3 * (at - sequence.admitted_at))
             if reason != "cancelled":
                 self._record_complete(sequence, at)
-        if self._perf is not None:
-            self._perf.write(
+        if self.sinks:
+            self._write(
                 RequestRecord(
                     id=sequence.request.id,
                     principal=sequence.principal.name,
@@ -194,6 +196,10 @@ class Stats:
                     inter_token_ms=sequence.gaps_ms,
                 )
             )
+
+    def _write(self, record: TickRecord | RequestRecord) -> None:
+        for sink in self.sinks:
+            sink.write(record)
 
     def _record_complete(self, sequence: Sequence, at: float) -> None:
         """Count an answer that its client got whole."""

@@ -23,6 +23,7 @@ from uma_trio.protocol.messages import (
     Generate,
     Reasoning,
     ServerEvent,
+    SessionInfo,
     SessionList,
     SessionQuery,
     Token,
@@ -361,6 +362,10 @@ class Sessions:
         else:
             if keys:
                 log.warning("wrote sessions that were missing on disk", sessions=len(keys))
+
+    def latest(self, n: int) -> list[SessionInfo]:
+        """The ``n`` most recently used sessions of all principals, the last used first."""
+        return [session.info for session in self._table.latest(n)]
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics."""

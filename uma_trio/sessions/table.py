@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final
 
 import attrs
@@ -128,6 +129,10 @@ class SessionTable:
     def of(self, principal: str) -> list[Session]:
         """Return the sessions of ``principal``, most recently used first."""
         return [session for session in reversed(self._sessions.values()) if session.principal == principal]
+
+    def latest(self, n: int) -> list[Session]:
+        """Return the ``n`` most recently used sessions of all principals, the last used first."""
+        return list(islice(reversed(self._sessions.values()), n))
 
     def find(self, key: SessionKey) -> Session | None:
         """Return a session; ``None`` if it does not exist."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -128,9 +129,44 @@ class Trailer(_Record, kw_only=True, tag="end", omit_defaults=False):
 
 
 class PerfSink(Protocol):
-    """Takes records. ``write`` neither blocks nor fails, and owns the record from then on."""
+    """Takes records, and never changes them. ``write`` neither blocks nor fails."""
 
     def write(self, record: TickRecord | RequestRecord) -> None: ...
+
+
+MAX_RECENT: Final = 1024
+"""Records that a ``RecentRecords`` keeps: 10 seconds of a daemon with 100 ticks a second."""
+
+
+class RecentRecords:
+    """The latest records since ``take`` was called last. Implements ``PerfSink``.
+
+    Args:
+        origin_s: the moment that times of the records count from.
+    """
+
+    def __init__(self, origin_s: float, size: int = MAX_RECENT) -> None:
+        self._origin_s = origin_s
+        self._records: deque[TickRecord | RequestRecord] = deque(maxlen=size)
+        self._dropped = 0
+
+    def write(self, record: TickRecord | RequestRecord) -> None:
+        """Keep a record; if there are too many, the oldest is dropped."""
+        self._dropped += len(self._records) == self._records.maxlen
+        self._records.append(record)
+
+    def take(self) -> tuple[list[dict[str, Any]], int]:
+        """Remove all records: as plain values, and the number of those that were dropped.
+
+        A request is without ``inter_token_ms``, whose length has no bound.
+        """
+        records = [rounded(record, self._origin_s) for record in self._records]
+        plain = [msgspec.to_builtins(record) for record in records]
+        for each in plain:
+            each.pop("inter_token_ms", None)
+        dropped, self._dropped = self._dropped, 0
+        self._records.clear()
+        return plain, dropped
 
 
 _encoder: Final = msgspec.json.Encoder()
@@ -138,16 +174,22 @@ _decoder: Final = msgspec.json.Decoder(Header | TickRecord | RequestRecord | Tra
 
 
 def encode(record: Header | TickRecord | RequestRecord | Trailer, origin_s: float = 0.0) -> bytes:
-    """One line. Rounds floats of ticks and requests in place: seconds to 1 µs and relative to ``origin_s``, other
-    values to three decimals. NaN and infinity become ``null``."""
+    """One line, of a tick or a request with rounded numbers. NaN and infinity become ``null``."""
     if isinstance(record, TickRecord | RequestRecord):
-        for name in record.__struct_fields__:
-            value = getattr(record, name)
-            if type(value) is float:
-                setattr(record, name, round(value - origin_s, 6) if name.endswith("_s") else round(value, 3))
-        if isinstance(record, RequestRecord):
-            record.inter_token_ms = [round(value, 2) for value in record.inter_token_ms]
+        record = rounded(record, origin_s)
     return _encoder.encode(record) + b"\n"
+
+
+def rounded(record: TickRecord | RequestRecord, origin_s: float) -> TickRecord | RequestRecord:
+    """The record with seconds relative to ``origin_s`` and rounded to 1 µs, and other values to three decimals."""
+    changes: dict[str, Any] = {}
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if type(value) is float:
+            changes[name] = round(value - origin_s, 6) if name.endswith("_s") else round(value, 3)
+    if isinstance(record, RequestRecord):
+        changes["inter_token_ms"] = [round(value, 2) for value in record.inter_token_ms]
+    return msgspec.structs.replace(record, **changes)
 
 
 @attrs.define(kw_only=True)

@@ -1,0 +1,326 @@
+"""The dashboard in headless Chromium, with a real daemon; and the feed that it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from tests.gateway.conftest import Gateway
+from tests.support.real_daemon import missing, real_daemon
+from uma_trio.cli import main
+from uma_trio.gateway.pages import FOLDER
+
+pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
+
+from playwright.sync_api import Page, Route, expect
+
+from tests.support.browser import ACTION_MS, find_chromium, load, opened_page
+
+needs_browser = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium: apt-get install chromium")
+
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+STORY = "Tell me a story about a fox named Ivo."
+
+expect.set_options(timeout=ACTION_MS)
+
+
+@pytest.fixture
+def page(gateway: Gateway) -> Iterator[Page]:
+    """The dashboard.  At the end there must have been no error, and no request to somewhere else."""
+    with opened_page() as page:
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("request", lambda made: None if made.url.startswith(gateway.url) else wrong.append(made.url))
+        page.goto(gateway.url)
+        expect(page.locator("#readiness")).to_have_text("ready")
+        yield page
+        assert wrong == []
+        assert page.title() == "uma-trio"
+    gateway.daemon.settled()
+
+
+def ask(page: Page, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def option(page: Page, name: str, value: str) -> None:
+    page.locator("#options").evaluate("options => { options.open = true; }")
+    page.fill(f"#option-{name}", value)
+
+
+def pixels(page: Page, selector: str, colour: str) -> int:
+    """How many pixels of a canvas have a colour of the style sheet."""
+    found: int = page.evaluate(
+        """([selector, name]) => {
+            const canvas = document.querySelector(selector);
+            const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+            copy.drawImage(canvas, 0, 0);
+            const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+            const hex = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+            const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+            let n = 0;
+            for (let i = 0; i < data.length; i += 4)
+                n += data[i] === r && data[i + 1] === g && data[i + 2] === b && data[i + 3] === 255;
+            return n;
+        }""",
+        [selector, colour],
+    )
+    return found
+
+
+# -- the live view --
+
+
+@needs_browser
+def test_streams_appear_while_a_load_runs(page: Page, gateway: Gateway) -> None:
+    assert pixels(page, "#timeline", "prefill") == 0
+    with load(gateway.url, 6):
+        expect(page.locator("#running")).to_have_text(re.compile("[4-6]"))
+        expect(page.locator("#sequences")).to_contain_text("decode")
+        expect(page.locator("#sessions")).to_contain_text("chat-3")
+        expect(page.locator("#tick")).to_contain_text("streams decoded")
+        expect(page.locator("#itl-p50")).to_contain_text("ms")
+        page.wait_for_function("() => Number(document.getElementById('tokens-rate').textContent.replace(',', '')) > 0")
+        page.wait_for_timeout(1000)
+        page.click("#pause")
+        assert pixels(page, "#timeline", "decode") > 1000
+        assert pixels(page, "#timeline", "prefill") > 100
+        assert pixels(page, "#kv-map", "decode") > 0
+        before = page.inner_text("#tick")
+        page.focus("#timeline")
+        for _ in range(3):
+            page.keyboard.press("ArrowLeft")
+        assert page.locator("#tick").inner_text() != before
+    with gateway.http() as client:
+        for i in (0, 3):
+            client.post("/v1/session/close", json={"session_id": f"chat-{i}"})
+
+
+@needs_browser
+def test_errors_and_restarts_are_counted(page: Page, gateway: Gateway) -> None:
+    with gateway.http() as client:
+        client.post("/v1/generate", json={"prompt": "x", "max_tokens": 10_000_000})
+    expect(page.locator("#errors")).to_contain_text("E_LIMIT_MAX_TOKENS")
+    expect(page.locator("#restarts")).to_contain_text("0 restarts")
+
+
+# -- the chat --
+
+
+@needs_browser
+def test_the_chat_streams_and_remembers(page: Page) -> None:
+    ask(page, "Hello, my name is Ada.")
+    expect(page.locator(".assistant .after")).to_contain_text("tokens")
+    ask(page, "What is my name?")
+    expect(page.locator(".assistant .text").nth(1)).to_contain_text("Ada")
+    expect(page.locator(".assistant .after").nth(1)).to_contain_text("stop")
+    page.click("#chat-new")
+    expect(page.locator(".message")).to_have_count(0)
+
+
+@needs_browser
+def test_a_cancel_frees_and_the_chat_goes_on(page: Page, gateway: Gateway) -> None:
+    before = gateway.daemon.metrics()["requests_total"].get("cancelled", 0)
+    ask(page, "Count from 1 to 900.")
+    expect(page.locator(".assistant .text")).to_contain_text("3")
+    page.click("#cancel")
+    expect(page.locator(".assistant .after")).to_have_text("cancelled")
+    gateway.daemon.wait_until(lambda found: not found["running"], "the request has left")
+    assert gateway.daemon.metrics()["requests_total"]["cancelled"] == before + 1
+    ask(page, "What is the capital of France?")
+    expect(page.locator(".assistant .text").nth(1)).to_contain_text("Paris")
+
+
+@needs_browser
+def test_hostile_text_stays_text(page: Page) -> None:
+    option(page, "schema", json.dumps({"const": HOSTILE}))
+    option(page, "session_id", HOSTILE[:80])
+    ask(page, HOSTILE)
+    expect(page.locator(".user .text")).to_have_text(HOSTILE)
+    expect(page.locator(".assistant .text")).to_have_text(json.dumps(HOSTILE))
+    expect(page.locator("#sessions")).to_contain_text("<img src=x")
+    assert page.locator("main img, main script").count() == 0
+
+
+@needs_browser
+def test_a_schema_and_a_wrong_schema(page: Page) -> None:
+    option(page, "schema", "{not json")
+    ask(page, "Hello")
+    expect(page.locator(".message.error")).to_contain_text("The schema is not JSON")
+    option(page, "schema", json.dumps({"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}))
+    ask(page, "Hello")
+    expect(page.locator(".assistant .text")).to_contain_text('"n": 7')
+
+
+@needs_browser
+def test_sampling_fields_reach_the_daemon(page: Page) -> None:
+    option(page, "max_tokens", "3")
+    option(page, "temperature", "0.5")
+    with page.expect_request("**/v1/generate") as made:
+        ask(page, STORY)
+    body: Any = made.value.post_data_json
+    assert (body["max_tokens"], body["temperature"]) == (3, 0.5)
+    assert "top_p" not in body
+    expect(page.locator(".assistant .after")).to_contain_text("3 tokens")
+    expect(page.locator(".assistant .after")).to_contain_text("length")
+
+
+def events_of(*events: dict[str, Any]) -> str:
+    return "".join(f"event: {event['event']}\ndata: {json.dumps(event)}\n\n" for event in events)
+
+
+END = {"event": "eos", "usage": {"prompt_tokens": 9, "completion_tokens": 5}, "timings": {"total_ms": 1.0}}
+
+
+@needs_browser
+def test_a_tool_call_waits_for_its_result_and_reasoning_is_folded(page: Page) -> None:
+    """With answers that are written here, because whether a model calls is up to it."""
+    bodies: list[Any] = []
+    call = {"id": "c1", "name": "get_weather", "arguments": {"city": HOSTILE}}
+
+    def answer(route: Route) -> None:
+        bodies.append(route.request.post_data_json)
+        if len(bodies) == 1:
+            events = [
+                {"event": "reasoning", "text": "The weather is needed."},
+                {"event": "tool_call", "call": 0, "call_id": "c1", "name": "get_weather"},
+                {"event": "tool_call", "call": 0, "arguments": '{"city": "'},
+                {**END, "reason": "tool_calls", "tool_calls": [call]},
+            ]
+        else:
+            events = [{"event": "token", "text": "It is sunny."}, {**END, "reason": "stop"}]
+        route.fulfill(status=200, content_type="text/event-stream", body=events_of(*events))
+
+    page.route("**/v1/generate", answer)
+    tool = {"name": "get_weather", "parameters": {"type": "object"}}
+    option(page, "tools", json.dumps([{"type": "function", "function": tool}]))
+    ask(page, "What is the weather?")
+    expect(page.locator(".call b")).to_have_text("get_weather")
+    expect(page.locator(".call pre")).to_have_text(json.dumps(call["arguments"], indent=2))
+    expect(page.locator(".assistant details .text")).to_be_hidden()
+    expect(page.locator(".assistant details .text")).to_have_text("The weather is needed.")
+    page.fill(".call textarea", "sunny")
+    page.click(".call button")
+    expect(page.locator(".assistant .text").last).to_have_text("It is sunny.")
+    assert bodies[0]["tools"] == [tool]
+    assert bodies[1]["messages"][1:] == [
+        {"role": "assistant", "content": None, "reasoning": "The weather is needed.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+
+
+@needs_browser
+def test_a_required_call_of_the_real_model(page: Page) -> None:
+    tool = {
+        "name": "set_volume",
+        "parameters": {"type": "object", "properties": {"level": {"const": 3}}, "required": ["level"]},
+    }
+    option(page, "tools", json.dumps([tool]))
+    page.select_option("#option-tool_choice", "required")
+    ask(page, "Set the volume to 3.")
+    expect(page.locator(".call b").first).to_have_text("set_volume")
+    expect(page.locator(".assistant .after")).to_contain_text("tool_calls")
+    page.select_option("#option-tool_choice", "none")
+    for field in page.locator(".call textarea").all():
+        field.fill("done")
+        field.press("Enter")
+    expect(page.locator(".assistant .after").nth(1)).to_contain_text("tokens")
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+def test_nothing_is_wider_than_the_window(gateway: Gateway, width: int, height: int) -> None:
+    with opened_page(width=width, height=height) as page, load(gateway.url, 2):
+        page.goto(gateway.url)
+        expect(page.locator("#sequences")).to_contain_text("decode")
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        if width > 1000:
+            assert page.evaluate("() => document.documentElement.scrollHeight") <= height
+
+
+# -- keys --
+
+
+@needs_browser
+def test_a_gateway_with_keys_asks_for_one(tmp_path: Path) -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    file = tmp_path / "keys.yaml"
+
+    def create(*args: str) -> str:
+        result = CliRunner().invoke(main, ["keys", "create", *args, "--file", str(file)])
+        assert result.exit_code == 0, result.output
+        return result.stdout.strip()
+
+    admin, alice = create("ops", "--admin"), create("alice")
+    with real_daemon("--http", "0", "--http-keys", str(file)) as daemon, opened_page() as page:
+        gateway = Gateway.of(daemon)
+        with gateway.http() as client:
+            assert client.get("/v1/watch").status_code == 401
+            assert client.get("/v1/watch", headers={"x-api-key": alice}).status_code == 403
+            assert client.get("/").status_code == 200
+        page.goto(gateway.url)
+        expect(page.locator("#notice")).to_contain_text("needs the key of an administrator")
+        for key, notice in ((alice, "needs the key of an administrator"), (admin, "")):
+            page.click("#key-open")
+            page.fill("#key-field", key)
+            page.click("#key-dialog button[value=use]")
+            if notice:
+                expect(page.locator("#notice")).to_contain_text(notice)
+                ask(page, "What is the capital of France?")
+                expect(page.locator(".assistant .text")).to_contain_text("Paris")
+        expect(page.locator("#readiness")).to_have_text("ready")
+        expect(page.locator("#notice")).to_be_hidden()
+        assert page.evaluate("() => Object.values(sessionStorage)") == [admin]
+        assert page.evaluate("() => localStorage.length + document.cookie.length") == 0
+
+
+# -- the files and the feed, without a browser --
+
+
+def test_the_files_forbid_everything_from_elsewhere(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        for name in sorted(each.name for each in FOLDER.iterdir()):
+            path = "/" if name == "index.html" else f"/dashboard/{name}"
+            answer = client.get(path)
+            assert answer.status_code == 200
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self';")
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert not re.search(r"https?://(?!www\.w3\.org/)", answer.text), "nothing comes from elsewhere"
+            assert "innerHTML" not in answer.text
+            again = client.get(path, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        assert client.head("/").status_code == 200, "how clients of Ollama look for a server"
+        assert client.get("/dashboard/none.js").status_code == 404
+
+
+def test_the_feed_ends_with_its_client(gateway: Gateway) -> None:
+    with gateway.http() as client, client.stream("GET", "/v1/watch", params={"interval_ms": 50}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        times = []
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                times.append(json.loads(line[6:])["at_s"])
+            if len(times) == 3:
+                break
+        assert times == sorted(times)
+    gateway.daemon.settled()
+
+
+@pytest.mark.parametrize("interval", ["", "x", "49", "60001", "-50", "٥٠"])
+def test_an_interval_out_of_bounds_is_refused(gateway: Gateway, interval: str) -> None:
+    with gateway.http() as client:
+        answer: httpx.Response = client.get("/v1/watch", params={"interval_ms": interval})
+    assert answer.status_code == 400
+    assert "interval_ms" in answer.json()["error"]["message"]

@@ -1,0 +1,73 @@
+"""Sends a client what the daemon does, for as long as it wants to know: the data of the dashboard."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import trio
+
+from uma_trio.daemon.outbox import Outbox
+from uma_trio.protocol.messages import Activity, Health, WatchQuery
+from uma_trio.service import ModelService
+from uma_trio.telemetry.perf_records import RecentRecords
+
+MAX_SESSIONS: Final = 32
+"""Sessions in an event."""
+
+
+class Watched(Protocol):
+    """The part of the daemon that is watched."""
+
+    @property
+    def queries(self) -> trio.Lock: ...
+    def snapshot(self) -> dict[str, Any]: ...
+    def health(self, id: str | None) -> Health: ...
+
+
+class Watch:
+    """Sends an event at each interval.
+
+    An event is made when the client has read the ones before, so a client that reads slowly gets fewer, and misses
+    records.  It never slows a tick down.
+    """
+
+    def __init__(self, query: WatchQuery, daemon: Watched, service: ModelService, outbox: Outbox) -> None:
+        self.request = query
+        self._daemon = daemon
+        self._service = service
+        self._outbox = outbox
+        self._scope = trio.CancelScope()
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it has been cancelled, although ``run`` has perhaps not returned yet."""
+        return self._scope.cancel_called
+
+    def cancel(self) -> None:
+        """Send no more events."""
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Send events until cancelled."""
+        began = trio.current_time()
+        records = RecentRecords(began)
+        with self._scope, self._service.recording(records):
+            while True:
+                next_at = trio.current_time() + self.request.interval_ms / 1e3
+                await self._outbox.shrink_to(0)
+                async with self._daemon.queries:
+                    self._outbox.send(self._event(records, trio.current_time() - began))
+                await trio.sleep_until(next_at)
+
+    def _event(self, recent: RecentRecords, at_s: float) -> Activity:
+        records, dropped = recent.take()
+        return Activity(
+            at_s=round(at_s, 6),
+            metrics={name: value for name, value in self._daemon.snapshot().items() if value is not None},
+            checks=self._daemon.health(None).checks,
+            sequences=self._service.sequences(),
+            sessions=self._service.latest_sessions(MAX_SESSIONS),
+            records=records,
+            dropped_records=dropped,
+            id=self.request.id,
+        )

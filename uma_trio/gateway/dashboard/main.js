@@ -1,0 +1,87 @@
+// The dashboard: a watch of the daemon on the left, a chat on the right.
+
+import { Refused, apiKey, events, request, setApiKey } from "./api.js";
+import { Chat } from "./chat.js";
+import { byId, setText } from "./dom.js";
+import { Figures } from "./figures.js";
+import { Timeline } from "./timeline.js";
+
+const INTERVAL_MS = 250;
+const RETRY_MS = 1000;
+
+const timeline = new Timeline(byId("timeline"), byId("tick"), byId("pause"));
+const figures = new Figures();
+let wake = () => {};
+
+for (const button of document.querySelectorAll("[data-window]"))
+  button.addEventListener("click", () => {
+    for (const each of document.querySelectorAll("[data-window]")) each.setAttribute("aria-pressed", String(each === button));
+    timeline.show(Number(button.dataset.window));
+  });
+
+function say(text, { withKey = false } = {}) {
+  const notice = byId("notice");
+  notice.hidden = !text;
+  setText(notice, text);
+  byId("key-open").hidden = !(withKey || apiKey() || document.body.dataset.keys);
+  if (withKey) document.body.dataset.keys = "needed";
+}
+
+async function follow() {
+  for (;;) {
+    try {
+      timeline.restart();
+      figures.restart();
+      for await (const { name, data } of events(`v1/watch?interval_ms=${INTERVAL_MS}`)) {
+        if (name === "error") throw new Error(data.message);
+        if (name !== "watch") continue;
+        say("");
+        timeline.add(data);
+        figures.show(data);
+      }
+      lost("The daemon has stopped.");
+    } catch (error) {
+      if (error instanceof Refused && [401, 403].includes(error.status)) {
+        lost(`The live view needs the key of an administrator. ${error.message}.`, true);
+        setText(byId("readiness"), "no access");
+        await new Promise((resolve) => (wake = resolve));
+        continue;
+      }
+      lost(error instanceof Refused ? `No live view: ${error.message}.` : "The gateway cannot be reached; trying again.");
+      await showReadiness();
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+function lost(text, withKey = false) {
+  say(text, { withKey });
+  const pill = byId("readiness");
+  setText(pill, "no connection");
+  pill.className = "pill bad";
+}
+
+/** A gateway without a daemon says why in its readiness. */
+async function showReadiness() {
+  try {
+    await request("readyz");
+  } catch (error) {
+    if (error instanceof Refused) setText(byId("readiness"), "not ready");
+  }
+}
+
+const dialog = byId("key-dialog");
+byId("key-open").addEventListener("click", () => {
+  byId("key-field").value = apiKey();
+  dialog.showModal();
+});
+dialog.addEventListener("close", () => {
+  if (dialog.returnValue === "use") setApiKey(byId("key-field").value.trim());
+  else if (dialog.returnValue === "forget") setApiKey("");
+  else return;
+  wake();
+});
+
+new Chat({ onKeyNeeded: () => say("This gateway needs an API key.", { withKey: true }) });
+say("");
+follow();
