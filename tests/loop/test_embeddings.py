@@ -198,6 +198,13 @@ async def test_streams_whose_target_leaves_no_time_get_every_other_step_for_them
         assert all(step.calls for step in steps[:-1])
 
 
+async def test_texts_advance_however_slow_the_engine_is(autojump_clock):
+    """Without streams there is no step that a chunk could wait for."""
+    async with serving(FakeEngine(cost_ms=lambda prompt, decodes: 100 * prompt)) as harness, harness.client() as client:
+        with trio.fail_after(100):
+            assert same((await client.embed(["x" * 500])).embeddings, ["x" * 500])
+
+
 async def test_prompts_and_texts_both_advance(autojump_clock):
     engine = FakeEngine(n_ctx=1 << 16, cost_ms=lambda prompt, decodes: 1 + prompt)
     async with serving(engine) as harness, harness.client() as client, harness.client() as embeds:

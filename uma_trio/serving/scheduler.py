@@ -507,7 +507,7 @@ class Scheduler:
             time_ms = (1 - MAX_DEADLINE_MARGIN) * time_ms - self.timings.decode_ms(decodes)
         if prefills:
             time_ms /= 2
-        if time_ms < self._embeddings.min_chunk_ms and had_chunk:
+        if decodes and had_chunk and time_ms < self._embeddings.min_chunk_ms:
             return None  # streams will be late: every other step has the smallest chunk
         chunk = self._embeddings.next_chunk(time_ms, self._policy.service)
         self._had_chunk = chunk is not None
