@@ -85,6 +85,18 @@ def test_models_as_editors_ask_for_them(gateway: Gateway, client: ollama.Client)
     assert loaded.context_length == 4096
 
 
+def test_embeddings_are_those_of_the_socket(gateway: Gateway, client: ollama.Client) -> None:
+    found = client.embed("embedded", ["A fox.", "Paris"])
+    older = client.embeddings("embedded", "A fox.")
+    with gateway.daemon.wire() as wire:
+        wire.send(type="embed", id="e", input=["A fox.", "Paris"])
+        answer = wire.receive()
+    assert answer is not None
+    assert [list(vector) for vector in found.embeddings] == [pytest.approx(each) for each in answer["embeddings"]]
+    assert list(older.embedding) == pytest.approx(answer["embeddings"][0])
+    assert found.prompt_eval_count == answer["usage"]["prompt_tokens"]
+
+
 def test_an_empty_request_asks_whether_the_model_is_there(client: ollama.Client) -> None:
     assert client.chat("embedded").done_reason == "load"
     assert client.generate("embedded").done_reason == "load"
@@ -104,10 +116,12 @@ def test_an_empty_request_asks_whether_the_model_is_there(client: ollama.Client)
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400),
         ("/api/show", {"model": "no-such-model"}, 404),
         ("/api/show", {"model": ""}, 400),
+        ("/api/embed", {"model": "no-such-model", "input": "x"}, 404),
+        ("/api/embed", {"input": "fox " * 20_000}, 400),
     ],
 )
 def test_refusals(gateway: Gateway, path: str, wrong: dict[str, Any], status: int, stream: bool) -> None:
-    messages = {} if path != "/api/chat" else {"messages": CHAT}
+    messages = {"messages": CHAT} if path == "/api/chat" else {}
     with gateway.http() as http:
         answer = http.post(path, json={"model": "embedded", **messages, "stream": stream, **wrong})
     assert answer.status_code == status, answer.text

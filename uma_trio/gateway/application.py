@@ -22,6 +22,7 @@ from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import (
     anthropic_messages,
     local_servers,
+    ollama_embed,
     ollama_generate,
     ollama_models,
     openai_chat,
@@ -54,6 +55,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *openai_models.ENDPOINTS,
     *openai_responses.ENDPOINTS,
     *ollama_generate.ENDPOINTS,
+    *ollama_embed.ENDPOINTS,
     *ollama_models.ENDPOINTS,
     *local_servers.ENDPOINTS,
     *starling.ENDPOINTS,

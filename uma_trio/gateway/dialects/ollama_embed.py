@@ -1,0 +1,89 @@
+"""``POST /api/embed`` of Ollama's API, and the older ``/api/embeddings``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import Embeddings
+from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.ollama import DIALECT, model_name
+from uma_trio.gateway.endpoint import Call, Endpoint
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    """A request for the embeddings of texts."""
+
+    model: str
+    input: str | list[str]
+    dimensions: int | None = None
+    truncate: bool | None = None
+    """Has no effect: a text that is too long is refused."""
+    options: dict[str, Any] | None = None
+    """Has no effect."""
+    keep_alive: str | float | None = None
+    """Has no effect."""
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """A request for the embedding of one text."""
+
+    model: str
+    prompt: str
+    options: dict[str, Any] | None = None
+    """Has no effect."""
+    keep_alive: str | float | None = None
+    """Has no effect."""
+
+
+async def embed(call: Call) -> Response:
+    """A vector of length 1 for each text."""
+    request, warnings = await call.read(EmbedRequest)
+    began = time.monotonic_ns()
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    found = await _embeddings(call, request.model, texts, dimensions=request.dimensions)
+    body = {
+        "model": request.model,
+        "embeddings": found.embeddings,
+        "total_duration": time.monotonic_ns() - began,
+        "load_duration": 0,
+        "prompt_eval_count": found.usage.prompt_tokens,
+    }
+    return json_response({**body, "warnings": warnings} if warnings else body)
+
+
+async def embed_one(call: Call) -> Response:
+    """A vector of length 1 for one text."""
+    request, warnings = await call.read(EmbeddingRequest)
+    found = await _embeddings(call, request.model, [request.prompt])
+    body = {"embedding": found.embeddings[0]}
+    return json_response({**body, "warnings": warnings} if warnings else body)
+
+
+async def _embeddings(call: Call, model: str, texts: list[str], *, dimensions: int | None = None) -> Embeddings:
+    fields = call.for_daemon(input=texts, model=model_name(model), dimensions=dimensions)
+    found: Embeddings = await call.whole(call.daemon.embed(fields))
+    return found
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/api/embed",
+        dialect=DIALECT,
+        answer=embed,
+        summary="A vector for each text",
+        body=EmbedRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/api/embeddings",
+        dialect=DIALECT,
+        answer=embed_one,
+        summary="A vector for one text",
+        body=EmbeddingRequest,
+    ),
+)
