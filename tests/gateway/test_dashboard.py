@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,9 @@ def test_streams_appear_while_a_load_runs(page: Page, gateway: Gateway) -> None:
         assert pixels(page, "#timeline", "decode") > 1000
         assert pixels(page, "#timeline", "prefill") > 100
         assert pixels(page, "#kv-map", "decode") > 0
+        picture = page.evaluate("() => document.getElementById('timeline').toDataURL()")
+        page.wait_for_timeout(1500)
+        assert page.evaluate("() => document.getElementById('timeline').toDataURL()") == picture, "paused"
         before = page.inner_text("#tick")
         page.focus("#timeline")
         for _ in range(3):
@@ -111,6 +116,23 @@ def test_errors_and_restarts_are_counted(page: Page, gateway: Gateway) -> None:
         client.post("/v1/generate", json={"prompt": "x", "max_tokens": 10_000_000})
     expect(page.locator("#errors")).to_contain_text("E_LIMIT_MAX_TOKENS")
     expect(page.locator("#restarts")).to_contain_text("0 restarts")
+
+
+@needs_browser
+def test_it_goes_on_after_kills_and_counts_them() -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with real_daemon("--http", "0") as daemon, opened_page() as page:
+        page.goto(daemon.http_url())
+        expect(page.locator("#readiness")).to_have_text("ready")
+        os.kill(daemon.metrics()["gateway"]["pid"], signal.SIGKILL)
+        expect(page.locator("#restarts tr").nth(1)).to_have_text(re.compile("gateway *1 restart"))
+        os.kill(daemon.metrics()["engine"]["pid"], signal.SIGKILL)
+        expect(page.locator("#restarts tr").nth(0)).to_have_text(re.compile("engine *1 restart"))
+        expect(page.locator("#readiness")).to_have_text("ready")
+        expect(page.locator("#notice")).to_be_hidden()
+        ask(page, "What is the capital of France?")
+        expect(page.locator(".assistant .text")).to_contain_text("Paris")
 
 
 # -- the chat --

@@ -138,3 +138,26 @@ def test_the_ring_keeps_the_latest_records_and_counts_the_others():
     assert records[0]["start_s"] == 2.0
     assert first.start_s == 101.0, "a record belongs to other sinks too"
     assert ring.take() == ([], 0)
+
+
+async def test_a_prompt_that_moves_is_recorded_where_it_is_computed(autojump_clock):
+    """A request gets the lowest free sequence id, and moves next to others when its prefill begins."""
+    async with contextlib.AsyncExitStack() as stack:
+        harness = await stack.enter_async_context(serving(FakeEngine(n_seq_max=8, n_ctx=16_000, unified=False)))
+        clients = [await stack.enter_async_context(harness.client()) for _ in range(7)]
+        for i, client in enumerate(clients):
+            await client.send({"id": f"r{i}", "prompt": f"{i}", "max_tokens": 1900, "cache_prompt": False})
+            await client.receive()
+        for i in (0, 1, 2, 4):
+            await clients[i].cancel(f"r{i}")
+        await trio.sleep(1)
+        watcher = await stack.enter_async_context(harness.client())
+        client = await stack.enter_async_context(harness.client())
+        events = await stack.enter_async_context(contextlib.aclosing(watcher.watch()))
+        await anext(events)
+        await client.complete(prompt="hello", max_tokens=5, cache_prompt=False)
+        records = (await anext(events)).records
+        prefilled = {seq_id for record in records for seq_id, _ in record.get("prefill_chunks", ())}
+        decoded = {seq_id for record in records for seq_id in record.get("decode_seq_ids", ())}
+        assert decoded == {3, 4, 5, 6}
+        assert prefilled == {4}

@@ -9,7 +9,7 @@ Source: docs/ARCHITECTURE.md, "A tick".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Any, Final
@@ -40,7 +40,7 @@ from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, H
 from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, PolicyState, plan
+from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, Plan, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
 from uma_trio.serving.embedding import EmbeddingChunk, EmbeddingQueue, PendingEmbeddings
@@ -462,10 +462,9 @@ class Scheduler:
         )
         if in_flight is not None and not chosen.decodes and not chosen.chunks:
             return
-        for chunk in chosen.chunks:
-            sequence = by_seq_id[chunk.seq_id]
-            if not sequence.n_computed and (in_flight is None or in_flight.row_of(sequence) is None):
-                self._running.settle(sequence)
+        if chosen.chunks:
+            chosen = self._settle(chosen, by_seq_id, in_flight)
+            by_seq_id = self._running.by_seq_id()
         ops = [*self.cache.take_ops()]
         if transfer is not None:
             ops.append(transfer.op)
@@ -512,6 +511,17 @@ class Scheduler:
         chunk = self._embeddings.next_chunk(time_ms, self._policy.service)
         self._had_chunk = chunk is not None
         return chunk
+
+    def _settle(self, chosen: Plan, by_seq_id: Mapping[int, Sequence], in_flight: InFlightStep | None) -> Plan:
+        """Move the sequences whose prefill begins to the sequence ids that suit best; returns the plan with those ids."""
+        chunks = []
+        for chunk in chosen.chunks:
+            sequence = by_seq_id[chunk.seq_id]
+            if not sequence.n_computed and (in_flight is None or in_flight.row_of(sequence) is None):
+                self._running.settle(sequence)
+            assert sequence.allocation is not None
+            chunks.append(attrs.evolve(chunk, seq_id=sequence.allocation.seq_id))
+        return attrs.evolve(chosen, chunks=tuple(chunks))
 
     def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
         """What the next step can decode and prefill, if none is in flight; by sequence id."""

@@ -41,6 +41,12 @@ export class Chat {
       this.send();
     });
     byId("cancel").addEventListener("click", () => this.running?.abort());
+    for (const button of document.querySelectorAll("[data-example]"))
+      button.addEventListener("click", () => {
+        const field = byId(button.dataset.example);
+        field.value = field.placeholder;
+        field.focus();
+      });
     byId("chat-new").addEventListener("click", () => this.clear());
     this.clear();
   }
@@ -260,6 +266,7 @@ class Answer {
       this.element.append(card);
       if (!i) field.focus();
     });
+    this.element.append(...this.element.querySelectorAll(".after"));
     this.onGrown();
   }
 }

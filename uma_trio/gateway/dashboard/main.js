@@ -8,10 +8,12 @@ import { Timeline } from "./timeline.js";
 
 const INTERVAL_MS = 250;
 const RETRY_MS = 1000;
+const HIDDEN_MS = 30_000;
 
 const timeline = new Timeline(byId("timeline"), byId("tick"), byId("pause"));
 const figures = new Figures();
 let wake = () => {};
+let watching = new AbortController();
 
 for (const button of document.querySelectorAll("[data-window]"))
   button.addEventListener("click", () => {
@@ -32,7 +34,8 @@ async function follow() {
     try {
       timeline.restart();
       figures.restart();
-      for await (const { name, data } of events(`v1/watch?interval_ms=${INTERVAL_MS}`)) {
+      watching = new AbortController();
+      for await (const { name, data } of events(`v1/watch?interval_ms=${INTERVAL_MS}`, { signal: watching.signal })) {
         if (name === "error") throw new Error(data.message);
         if (name !== "watch") continue;
         say("");
@@ -41,6 +44,10 @@ async function follow() {
       }
       lost("The daemon has stopped.");
     } catch (error) {
+      if (error.name === "AbortError") {
+        if (document.hidden) await new Promise((resolve) => (wake = resolve));
+        continue;
+      }
       if (error instanceof Refused && [401, 403].includes(error.status)) {
         lost(`The live view needs the key of an administrator. ${error.message}.`, true);
         setText(byId("readiness"), "no access");
@@ -60,6 +67,14 @@ function lost(text, withKey = false) {
   setText(pill, "no connection");
   pill.className = "pill bad";
 }
+
+/** A tab that nobody sees does not watch: the daemon has less to do. */
+let leaving;
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(leaving);
+  if (document.hidden) leaving = setTimeout(() => watching.abort(), HIDDEN_MS);
+  else wake();
+});
 
 /** A gateway without a daemon says why in its readiness. */
 async function showReadiness() {

@@ -7,10 +7,11 @@
 import { colours, count, counted, fitted, ms, setText, shortened } from "./dom.js";
 
 const DELAY_S = 0.55; // the right edge is so far behind the daemon, so that what it shows has arrived
+const KEPT_S = 30; // longer than the longest time shown
 const FRAME_MS = 33;
 const GUTTER = 92; // for the names of the lanes, in CSS pixels
 const TICKS_HEIGHT = 76;
-const LANES = [4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
+const LANES = [8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256];
 const STEPS_MS = [5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000];
 
 const endOf = (tick) => tick.start_s + ((tick.decode_ms ?? 0) + (tick.sample_ms ?? 0)) / 1000;
@@ -41,11 +42,13 @@ export class Timeline {
   /** Forget everything: the clock of a new watch begins at 0. */
   restart() {
     this.ticks = [];
+    this.later = []; // ticks that arrive during a pause
     this.names = new Map();
     this.clockOffset = Infinity; // of this page's clock to the daemon's, where the transport was fastest
     this.knownUntil = 0;
     this.selected = null;
     this.pausedAt = null;
+    this.pauseButton.setAttribute("aria-pressed", "false");
     this.lastFrame = 0;
     this.repaint();
   }
@@ -56,22 +59,28 @@ export class Timeline {
   }
 
   pause(paused) {
-    this.pausedAt = paused ? this.now() : null;
     this.pauseButton.setAttribute("aria-pressed", String(paused));
-    this.draw();
+    this.pausedAt = paused ? this.now() : null;
+    if (paused) return;
+    this.ticks.push(...this.later);
+    this.later = [];
+    this.select(null);
+    this.rescale();
+    this.repaint();
   }
 
   /** Take the records of one event of the watch. */
   add(update) {
     const ticks = update.records.filter((record) => record.kind === "tick");
     this.clockOffset = Math.min(this.clockOffset + 0.0005, performance.now() / 1000 - update.at_s);
-    this.rename(update);
-    this.ticks.push(...ticks);
-    const from = (this.pausedAt ?? this.now()) - this.windowS - 30;
-    const first = this.ticks.findIndex((tick) => endOf(tick) >= from);
-    if (first > 500 || first < 0) this.ticks.splice(0, first < 0 ? this.ticks.length : first);
+    const kept = this.pausedAt == null ? this.ticks : this.later;
+    kept.push(...ticks);
+    const first = kept.findIndex((tick) => endOf(tick) >= update.at_s - KEPT_S);
+    if (first > 500 || first < 0) kept.splice(0, first < 0 ? kept.length : first);
     const before = this.knownUntil;
     this.knownUntil = update.at_s;
+    if (this.pausedAt != null) return;
+    this.rename(update);
     if (this.rescale()) {
       this.repaint();
       return;
