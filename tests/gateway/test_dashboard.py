@@ -178,8 +178,12 @@ def test_a_schema_and_a_wrong_schema(page: Page) -> None:
     option(page, "schema", "{not json")
     ask(page, "Hello")
     expect(page.locator(".message.error")).to_contain_text("The schema is not JSON")
+    expect(page.locator("#prompt")).to_have_value("Hello")
     option(page, "schema", json.dumps({"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]}))
-    ask(page, "Hello")
+    with page.expect_request("**/v1/generate") as made:
+        ask(page, "Hello")
+    body: Any = made.value.post_data_json
+    assert body["messages"] == [{"role": "user", "content": "Hello"}], "what was not answered is not repeated"
     expect(page.locator(".assistant .text")).to_contain_text('"n": 7')
 
 

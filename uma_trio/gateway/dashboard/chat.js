@@ -99,6 +99,7 @@ export class Chat {
       body = this.body();
     } catch (error) {
       this.show("error", error.message);
+      this.takeBack();
       return;
     }
     const running = (this.running = new AbortController());
@@ -120,7 +121,14 @@ export class Chat {
     if (shown.message) {
       this.messages.push(shown.message);
       if (shown.message.tool_calls) shown.askForResults((results) => this.continueWith(results));
-    }
+    } else this.takeBack();
+  }
+
+  /** A message that got no answer is for the user to send again. */
+  takeBack() {
+    if (this.messages.at(-1)?.role !== "user") return;
+    const { content } = this.messages.pop();
+    this.field.value ||= content;
   }
 
   continueWith(results) {
