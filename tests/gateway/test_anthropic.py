@@ -112,6 +112,11 @@ def test_a_refusal_has_a_type_also_when_a_stream_was_asked_for(
     assert body["request_id"] == refused.value.request_id, "from the header request-id"
 
 
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(gateway: Gateway) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: the prompt has"):
+        gateway.anthropic().messages.create(**{**ASK, "messages": [{"role": "user", "content": "a b " * 50_000}]})
+
+
 def test_max_tokens_is_required(gateway: Gateway) -> None:
     with gateway.http() as client:
         answer = client.post("/v1/messages", json={"model": "embedded", "messages": QUESTION})

@@ -142,6 +142,12 @@ def test_what_would_be_stored_says_to_send_the_whole_conversation(gateway: Gatew
         gateway.openai().responses.create(**ASK, previous_response_id="resp_1")
 
 
+def test_a_conversation_that_is_too_long_is_refused_and_not_cut(gateway: Gateway) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        gateway.openai().responses.create(model="embedded", input="a b " * 50_000)
+    assert refused.value.code == "E_LIMIT_CONTEXT"
+
+
 def test_what_has_no_effect_is_named(gateway: Gateway) -> None:
     extra = {"store": True, "temprature": 1, "tools": [{"type": "web_search"}], "truncation": "auto"}
     with gateway.http() as client:
@@ -161,3 +167,62 @@ def test_a_client_that_leaves_cancels_its_request(gateway: Gateway, stream: bool
         with pytest.raises(openai.APITimeoutError):
             client.responses.create(**long, timeout=0.5)
     gateway.daemon.settled()
+
+
+def codex(*items: Any) -> dict[str, Any]:
+    """A request with the fields that Codex sends."""
+    parameters = {
+        "type": "object",
+        "properties": {"command": {"type": "array", "items": {"type": "string"}}, "workdir": {"type": "string"}},
+        "required": ["command"],
+        "additionalProperties": False,
+    }
+    return {
+        "model": "embedded",
+        "instructions": "You are a coding agent, and you answer questions about countries too. " * 4,
+        "input": items,
+        "tools": [
+            {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": parameters},
+            {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": {"type": "grammar"}},
+            {"type": "web_search", "external_web_access": False},
+            {"type": "namespace", "name": "mcp", "tools": []},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "019a-codex",
+        "client_metadata": {"x-codex-installation-id": "0"},
+        "text": {"verbosity": "low"},
+    }
+
+
+def test_the_requests_of_codex(gateway: Gateway) -> None:
+    def says(role: str, text: str) -> dict[str, Any]:
+        kind = "output_text" if role == "assistant" else "input_text"
+        return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+    first = [says("developer", "The sandbox is read-only."), says("user", "<environment/>"), says("user", QUESTION)]
+    arguments = json.dumps({"command": ["ls"]})
+    then = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAAA"},
+        says("assistant", ANSWER),
+        {"type": "function_call", "name": "shell", "arguments": arguments, "call_id": "call_1", "id": None},
+        {"type": "function_call_output", "call_id": "call_1", "output": "a.txt"},
+        {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin Patch", "call_id": "call_2"},
+        {"type": "custom_tool_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "ok"}]},
+        {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}},
+    ]
+    usages = []
+    for items in (first, [*first, *then]):
+        with gateway.http(headers={"session_id": "019a-codex", "originator": "codex_cli_rs"}) as client:
+            answer = client.post("/v1/responses", json=codex(*items))
+        assert answer.status_code == 200, answer.text
+        events = events_of(answer.text)
+        assert [event["sequence_number"] for event in events] == [*range(len(events))]
+        assert events[-1]["type"] == "response.completed"
+        assert [warning.split(" ")[0] for warning in events[0]["response"]["warnings"][:2]] == ["tools[2]", "tools[3]"]
+        usages.append(events[-1]["response"]["usage"])
+    assert usages[1]["input_tokens_details"]["cached_tokens"] > usages[0]["input_tokens"] - 20

@@ -16,7 +16,7 @@ EXAMPLES = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```$", P
 EVENTS = [example for example in EXAMPLES if "event" in example and example["event"] != "cancel"]
 MESSAGES = [example for example in EXAMPLES if example not in EVENTS]
 
-OPEN = {"metadata"}
+OPEN = {"metadata", "arguments"}
 """Fields whose content is the client's."""
 
 
@@ -46,6 +46,18 @@ MORE = [
     {"type": "sessions", "id": "h"},
     {"type": "sessions", "action": "read", "session_id": "cooking", "id": "i"},
 ]
+CALLS = [
+    {
+        **message,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+        "temperature": 1.0,
+        "seed": 1,
+    }
+    for message in MESSAGES
+    if message.get("tools")
+]
 REASONING = [
     {"id": "a", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "separate_reasoning": True},
 ]
@@ -61,7 +73,7 @@ def real(library, tmp_path_factory):
     found = {}
     # a daemon of their own: the sessions of the examples stay in it
     for name, flags, sent in (
-        ("plain", (), [*MESSAGES, *MORE]),
+        ("plain", (), [*MESSAGES, *MORE, *CALLS]),
         ("reasoning", ("--chat-template", str(folder / "thinks.jinja")), REASONING),
     ):
         (folder / name).mkdir()

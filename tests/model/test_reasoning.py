@@ -8,42 +8,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import gguf
 import pytest
 
 from tests.support.real_daemon import Daemon, real_daemon
 from tests.support.terminal import terminal
-from uma_trio.models.loaded import EMBEDDED
-
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-RENAMED = {"The": "<think>", "ĠP": "</think>"}
-"""Tokens of the answer ``The capital of France is Paris.`` that are not in the question."""
+from tests.support.thinking_model import QUESTION, write_thinking_model
 
 
 @pytest.fixture(scope="module", params=["CONTROL", "USER_DEFINED"])
 def daemon(library: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     path = tmp_path_factory.mktemp("model") / "thinking.gguf"
-    reader = gguf.GGUFReader(EMBEDDED)
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, field in reader.fields.items():
-        value = field.contents()
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        if name == "tokenizer.ggml.tokens":
-            ids = [value.index(text) for text in RENAMED]
-            value = [RENAMED.get(text, text) for text in value]
-        elif name == "tokenizer.ggml.token_type":
-            value = [gguf.TokenType[request.param] if token in ids else kind for token, kind in enumerate(value)]
-        elif name == "tokenizer.chat_template":
-            value += "{# <think> #}"
-        kinds = field.types
-        writer.add_key_value(name, value, kinds[0], sub_type=kinds[-1] if len(kinds) > 1 else None)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_thinking_model(path, request.param)
     with real_daemon("--model", str(path), folder=tmp_path_factory.mktemp("daemon")) as found:
         yield found
 

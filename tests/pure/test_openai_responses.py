@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from uma_trio.client import Eos, Event, Reasoning, Timings, Token, ToolCall, ToolCallDelta, Usage
+from tests.support.answers import ANSWER, CALLS, eos
+from uma_trio.client import Event, Token
 from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
 from uma_trio.gateway.errors import HttpError
@@ -122,28 +123,6 @@ def rendered(*given: Event, seals: bool = False) -> list[Fields]:
     written = b"".join(map(events.render, given))
     written = events.begin() + written + events.end()  # as StreamedAnswer calls it
     return [json.loads(line.removeprefix(b"data: ")) for line in written.split(b"\n") if line.startswith(b"data: ")]
-
-
-def eos(**fields: Any) -> Eos:
-    usage, timings = Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2), Timings(queue_ms=0, total_ms=1)
-    return Eos(id="r", usage=usage, timings=timings, **{"reason": "stop", **fields})
-
-
-PATCH = '{"input": "*** Begin\\nPatch"}'
-ANSWER: list[Event] = [
-    Reasoning(id="r", text="I must "),
-    Reasoning(id="r", text="look."),
-    Token(id="r", text="I look."),
-    ToolCallDelta(id="r", call=0, call_id="c1", name="shell"),
-    ToolCallDelta(id="r", call=0, arguments='{"command": '),
-    ToolCallDelta(id="r", call=0, arguments='"ls"}'),
-    ToolCallDelta(id="r", call=1, call_id="c2", name="apply_patch"),
-    ToolCallDelta(id="r", call=1, arguments=PATCH),
-]
-CALLS = [
-    ToolCall(id="c1", name="shell", arguments={"command": "ls"}),
-    ToolCall(id="c2", name="apply_patch", arguments={"input": "*** Begin\nPatch"}),
-]
 
 
 def test_reasoning_text_and_calls_are_items_with_events_in_order() -> None:

@@ -65,6 +65,19 @@ def without_noise(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str
     return cleaned
 
 
+def reasoning_kwargs(effort: str | None, *, enabled: bool | None = None) -> dict[str, Any]:
+    """Variables for the chat template that say how the model reasons.  They have an effect if the template knows them.
+
+    Args:
+        effort: such as ``low``; ``none`` is no reasoning.
+        enabled: ``None`` leaves it to the template.
+    """
+    if effort == "none":
+        effort, enabled = None, False
+    given = {"reasoning_effort": effort, "enable_thinking": enabled}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def is_system(message: Mapping[str, Any]) -> bool:
     """Whether a message instructs the model."""
     return message["role"] in ("system", "developer")

@@ -9,6 +9,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from uma_trio.errors import ContextTooSmall, PromptTooLarge
+from uma_trio.gateway.conversation import reasoning_kwargs
 from uma_trio.gateway.endpoint import Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 
@@ -32,11 +34,17 @@ OF_OTHER_SERVERS: Final = ("redacted_thinking", "server_tool_use")
 """Blocks of an earlier answer that only the server that made them can read."""
 
 
+TOO_LONG: Final = (PromptTooLarge.code, ContextTooSmall.code)
+"""Clients that summarise a chat which has become too long look for these words of Anthropic's API."""
+
+
 def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
     """The body of an error response, and the data of an error in a stream."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     place = error.parameter
     message = error.message if place is None or place in error.message else f"{place}: {error.message}"
+    if error.code in TOO_LONG:
+        message = f"prompt is too long: {message}"
     return {
         "type": "error",
         "error": {"type": kind, "message": message, "code": error.code},
@@ -90,10 +98,11 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the answer contains the model's reasoning.  Whether the model reasons is decided by its template."""
+    """Whether the model reasons, if its chat template lets that be chosen, and whether the answer contains it."""
 
     type: str
     budget_tokens: int | None = None
+    """Has no effect."""
     display: str | None = None
 
     @property
@@ -114,7 +123,6 @@ class OutputConfig(msgspec.Struct):
 
     format: JsonFormat | None = None
     effort: str | None = None
-    """Has no effect."""
 
 
 class Chat(msgspec.Struct, kw_only=True):
@@ -133,6 +141,12 @@ class Chat(msgspec.Struct, kw_only=True):
     """Has no effect, as in blocks and tools: all prompts are cached."""
     context_management: Any = None
     """Has no effect: the client decides what the messages contain."""
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Variables for the chat template."""
+        enabled = {"enabled": True, "disabled": False}.get(self.thinking.type) if self.thinking else None
+        return reasoning_kwargs(self.output_config.effort if self.output_config else None, enabled=enabled) or None
 
 
 class ChatMessages:

@@ -54,6 +54,7 @@ async def answer_messages(call: Call) -> Response:
         top_k=request.top_k,
         stop=request.stop_sequences,
         constraint={"json_schema": form.schema} if form else None,
+        chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
     )
     head: dict[str, Any] = {
@@ -78,7 +79,12 @@ async def count_tokens(call: Call) -> Response:
     request, _ = await call.read(Chat)
     tools, _ = tool_fields(request)
     messages = without_noise(ChatMessages(request).messages)
-    fields = call.for_daemon(model=request.model, messages=messages, tools=tools.get("tools"))
+    fields = call.for_daemon(
+        model=request.model,
+        messages=messages,
+        tools=tools.get("tools"),
+        chat_template_kwargs=request.template_kwargs,
+    )
     found = await call.whole(call.ask(lambda client: client.tokenize(**fields), counts=True))
     return json_response({"input_tokens": len(found.tokens)})
 

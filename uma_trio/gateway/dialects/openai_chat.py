@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
-from uma_trio.gateway.conversation import conversation_fields
+from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs
 from uma_trio.gateway.dialects.openai import (
     OPENAI,
     Message,
@@ -25,7 +25,7 @@ from uma_trio.gateway.dialects.openai import (
 from uma_trio.gateway.dialects.openai_tools import Tool, call_delta, tool_fields, whole_calls
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.protocol.messages import Logprobs
+from uma_trio.gateway.parts import logprobs_of
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -47,12 +47,7 @@ class ChatRequest(Sampling, kw_only=True):
     @property
     def template_kwargs(self) -> dict[str, Any] | None:
         """Variables for the chat template."""
-        chosen: dict[str, Any] = {}
-        if self.reasoning_effort == "none":
-            chosen["enable_thinking"] = False
-        elif self.reasoning_effort is not None:
-            chosen["reasoning_effort"] = self.reasoning_effort
-        return {**chosen, **(self.chat_template_kwargs or {})} or None
+        return {**reasoning_kwargs(self.reasoning_effort), **(self.chat_template_kwargs or {})} or None
 
 
 async def complete_chat(call: Call) -> Response:
@@ -168,25 +163,13 @@ class ChatChunks:
         if not event.text and event.logprob is None:
             return b""
         chunk = self._chunk(event.index or 0, {name: event.text})
-        if event.logprob is not None:
-            chunk["choices"][0]["logprobs"] = chat_logprobs([_logprobs_of(event)])
+        if (logprobs := logprobs_of(event)) is not None:
+            chunk["choices"][0]["logprobs"] = chat_logprobs([logprobs])
         return sse(chunk)
 
     def _chunk(self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason}
         return {**self._head, "choices": [choice], **({"usage": None} if self._usage else {})}
-
-
-def _logprobs_of(event: Token | Reasoning) -> Logprobs:
-    assert event.token_id is not None
-    assert event.logprob is not None
-    return Logprobs(
-        token_id=event.token_id,
-        text=event.text,
-        bytes=event.bytes or [],
-        logprob=event.logprob,
-        top_logprobs=event.top_logprobs or [],
-    )
 
 
 ENDPOINTS = (

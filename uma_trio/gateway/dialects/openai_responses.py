@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
-from uma_trio.gateway.conversation import conversation_fields, without_noise
+from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs, without_noise
 from uma_trio.gateway.dialects.openai import OPENAI, model_name
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
@@ -61,10 +61,11 @@ class TextSettings(msgspec.Struct):
 
 
 class ReasoningSettings(msgspec.Struct):
-    """How the model reasons.  Has no effect: its chat template decides that."""
+    """How the model reasons, if its chat template lets that be chosen."""
 
     effort: str | None = None
     summary: str | None = None
+    """Has no effect: reasoning is never summarised."""
 
 
 class Input(msgspec.Struct, kw_only=True):
@@ -82,6 +83,11 @@ class Input(msgspec.Struct, kw_only=True):
     truncation: str | None = None
     previous_response_id: str | None = None
     conversation: Any = None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """Variables for the chat template."""
+        return reasoning_kwargs(self.reasoning.effort if self.reasoning else None) or None
 
     def check_storage(self) -> None:
         """
@@ -136,6 +142,7 @@ async def respond(call: Call) -> Response:
         top_p=request.top_p,
         logprobs=(request.top_logprobs or 0) if has_logprobs else None,
         constraint=constraint_of_format(_chat_format(form)) if form else None,
+        chat_template_kwargs=request.template_kwargs,
         separate_reasoning=True,
     )
     head = _head(call.id, request, await model_name(call, request.model))
@@ -155,7 +162,9 @@ async def count_input(call: Call) -> Response:
     request.check_storage()
     messages = without_noise(Conversation(request.instructions, request.input).messages)
     tools = _tool_fields(request, warnings)["tools"]
-    fields = call.for_daemon(model=request.model, messages=messages, tools=tools)
+    fields = call.for_daemon(
+        model=request.model, messages=messages, tools=tools, chat_template_kwargs=request.template_kwargs
+    )
     found = await call.whole(call.ask(lambda client: client.tokenize(**fields)))
     return json_response({"object": "response.input_tokens", "input_tokens": len(found.tokens)})
 
