@@ -13,6 +13,7 @@ from tests.gateway.conftest import Gateway
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
 ASK: dict[str, Any] = {"model": "embedded", "max_tokens": 100, "messages": QUESTION}
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
 LONG = {"type": "array", "items": {"enum": ["fox"]}, "minItems": 1000}
 """A schema of answers that take a while."""
 
@@ -170,7 +171,7 @@ def claude_code(turn: int, *messages: Any, **fields: Any) -> dict[str, Any]:
             {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}},
         ],
         "messages": messages,
-        "tools": [{"name": "Read", "description": "Reads a file.", "input_schema": {**schema, "$schema": "x"}}],
+        "tools": [{"name": "Read", "description": "Reads a file.", "input_schema": {**schema, "$schema": DRAFT}}],
         "thinking": {"type": "adaptive"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "output_config": {"effort": "medium"},

@@ -11,6 +11,7 @@ from tests.gateway.conftest import Gateway
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 SCHEMA = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
     "type": "object",
     "properties": {"words": {"type": "string", "maxLength": 12}, "kind": {"enum": ["city", "river"]}},
     "required": ["words", "kind"],
