@@ -29,7 +29,7 @@ ADD = {
     },
 }
 TOOLS = [LOOK_UP, ADD]
-FORMATS = ["mistral", "gemma"]
+FORMATS = ["mistral", "gemma", "qwen3-coder", "kimi"]
 """Besides that of the embedded model; ``tests/pure/test_tool_grammar.py`` has all."""
 
 

@@ -47,7 +47,23 @@ STYLES = {
     "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral-args", ToolStyle(True, True)),
     "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", ToolStyle(True, True, short_ids=True)),
     "openai-gpt-oss-120b": ("gpt-oss", ToolStyle(True, True, one_call=True)),
-    "GLM-4.6": (None, ToolStyle(True, True)),
+    "Qwen3-Coder": ("qwen3-coder", ToolStyle(True, True)),
+    "Qwen3.5-4B": ("qwen3-coder", ToolStyle(True, True)),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": ("qwen3-coder", ToolStyle(True, True)),
+    "StepFun3.5-Flash": ("qwen3-coder", ToolStyle(True, True)),
+    "ByteDance-Seed-OSS": ("seed-oss", ToolStyle(True, True)),
+    "GLM-4.6": ("glm", ToolStyle(True, True)),
+    "GLM-4.7-Flash": ("glm", ToolStyle(True, True)),
+    "inclusionai-ling-3.0-flash": ("glm", ToolStyle(True, True)),
+    "poolside-Laguna-S-2.1": ("glm", ToolStyle(True, True)),
+    "poolside-Laguna-XS-2.1": ("glm", ToolStyle(True, True)),
+    "Spark2.5": ("glm", ToolStyle(True, True)),
+    "moonshotai-Kimi-K2": ("kimi", ToolStyle(True, True, named_ids=True)),
+    "Kimi-K2-Instruct": ("kimi", ToolStyle()),  # it changes lists, which the sandbox does not allow
+    "Kimi-K2-Thinking": ("kimi", ToolStyle()),
+    "MiniMax-M2": ("minimax", ToolStyle(True, True)),
+    "deepseek-ai-DeepSeek-V3.2": ("deepseek-v3.2", ToolStyle(True, True)),
+    "deepseek-ai-DeepSeek-V4": ("deepseek-v4", ToolStyle(True, True)),
     "microsoft-Phi-3.5-mini-instruct": (None, ToolStyle()),
 }
 
@@ -63,12 +79,13 @@ def template(name: str) -> tuple[str, ChatTemplate]:
 def test_what_a_template_takes(name: str) -> None:
     source, chat = template(name)
     found = find_tool_format(source)
-    assert (None if found is None else found.name, find_style(chat.render)) == STYLES[name]
+    style = find_style(chat.render, named_ids=found is not None and found.numbered)
+    assert (None if found is None else found.name, style) == STYLES[name]
 
 
 def support_of(source: str, chat: ChatTemplate) -> ToolSupport:
     found = find_tool_format(source) or HERMES
-    style = find_style(chat.render) if find_tool_format(source) else ToolStyle()
+    style = find_style(chat.render, named_ids=found.numbered) if find_tool_format(source) else ToolStyle()
     return ToolSupport(found, style, make_call_markers(found, MarkerText(lambda _: None)))
 
 
@@ -92,7 +109,8 @@ def test_calls_that_a_template_writes_are_read_again(name: str) -> None:
     output = whole.rpartition(QUESTION.text)[2]
     if support.format.bare:
         output = output[output.index("{") :]
-    calling = ToolCalling(markers=support.markers, tools={"weather", "nothing"}, make_id=lambda: "x")
+    tools = {tool.name: tool.parameters for tool in TOOLS}
+    calling = ToolCalling(markers=support.markers, tools=tools, make_id=lambda: "x")
     assembler = RegionAssembler([], None, calling, is_open=False)
     for character in output:
         assembler.feed(-1, character.encode())
@@ -168,6 +186,38 @@ def test_system_messages_are_joined_in_front() -> None:
         {"role": "assistant", "content": "c"},
     ]
     assert tools == []
+
+
+def test_calls_of_kimi_are_counted_and_named() -> None:
+    """Its template takes the id for the name of the call.  The call of a later turn has the next number."""
+    source = (
+        "{% for message in messages %}<|im_{{ message.role }}|>{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% for call in message.tool_calls or [] %}<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+        "{{ call.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+        "{% if message.role == 'tool' %}## Return of {{ message.tool_call_id }}\n{% endif %}{{ message.content }}"
+        "{% endfor %}"
+    )
+    chat = ChatTemplate(source, bos="", eos="")
+    support = support_of(source, chat)
+    assert support.style == ToolStyle(True, True, named_ids=True)
+    later = ToolCall(id="bbbbbbbb1", name="weather", arguments={"city": "Rome"})
+    messages = [
+        QUESTION,
+        ChatMessage(role="assistant", tool_calls=CALLS),
+        *RESULTS[::-1],
+        ChatMessage(role="assistant", tool_calls=[later]),
+        ChatMessage(role="tool", content="warm", tool_call_id="bbbbbbbb1"),
+    ]
+    for style in (support.style, ToolStyle()):
+        text = rendered(chat, ToolSupport(support.format, style, support.markers), messages)
+        begun = [
+            text.index(f"<|tool_call_begin|>functions.{name}<") for name in ("weather:0", "nothing:1", "weather:2")
+        ]
+        assert begun == sorted(begun)
+    text = rendered(chat, support, messages)
+    assert "## Return of functions.weather:0\nresult aaaaaaaa1" in text
+    assert "## Return of functions.nothing:1\nresult aaaaaaaa2" in text
+    assert "## Return of functions.weather:2\nwarm" in text
 
 
 def test_ids_that_a_template_does_not_take_are_replaced() -> None:

@@ -16,10 +16,14 @@ from uma_trio.models.reasoning import make_markers
 from uma_trio.models.tool_formats import FORMATS, by_name, find_tool_format, make_call_markers
 from uma_trio.sampling import RegionAssembler, ToolCalling
 
-CONTROL = re.compile(r"<\|[a-z_]+\|>|<｜[^｜]+｜>|\[[A-Z_]+\]|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>")
+CONTROL = re.compile(r"｜DSML｜|<\|[a-z_]+\|>|<｜[^｜]+｜>|\[[A-Z_]+\]|<\|\"\|>|<\|[a-z_]+>|<[a-z_]+\|>")
 """What is a control token in these tests, except where none is."""
 
-TOOLS = ("weather", "add.numbers-2", "none")
+TOOLS = {
+    "weather": {"properties": {"city": {"type": "string"}}},
+    "add.numbers-2": {"properties": {"b": {"type": "string"}, "ok": {"type": "boolean"}}},
+    "none": {},
+}
 
 
 class Ids(dict[str, int]):
@@ -155,6 +159,95 @@ OUTPUTS = {
             "<tool_call|><|tool_call>call:none{}<tool_call|>",
             "I see.",
             [TWO, ("none", {})],
+        ),
+    ],
+    "qwen3-coder": [
+        (
+            "<tool_call>\n<function=weather>\n<parameter=city>\nLima\n</parameter>\n</function>\n</tool_call>",
+            "",
+            [ONE],
+        ),
+        (
+            "Let me see.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nLima\n</parameter>\n</function>\n</tool_call>"
+            '\n<tool_call>\n<function=add.numbers-2>\n<parameter=a>\n[1, -2.5e3, {"b": null}]\n</parameter>\n'
+            '<parameter=b>\nsay "é}{]["\n\n</parameter>\n<parameter=ok>\nTrue\n</parameter>\n</function>\n</tool_call>\n',
+            "Let me see.",
+            [ONE, TWO],
+        ),
+        ("<function=none></function></tool_call> Done", "Done", [("none", {})]),
+        ("<function=none> </function>\nDone", "Done", [("none", {})]),
+        (
+            "<tool_call><function=weather><parameter=city>a</parameter> </function</parameter>\n</function>",
+            "",
+            [("weather", {"city": "a</parameter> </function"})],
+        ),
+    ],
+    "seed-oss": [
+        (
+            "<seed:tool_call>\n<function=weather>\n<parameter=city>Lima</parameter>\n</function>\n</seed:tool_call>\n"
+            "<seed:tool_call>\n<function=none>\n</function>\n</seed:tool_call>",
+            "",
+            [ONE, ("none", {})],
+        ),
+    ],
+    "glm": [
+        (
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Lima</arg_value>\n</tool_call>",
+            "",
+            [ONE],
+        ),
+        (
+            "So:\n<tool_call>weather<arg_key>city</arg_key><arg_value>Lima</arg_value></tool_call>"
+            '<tool_call>add.numbers-2<arg_key>a</arg_key><arg_value>[1,-2500.0,{"b":null}]</arg_value>'
+            '<arg_key>b</arg_key><arg_value>say "é}{]["\n</arg_value><arg_key>ok</arg_key><arg_value>true</arg_value>'
+            "</tool_call><tool_call>none\n\n</tool_call> Done",
+            "So:\nDone",
+            [ONE, TWO, ("none", {})],
+        ),
+    ],
+    "kimi": [
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+            '{"city": "Lima"}<|tool_call_end|><|tool_call_begin|>functions.none:1<|tool_call_argument_begin|>{}'
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            "",
+            [ONE, ("none", {})],
+        ),
+        (
+            'Well <|tool_call_begin|>weather:12<|tool_call_argument_begin|>{"city": "Lima"}<|tool_call_end|>'
+            "<|tool_call_begin|>none<|tool_call_argument_begin|>{}<|tool_call_end|>",
+            "Well",
+            [ONE, ("none", {})],
+        ),
+    ],
+    "minimax": [
+        (
+            '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Lima</parameter>\n</invoke>\n'
+            '<invoke name="none">\n</invoke>\n</minimax:tool_call>',
+            "",
+            [ONE, ("none", {})],
+        ),
+    ],
+    "deepseek-v3.2": [
+        (
+            'So:\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+            '<｜DSML｜parameter name="city" string="true">Lima</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            '<｜DSML｜invoke name="add.numbers-2">\n'
+            '<｜DSML｜parameter name="a" string="false">[1, -2.5e3, {"b": null}]</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="b" string="true">say "é}{]["\n</｜DSML｜parameter>\n'
+            '<｜DSML｜parameter name="ok" string="false">true</｜DSML｜parameter>\n'
+            "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+            "So:",
+            [ONE, TWO],
+        ),
+    ],
+    "deepseek-v4": [
+        (
+            '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+            '<｜DSML｜parameter name="city" string="true">Lima</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+            '<｜DSML｜invoke name="none">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+            "",
+            [ONE, ("none", {})],
         ),
     ],
     "llama3": [
@@ -348,7 +441,9 @@ def test_the_output_up_to_a_stop_string() -> None:
 PIECES = [
     "<tool_call>", "</tool_call>", '{"name": "weather", "arguments": {"city": "Lima"}}', '{"name": "', '"}', "{}", "[", "]",
     ", ", "\n", "hello", "<think>", "</think>", "é", '"', "END", "none", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>",
-    "<|tool_call>call:", "weather{", '<|"|>', "<tool_call|>", "<|channel|>commentary to=functions.", "<|message|>",
+    "<|tool_call>call:", "weather{", "<function=", "weather", ">", "<parameter=city>", "</parameter>", "</function>",
+    "<arg_key>city</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", '<invoke name="', '<parameter name="city">',
+    '">', "</invoke>", "</minimax:tool_call>", "<|tool_call_begin|>", "functions.weather:0", "<|tool_call_argument_begin|>", '<|"|>', "<tool_call|>", "<|channel|>commentary to=functions.", "<|message|>",
 ]  # fmt: skip
 
 
@@ -385,6 +480,11 @@ def test_nothing_is_lost(output, name) -> None:
         ("For each call return <tool_call>{...}</tool_call>", "hermes"),
         ("<tool_call><function=x></function></tool_call>", None),
         ("<tool_call>{{ name }}<arg_key>", None),
+        ("<tool_call><function=x><parameter=y></parameter></function></tool_call>", "qwen3-coder"),
+        ("{{ '<seed:tool_call><function=' + x + '><parameter=' }}", "seed-oss"),
+        ("<tool_call>{{ name }}<arg_key>{{ key }}</arg_key><arg_value>", "glm"),
+        ("<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>", "kimi"),
+        ('<minimax:tool_call><invoke name="{{ name }}"><parameter name="{{ key }}">', "minimax"),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral-args"),
         ("{{ '[TOOL_CALLS][' }}", "mistral"),
         ("nothing", None),

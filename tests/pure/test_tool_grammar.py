@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 
@@ -14,7 +13,7 @@ from uma_trio.grammar.vocabulary import start_matcher
 from uma_trio.models.marker_text import MarkerText
 from uma_trio.models.reasoning import FORMATS as REASONING
 from uma_trio.models.reasoning import make_markers
-from uma_trio.models.tool_formats import FORMATS, by_name, make_call_markers
+from uma_trio.models.tool_formats import FORMATS, by_name, make_call_markers, write_calls
 from uma_trio.protocol.chat import Tool
 from uma_trio.protocol.messages import Constraint
 from uma_trio.sampling import RegionAssembler, ToolCalling
@@ -34,6 +33,7 @@ TEXTS = [
     '<|"|>',
 ]
 CONTROLS = sorted({found for text in TEXTS for found in CONTROL.findall(text)} - {"<response>", "</response>"})
+CONTROLS += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "｜DSML｜"]
 IDS = {text: 256 + n for n, text in enumerate(CONTROLS)}
 END = 256 + len(CONTROLS)
 
@@ -55,6 +55,11 @@ def tokenizer():
     return vocabulary().tokenizer()
 
 
+@cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(vocabulary, LocalChecker(vocabulary))
+
+
 def shape_of(name: str | None, **fields) -> AnswerShape:
     text = MarkerText(IDS.get)
     markers = None if name is None else make_call_markers(by_name(name), text)
@@ -66,7 +71,7 @@ def shape_of(name: str | None, **fields) -> AnswerShape:
 
 def follows(shape: AnswerShape, output: str) -> bool:
     """Whether the output is one of the grammar, from beginning to end."""
-    grammar = GrammarCompiler(vocabulary, LocalChecker(vocabulary)).compile(shape)
+    grammar = compiler().compile(shape)
     matcher = start_matcher(tokenizer(), grammar.source)
     tokens = tokens_of(output)
     n = matcher.try_consume_tokens(tokens)
@@ -76,11 +81,11 @@ def follows(shape: AnswerShape, output: str) -> bool:
 
 def written(name: str, *calls: tuple[str, dict]) -> str:
     found = by_name(name)
+    if found.quote is None:
+        return write_calls(found, calls)
     before, between, after = found.written
 
     def arguments(values: dict) -> str:
-        if found.quote is None:
-            return json.dumps(values, ensure_ascii=False)
         q = found.quote
         return "{" + ",".join(f"{k}:{q + v + q if isinstance(v, str) else v}" for k, v in values.items()) + "}"
 
@@ -106,16 +111,85 @@ def test_a_format_writes_what_its_grammar_allows_and_its_reader_reads(name: str)
     assert not follows(shape_of(name, parallel=False), written(name, ONE, TWO))
     if name != "gemma":
         assert not follows(shape, written(name, ("weather", {"days": 1})))
-        assert not follows(shape, written(name, ("weather", {"city": 1})))
+        tags = by_name(name).tags
+        is_raw = tags is not None and tags.before_json is None  # whatever stands there is a string
+        assert follows(shape, written(name, ("weather", {"city": 1}))) == is_raw
+        assert not follows(shape, written(name, ("weather", {"city": "Lima", "days": "many"})))
     assert not follows(shape, written(name, ("weather", {"city": "Lima", "more": 1})))
     assert not follows(shape, written(name, ("nothing", {"more": 1}))) or name == "gemma"
+    assert calls_of(shape, output) == calls
 
+
+def calls_of(shape: AnswerShape, output: str) -> list[tuple[str, dict]]:
+    """What the reader finds in an output that has nothing but calls."""
     assert shape.markers is not None
-    calling = ToolCalling(markers=shape.markers, tools={"weather", "nothing"}, make_id=lambda: "x")
+    tools = {tool.name: tool.parameters for tool in shape.tools}
+    calling = ToolCalling(markers=shape.markers, tools=tools, make_id=lambda: "x")
     assembler = RegionAssembler([], None, calling, is_open=False)
     text = "".join(assembler.feed(token, bytes([token]) if token < 256 else b"").text for token in tokens_of(output))
     assert text + assembler.finish().text == ""
-    assert [(call.name, call.arguments) for call in assembler.calls] == calls
+    return [(call.name, call.arguments) for call in assembler.calls]
+
+
+TAGGED = [each.name for each in FORMATS if each.tags is not None]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "yes", "no"),
+    [
+        ({"type": "string"}, ["", "a", "1", "null", "a\nb\n", "é < {}", "x</tool"], []),
+        ({"type": "string", "maxLength": 3}, ["", "abc"], ["abcd"]),
+        ({"enum": ["a", "ab"]}, ["a", "ab"], ["", "b", "abc"]),
+        ({"const": "a"}, ["a"], ["b"]),
+        ({"type": "integer", "minimum": 1}, [1, 23], [0, "a", ""]),
+        ({"type": "boolean"}, [True], ["True", 1]),
+        ({"type": ["string", "null"]}, ["a", None, "1"], []),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, [7, None], ["a"]),
+        ({"$ref": "#/$defs/colour"}, ["red"], ["green"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/colour"}}, [["red"], []], [["green"], "red"]),
+        ({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}, [{"a": 'b"'}], [{}, "a"]),
+        (True, ["a", "b c"], []),
+    ],
+    ids=str,
+)
+def test_values_between_tags_follow_their_schema(name: str, schema, yes: list, no: list) -> None:
+    tool = Tool(
+        name="x",
+        parameters={
+            "properties": {"first": {"type": "integer"}, "key": schema, "last": {"type": "string"}},
+            "required": ["key"],
+            "$defs": {"colour": {"enum": ["red", "blue"]}},
+        },
+    )
+    shape = shape_of(name, tools=[tool])
+    for value in yes:
+        for arguments in ({"key": value}, {"first": 1, "key": value}, {"key": value, "last": "b"}):
+            output = written(name, ("x", arguments))
+            assert follows(shape, output)
+            assert follows(shape, output.replace(">\n<", "><")), "line breaks between tags may be left out"
+            assert calls_of(shape, output) == [("x", arguments)]
+    for value in no:
+        assert not follows(shape, written(name, ("x", {"key": value})))
+    assert not follows(shape, written(name, ("x", {"first": 1})))
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_tool_without_a_schema_takes_any_argument(name: str) -> None:
+    shape = shape_of(name, tools=[Tool(name="x")])
+    for arguments in ({}, {"a": "b"}, {"a": 1, "b": [None]}):
+        output = written(name, ("x", arguments))
+        assert follows(shape, output)
+        assert calls_of(shape, output) == [("x", arguments)]
+
+
+def test_calls_with_numbers() -> None:
+    shape = shape_of("kimi")
+    output = written("kimi", TWO, TWO)
+    assert "functions.nothing:1<" in output
+    assert follows(shape, output)
+    assert follows(shape, output.replace(":1<", ":23<"))
+    assert not follows(shape, output.replace(":1<", "<"))
 
 
 @pytest.mark.parametrize("found", REASONING, ids=lambda each: each.begin[0])

@@ -53,7 +53,22 @@ class Model:
         "phi3.",
     )
     tool_format: Literal[
-        "auto", "hermes", "mistral-args", "mistral", "deepseek-json", "deepseek", "gpt-oss", "gemma", "llama3"
+        "auto",
+        "hermes",
+        "mistral-args",
+        "mistral",
+        "deepseek-json",
+        "deepseek",
+        "gpt-oss",
+        "gemma",
+        "qwen3-coder",
+        "seed-oss",
+        "glm",
+        "kimi",
+        "minimax",
+        "deepseek-v3.2",
+        "deepseek-v4",
+        "llama3",
     ] = setting(
         "auto",
         "How the model writes calls of tools. auto: as its chat template says; hermes, as in Qwen, if that says nothing.",

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import attrs
-import msgspec
 
+from uma_trio.grammar.tagged_arguments import any_text, argument_rules
+from uma_trio.grammar.terms import has_control, json_expression, literal
 from uma_trio.protocol.chat import Tool
 from uma_trio.protocol.messages import Constraint
 from uma_trio.sampling import CallMarkers, ReasoningMarkers
-
-_CONTROL: Final = re.compile("([\ud800-\udfff])")
 
 _GEMMA_VALUE: Final = r"""
 value: string | NUMBER | "true" | "false" | "null" | object | list
@@ -70,35 +68,47 @@ def answer_rules(shape: AnswerShape, text: str | None) -> str:
         rules.append(f"text: {text}")
     if markers is not None:
         rules.append(f"call: {' | '.join(f'call_{n}' for n in range(len(shape.tools)))}")
+        before, between, after = (_written(each, markers, controls) for each in markers.written)
+        number = '":" NUMBER_OF_CALL' if markers.numbered else ""
         for n, tool in enumerate(shape.tools):
-            before, between, after = (_literal(each, controls) for each in markers.written)
-            rules.append(f"call_{n}: {before} {json.dumps(tool.name)} {between} arguments_{n} {after}")
-            rules += _arguments(n, tool, markers.quote)
+            rules.append(f"call_{n}: {before} {json.dumps(tool.name)} {number} {between} arguments_{n} {after}")
+            if markers.tags is not None:
+                rules += argument_rules(f"arguments_{n}", tool, markers.tags, controls)
+            else:
+                rules += _arguments(n, tool, markers.quote)
+        if markers.numbered:
+            rules.append("NUMBER_OF_CALL: /[0-9]{1,4}/")
+        if markers.tags is not None:
+            rules += any_text(markers.tags, controls)
         if markers.quote is not None:
-            quote = _literal(markers.quote, controls)
+            quote = literal(markers.quote, controls)
             rules.append(f"string: {quote} TEXT {quote}\n{_GEMMA_VALUE}")
     return "\n".join(rules)
 
 
 def _calls(shape: AnswerShape, markers: CallMarkers, controls: dict[str, int]) -> str:
-    begin, end = (_literal(each, controls) for each in markers.around)
+    begin, end = (_written(each, markers, controls) for each in markers.around)
     more = ""
     if shape.parallel and markers.separator is not None:
-        more = f"({_literal(markers.separator, controls)} call)*"
+        more = f"({_written(markers.separator, markers, controls)} call)*"
     return f"{begin} call {more} {end}"
+
+
+def _written(text: str, markers: CallMarkers, controls: dict[str, int]) -> str:
+    return literal(text, controls, loose=markers.tags is not None)
 
 
 def _reasoning(markers: ReasoningMarkers, controls: dict[str, int]) -> Iterator[str]:
     """Rules for reasoning: free text up to its end.  Markers that are dropped may stand between it and the answer."""
-    yield f"begins: {_literal(markers.begin[0], controls)}"
+    yield f"begins: {literal(markers.begin[0], controls)}"
     end = markers.end[0]
-    if _CONTROL.search(end):
-        yield f"thought: free {_literal(end, controls)} SPACES?\nfree: /(.|\\n)*/"
+    if has_control(end):
+        yield f"thought: free {literal(end, controls)} SPACES?\nfree: /(.|\\n)*/"
     else:
         yield f"thought: free SPACES?\nfree[suffix={json.dumps(end, ensure_ascii=False)}]: /(.|\\n)*/"
     yield "SPACES: /[ \\n]{1,4}/"
     if markers.dropped:
-        yield f"dropped: {' | '.join(_literal(each, controls) for each in markers.dropped)}"
+        yield f"dropped: {' | '.join(literal(each, controls) for each in markers.dropped)}"
 
 
 def _arguments(n: int, tool: Tool, quote: str | None) -> Iterator[str]:
@@ -119,29 +129,3 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     return schema
-
-
-def _literal(text: str, controls: dict[str, int]) -> str:
-    """``text`` as an expression; empty for an empty text."""
-    parts = filter(None, _CONTROL.split(text))
-    return " ".join(
-        f"<[{controls[each]}]>" if each in controls else json.dumps(each, ensure_ascii=False) for each in parts
-    )
-
-
-JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One space after commas and colons, as most JSON in training texts has it, and no other whitespace between tokens: a
-small model would write line breaks for ever."""
-
-
-def json_expression(schema: dict[str, Any]) -> str:
-    """JSON that ``schema`` describes.
-
-    Raises:
-        ValueError: the schema is no JSON.
-    """
-    try:
-        text = msgspec.json.encode({**schema, "x-guidance": JSON_STYLE}).decode()
-    except (RecursionError, msgspec.MsgspecError, TypeError) as error:
-        raise ValueError(str(error)) from None
-    return f"%json {text}"

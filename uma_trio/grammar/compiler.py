@@ -14,9 +14,10 @@ import attrs
 import xxhash
 
 from uma_trio.errors import InvalidConstraint
-from uma_trio.grammar.calls import AnswerShape, answer_rules, json_expression
+from uma_trio.grammar.calls import AnswerShape, answer_rules
 from uma_trio.grammar.checker import MAX_SOURCE_BYTES, Checker, Refused
 from uma_trio.grammar.explain import explain, explain_shape
+from uma_trio.grammar.terms import json_expression
 from uma_trio.grammar.vocabulary import Vocabulary
 from uma_trio.protocol.messages import Constraint
 

@@ -223,7 +223,7 @@ def _tool_support(chat: ChatTemplate | None, templates: Sequence[str], name: str
         is_native = bool(templates) and find_tool_format(templates[0]) is not None
     else:
         found, is_native = by_name(name), True
-    style = find_style(chat.render) if chat is not None and is_native else ToolStyle()
+    style = find_style(chat.render, named_ids=found.numbered) if chat is not None and is_native else ToolStyle()
     return ToolSupport(found, style, make_call_markers(found, text))
 
 

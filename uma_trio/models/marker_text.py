@@ -8,8 +8,10 @@ from typing import Final
 
 from uma_trio.sampling.markers import CONTROL_CHARS
 
-_TOKEN: Final = re.compile(r"<\|?[^<>|]+\|?>|\[[A-Z_]+\]")
+_TOKEN: Final = re.compile(r"<\|?[^<>|]+\|?>|\[[A-Z_]+\]|｜[A-Z]+｜")
 """What may be a control token inside a marker."""
+_PART: Final = re.compile(r"｜[A-Z]+｜")
+"""What may be one inside what looks like another."""
 
 
 class MarkerText:
@@ -34,7 +36,10 @@ class MarkerText:
         whole = self._character(marker)
         if whole is not None:
             return whole
-        return _TOKEN.sub(lambda found: self._character(found[0]) or found[0], marker)
+        return _PART.sub(self._replaced, _TOKEN.sub(self._replaced, marker))
+
+    def _replaced(self, found: re.Match[str]) -> str:
+        return self._character(found[0]) or found[0]
 
     def _character(self, text: str) -> str | None:
         if text not in self._found:

@@ -135,9 +135,11 @@ class PromptMaker:
         tokens, text = self._tokens_and_text(request, history)
         calling = None
         if request.tools and request.tool_choice != "none":
-            names = frozenset(tool.name for tool in request.tools)
             calling = ToolCalling(
-                markers=self.tools.markers, tools=names, parallel=request.parallel_tool_calls, make_id=new_call_id
+                markers=self.tools.markers,
+                tools={tool.name: tool.parameters for tool in request.tools},
+                parallel=request.parallel_tool_calls,
+                make_id=new_call_id,
             )
         separate = request.separate_reasoning or calling is not None
         return Prompt(tokens, text, reasoning=self.reasoning if separate else None, calling=calling)

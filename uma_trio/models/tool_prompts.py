@@ -20,7 +20,7 @@ import attrs
 
 from uma_trio.errors import UmaError
 from uma_trio.models.marker_text import MarkerText
-from uma_trio.models.tool_formats import HERMES, ToolFormat, make_call_markers
+from uma_trio.models.tool_formats import HERMES, ToolFormat, make_call_markers, write_calls, write_example
 from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
 from uma_trio.sampling import CallMarkers
 
@@ -51,6 +51,8 @@ class ToolStyle:
     """A message has one call at most."""
     short_ids: bool = False
     """Ids of calls have ``ID_CHARS`` letters and digits."""
+    named_ids: bool = False
+    """Ids of calls are ``functions.NAME:NUMBER``; the calls of a conversation are counted."""
 
 
 @attrs.frozen
@@ -71,11 +73,12 @@ def new_call_id() -> str:
     return "".join(secrets.choice(_ID_ALPHABET) for _ in range(ID_CHARS))
 
 
-def find_style(render: Callable[[Sequence[Fields], Sequence[Fields]], str]) -> ToolStyle:
+def find_style(render: Callable[[Sequence[Fields], Sequence[Fields]], str], *, named_ids: bool = False) -> ToolStyle:
     """Find out what a template takes.  Renders up to 18 times, in about 10 ms.
 
     Args:
         render: messages and tools to text.
+        named_ids: as in ``ToolStyle``.
     """
     tools = [
         Tool(name="first_tool", parameters={"properties": {"key_one": {"type": "string"}}}),
@@ -100,7 +103,7 @@ def find_style(render: Callable[[Sequence[Fields], Sequence[Fields]], str]) -> T
         "result_second_tool",
     )
     for one_call, no_content, as_text in itertools.product((False, True), repeat=3):
-        style = ToolStyle(True, describes, as_text, no_content, one_call)
+        style = ToolStyle(True, describes, as_text, no_content, one_call, named_ids=named_ids)
         text = _rendered(render, chat, tools, style)
         without_tools = _rendered(render, chat, [], style) or text  # some templates insist on tools
         if all(word in without_tools for word in needed) and "{'key_one" not in text:  # not as Python shows an object
@@ -167,32 +170,49 @@ def _fields(message: ChatMessage) -> Fields:
 
 def _native(messages: Sequence[ChatMessage], style: ToolStyle) -> Iterator[Fields]:
     names: dict[str | None, str] = {}
+    ids = _Ids(style)
     for message in _one_call_each(messages) if style.one_call else messages:
         fields = _fields(message)
         if message.tool_calls:
             names |= {call.id: call.name for call in message.tool_calls}
-            fields["tool_calls"] = [_call_fields(call, style) for call in message.tool_calls]
+            fields["tool_calls"] = [_call_fields(call, ids.of_call(call), style) for call in message.tool_calls]
             if style.no_content and not message.text:
                 fields["content"] = None
         if message.role == "tool":
             name = message.name or names.get(message.tool_call_id)
             fields |= {} if name is None else {"name": name}
             if message.tool_call_id is not None:
-                fields["tool_call_id"] = _id(message.tool_call_id, style)
+                fields["tool_call_id"] = ids.of_result(message.tool_call_id)
         yield fields
 
 
-def _call_fields(call: ToolCall, style: ToolStyle) -> Fields:
+def _call_fields(call: ToolCall, call_id: str | None, style: ToolStyle) -> Fields:
     arguments = _json(call.arguments) if style.arguments_as_text else call.arguments
     function = {"name": call.name, "arguments": arguments}
-    identity = {} if call.id is None else {"id": _id(call.id, style)}
+    identity = {} if call_id is None else {"id": call_id}
     return {"type": "function", **identity, "function": function}
 
 
-def _id(call_id: str, style: ToolStyle) -> str:
-    if not style.short_ids or (len(call_id) == ID_CHARS and call_id.isalnum()):
-        return call_id
-    return hashlib.blake2b(call_id.encode(), digest_size=ID_CHARS).hexdigest()[:ID_CHARS]
+class _Ids:
+    """Ids of a conversation's calls as its template takes them."""
+
+    def __init__(self, style: ToolStyle) -> None:
+        self._style = style
+        self._named: dict[str | None, str] = {}
+        self._n_calls = 0
+
+    def of_call(self, call: ToolCall) -> str | None:
+        if self._style.named_ids:
+            self._named[call.id] = f"functions.{call.name}:{self._n_calls}"
+            self._n_calls += 1
+            return self._named[call.id]
+        return None if call.id is None else self.of_result(call.id)
+
+    def of_result(self, call_id: str) -> str:
+        is_short = len(call_id) == ID_CHARS and call_id.isalnum()
+        if self._style.short_ids and not is_short:
+            return hashlib.blake2b(call_id.encode(), digest_size=ID_CHARS).hexdigest()[:ID_CHARS]
+        return self._named.get(call_id, call_id)
 
 
 def _one_call_each(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
@@ -223,17 +243,13 @@ def _description(tools: Sequence[Fields], found: ToolFormat) -> str:
     return (
         f"# Tools\n\nYou can call functions. These are all of them, each as JSON:\n<tools>\n{lines}\n</tools>\n\n"
         "To call one, write this, with the function's name and with arguments that fit its parameters:\n"
-        f"{_written('NAME', '{...}', found)}"
+        f"{write_example(found)}"
     )
-
-
-def _written(name: str, arguments: str, found: ToolFormat) -> str:
-    before, between, after = found.written
-    return f"{before}{name}{between}{arguments}{after}"
 
 
 def _as_text(messages: Sequence[ChatMessage], found: ToolFormat) -> Iterator[Fields]:
     results: list[str] = []
+    n_calls = 0
     for message in messages:
         if message.role == "tool":
             results.append(f"<tool_response>\n{message.text}\n</tool_response>")
@@ -243,8 +259,8 @@ def _as_text(messages: Sequence[ChatMessage], found: ToolFormat) -> Iterator[Fie
             results = []
         fields = _fields(message)
         if message.tool_calls:
-            calls = [_written(call.name, _json(call.arguments), found) for call in message.tool_calls]
-            whole = found.around[0] + (found.separator or "\n").join(calls) + found.around[1]
+            whole = write_calls(found, [(call.name, call.arguments) for call in message.tool_calls], n_calls)
+            n_calls += len(message.tool_calls)
             fields["content"] = "\n".join(filter(None, (message.text, whole)))
         yield fields
     if results:

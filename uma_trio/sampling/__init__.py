@@ -11,7 +11,7 @@ models nor clients.
 from uma_trio.sampling.defaults import SamplingDefault, given, recommended, sampling_defaults
 from uma_trio.sampling.logit_ops import Bias, Past, TokenHistory
 from uma_trio.sampling.logprobs import TokenLogprobs, compute_logprobs
-from uma_trio.sampling.markers import CallMarkers, ReasoningMarkers
+from uma_trio.sampling.markers import CallMarkers, ParameterTags, ReasoningMarkers
 from uma_trio.sampling.params import SamplingParams
 from uma_trio.sampling.prompt_lookup import PromptLookup
 from uma_trio.sampling.regions import RegionAssembler
@@ -20,7 +20,7 @@ from uma_trio.sampling.text import TextAssembler
 from uma_trio.sampling.tool_calls import ToolCalling
 
 __all__ = [
-    "NO_TOKEN", "Bias", "CallMarkers", "Past", "PromptLookup", "ReasoningMarkers", "RegionAssembler", "SamplingDefault",
+    "NO_TOKEN", "Bias", "CallMarkers", "ParameterTags", "Past", "PromptLookup", "ReasoningMarkers", "RegionAssembler", "SamplingDefault",
     "SamplingParams", "TextAssembler", "TokenHistory", "TokenLogprobs", "ToolCalling", "compute_logprobs", "copied_rows",
     "distribution", "given", "recommended", "sample", "sampling_defaults",
 ]  # fmt: skip

@@ -1,7 +1,9 @@
-"""The two ways in which models write a call of a tool, read character by character."""
+"""Calls of tools whose arguments are one object, read character by character."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -9,7 +11,7 @@ import msgspec
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.chat import MAX_TOOL_DEPTH, MAX_TOOL_NAME_CHARS, ToolCall, check_json
 from uma_trio.sampling.gemma import InvalidNotation, decode_object
-from uma_trio.sampling.markers import CONTROL_CHARS
+from uma_trio.sampling.markers import CONTROL_CHARS, CallMarkers
 
 MAX_BETWEEN: Final = 128
 """Characters between the name and the arguments of a ``named`` call."""
@@ -17,6 +19,7 @@ MAX_BETWEEN: Final = 128
 SPACES: Final = frozenset(" \t\r\n")
 _ARGUMENTS: Final = ("arguments", "parameters")
 _KEYS: Final = frozenset({"name", *_ARGUMENTS, "type", "id"})
+_NUMBERED: Final = re.compile(r"(?:functions\.)?(.*?)(?::[0-9]+)?")
 
 
 class NotACall(Exception):
@@ -25,10 +28,6 @@ class NotACall(Exception):
 
 class CallSink(Protocol):
     """Where the parts of a call go."""
-
-    @property
-    def quote(self) -> str | None:
-        """As in ``CallMarkers``."""
 
     def begin(self, name: str) -> str:
         """Announce a call; returns its id.
@@ -39,6 +38,9 @@ class CallSink(Protocol):
 
     def add_arguments(self, text: str) -> None:
         """Pass on arguments of the call that was announced last."""
+
+    def parameters_of(self, name: str) -> Mapping[str, Any]:
+        """JSON schema of the arguments of a tool that was announced."""
 
 
 class _Nesting:
@@ -93,12 +95,14 @@ class _Nesting:
 class NamedCall:
     """``name``, anything short, and the arguments as an object."""
 
-    def __init__(self, reader: CallSink) -> None:
+    def __init__(self, reader: CallSink, markers: CallMarkers) -> None:
         self._reader = reader
+        self._quote = markers.quote
+        self._numbered = markers.numbered
         self._name = ""
         self._n_between = 0
         self._id: str | None = None
-        self._nesting = _Nesting(reader.quote)
+        self._nesting = _Nesting(markers.quote)
         self._arguments: list[str] = []
 
     def step(self, c: str) -> bool:
@@ -116,10 +120,12 @@ class NamedCall:
                 raise NotACall
             return False
         if not self._arguments:
+            if self._numbered and (found := _NUMBERED.fullmatch(self._name)):
+                self._name = found[1]
             self._id = self._reader.begin(self._name)
         self._arguments.append(c)
         self._nesting.step(c)
-        if self._reader.quote is None:
+        if self._quote is None:
             self._reader.add_arguments(c)
         return self._nesting.depth == 0
 
@@ -129,13 +135,13 @@ class NamedCall:
             NotACall: the arguments are no object.
         """
         text = "".join(self._arguments)
-        if self._reader.quote is None:
-            return _checked_call(self._id, self._name, _decoded(text))
+        if self._quote is None:
+            return checked_call(self._id, self._name, _decoded(text))
         try:
-            arguments = decode_object(text, self._reader.quote)
+            arguments = decode_object(text, self._quote)
         except InvalidNotation:
             raise NotACall from None
-        call = _checked_call(self._id, self._name, arguments)
+        call = checked_call(self._id, self._name, arguments)
         self._reader.add_arguments(msgspec.json.encode(arguments).decode())
         return call
 
@@ -213,7 +219,7 @@ class ObjectCall:
             raise NotACall
         if isinstance(arguments, str):  # written twice: JSON in a string of JSON
             arguments = _decoded(arguments) if arguments.strip() else {}
-        call = _checked_call(self._id, self._name, arguments)
+        call = checked_call(self._id, self._name, arguments)
         if self._streams is None:
             self._reader.add_arguments(msgspec.json.encode(arguments).decode())
         return call
@@ -231,7 +237,7 @@ def _decoded(text: str) -> Any:
         raise NotACall from None
 
 
-def _checked_call(call_id: str | None, name: str, arguments: Any) -> ToolCall:
+def checked_call(call_id: str | None, name: str, arguments: Any) -> ToolCall:
     """A call that can be sent to a client, and back."""
     if not isinstance(arguments, dict):
         raise NotACall

@@ -41,11 +41,32 @@ class ReasoningMarkers:
 
 
 @attrs.frozen(kw_only=True)
+class ParameterTags:
+    """How a model writes arguments one by one: ``<parameter=KEY>VALUE</parameter>``.
+
+    A string is written as it is, anything else as JSON.  Line breaks around tags are as a model is made to write them;
+    a model that writes other spaces there is understood.
+    """
+
+    begin_call: str = ""
+    """Comes before the name of the tool, after the marker that begins the region; may be empty."""
+    end_call: str
+    before_key: str
+    before_value: str
+    before_json: str | None = None
+    """Instead of ``before_value``, where the value is no string; ``None``: the schema of the tool decides."""
+    padding: str = ""
+    """On both sides of a value: a line break, or nothing."""
+    after_value: str
+
+
+@attrs.frozen(kw_only=True)
 class CallMarkers:
     """How a model writes calls of tools.
 
     A call is a JSON object with ``name`` and ``arguments`` (or ``parameters``).  If ``named``, it is the name, anything
-    short, and the arguments as an object.  A region may have several calls, also as a JSON list.
+    short, and the arguments as an object.  With ``tags``, it is the name, and each argument between tags.  A region may
+    have several calls; objects also as a JSON list.
     """
 
     begin: tuple[str, ...]
@@ -55,6 +76,9 @@ class CallMarkers:
     bare: bool = False
     """Whether an answer that begins with ``{`` may be calls without a marker."""
     named: bool = False
+    numbered: bool = False
+    """Whether a ``named`` call is written ``functions.NAME:NUMBER``."""
+    tags: ParameterTags | None = None
     quote: str | None = None
     """Around strings, for arguments in Gemma's notation; ``None``: arguments are JSON."""
     dropped: tuple[str, ...] = ()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
 
 import attrs
 
 from uma_trio.protocol.chat import MAX_TOOL_CALLS, ToolCall
 from uma_trio.sampling.call_syntax import SPACES, NamedCall, NotACall, ObjectCall, in_name
 from uma_trio.sampling.markers import CallMarkers
+from uma_trio.sampling.tagged_call import TaggedCall
 
 _SEPARATORS: Final = frozenset(",;`")
 """What may stand between calls, or between a call and the end marker."""
@@ -30,8 +31,8 @@ class ToolCalling:
     """Which calls an answer may have."""
 
     markers: CallMarkers
-    tools: Collection[str]
-    """Names of the tools.  A call of anything else is text."""
+    tools: Mapping[str, Mapping[str, Any]]
+    """Names of the tools, each with the JSON schema of its arguments.  A call of anything else is text."""
     parallel: bool = True
     """Whether the answer goes on after its first call."""
     make_id: Callable[[], str]
@@ -71,7 +72,12 @@ class CallReader:
         self._end = ""
         """The beginning of an end marker."""
         self._in_list = False
-        self._call: ObjectCall | NamedCall | None = None
+        self._call: ObjectCall | NamedCall | TaggedCall | None = None
+        tags = self._markers.tags
+        self._begins_call = None if tags is None else tags.begin_call
+        """Comes before the name in calls with tags."""
+        if begun and begun == self._begins_call:  # the marker of the region was left out
+            self._call = self._new_call()
 
     def feed(self, text: str) -> tuple[list[CallDelta], str]:
         """Read on; returns new parts of calls, and the text that was not read, because the region has ended."""
@@ -108,18 +114,19 @@ class CallReader:
             if self.calls:
                 self._raw.clear()
             return
-        if any(each.startswith(end) for each in self._markers.end):
+        if self._begins_call and end == self._begins_call:
+            self._end = ""
+            self._call = self._new_call()
+        elif any(each.startswith(end) for each in (*self._markers.end, self._begins_call or "")):
             self._end = end
         elif self._end:
             self._leave()
         elif c in SPACES:
             pass
-        elif self._begins_call(c):
-            if self.n_begun >= MAX_TOOL_CALLS:
-                raise NotACall
-            self._call = NamedCall(self) if self._markers.named else ObjectCall(self)
+        elif self._is_first_of_call(c):
+            self._call = self._new_call()
             self._call.step(c)
-        elif c == "[" and not self.calls and not self._in_list and not self._markers.named:
+        elif c == "[" and not self.calls and not self._in_list and self._has_objects:
             self._in_list = True
         elif c == "]" and self._in_list and self.calls:
             self._in_list = False
@@ -129,8 +136,19 @@ class CallReader:
         elif not (self.calls and c in _SEPARATORS):
             self._leave()
 
-    def _begins_call(self, c: str) -> bool:
-        return in_name(c) and not self.calls if self._markers.named else c == "{"
+    @property
+    def _has_objects(self) -> bool:
+        return not self._markers.named and self._markers.tags is None
+
+    def _is_first_of_call(self, c: str) -> bool:
+        if self._has_objects:
+            return c == "{"
+        return not self._begins_call and in_name(c) and not self.calls
+
+    def _new_call(self) -> ObjectCall | NamedCall | TaggedCall:
+        if self._markers.tags is not None:
+            return TaggedCall(self, self._markers.tags, after_name=self._markers.written[1])
+        return NamedCall(self, self._markers) if self._markers.named else ObjectCall(self)
 
     def _leave(self) -> None:
         """End the region in front of something that does not belong to it."""
@@ -146,14 +164,9 @@ class CallReader:
 
     # -- for calls ------------------------------------------------------------------------------
 
-    @property
-    def quote(self) -> str | None:
-        """As ``CallSink.quote``."""
-        return self._markers.quote
-
     def begin(self, name: str) -> str:
         """As ``CallSink.begin``."""
-        if name not in self._calling.tools:
+        if name not in self._calling.tools or self.n_begun >= MAX_TOOL_CALLS:
             raise NotACall
         call_id = self._calling.make_id()
         self._flush()
@@ -164,6 +177,10 @@ class CallReader:
     def add_arguments(self, text: str) -> None:
         """As ``CallSink.add_arguments``."""
         self._arguments.append(text)
+
+    def parameters_of(self, name: str) -> Mapping[str, Any]:
+        """As ``CallSink.parameters_of``."""
+        return self._calling.tools[name]
 
     def _flush(self) -> None:
         if self._arguments:

@@ -1,0 +1,61 @@
+"""Parts of rules in llguidance's Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+_CONTROL: Final = re.compile("([\ud800-\udfff])")
+
+
+def has_control(text: str) -> bool:
+    """Whether a character of ``text`` stands for a control token."""
+    return _CONTROL.search(text) is not None
+
+
+def up_to_control(text: str) -> tuple[str, str]:
+    """``text`` in front of its first control token, and from there on."""
+    found = _CONTROL.search(text)
+    return (text, "") if found is None else (text[: found.start()], text[found.start() :])
+
+
+def literal(text: str, controls: Mapping[str, int], *, loose: bool = False) -> str:
+    """``text`` as an expression; empty for an empty text.
+
+    Args:
+        controls: characters that stand for control tokens, with their ids.
+        loose: line breaks may be left out.
+    """
+    parts = filter(None, re.split("(\n)", text) if loose else [text])
+    return " ".join(
+        '"\\n"?' if loose and part == "\n" else f"<[{controls[each]}]>" if each in controls else quoted(each)
+        for part in parts
+        for each in filter(None, _CONTROL.split(part))
+    )
+
+
+def quoted(text: str) -> str:
+    """``text``, which has no control tokens, as an expression."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One space after commas and colons, as most JSON in training texts has it, and no other whitespace between tokens: a
+small model would write line breaks for ever."""
+
+
+def json_expression(schema: dict[str, Any]) -> str:
+    """JSON that ``schema`` describes.
+
+    Raises:
+        ValueError: the schema is no JSON.
+    """
+    try:
+        text = msgspec.json.encode({**schema, "x-guidance": JSON_STYLE}).decode()
+    except (RecursionError, msgspec.MsgspecError, TypeError) as error:
+        raise ValueError(str(error)) from None
+    return f"%json {text}"

@@ -1,0 +1,125 @@
+"""Arguments that are written as text: the schema of the tool says which of them are strings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from uma_trio.errors import BadRequest
+from uma_trio.protocol.chat import MAX_TOOL_DEPTH, check_json
+
+STRING: Final = frozenset({"string"})
+ANY_TYPE: Final = STRING | {"number", "integer", "boolean", "null", "object", "array"}
+"""The types of JSON schema."""
+
+_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
+"""Some templates show such values as Python does, so models write them like this as well."""
+
+
+def property_schema(parameters: Mapping[str, Any], key: str) -> Any:
+    """Schema of one argument; ``True``, which allows anything, if ``parameters`` do not have it."""
+    properties = parameters.get("properties")
+    return properties.get(key, True) if isinstance(properties, dict) else True
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """``schema``, or what its ``$ref`` points to in ``root``; ``True`` if it points nowhere."""
+    for _ in range(MAX_TOOL_DEPTH):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        schema = _target(schema["$ref"], root)
+    return True
+
+
+def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return True
+    found: Any = root
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or key not in found:
+            return True
+        found = found[key]
+    return found
+
+
+def value_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Types that ``schema`` allows; all where that is not plain.
+
+    Takes time in proportion to the size of ``root``, whatever refers to what.
+    """
+    return _Types(root).of(schema, 0)
+
+
+class _Types:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._seen: dict[int, frozenset[str]] = {}
+
+    def of(self, schema: Any, depth: int) -> frozenset[str]:
+        schema = resolved(schema, self._root)
+        if not isinstance(schema, dict) or depth > MAX_TOOL_DEPTH:
+            return ANY_TYPE
+        if id(schema) not in self._seen:
+            self._seen[id(schema)] = ANY_TYPE  # where a schema contains itself
+            self._seen[id(schema)] = self._of_new(schema, depth + 1)
+        return self._seen[id(schema)]
+
+    def _of_new(self, schema: dict[str, Any], depth: int) -> frozenset[str]:
+        found = ANY_TYPE
+        if "const" in schema:
+            found &= {_type_of(schema["const"])}
+        if isinstance(schema.get("enum"), list):
+            found &= {_type_of(each) for each in schema["enum"]}
+        named = schema.get("type", [])
+        names = named if isinstance(named, list) else [named]
+        if names:
+            found &= {name for name in names if isinstance(name, str)} | ({"integer"} if "number" in names else set())
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                found &= _union(self.of(each, depth) for each in schema[key])
+        if isinstance(schema.get("allOf"), list):
+            for each in schema["allOf"]:
+                found &= self.of(each, depth)
+        return found or ANY_TYPE
+
+
+def _union(parts: Iterable[frozenset[str]]) -> frozenset[str]:
+    return frozenset().union(*parts)
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object"}
+    return names.get(type(value), "array")
+
+
+def read_value(text: str, types: frozenset[str]) -> Any:
+    """The value for which ``text`` stands.
+
+    A string is written as it is.  Anything else is JSON; what is none, and could not be sent to a client, is a string
+    after all.
+
+    Args:
+        types: those that the schema allows.
+    """
+    if types == STRING:
+        return text
+    found = read_json(text)
+    is_other = not isinstance(found, str) and ("string" not in types or _type_of(found) in types)
+    return found if is_other else text
+
+
+def read_json(text: str) -> Any:
+    """The value of ``text`` as JSON; ``text`` itself if it is none."""
+    bare = text.strip()
+    try:
+        found = msgspec.json.decode(_PYTHON.get(bare, bare))
+        check_json([found], "a value", MAX_TOOL_DEPTH)
+        msgspec.json.encode(found)
+    except (BadRequest, msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
+        return text
+    return found
