@@ -14,7 +14,7 @@ from uma_trio.models.marker_text import MarkerText
 from uma_trio.models.tool_formats import FORMATS, by_name, make_call_markers, write_calls
 from uma_trio.protocol.chat import MAX_TOOL_DEPTH
 from uma_trio.sampling import RegionAssembler, ToolCalling
-from uma_trio.sampling.argument_types import ANY_TYPE, property_schema, read_value, value_types
+from uma_trio.sampling.argument_types import ANY_TYPE, MAX_SCHEMAS, SchemaTypes, property_schema, read_value
 
 TAGGED = [each.name for each in FORMATS if each.tags is not None]
 
@@ -75,14 +75,30 @@ def test_types_of_a_schema(schema, types) -> None:
             "contains_itself": {"anyOf": [{"$ref": "#/$defs/contains_itself"}, {"type": "string"}]},
         }
     }
-    assert value_types(schema, root) == types
+    assert SchemaTypes(root).of(schema) == types
 
 
 def test_schemas_that_contain_each_other_are_looked_at_once() -> None:
     names = [f"d{n}" for n in range(200)]
     several = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
-    assert value_types(several, {"$defs": dict.fromkeys(names, several)}) == ANY_TYPE
-    assert value_types(several, {"$defs": {name: {**several} for name in names}}) == ANY_TYPE
+    assert SchemaTypes({"$defs": dict.fromkeys(names, several)}).of(several) == ANY_TYPE
+    assert SchemaTypes({"$defs": {name: {**several} for name in names}}).of(several) == ANY_TYPE
+
+
+def test_of_a_large_schema_only_a_part_is_looked_at() -> None:
+    looked_at = []
+
+    class Part(dict):
+        def __contains__(self, key: object) -> bool:
+            if key == "const":
+                looked_at.append(self)
+            return super().__contains__(key)
+
+    types = SchemaTypes({})
+    parts = [Part(type="string") for _ in range(3 * MAX_SCHEMAS)]
+    assert [types.of(part) for part in parts] == [{"string"}] * MAX_SCHEMAS + [ANY_TYPE] * 2 * MAX_SCHEMAS
+    assert len(looked_at) == MAX_SCHEMAS
+    assert SchemaTypes({}).of({"$ref": "#" + "/a" * 10000}) == ANY_TYPE
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from functools import cache
 import pytest
 
 from tests.pure.test_tool_calls import CONTROL
+from uma_trio.errors import InvalidConstraint
 from uma_trio.grammar import AnswerShape, GrammarCompiler, LocalChecker, Vocabulary
+from uma_trio.grammar.terms import json_expression
 from uma_trio.grammar.vocabulary import start_matcher
 from uma_trio.models.marker_text import MarkerText
 from uma_trio.models.reasoning import FORMATS as REASONING
@@ -183,6 +185,27 @@ def test_a_tool_without_a_schema_takes_any_argument(name: str) -> None:
         assert calls_of(shape, output) == [("x", arguments)]
 
 
+def test_definitions_are_not_repeated_for_ever(monkeypatch) -> None:
+    """Each value that is no string brings the definitions of the schema with it."""
+    n_written = 0
+
+    def counted(schema: dict) -> str:
+        nonlocal n_written
+        n_written += 1
+        return json_expression(schema)
+
+    monkeypatch.setattr("uma_trio.grammar.tagged_arguments.json_expression", counted)
+    parameters = {
+        "properties": {f"k{n}": {"$ref": "#/$defs/a"} for n in range(2000)},
+        "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/b"}}, "b": {"enum": ["x" * 50000]}},
+    }
+    plain = {"properties": {"a": {"type": "integer"}}, "$defs": parameters["$defs"]}
+    compiler().compile(shape_of("glm", tools=[Tool(name=f"t{n}", parameters=plain) for n in range(3)]))
+    with pytest.raises(InvalidConstraint, match="too much for a grammar"):
+        compiler().compile(shape_of("glm", tools=[Tool(name="x", parameters=parameters)] * 100))
+    assert n_written < 100
+
+
 def test_calls_with_numbers() -> None:
     shape = shape_of("kimi")
     output = written("kimi", TWO, TWO)
@@ -193,7 +216,7 @@ def test_calls_with_numbers() -> None:
 
 
 @pytest.mark.parametrize("found", REASONING, ids=lambda each: each.begin[0])
-@pytest.mark.parametrize("name", ["hermes", None])
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder", None])
 def test_reasoning_comes_first(found, name: str | None) -> None:
     text = Constraint(choice=["yes", "no"])
     fields = {"reasoning": found.begin[0], "text": text}

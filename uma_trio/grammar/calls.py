@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import attrs
 
+from uma_trio.grammar.checker import MAX_SOURCE_BYTES
 from uma_trio.grammar.tagged_arguments import any_text, argument_rules
 from uma_trio.grammar.terms import has_control, json_expression, literal
 from uma_trio.protocol.chat import Tool
@@ -50,7 +51,7 @@ class AnswerShape:
 
 
 def answer_rules(shape: AnswerShape, text: str | None) -> str:
-    """The grammar.
+    """The grammar; incomplete if it has more than ``MAX_SOURCE_BYTES``.
 
     Args:
         text: expression for ``shape.text``.
@@ -70,10 +71,15 @@ def answer_rules(shape: AnswerShape, text: str | None) -> str:
         rules.append(f"call: {' | '.join(f'call_{n}' for n in range(len(shape.tools)))}")
         before, between, after = (_written(each, markers, controls) for each in markers.written)
         number = '":" NUMBER_OF_CALL' if markers.numbered else ""
+        n_chars = 0
         for n, tool in enumerate(shape.tools):
             rules.append(f"call_{n}: {before} {json.dumps(tool.name)} {number} {between} arguments_{n} {after}")
             if markers.tags is not None:
-                rules += argument_rules(f"arguments_{n}", tool, markers.tags, controls)
+                for rule in argument_rules(f"arguments_{n}", tool, markers.tags, controls):
+                    rules.append(rule)
+                    n_chars += len(rule)
+                    if n_chars > MAX_SOURCE_BYTES:  # too many anyway, and each may repeat all definitions of a schema
+                        return "\n".join(rules)
             else:
                 rules += _arguments(n, tool, markers.quote)
         if markers.numbered:

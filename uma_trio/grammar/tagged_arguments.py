@@ -8,7 +8,7 @@ from typing import Any, Final
 from uma_trio.grammar.terms import json_expression, literal, quoted, up_to_control
 from uma_trio.protocol.chat import Tool
 from uma_trio.sampling import ParameterTags
-from uma_trio.sampling.argument_types import STRING, resolved, value_types
+from uma_trio.sampling.argument_types import ANY_TYPE, STRING, SchemaTypes, resolved
 
 MAX_COUNTED: Final = 1024
 """The largest ``maxLength`` that is kept: counting costs memory for each character."""
@@ -27,14 +27,15 @@ def argument_rules(name: str, tool: Tool, tags: ParameterTags, controls: Mapping
     before_key = literal(tags.before_key, controls, loose=True)
     if not isinstance(schemas, dict):
         yield f"{name}: ({before_key} ANY_KEY {name}_any)*"
-        yield from _value(f"{name}_any", True, tool.parameters, tags, controls)
+        yield from _value(f"{name}_any", True, ANY_TYPE, tool.parameters, tags, controls)
         return
     needed = required if isinstance(required, list) else []
     parts = (f"{name}_{n}{'' if key in needed else '?'}" for n, key in enumerate(schemas))
     yield f"{name}: {' '.join(parts)}"
+    types = SchemaTypes(tool.parameters)
     for n, (key, schema) in enumerate(schemas.items()):
         yield f"{name}_{n}: {before_key} {quoted(key)} {name}_{n}_value"
-        yield from _value(f"{name}_{n}_value", schema, tool.parameters, tags, controls)
+        yield from _value(f"{name}_{n}_value", schema, types.of(schema), tool.parameters, tags, controls)
 
 
 def any_text(tags: ParameterTags, controls: Mapping[str, int]) -> Iterator[str]:
@@ -44,7 +45,12 @@ def any_text(tags: ParameterTags, controls: Mapping[str, int]) -> Iterator[str]:
 
 
 def _value(
-    name: str, schema: Any, root: Mapping[str, Any], tags: ParameterTags, controls: Mapping[str, int]
+    name: str,
+    schema: Any,
+    types: frozenset[str],
+    root: Mapping[str, Any],
+    tags: ParameterTags,
+    controls: Mapping[str, int],
 ) -> Iterator[str]:
     padding = literal(tags.padding, controls)
     end = f"{padding} {literal(tags.after_value, controls)}"
@@ -52,12 +58,10 @@ def _value(
     before_json = before
     if tags.before_json is not None:
         before_json = f"{literal(tags.before_json, controls, loose=True)} {padding}"
-    types, schema = value_types(schema, root), resolved(schema, root)
+    schema = resolved(schema, root)
     ways = []
     if types != STRING and ("string" not in types or tags.before_json is not None):
-        definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        of_value = schema if isinstance(schema, dict) else {}
-        ways.append(f"{before_json} {json_expression({**definitions, **of_value})} {end}")
+        ways.append(f"{before_json} {_json(schema if isinstance(schema, dict) else {}, root)} {end}")
     if "string" in types:
         longest = _max_length(schema)
         if choices := _choices(schema):
@@ -68,6 +72,14 @@ def _value(
             ways.append(f"{before} {name}_text")
             yield from _text(f"{name}_text", f"{{0,{longest}}}", tags, controls)
     yield f"{name}: {' | '.join(ways)}"
+
+
+def _json(schema: dict[str, Any], root: Mapping[str, Any]) -> str:
+    """JSON of ``schema``, with the definitions to which it refers."""
+    alone = json_expression(schema)
+    if '"$ref"' not in alone:
+        return alone
+    return json_expression({**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema})
 
 
 def _max_length(schema: Any) -> int | None:

@@ -14,6 +14,13 @@ STRING: Final = frozenset({"string"})
 ANY_TYPE: Final = STRING | {"number", "integer", "boolean", "null", "object", "array"}
 """The types of JSON schema."""
 
+MAX_SCHEMAS: Final = 4096
+"""Parts of a tool's schema that are looked at.  Further ones allow anything."""
+_MAX_CHOICES: Final = 1024
+"""Values of an ``enum`` that are looked at."""
+_MAX_REFERENCE: Final = 1024
+"""Characters of a ``$ref``."""
+
 _PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 """Some templates show such values as Python does, so models write them like this as well."""
 
@@ -34,7 +41,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _target(reference: Any, root: Mapping[str, Any]) -> Any:
-    if not isinstance(reference, str) or not reference.startswith("#"):
+    if not isinstance(reference, str) or not reference.startswith("#") or len(reference) > _MAX_REFERENCE:
         return True
     found: Any = root
     for part in reference.split("/")[1:]:
@@ -45,24 +52,27 @@ def _target(reference: Any, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def value_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Types that ``schema`` allows; all where that is not plain.
+class SchemaTypes:
+    """Types that the parts of a tool's schema allow.
 
-    Takes time in proportion to the size of ``root``, whatever refers to what.
+    Looks at each part once, whatever refers to what.
+
+    Args:
+        root: the schema of all arguments.
     """
-    return _Types(root).of(schema, 0)
 
-
-class _Types:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._seen: dict[int, frozenset[str]] = {}
 
-    def of(self, schema: Any, depth: int) -> frozenset[str]:
+    def of(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """Types that ``schema``, a part of the root, allows; all where that is not plain."""
         schema = resolved(schema, self._root)
         if not isinstance(schema, dict) or depth > MAX_TOOL_DEPTH:
             return ANY_TYPE
         if id(schema) not in self._seen:
+            if len(self._seen) == MAX_SCHEMAS:
+                return ANY_TYPE
             self._seen[id(schema)] = ANY_TYPE  # where a schema contains itself
             self._seen[id(schema)] = self._of_new(schema, depth + 1)
         return self._seen[id(schema)]
@@ -72,7 +82,7 @@ class _Types:
         if "const" in schema:
             found &= {_type_of(schema["const"])}
         if isinstance(schema.get("enum"), list):
-            found &= {_type_of(each) for each in schema["enum"]}
+            found &= {_type_of(each) for each in schema["enum"][:_MAX_CHOICES]}
         named = schema.get("type", [])
         names = named if isinstance(named, list) else [named]
         if names:

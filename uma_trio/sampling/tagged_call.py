@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from uma_trio.protocol.chat import MAX_TOOL_NAME_CHARS, ToolCall
-from uma_trio.sampling.argument_types import STRING, property_schema, read_json, read_value, value_types
+from uma_trio.sampling.argument_types import STRING, SchemaTypes, property_schema, read_json, read_value
 from uma_trio.sampling.call_syntax import SPACES, CallSink, NotACall, checked_call, in_name
 from uma_trio.sampling.markers import CONTROL_CHARS, ParameterTags
 
@@ -43,6 +43,7 @@ class TaggedCall:
         self._name = ""
         self._id: str | None = None
         self._parameters: Mapping[str, Any] = {}
+        self._schemas = SchemaTypes({})
         self._arguments: dict[str, Any] = {}
         self._key: str | None = None
         """The key of the value that is being read, or that ended last."""
@@ -68,6 +69,7 @@ class TaggedCall:
             return False
         self._id = self._reader.begin(self._name)
         self._parameters = self._reader.parameters_of(self._name)
+        self._schemas = SchemaTypes(self._parameters)
         self._reader.add_arguments("{")
         if self._after_name:
             self._await({self._after_name: self._await_argument})
@@ -117,7 +119,7 @@ class TaggedCall:
         if self._tags.before_json is not None:
             return self._begin(STRING)
         key = (self._key or "").strip()
-        return self._begin(value_types(property_schema(self._parameters, key), self._parameters))
+        return self._begin(self._schemas.of(property_schema(self._parameters, key)))
 
     def _begin_json(self) -> bool:
         return self._begin(None)
