@@ -180,7 +180,9 @@ def start(server: Any, timeout_seconds: float = START_S) -> None:
         log = folder / "log"
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", "uma_trio", "serve", *arguments], stdout=sink, stderr=subprocess.STDOUT
+                [sys.executable, "-m", "uma_trio", "serve", "--http-any-model", *arguments],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
             )
         running = Running(settings, process, folder, server.api_key)
         wait_until_healthy(server, running)

@@ -240,6 +240,12 @@ class Http:
         name="http_origins",
         metavar="ORIGINS",
     )
+    any_model: bool = setting(
+        False,
+        "Answer requests for models that are not served with the first model, as llama-server does, instead of refusing "
+        "them.",
+        name="http_any_model",
+    )
     tls_certificate: Path | None = setting(
         None, "PEM file with the certificate, and those of its issuers, to serve HTTPS. Needs tls_key."
     )

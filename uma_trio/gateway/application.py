@@ -21,6 +21,7 @@ from uma_trio.gateway.body import Bodies
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import (
     anthropic_messages,
+    llama_server,
     local_servers,
     ollama_embed,
     ollama_generate,
@@ -58,6 +59,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *ollama_embed.ENDPOINTS,
     *ollama_models.ENDPOINTS,
     *local_servers.ENDPOINTS,
+    *llama_server.ENDPOINTS,
     *starling.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,

@@ -116,7 +116,7 @@ class Call:
         """The body as plain values.
 
         Raises:
-            HttpError: it is not a JSON object.
+            HttpError: it is not a JSON object, or the daemon cannot say which models it serves.
         """
         try:
             found = msgspec.json.decode(await self.request.body())
@@ -126,6 +126,10 @@ class Call:
             raise invalid("the body is nested too deeply") from None
         if not isinstance(found, dict):
             raise invalid("the body must be a JSON object")
+        if self.config.http.any_model and isinstance(found.get("model"), str):
+            names = [model.name for model in await self.ask(lambda client: client.models())]
+            if found["model"] not in names:
+                found["model"] = names[0]
         return found
 
     def for_daemon(self, **fields: Any) -> dict[str, Any]:

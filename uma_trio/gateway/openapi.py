@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, Final
@@ -51,7 +52,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
 def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {media_type: {"schema": {}} for media_type in endpoint.media_types}
     operation: dict[str, Any] = {
-        "operationId": f"{endpoint.dialect.name}_{endpoint.answer.__name__}",
+        "operationId": re.sub(r"\W+", "_", f"{endpoint.method.lower()}{endpoint.path}").rstrip("_"),
         "tags": [endpoint.dialect.name],
         "summary": endpoint.summary,
         "description": inspect.getdoc(endpoint.answer) or "",

@@ -35,11 +35,6 @@ async def health(call: Call) -> Response:
     return json_response({"status": "ok"})
 
 
-async def v1_health(call: Call) -> Response:
-    """The same as ``/health``, where some clients look for it."""
-    return await health(call)
-
-
 class TokenizeRequest(msgspec.Struct):
     """A text, or a chat."""
 
@@ -128,7 +123,7 @@ ENDPOINTS = (
         summary="Whether the daemon answers",
         needs_key=False,
     ),
-    Endpoint(method="GET", path="/v1/health", dialect=OPENAI, answer=v1_health, summary="The same", needs_key=False),
+    Endpoint(method="GET", path="/v1/health", dialect=OPENAI, answer=health, summary="The same", needs_key=False),
     Endpoint(
         method="POST",
         path="/tokenize",

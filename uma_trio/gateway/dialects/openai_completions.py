@@ -22,6 +22,7 @@ from uma_trio.gateway.dialects.openai import (
 )
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.parts import logprobs_of
 from uma_trio.protocol.messages import Logprob, Logprobs
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -187,16 +188,9 @@ class TextChunks:
             return b""
         index = event.index or 0
         chunk = self._chunk(index, event.text)
-        if event.logprob is not None and event.token_id is not None:
+        if (logprobs := logprobs_of(event)) is not None:
             offset = self._offsets.get(index, 0)
-            found = Logprobs(
-                token_id=event.token_id,
-                text=event.text,
-                bytes=event.bytes or [],
-                logprob=event.logprob,
-                top_logprobs=event.top_logprobs or [],
-            )
-            chunk["choices"][0]["logprobs"] = _text_logprobs([found], offset)
+            chunk["choices"][0]["logprobs"] = _text_logprobs([logprobs], offset)
             self._offsets[index] = offset + len(event.text)
         return sse(chunk)
 
