@@ -211,8 +211,8 @@ def stop(server: Any) -> None:
 def flags(server: Any, folder: Path) -> list[str]:
     """The flags of ``uma-trio serve`` for the settings of a test.
 
-    Some settings need none: embeddings, metrics, Jinja and continuous batching are always there.  ``seed`` has none,
-    since requests without a seed get a random one.
+    Some settings need none: embeddings, metrics, Jinja and continuous batching are always there.  Texts do not
+    depend on the batch, so one that is too small for uma-trio is made larger.
     """
     if "," in server.server_host:
         pytest.skip("uma-trio does not have several addresses")
@@ -226,6 +226,7 @@ def flags(server: Any, folder: Path) -> list[str]:
             pytest.skip("uma-trio does not have several names for a model")
         model = folder / f"{server.model_alias}.gguf"
         model.symlink_to(EMBEDDED)
+    batch = None if server.n_batch is None else max(32, server.n_batch)
     found: dict[str, Any] = {
         "--http": f"{server.server_host}:{server.server_port}",
         "--socket": folder / "socket",
@@ -237,12 +238,13 @@ def flags(server: Any, folder: Path) -> list[str]:
         "--ctx": server.n_ctx,
         "--parallel": server.n_slots,
         "--kv-unified": "on" if server.kv_unified else "off",
-        "--batch-tokens": server.n_batch,
-        "--prefill-burst-tokens": max(1, min(64, server.n_batch - (server.n_slots or 8))) if server.n_batch else None,
+        "--batch-tokens": batch,
+        "--prefill-burst-tokens": None if batch is None else min(64, batch - (server.n_slots or 8)),
         "--type-k": server.ctk,
         "--type-v": server.ctv,
         "--flash-attn": server.fa,
         "--temp": server.temperature,
+        "--seed": server.seed,
         "--default-max-tokens": server.n_predict if (server.n_predict or 0) > 0 else None,
         "--http-origins": server.cors_origins if server.cors_origins != "localhost" else None,
         "--chat-template": template(server, folder),

@@ -81,7 +81,7 @@ class ModelService:
         self._model = model
         self._sampling = sampling_defaults(config.sampling, model.recommended_sampling)
         values: dict[str, Any] = {name: each.value for name, each in self._sampling.items()}
-        config = attrs.evolve(config, sampling=Sampling(**values))
+        config = attrs.evolve(config, sampling=Sampling(seed=config.sampling.seed, **values))
         self._limits = config.limits
         self._prompts: PromptMaker = model.prompts
         self.has_chat_template = model.prompts.chat is not None

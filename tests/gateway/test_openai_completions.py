@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
@@ -155,3 +157,15 @@ def test_a_session_continues_as_the_client_says(gateway: Gateway) -> None:
     first = complete(gateway, extra_body={"session_id": "text"}).choices[0].text
     again = complete(gateway, PROMPT + first, extra_body={"session_id": "text"})
     assert again.choices[0].text == complete(gateway, PROMPT + first).choices[0].text
+
+
+def test_every_chunk_has_a_choice_also_with_warnings(gateway: Gateway) -> None:
+    with gateway.http() as client:
+        body = {"prompt": "Once", "n_predict": 3, "ignore_eos": True, "stream": True, "nonsense": 1}
+        text = client.post("/v1/completions", json=body).text
+    chunks = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    assert all(len(chunk["choices"]) == 1 for chunk in chunks)
+    assert [chunk.get("warnings") for chunk in chunks] == [
+        ["the parameter 'nonsense' is not known and had no effect"],
+        *[None] * (len(chunks) - 1),
+    ]

@@ -47,7 +47,9 @@ def admit(
     prompt = fit_prompt(prompt, request, info, limits)
     max_tokens = tokens_to_generate(request, len(prompt.tokens), info, limits)
     _check_token_ids(request, info)
-    seed = secrets.randbits(63) if request.seed is None else request.seed
+    seed = config.sampling.seed if request.seed is None else request.seed
+    if seed is None:
+        seed = secrets.randbits(63)
     params = [
         SamplingParams(seed=(seed + index) % 2**63, **(given(config.sampling) | given(request)))
         for index in range(request.n)

@@ -38,10 +38,8 @@ class LlamaRequest(Sampling, kw_only=True):
 
     prompt: Any
     """A text; tokens, with texts among them; ``{"prompt_string": text}``; or a list of these."""
-    n_predict: int | None = None
-    """-1 is no limit."""
     max_tokens: int | None = None
-    """Another name for ``n_predict``."""
+    """Another name for ``n_predict``.  -1 is no limit."""
     n_cmpl: int | None = None
     """Another name for ``n``."""
     n_probs: int | None = None
@@ -119,7 +117,7 @@ async def complete_as_llama_server(call: Call) -> Response:
 
 def _is_several(prompt: Any) -> bool:
     """Whether these are several prompts: a list of texts, or one that has a list or an object."""
-    if not isinstance(prompt, list):
+    if not isinstance(prompt, list) or not prompt:
         return False
     return any(isinstance(part, list | dict) for part in prompt) or all(isinstance(part, str) for part in prompt)
 

@@ -114,6 +114,8 @@ class Sampling(Constrained, kw_only=True):
     cache_prompt: bool | None = None
     """llama-server's name for whether a cached prefix may be used."""
     n: int | None = None
+    n_predict: int | None = None
+    """llama-server's name for ``max_tokens``."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     session_id: str | None = None

@@ -55,7 +55,8 @@ async def complete_chat(call: Call) -> Response:
     request, warnings = await call.read(ChatRequest)
     if not request.messages:
         raise invalid("messages is empty; send at least one", parameter="messages")
-    limit = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    limits = (request.max_completion_tokens, request.max_tokens, request.n_predict)
+    limit = next((limit for limit in limits if limit is not None), None)
     n = request.n or 1
     fields = call.for_daemon(
         **request.sampling_fields(),

@@ -62,7 +62,8 @@ async def complete(call: Call) -> Response:
     request, warnings = await call.read(CompletionRequest)
     request.check()
     prompts = texts_or_tokens(request.prompt, "prompt", most=MAX_PROMPTS)
-    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else max_tokens(request.max_tokens)
+    given = request.n_predict if request.max_tokens is None else request.max_tokens
+    limit = DEFAULT_MAX_TOKENS if given is None else max_tokens(given)
     n = request.n or 1
     if request.session_id is not None and len(prompts) > 1:
         raise invalid("a session has one prompt at a time", parameter="session_id")
@@ -158,8 +159,8 @@ class TextChunks:
         self._offsets: dict[int, int] = {}
 
     def begin(self) -> bytes:
-        """The warnings, if there are any."""
-        return sse({**self._head, "choices": [], "warnings": self._warnings}) if self._warnings else b""
+        """Nothing.  The warnings are in the first chunk: clients expect a choice in each."""
+        return b""
 
     def render(self, event: Event) -> bytes:
         """One chunk for each event that has something new."""
@@ -196,7 +197,10 @@ class TextChunks:
 
     def _chunk(self, index: int, text: str, *, finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"text": text, "index": index, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._usage else {})}
+        chunk = {**self._head, "choices": [choice], **({"usage": None} if self._usage else {})}
+        if self._warnings:
+            chunk["warnings"], self._warnings = self._warnings, []
+        return chunk
 
 
 ENDPOINTS = (
