@@ -120,6 +120,8 @@ def with_embedded_model(original: Callable[..., None]) -> Callable[..., None]:
         if server.model_hf_repo is not None:
             server.model_hf_repo = server.model_hf_file = None
             server.model_file = str(EMBEDDED)
+        if server.server_embeddings and not server.pooling:
+            server.pooling = "mean"  # as uma-trio does; the tests' own model says it
         server.n_threads = 1
         original(server, *args, **kwargs)
 

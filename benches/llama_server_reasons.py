@@ -39,5 +39,36 @@ NOT_OFFERED: Final = {
 }
 """Files of tests for something else, and what."""
 
-REASONS: Final[tuple[tuple[str, str, str], ...]] = ()
+REASONS: Final[tuple[tuple[str, str, str], ...]] = (
+    ("", "system_fingerprint|res.system_fingerprint", "`system_fingerprint` is not sent"),
+    (r"openai_library$", r"None is not None", "`system_fingerprint` is not sent"),
+    ("", r"'' is None", 'the first chunk of a stream has `content: ""`, as in OpenAI\'s API, and not null'),
+    ("", "__verbose", "`__verbose`, the rendered prompt in an answer; `/apply-template` has it"),
+    ("", "exceed_context_size_error", "the error has the code `E_LIMIT_CONTEXT`, and no type of its own"),
+    ("", "Process-Start-Time-Unix", "`/metrics` has other names and headers; `uma_*`"),
+    ("", "KeyError: 'logit_bias'", "`generation_settings` has only what the request has set"),
+    ("", "KeyError: 'params'", "`/props` has the context and the template, and not all parameters"),
+    ("test_server_slots", "404 == 501", "`/slots` is not offered: 404, not 501"),
+    ("test_metrics_disabled", "200 == 501", "`/metrics` cannot be turned off"),
+    ("test_no_ui", "", "the dashboard cannot be turned off"),
+    ("test_metrics_timings_on_prompt_progress", "'timings'", "timings come with the end of an answer only"),
+    ("test_chat_completion_with_timings_per_token", "", "timings come with the end of `/completion` only"),
+    (
+        "test_return_progress",
+        "None is not None",
+        "progress of the prefill: in `/completion` and the socket protocol only",
+    ),
+    ("test_responses_stream_with_llama_telemetry", "", "progress and timings are not part of the Responses API"),
+    ("test_chat_completions_token_count", "404 == 200", "counted by `/tokenize` and `/v1/responses/input_tokens`"),
+    ("continue_final_message", "200 == 400", "`continue_final_message` is not known: a warning, and no effect"),
+    ("test_invalid_chat_completion_req", "200 == 400", "two messages of the assistant in a row are allowed"),
+    ("test_add_generation_prompt", "", "`/apply-template` always ends with the beginning of an answer"),
+    ("test_anthropic.*(image|vision)", "400 == 500", "an image is refused with 400, as a fault of the request"),
+    ("test_anthropic_empty_messages", "400 == 200", "an empty list of messages is refused, as in Anthropic's API"),
+    ("test_tokenize_with_pieces", "", "`with_pieces` is not known"),
+    ("test_n_probs_post_sampling", "'prob'", "probabilities after sampling are not computed"),
+    ("test_embedding_mixed_input|test_embedding_content_text", "400 == 200", "`input` has OpenAI's forms only"),
+    ("test_embedding_error_prompt_too_long", "200 != 200", "texts may have up to 8,192 tokens (`embedding_ctx`)"),
+    ("test_cors_options", "", "CORS headers are for origins that `--http-origins` names"),
+)
 """Patterns of a test and of its failure, and the reason."""

@@ -81,30 +81,41 @@ class Row:
         return "unexplained", f"line {self.ours.line}: {self.ours.why}; llama-server: {self.theirs.why or self.theirs}"
 
 
-def run_suite(server: str, files: Sequence[str], program: Path) -> dict[str, Result]:
-    """Run the suite with a server, one file after another; returns the results by test."""
-    with tempfile.TemporaryDirectory(prefix="suite-") as folder:
-        results = Path(folder, "results")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'benches'}",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "SUITE_SERVER": server,
-            "SUITE_RESULTS": str(results),
-            "LLAMA_SERVER_BIN_PATH": str(program),
-            "PORT": str(free_port()),
-        }
-        for name in files:
-            click.echo(f"{server}: {name}", err=True)
-            command = [sys.executable, "-m", "pytest", *FLAGS, f"--timeout={TIMEOUT_S}", f"unit/{name}.py"]
-            done = subprocess.run(command, cwd=SUITE, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode not in (0, 1):
-                raise click.ClickException(f"{name} with {server}:\n{(done.stdout + done.stderr)[-2000:]}")
-        found = {}
+def run_suite(server: str, files: Sequence[str], program: Path, folder: Path) -> dict[str, Result]:
+    """Run the suite with a server, one file after another; returns the results by test.
+
+    Args:
+        folder: has a file of results for each file of tests that has run, which does not run again.
+    """
+    found = {}
+    for name in files:
+        results = folder / f"{server}.{name}.jsonl"
+        if not results.exists():
+            _run_file(server, name, program, results)
         for line in results.read_text().splitlines():
             fields = json.loads(line)
             found[fields.pop("test")] = Result(**fields)
-        return found
+    return found
+
+
+def _run_file(server: str, name: str, program: Path, results: Path) -> None:
+    click.echo(f"{server}: {name}", err=True)
+    unfinished = results.with_suffix(".unfinished")
+    unfinished.unlink(missing_ok=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'benches'}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "SUITE_SERVER": server,
+        "SUITE_RESULTS": str(unfinished),
+        "LLAMA_SERVER_BIN_PATH": str(program),
+        "PORT": str(free_port()),
+    }
+    command = [sys.executable, "-m", "pytest", *FLAGS, f"--timeout={TIMEOUT_S}", f"unit/{name}.py"]
+    done = subprocess.run(command, cwd=SUITE, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        raise click.ClickException(f"{name} with {server}:\n{(done.stdout + done.stderr)[-2000:]}")
+    unfinished.rename(results)
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -156,8 +167,13 @@ def page(rows: Sequence[Row]) -> str:
 @bench()
 @click.argument("files", nargs=-1, type=click.Choice(OFFERED))
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page of documentation.")
+@click.option(
+    "--keep",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep results in this folder, and go on from there.",
+)
 @peers_option()
-def main(files: tuple[str, ...], out: Path | None, peers: Path) -> None:
+def main(files: tuple[str, ...], out: Path | None, keep: Path | None, peers: Path) -> None:
     """Run llama.cpp's tests of llama-server against llama-server and uma-trio."""
     if not SUITE.is_dir():
         raise click.ClickException(f"there is no {SUITE}: run ./build_llama.sh --peers")
@@ -169,8 +185,11 @@ def main(files: tuple[str, ...], out: Path | None, peers: Path) -> None:
 
     llama_server = carry_out(program).resolve()
     chosen = files or OFFERED
-    theirs = run_suite("llama-server", chosen, llama_server)
-    ours = run_suite("uma-trio", chosen, llama_server)
+    with tempfile.TemporaryDirectory(prefix="suite-") as temporary:
+        folder = keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        theirs = run_suite("llama-server", chosen, llama_server, folder)
+        ours = run_suite("uma-trio", chosen, llama_server, folder)
     absent = Result("skipped", why="did not run")
     rows = [Row(test, theirs.get(test, absent), result) for test, result in ours.items()]
     for row in rows:

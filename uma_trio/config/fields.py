@@ -407,7 +407,7 @@ class Sampling:
         None, "Subtracted once from the logit of each token that the answer contains.", ge=-2, le=2
     )
     seed: int | None = setting(
-        None, "Seed of the random numbers. Without it, each request gets a random one.", ge=0, le=2**63 - 1
+        None, "Seed of the random numbers. Without it, each request gets a random one.", ge=0, le=2**32 - 1
     )
 
 
