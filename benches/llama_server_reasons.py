@@ -69,6 +69,19 @@ REASONS: Final[tuple[tuple[str, str, str], ...]] = (
     ("test_n_probs_post_sampling", "'prob'", "probabilities after sampling are not computed"),
     ("test_embedding_mixed_input|test_embedding_content_text", "400 == 200", "`input` has OpenAI's forms only"),
     ("test_embedding_error_prompt_too_long", "200 != 200", "texts may have up to 8,192 tokens (`embedding_ctx`)"),
-    ("test_cors_options", "", "CORS headers are for origins that `--http-origins` names"),
+    (
+        "test_cors_o",
+        "403 == 200",
+        "a page of an origin that `--http-origins` does not name gets 403, and no CORS headers",
+    ),
+    ("test_access_static_assets", "sw.js|Expected 200 for", "the dashboard has other files"),
+    ("", "non empty content delta", 'the first chunk of a stream has `content: ""`, as in OpenAI\'s API'),
+    (
+        "test_reasoning",
+        "prompt to end with",
+        "`enable_thinking` is not set if the request does not set it, as in Transformers",
+    ),
+    ("test_date_inside_prompt", "today's date", "`date_string`, a variable of templates that only llama.cpp sets"),
+    ("test_date_inside_prompt", "does not serve", "`functions` and `datetime`, variables that only llama.cpp sets"),
 )
 """Patterns of a test and of its failure, and the reason."""

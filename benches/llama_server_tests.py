@@ -94,7 +94,8 @@ def run_suite(server: str, files: Sequence[str], program: Path, folder: Path) ->
             _run_file(server, name, program, results)
         for line in results.read_text().splitlines():
             fields = json.loads(line)
-            found[fields.pop("test")] = Result(**fields)
+            test = fields.pop("test")
+            found[test] = Result(**fields)
     return found
 
 

@@ -206,3 +206,13 @@ def test_options_that_make_no_sense(folder, options):
     done = bench(*options, folder=folder)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_llama_servers_own_tests(library, peers, folder):
+    done = bench("test_tokenize", folder=folder, script=ROOT / "benches" / "llama_server_tests.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = {line.split()[1].rpartition("::")[2]: line.split()[0] for line in done.stdout.splitlines()[:-1]}
+    assert outcomes["test_tokenize_detokenize"] == "pass"
+    assert outcomes["test_tokenize_with_pieces"] == "explained"
+    assert not list(folder.iterdir())
