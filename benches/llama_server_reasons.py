@@ -81,6 +81,7 @@ REASONS: Final[tuple[tuple[str, str, str], ...]] = (
         "prompt to end with",
         "`enable_thinking` is not set if the request does not set it, as in Transformers",
     ),
+    ("test_ctx_shift_disabled_stream", "E_LIMIT_CONTEXT", "`max_tokens` beyond the context is refused in OpenAI's API"),
     ("test_date_inside_prompt", "today's date", "`date_string`, a variable of templates that only llama.cpp sets"),
     ("test_date_inside_prompt", "does not serve", "`functions` and `datetime`, variables that only llama.cpp sets"),
 )

@@ -77,7 +77,7 @@ class Row:
             if re.search(tests, self.test) and re.search(why, self.ours.why):
                 return "explained", reason
         if self.ours.fails_like(self.theirs):
-            return "other text", "llama-server fails alike: the test expects another model's text or tokens"
+            return "other text", "llama-server fails alike: another model's text or tokens"
         return "unexplained", f"line {self.ours.line}: {self.ours.why}; llama-server: {self.theirs.why or self.theirs}"
 
 
@@ -143,12 +143,13 @@ def page(rows: Sequence[Row]) -> str:
         f"| llama-server with this model: pass / fail / skip | {theirs['pass']} / {theirs['fail']} / {theirs['skip']} |",
         f"| uma-trio: pass | {verdicts['pass']} |",
         f"| uma-trio: fails as llama-server does, since the model is another one | {verdicts['other text']} |",
-        f"| uma-trio: not offered, so the test is skipped | {verdicts['not offered']} |",
+        f"| uma-trio: skipped, because it is not offered, needs a vision model, or the suite skips it | {verdicts['not offered']} |",
         f"| uma-trio: fails for another reason, given below | {verdicts['explained']} |",
         f"| uma-trio: fails without a known reason | {verdicts['unexplained']} |",
         f"| of those that llama-server passes and that use only what is offered: uma-trio passes | {both} of {len(compared)} |",
         "",
-        "A reason is given where uma-trio does not pass. Tests of one function with the same outcome share a line.",
+        "A reason is given where uma-trio does not pass. It is that of the first assertion that fails; what comes after it in",
+        "a test is not seen. Tests of one function with the same outcome share a line.",
         "",
         "| test | llama-server | uma-trio | reason |",
         "|---|---|---|---|",
