@@ -11,26 +11,21 @@ from typing import Any, Final
 import attrs
 from starlette.responses import Response
 
-from uma_trio.client import Client, Eos, Event, PrefillProgress, Token
+from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects import openai_chat, openai_models, openai_responses
+from uma_trio.gateway.dialects.llama_tokens import Tokens, Translation, is_several
 from uma_trio.gateway.dialects.openai import OPENAI, Sampling, error_body, max_tokens, model_name
-from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
 from uma_trio.gateway.endpoint import Call, Endpoint
-from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
-from uma_trio.protocol.messages import BANNED, Logprob, Logprobs, Timings, Usage
+from uma_trio.protocol.messages import Logprob, Logprobs, Timings, Usage
 
 STOP_TYPES: Final = {"length": "limit", "stop": "eos"}
 """Finish reasons of the protocol in llama-server's words, unless a stop string has ended the answer."""
 
-MAX_PARTS: Final = 1024
-"""Texts in prompts and in ``logit_bias`` that become tokens before the request."""
-
 MAX_WINDOW: Final = 4096
 """The protocol's largest ``repeat_last_n``."""
-
-Tokens = list[int]
 
 
 class LlamaRequest(Sampling, kw_only=True):
@@ -112,14 +107,7 @@ async def complete_as_llama_server(call: Call) -> Response:
         text, tokens = eos.text or "", [each.token_id for each in eos.logprobs or ()]
         body = description.of(eos, text, tokens if request.return_tokens else [], has_new_line="\n" in text)
         found.append(body if not request.response_fields else _chosen(body, request.response_fields))
-    return json_response(found[0] if len(found) == 1 and not _is_several(request.prompt) else found)
-
-
-def _is_several(prompt: Any) -> bool:
-    """Whether these are several prompts: a list of texts, or one that has a list or an object."""
-    if not isinstance(prompt, list) or not prompt:
-        return False
-    return any(isinstance(part, list | dict) for part in prompt) or all(isinstance(part, str) for part in prompt)
+    return json_response(found[0] if len(found) == 1 and not is_several(request.prompt) else found)
 
 
 def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
@@ -131,73 +119,6 @@ def _chosen(body: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
         if value is not None:
             found[field] = value
     return found
-
-
-class Translation:
-    """Turns texts into tokens where llama-server allows either.
-
-    Args:
-        client: a connection to the daemon.
-        model: whose tokens.
-    """
-
-    def __init__(self, client: Client, model: str | None) -> None:
-        self._client = client
-        self._model: dict[str, Any] = {} if model is None else {"model": model}
-        self._parts = 0
-
-    async def prompts(self, given: Any) -> list[str | Tokens]:
-        """All prompts of a request.
-
-        Raises:
-            HttpError: they are neither texts nor tokens, or too many.
-        """
-        each = given if _is_several(given) else [given]
-        if len(each) > MAX_PROMPTS:
-            raise invalid(f"prompt has {len(each)} prompts; send at most {MAX_PROMPTS}", parameter="prompt")
-        return [await self._prompt(prompt) for prompt in each]
-
-    async def _prompt(self, given: Any) -> str | Tokens:
-        match given:
-            case str() as text:
-                return text
-            case {"prompt_string": str() as text, **others} if not others.get("multimodal_data"):
-                return text
-            case [_, *_] if all(type(part) is int for part in given):
-                return list(given)
-            case [_, *_] if all(type(part) in (int, str) for part in given):
-                tokens: Tokens = []
-                for part in given:
-                    tokens += [part] if type(part) is int else await self._tokens(part, add_special=not tokens)
-                return tokens
-        raise invalid("prompt must be a text, tokens with texts among them, or a list of these", parameter="prompt")
-
-    async def logit_bias(self, given: Any) -> dict[str, float] | None:
-        """The bias of each token.  That of a text is the bias of each of its tokens.
-
-        Raises:
-            HttpError: these are not pairs of a token or a text and a bias.
-        """
-        if given is None:
-            return None
-        found: dict[str, float] = {}
-        for pair in given.items() if isinstance(given, dict) else given if isinstance(given, list) else [None]:
-            match pair:
-                case (int() | str() as what, False | int() | float() as bias) if bias is not True:
-                    is_token = type(what) is int or str(what).isdecimal()
-                    for token in [what] if is_token else await self._tokens(str(what), add_special=False):
-                        found[str(token)] = BANNED if bias is False else float(bias)
-                case _:
-                    raise invalid(
-                        "logit_bias must have pairs of a token or a text and a number or false", parameter="logit_bias"
-                    )
-        return found
-
-    async def _tokens(self, text: str, *, add_special: bool) -> Tokens:
-        self._parts += 1
-        if self._parts > MAX_PARTS:
-            raise invalid(f"more than {MAX_PARTS} texts would have to become tokens; send tokens")
-        return (await self._client.tokenize(text, add_special=add_special, keep_alive=True, **self._model)).tokens
 
 
 class Description:

@@ -1,0 +1,89 @@
+"""Prompts and biases of llama-server's API, where texts may stand for tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from uma_trio.client import Client
+from uma_trio.gateway.dialects.openai_completions import MAX_PROMPTS
+from uma_trio.gateway.errors import invalid
+from uma_trio.protocol.messages import BANNED
+
+MAX_PARTS: Final = 1024
+"""Texts in prompts and in ``logit_bias`` that become tokens before the request."""
+
+Tokens = list[int]
+
+
+def is_several(prompt: Any) -> bool:
+    """Whether these are several prompts: a list of texts, or one that has a list or an object."""
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return any(isinstance(part, list | dict) for part in prompt) or all(isinstance(part, str) for part in prompt)
+
+
+class Translation:
+    """Turns texts into tokens where llama-server allows either.
+
+    Args:
+        client: a connection to the daemon.
+        model: whose tokens.
+    """
+
+    def __init__(self, client: Client, model: str | None) -> None:
+        self._client = client
+        self._model: dict[str, Any] = {} if model is None else {"model": model}
+        self._parts = 0
+
+    async def prompts(self, given: Any) -> list[str | Tokens]:
+        """All prompts of a request.
+
+        Raises:
+            HttpError: they are neither texts nor tokens, or too many.
+        """
+        each = given if is_several(given) else [given]
+        if len(each) > MAX_PROMPTS:
+            raise invalid(f"prompt has {len(each)} prompts; send at most {MAX_PROMPTS}", parameter="prompt")
+        return [await self._prompt(prompt) for prompt in each]
+
+    async def _prompt(self, given: Any) -> str | Tokens:
+        match given:
+            case str() as text:
+                return text
+            case {"prompt_string": str() as text, **others} if not others.get("multimodal_data"):
+                return text
+            case [_, *_] if all(type(part) is int for part in given):
+                return list(given)
+            case [_, *_] if all(type(part) in (int, str) for part in given):
+                tokens: Tokens = []
+                for part in given:
+                    tokens += [part] if type(part) is int else await self._tokens(part, add_special=not tokens)
+                return tokens
+        raise invalid("prompt must be a text, tokens with texts among them, or a list of these", parameter="prompt")
+
+    async def logit_bias(self, given: Any) -> dict[str, float] | None:
+        """The bias of each token.  That of a text is the bias of each of its tokens.
+
+        Raises:
+            HttpError: these are not pairs of a token or a text and a bias.
+        """
+        if given is None:
+            return None
+        found: dict[str, float] = {}
+        for pair in given.items() if isinstance(given, dict) else given if isinstance(given, list) else [None]:
+            match pair:
+                case (int() | str() as what, False | int() | float() as bias) if bias is not True:
+                    is_token = type(what) is int or str(what).isdecimal()
+                    for token in [what] if is_token else await self._tokens(str(what), add_special=False):
+                        found[str(token)] = BANNED if bias is False else float(bias)
+                case _:
+                    raise invalid(
+                        "logit_bias must have pairs of a token or a text and a number or false", parameter="logit_bias"
+                    )
+        return found
+
+    async def _tokens(self, text: str, *, add_special: bool) -> Tokens:
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise invalid(f"more than {MAX_PARTS} texts would have to become tokens; send tokens")
+        return (await self._client.tokenize(text, add_special=add_special, keep_alive=True, **self._model)).tokens
