@@ -119,8 +119,12 @@ def _run_file(server: str, name: str, program: Path, results: Path) -> None:
     unfinished.rename(results)
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The page of documentation."""
+def page(rows: Sequence[Row], *, is_resumed: bool) -> str:
+    """The page of documentation.
+
+    Args:
+        is_resumed: results of earlier runs were there, perhaps of other versions.
+    """
     verdicts = Counter(row.judgement[0] for row in rows)
     theirs = Counter(str(row.theirs) for row in rows)
     compared = [row for row in rows if row.theirs.outcome == "passed" and row.judgement[0] != "not offered"]
@@ -137,6 +141,14 @@ def page(rows: Sequence[Row]) -> str:
         COMMAND,
         "```",
         "",
+        *(
+            [
+                "Some files ran earlier than others (`--keep`), with slightly older versions of the gateway and the plugin.",
+                "",
+            ]
+            if is_resumed
+            else []
+        ),
         "| | tests |",
         "|---|---:|",
         f"| in the files below | {len(rows)} |",
@@ -147,6 +159,18 @@ def page(rows: Sequence[Row]) -> str:
         f"| uma-trio: fails for another reason, given below | {verdicts['explained']} |",
         f"| uma-trio: fails without a known reason | {verdicts['unexplained']} |",
         f"| of those that llama-server passes and that use only what is offered: uma-trio passes | {both} of {len(compared)} |",
+        "",
+        "## What differs from the suite's own way",
+        "",
+        "| | |",
+        "|---|---|",
+        "| both servers | the embedded model, one compute thread. Its answers are short, so tests of long ones fail with both |",
+        "| llama-server | `--pooling mean` where a test sets none: the suite's own model for embeddings says it |",
+        "| uma-trio: flags | `--http-any-model`; `--batch-tokens` at least 32; a generated API key in place of the suite's |",
+        "| uma-trio: starts | tests in a row with the same settings share a daemon, except those of caches, metrics and progress |",
+        "| uma-trio: settings without a counterpart | `jinja`, `pooling`, `debug`, `no_ui`, `server_metrics` are ignored; others skip the test |",
+        "",
+        "## Tests",
         "",
         "A reason is given where uma-trio does not pass. It is that of the first assertion that fails; what comes after it in",
         "a test is not seen. Tests of one function with the same outcome share a line.",
@@ -190,6 +214,7 @@ def main(files: tuple[str, ...], out: Path | None, keep: Path | None, peers: Pat
     with tempfile.TemporaryDirectory(prefix="suite-") as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
+        is_resumed = any(folder.iterdir())
         theirs = run_suite("llama-server", chosen, llama_server, folder)
         ours = run_suite("uma-trio", chosen, llama_server, folder)
     absent = Result("skipped", why="did not run")
@@ -199,7 +224,7 @@ def main(files: tuple[str, ...], out: Path | None, keep: Path | None, peers: Pat
         click.echo(f"{verdict:12} {row.test}  {reason}")
     click.echo(dict(Counter(row.judgement[0] for row in rows)))
     if out is not None:
-        out.write_text(page(rows))
+        out.write_text(page(rows, is_resumed=is_resumed))
     if any(row.judgement[0] == "unexplained" for row in rows):
         sys.exit(1)
 
