@@ -129,8 +129,9 @@ def test_health_needs_no_key(tenants: Tenants) -> None:
     with tenants.client(None) as client:
         assert client.get("/healthz").status_code == 200
         assert client.get("/healthz", headers={"authorization": "Bearer wrong"}).status_code == 200
-        for path in ("/healthz/", "//healthz", "/healthz/../v1/models", "/nothing", "/%68ealthz2"):
-            assert client.get(path).status_code == 401, path
+        for path in (b"/healthz/", b"//healthz", b"/healthz/../v1/models", b"/nothing", b"/%68ealthz2"):
+            url = client.base_url.copy_with(raw_path=path)  # httpx takes the path // for a host
+            assert client.get(url).status_code == 401, path
 
 
 def test_floods_of_wrong_keys_get_a_wait_and_right_ones_pass(tenants: Tenants) -> None:
