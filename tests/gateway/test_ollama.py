@@ -10,6 +10,8 @@ import ollama
 import pytest
 
 from tests.gateway.conftest import Gateway
+from uma_trio.client import Eos, Timings, ToolCall, Usage
+from uma_trio.gateway.dialects.ollama_generate import _chat, _Lines
 
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 ANSWER = "The capital of France is Paris."
@@ -79,10 +81,23 @@ def test_models_as_editors_ask_for_them(gateway: Gateway, client: ollama.Client)
     assert model.model == "embedded:latest"
     assert model.details.quantization_level == "Q8_0"
     shown = client.show(model.model)
-    assert {"completion"} <= set(shown.capabilities)
+    assert shown.capabilities == ["completion", "tools", "embedding"]
     assert shown.modelinfo["llama.context_length"] == 4096
     (loaded,) = client.ps().models
     assert loaded.context_length == 4096
+
+
+def test_calls_of_a_stream_come_in_a_line_before_the_last() -> None:
+    usage, timings = Usage(prompt_tokens=1, completion_tokens=1), Timings(queue_ms=0, total_ms=1)
+    call = ToolCall(id="c1", name="weather", arguments={"city": "Lima"})
+    eos = Eos(id="r", reason="tool_calls", usage=usage, timings=timings, tool_calls=[call])
+    lines = _Lines("embedded", _chat, [], "r").render(eos).splitlines()
+    calls, last = (ollama.ChatResponse.model_validate_json(line) for line in lines)
+    assert (calls.done, last.done, last.done_reason) == (False, True, "stop")
+    assert [(each.function.name, each.function.arguments) for each in calls.message.tool_calls] == [
+        ("weather", {"city": "Lima"})
+    ]
+    assert last.message.tool_calls is None
 
 
 def test_embeddings_are_those_of_the_socket(gateway: Gateway, client: ollama.Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import attrs
 import msgspec
 from starlette.responses import Response
 
@@ -210,14 +211,19 @@ class _Lines:
         return b""
 
     def render(self, event: Event) -> bytes:
-        """A line for new text; for the end, the last line."""
+        """A line for new text; for the end, a line with the calls if there are any, and the last line."""
         match event:
             case Eos():
-                return encode(_last(self._model, self._shape(event), event, self._warnings)) + b"\n"
+                calls = self._line(event) if event.tool_calls else b""
+                last = attrs.evolve(event, tool_calls=None)
+                return calls + encode(_last(self._model, self._shape(last), last, self._warnings)) + b"\n"
             case Token() | Reasoning() if event.text or event.logprob is not None:
-                head = {"model": self._model, "created_at": iso_time()}
-                return encode({**head, **self._shape(event), "done": False}) + b"\n"
+                return self._line(event)
         return b""
+
+    def _line(self, event: Event) -> bytes:
+        head = {"model": self._model, "created_at": iso_time()}
+        return encode({**head, **self._shape(event), "done": False}) + b"\n"
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
