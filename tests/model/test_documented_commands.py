@@ -46,6 +46,8 @@ NOT_RUN = {
     ),
     r"echo .* \| nc -U lines\.sock": "needs nc, and the daemon of the line before it",
     r"curl .*": "needs the gateway; tests/gateway/test_curl.py runs it",
+    r"(?s)(import|from) .*localhost:8080.*": "needs the gateway; tests/gateway/test_clients.py runs it",
+    r"build/clients/bin/pip install .*": "installs the clients that tests/gateway/test_clients.py runs",
     r"uma-trio completion zsh > .*": "needs zsh",
 }
 """Commands that a test cannot run, as regular expressions, with the reason."""
