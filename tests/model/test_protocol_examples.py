@@ -13,8 +13,6 @@ from tests.support.real_daemon import ROOT, real_daemon
 
 PAGE = (ROOT / "docs" / "PROTOCOL.md").read_text()
 EXAMPLES = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
-EXAMPLES = [example for example in EXAMPLES if "watch" not in (example.get("type"), example.get("event"))]
-"""A watch goes on until its client leaves; its example leaves out most metrics.  tests/loop/test_watch.py tests it."""
 EVENTS = [example for example in EXAMPLES if "event" in example and example["event"] != "cancel"]
 MESSAGES = [example for example in EXAMPLES if example not in EVENTS]
 
