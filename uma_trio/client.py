@@ -381,7 +381,8 @@ class _Request:
         self.fields: dict[str, Any] = {"id": default_id, **fields}
         if isinstance(bias := fields.get("logit_bias"), Mapping):
             self.fields["logit_bias"] = {str(token): value for token, value in bias.items()}
-        self._answers_left = int(fields.get("n", 1))
+        n = fields.get("n", 1)
+        self._answers_left = n if isinstance(n, int) and n > 0 else 1  # the daemon refuses any other
 
     @property
     def done(self) -> bool:

@@ -221,6 +221,10 @@ class ModelService:
         """The ``n`` most recently used sessions of all principals, the last used first."""
         return self._sessions.latest(n)
 
+    def retry_after_ms(self) -> int | None:
+        """When a request that was refused may be sent again, if that can be estimated."""
+        return self._scheduler.retry_after_ms()
+
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics.  Never waits for a step."""
         return {

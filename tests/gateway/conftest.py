@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
+import json
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 import anthropic
 import attrs
@@ -11,7 +16,7 @@ import httpx
 import openai
 import pytest
 
-from tests.support.real_daemon import Daemon, missing, real_daemon
+from tests.support.real_daemon import Canary, Daemon, missing, real_daemon
 
 
 @attrs.frozen
@@ -37,6 +42,63 @@ class Gateway:
     def anthropic(self) -> anthropic.Anthropic:
         """The client of Anthropic, which does not retry."""
         return _anthropic(self.url)
+
+
+class HttpCanary(Canary):
+    """A canary whose requests are streamed over HTTP, all over one connection."""
+
+    def __init__(self, gateway: Gateway, **fields: Any) -> None:
+        self._gateway = gateway
+        super().__init__(gateway.daemon, **fields)
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[Callable[[], Sequence[object] | None]]:
+        def ask() -> Sequence[object] | None:
+            with client.stream("POST", "/v1/generate", json=self._fields) as answer:
+                if answer.status_code == 429:
+                    return None
+                lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
+            return [line["token_id"] for line in lines if "token_id" in line]
+
+        with self._gateway.http() as client:
+            yield ask
+
+
+class Raw:
+    """A connection to a gateway that sends bytes."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        at = urlsplit(gateway.url)
+        assert at.hostname is not None
+        self.sock = socket.create_connection((at.hostname, at.port or 0), timeout=60)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def send(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def rest(self) -> bytes:
+        """What comes until the gateway closes the connection."""
+        parts = []
+        try:
+            while part := self.sock.recv(65536):
+                parts.append(part)
+        except ConnectionResetError:
+            """It closed while data was on its way to it."""
+        return b"".join(parts)
+
+    def status(self) -> int:
+        """The status of the next response, read up to the end of its headers."""
+        data = b""
+        while b"\r\n\r\n" not in data:
+            part = self.sock.recv(1)
+            assert part, data
+            data += part
+        return int(data.split()[1])
 
 
 # One client for each gateway: a client in the traceback of a refusal would be collected before it closes its sockets.

@@ -89,6 +89,7 @@ def test_why_an_answer_ends(gateway: Gateway, stream: bool) -> None:
     ("wrong", "error", "kind"),
     [
         ({"messages": []}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"messages": [{"role": "user", "content": []}]}, anthropic.BadRequestError, "invalid_request_error"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
         (
             {"messages": [{"role": "user", "content": "x" * 300_000}]},

@@ -10,13 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import trustme
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Raw
 from tests.support.real_daemon import Canary, missing, real_daemon
 
 CHAT = "/v1/chat/completions"
@@ -49,43 +48,6 @@ def serve(folder: Path, *flags: object) -> subprocess.CompletedProcess[str]:
 def code_of(answer: httpx.Response) -> str:
     found: str = answer.json()["error"]["code"]
     return found
-
-
-class Raw:
-    """A connection to a gateway that sends bytes."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        at = urlsplit(gateway.url)
-        assert at.hostname is not None
-        self.sock = socket.create_connection((at.hostname, at.port or 0), timeout=60)
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sock.close()
-
-    def send(self, data: bytes) -> None:
-        self.sock.sendall(data)
-
-    def rest(self) -> bytes:
-        """What comes until the gateway closes the connection."""
-        parts = []
-        try:
-            while part := self.sock.recv(65536):
-                parts.append(part)
-        except ConnectionResetError:
-            """It closed while data was on its way to it."""
-        return b"".join(parts)
-
-    def status(self) -> int:
-        """The status of the next response, read up to the end of its headers."""
-        data = b""
-        while b"\r\n\r\n" not in data:
-            part = self.sock.recv(1)
-            assert part, data
-            data += part
-        return int(data.split()[1])
 
 
 # -- hosts: a page whose name was rebound to this machine sends that name --

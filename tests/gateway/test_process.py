@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import resource
 import signal
+import statistics
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.gateway.conftest import Gateway
+from tests.gateway.conftest import Gateway, Raw
 from tests.support.real_daemon import Canary, missing, real_daemon
 
 LONG = {
@@ -20,6 +26,9 @@ LONG = {
     "max_tokens": 4000,
     "ignore_eos": True,
 }
+
+KILLS = int(os.environ.get("UMA_KILLS", "5"))
+"""How often the gateway is killed: ``UMA_KILLS=100 pytest -n 0 -s tests/gateway/test_process.py -k killed``."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -34,19 +43,113 @@ def test_a_client_that_leaves_cancels_its_request(gateway: Gateway, stream: bool
     gateway.daemon.settled()
 
 
+@pytest.mark.timeout(3600)
 def test_a_gateway_that_is_killed_comes_back_and_clients_of_the_socket_do_not_notice() -> None:
+    """Under load.  A client that connects while there is no gateway waits for the next one, and is not refused."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    ended = threading.Event()
+    broken = [0]
+
+    def load(url: str) -> None:
+        while not ended.is_set():
+            with contextlib.suppress(httpx.TransportError), httpx.Client(base_url=url, timeout=60) as client:
+                client.post("/v1/chat/completions", json={**LONG, "max_tokens": 50}).raise_for_status()
+                continue
+            broken[0] += 1
+
+    served_s: list[float] = []
+    cpu_s: list[float] = []
+    with real_daemon("--http", "0", "--parallel", "8") as daemon:
+        gateway = Gateway.of(daemon)
+        threads = [threading.Thread(target=load, args=(gateway.url,)) for _ in range(4)]
+        with Canary(daemon) as canary:
+            for thread in threads:
+                thread.start()
+            for n in range(KILLS):
+                with gateway.http() as client:
+                    assert client.get("/healthz").json()["status"] == "ok"
+                before = daemon.metrics()["gateway"]["pid"]
+                os.kill(before, signal.SIGKILL)
+                began = time.monotonic()
+                with gateway.http() as client:
+                    client.get("/healthz").raise_for_status()
+                served_s.append(time.monotonic() - began)
+                found = daemon.wait_until(
+                    lambda found, n=n: found["gateway"]["restarts_total"] == n + 1, "a new gateway"
+                )
+                cpu_s.append(found["gateway"]["cpu_s"])
+            ended.set()
+            for thread in threads:
+                thread.join(60)
+        daemon.settled()
+    served_s.sort()
+    print(
+        f"{KILLS} kills: HTTP served after {statistics.median(served_s):.2f} s (median), {served_s[KILLS * 9 // 10]:.2f} s "
+        f"(p90), {served_s[-1]:.2f} s at most; CPU time of a start {statistics.median(cpu_s):.2f} s; load average "
+        f"{os.getloadavg()[1]:.1f}; {broken[0]} HTTP requests broke off; {canary.rounds} rounds of the canary"
+    )
+
+
+def test_a_gateway_that_is_stopped_is_replaced() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)
     with real_daemon("--http", "0") as daemon:
         gateway = Gateway.of(daemon)
-        with Canary(daemon), gateway.http() as client:
-            for n in range(5):
-                assert client.get("/healthz").json()["status"] == "ok"
-                os.kill(daemon.metrics()["gateway"]["pid"], signal.SIGKILL)
-                daemon.wait_until(lambda found, n=n: found["gateway"]["restarts_total"] == n + 1, "a new gateway")
-                client.close()
-                client = gateway.http()
-        daemon.settled()
+        with Canary(daemon):
+            with gateway.http() as client:
+                client.get("/healthz").raise_for_status()
+            os.kill(daemon.metrics()["gateway"]["pid"], signal.SIGSTOP)
+            with gateway.http() as client:  # its connection is in the backlog, which the next gateway serves
+                client.get("/healthz", timeout=60).raise_for_status()
+        assert "the gateway is stopped and is killed" in daemon.events_logged()
+
+
+def test_a_gateway_without_free_file_descriptors_recovers() -> None:
+    """While clients use all descriptors, others wait or get an error; nothing breaks, and it serves when they have left."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with real_daemon("--http", "0") as daemon, contextlib.ExitStack() as stack:
+        gateway = Gateway.of(daemon)
+        process = psutil.Process(daemon.metrics()["gateway"]["pid"])
+        with gateway.http() as client:
+            client.get("/healthz").raise_for_status()
+        n_fds = process.num_fds()
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (n_fds + 40, n_fds + 40))
+        with Canary(daemon):
+            for _ in range(100):
+                stack.enter_context(Raw(gateway)).send(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n")
+            daemon.wait_until(lambda _: process.num_fds() >= n_fds + 35, "the descriptors are in use")
+            stack.close()
+            with gateway.http() as client:
+                assert client.post("/v1/chat/completions", json={**LONG, "max_tokens": 3}).status_code == 200
+        assert process.is_running()
+        assert daemon.metrics()["gateway"]["restarts_total"] == 0
+        daemon.wait_until(lambda _: process.num_fds() <= n_fds + 2, "the descriptors are free")
+
+
+def test_requests_for_which_no_descriptor_is_left_get_503() -> None:
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    with real_daemon("--http", "0") as daemon, contextlib.ExitStack() as stack:
+        gateway = Gateway.of(daemon)
+        process = psutil.Process(daemon.metrics()["gateway"]["pid"])
+        with gateway.http() as client:
+            client.get("/healthz").raise_for_status()
+            raws = [stack.enter_context(Raw(gateway)) for _ in range(20)]
+            body = json.dumps({**LONG, "max_tokens": 3}).encode()
+            for raw in raws:  # they are accepted, and need a connection to the daemon now
+                raw.send(b"POST /v1/generate HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n")
+            client.get("/healthz").raise_for_status()
+            daemon.wait_until(lambda _: process.num_fds() >= 20, "they are accepted")
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds() + 1, 4096))
+            for raw in raws:
+                raw.send(b"content-length: %d\r\n\r\n%s" % (len(body), body))
+            answers = [raw.rest() for raw in raws]
+            assert {answer.split()[1] for answer in answers} <= {b"200", b"503"}
+            assert all(b"retry-after" in answer.lower() for answer in answers if answer.split()[1] == b"503")
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (4096, 4096))
+            assert client.post("/v1/generate", json={**LONG, "max_tokens": 3}).status_code == 200
 
 
 def test_the_gateway_ends_with_the_daemon_also_after_a_kill() -> None:

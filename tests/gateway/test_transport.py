@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 import anyio
 import pytest
+import uvloop
 
 from uma_trio.gateway.transport import MAX_BUFFERED_BYTES, DaemonStream
 
@@ -29,6 +31,27 @@ def test_bytes_arrive_in_order_and_then_the_end() -> None:
                 await stream.send(b"more")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_what_the_daemon_said_before_it_closed_is_read_also_after_a_failed_write(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        async with await DaemonStream.open(ours) as stream:
+            theirs.sendall(b"too many connections")
+            theirs.close()
+            await stream.send(b"question")
+            await stream.send(b"more")
+            assert await stream.receive() == b"too many connections"
+            with pytest.raises(anyio.EndOfStream):
+                await stream.receive()
+
+    event_loop = loop()
+    event_loop.run_until_complete(main())
+    event_loop.close()
 
 
 def test_a_reader_that_does_not_read_stops_the_daemon_from_sending() -> None:

@@ -18,9 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import attrs
 import psutil
@@ -368,27 +368,46 @@ class Canary:
         chat = [{"role": "user", "content": "Tell me a story about a fox."}]
         self._daemon = daemon
         self._fields = {"messages": chat, "max_tokens": 60, **fields}
-        self._alone = daemon.ask(**self._fields).ids
+        with self._asking() as ask:
+            self._alone = ask()
         self._stop = threading.Event()
         self._wrong: list[object] = []
         self.rounds = 0
         self.slowest_s = 0.0
         """Duration of the slowest round."""
         self._thread = threading.Thread(target=self._run, daemon=True)
+        assert self._alone is not None
         assert len(self._alone) > 20
 
-    def __enter__(self) -> Canary:
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[Callable[[], Sequence[object] | None]]:
+        """Open a connection for many requests.
+
+        What it yields sends one, and returns the content of the answer; ``None`` if there was no room for it.
+        """
+
+        def ask() -> Sequence[object] | None:
+            answer = wire.ask(keep_alive=True, **self._fields)
+            return None if answer.code in ("E_LIMIT_QUEUE", "E_LIMIT_KV") else answer.ids
+
+        with self._daemon.wire() as wire:
+            yield ask
+
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def _run(self) -> None:
         try:
-            with self._daemon.wire() as wire:
+            with self._asking() as ask:
                 while not self._stop.is_set() or not self.rounds:
                     began = time.monotonic()
-                    answer = wire.ask(keep_alive=True, **self._fields)
+                    answer = ask()
+                    if answer is None:
+                        time.sleep(0.1)
+                        continue
                     self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-                    if answer.ids != self._alone:
+                    if answer != self._alone:
                         self._wrong.append(answer)
                         return
                     self.rounds += 1

@@ -30,6 +30,8 @@ STEADY_S: Final = 10.0
 FIRST_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 10.0
 """Before the next start of a gateway that keeps dying.  The wait doubles from one to the next."""
+WATCH_S: Final = 2.0
+"""A gateway that is stopped twice in a row is killed."""
 
 
 class HttpAddressError(Exception):
@@ -104,7 +106,10 @@ class Gateway:
             began = trio.current_time()
             self._process = ChildProcess(MODULE, self._sock, self._settings, name="gateway")
             try:
-                reason = await self._process.wait()
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_kill_if_stopped, self._process)
+                    reason = await self._process.wait()
+                    nursery.cancel_scope.cancel()
             finally:
                 self._process.kill()
             if self._is_ending:
@@ -126,3 +131,13 @@ class Gateway:
         """Numbers for the metrics."""
         usage = self._process.usage() if self._process is not None else {}
         return {"pid": self._process.pid if self._process else None, "restarts_total": self.restarts, **usage}
+
+
+async def _kill_if_stopped(process: ChildProcess) -> None:
+    """End a gateway that a signal has stopped: its clients, and those in the backlog, would wait for ever."""
+    n_stopped = 0
+    while n_stopped < 2:
+        await trio.sleep(WATCH_S)
+        n_stopped = n_stopped + 1 if process.is_stopped() else 0
+    log.error("the gateway is stopped and is killed")
+    process.kill()

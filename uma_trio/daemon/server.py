@@ -162,6 +162,7 @@ class Server:
         try:
             if len(self._connections) >= self.limits.max_connections:
                 error = TooManyConnections(f"{len(self._connections)} connections are open")
+                error.retry_after_ms = self.models.get(None).retry_after_ms()
                 self.record_refusal(error)
                 sock.send(codec.encode(Failure.of(error)))
                 return

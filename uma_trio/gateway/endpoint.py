@@ -47,8 +47,10 @@ class Endpoint:
     dialect: Dialect
     answer: Callable[[Call], Awaitable[Response]]
     summary: str
-    body: type[msgspec.Struct] | None = None
+    body: type | None = None
     """What a request contains."""
+    hidden_fields: frozenset[str] = frozenset()
+    """Fields of ``body`` that clients do not send."""
     media_types: tuple[str, ...] = ("application/json",)
     """What an answer may be."""
     errors: tuple[int, ...] = COMMON_ERRORS

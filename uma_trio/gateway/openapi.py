@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -26,9 +26,13 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     bodies = {endpoint.body for endpoint in endpoints if endpoint.body is not None}
     schemas, components = msgspec.json.schema_components(bodies, ref_template=REFERENCE)
     schema_of = dict(zip(bodies, schemas, strict=True))
+    for endpoint in endpoints:
+        if endpoint.body is not None:
+            name = schema_of[endpoint.body]["$ref"].rpartition("/")[2]
+            _hide(components[name], endpoint.hidden_fields)
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
-        path = paths.setdefault(endpoint.path, {})
+        path = paths.setdefault(template_of(endpoint.path), {})
         path[endpoint.method.lower()] = _operation(endpoint, schema_of)
     return {
         "openapi": "3.1.0",
@@ -49,6 +53,11 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     }
 
 
+def template_of(path: str) -> str:
+    """A path of Starlette without the types of its parameters."""
+    return re.sub(r":\w+}", "}", path)
+
+
 def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {media_type: {"schema": {}} for media_type in endpoint.media_types}
     operation: dict[str, Any] = {
@@ -58,7 +67,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
         "description": inspect.getdoc(endpoint.answer) or "",
         "responses": {"200": {"description": "The answer", "content": content}},
     }
-    names = [part[1:-1].partition(":")[0] for part in endpoint.path.split("/") if part.startswith("{")]
+    names = [part[1:-1] for part in template_of(endpoint.path).split("/") if part.startswith("{")]
     if names:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
@@ -70,6 +79,12 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
     for status in endpoint.errors:
         operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return operation
+
+
+def _hide(schema: dict[str, Any], names: Container[str]) -> None:
+    """Remove properties."""
+    schema["properties"] = {name: each for name, each in schema["properties"].items() if name not in names}
+    schema["required"] = [name for name in schema.get("required", ()) if name not in names]
 
 
 def _shape(value: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ anyio's own Unix stream registers with the event loop for every read, which cost
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import deque
 from typing import Final, cast
@@ -20,7 +21,8 @@ MAX_BUFFERED_BYTES: Final = 256 * 1024
 class DaemonStream(ByteStream, asyncio.Protocol):
     """A connected Unix socket as a byte stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
         self._transport: asyncio.Transport
         self._chunks: deque[bytes] = deque()
         self._n_bytes = 0
@@ -30,7 +32,7 @@ class DaemonStream(ByteStream, asyncio.Protocol):
     @classmethod
     async def open(cls, sock: socket.socket) -> DaemonStream:
         """Take over a connected, non-blocking socket."""
-        _, stream = await asyncio.get_running_loop().create_unix_connection(cls, sock=sock)
+        _, stream = await asyncio.get_running_loop().create_unix_connection(lambda: cls(sock), sock=sock)
         return stream
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -39,17 +41,25 @@ class DaemonStream(ByteStream, asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._chunks.append(data)
         self._n_bytes += len(data)
-        if self._n_bytes > MAX_BUFFERED_BYTES:
+        if self._n_bytes > MAX_BUFFERED_BYTES and not self._transport.is_closing():
             self._transport.pause_reading()
         self._arrived.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            self._read_the_rest()
         self._ended = True
         self._arrived.set()
 
     def eof_received(self) -> None:
         self._ended = True
         self._arrived.set()
+
+    def _read_the_rest(self) -> None:
+        """Read why the daemon closed the connection: after a failed write, asyncio reads no more."""
+        with contextlib.suppress(OSError):
+            while self._n_bytes < MAX_BUFFERED_BYTES and (data := self._sock.recv(65536)):
+                self.data_received(data)
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
         """All bytes that have arrived.
@@ -73,9 +83,11 @@ class DaemonStream(ByteStream, asyncio.Protocol):
         """Send all of ``item``.
 
         Raises:
-            anyio.BrokenResourceError: the daemon closed the connection.
+            anyio.BrokenResourceError: the daemon closed the connection, and all that it sent was received.
         """
         if self._ended:
+            if self._chunks:  # they say why
+                return
             raise anyio.BrokenResourceError
         self._transport.write(item)
 

@@ -15,6 +15,7 @@ from uma_trio.offload import Offloader
 from uma_trio.protocol.messages import HealthCheck, SequenceInfo
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.fairness import Service
+from uma_trio.scheduling.returns import Returns
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.telemetry import Telemetry
 
@@ -185,6 +186,7 @@ class WaitingQueue:
         self._n_sequences = info.n_seq_max
         self._max_length = max_length
         self._sequences: list[Sequence] = []
+        self._returns = Returns()
         self._blocked: tuple[Sequence, int] | None = None
         """The first in line found no room when the cache was as it is."""
 
@@ -215,6 +217,8 @@ class WaitingQueue:
         Raises:
             QueueFull, KvFull: too many wait already.
         """
+        if not self._sequences and not self._running:
+            self._returns.clear()
         for n, sequence in enumerate(sequences):
             if self._sequences or not self._running.allocate(sequence):
                 if len(self._sequences) >= self._max_length:
@@ -251,14 +255,25 @@ class WaitingQueue:
             self._sequences.remove(first)
 
     def _full(self) -> QueueFull | KvFull:
-        """An error with an estimate of the wait: what requests take on average, for each turn that must come first."""
+        """The error for a request that cannot even wait, with the time at which it may be sent again."""
         waiting = f"{len(self._sequences)} requests wait already"
         kv = self._cache.statistics()
         if kv.sequences < self._n_sequences:  # a sequence is free, so cells are what is missing
             error: QueueFull | KvFull = KvFull(f"{kv.cells_reserved} of {kv.cells} KV cells are in use, and {waiting}")
         else:
             error = QueueFull(waiting)
-        if self._telemetry.served_ms.value is not None:
-            turns = 1 + len(self._sequences) // self._n_sequences
-            error.retry_after_ms = round(turns * self._telemetry.served_ms.value)
+        error.retry_after_ms = self.retry_after_ms()
         return error
+
+    def retry_after_ms(self) -> int | None:
+        """When the next refused request may come back; ``None`` before the first request has ended.
+
+        Requests take as long as the last ones did.  Those that wait go first, then those that were refused before.
+        """
+        served_ms = self._telemetry.served_ms.value
+        if served_ms is None:
+            return None
+        at_a_time = max(1, len(self._running))
+        turns = 1 + len(self._sequences) // at_a_time
+        served_s = 1e-3 * served_ms
+        return round(1e3 * self._returns.wait_s(trio.current_time(), turns * served_s, served_s / at_a_time))

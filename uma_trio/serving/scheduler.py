@@ -200,6 +200,10 @@ class Scheduler:
         self.wake()
         return pending
 
+    def retry_after_ms(self) -> int | None:
+        """When a request that was refused may be sent again; see ``WaitingQueue``."""
+        return self._waiting.retry_after_ms()
+
     def cancel_embedding(self, pending: PendingEmbeddings, reason: UmaError | None) -> None:
         """End ``pending`` now, if it has not ended: with an error, or as cancelled."""
         if not pending.done.is_set():

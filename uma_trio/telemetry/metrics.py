@@ -17,6 +17,9 @@ from uma_trio.telemetry.principals import PrincipalMetrics
 WINDOW: Final = 4096
 """Number of measurements that percentiles cover: the last 40 seconds at 100 tokens a second."""
 
+MOVING: Final = 64
+"""Measurements that count most in a ``MovingAverage``."""
+
 
 class RecentValues:
     """A ring of the last ``size`` measurements. Percentiles are computed on demand and cached."""
@@ -56,6 +59,20 @@ class Average:
     def value(self) -> float | None:
         """``None`` before the first measurement."""
         return round(self.total / self.count, 3) if self.count else None
+
+
+@attrs.define
+class MovingAverage:
+    """A mean in which older measurements weigh less."""
+
+    value: float | None = None
+    """``None`` before the first measurement."""
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.count = min(self.count + 1, MOVING)
+        before = 0.0 if self.value is None else self.value
+        self.value = before + (value - before) / self.count
 
 
 @attrs.frozen
@@ -107,7 +124,7 @@ class Telemetry:
     ttft_ms: RecentValues = attrs.field(factory=RecentValues)
     host_gap_ms: RecentValues = attrs.field(factory=RecentValues)
     cancel_to_free_ms: RecentValues = attrs.field(factory=RecentValues)
-    served_ms: Average = attrs.field(factory=Average)
+    served_ms: MovingAverage = attrs.field(factory=MovingAverage)
     """Time from admission to the end, of requests that finished or were cancelled."""
     decode_ms: Average = attrs.field(factory=Average)
     sample_ms: Average = attrs.field(factory=Average)

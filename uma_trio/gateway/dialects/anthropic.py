@@ -170,6 +170,8 @@ class ChatMessages:
             self._add_text("system", self._text(chat.system, "system"))
         for index, message in enumerate(chat.messages):
             self._add(message, f"messages[{index}].content")
+        if not self.messages:
+            raise invalid("no message has any content; send a text", parameter="messages")
         if self.messages[-1]["role"] == "assistant":
             raise invalid(
                 "the last message is of the assistant, and continuing it is not supported; end with one of the user",

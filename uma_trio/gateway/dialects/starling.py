@@ -15,7 +15,7 @@ from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
-from uma_trio.protocol.messages import SessionInfo, to_fields
+from uma_trio.protocol.messages import Generate, SessionInfo, to_fields
 
 OF_THE_CONNECTION: Final = frozenset({"id", "keep_alive", "principal", "principal_weight", "principal_max_requests"})
 """Fields of the socket protocol that the gateway sets itself."""
@@ -51,11 +51,11 @@ async def generate(call: Call) -> Response:
 
 def _split_stop(fields: dict[str, Any]) -> None:
     """Let ``stop`` have token ids as well as texts."""
-    stop = fields.get("stop")
-    if isinstance(stop, list) and any(isinstance(each, int) for each in stop):
+    stop, ids_before = fields.get("stop"), fields.get("stop_token_ids", [])
+    if isinstance(stop, list) and isinstance(ids_before, list) and any(isinstance(each, int) for each in stop):
         ids = [each for each in stop if isinstance(each, int) and not isinstance(each, bool)]
         fields["stop"] = [each for each in stop if each not in ids]
-        fields["stop_token_ids"] = [*fields.get("stop_token_ids", ()), *ids]
+        fields["stop_token_ids"] = [*ids_before, *ids]
 
 
 def _without_names(fields: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +148,8 @@ ENDPOINTS = (
         dialect=STARLING,
         answer=generate,
         summary="Text that continues a prompt or answers a chat",
+        body=Generate,
+        hidden_fields=OF_THE_CONNECTION,
         media_types=(EVENT_STREAM, NDJSON, JSON),
     ),
     Endpoint(
