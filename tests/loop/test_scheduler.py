@@ -16,7 +16,8 @@ from uma_trio import errors
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Eos, Generate, Token
-from uma_trio.serving.scheduler import MAX_DELAY_MS, Scheduler
+from uma_trio.serving.planning import MAX_DELAY_MS
+from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import Sequence as Answer
 
 ANYBODY = Principal("uid:0")

@@ -16,8 +16,24 @@ from uma_trio.protocol.messages import HealthCheck, SequenceInfo
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.returns import Returns
+from uma_trio.scheduling.timings import StepTimings
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.telemetry import Telemetry
+
+
+def cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
+    """The bookkeeping of the KV cache that an engine has."""
+    return KvCache(
+        n_sequences=info.n_seq_max,
+        n_cells=info.n_ctx,
+        cells_per_sequence=info.n_ctx_seq,
+        unified=info.unified,
+        can_truncate=info.can_truncate,
+        max_checkpoints=info.max_checkpoints,
+        state_can_truncate=info.state_can_truncate,
+        reuse=reuse,
+        worth_loading=timings.worth_loading,
+    )
 
 
 class RunningSet:

@@ -16,7 +16,7 @@ from uma_trio.errors import BadRequest
 from uma_trio.grammar import Grammar
 from uma_trio.models.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import BANNED, Generate, Slo
+from uma_trio.protocol.messages import BANNED, Embed, Generate, Slo
 from uma_trio.sampling import Bias, SamplingParams, TokenHistory, given
 from uma_trio.scheduling.view import Priority
 from uma_trio.serving.sequence import EventSink, Sampling, Sequence
@@ -73,6 +73,15 @@ def admit(
         )
         for index in range(request.n)
     ]
+
+
+def check_embed(request: Embed, info: ModelInfo) -> None:
+    """Raise BadRequest unless the model gives such embeddings."""
+    if not info.can_embed:
+        raise BadRequest("this model gives no embeddings")
+    width = info.n_embd_out
+    if request.dimensions is not None and request.dimensions > width:
+        raise BadRequest(f"dimensions is {request.dimensions}; embeddings of this model have {width}")
 
 
 def _check_token_ids(request: Generate, info: ModelInfo) -> None:

@@ -9,12 +9,11 @@ Source: docs/ARCHITECTURE.md, "A tick".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
-import attrs
 import structlog
 import trio
 
@@ -22,7 +21,6 @@ from uma_trio.config import Config
 from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput, TokenIds
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.errors import (
-    BadRequest,
     DecodeFailed,
     KvFull,
     ModelUnavailable,
@@ -32,46 +30,24 @@ from uma_trio.errors import (
     UmaError,
 )
 from uma_trio.grammar import Grammar
-from uma_trio.kv.cache import KvCache
 from uma_trio.models.prompt import Prompt
 from uma_trio.offload import InThread, Offloader, StateFiles
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, HealthCheck, SequenceInfo
-from uma_trio.sampling import PromptLookup
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, Plan, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
-from uma_trio.scheduling.view import SequenceView
-from uma_trio.serving.embedding import EmbeddingChunk, EmbeddingQueue, PendingEmbeddings
+from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
-from uma_trio.serving.queue import RunningSet, WaitingQueue
-from uma_trio.serving.request import admit
+from uma_trio.serving.planning import NoStep, StepPlanner, delays_requests
+from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
+from uma_trio.serving.request import admit, check_embed
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
-from uma_trio.serving.step import CompletedStep, InFlightStep, build_step, complete_step
+from uma_trio.serving.step import CompletedStep, InFlightStep, PlannedStep, build_step, complete_step
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")
-
-MAX_DRAFTS: Final = 16
-"""Draft tokens of one sequence in one step."""
-
-MAX_DECODES_WITH_DRAFTS: Final = 8
-"""Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
-
-MASK_TIMEOUT_MS: Final = 10.0
-"""A sequence whose mask is not ready so long after the logits is left out, and computed again in a later step."""
-
-LONG_MASK_TIMEOUT_MS: Final = 1000.0
-"""The same where that is impossible, because the memory cannot be truncated: then the sequence fails."""
-
-MAX_DELAY_MS: Final = 20.0
-"""A new request may wait this long for a step that runs ahead.  Revoking that step would stop the device until the next
-one is planned, which all other streams would feel."""
-
-INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
-"""Acceptance rate that is assumed at first where the request asks for speculation; 0.5 otherwise."""
 
 
 class Scheduler:
@@ -104,7 +80,7 @@ class Scheduler:
         self._stats = Stats(self.info, perf, debug=config.operations.debug)
         self.telemetry = self._stats.telemetry
         self.timings = StepTimings(cost or CostModel(), self.info.n_batch)
-        self.cache = _cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)
+        self.cache = cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)
         self.offloader = Offloader(
             self.cache,
             files,
@@ -116,17 +92,23 @@ class Scheduler:
         self._running = RunningSet(self.cache, self.offloader, self.telemetry)
         self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
-        self._had_chunk = False
-        """The last step that was planned had texts to embed."""
-        self._policy = PolicyState()
         self._bisection: CrashBisection[Sequence] = CrashBisection()
+        self._planner = StepPlanner(
+            info=self.info,
+            limits=config.scheduling,
+            timings=self.timings,
+            cache=self.cache,
+            waiting=self._waiting,
+            running=self._running,
+            embeddings=self._embeddings,
+            offloader=self.offloader,
+            bisection=self._bisection,
+        )
         self._in_flight: list[InFlightStep] = []
         """The step that computes, and perhaps one that runs ahead."""
         self._freed: list[Sequence] = []
         """Cancelled sequences whose tokens leave the KV cache with the next step."""
         self._n_steps = 0
-        self._last_was_outlier = True
-        """The last step took much more or less time than predicted, or there was none."""
         self._wake = trio.Event()
         self._idle = trio.Event()
         self._refusal: UmaError | None = None
@@ -166,7 +148,7 @@ class Scheduler:
         self._check_limit(principal, request.n)
         durable = durable and self.offloader.saves
         sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
-        self._arrive(principal)
+        self._planner.arrived(principal)
         try:
             self._waiting.enter(sequences)
         except (QueueFull, KvFull):
@@ -188,15 +170,11 @@ class Scheduler:
         """
         if self._refusal is not None:
             raise self._refusal
-        if not self.info.can_embed:
-            raise BadRequest("this model gives no embeddings")
-        width = self.info.n_embd_out
-        if request.dimensions is not None and request.dimensions > width:
-            raise BadRequest(f"dimensions is {request.dimensions}; embeddings of this model have {width}")
+        check_embed(request, self.info)
         self._check_limit(principal, 1)
         pending = PendingEmbeddings(request, texts, sink, principal)
         self._embeddings.add(pending)
-        self._arrive(principal)
+        self._planner.arrived(principal)
         self.wake()
         return pending
 
@@ -210,18 +188,10 @@ class Scheduler:
             self._embeddings.end(pending, reason)
             self.wake()
 
-    def _arrive(self, principal: Principal) -> None:
-        """A request of ``principal`` has come; call it before the request is counted."""
-        waiting = {other.principal.name for other in self.sequences() if other.state is not State.DECODE}
-        waiting |= {pending.principal.name for pending in self._embeddings}
-        if principal.name not in waiting:
-            service = self._policy.service.arrived(principal.name, waiting)
-            self._policy = attrs.evolve(self._policy, service=service)
-
     def _leave(self, principal: Principal) -> None:
         """A request of ``principal`` has ended."""
         if not self._n_requests(principal):
-            self._policy = self._policy.without(principal.name)
+            self._planner.left(principal)
 
     def _n_requests(self, principal: Principal) -> int:
         """Answers and requests for embeddings of ``principal``, waiting ones included."""
@@ -254,7 +224,7 @@ class Scheduler:
         A step that runs ahead was planned without knowing it.  A short one is let run.
         """
         ahead = self._ahead
-        if ahead is not None and ahead.plan.predicted_ms > MAX_DELAY_MS:
+        if ahead is not None and delays_requests(ahead):
             self._revoke(ahead)
         self._wake.set()
 
@@ -341,12 +311,12 @@ class Scheduler:
         """
         completed = await self._complete()
         if not self._in_flight:
-            self._plan_and_submit()
+            self._submit(self._planner.next_step())
         for each in completed:
             self._deliver(each)
-        if self._in_flight:
-            self._run_ahead()
-        else:
+        if len(self._in_flight) == 1:
+            self._submit(self._planner.step_ahead(self._in_flight[0]))
+        elif not self._in_flight:
             self._stats.idle()
             if not self._is_busy:
                 self._idle.set()
@@ -383,10 +353,11 @@ class Scheduler:
 
     def _complete_step(self, step: InFlightStep, output: StepOutput) -> CompletedStep:
         now = trio.current_time()
-        if step.transfer is not None:
-            self.offloader.complete(step.transfer, output)
-        if step.embedding is not None:
-            self._embeddings.complete(step.embedding, output)
+        planned = step.planned
+        if planned.transfer is not None:
+            self.offloader.complete(planned.transfer, output)
+        if planned.embedding is not None:
+            self._embeddings.complete(planned.embedding, output)
         new_tokens = complete_step(step, output, self.cache, now, can_truncate=self.info.can_truncate)
         for new in new_tokens:
             if new.reason is not None or not new.tokens:
@@ -399,7 +370,7 @@ class Scheduler:
         for ahead in self._in_flight:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
-        self._last_was_outlier = completed.is_outlier
+        self._planner.last_was_outlier = completed.is_outlier
         if completed.is_outlier:
             self._learn(completed)
         return completed
@@ -412,9 +383,8 @@ class Scheduler:
 
     def _undo_revoked(self, step: InFlightStep) -> None:
         """``step`` was not begun."""
-        self.cache.put_back(step.ops)
+        self._planner.undo(step.planned)
         self._freed[:0] = step.freed
-        self._policy = self._policy.undo(step.policy_before, step.plan.state)
         self._release_finished(step)
 
     def _release_finished(self, step: InFlightStep) -> None:
@@ -423,126 +393,21 @@ class Scheduler:
             if sequence.state is State.FINISHED and sequence.allocation is not None:
                 self._release_when_computed(sequence)
 
-    # 2. plan and submit
+    # 2. submit what is planned
 
-    def _plan_and_submit(self, in_flight: InFlightStep | None = None) -> None:
-        """Submit the next step, if there is anything to do.
-
-        Args:
-            in_flight: the step in flight; the next one runs ahead of it.
-        """
-        self._waiting.admit(self._policy.service)
-        transfer = embedding = None
-        starts_at = trio.current_time()
-        if in_flight is None:
-            decodes, prefills = self._views()
-            transfer = self.offloader.next_transfer(decodes)
-            if transfer is not None:
-                starts_at += self.offloader.predicted_ms(transfer) / 1e3
-            else:
-                embedding = self._next_chunk(decodes, prefills)
-            if embedding is not None:
-                starts_at += embedding.predicted_ms / 1e3
-        else:
-            decodes, prefills = in_flight.views_after(chain(*self._running.ready(in_flight.rows)))
-            starts_at = in_flight.completed_at
-        by_seq_id = self._running.by_seq_id()  # as the plan calls them
-        if in_flight is not None and prefills and self._last_was_outlier:
-            return  # a chunk of the wrong size would delay everybody
-        look_ahead = not prefills and _often_forced([by_seq_id[view.seq_id] for view in decodes])
-        runs_ahead = in_flight is not None and not prefills
-        if runs_ahead and (look_ahead or any(by_seq_id[view.seq_id].drafts(1) for view in decodes)):
-            return  # drafts continue a token that must be known
-        chosen = plan(
-            decodes,
-            prefills,
-            self._policy,
-            now_s=starts_at,
-            cost=self.timings.cost,
-            max_tokens=self.info.n_batch,
-            limits=self._config.scheduling,
-            mixes_prefill=self.info.unified,
-            pads_attention=self.info.pads_attention,
-        )
-        if in_flight is not None and not chosen.decodes and not chosen.chunks:
+    def _submit(self, planned: PlannedStep | NoStep) -> None:
+        """Send the next step to the engine, if there is one; behind the step in flight, if there is one."""
+        if isinstance(planned, NoStep):
             return
-        if chosen.chunks:
-            chosen = self._settle(chosen, by_seq_id, in_flight)
-            by_seq_id = self._running.by_seq_id()
-        ops = [*self.cache.take_ops()]
-        if transfer is not None:
-            ops.append(transfer.op)
-        if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
-            return
+        in_flight = self._in_flight[0] if self._in_flight else None
         freed, self._freed = self._freed, []
         self._n_steps += 1
-        step, message = build_step(
-            chosen,
-            by_seq_id,
-            ops,
-            self._n_steps,
-            policy_before=self._policy,
-            mask_timeout_ms=MASK_TIMEOUT_MS if self.info.can_truncate else LONG_MASK_TIMEOUT_MS,
-            look_ahead=look_ahead,
-            in_flight=in_flight,
-            freed=freed,
-            transfer=transfer,
-            embedding=embedding,
-        )
-        if embedding is not None:
-            service = chosen.state.service.charged(embedding.costs())
-            chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
+        step, message = build_step(planned, self._n_steps, freed, in_flight=in_flight)
         for sequence in step.rows:
             if (grammar := sequence.sampling.grammar) is not None:
                 self._engine.link.define_grammar(grammar.key, grammar.source)
-        self._policy = chosen.state
         self._in_flight.append(step)
         self._engine.link.submit(message)
-
-    def _next_chunk(self, decodes: list[SequenceView], prefills: list[SequenceView]) -> EmbeddingChunk | None:
-        """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
-        had_chunk, self._had_chunk = self._had_chunk, False
-        if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
-            return None  # a crash must be one's fault
-        time_ms = self._config.scheduling.prefill_tick_ms
-        if decodes:
-            time_ms = 1e3 * (min([view.due_s for view in decodes]) - trio.current_time())
-            time_ms = (1 - MAX_DEADLINE_MARGIN) * time_ms - self.timings.decode_ms(decodes)
-        if prefills:
-            time_ms /= 2
-        if decodes and had_chunk and time_ms < self._embeddings.min_chunk_ms:
-            return None  # streams will be late: every other step has the smallest chunk
-        chunk = self._embeddings.next_chunk(time_ms, self._policy.service)
-        self._had_chunk = chunk is not None
-        return chunk
-
-    def _settle(self, chosen: Plan, by_seq_id: Mapping[int, Sequence], in_flight: InFlightStep | None) -> Plan:
-        """Move the sequences whose prefill begins to the sequence ids that suit best; returns the plan with those ids."""
-        chunks = []
-        for chunk in chosen.chunks:
-            sequence = by_seq_id[chunk.seq_id]
-            if not sequence.n_computed and (in_flight is None or in_flight.row_of(sequence) is None):
-                self._running.settle(sequence)
-            assert sequence.allocation is not None
-            chunks.append(attrs.evolve(chunk, seq_id=sequence.allocation.seq_id))
-        return attrs.evolve(chosen, chunks=tuple(chunks))
-
-    def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
-        """What the next step can decode and prefill, if none is in flight; by sequence id."""
-        decodes, prefills = self._running.ready()
-        if self._bisection.is_active:
-            suspects = self._bisection.current({*decodes, *prefills})
-            decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
-            prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
-        max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
-        return (
-            [sequence.view(max_drafts=MAX_DRAFTS if sequence.forced else max_drafts) for sequence in decodes],
-            [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
-        )
-
-    def _pause_of(self, sequence: Sequence) -> int:
-        assert sequence.allocation is not None
-        return self.cache.next_pause(sequence.allocation)
 
     # 3. deliver, while the step computes
 
@@ -561,34 +426,10 @@ class Scheduler:
             if new.tokens:
                 self._stats.record_tokens(new, completed.at)
                 if not new.n_before:
-                    self._begin_speculation(sequence)
+                    self._planner.begin_speculation(sequence)
             reason = send_tokens(new, self._token_to_bytes)
             if reason is not None:
                 self._finish(sequence, reason)
-
-    def _begin_speculation(self, sequence: Sequence) -> None:
-        """Look for draft tokens from the first token on, where wrong ones can be removed and the request wants it."""
-        wanted = sequence.request.speculate
-        if self.info.can_truncate and (self._config.scheduling.speculation if wanted is None else wanted):
-            known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
-            sequence.lookup = PromptLookup(
-                known, acceptance_rate=INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else 0.5
-            )
-
-    # 4. run ahead
-
-    def _run_ahead(self) -> None:
-        """Plan and submit the step after the one in flight, which begins as soon as that one is complete."""
-        [step, *others] = self._in_flight
-        if others or step.revoked or step.plan.drafts or not step.rows:
-            return
-        if self.offloader.has_transfers or self._bisection.is_active or self._embeddings.is_ready:
-            return
-        if not self.info.can_truncate and (
-            self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
-        ):
-            return  # what a sequence holds must be known where it cannot be cut to that
-        self._plan_and_submit(in_flight=step)
 
     # -- the end of a sequence ------------------------------------------------------------------
 
@@ -659,11 +500,12 @@ class Scheduler:
         """
         suspects: dict[Sequence, int] = {}
         for step in self._in_flight:
-            if step.transfer is not None:
-                self.offloader.complete(step.transfer, None)
+            if step.planned.transfer is not None:
+                self.offloader.complete(step.planned.transfer, None)
             suspects |= {each: row.end for each, row in step.rows.items() if each.state is not State.FINISHED}
         in_flight, self._in_flight = self._in_flight, []
-        self._embeddings.lost(next((step.embedding for step in in_flight if step.embedding is not None), None))
+        chunks = [step.planned.embedding for step in in_flight if step.planned.embedding is not None]
+        self._embeddings.lost(chunks[0] if chunks else None)
         if not self._stopping:  # otherwise ``stop`` has ended it
             log.error("the engine failed", reason=reason, sequences=len(suspects), restarts=self._engine.restarts)
         for sequence in chain.from_iterable([step.rows for step in in_flight]):
@@ -715,23 +557,3 @@ class Scheduler:
         """Raise AssertionError unless sequences, reservations and steps add up."""
         self._running.check_integrity()
         assert all(sequence.state is State.WAITING for sequence in self._waiting)
-
-
-def _often_forced(decodes: list[Sequence]) -> bool:
-    """Whether to know what grammars force before the next step is planned: if that helps half of the sequences."""
-    return 2 * sum([sequence.often_forced for sequence in decodes]) >= max(1, len(decodes))
-
-
-def _cache_for(info: ModelInfo, timings: StepTimings, *, reuse: bool) -> KvCache:
-    """The bookkeeping of the KV cache that an engine has."""
-    return KvCache(
-        n_sequences=info.n_seq_max,
-        n_cells=info.n_ctx,
-        cells_per_sequence=info.n_ctx_seq,
-        unified=info.unified,
-        can_truncate=info.can_truncate,
-        max_checkpoints=info.max_checkpoints,
-        state_can_truncate=info.state_can_truncate,
-        reuse=reuse,
-        worth_loading=timings.worth_loading,
-    )

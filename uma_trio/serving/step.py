@@ -1,4 +1,4 @@
-"""From a plan to a step, and from its output to tokens; the same for a step that runs ahead.
+"""From a planned step to the engine's, and from its output to tokens; the same for a step that runs ahead.
 
 A step runs ahead when it is planned and submitted while the one before computes.  Sequences go on in it with the tokens
 that this one is about to sample.  The engine begins it at once, so the device never waits for the event loop.
@@ -32,6 +32,27 @@ OUTLIER: Final = 0.5
 """Share by which a step took more or less than predicted, from which on the next plan should know at once."""
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class PlannedStep:
+    """What a step is to compute.  Nothing of it is submitted yet."""
+
+    plan: Plan
+    sequences: Mapping[int, Sequence]
+    """By the sequence ids of the plan."""
+    ops: Items[KvOp]
+    """Operations on the KV cache, before anything is computed."""
+    policy_before: PolicyState
+    """The policy's state without this step; ``plan.state`` is the one with it."""
+    mask_timeout_ms: float
+    """A sequence whose mask is not ready so long after the logits is left out."""
+    look_ahead: bool = False
+    """The engine finds what grammars force, because the next plan needs it."""
+    transfer: Transfer | None = None
+    """The state that it saves or loads."""
+    embedding: EmbeddingChunk | None = None
+    """The texts that it embeds."""
+
+
 @attrs.define(eq=False)
 class StepRow:
     """What a step computes of one sequence."""
@@ -52,22 +73,19 @@ class InFlightStep:
     """A step that was submitted and is not complete."""
 
     number: int
-    plan: Plan
+    planned: PlannedStep
     rows: Mapping[Sequence, StepRow]
     """In the order of the step's inputs."""
-    ops: Items[KvOp]
     freed: Items[Sequence]
     """Cancelled sequences whose tokens leave the KV cache with this step."""
-    transfer: Transfer | None
-    """The state that it saves or loads."""
-    policy_before: PolicyState
-    """The policy's state without this step."""
     runs_ahead: bool = False
     revoked: bool = False
     """The engine was asked not to begin it."""
-    embedding: EmbeddingChunk | None = None
-    """The texts that it embeds."""
     began_at: float = attrs.field(factory=trio.current_time)
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
 
     @property
     def completed_at(self) -> float:
@@ -147,24 +165,15 @@ class CompletedStep:
 
 
 def build_step(
-    plan: Plan,
-    by_seq_id: Mapping[int, Sequence],
-    ops: Items[KvOp],
-    number: int,
-    *,
-    policy_before: PolicyState,
-    mask_timeout_ms: float,
-    look_ahead: bool,
-    in_flight: InFlightStep | None = None,
-    freed: Items[Sequence] = (),
-    transfer: Transfer | None = None,
-    embedding: EmbeddingChunk | None = None,
+    planned: PlannedStep, number: int, freed: Items[Sequence], *, in_flight: InFlightStep | None = None
 ) -> tuple[InFlightStep, SubmittedStep]:
-    """The step that ``plan`` asks for: what the daemon remembers of it, and what the engine gets.
+    """The step that was planned: what the daemon remembers of it, and what the engine gets.
 
     Args:
+        freed: cancelled sequences whose tokens leave the KV cache with it.
         in_flight: the step in flight that it runs ahead of.
     """
+    plan = planned.plan
     rows: list[StepRow] = []
     calls: list[list[StepInput | Continued]] = []
     decodes = iter(zip(plan.decodes, plan.drafts or repeat(0)))  # noqa: B905  (the second has no end)
@@ -172,7 +181,7 @@ def build_step(
         inputs: list[StepInput | Continued] = []
         for _ in range(width):
             view, n_drafts = next(decodes)
-            sequence = by_seq_id[view.seq_id]
+            sequence = planned.sequences[view.seq_id]
             drafts = sequence.drafts(n_drafts) if n_drafts else ()
             goes_on = in_flight is not None and in_flight.row_of(sequence) is not None
             inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
@@ -184,29 +193,24 @@ def build_step(
     if plan.prefill_separately or not calls:
         calls.append([])
     for chunk in plan.chunks:
-        sequence = by_seq_id[chunk.seq_id]
+        sequence = planned.sequences[chunk.seq_id]
         row = None if in_flight is None else in_flight.row_of(sequence)
         start = sequence.n_computed if row is None else row.end
         prefill = sequence.prefill_input(start, chunk.n_tokens)
         calls[-1].append(prefill)
         rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
-    follows = 0 if in_flight is None else in_flight.number
-    step = Step(ops, [inputs for inputs in calls if inputs], number, follows, look_ahead, mask_timeout_ms)
-    if embedding is not None:
-        step.embeddings = embedding.inputs
-    by_sequence = {row.sequence: row for row in rows}
-    remembered = InFlightStep(
+    step = Step(
+        planned.ops,
+        [inputs for inputs in calls if inputs],
         number,
-        plan,
-        by_sequence,
-        ops,
-        freed,
-        transfer,
-        policy_before,
-        runs_ahead=in_flight is not None,
-        embedding=embedding,
+        0 if in_flight is None else in_flight.number,
+        planned.look_ahead,
+        planned.mask_timeout_ms,
     )
-    return remembered, step
+    if planned.embedding is not None:
+        step.embeddings = planned.embedding.inputs
+    by_sequence = {row.sequence: row for row in rows}
+    return InFlightStep(number, planned, by_sequence, freed, runs_ahead=in_flight is not None), step
 
 
 def complete_step(

@@ -1,0 +1,240 @@
+"""What the next step contains, without an engine and without a tick: sequences are moved by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import trio
+
+from tests.support.fake_engine import FakeEngine
+from uma_trio.config import Config
+from uma_trio.engine.messages import StepInput, StepOutput
+from uma_trio.kv.cache import KvCache
+from uma_trio.models.prompt import Prompt
+from uma_trio.offload import Offloader
+from uma_trio.principal import Principal
+from uma_trio.protocol.messages import Embed, Generate
+from uma_trio.sampling import PromptLookup
+from uma_trio.scheduling.bisection import CrashBisection
+from uma_trio.scheduling.cost import CostModel, LinearModel
+from uma_trio.scheduling.timings import StepTimings
+from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
+from uma_trio.serving.planning import MAX_DECODES_WITH_DRAFTS, NoStep, StepPlanner
+from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
+from uma_trio.serving.request import admit
+from uma_trio.serving.sequence import Sequence, State
+from uma_trio.serving.step import InFlightStep, PlannedStep, build_step, complete_step
+from uma_trio.telemetry import Telemetry
+
+CONFIG = Config()
+SOMEONE = Principal("uid:0")
+MS_PER_TOKEN = 0.1
+
+
+class Sink:
+    """A client that reads everything."""
+
+    has_room = True
+
+    def send(self, event: Any) -> None:
+        pass
+
+
+class Planning:
+    """A planner and all that it looks at."""
+
+    def __init__(self, **engine: Any) -> None:
+        self.info = FakeEngine(**engine).info
+        model = LinearModel((1.0, MS_PER_TOKEN, MS_PER_TOKEN, 0.0, 0.0))
+        self.timings = StepTimings(CostModel(model, model), self.info.n_batch)
+        self.cache: KvCache = cache_for(self.info, self.timings, reuse=True)
+        offloader = Offloader(self.cache, None, self.timings, lambda: None, after_s=1.0)
+        telemetry = Telemetry()
+        self.running = RunningSet(self.cache, offloader, telemetry)
+        self.waiting = WaitingQueue(self.cache, self.running, telemetry, self.info, max_length=100)
+        self.embeddings = EmbeddingQueue(self.info, 100, lambda principal: None)
+        self.bisection: CrashBisection[Sequence] = CrashBisection()
+        self.planner = StepPlanner(
+            info=self.info,
+            limits=CONFIG.scheduling,
+            timings=self.timings,
+            cache=self.cache,
+            waiting=self.waiting,
+            running=self.running,
+            embeddings=self.embeddings,
+            offloader=offloader,
+            bisection=self.bisection,
+        )
+        self.n_steps = 0
+
+    def ask(self, n_prompt: int, max_tokens: int = 50, principal: Principal = SOMEONE) -> Sequence:
+        """A request has come."""
+        first = 1 + 1000 * self.n_steps + sum(len(each.prompt.tokens) for each in self.running)  # nothing is shared
+        prompt = Prompt(np.arange(first, first + n_prompt, dtype=np.int32) % 900, "")
+        request = Generate(id="1", prompt="", max_tokens=max_tokens)
+        [sequence] = admit(request, prompt, Sink(), principal, self.info, CONFIG, grammar=None, durable=False)
+        self.planner.arrived(principal)
+        self.waiting.enter([sequence])
+        return sequence
+
+    def embed(self, n_tokens: int, principal: Principal = SOMEONE) -> PendingEmbeddings:
+        pending = PendingEmbeddings(Embed(id="1", input=[]), [np.ones(n_tokens, np.int32)], Sink(), principal)
+        self.embeddings.add(pending)
+        return pending
+
+    def next_step(self) -> PlannedStep:
+        planned = self.planner.next_step()
+        assert isinstance(planned, PlannedStep), planned
+        return planned
+
+    def submitted(self, planned: PlannedStep, behind: InFlightStep | None = None) -> InFlightStep:
+        self.n_steps += 1
+        step, _ = build_step(planned, self.n_steps, (), in_flight=behind)
+        return step
+
+    def complete(self, step: InFlightStep) -> None:
+        """The engine has sampled token 7 wherever it had to."""
+        n = sum(row.n_samples for row in step.rows.values())
+        output = StepOutput(tokens=(7,) * n, scores=(None,) * n)
+        complete_step(step, output, self.cache, trio.current_time(), can_truncate=self.info.can_truncate)
+
+    def streams(self, n: int) -> list[Sequence]:
+        """``n`` sequences that decode; the last step was predicted well."""
+        sequences = [self.ask(5) for _ in range(n)]
+        while any(sequence.state is not State.DECODE for sequence in sequences):
+            self.complete(self.submitted(self.next_step()))
+        self.planner.last_was_outlier = False
+        return sequences
+
+
+@pytest.fixture
+def planning(autojump_clock: object) -> type[Planning]:
+    """The clock is virtual and stands still."""
+    return Planning
+
+
+async def test_without_work_there_is_no_step(planning):
+    assert planning().planner.next_step() is NoStep.NOTHING_READY
+
+
+async def test_a_prompt_is_prefilled_by_a_step_and_by_one_that_runs_ahead(planning):
+    found = planning(n_batch=64)
+    sequence = found.ask(100)
+    planned = found.next_step()
+    assert [(planned.sequences[chunk.seq_id], chunk.n_tokens) for chunk in planned.plan.chunks] == [(sequence, 64)]
+    step = found.submitted(planned)
+
+    assert found.planner.step_ahead(step) is NoStep.OUTLIER, "nothing is known of durations"
+    found.planner.last_was_outlier = False
+    ahead = found.planner.step_ahead(step)
+    assert [(chunk.n_tokens, chunk.is_last) for chunk in ahead.plan.chunks] == [(36, True)]
+    assert ahead.policy_before == planned.plan.state
+
+
+async def test_streams_go_on_in_a_step_that_runs_ahead(planning):
+    found = planning()
+    streams = found.streams(3)
+    step = found.submitted(found.next_step())
+    assert [*step.rows] == streams
+    ahead = found.planner.step_ahead(step)
+    assert [ahead.sequences[view.seq_id] for view in ahead.plan.decodes] == streams
+    assert [view.n_context for view in ahead.plan.decodes] == [6, 6, 6], "the step in flight computes one token of each"
+    [call] = build_step(ahead, 99, (), in_flight=step)[1].calls
+    assert not any(isinstance(each, StepInput) for each in call), "their tokens are not known yet"
+
+
+async def test_nothing_is_left_to_do_after_the_last_token_in_flight(planning):
+    found = planning()
+    sequence = found.ask(5, max_tokens=1)
+    step = found.submitted(found.next_step())
+    assert found.planner.step_ahead(step) is NoStep.NOTHING_READY
+    found.complete(step)
+    assert len(sequence.tokens) == 1
+
+
+async def test_no_step_runs_ahead_of_one_that_was_revoked(planning):
+    found = planning()
+    found.streams(1)
+    step = found.submitted(found.next_step())
+    step.revoked = True
+    assert found.planner.step_ahead(step) is NoStep.NO_SEQUENCE
+
+
+async def test_draft_tokens_continue_a_known_token(planning):
+    found = planning()
+    [stream] = found.streams(1)
+    stream.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
+    step = found.submitted(found.next_step())
+    assert step.plan.drafts
+    assert found.planner.step_ahead(step) is NoStep.DRAFTS, "how many are accepted is not known"
+
+    stream.lookup = None
+    plain = found.submitted(found.next_step())
+    stream.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
+    assert found.planner.step_ahead(plain) is NoStep.DRAFTS, "the next step could have some"
+
+
+@pytest.mark.parametrize(("n", "allowed"), [(MAX_DECODES_WITH_DRAFTS, True), (MAX_DECODES_WITH_DRAFTS + 1, False)])
+async def test_wide_batches_have_no_draft_tokens(planning, n, allowed):
+    found = planning(n_seq_max=16)
+    for stream in found.streams(n):
+        stream.lookup = PromptLookup([1, 2, 7, 8, 9] * 4 + [1, 2, 7], acceptance_rate=0.95)
+    assert any(view.n_drafts for view in found.next_step().plan.decodes) == allowed
+
+
+async def test_texts_to_embed_are_in_the_next_step_and_in_none_that_runs_ahead(planning):
+    found = planning()
+    found.streams(1)
+    step = found.submitted(found.next_step())
+    found.embed(40)
+    assert found.planner.step_ahead(step) is NoStep.UNKNOWN_DURATION
+    found.complete(step)
+    planned = found.next_step()
+    assert planned.embedding is not None
+    assert planned.plan.decodes
+    service = found.planner._policy.service
+    before = planned.policy_before.service.decoded(planned.plan.decodes)
+    assert service.counter("uid:0") == before.counter("uid:0") + planned.embedding.n_tokens, "they are charged"
+
+
+async def test_after_a_crash_one_half_of_the_sequences_runs_and_nothing_ahead(planning):
+    found = planning()
+    streams = found.streams(4)
+    step = found.submitted(found.next_step())
+    found.bisection.crashed({sequence: row.end for sequence, row in step.rows.items()})
+    found.embed(40)
+    half = found.next_step()
+    assert [half.sequences[view.seq_id] for view in half.plan.decodes] == streams[:2]
+    assert half.embedding is None, "a crash must be one's fault"
+    [pending] = found.embeddings
+    found.embeddings.end(pending, None)
+    assert found.planner.step_ahead(found.submitted(half)) is NoStep.SUSPECTS
+
+
+async def test_what_cannot_be_truncated_must_be_known_before_a_prompt_begins(planning):
+    found = planning(can_truncate=False)
+    found.streams(1)
+    step = found.submitted(found.next_step())
+    assert isinstance(found.planner.step_ahead(step), PlannedStep)
+    found.complete(step)
+    found.ask(30)
+    assert found.planner.step_ahead(step) is NoStep.CANNOT_TRUNCATE
+
+
+async def test_a_step_that_was_not_begun_leaves_nothing_behind(planning):
+    found = planning()
+    found.streams(2)
+    step = found.submitted(found.next_step())
+    found.cache._pool.ops.append("an operation")
+    before = found.planner._policy
+    ahead = found.planner.step_ahead(step)
+    assert ahead.ops == ("an operation",)
+    assert not found.cache.has_ops
+    assert found.planner._policy.service.counter("uid:0") > before.service.counter("uid:0")
+    found.planner.undo(ahead)
+    assert found.cache.take_ops() == ("an operation",)
+    assert found.planner._policy.service.counter("uid:0") == before.service.counter("uid:0")
+    assert attrs.evolve(found.planner._policy, service=before.service) == before

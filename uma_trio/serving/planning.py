@@ -1,0 +1,288 @@
+"""What the next step contains, or why there is none now.
+
+``scheduling/policy.py`` divides the time of a step between streams and prompts.  Here is everything around it: what is
+ready, texts to embed and copies of KV states next to it, draft tokens, and when a step may run ahead.  Nothing here
+talks to the engine or waits.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from itertools import chain
+from typing import Final
+
+import attrs
+import trio
+
+from uma_trio.config import Scheduling
+from uma_trio.engine.messages import ModelInfo
+from uma_trio.kv.cache import KvCache
+from uma_trio.kv.ops import KvOp
+from uma_trio.offload import Offloader
+from uma_trio.principal import Principal
+from uma_trio.sampling import PromptLookup
+from uma_trio.scheduling.bisection import CrashBisection
+from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, Plan, PolicyState, plan
+from uma_trio.scheduling.timings import StepTimings
+from uma_trio.scheduling.view import SequenceView
+from uma_trio.serving.embedding import EmbeddingChunk, EmbeddingQueue
+from uma_trio.serving.queue import RunningSet, WaitingQueue
+from uma_trio.serving.sequence import Sequence, State
+from uma_trio.serving.step import InFlightStep, PlannedStep
+
+MAX_DRAFTS: Final = 16
+"""Draft tokens of one sequence in one step."""
+
+MAX_DECODES_WITH_DRAFTS: Final = 8
+"""Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
+
+INITIAL_ACCEPTANCE_RATE: Final = 0.5
+"""Acceptance rate of draft tokens that is assumed at first."""
+
+INITIAL_ACCEPTANCE_RATE_IF_REQUESTED: Final = 0.95
+"""The same where the request asks for speculation."""
+
+MASK_TIMEOUT_MS: Final = 10.0
+"""A sequence whose mask is not ready so long after the logits is left out, and computed again in a later step."""
+
+LONG_MASK_TIMEOUT_MS: Final = 1000.0
+"""The same where that is impossible, because the memory cannot be truncated: then the sequence fails."""
+
+MAX_DELAY_MS: Final = 20.0
+"""A new request may wait this long for a step that runs ahead.  Revoking that step would stop the device until the next
+one is planned, which all other streams would feel."""
+
+
+class NoStep(enum.Enum):
+    """Why there is no next step now."""
+
+    NOTHING_READY = "nothing can be computed"
+    NO_SEQUENCE = "the step in flight computes no sequence"
+    DRAFTS = "draft tokens continue a token that is not sampled yet"
+    UNKNOWN_DURATION = "a copy of a KV state or texts to embed wait, and the next plan must know how long they take"
+    OUTLIER = "the last step was predicted badly, so a chunk of a prompt could delay all streams"
+    SUSPECTS = "the sequence that makes the engine fail is searched, so what runs next depends on this step"
+    CANNOT_TRUNCATE = "a prompt begins or goes on, and its sequence cannot be cut to what it turns out to hold"
+
+
+@attrs.define(eq=False, kw_only=True)
+class StepPlanner:
+    """Plans the steps of one engine, one after another.
+
+    Everything that it is given changes between two plans.  It changes itself what a plan moves: waiting sequences that
+    run now, texts and KV operations that are taken from their queues, the policy's state.  So a planned step must be
+    submitted, or given back with ``undo``.
+    """
+
+    _info: ModelInfo
+    _limits: Scheduling
+    _timings: StepTimings
+    _cache: KvCache
+    _waiting: WaitingQueue
+    _running: RunningSet
+    _embeddings: EmbeddingQueue
+    _offloader: Offloader
+    _bisection: CrashBisection[Sequence]
+    _policy: PolicyState = attrs.field(factory=PolicyState, init=False)
+    _had_chunk: bool = attrs.field(default=False, init=False)
+    """The last step that was planned had texts to embed."""
+    last_was_outlier: bool = attrs.field(default=True, init=False)
+    """The last step took much more or less time than predicted, or there was none."""
+
+    # -- who is served --------------------------------------------------------------------------
+
+    def arrived(self, principal: Principal) -> None:
+        """A request of ``principal`` has come; call it before the request is in a queue."""
+        waiting = {
+            other.principal.name
+            for other in chain(self._running, self._waiting)
+            if other.state in (State.WAITING, State.PREFILL)
+        }
+        waiting |= {pending.principal.name for pending in self._embeddings}
+        if principal.name not in waiting:
+            self._policy = attrs.evolve(self._policy, service=self._policy.service.arrived(principal.name, waiting))
+
+    def left(self, principal: Principal) -> None:
+        """The last request of ``principal`` has ended."""
+        self._policy = self._policy.without(principal.name)
+
+    def begin_speculation(self, sequence: Sequence) -> None:
+        """Look for draft tokens from the first token on, where wrong ones can be removed and the request wants it."""
+        wanted = sequence.request.speculate
+        if self._info.can_truncate and (self._limits.speculation if wanted is None else wanted):
+            known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
+            rate = INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else INITIAL_ACCEPTANCE_RATE
+            sequence.lookup = PromptLookup(known, acceptance_rate=rate)
+
+    # -- the next step --------------------------------------------------------------------------
+
+    def next_step(self) -> PlannedStep | NoStep:
+        """What to compute now; no step is in flight."""
+        self._waiting.admit(self._policy.service)
+        starts_at = trio.current_time()
+        decodes, prefills = self._views()
+        transfer, embedding = self._offloader.next_transfer(decodes), None
+        if transfer is not None:
+            starts_at += self._offloader.predicted_ms(transfer) / 1e3
+        else:
+            embedding = self._next_chunk(decodes, prefills)
+        if embedding is not None:
+            starts_at += embedding.predicted_ms / 1e3
+        sequences: Mapping[int, Sequence] = self._running.by_seq_id()
+        look_ahead = not prefills and _often_forced([sequences[view.seq_id] for view in decodes])
+        chosen, sequences = self._settle(self._plan(decodes, prefills, starts_at), sequences)
+        ops: Items[KvOp] = self._cache.take_ops()
+        if transfer is not None:
+            ops = (*ops, transfer.op)
+        if not chosen.decodes and not chosen.chunks and not ops and embedding is None:
+            return NoStep.NOTHING_READY
+        if embedding is not None:
+            service = chosen.state.service.charged(embedding.costs())
+            chosen = attrs.evolve(chosen, state=attrs.evolve(chosen.state, service=service))
+        before, self._policy = self._policy, chosen.state
+        return PlannedStep(
+            plan=chosen,
+            sequences=sequences,
+            ops=ops,
+            policy_before=before,
+            mask_timeout_ms=self._mask_timeout_ms,
+            look_ahead=look_ahead,
+            transfer=transfer,
+            embedding=embedding,
+        )
+
+    def step_ahead(self, step: InFlightStep) -> PlannedStep | NoStep:
+        """What to compute after ``step``, the only one in flight, as soon as it is complete.
+
+        It goes on with the tokens that ``step`` samples, so they must not decide what it contains.
+        """
+        obstacle = self._obstacle(step)
+        if obstacle is not None:
+            return obstacle
+        self._waiting.admit(self._policy.service)
+        decodes, prefills = step.views_after(chain(*self._running.ready(step.rows)))
+        sequences: Mapping[int, Sequence] = self._running.by_seq_id()
+        if prefills:
+            if self.last_was_outlier:
+                return NoStep.OUTLIER
+        else:
+            streams = [sequences[view.seq_id] for view in decodes]
+            if _often_forced(streams) or any(stream.drafts(1) for stream in streams):
+                return NoStep.DRAFTS
+        chosen = self._plan(decodes, prefills, step.completed_at)
+        if not chosen.decodes and not chosen.chunks:
+            return NoStep.NOTHING_READY
+        chosen, sequences = self._settle(chosen, sequences, step)
+        before, self._policy = self._policy, chosen.state
+        return PlannedStep(
+            plan=chosen,
+            sequences=sequences,
+            ops=self._cache.take_ops(),
+            policy_before=before,
+            mask_timeout_ms=self._mask_timeout_ms,
+        )
+
+    def undo(self, planned: PlannedStep) -> None:
+        """``planned``, which ran ahead, was not begun."""
+        self._cache.put_back(planned.ops)
+        self._policy = self._policy.undo(planned.policy_before, planned.plan.state)
+
+    # -- its parts ------------------------------------------------------------------------------
+
+    def _obstacle(self, step: InFlightStep) -> NoStep | None:
+        """Why no step may run ahead of ``step``, whatever is ready."""
+        if step.revoked or not step.rows:
+            return NoStep.NO_SEQUENCE
+        if step.plan.drafts:
+            return NoStep.DRAFTS
+        if self._offloader.has_transfers or self._embeddings.is_ready:
+            return NoStep.UNKNOWN_DURATION
+        if self._bisection.is_active:
+            return NoStep.SUSPECTS
+        if not self._info.can_truncate and (
+            self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
+        ):
+            return NoStep.CANNOT_TRUNCATE
+        return None
+
+    def _views(self) -> tuple[list[SequenceView], list[SequenceView]]:
+        """What the next step can decode and prefill, if none is in flight; by sequence id."""
+        decodes, prefills = self._running.ready()
+        if self._bisection.is_active:
+            suspects = self._bisection.current({*decodes, *prefills})
+            decodes = [sequence for sequence in decodes if not suspects or sequence in suspects]
+            prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
+        max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
+        return (
+            [sequence.view(max_drafts=MAX_DRAFTS if sequence.forced else max_drafts) for sequence in decodes],
+            [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
+        )
+
+    def _pause_of(self, sequence: Sequence) -> int:
+        assert sequence.allocation is not None
+        return self._cache.next_pause(sequence.allocation)
+
+    def _next_chunk(self, decodes: Items[SequenceView], prefills: Items[SequenceView]) -> EmbeddingChunk | None:
+        """The texts that the next step embeds, in the time that streams leave.  Prompts get half of that time."""
+        had_chunk, self._had_chunk = self._had_chunk, False
+        if not self._embeddings.is_ready or (self._bisection.is_active and (decodes or prefills)):
+            return None  # a crash must be one's fault
+        time_ms = self._limits.prefill_tick_ms
+        if decodes:
+            time_ms = 1e3 * (min([view.due_s for view in decodes]) - trio.current_time())
+            time_ms = (1 - MAX_DEADLINE_MARGIN) * time_ms - self._timings.decode_ms(decodes)
+        if prefills:
+            time_ms /= 2
+        if decodes and had_chunk and time_ms < self._embeddings.min_chunk_ms:
+            return None  # streams will be late: every other step has the smallest chunk
+        chunk = self._embeddings.next_chunk(time_ms, self._policy.service)
+        self._had_chunk = chunk is not None
+        return chunk
+
+    def _plan(self, decodes: Items[SequenceView], prefills: Items[SequenceView], starts_at: float) -> Plan:
+        return plan(
+            decodes,
+            prefills,
+            self._policy,
+            now_s=starts_at,
+            cost=self._timings.cost,
+            max_tokens=self._info.n_batch,
+            limits=self._limits,
+            mixes_prefill=self._info.unified,
+            pads_attention=self._info.pads_attention,
+        )
+
+    def _settle(
+        self, chosen: Plan, sequences: Mapping[int, Sequence], in_flight: InFlightStep | None = None
+    ) -> tuple[Plan, Mapping[int, Sequence]]:
+        """Move the sequences whose prefill begins to the sequence ids that suit best.
+
+        Returns:
+            The plan with those ids, and the sequences by them.
+        """
+        if not chosen.chunks:
+            return chosen, sequences
+        chunks = []
+        for chunk in chosen.chunks:
+            sequence = sequences[chunk.seq_id]
+            if not sequence.n_computed and (in_flight is None or in_flight.row_of(sequence) is None):
+                self._running.settle(sequence)
+            assert sequence.allocation is not None
+            chunks.append(attrs.evolve(chunk, seq_id=sequence.allocation.seq_id))
+        return attrs.evolve(chosen, chunks=tuple(chunks)), self._running.by_seq_id()
+
+    @property
+    def _mask_timeout_ms(self) -> float:
+        return MASK_TIMEOUT_MS if self._info.can_truncate else LONG_MASK_TIMEOUT_MS
+
+
+def _often_forced(decodes: Items[Sequence]) -> bool:
+    """Whether to know what grammars force before the next step is planned: if that helps half of the sequences."""
+    return 2 * sum([sequence.often_forced for sequence in decodes]) >= max(1, len(decodes))
+
+
+def delays_requests(step: InFlightStep) -> bool:
+    """Whether a new request would wait too long for ``step``, which runs ahead."""
+    return step.plan.predicted_ms > MAX_DELAY_MS
