@@ -112,6 +112,25 @@ def test_embeddings_are_those_of_the_socket(gateway: Gateway, client: ollama.Cli
     assert found.prompt_eval_count == answer["usage"]["prompt_tokens"]
 
 
+def test_what_is_not_offered_is_an_error_of_the_client(client: ollama.Client) -> None:
+    with pytest.raises(ollama.ResponseError, match="there is no /api/pull here"):
+        client.pull("llama3.2")
+
+
+def test_a_header_names_the_session(gateway: Gateway) -> None:
+    headers = {"x-session-id": "ollama-trip"}
+    with gateway.http() as http:
+        for _ in range(2):
+            http.post("/api/chat", json={"model": "embedded", "messages": CHAT, "stream": False}, headers=headers)
+    with gateway.daemon.wire() as wire:
+        wire.send(type="sessions", id="s")
+        names = [session["session_id"] for session in wire.receive()["sessions"]]
+        [mine] = [name for name in names if name.startswith("ollama-trip:")]
+    with gateway.daemon.wire() as wire:
+        wire.send(type="sessions", action="close", session_id=mine, id="c")
+        assert wire.receive()["event"] == "sessions"
+
+
 def test_an_empty_request_asks_whether_the_model_is_there(client: ollama.Client) -> None:
     assert client.chat("embedded").done_reason == "load"
     assert client.generate("embedded").done_reason == "load"

@@ -73,6 +73,7 @@ def test_an_answer_that_follows_a_schema(gateway: Gateway) -> None:
     ("wrong", "kind", "code"),
     [
         ({"messages": []}, openai.BadRequestError, "E_PROTO_BAD_REQUEST"),
+        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "E_PROTO_BAD_REQUEST"),
         ({"temperature": -1}, openai.BadRequestError, "E_PROTO_BAD_REQUEST"),
         ({"model": "gpt-0"}, openai.NotFoundError, "E_MODEL_NOT_FOUND"),
         ({"max_tokens": 100_000}, openai.BadRequestError, "E_LIMIT_CONTEXT"),

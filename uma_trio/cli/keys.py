@@ -71,6 +71,7 @@ def create(name: str, quota: str | None, file: Path | None, as_json: bool, **lim
         given = {field: value for field, value in limits.items() if value is not None} | _parse_quota(quota)
         path = _path(file)
         with editing(path) as tenants:
+            is_first = not tenants
             today = datetime.datetime.now(datetime.UTC).date().isoformat()
             text, key = new_key(Tenants(tenants), today)
             tenants[name] = changed(name, tenants.get(name), given, key)
@@ -79,6 +80,12 @@ def create(name: str, quota: str | None, file: Path | None, as_json: bool, **lim
         return
     click.echo(text)
     click.echo(f"\nThis key of {name} is not stored and will not be shown again.  Its hash is in {path}.", err=True)
+    if is_first:
+        click.echo(
+            "From now on a gateway that uses this file asks every client for a key.  To serve without keys again, delete "
+            "the file and restart the daemon.",
+            err=True,
+        )
 
 
 @command.command("list")

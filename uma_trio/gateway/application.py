@@ -33,6 +33,7 @@ from uma_trio.gateway.dialects import (
     openai_responses,
     starling,
 )
+from uma_trio.gateway.dialects.ollama import DIALECT as OLLAMA
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
 from uma_trio.gateway.errors import HttpError
@@ -140,5 +141,6 @@ def _refuse(error: HttpError, scope: Scope) -> Response:
     """The response for an error that no endpoint has raised, in the form of the path's dialect."""
     scope["state"]["observation"].error_code = error.code
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    dialect = next((endpoint.dialect for endpoint in ENDPOINTS if endpoint.path == path), OPENAI)
+    of_others = OLLAMA if path.startswith("/api/") else OPENAI
+    dialect = next((endpoint.dialect for endpoint in ENDPOINTS if endpoint.path == path), of_others)
     return json_response(dialect.error_body(error, scope["state"]["request_id"]), error.status, error.headers)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token
 from uma_trio.gateway.answer import NDJSON, encode, json_response
+from uma_trio.gateway.conversation import conversation_fields
 from uma_trio.gateway.dialects.ollama import (
     DIALECT,
     Message,
@@ -77,7 +78,8 @@ async def chat(call: Call) -> Response:
         return await _loaded(call, request, {"message": {"role": "assistant", "content": ""}})
     tools, tool_warnings = tools_of(request.tools)
     messages = [chat_message(index, message) for index, message in enumerate(request.messages)]
-    return await _answer(call, request, _chat, [*warnings, *tool_warnings], messages=messages, tools=tools)
+    conversation = conversation_fields(messages, call.request.headers)
+    return await _answer(call, request, _chat, [*warnings, *tool_warnings], **conversation, tools=tools)
 
 
 async def generate(call: Call) -> Response:

@@ -162,8 +162,10 @@ def chat_message(index: int, message: Message) -> dict[str, Any]:
     """A message of the socket protocol.
 
     Raises:
-        HttpError: it contains something other than text.
+        HttpError: it contains something other than text, or nothing.
     """
+    if message.content is None and message.role in ("system", "developer", "user"):
+        raise invalid(f"a message of role {message.role} needs content", parameter=f"messages[{index}].content")
     fields: dict[str, Any] = {
         "role": "tool" if message.role == "function" else message.role,
         "content": text_of(message.content, f"messages[{index}].content"),
