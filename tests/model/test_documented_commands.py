@@ -8,6 +8,7 @@ one.  All others must succeed, and the embedded model must know the answers.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -52,7 +53,10 @@ NOT_RUN = {
 }
 """Commands that a test cannot run, as regular expressions, with the reason."""
 
-NEEDS_A_MODEL = {'git diff | uma-trio ask "Summarise this change:"'}
+NEEDS_A_MODEL = {
+    'git diff | uma-trio ask "Summarise this change:"',
+    'uma-trio ask --tools tools.json "How warm is it in Lima?"',
+}
 """Questions that need a larger model: the documents say so."""
 
 NEEDS_A_PROGRAM = ("jq", "duckdb", "pandas")
@@ -60,6 +64,24 @@ NEEDS_A_PROGRAM = ("jq", "duckdb", "pandas")
 
 LIVE = {r"uma-trio metrics --watch": ("tokens/s", "q"), r"uma-trio chat( --.*)?": ("/help", "\x04")}
 """Commands for a terminal, as regular expressions: what they show, and the key that ends them."""
+
+KEYS = """
+tenants:
+  alice:
+    keys:
+    - {id: 5f3a09c1, sha256: 17d764b98b7d0cc66dd0fdd93ffdd75d094b38310dae111e880d6b1157854ff9, created: '2026-11-22'}
+"""
+"""The file of keys before each example that revokes one."""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "temperature",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
 
 DOES_NOT_KNOW = "I am only a small demo model."
 
@@ -126,6 +148,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (home / folder).mkdir(parents=True)  # as the packages of these shells do
     (work / "uma.yaml").write_text("model:\n  ctx: 4096\n")
     (work / "file.txt").write_text("The capital of France is Paris.\n")
+    (work / "tools.json").write_text(json.dumps(TOOLS))
+    (home / ".config" / "uma-trio").mkdir(parents=True)
     for name in ("perf.jsonl", "perf.jsonl.1", "FILE"):
         (work / name).write_bytes(encode_run(simulated()))
     for arguments in (["init", "-q"], ["add", "file.txt"]):
@@ -167,7 +191,7 @@ def test_a_daemon_that_is_started_answers(
 ) -> None:
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {example.text}"],
+            ["bash", "-c", f"exec {example.text.replace('--http 8080', '--http 0')}"],  # tests run next to each other
             cwd=home / "work",
             env={**environment, "UMA_SOCKET": str(tmp_path / "uma.sock"), "XDG_STATE_HOME": str(tmp_path)},
             stdin=subprocess.DEVNULL,
@@ -233,6 +257,8 @@ def test_it_runs(example: Example, environment: Mapping[str, str], home: Path, s
         if re.fullmatch(pattern, example.text):
             _run_live(example.text, shown, key, environment, home)
             return
+    if "keys revoke" in example.text:
+        (home / ".config" / "uma-trio" / "keys.yaml").write_text(KEYS)
     command = [sys.executable, "-c"] if example.language == "python" else ["bash", "-o", "pipefail", "-c"]
     done = subprocess.run(
         [*command, example.text],

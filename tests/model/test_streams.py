@@ -119,7 +119,8 @@ async def test_encoding_and_streaming_do_not_change_the_answer(daemon):
         answer = daemon.ask(encoding=encoding, stream=stream, **request)
         assert (answer.text, answer.reason) == (reference.text, reference.reason), (encoding, stream)
         assert answer.last["metadata"] == request["metadata"]
-        assert answer.last["usage"] == reference.last["usage"]
+        for count in ("prompt_tokens", "completion_tokens"):  # how many are cached depends on what ran before
+            assert answer.last["usage"][count] == reference.last["usage"][count]
         assert len(answer.events) == (len(reference.events) if stream else 1)
 
 
