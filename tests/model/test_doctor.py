@@ -115,6 +115,7 @@ def test_a_running_daemon_answers(examine, no_c, daemon):
     found = examine("--socket", daemon.socket)
     assert "a daemon serves embedded.gguf" in found["socket"]["message"]
     assert found["socket"]["verdict"] == "ok"
+    assert "4096 tokens of context for a request of the running daemon, 64 at a time" in found["served"]["message"]
 
 
 def test_no_library(examine, tmp_path):

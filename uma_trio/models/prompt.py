@@ -90,7 +90,9 @@ def _size(given: ChatMessage | Tool) -> int:
 
 def _check_size(name: str, size: int, limits: Limits) -> None:
     if size > limits.max_prompt_bytes:
-        raise PromptTooLarge(f"{name} has {size} bytes; this daemon takes {limits.max_prompt_bytes}")
+        raise PromptTooLarge(
+            f"{name} has {size} bytes; this daemon takes {limits.max_prompt_bytes} (--max-prompt-bytes)"
+        )
 
 
 @attrs.frozen
@@ -369,7 +371,9 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
     if n_prompt == 0:
         raise BadRequest("the prompt has no tokens")
     if n_prompt > limits.max_prompt_tokens:
-        raise PromptTooLarge(f"the prompt has {n_prompt} tokens; this daemon takes {limits.max_prompt_tokens}")
+        raise PromptTooLarge(
+            f"the prompt has {n_prompt} tokens; this daemon takes {limits.max_prompt_tokens} (--max-prompt-tokens)"
+        )
     room = info.max_request_tokens - n_prompt + 1
     if room < 1:
         raise ContextTooSmall(

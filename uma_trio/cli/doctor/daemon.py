@@ -97,8 +97,40 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
         yield Finding("socket", "warning", message, "the machine is busy with other work; see threads above")
     else:
         yield Finding("socket", "ok", message)
+    yield from _served(path)
+    if answer.get("gateway"):
+        yield _gateway(answer["gateway"])
     if "engine" in answer:
         yield _engine(answer["engine"])
+
+
+def _served(path: Path) -> Iterator[Finding]:
+    """Report what the running daemon gives a request, which its own flags decide and not those of this command."""
+    from uma_trio.connect import BrokenProtocol, NoServer
+    from uma_trio.query import query
+
+    try:
+        [answer] = query(path, {"type": "models"}, timeout_s=SOCKET_S)
+    except (BrokenProtocol, NoServer, TimeoutError) as error:
+        yield Finding("served", "warning", f"the daemon does not say what it serves: {error}", "see its log")
+        return
+    for model in answer.get("models", ()):
+        message = (
+            f"{model['name']} with {model['context_per_request']} tokens of context for a request of the running daemon"
+        )
+        yield Finding("served", "ok", f"{message}, {model['parallel']} at a time")
+
+
+def _gateway(gateway: dict[str, Any]) -> Finding:
+    """Report the HTTP gateway from a metrics snapshot."""
+    restarts = gateway["restarts_total"]
+    message = f"HTTP is served by process {gateway['pid']}"
+    if not restarts:
+        return Finding("gateway", "ok", message)
+    times = "once" if restarts == 1 else f"{restarts} times"
+    return Finding(
+        "gateway", "warning", f"{message}, which was restarted {times}", "read the reasons in the daemon's log"
+    )
 
 
 def _engine(engine: dict[str, Any]) -> Finding:
