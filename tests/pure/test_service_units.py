@@ -123,12 +123,14 @@ def test_the_commands_of_systemd() -> None:
     def words(commands: object) -> list[str]:
         return [" ".join(command).removeprefix("systemctl --user ") for command in commands]  # type: ignore[attr-defined]
 
-    assert words(SYSTEMD.start(replaced=False)) == ["daemon-reload", "enable --now uma-trio.socket"]
-    assert words(SYSTEMD.start(replaced=True)) == [
+    assert words(SYSTEMD.start(SERVICE, replaced=False)) == ["daemon-reload", "enable --now uma-trio.socket"]
+    assert words(SYSTEMD.start(SERVICE, replaced=True)) == [
         "daemon-reload",
         "stop uma-trio.service uma-trio.socket",
         "enable --now uma-trio.socket",
     ]
+    with_http = attrs.evolve(SERVICE, serves_http=True)  # nobody connects to the Unix socket before
+    assert words(SYSTEMD.start(with_http, replaced=False))[-1] == "enable --now uma-trio.socket uma-trio.service"
     assert words(SYSTEMD.stop(SYSTEMD.paths)) == ["disable --now uma-trio.socket uma-trio.service"]
     assert SYSTEMD.is_running("● uma-trio.socket\n     Active: active (listening) since Sun\n")
     assert not SYSTEMD.is_running("● uma-trio.socket\n     Active: inactive (dead)\n")
@@ -150,7 +152,7 @@ def test_the_property_list_of_launchd() -> None:
 def test_the_commands_of_launchd() -> None:
     load = ("launchctl", "bootstrap", "gui/501", "/agents/uma-trio.plist")
     unload = ("launchctl", "bootout", "gui/501/uma-trio")
-    assert [*LAUNCHD.start(replaced=False)] == [load]
-    assert [*LAUNCHD.start(replaced=True)] == [unload, load]
+    assert [*LAUNCHD.start(SERVICE, replaced=False)] == [load]
+    assert [*LAUNCHD.start(SERVICE, replaced=True)] == [unload, load]
     assert [*LAUNCHD.stop(LAUNCHD.paths)] == [unload]
     assert LAUNCHD.is_running("\tstate = running\n")

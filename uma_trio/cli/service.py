@@ -73,7 +73,7 @@ def install(flags: Sequence[str], dry_run: bool, now: bool) -> None:
         raise click.UsageError(str(error)) from None
     before = {path: _read_own(path) for path in files}
     replaced = any(text is not None and text != files[path] for path, text in before.items())
-    commands = manager.start(replaced=replaced)
+    commands = manager.start(service, replaced=replaced)
     if dry_run:
         for path, text in files.items():
             click.echo(f"# {path}\n{text}")
@@ -194,6 +194,7 @@ def _service(flags: Sequence[str]) -> Service:
         socket=socket,
         drain_s=settings.limits.drain_timeout_s,
         hardened=stamp.backend != "cuda",
+        serves_http=settings.http.listen is not None,
     )
 
 

@@ -50,6 +50,8 @@ class Service:
     """How long the daemon may take to complete requests, and again to save sessions, when it stops."""
     hardened: bool = True
     """Whether the daemon may go without setuid programs.  NVIDIA's driver loads its module through one."""
+    serves_http: bool = False
+    """Whether the daemon has a gateway.  Then it must run before a client of the socket comes."""
 
     @property
     def stop_s(self) -> int:
@@ -63,7 +65,7 @@ class Manager(Protocol):
     @property
     def paths(self) -> Sequence[Path]: ...
     def files(self, service: Service) -> Mapping[Path, str]: ...
-    def start(self, *, replaced: bool) -> Sequence[Sequence[str]]:
+    def start(self, service: Service, *, replaced: bool) -> Sequence[Sequence[str]]:
         """Commands that start what is installed.  ``replaced``: other files were installed before."""
 
     def stop(self, installed: Sequence[Path]) -> Sequence[Sequence[str]]:
@@ -149,12 +151,13 @@ Also={self.SOCKET}
 """
         return dict(zip(self.paths, (socket, unit), strict=True))
 
-    def start(self, *, replaced: bool) -> Sequence[Sequence[str]]:
+    def start(self, service: Service, *, replaced: bool) -> Sequence[Sequence[str]]:
+        units = [self.SOCKET, self.SERVICE] if service.serves_http else [self.SOCKET]
         stop = [("systemctl", "--user", "stop", self.SERVICE, self.SOCKET)] if replaced else []
         return [
             ("systemctl", "--user", "daemon-reload"),
             *stop,
-            ("systemctl", "--user", "enable", "--now", self.SOCKET),
+            ("systemctl", "--user", "enable", "--now", *units),
         ]
 
     def stop(self, installed: Sequence[Path]) -> Sequence[Sequence[str]]:
@@ -213,7 +216,7 @@ class Launchd:
         head, brace, rest = plist.partition("<plist")
         return {self.paths[0]: f"{head}<!-- {MARK} -->\n{brace}{rest}"}
 
-    def start(self, *, replaced: bool) -> Sequence[Sequence[str]]:
+    def start(self, service: Service, *, replaced: bool) -> Sequence[Sequence[str]]:
         load = ("launchctl", "bootstrap", f"gui/{self.uid}", str(self.paths[0]))
         return [*self.stop(self.paths), load] if replaced else [load]
 
