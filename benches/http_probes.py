@@ -6,11 +6,11 @@ python benches/http_probes.py --model /tmp/125m.gguf --prompt-tokens 4000
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
 import click
-import httpx
 import trio
 from command import Place, bench, carry_out, places
 from gateway_http import Gateway
@@ -22,6 +22,13 @@ from rigs import Rig, uma_trio_rig
 from uma_trio.demo.recording import Question
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.models.loaded import vocabulary
+
+try:
+    import httpx
+except ModuleNotFoundError:
+    if __name__ != "__main__":
+        raise
+    sys.exit("http_probes.py needs the package httpx, which the extra dev installs: run ./build_llama.sh --dev")
 
 PATHS: Final = ("/healthz", "/metrics")
 PAUSE_S: Final = 0.15

@@ -34,7 +34,8 @@ for name in ("distribution", "version", "requires"):
 ALL_BENCHES = """
 folder, results = Path(sys.argv[1]) / "benches", {}
 sys.path.insert(0, str(folder))
-for script in sorted(folder.glob("*.py")):
+programs = [script for script in sorted(folder.glob("*.py")) if "__main__" in script.read_text()]
+for script in programs:
     sys.argv = [str(script), "--help"]
     out = io.StringIO()
     try:

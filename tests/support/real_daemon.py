@@ -35,6 +35,8 @@ from uma_trio.protocol.payload import Encoding, decode, encode, encoding_of
 
 ROOT = Path(__file__).parents[2]
 LOG_SETTLES_S = 0.05
+POLL_S = 0.002
+"""Between two looks at the metrics."""
 START_S = 60.0
 """Maximum duration of a start.  It takes about two seconds, and longer on a busy machine."""
 
@@ -254,14 +256,13 @@ class Daemon:
         return self.process.wait(timeout_s)
 
     def wait_until(self, condition: Callable[[Event], Any], description: str, timeout_s: float = 30.0) -> Event:
-        """The first metrics snapshot that meets ``condition``."""
-        until = time.monotonic() + timeout_s
+        """The first metrics snapshot that meets ``condition``.  A machine that was paused meanwhile is no failure."""
         with self.wire() as wire:
-            while not condition(snapshot := wire.metrics()):
-                if time.monotonic() > until:
-                    raise AssertionError(f"not within {timeout_s:g} s: {description}; {snapshot}")
-                time.sleep(0.002)
-        return snapshot
+            for _ in range(round(timeout_s / POLL_S)):
+                if condition(snapshot := wire.metrics()):
+                    return snapshot
+                time.sleep(POLL_S)
+        raise AssertionError(f"not within {timeout_s:g} s: {description}; {snapshot}")
 
     def settled(self, timeout_s: float = 30.0) -> Event:
         """Wait until no request runs, no KV cell is reserved, and this is the only connection.
