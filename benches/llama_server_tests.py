@@ -112,8 +112,10 @@ def _run_file(server: str, name: str, program: Path, results: Path) -> None:
         "LLAMA_SERVER_BIN_PATH": str(program),
         "PORT": str(free_port()),
     }
-    command = [sys.executable, "-m", "pytest", *FLAGS, f"--timeout={TIMEOUT_S}", f"unit/{name}.py"]
-    done = subprocess.run(command, cwd=SUITE, env=environment, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*FLAGS, f"--timeout={TIMEOUT_S}", f"--basetemp={folder}/pytest"]
+        command = [sys.executable, "-m", "pytest", *flags, f"unit/{name}.py"]
+        done = subprocess.run(command, cwd=SUITE, env=environment, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1):
         raise click.ClickException(f"{name} with {server}:\n{(done.stdout + done.stderr)[-2000:]}")
     unfinished.rename(results)
