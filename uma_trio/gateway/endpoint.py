@@ -166,7 +166,11 @@ class Call:
         )
 
     async def whole(self, work: Awaitable[Any]) -> Any:
-        """The result of ``work``, which is cancelled when the client leaves; then ``ClientLeft`` is raised."""
+        """The result of ``work``, which is cancelled when the client leaves.
+
+        Raises:
+            HttpError: the client has left, with status 499; or what ``work`` raises.
+        """
         found = await whole(self.request.receive, work)
         if found is None:
             raise HttpError(499, "E_GATEWAY_CLIENT_LEFT", "the client closed the connection")

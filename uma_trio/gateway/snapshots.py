@@ -1,4 +1,4 @@
-"""Snapshots of the daemon's metrics, for whoever asks: Prometheus, probes, the dashboard."""
+"""Snapshots of the daemon's metrics, shared by all requests that need one at the same time."""
 
 from __future__ import annotations
 
