@@ -13,19 +13,33 @@ from uma_trio import config
 from uma_trio.cli.doctor import daemon
 from uma_trio.cli.doctor.findings import Finding
 from uma_trio.protocol.codec import server_codec
-from uma_trio.protocol.messages import Metrics
+from uma_trio.protocol.messages import Metrics, ModelDescription, ModelList
 
 
 def findings(path: Path, engine: dict[str, Any]) -> list[Finding]:
     """What the doctor finds at ``path``, where a server answers with a snapshot of ``engine``."""
-    codec = server_codec("auto", max_frame_bytes=1 << 20)
+    model = ModelDescription(
+        name="m",
+        description="a model",
+        architecture="llama",
+        size_bytes=1,
+        n_parameters=1,
+        context=8192,
+        context_per_request=2048,
+        parallel=4,
+        capabilities=["completion"],
+        embedding_length=1,
+    )
+    answers = (Metrics(snapshot={"model": "m.gguf", "engine": engine}), ModelList(models=[model]))
 
     def serve(listener: socket.socket) -> None:
-        sock, _ = listener.accept()
-        with sock:
-            codec.receive_data(sock.recv(1000))
-            assert codec.next_message() is not None
-            sock.sendall(codec.encode(Metrics(snapshot={"model": "m.gguf", "engine": engine})))
+        for answer in answers:
+            codec = server_codec("auto", max_frame_bytes=1 << 20)
+            sock, _ = listener.accept()
+            with sock:
+                codec.receive_data(sock.recv(1000))
+                assert codec.next_message() is not None
+                sock.sendall(codec.encode(answer))
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -40,15 +54,17 @@ def findings(path: Path, engine: dict[str, Any]) -> list[Finding]:
 
 def test_an_engine_that_was_never_restarted(tmp_path: Path) -> None:
     engine = {"pid": 4711, "restarts_total": 0, "rss_bytes": 200 << 20, "cpu_s": 1.5}
-    [at_socket, found] = findings(tmp_path / "s", engine)
+    [at_socket, served, found] = findings(tmp_path / "s", engine)
     assert (at_socket.name, at_socket.verdict) == ("socket", "ok")
+    message = "m with 2048 tokens of context for a request of the running daemon, 4 at a time"
+    assert served == Finding("served", "ok", message)
     message = "it runs in process 4711 with 200 MiB of memory and was never restarted"
     assert found == Finding("engine", "ok", message)
 
 
 @pytest.mark.parametrize(("restarts", "times"), [(1, "once"), (2, "2 times")])
 def test_an_engine_that_was_restarted_is_a_warning(tmp_path: Path, restarts: int, times: str) -> None:
-    [_, found] = findings(tmp_path / "s", {"pid": 4711, "restarts_total": restarts})
+    [*_, found] = findings(tmp_path / "s", {"pid": 4711, "restarts_total": restarts})
     assert (found.name, found.verdict) == ("engine", "warning")
     assert f"restarted {times}" in found.message
     assert found.fix is not None
@@ -56,5 +72,5 @@ def test_an_engine_that_was_restarted_is_a_warning(tmp_path: Path, restarts: int
 
 
 def test_an_engine_in_a_thread(tmp_path: Path) -> None:
-    [_, found] = findings(tmp_path / "s", {"restarts_total": 0})
+    [*_, found] = findings(tmp_path / "s", {"restarts_total": 0})
     assert found == Finding("engine", "ok", "it runs in a thread of the daemon")
