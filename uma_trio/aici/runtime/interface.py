@@ -1,0 +1,172 @@
+"""What the runtime and its Wasm host expect of each other.
+
+``server.py`` and ``sequences.py`` are on one side, ``host.py`` and ``controller.py`` on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from uma_trio.aici.messages import PreResult
+
+Row: TypeAlias = npt.NDArray[np.float32]
+"""Shape ``[n_vocab]``: added to the logits of a sequence."""
+
+StorageCommand: TypeAlias = dict[str, Any]
+"""A write of a variable, as in ``SequenceResult.storage``."""
+
+ALLOWED: Final = 0.0
+DISALLOWED: Final = -100.0
+
+UNASSIGNED: Final = 424242
+"""Id of a controller that no sequence has yet."""
+
+
+class Vocabulary(Protocol):
+    """Tokens of the model."""
+
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def eos(self) -> int: ...
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token; empty for a control token."""
+        ...
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """Tokens of UTF-8, without special tokens; invalid bytes become U+FFFD."""
+        ...
+
+    def tokenize_prompt(self, text: str) -> list[int]:
+        """Tokens of a prompt, with those that the model expects around one."""
+        ...
+
+
+@attrs.frozen
+class Limits:
+    """What controllers may take.  The defaults are those of the reference implementation."""
+
+    max_forks: int = 16
+    """Live sequences of one request."""
+    max_memory_mb: int = 64
+    """Linear memory of one controller."""
+    max_pre_step_ms: int = 4
+    max_step_ms: int = 150
+    max_init_ms: int = 1000
+    max_compile_s: float = 10.0
+    max_compile_memory_mb: int = 512
+    second_chance_ms: int = 200
+    """Time on top of a limit, since this machine may be busy."""
+
+
+@attrs.frozen
+class Sample:
+    """Sample a token with the row."""
+
+
+@attrs.frozen
+class Splice:
+    """Replace the last ``backtrack`` tokens by ``ff_tokens``.  ``backtrack`` does not count a token that would be sampled."""
+
+    backtrack: int
+    ff_tokens: Sequence[int]
+
+
+@attrs.frozen
+class StopSequence:
+    """End the sequence: only EOS is allowed."""
+
+
+MidAction: TypeAlias = Sample | Splice | StopSequence
+
+
+class BadModule(Exception):
+    """The module cannot be used; says why.  The one who uploaded it can fix it."""
+
+
+class ControllerError(Exception):
+    """The controller failed in this call; every later call fails with ``PREVIOUS_ERROR``."""
+
+
+PREVIOUS_ERROR: Final = "Previous WASM Error"
+
+
+class ControllerTimeout(Exception):
+    """The controller was stopped at its deadline and cannot be used any more."""
+
+
+class Module(Protocol):
+    """Compiled code, ready to be instantiated."""
+
+
+class Variables(Protocol):
+    """Variables of one request, shared by its sequences.  Thread-safe."""
+
+
+class Controller(Protocol):
+    """One instance of a module.
+
+    Not thread-safe: one thread at a time.  Different controllers run in different threads at once.  Deadlines are times
+    of ``time.monotonic()``.  Every method that runs the controller raises ``ControllerError`` or ``ControllerTimeout``.
+    """
+
+    def init_prompt(self, tokens: Sequence[int], *, deadline: float) -> None: ...
+    def assign(self, sequence_id: int) -> None:
+        """Set the id that the controller sees as its own."""
+        ...
+
+    def pre_process(self, *, deadline: float) -> PreResult: ...
+    def mid_process(self, fork_group: Sequence[int], row: Row, *, deadline: float) -> MidAction:
+        """Fills ``row``: ``DISALLOWED`` everywhere, then ``ALLOWED`` where the controller says so."""
+        ...
+
+    def post_process(self, tokens: Sequence[int], backtrack: int, *, deadline: float) -> bool:
+        """Whether to stop."""
+        ...
+
+    def fork(self, sequence_id: int) -> Controller:
+        """A copy: a fresh instance with the memory, globals and tables of this one."""
+        ...
+
+    def take_logs(self) -> str:
+        """What was printed since the last time."""
+        ...
+
+    def take_storage(self) -> list[StorageCommand]:
+        """Writes of variables since the last time."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Host(Protocol):
+    """Runs Wasm; one in a process.  Thread-safe."""
+
+    def compile(self, wasm: bytes) -> bytes:
+        """Machine code for ``load``.  May take seconds.
+
+        Raises:
+            BadModule: no Wasm, exports are missing, imports are unknown, too large, or it takes too long.
+        """
+        ...
+
+    def load(self, compiled: bytes) -> Module:
+        """Raises ``ValueError`` if the code was compiled for something else, such as another version."""
+        ...
+
+    def new_variables(self) -> Variables: ...
+
+    def instantiate(self, module: Module, argument: str, variables: Variables, *, deadline: float) -> Controller:
+        """A controller after ``aici_init`` and ``aici_create``; the caller then calls ``init_prompt``.
+
+        Raises:
+            ControllerError, ControllerTimeout: see there.
+        """
+        ...
+
+    def close(self) -> None: ...
