@@ -3,8 +3,8 @@
 Each class of the tree has a wire code (docs/PROTOCOL.md) and the matching HTTP status.  The class is raised where the problem is
 found; the connection, or the HTTP gateway, turns it into an answer with ``code``, ``str(error)`` and ``http_status``.
 
-The branches say who can fix the problem: ``ProtocolError``, ``ModelRequestError``, ``LimitError`` and ``SessionError``
-are up to the client, ``RuntimeFault`` to the daemon.
+The branches say who can fix the problem: ``ProtocolError``, ``ModelRequestError``, ``ControllerRequestError``,
+``LimitError`` and ``SessionError`` are up to the client, ``RuntimeFault`` to the daemon.
 """
 
 from __future__ import annotations
@@ -108,6 +108,24 @@ class InvalidConstraint(ModelRequestError):
 
     code = "E_CONSTRAINT_INVALID"
     http_status = 400
+
+
+class ControllerRequestError(UmaError):
+    """The controller of a request does not do what it should."""
+
+
+class ControllerFailed(ControllerRequestError):
+    """The controller stopped with an error, took too long, or asked for something impossible.  Its answer ends."""
+
+    code = "E_CONTROLLER_FAILED"
+    http_status = 400
+
+
+class ControllerNotFound(ControllerRequestError):
+    """The daemon has no controller of this module id or tag."""
+
+    code = "E_CONTROLLER_NOT_FOUND"
+    http_status = 404
 
 
 class LimitError(UmaError):
@@ -216,6 +234,13 @@ class ModelUnavailable(RuntimeFault):
     """The model failed and could not be restarted."""
 
     code = "E_MODEL_UNAVAILABLE"
+    http_status = 503
+
+
+class ControllerUnavailable(RuntimeFault):
+    """The process that runs controllers has ended, cannot be started, or is switched off.  Other requests go on."""
+
+    code = "E_CONTROLLER_UNAVAILABLE"
     http_status = 503
 
 

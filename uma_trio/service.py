@@ -17,7 +17,7 @@ import trio
 
 from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
-from uma_trio.errors import BadRequest, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.errors import BadRequest, ControllerUnavailable, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
 from uma_trio.grammar import AnswerShape, Grammar
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
@@ -271,6 +271,8 @@ class Generation:
         with self._scope:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
+            if self.request.controller is not None:
+                raise ControllerUnavailable("this daemon runs no controllers")
             _check_session_fields(self.request)
             sessions = self.service._sessions
             if sessions.does_without(self.request, self._principal.name):

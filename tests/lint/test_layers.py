@@ -33,7 +33,7 @@ STANDARD_AND_PURE = frozenset(
         *("itertools", "json", "math", "operator", "re", "struct", "textwrap", "types", "typing"),
     }
 )
-PURE_MAY_IMPORT = STANDARD_AND_PURE | {"attrs", "cbor2", "msgspec", "numpy"}
+PURE_MAY_IMPORT = STANDARD_AND_PURE | {"attrs", "base64", "cbor2", "msgspec", "numpy"}
 """Modules without a clock, a socket, a file or a task."""
 
 EXCEPTIONS = {

@@ -13,8 +13,10 @@ from tests.support.real_daemon import ROOT, real_daemon
 
 PAGE = (ROOT / "docs" / "PROTOCOL.md").read_text()
 EXAMPLES = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)]
-EVENTS = [example for example in EXAMPLES if "event" in example and example["event"] != "cancel"]
-MESSAGES = [example for example in EXAMPLES if example not in EVENTS]
+CONTROLLER_EVENTS = {"fork", "controller", "backtrack", "controllers"}
+ALL_EVENTS = [example for example in EXAMPLES if "event" in example and example["event"] != "cancel"]
+EVENTS = [example for example in ALL_EVENTS if example["event"] not in CONTROLLER_EVENTS]
+MESSAGES = [example for example in EXAMPLES if example not in ALL_EVENTS]
 
 OPEN = {"metadata", "arguments", "metrics", "records"}
 """Fields whose content is the client's, or has a page of its own."""

@@ -21,6 +21,17 @@ from uma_trio.kv.cache import CacheStatistics
 from uma_trio.protocol import messages
 from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
+from uma_trio.protocol.controllers import (
+    MAX_ARG_BYTES,
+    MAX_ARG_DEPTH,
+    Backtrack,
+    ControllerOutput,
+    Controllers,
+    ControllersQuery,
+    ControllerTag,
+    Fork,
+    StorageWrite,
+)
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import (
     Activity,
@@ -93,6 +104,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         "E_MODEL",
         "E_SESSION",
         "E_CONSTRAINT",
+        "E_CONTROLLER",
     }
 
 
@@ -109,6 +121,11 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("Models query", ModelsQuery, {"type"}),
         ("Health query", HealthQuery, {"type"}),
         ("Watch query", WatchQuery, {"type"}),
+        ("Controllers query", ControllersQuery, {"type"}),
+        ("controllers", Controllers, {"event"}),
+        ("fork", Fork, {"event"}),
+        ("controller", ControllerOutput, {"event"}),
+        ("backtrack", Backtrack, {"event"}),
         ("health", Health, {"event"}),
         ("watch", Activity, {"event"}),
         ("tokens", TokenList, {"event"}),
@@ -139,6 +156,7 @@ def test_every_field_of_a_message_is_in_its_table(title: str, cls: type, more: s
         ("Models query", ModelsQuery),
         ("Health query", HealthQuery),
         ("Watch query", WatchQuery),
+        ("Controllers query", ControllersQuery),
     ],
 )
 def test_defaults_are_the_documented_ones(title: str, cls: type) -> None:
@@ -187,7 +205,7 @@ def test_bounds_are_the_documented_ones() -> None:
         assert most == len(items) - 1
         with pytest.raises(messages.BadRequest):
             messages.parse(least | {name: items})
-    for number in (messages.MAX_METADATA_BYTES, messages.MAX_METADATA_DEPTH):
+    for number in (messages.MAX_METADATA_BYTES, messages.MAX_METADATA_DEPTH, MAX_ARG_BYTES, MAX_ARG_DEPTH):
         assert str(number) in section(PROTOCOL, "A request for text")
 
 
@@ -206,6 +224,8 @@ def test_bounds_are_the_documented_ones() -> None:
         ("models", ModelDescription),
         ("health", HealthCheck),
         ("watch", SequenceInfo),
+        ("controllers", ControllerTag),
+        ("controller", StorageWrite),
     ],
 )
 def test_inner_fields_are_documented(title: str, cls: type) -> None:
@@ -227,6 +247,10 @@ EVENTS = {
     "health": Health,
     "embeddings": Embeddings,
     "watch": Activity,
+    "controllers": Controllers,
+    "fork": Fork,
+    "controller": ControllerOutput,
+    "backtrack": Backtrack,
 }
 
 
@@ -254,7 +278,7 @@ def test_the_codec_accepts_every_json_example() -> None:
             known = {field.name for field in attrs.fields(type(message))} | {"event", "type"}
             assert set(fields) <= known
             kinds.add(type(message))
-    queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery, HealthQuery, WatchQuery}
+    queries = {MetricsQuery, SessionQuery, TokenizeQuery, ModelsQuery, HealthQuery, WatchQuery, ControllersQuery}
     assert kinds == {Generate, Embed, Cancel, *queries, *EVENTS.values()}
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from uma_trio import errors
 from uma_trio.errors import (
+    ControllerRequestError,
     LimitError,
     ModelRequestError,
     ProtocolError,
@@ -18,7 +19,7 @@ from uma_trio.errors import (
 )
 from uma_trio.protocol.messages import Failure
 
-CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|CONSTRAINT|IO)(_[A-Z]+)+")
+CODE = re.compile(r"E_(PROTO|LIMIT|SESSION|RUNTIME|MODEL|CONSTRAINT|CONTROLLER|IO)(_[A-Z]+)+")
 
 
 def test_all_errors_finds_every_class_in_the_module() -> None:
@@ -42,7 +43,8 @@ def test_codes_are_unique_and_prefixed_by_branch() -> None:
             LimitError: "E_LIMIT_",
             SessionError: "E_SESSION_",
             ModelRequestError: ("E_MODEL_", "E_CONSTRAINT_"),
-            RuntimeFault: ("E_RUNTIME_", "E_MODEL_", "E_IO_"),
+            ControllerRequestError: "E_CONTROLLER_",
+            RuntimeFault: ("E_RUNTIME_", "E_MODEL_", "E_CONTROLLER_", "E_IO_"),
         }
         [prefix] = [prefix for base, prefix in branch.items() if issubclass(cls, base)]
         assert cls.code.startswith(prefix)
@@ -66,7 +68,7 @@ def test_each_error_has_a_docstring_and_a_fitting_status(cls: type[UmaError]) ->
         assert 400 <= cls.http_status < 500
     elif issubclass(cls, LimitError):
         assert cls.http_status in (400, 408, 413, 429, 504)
-    elif issubclass(cls, ModelRequestError):
+    elif issubclass(cls, ModelRequestError | ControllerRequestError):
         assert cls.http_status in (400, 404)
     elif issubclass(cls, SessionError):
         assert cls.http_status in (404, 409)

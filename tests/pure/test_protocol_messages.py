@@ -399,7 +399,8 @@ def test_values_of_the_wrong_type_or_out_of_bounds_are_refused(name: str, value:
 
 
 def test_every_field_has_cases() -> None:
-    fields = {field.name for field in attrs.fields(Generate)} - {"messages"}
+    elsewhere = {"messages", "controller", "controller_arg"}  # the last two: test_protocol_controllers.py
+    fields = {field.name for field in attrs.fields(Generate)} - elsewhere
     assert {name for name, _ in AT_THE_BOUNDS} | FLAGS == fields
     assert {name for name, _ in NOT_TAKEN} == fields
 
@@ -728,7 +729,7 @@ scored = st.builds(
 )
 calls = st.builds(ToolCall, id=st.text("ab", min_size=1), name=st.text("ab_", min_size=1), arguments=metadatas)
 events = (
-    st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans())
+    st.builds(Token, id=texts, text=texts, token_id=st.none() | counts, echo=st.booleans(), forced=st.booleans())
     | st.builds(Token.of, texts, texts, counts, scored, index=st.none() | counts)
     | st.builds(Reasoning.of, texts, texts, st.none() | counts, st.none() | scored, index=st.none() | counts)
     | st.builds(ToolCallDelta, id=texts, call=counts, call_id=st.none() | texts, arguments=st.none() | texts)
@@ -744,6 +745,8 @@ events = (
             cached_tokens=counts,
             dropped_tokens=counts,
             reasoning_tokens=st.none() | counts,
+            sampled_tokens=st.none() | counts,
+            forced_tokens=st.none() | counts,
         ),
         timings=st.builds(
             Timings, queue_ms=times, ttft_ms=st.none() | times, total_ms=times, tokens_per_s=st.none() | times
@@ -794,6 +797,7 @@ def test_events_round_trip_in_both_encodings(event: ServerEvent) -> None:
     assert type(event) is CLASSES[fields.pop("event")]
     if isinstance(event, Token):
         fields.setdefault("echo", False)
+        fields.setdefault("forced", False)
     assert fields == without_none(event)
 
 

@@ -17,6 +17,7 @@ from uma_trio.daemon.watch import Watch
 from uma_trio.errors import (
     BadRequest,
     Busy,
+    ControllerUnavailable,
     IdleTimeout,
     InternalError,
     TruncatedFrame,
@@ -25,6 +26,7 @@ from uma_trio.errors import (
 )
 from uma_trio.principal import Principal
 from uma_trio.protocol.codec import Codec
+from uma_trio.protocol.controllers import ControllersQuery
 from uma_trio.protocol.messages import (
     Cancel,
     ClientMessage,
@@ -238,6 +240,8 @@ class Connection:
                 return [ModelList(models=[service.description() for service in models], id=query.id)]
             case HealthQuery():
                 return [self._owner.health(query.id)]
+            case ControllersQuery():
+                raise ControllerUnavailable("this daemon runs no controllers")
 
     async def _send_each(self, events: Iterable[ServerEvent]) -> None:
         """Send the answer to a query.  Each event is made when the client has read enough of those before.

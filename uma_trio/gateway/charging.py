@@ -15,7 +15,8 @@ import attrs
 from uma_trio.client import Embeddings, Eos, Event, Token
 from uma_trio.gateway.limits import Admission, Limiter
 from uma_trio.gateway.tenants import Tenant
-from uma_trio.protocol.messages import MAX_INT32, Generated
+from uma_trio.protocol.messages import Generated
+from uma_trio.protocol.types import MAX_INT32
 
 CHARACTERS_PER_TOKEN: Final = 3
 """For estimates.  English has about four, and other languages have less."""

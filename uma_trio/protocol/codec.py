@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, Protocol
 from uma_trio.errors import BadRequest, FrameTooLarge, InvalidCbor, InvalidJson
 from uma_trio.protocol import framing, messages, payload
 from uma_trio.protocol.chat import ChatMessage
+from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, Fork
 from uma_trio.protocol.messages import (
     Cancel,
     ClientMessage,
@@ -111,8 +112,10 @@ class ServerCodec:
 
     def encode(self, event: ServerEvent) -> bytes:
         encoding, answers = self._pending.get(event.id, (self._latest, 0))
-        in_the_middle = isinstance(event, Token | Reasoning | PrefillProgress)
-        if not in_the_middle and not (isinstance(event, Transcript | Embeddings) and event.more):
+        if isinstance(event, Fork) and answers:
+            self._pending[event.id] = encoding, answers + 1
+        in_the_middle = isinstance(event, Token | Reasoning | PrefillProgress | Fork | ControllerOutput | Backtrack)
+        if not in_the_middle and not (isinstance(event, Transcript | Embeddings | Controllers) and event.more):
             self._pending.pop(event.id, None)
             if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:
                 self._pending[event.id] = encoding, answers - 1

@@ -2,6 +2,7 @@
 
 Clients send a request (``Generate``), a ``Cancel`` or a query.  The daemon answers with events: those of a request are
 ``Token``, ``Reasoning``, ``ToolCallDelta``, ``PrefillProgress``, ``Eos`` and ``Failure``, and each query has its own.
+Those about controllers are in ``uma_trio.protocol.controllers``.
 
 The types hold the bounds that every daemon enforces, and no other module repeats them.  Limits that an operator can
 set are checked later, when a request is admitted.
@@ -32,18 +33,22 @@ from uma_trio.protocol.chat import (
     check_template_kwargs,
     check_tools,
 )
+from uma_trio.protocol.controllers import (
+    Backtrack,
+    ControllerOutput,
+    Controllers,
+    ControllersQuery,
+    Fork,
+    check_controller,
+    parse_query,
+)
+from uma_trio.protocol.types import MAX_INT32, MAX_NAME_CHARS, Name
 
 Priority = Literal["interactive", "normal", "background"]
-FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
-
-MAX_INT32: Final = 2**31 - 1
-"""llama.cpp counts and numbers tokens with 32-bit signed integers."""
+FinishReason = Literal["stop", "length", "tool_calls", "deadlock", "cancelled", "error"]
 
 MAX_SEED: Final = 2**63 - 1
 """Largest signed 64-bit integer, which every client's language can hold."""
-
-MAX_NAME_CHARS: Final = 256
-"""Characters of a name that a client chooses: of a request, a session, a model or a principal."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Size of ``metadata`` as JSON.  The daemon echoes it, so this bounds what a client can make it send."""
@@ -57,7 +62,6 @@ MAX_ERROR_CHARS: Final = 300
 BANNED: Final = -100.0
 """The ``logit_bias`` that excludes a token, as in the OpenAI API."""
 
-Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_INT32)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=BANNED, le=100)]], Meta(max_length=300)]
@@ -106,7 +110,7 @@ class Constraint:
 
 @attrs.frozen(kw_only=True)
 class Generate:
-    """A request for text.  Exactly one of ``prompt`` and ``messages`` is set."""
+    """A request for text.  Exactly one of ``prompt``, ``messages`` and ``controller`` is set."""
 
     id: Name
     model: Name | None = None
@@ -115,6 +119,10 @@ class Generate:
     """A text to continue, or its tokens."""
     messages: Messages | None = None
     """A chat, rendered with the model's chat template."""
+    controller: Name | None = None
+    """A controller that steers the answer token by token: its module id, or a tag.  There is no prompt then."""
+    controller_arg: Any = None
+    """The controller's argument, such as a program: a text, or any other JSON value."""
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] = attrs.field(factory=list)
     """What the model may call, instead of an answer or after it."""
     tool_choice: ToolChoice = "auto"
@@ -309,7 +317,7 @@ class WatchQuery:
     principal: Name | None = None
 
 
-Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery | HealthQuery
+Query = MetricsQuery | SessionQuery | TokenizeQuery | ModelsQuery | HealthQuery | ControllersQuery
 """A question that is answered next to a running request."""
 
 Request = Generate | Embed | WatchQuery
@@ -331,6 +339,10 @@ class Usage:
     """Earlier tokens that were dropped to make the prompt fit; see ``Generate.n_keep``."""
     reasoning_tokens: int | None = None
     """Generated tokens of reasoning and its markers, with ``Generate.separate_reasoning``."""
+    sampled_tokens: int | None = None
+    """Generated tokens that the model chose.  This and the next field come with ``Generate.controller``."""
+    forced_tokens: int | None = None
+    """Generated tokens that the controller chose."""
 
 
 @attrs.frozen(kw_only=True)
@@ -535,6 +547,8 @@ class Token(Generated):
 
     echo: bool = False
     """Whether this is the echoed prompt."""
+    forced: bool = False
+    """Whether the controller chose the token, not the model."""
 
 
 @attrs.frozen(kw_only=True)
@@ -567,10 +581,11 @@ class Eos:
 
     id: str
     reason: FinishReason
+    """``deadlock``: all answers of the request have waited for each other."""
     usage: Usage
     timings: Timings
     index: int | None = None
-    """Which answer has ended, from 0; ``None`` if the request asked for one."""
+    """Which answer has ended, from 0; ``None`` if the request asked for one and has no controller."""
     text: str | None = None
     """The whole text, if ``stream`` was false."""
     reasoning: str | None = None
@@ -689,10 +704,15 @@ class Embeddings:
     id: str | None = None
 
 
-Answer = Metrics | SessionList | Transcript | TokenList | ModelList | Health | Activity
+Answer = Metrics | SessionList | Transcript | TokenList | ModelList | Health | Activity | Controllers
 """What a query is answered with."""
 
-ServerEvent = Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Embeddings | Answer
+ControllerEvent = Fork | ControllerOutput | Backtrack
+"""What only a request with a controller causes."""
+
+ServerEvent = (
+    Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Embeddings | ControllerEvent | Answer
+)
 
 
 @attrs.frozen
@@ -725,6 +745,10 @@ _EVENT_NAMES: Final = {
     ModelList: "models",
     Health: "health",
     Activity: "watch",
+    Controllers: "controllers",
+    Fork: "fork",
+    ControllerOutput: "controller",
+    Backtrack: "backtrack",
 }
 _EVENT_TYPES: Final[Mapping[str, type[ServerEvent]]] = {name: cls for cls, name in _EVENT_NAMES.items()}
 
@@ -794,13 +818,20 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
         return msgspec.convert(fields, Embed)
     if kind == "watch":
         return msgspec.convert(fields, WatchQuery)
+    if kind == "controllers":
+        return parse_query(fields)
     if kind not in (None, "generate"):
         raise BadRequest(
-            "type must be 'generate', 'embed', 'sessions', 'tokenize', 'models', 'health', 'metrics' or 'watch'"
+            "type must be 'generate', 'embed', 'sessions', 'tokenize', 'models', 'health', 'metrics', 'watch' or "
+            "'controllers'"
         )
     request = msgspec.convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
-    if (request.prompt is None) == (request.messages is None):
-        raise BadRequest("give exactly one of prompt and messages")
+    if request.controller is not None:
+        check_controller(request.controller_arg, _conflicts_with_controller(request))
+    elif request.controller_arg is not None:
+        raise BadRequest("controller_arg goes with controller, the name of the controller that gets it")
+    elif (request.prompt is None) == (request.messages is None):
+        raise BadRequest("give exactly one of prompt, messages and controller")
     check_messages(request.messages or ())
     check_template_kwargs(request.chat_template_kwargs)
     check_tools(request.tools, request.tool_choice)
@@ -817,6 +848,29 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
     if request.metadata is not None:
         _check_metadata(request.metadata)
     return request
+
+
+_UNCONTROLLED: Final = (
+    "prompt",
+    "messages",
+    "tools",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "constraint",
+    "ignore_eos",
+    "echo",
+    "return_full_text",
+    "separate_reasoning",
+    "session_id",
+    "n_keep",
+)
+"""Fields that a request with a controller cannot have: the controller makes the prompt, and ends the answer."""
+
+
+def _conflicts_with_controller(request: Generate) -> list[str]:
+    least = Generate(id=request.id)
+    return [name for name in _UNCONTROLLED if getattr(request, name) != getattr(least, name)]
 
 
 def _check_constraint(constraint: Constraint, *, ignore_eos: bool) -> None:
@@ -871,8 +925,11 @@ def to_fields(event: ServerEvent) -> dict[str, Any]:
         fields: dict[str, Any] = {"id": event.id, "event": _EVENT_NAMES[type(event)], "text": event.text}
         if event.token_id is not None:
             fields["token_id"] = event.token_id
-        if isinstance(event, Token) and event.echo:
-            fields["echo"] = True
+        if isinstance(event, Token):
+            if event.echo:
+                fields["echo"] = True
+            if event.forced:
+                fields["forced"] = True
         if event.index is not None:
             fields["index"] = event.index
         if event.logprob is not None:

@@ -1,0 +1,196 @@
+"""Messages about controllers: Wasm modules that steer an answer token by token (AICI).
+
+``ControllersQuery`` uploads, tags and lists them, and ``Controllers`` answers it.  A request that names a controller has
+three more events: ``Fork``, ``ControllerOutput`` and ``Backtrack``.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal, Self
+
+import attrs
+import msgspec
+from msgspec import Meta
+
+from uma_trio.errors import BadRequest
+from uma_trio.protocol.chat import check_json
+from uma_trio.protocol.types import Name
+
+MAX_ARG_BYTES: Final = 256 * 1024
+"""Size of ``controller_arg`` as JSON: the largest program that a controller interprets."""
+
+MAX_ARG_DEPTH: Final = 32
+"""Nesting of objects and lists in ``controller_arg``, itself included."""
+
+MAX_PARTS: Final = 4096
+"""Messages that one upload may consist of."""
+
+ModuleId = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+"""SHA-256 of the Wasm module, in hex."""
+
+
+@attrs.frozen(kw_only=True)
+class ControllersQuery:
+    """Uploads, tags or lists controllers."""
+
+    action: Literal["list", "upload", "tag"] = "list"
+    binary: bytes | None = None
+    """The Wasm module, or the next part of it; set for ``upload`` alone.  In JSON it is base64."""
+    part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)] = 0
+    """Which part of the module this is, from 0.  Parts come in order, on one connection."""
+    of: Annotated[int, Meta(ge=1, le=MAX_PARTS)] = 1
+    """Number of parts."""
+    module_id: ModuleId | None = None
+    """The module that gets the tags; set for ``tag`` alone."""
+    tags: Annotated[list[Name], Meta(min_length=1, max_length=64)] | None = None
+    """Names for a module; set for ``tag`` alone."""
+    model: Name | None = None
+    """The model whose controllers these are; ``None``: the daemon's first."""
+    id: Name | None = None
+    keep_alive: bool = False
+    principal: Name | None = None
+    """Principal on whose behalf the client asks.  This and the next one are for the user that runs the daemon."""
+    principal_is_admin: bool = False
+    """Whether the principal may set any tag.  The user that runs the daemon may, if it names no principal."""
+
+
+@attrs.frozen(kw_only=True)
+class ControllerTag:
+    """A name of a module."""
+
+    tag: str
+    module_id: str
+    updated_at: float
+    """Seconds since 1970."""
+    updated_by: str
+    """Principal that set the tag."""
+    wasm_size: int
+    """Bytes of the module."""
+    compiled_size: int
+    """Bytes of its machine code."""
+
+
+@attrs.frozen(kw_only=True)
+class Controllers:
+    """Answer to a ``ControllersQuery``.  A long list of tags takes several events."""
+
+    tags: list[ControllerTag] | None = None
+    """For ``list``: all tags, the last changed first.  For ``tag``: those that were set."""
+    more: bool = False
+    """Whether another event follows, with the next tags."""
+    received_bytes: int | None = None
+    """For a part of an upload that is not the last one: size of all parts up to here."""
+    module_id: str | None = None
+    """For ``upload``, with its last part: name of the module.  The next fields come with it."""
+    wasm_size: int | None = None
+    compiled_size: int | None = None
+    time_ms: float | None = None
+    """Time to check and compile the module."""
+    id: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Fork:
+    """A new answer of a request with a controller.  It comes before all other events of the new answer.
+
+    The text of the new answer begins with all that the parent's text was at that time.
+    """
+
+    id: str
+    index: int
+    """The new answer."""
+    parent: int
+    """The answer that it is a copy of."""
+
+
+@attrs.frozen(kw_only=True)
+class StorageWrite:
+    """A variable that a controller has written, or tried to write."""
+
+    name: str
+    value: str
+    encoding: Literal["text", "base64"] = "text"
+    """``base64``: the value is not UTF-8."""
+    op: Literal["set", "append"] = "set"
+    when_version_is: int | None = None
+    """Version of the variable for which alone the controller wanted to write it."""
+
+    @classmethod
+    def of(cls, name: str, value: bytes, op: Literal["set", "append"], when_version_is: int | None) -> Self:
+        """Build the record of a write of ``value``."""
+        try:
+            return cls(name=name, value=value.decode(), op=op, when_version_is=when_version_is)
+        except UnicodeDecodeError:
+            text = base64.b64encode(value).decode()
+            return cls(name=name, value=text, encoding="base64", op=op, when_version_is=when_version_is)
+
+    @property
+    def content(self) -> bytes:
+        """The value as it was written."""
+        return self.value.encode() if self.encoding == "text" else base64.b64decode(self.value)
+
+
+@attrs.frozen(kw_only=True)
+class ControllerOutput:
+    """What the controller of an answer has printed and written.  Its event is called ``controller``."""
+
+    id: str
+    index: int
+    logs: str | None = None
+    """What it has printed since the last event of this kind."""
+    storage: list[StorageWrite] | None = None
+    """Writes of variables since the last event of this kind, in order."""
+    error: str | None = None
+    """Why it has failed; an ``error`` event follows."""
+
+
+@attrs.frozen(kw_only=True)
+class Backtrack:
+    """The controller has removed the end of an answer."""
+
+    id: str
+    index: int
+    tokens: int
+    """Number of removed tokens."""
+    text: str
+    """The removed text: the end of all text that the answer had so far."""
+
+
+def parse_query(fields: dict[str, Any]) -> ControllersQuery:
+    """Convert the fields of a query.
+
+    Raises:
+        BadRequest: fields are missing, or do not belong to the action.
+        msgspec.ValidationError: a field has the wrong type, or is out of bounds.
+    """
+    query = msgspec.convert(fields, ControllersQuery)
+    action = query.action
+    if (query.binary is None) == (action == "upload"):
+        raise BadRequest("binary is required to upload a controller, and not allowed otherwise")
+    if (query.module_id is None or query.tags is None) if action == "tag" else (query.module_id or query.tags):
+        raise BadRequest("module_id and tags are required to tag a controller, and not allowed otherwise")
+    if query.part >= query.of:
+        raise BadRequest(f"part is {query.part}, but there are {query.of} parts; the first one is 0")
+    return query
+
+
+def check_controller(arg: Any, conflicts: Iterable[str]) -> None:
+    """Check the fields of a request with a controller.
+
+    Args:
+        arg: the request's ``controller_arg``.
+        conflicts: fields that the request has and that a controller replaces.
+
+    Raises:
+        BadRequest: there are such fields, or ``arg`` is too large.
+    """
+    for name in conflicts:
+        raise BadRequest(f"{name} does not go with controller: the controller decides what the answer is; omit {name}")
+    if arg is None:
+        return
+    check_json(arg if isinstance(arg, dict | list) else [arg], "controller_arg", MAX_ARG_DEPTH)
+    size = len(msgspec.json.encode(arg))
+    if size > MAX_ARG_BYTES:
+        raise BadRequest(f"controller_arg has {size} bytes as JSON; the limit is {MAX_ARG_BYTES}")

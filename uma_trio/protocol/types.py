@@ -1,0 +1,15 @@
+"""Types of fields that messages of several modules have, with their bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+MAX_INT32: Final = 2**31 - 1
+"""llama.cpp counts and numbers tokens with 32-bit signed integers."""
+
+MAX_NAME_CHARS: Final = 256
+"""Characters of a name that a client chooses: of a request, a session, a model or a principal."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
