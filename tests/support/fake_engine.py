@@ -3,7 +3,7 @@
 The next token of a sequence is a function of all tokens before it, and of seed and position where sampling is not
 greedy.  So a test can verify that a stream was computed from the right prefix: see ``expected_continuation``.  A
 penalty excludes all tokens that it applies to.  A ``Past`` that differs from the sequence fails the step.  A bias of at
-least 50 decides.  The fake engine and the real one pass the same tests: see ``engine_contract``.
+least 50 decides, and a late mask excludes all tokens that are 50 below its best.  The fake engine and the real one pass the same tests: see ``engine_contract``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import trio
 from uma_trio import config
 from uma_trio.engine.devices import Devices
 from uma_trio.engine.link import KnownGrammars
-from uma_trio.engine.masks import MaskBuffer
+from uma_trio.engine.masks import MaskFile, Masks
 from uma_trio.engine.messages import (
     MASK_LATE,
     MAX_EMBEDDING_SEQUENCES,
@@ -34,6 +34,7 @@ from uma_trio.engine.messages import (
     EngineError,
     LayoutReport,
     LoadError,
+    MasksReady,
     ModelInfo,
     Ready,
     Revoked,
@@ -237,12 +238,12 @@ class FakeEngine:
         """So many masks of grammars are late."""
         self._matchers = Matchers(fake_vocabulary, N_VOCAB, 1)
         self._aborted = False
-        self._masks_ready = False
+        self._masks_ready: MasksReady | None = None
         self._cache: dict[int, SequenceContent] = {}
         self._texts: dict[int, list[int]] = {}
         self.embedding_failure: str | None = None
         """The next texts to embed fail with this reason."""
-        self.masks: MaskBuffer | None = None
+        self.masks: Masks | None = None
         self.is_async = False
         self.checkpoints: dict[int, tuple[int, int]] = {}
         """Length and digest of what was held, by number of the checkpoint."""
@@ -308,9 +309,11 @@ class FakeEngine:
                 raise EngineError(f"a call of {lengths} tokens")
             if callbacks is not None:
                 callbacks.computing(0.0)
-            late = any(sample.late_mask for each in call for sample in each.samples)
+            late = any(sample.late_mask is not None for each in call for sample in each.samples)
             self._masks_ready = (
-                late and callbacks is not None and callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
+                callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
+                if late and callbacks is not None and self.masks is not None
+                else None
             )
             for each in call:
                 sampled += self._compute(each)
@@ -457,13 +460,18 @@ class FakeEngine:
                     preferred.insert(0, EOG)
                 free = sorted({*range(N_VOCAB)} - banned - self._penalised(held, length, sample))
                 preferred += free[token % len(free) :][:1] if free else []
-            if sample.late_mask:
-                if not self._masks_ready or self.masks is None:
+            if sample.late_mask is not None:
+                if self._masks_ready is None or sample.late_mask in self._masks_ready.missing or self.masks is None:
                     sampled.append(MASK_LATE)
                     continue
                 logits = np.zeros(N_VOCAB, np.float32)
-                self.masks.apply(each.seq_id, logits)
-                banned |= set(np.flatnonzero(logits == -np.inf).tolist())
+                self.masks.add_to(logits, sample.late_mask)
+                if not np.isfinite(logits.max()):
+                    sampled.append(NO_TOKEN)
+                    continue
+                banned |= set(np.flatnonzero(logits < logits.max() - 50).tolist())
+                free = sorted({*range(N_VOCAB)} - banned)
+                preferred += free[token % len(free) :][:1] if free else []
             sampled.append(chosen(preferred, banned | self._penalised(held, length, sample)))
         return sampled
 
@@ -530,10 +538,35 @@ class VirtualLink:
         self._answers: deque[tuple[float, Any]] = deque()
         self._free_at = -math.inf
         self._grammars = KnownGrammars()
+        self._masks: MaskFile | None = None
+        engine.masks = None
+        self._begun: tuple[Step, float] | None = None
+        """A step that waits for its late masks, and when it began."""
+        self._masks_ready: tuple[MasksReady, float] | None = None
+        """The latest, and when it came."""
+        self._masks_came = trio.Event()
 
     @property
     def is_usable(self) -> bool:
         return not self.reason
+
+    def attach_masks(self, file: MaskFile) -> None:
+        if file is not self._masks:
+            self._masks = file
+            self.engine.masks = Masks(file)
+
+    def masks_ready(self, number: int, missing: Sequence[int] = ()) -> None:
+        self._masks_ready = MasksReady(number, missing), trio.current_time()
+        self._catch_up()
+        self._masks_came.set()
+        self._masks_came = trio.Event()
+
+    def computing(self, wait_s: float) -> None:
+        """See ``messages.StepCallbacks``."""
+
+    def wait_for_masks(self, number: int, timeout_ms: float) -> MasksReady | None:
+        """See ``messages.StepCallbacks``.  ``_catch_up`` has waited already."""
+        return self._masks_ready[0] if self._masks_ready is not None and self._masks_ready[0].number == number else None
 
     def submit(self, step: Step) -> None:
         self._waiting.append((step, trio.current_time()))
@@ -552,10 +585,10 @@ class VirtualLink:
 
     async def receive(self) -> list[Any]:
         self._catch_up()
-        while not self._answers:
-            await trio.sleep_forever()
-        while self._answers[0][0] > trio.current_time():
-            await trio.sleep_until(self._answers[0][0])
+        while not self._answers or self._answers[0][0] > trio.current_time():
+            until = min([self._answers[0][0] if self._answers else math.inf, self._waits_until()])
+            with trio.move_on_at(until):
+                await self._masks_came.wait()
             self._catch_up()
         await trio.lowlevel.checkpoint()
         found = []
@@ -578,6 +611,7 @@ class VirtualLink:
     def die(self, reason: str) -> None:
         """The engine ends, with its KV cache."""
         self.reason = reason
+        self._begun = None
         self._waiting.clear()
         self._answers.clear()
         self.engine.reset()
@@ -603,27 +637,52 @@ class VirtualLink:
 
     def _catch_up(self) -> None:
         """Begin all steps that should have begun by now."""
-        while self._waiting and self._free_at <= trio.current_time() and not self.reason:
-            step, submitted_at = self._waiting.popleft()
-            began = max(self._free_at, submitted_at)
+        while not self.reason:
+            if self._begun is None:
+                if not self._waiting or self._free_at > trio.current_time():
+                    return
+                step, submitted_at = self._waiting.popleft()
+                began = max(self._free_at, submitted_at)
+                if self._runner.is_stale(step):
+                    self._answers.append((began, Revoked(step.number)))
+                    continue
+                self._begun = step, began
+            step, began = self._begun
+            waits_until = self._waits_until()
+            ready, ready_at = self._masks_ready or (None, 0.0)
+            if ready is not None and (ready.number != step.number or ready_at > waits_until):
+                self._masks_ready = ready = None
+            if ready is None and waits_until > trio.current_time():
+                return
+            self._begun = None
             answer: Any
-            if self._runner.is_stale(step):
-                self._answers.append((began, Revoked(step.number)))
-                continue
             try:
-                answer = self._runner.run(step)
+                answer = self._runner.run(step, callbacks=self)
             except EngineError as error:
                 answer = StepFailed(step.number, str(error))
                 self.engine.reset()
             except EngineDied as death:
                 answer = death
             self._free_at = began + self.engine.cost_of_last_ms / 1e3
+            if waits_until > -math.inf:
+                self._free_at = max(self._free_at, waits_until if ready is None else ready_at)
             if isinstance(answer, StepOutput):
                 answer.started_s, answer.ended_s = began, self._free_at
             self._answers.append((self._free_at, answer))
             if not isinstance(answer, StepOutput):
                 self._answers.extend((self._free_at, Revoked(behind.number)) for behind, _ in self._waiting)
                 self._waiting.clear()
+
+    def _waits_until(self) -> float:
+        """When the step that has begun gives its late masks up; -inf if it waits for none, or none has begun."""
+        if self._begun is None:
+            return math.inf
+        step, began = self._begun
+        inputs = [each for call in step.calls for each in call if isinstance(each, StepInput)]
+        if not any(sample.late_mask is not None for each in inputs for sample in each.samples):
+            return -math.inf
+        n_tokens, n_samples = (sum(map(len, each)) for each in zip(*[(x.tokens, x.samples) for x in inputs], strict=True))
+        return began + (self.engine.cost_ms(n_tokens - n_samples, n_samples) + step.mask_timeout_ms) / 1e3
 
 
 class VirtualLauncher:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import tempfile
 
+import attrs
 import numpy as np
 import pytest
 import trio
 
+from tests.support.masks import SharedMasks
 from uma_trio.engine.link import EngineLink
 from uma_trio.engine.messages import (
     DROPPED,
@@ -28,7 +30,7 @@ from uma_trio.engine.messages import (
 )
 from uma_trio.grammar import GrammarState
 from uma_trio.kv.ops import LoadState, MeasureState, SaveState, Truncate
-from uma_trio.sampling import Past, SamplingParams
+from uma_trio.sampling import NO_TOKEN, Past, SamplingParams
 
 GREEDY = SamplingParams()
 
@@ -206,30 +208,140 @@ async def test_a_state_goes_to_a_file_and_comes_back(link, prompts):
     assert (await link.compute(Step((), [[more]]))).tokens == (expected[0],)
 
 
-@pytest.mark.parametrize("kind", ["bits", "bias"])
-async def test_a_late_mask_decides_what_is_sampled(link, prompts, kind):
+@pytest.fixture
+def masks(link):
+    """Three rows of biases that allow nothing, of all tokens but the last 5."""
+    masks = SharedMasks(n_rows=3, n_vocab=link.info.n_vocab - 5)
+    yield masks
+    masks.close()
+
+
+def masked(seq_id: int, tokens: list[int], row: int) -> StepInput:
+    return StepInput(seq_id, 0, tokens, [SampleRequest(GREEDY, late_mask=row)])
+
+
+async def test_late_masks_decide_what_is_sampled(link, prompts, masks):
     [likeliest] = await alone(link, prompts[0], 1)
-    wanted = next(token for token in range(5, 50) if token != likeliest)
-    masks = link.attach_masks(kind)
-    masked = [StepInput(0, 0, prompts[0], [SampleRequest(GREEDY, late_mask=True)]), prefill(1, prompts[0])]
-    link.submit(Step((), [masked], 1, mask_timeout_ms=10_000))
+    wanted = [token for token in range(5, 50) if token != likeliest][:2]
+    link.attach_masks(masks.file)
+    inputs = [masked(0, prompts[0], 2), prefill(1, prompts[0]), masked(2, prompts[0], 0)]
+    link.submit(Step((), [inputs], 1, mask_timeout_ms=10_000))
     await trio.sleep(0.05)  # the engine waits, or still computes
-    masks.allow_only(0, np.array([wanted]))
+    masks.allow_only(2, wanted[0])
+    masks.allow_only(0, wanted[1])
     link.masks_ready(1)
     [output] = await answers(link, 1)
-    assert output.tokens == (wanted, likeliest), "for its own row alone"
+    assert output.tokens == (wanted[0], likeliest, wanted[1]), "each by its own row, and one without a row freely"
 
 
-async def test_a_mask_that_does_not_come_in_time_costs_its_own_row_alone(link, prompts):
+async def test_late_masks_are_written_anew_for_each_step(link, prompts, masks):
+    link.attach_masks(masks.file)
+    tokens, position = prompts[0], 0
+    for number, wanted in enumerate((7, 8, 9), 1):
+        link.submit(
+            Step((), [[StepInput(0, position, tokens, [SampleRequest(GREEDY, late_mask=1)])]], number, mask_timeout_ms=10_000)
+        )
+        masks.allow_only(1, wanted)
+        link.attach_masks(masks.file)
+        link.masks_ready(number)
+        [output] = await answers(link, 1)
+        assert output.tokens == (wanted,)
+        position += len(tokens)
+        tokens = [wanted]
+
+
+async def test_a_bias_is_added_and_does_not_replace_the_logits(link, prompts, masks):
     [likeliest] = await alone(link, prompts[0], 1)
-    link.attach_masks("bits")
-    masked = [StepInput(0, 0, prompts[0], [SampleRequest(GREEDY, late_mask=True)]), prefill(1, prompts[0])]
-    link.submit(Step((), [masked], 1, mask_timeout_ms=20))
+    link.attach_masks(masks.file)
+    masks.rows[0] = -100.0  # all alike
+    link.submit(Step((), [[masked(0, prompts[0], 0)]], 1, mask_timeout_ms=10_000))
+    link.masks_ready(1)
+    [output] = await answers(link, 1)
+    assert output.tokens == (likeliest,)
+
+
+async def test_tokens_that_the_writer_of_masks_does_not_know_are_forbidden(link, prompts, masks):
+    [likeliest] = await alone(link, prompts[0], 1)
+    few = SharedMasks(n_rows=1, n_vocab=likeliest)
+    link.attach_masks(few.file)
+    few.rows[:] = 0.0
+    link.submit(Step((), [[masked(0, prompts[0], 0)]], 1, mask_timeout_ms=10_000))
+    link.masks_ready(1)
+    [output] = await answers(link, 1)
+    assert 0 <= output.tokens[0] < likeliest
+    few.close()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+async def test_a_row_that_is_no_mask_costs_its_own_sample_alone(link, prompts, masks, value):
+    [likeliest] = await alone(link, prompts[0], 1)
+    link.attach_masks(masks.file)
+    masks.rows[0] = value
+    link.submit(Step((), [[masked(0, prompts[0], 0), prefill(1, prompts[0])]], 1, mask_timeout_ms=10_000))
+    link.masks_ready(1)
+    [output] = await answers(link, 1)
+    assert output.tokens == (NO_TOKEN, likeliest)
+
+
+async def test_masks_that_do_not_come_in_time_cost_their_own_rows_alone(link, prompts, masks):
+    [likeliest] = await alone(link, prompts[0], 1)
+    link.attach_masks(masks.file)
+    link.submit(Step((), [[masked(0, prompts[0], 0), prefill(1, prompts[0])]], 1, mask_timeout_ms=20))
     link.submit(Step((), [[0, 1]], 2, 1))
     first, second = await answers(link, 2)
     assert first.tokens == (MASK_LATE, likeliest)
     assert second.tokens[0] == DROPPED
     assert second.tokens[1] >= 0
+
+
+async def test_a_row_that_is_missing_costs_its_own_sample_alone(link, prompts, masks):
+    link.attach_masks(masks.file)
+    link.submit(Step((), [[masked(0, prompts[0], 0), masked(1, prompts[0], 1)]], 1, mask_timeout_ms=10_000))
+    masks.allow_only(1, 7)
+    link.masks_ready(1, [0])
+    [output] = await answers(link, 1)
+    assert output.tokens == (MASK_LATE, 7)
+
+
+async def test_masks_that_are_not_attached_or_too_short_never_come(link, prompts, masks):
+    step = Step((), [[masked(0, prompts[0], 0)]], 1, mask_timeout_ms=10_000)
+    link.submit(step)
+    link.masks_ready(1)
+    short = attrs.evolve(masks.file, n_rows=1_000_000)
+    [output] = await answers(link, 1)
+    assert output.tokens == (MASK_LATE,)
+    link.attach_masks(short)
+    link.submit(Step([Truncate(0)], step.calls, 2, mask_timeout_ms=10_000))
+    link.masks_ready(2)
+    [output] = await answers(link, 1)
+    assert output.tokens == (MASK_LATE,)
+
+
+async def test_other_masks_take_the_place_of_the_first(link, prompts, masks):
+    link.attach_masks(masks.file)
+    others = SharedMasks(n_rows=1, n_vocab=masks.file.n_vocab)
+    link.attach_masks(others.file)
+    others.allow_only(0, 7)
+    link.submit(Step((), [[masked(0, prompts[0], 0)]], 1, mask_timeout_ms=10_000))
+    link.masks_ready(1)
+    [output] = await answers(link, 1)
+    assert output.tokens == (7,)
+    others.close()
+
+
+async def test_late_masks_and_grammars_in_one_step(link, prompts, masks, grammar):
+    key, source, expected = grammar
+    link.define_grammar(key, source)
+    link.attach_masks(masks.file)
+    state = GrammarState(key, np.empty(0, np.int32))
+    follows = StepInput(0, 0, prompts[0], [SampleRequest(GREEDY)], (), state)
+    both = StepInput(1, 0, prompts[0], [SampleRequest(GREEDY, late_mask=1)], (), state)
+    link.submit(Step((), [[follows, masked(2, prompts[0], 0), both]], 1, mask_timeout_ms=20_000))
+    masks.allow_only(0, 7)
+    masks.allow_only(1, expected[0])
+    link.masks_ready(1)
+    [output] = await answers(link, 1)
+    assert output.tokens == (expected[0], 7, expected[0])
 
 
 async def test_a_message_larger_than_the_socket_takes_at_once(link, prompts):

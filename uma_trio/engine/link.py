@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import trio
 
 from uma_trio.child_process import ChildProcess
-from uma_trio.engine.masks import MaskBuffer, MaskKind, create_mask_file
+from uma_trio.engine.masks import MaskFile
 from uma_trio.engine.messages import (
     AttachMasks,
     Decoder,
@@ -114,6 +114,7 @@ class EngineLink:
         self._decoder = Decoder("engine")
         self._unsent: deque[tuple[bytes, Sequence[int]]] = deque()
         self._grammars = KnownGrammars()
+        self._masks: MaskFile | None = None
         self._broken = False
         """The socket has closed."""
         self.ended = trio.Event()
@@ -189,18 +190,19 @@ class EngineLink:
         """Ask the engine not to begin step ``number``; it answers ``Revoked`` unless the step has begun."""
         self._send(Revoke(number))
 
-    def attach_masks(self, kind: MaskKind) -> MaskBuffer:
-        """A buffer for late masks that the engine shares; see ``engine.masks``."""
-        fd = create_mask_file(kind, self.info.n_seq_max, self.info.n_vocab)
-        try:
-            self._send(AttachMasks(kind), [fd])
-            return MaskBuffer(fd, kind, self.info.n_seq_max, self.info.n_vocab)
-        finally:
-            os.close(fd)
+    def attach_masks(self, file: MaskFile) -> None:
+        """Have the engine read late masks there; call it before each step that waits for masks."""
+        if file is not self._masks:
+            self._masks = file
+            self._send(AttachMasks(file.n_rows, file.n_vocab), [file.fd])
 
-    def masks_ready(self, number: int) -> None:
-        """Tell the engine that the late masks of step ``number`` are in the buffer."""
-        self._send(MasksReady(number))
+    def masks_ready(self, number: int, missing: Sequence[int] = ()) -> None:
+        """Tell the engine that the late masks of step ``number`` are there.
+
+        Args:
+            missing: rows that were not written; nothing is sampled for them.
+        """
+        self._send(MasksReady(number, missing))
 
     async def receive(self) -> list[FromEngine]:
         """The next messages of the engine, at least one.

@@ -38,7 +38,7 @@ from uma_trio.engine.layout import (
     max_checkpoints,
 )
 from uma_trio.engine.layout_trial import try_layouts
-from uma_trio.engine.masks import MaskBuffer
+from uma_trio.engine.masks import Masks
 from uma_trio.engine.messages import (
     MASK_LATE,
     DefineGrammar,
@@ -121,7 +121,7 @@ class LlamaEngine:
         self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
         self._checkpoints: dict[int, bytearray] = {}
-        self.masks: MaskBuffer | None = None
+        self.masks: Masks | None = None
         self.is_async = _has_gpu(library, settings)
         self._device_s = 0.0
         """How long the device computed after the latest ``llama_decode`` call had returned."""
@@ -420,19 +420,19 @@ class LlamaEngine:
     def _late_rows(
         self, step: Step[StepInput], inputs: Sequence[StepInput], callbacks: StepCallbacks | None
     ) -> dict[int, int | None]:
-        """Rows of logits that wait for a mask in shared memory: their sequence ids, or ``None`` where it has not come."""
+        """Rows of logits that wait for a late mask: its row there, or ``None`` where it has not come."""
         if self.masks is None and not step.mask_timeout_ms:
             return {}
-        seq_ids = [(each.seq_id, sample.late_mask) for each in inputs for sample in each.samples]
-        late = [(row, seq_id) for row, (seq_id, is_late) in enumerate(seq_ids) if is_late]
+        rows = [sample.late_mask for each in inputs for sample in each.samples]
+        late = {at: row for at, row in enumerate(rows) if row is not None}
         if not late:
             return {}
         ready = (
-            callbacks is not None
-            and self.masks is not None
-            and callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
+            callbacks.wait_for_masks(step.number, step.mask_timeout_ms)
+            if callbacks is not None and self.masks is not None
+            else None
         )
-        return {row: seq_id if ready else None for row, seq_id in late}
+        return {at: None if ready is None or row in ready.missing else row for at, row in late.items()}
 
     def _sample(
         self, samples: Sequence[SampleRequest], masks: _Masks
@@ -496,21 +496,21 @@ class _Masks:
     pending: PendingMasks | None
     timeout_ms: float
     shared: Mapping[int, int | None]
-    """Rows whose mask is in shared memory: their sequence ids, or ``None`` where it has not come."""
+    """Rows that wait for a late mask: its row there, or ``None`` where it has not come."""
     applied: list[AppliedMasks] = attrs.field(factory=list)
     """At most one: of the grammars."""
 
-    def apply(self, logits: npt.NDArray[np.float32], buffer: MaskBuffer | None) -> list[int]:
+    def apply(self, logits: npt.NDArray[np.float32], late_masks: Masks | None) -> list[int]:
         """Apply all masks to ``logits``; returns the rows whose mask is late."""
         late: list[int] = []
         if self.pending is not None:
             self.applied.append(self.pending.apply(logits, self.timeout_ms))
             late += self.applied[0].late
-        for row, seq_id in self.shared.items():
-            if seq_id is None:
-                late.append(row)
-            elif buffer is not None:
-                buffer.apply(seq_id, logits[row])
+        for at, row in self.shared.items():
+            if row is None:
+                late.append(at)
+            elif late_masks is not None:
+                late_masks.add_to(logits[at], row)
         return late
 
 

@@ -1,71 +1,54 @@
-"""Late masks: what a sequence may sample next, written into shared memory while the engine computes the logits.
+"""Late masks: biases of a step's samples, written into shared memory while the engine computes the logits.
 
-The buffer has one row for each sequence id.  A writer (a grammar, a controller) fills the rows of a step's sequences while
-``llama_decode`` runs and then has ``MasksReady`` sent.  The engine reads the rows before it samples.
+A writer (the runtime of controllers) fills rows while ``llama_decode`` runs, and then has ``MasksReady`` sent.  The engine
+adds each row to the logits of the sample that names it.  It maps the writer's memory, so nothing is copied.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import tempfile
-from typing import Any, Literal, TypeAlias
+from typing import Final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
-MaskKind: TypeAlias = Literal["bits", "bias"]
-"""``bits``: uint32 ``[n_rows, ceil(n_vocab / 32)]``, token ``t`` is allowed if bit ``t % 32`` of word ``t // 32`` is set.
-``bias``: float32 ``[n_rows, n_vocab]``, added to the logits; ``-inf`` forbids a token."""
+ITEM_BYTES: Final = 4
+"""Of one bias."""
 
 
-def _shape(kind: MaskKind, n_rows: int, n_vocab: int) -> tuple[int, int]:
-    return (n_rows, -(-n_vocab // 32)) if kind == "bits" else (n_rows, n_vocab)
+@attrs.frozen(eq=False)
+class MaskFile:
+    """Shared memory that holds rows of biases: float32 ``[n_rows, n_vocab]`` in C order, from its first byte on."""
+
+    fd: int
+    """Its descriptor, which stays the owner's to close."""
+    n_rows: int
+    n_vocab: int
+    """Tokens that the writer knows: no more than the model has.  The others cannot be sampled."""
 
 
-class MaskBuffer:
-    """Rows of masks in shared memory.  Both sides map the same file.
+class Masks:
+    """The rows of a ``MaskFile``, mapped.
 
-    Args:
-        fd: of the file; stays the caller's to close.
-        n_rows: sequence ids.
+    Raises:
+        OSError, ValueError: the file is shorter, or cannot be mapped.
     """
 
-    def __init__(self, fd: int, kind: MaskKind, n_rows: int, n_vocab: int) -> None:
-        dtype: npt.DTypeLike = np.uint32 if kind == "bits" else np.float32
-        shape = _shape(kind, n_rows, n_vocab)
-        self.kind = kind
-        self._n_vocab = n_vocab
-        self.rows: npt.NDArray[Any] = np.frombuffer(mmap.mmap(fd, 4 * shape[0] * shape[1]), dtype).reshape(shape)
-        """A row for each sequence id; see ``MaskKind``."""
+    def __init__(self, file: MaskFile) -> None:
+        n_bytes = ITEM_BYTES * file.n_rows * file.n_vocab
+        if os.fstat(file.fd).st_size < n_bytes:  # reading beyond the end of a file would kill this process
+            raise ValueError(f"the masks have {os.fstat(file.fd).st_size} bytes instead of {n_bytes}")
+        self._mapping = mmap.mmap(file.fd, n_bytes)
+        self.rows: npt.NDArray[np.float32] = np.frombuffer(self._mapping, np.float32).reshape(file.n_rows, file.n_vocab)
 
-    def allow_only(self, seq_id: int, tokens: npt.NDArray[np.integer]) -> None:
-        """Fill a row so that only ``tokens`` can be sampled."""
-        row = self.rows[seq_id]
-        if self.kind == "bias":
-            row[:] = -np.inf
-            row[tokens] = 0.0
-        else:
-            row[:] = 0
-            np.bitwise_or.at(row, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
+    def add_to(self, logits: npt.NDArray[np.float32], row: int) -> None:
+        """Add a row to logits in place; what is beyond the row gets -inf.
 
-    def apply(self, seq_id: int, logits: npt.NDArray[np.float32]) -> None:
-        """Apply a row to logits ``[n_vocab]`` in place."""
-        row = self.rows[seq_id]
-        if self.kind == "bias":
-            logits += row
-        else:
-            allowed = np.unpackbits(row.view(np.uint8), bitorder="little")[: self._n_vocab]
-            logits[allowed == 0] = -np.inf
-
-
-def create_mask_file(kind: MaskKind, n_rows: int, n_vocab: int) -> int:
-    """A descriptor of a zeroed file without a name, of the size that ``MaskBuffer`` maps.  The caller closes it."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("uma-trio masks", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    n_rows, width = _shape(kind, n_rows, n_vocab)
-    os.ftruncate(fd, 4 * n_rows * width)
-    return fd
+        Args:
+            logits: ``[n]``, at least as many as the writer knows.
+        """
+        biases = self.rows[row]
+        logits[: len(biases)] += biases
+        logits[len(biases) :] = -np.inf

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.devices import Devices
-from uma_trio.engine.masks import MaskBuffer, MaskKind
+from uma_trio.engine.masks import Masks
 from uma_trio.grammar import GrammarState
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
@@ -145,8 +145,8 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
     """What penalties look at: the tokens that end where the sampled one goes."""
     logprobs: int | None = None
     """Also report the log-probability of the token and of this many most likely ones."""
-    late_mask: bool = False
-    """Wait for this sequence's row of the mask buffer before sampling; see ``engine.masks``."""
+    late_mask: int | None = None
+    """Wait for the late masks before sampling, and add this row of them to the logits; see ``engine.masks``."""
 
 
 class StepInput(msgspec.Struct, array_like=True, gc=False):
@@ -237,15 +237,18 @@ class Revoke(msgspec.Struct, array_like=True, tag="revoke"):
 
 
 class AttachMasks(msgspec.Struct, array_like=True, tag="attach"):
-    """Map the file whose descriptor comes with this message as the mask buffer; see ``engine.masks``."""
+    """Map the file whose descriptor comes with this message, in place of an earlier one; see ``masks.MaskFile``."""
 
-    kind: MaskKind
+    n_rows: int
+    n_vocab: int
 
 
 class MasksReady(msgspec.Struct, array_like=True, tag="masks"):
-    """The late masks of step ``number`` are in the mask buffer."""
+    """The late masks of step ``number`` are in shared memory."""
 
     number: int
+    missing: Sequence[int] = ()
+    """Rows that were not written.  Their samples get ``MASK_LATE``."""
 
 
 # -- from the engine -------------------------------------------------------------------------------
@@ -356,8 +359,8 @@ class StepCallbacks(Protocol):
             wait_s: how long to wait for a message; 0 where the device has finished already.
         """
 
-    def wait_for_masks(self, number: int, timeout_ms: float) -> bool:
-        """Block until the late masks of step ``number`` are there, or the time is over; whether they are there."""
+    def wait_for_masks(self, number: int, timeout_ms: float) -> MasksReady | None:
+        """Block until the late masks of step ``number`` are there; ``None`` if the time is over before."""
 
 
 class Engine(Protocol):
@@ -368,7 +371,7 @@ class Engine(Protocol):
 
     is_async: bool
     """``llama_decode`` returns while the device still computes, as on a GPU."""
-    masks: MaskBuffer | None
+    masks: Masks | None
     """Where late masks are; attached by the worker."""
 
     def step(self, step: Step[StepInput], callbacks: StepCallbacks | None = None) -> StepOutput:

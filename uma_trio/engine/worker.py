@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 import msgspec
 import numpy as np
 
-from uma_trio.engine.masks import MaskBuffer, MaskKind
+from uma_trio.engine.masks import MaskFile, Masks
 from uma_trio.engine.messages import (
     DROPPED,
     MAX_FDS,
@@ -169,8 +169,8 @@ class Worker:
         self._decoder = Decoder("daemon")
         self._fds: deque[int] = deque()
         self._start: Start | None = None
-        self._masks_ready = 0
-        """Number of the latest step whose late masks are there."""
+        self._masks_ready: MasksReady | None = None
+        """The latest step whose late masks are there."""
         self._steps: deque[SubmittedStep] = deque()
         self._revoked: list[Revoked] = []
         self._unsent: list[FromEngine] = []
@@ -266,15 +266,17 @@ class Worker:
             select.select([self._sock], [], [], wait_s)
         self._read()
 
-    def wait_for_masks(self, number: int, timeout_ms: float) -> bool:
+    def wait_for_masks(self, number: int, timeout_ms: float) -> MasksReady | None:
         """See ``messages.StepCallbacks``."""
         deadline = time.monotonic() + timeout_ms / 1e3
-        while self._masks_ready < number and not self._closed:
+        while True:
+            ready = self._masks_ready
+            if ready is not None and ready.number == number:
+                return ready
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([self._sock], [], [], left_s)[0]:
-                break
+            if self._closed or left_s <= 0 or not select.select([self._sock], [], [], left_s)[0]:
+                return None
             self._read()
-        return self._masks_ready >= number
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -313,17 +315,20 @@ class Worker:
                 assert self.engine is not None
                 self.engine.define_grammar(message)
             case AttachMasks():
-                self._attach_masks(message.kind, self._fds.popleft())
+                self._attach_masks(MaskFile(self._fds.popleft(), message.n_rows, message.n_vocab))
             case MasksReady():
-                self._masks_ready = max(self._masks_ready, message.number)
+                self._masks_ready = message
 
-    def _attach_masks(self, kind: MaskKind, fd: int) -> None:
+    def _attach_masks(self, file: MaskFile) -> None:
+        """Map the masks.  Without them, all samples that wait for one get ``MASK_LATE``."""
         assert self.engine is not None
-        info = self.engine.info
+        self.engine.masks = None
         try:
-            self.engine.masks = MaskBuffer(fd, kind, info.n_seq_max, info.n_vocab)
+            self.engine.masks = Masks(file)
+        except (OSError, ValueError) as error:
+            log.error("the masks cannot be mapped: %s", error)
         finally:
-            os.close(fd)
+            os.close(file.fd)
 
     def _with_fd(self, op: Any) -> Any:
         """``op`` with the descriptor as it is called in this process."""
