@@ -34,14 +34,14 @@ async def masks_after(link: VirtualLink, ms: float, number: int, missing: tuple[
     link.masks_ready(number, missing)
 
 
-@pytest.mark.parametrize(("ms", "took_ms"), [(0, COST_MS), (4, COST_MS), (25, 25), (39, 39)])
-async def test_a_step_ends_when_it_is_computed_and_has_its_masks(autojump_clock, nursery, link, ms, took_ms):
+@pytest.mark.parametrize(("ms", "duration_ms"), [(0, COST_MS), (4, COST_MS), (25, 25), (39, 39)])
+async def test_a_step_ends_when_it_is_computed_and_has_its_masks(autojump_clock, nursery, link, ms, duration_ms):
     began = trio.current_time()
     link.submit(step(1))
     nursery.start_soon(masks_after, link, ms, 1)
     [output] = await link.receive()
     assert output.tokens == (7,)
-    assert trio.current_time() - began == pytest.approx(took_ms / 1e3)
+    assert trio.current_time() - began == pytest.approx(duration_ms / 1e3)
 
 
 async def test_masks_that_come_too_late(autojump_clock, nursery, link):

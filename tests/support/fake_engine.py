@@ -681,7 +681,9 @@ class VirtualLink:
         inputs = [each for call in step.calls for each in call if isinstance(each, StepInput)]
         if not any(sample.late_mask is not None for each in inputs for sample in each.samples):
             return -math.inf
-        n_tokens, n_samples = (sum(map(len, each)) for each in zip(*[(x.tokens, x.samples) for x in inputs], strict=True))
+        n_tokens, n_samples = (
+            sum(map(len, each)) for each in zip(*[(x.tokens, x.samples) for x in inputs], strict=True)
+        )
         return began + (self.engine.cost_ms(n_tokens - n_samples, n_samples) + step.mask_timeout_ms) / 1e3
 
 

@@ -239,7 +239,12 @@ async def test_late_masks_are_written_anew_for_each_step(link, prompts, masks):
     tokens, position = prompts[0], 0
     for number, wanted in enumerate((7, 8, 9), 1):
         link.submit(
-            Step((), [[StepInput(0, position, tokens, [SampleRequest(GREEDY, late_mask=1)])]], number, mask_timeout_ms=10_000)
+            Step(
+                (),
+                [[StepInput(0, position, tokens, [SampleRequest(GREEDY, late_mask=1)])]],
+                number,
+                mask_timeout_ms=10_000,
+            )
         )
         masks.allow_only(1, wanted)
         link.attach_masks(masks.file)

@@ -12,7 +12,7 @@ class SharedMasks:
     """Rows of biases in a file without a name."""
 
     def __init__(self, n_rows: int, n_vocab: int) -> None:
-        self._file = tempfile.TemporaryFile()
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (closed by ``close``)
         os.ftruncate(self._file.fileno(), ITEM_BYTES * n_rows * n_vocab)
         self.file = MaskFile(self._file.fileno(), n_rows, n_vocab)
         self.rows = Masks(self.file).rows

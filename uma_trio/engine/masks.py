@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 ITEM_BYTES: Final = 4
-"""Of one bias."""
+"""Size of one bias."""
 
 
 @attrs.frozen(eq=False)
