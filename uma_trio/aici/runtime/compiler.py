@@ -1,0 +1,197 @@
+"""Compiles modules: in a child process, because a module from anywhere may take all memory and minutes.
+
+The child gets and leaves files, since its pipes carry JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import psutil
+import wasmtime
+from wasmtime import _ffi as ffi
+
+from uma_trio.aici.runtime.instrument import NotReadable, instrument
+from uma_trio.aici.runtime.interface import BadModule
+from uma_trio.aici.runtime.memory import PAGE_BYTES
+from uma_trio.aici.runtime.signatures import EXPORTS, IMPORTS, OPTIONAL_EXPORTS, Signature
+from uma_trio.sandbox import LAST, CannotStart, NoAnswer, Sandbox, limit_memory
+
+MAX_WASM_BYTES: Final = 128 << 20
+STACK_BYTES: Final = 512 << 10
+"""Stack of a controller."""
+MAX_EXPORTS: Final = 4096
+MAX_TABLE_ELEMENTS: Final = 100_000
+MAX_ERROR_CHARS: Final = 1000
+N_THREADS: Final = 4
+ADDRESS_BYTES: Final = 512 << 20
+"""Address space that is only reserved: stacks and arenas of the threads."""
+
+_TYPES: Final = {"i32": "i", "i64": "I", "f32": "f", "f64": "F"}
+
+
+def make_engine() -> wasmtime.Engine:
+    """An engine as all modules are compiled for."""
+    config = wasmtime.Config()
+    config.epoch_interruption = True
+    config.max_wasm_stack = STACK_BYTES
+    config.cranelift_opt_level = "speed"
+    config.wasm_simd = True
+    config.wasm_bulk_memory = True
+    config.wasm_multi_value = True
+    config.wasm_relaxed_simd = False
+    config.wasm_threads = False
+    config.wasm_tail_call = False
+    config.wasm_multi_memory = False
+    config.wasm_memory64 = False
+    config.wasm_function_references = False
+    config.wasm_gc = False
+    config.wasm_exceptions = False
+    config.wasm_component_model = False
+    ffi.wasmtime_config_wasm_component_model_async_set(config.ptr(), False)  # it needs reference types
+    ffi.wasmtime_config_concurrency_support_set(config.ptr(), False)
+    config.wasm_reference_types = False
+    return wasmtime.Engine(config)
+
+
+class Compiler:
+    """Compiles one module after the other.  Thread-safe.
+
+    Args:
+        seconds: longest wait for one.
+        memory_mb: for one.
+        max_memory_mb: linear memory that a module may begin with.
+    """
+
+    def __init__(self, seconds: float, memory_mb: int, max_memory_mb: int) -> None:
+        setup = {"memory_bytes": memory_mb << 20, "max_memory_bytes": max_memory_mb << 20}
+        self._sandbox = Sandbox([sys.executable, "-m", __name__], lambda: setup, seconds)
+        self._seconds = seconds
+
+    def compile(self, wasm: bytes) -> bytes:
+        """Machine code.  Blocks.
+
+        Raises:
+            BadModule: it cannot be a controller; says why.
+        """
+        if not wasm.startswith(b"\0asm"):
+            raise BadModule("this is not Wasm: it does not begin with \\0asm")
+        if len(wasm) > MAX_WASM_BYTES:
+            raise BadModule(f"the module has {len(wasm)} bytes; at most {MAX_WASM_BYTES}")
+        with tempfile.TemporaryDirectory(prefix="uma-trio-wasm-") as folder:
+            source, compiled = Path(folder, "module.wasm"), Path(folder, "module.compiled")
+            source.write_bytes(wasm)
+            try:
+                answer = self._sandbox.ask({"source": str(source), "compiled": str(compiled)})
+            except CannotStart as error:
+                raise BadModule(f"the process that compiles modules cannot start: {error}") from None
+            except NoAnswer as error:
+                raise BadModule(f"the module cannot be compiled: {error}") from None
+            if "error" in answer:
+                raise BadModule(answer["error"])
+            return compiled.read_bytes()
+
+    def close(self) -> None:
+        """Kill a compilation that goes on."""
+        self._sandbox.stop()
+
+
+def compile_module(wasm: bytes, engine: wasmtime.Engine, max_memory_bytes: int) -> bytes:
+    """Machine code of a controller, without limits of time and memory.
+
+    Raises:
+        BadModule: it cannot be one; says why.
+    """
+    try:
+        wasmtime.Module.validate(engine, wasm)
+        module = wasmtime.Module(engine, instrument(wasm))
+    except (wasmtime.WasmtimeError, NotReadable) as error:
+        raise BadModule(f"this is no module that can be used: {_short(str(error))}") from None
+    _check_imports(module)
+    _check_exports(module, max_memory_bytes)
+    return bytes(module.serialize())
+
+
+def _check_imports(module: wasmtime.Module) -> None:
+    for each in module.imports:
+        name = f"{each.module}.{each.name}"
+        offered = IMPORTS.get(each.module, {}).get(each.name or "")
+        if offered is None:
+            raise BadModule(f"the module imports {name:.200}, which a controller cannot have")
+        if _signature(each.type) != offered:
+            raise BadModule(f"the module imports {name} with another type than {_spelled(offered)}")
+
+
+def _check_exports(module: wasmtime.Module, max_memory_bytes: int) -> None:
+    found = {each.name: each.type for each in module.exports}
+    if len(found) > MAX_EXPORTS:
+        raise BadModule(f"the module exports {len(found)} things; at most {MAX_EXPORTS}")
+    missing = [name for name in ("memory", *EXPORTS) if name not in found]
+    if missing:
+        raise BadModule(f"the module does not export {', '.join(missing)}")
+    memory = found["memory"]
+    if not isinstance(memory, wasmtime.MemoryType):
+        raise BadModule("the module's export memory is no memory")
+    if memory.limits.min * PAGE_BYTES > max_memory_bytes:
+        raise BadModule(
+            f"the module begins with {memory.limits.min * PAGE_BYTES >> 20} MiB of memory; at most {max_memory_bytes >> 20}"
+        )
+    for name, signature in {**EXPORTS, **OPTIONAL_EXPORTS}.items():
+        if name in found and _signature(found[name]) != signature:
+            raise BadModule(f"the module exports {name} with another type than {_spelled(signature)}")
+
+
+def _signature(ty: object) -> Signature | None:
+    if not isinstance(ty, wasmtime.FuncType):
+        return None
+    parameters, results = ("".join(_TYPES.get(str(each), "?") for each in part) for part in (ty.params, ty.results))
+    return parameters, results
+
+
+def _spelled(signature: Signature) -> str:
+    names = {letter: name for name, letter in _TYPES.items()}
+    parameters, results = (", ".join(names[each] for each in part) for part in signature)
+    return f"({parameters}) -> ({results})"
+
+
+def _short(error: str) -> str:
+    return re.sub(r"\s+", " ", error).strip()[:MAX_ERROR_CHARS]
+
+
+# -- the child ------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Serve the runtime at the other end of stdin and stdout."""
+    lines = map(json.loads, sys.stdin.buffer)
+    setup = next(lines)
+    os.nice(5)  # calls of controllers come first
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what Rust says as it dies is no log record
+    os.environ["RAYON_NUM_THREADS"] = str(N_THREADS)  # of the compiler
+    engine = make_engine()
+    limit_memory(psutil.Process().memory_info().vms + setup["memory_bytes"] + ADDRESS_BYTES)
+    _send({})
+    for question in lines:
+        try:
+            compiled = compile_module(Path(question["source"]).read_bytes(), engine, setup["max_memory_bytes"])
+            Path(question["compiled"]).write_bytes(compiled)
+            _send({LAST: True})
+        except BadModule as error:
+            _send({"error": str(error), LAST: True})
+        except (MemoryError, OSError) as error:
+            _send({"error": f"the module cannot be compiled: {error or 'it takes too much memory'}", LAST: True})
+
+
+def _send(answer: object) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""One instance of a module: its callbacks, their arguments and results, and copies of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+import wasmtime
+
+from uma_trio.aici.messages import PreResult
+from uma_trio.aici.runtime.epochs import Epochs
+from uma_trio.aici.runtime.failures import Fatal, OutOfTime, Stopped
+from uma_trio.aici.runtime.functions import HostFunctions
+from uma_trio.aici.runtime.guest import BLOB_CALL, Guest
+from uma_trio.aici.runtime.instrument import GLOBAL, NOT_COPIED, OUT_OF_MEMORY, START
+from uma_trio.aici.runtime.interface import (
+    ALLOWED,
+    DISALLOWED,
+    PREVIOUS_ERROR,
+    ControllerError,
+    ControllerTimeout,
+    MidAction,
+    Row,
+    Sample,
+    Splice,
+    StopSequence,
+    StorageCommand,
+)
+from uma_trio.aici.runtime.memory import GuestMemory
+from uma_trio.aici.runtime.variables import Variables
+
+log = logging.getLogger(__name__)
+
+MAX_ERROR_CHARS: Final = 4000
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+T = TypeVar("T")
+
+
+class _Empty(msgspec.Struct, frozen=True):
+    """``{}``."""
+
+
+class _PreResult(msgspec.Struct, frozen=True):
+    num_forks: Number
+    suspend: bool
+    ff_tokens: list[Number]
+
+
+class _Splice(msgspec.Struct, frozen=True):
+    backtrack: Number
+    ff_tokens: list[Number]
+
+
+class _MidResult(msgspec.Struct, frozen=True):
+    """One of the two."""
+
+    SampleWithBias: _Empty | None = None
+    Splice: _Splice | None = None
+
+
+class _PostResult(msgspec.Struct, frozen=True):
+    stop: bool
+
+
+_EMPTY: Final = msgspec.json.Decoder(_Empty)
+_PRE: Final = msgspec.json.Decoder(_PreResult)
+_MID: Final = msgspec.json.Decoder(_MidResult | Literal["Stop"])
+_POST: Final = msgspec.json.Decoder(_PostResult)
+
+
+class Controller:
+    """See ``interface.Controller``.
+
+    Args:
+        module: with its imports resolved.
+        guest: of a new store.
+        new_guest: makes one for a fork.
+    """
+
+    def __init__(
+        self,
+        module: wasmtime.InstancePre,
+        guest: Guest,
+        epochs: Epochs,
+        functions: HostFunctions,
+        new_guest: Callable[[Variables], Guest],
+    ) -> None:
+        self._module = module
+        self._guest = guest
+        self._epochs = epochs
+        self._functions = functions
+        self._new_guest = new_guest
+        self._handle = 0
+        self._exports: Any = {}
+        self._failed = False
+
+    def start(self, *, deadline: float) -> None:
+        """Instantiate the module and let it begin: its start function, ``aici_init``, ``aici_create``.
+
+        Raises:
+            ControllerError, ControllerTimeout: the instance is gone.
+        """
+        self._instantiate()
+        if START in self._exports:
+            self._run(START, deadline)
+        self._run("aici_init", deadline)
+        self._handle = self._run("aici_create", deadline)
+
+    def init_prompt(self, tokens: Sequence[int], *, deadline: float) -> None:
+        self._call("aici_init_prompt", {"prompt": tokens}, _EMPTY, deadline)
+
+    def assign(self, sequence_id: int) -> None:
+        self._guest.sequence_id = sequence_id
+
+    def pre_process(self, *, deadline: float) -> PreResult:
+        found = self._call("aici_pre_process", {}, _PRE, deadline)
+        if found.ff_tokens and (found.suspend or found.num_forks != 1):
+            raise self._wrong("with ff_tokens, pre_process must return num_forks 1 and suspend false")
+        if found.suspend and found.num_forks != 1:
+            raise self._wrong("with suspend, pre_process must return num_forks 1")
+        self._check_tokens(found.ff_tokens)
+        return PreResult(found.suspend, found.num_forks, found.ff_tokens)
+
+    def mid_process(self, fork_group: Sequence[int], row: Row, *, deadline: float) -> MidAction:
+        guest = self._guest
+        guest.row, guest.row_is_written = row, False
+        try:
+            found = self._call("aici_mid_process", {"fork_group": fork_group}, _MID, deadline)
+            action = self._action(found)
+        except (ControllerError, ControllerTimeout):
+            row[:] = DISALLOWED
+            raise
+        finally:
+            guest.row = None
+        if isinstance(action, Sample):
+            if not guest.row_is_written:
+                row[:] = DISALLOWED
+        elif isinstance(action, Splice) and action.backtrack:
+            row[:] = ALLOWED
+        else:
+            row[:] = DISALLOWED
+            row[action.ff_tokens[0] if isinstance(action, Splice) else guest.eos] = ALLOWED
+        return action
+
+    def post_process(self, tokens: Sequence[int], backtrack: int, *, deadline: float) -> bool:
+        return self._call("aici_post_process", {"tokens": tokens, "backtrack": backtrack}, _POST, deadline).stop
+
+    def fork(self, sequence_id: int) -> Controller:
+        if self._failed:
+            raise ControllerError(PREVIOUS_ERROR)
+        if NOT_COPIED in self._exports:
+            raise ControllerError("it cannot be forked: it changes its tables, or has a global of the type v128")
+        guest = self._guest
+        copy = Controller(
+            self._module, self._new_guest(guest.variables), self._epochs, self._functions, self._new_guest
+        )
+        try:
+            copy._instantiate()
+            copy._handle = self._handle
+            copy._copy_state(self)
+        except BaseException:
+            copy.close()
+            raise
+        copy._guest.sequence_id = sequence_id
+        copy._guest.blobs = dict(guest.blobs)
+        copy._guest.constraints = {number: each.copy() for number, each in guest.constraints.items()}
+        copy._guest.n_constraints_made = guest.n_constraints_made
+        return copy
+
+    def take_logs(self) -> str:
+        return self._guest.logs.take()
+
+    def take_storage(self) -> list[StorageCommand]:
+        found, self._guest.storage = self._guest.storage, []
+        return found
+
+    def close(self) -> None:
+        """Free the instance.  Closing it again is a no-op."""
+        self._failed = True
+        self._exports = {}
+        self._guest.panic = None
+        self._guest.constraints.clear()
+        self._guest.store.close()
+
+    def _instantiate(self) -> None:
+        guest = self._guest
+        try:
+            self._exports = self._module.instantiate(guest.store).exports(guest.store)
+        except (wasmtime.Trap, wasmtime.WasmtimeError) as error:
+            self.close()
+            raise ControllerError(_short(str(error))) from None
+        guest.instance_memory = GuestMemory(guest.store, self._exports["memory"])
+        guest.panic = self._exports.get("aici_panic")
+
+    def _copy_state(self, original: Controller) -> None:
+        """Take over memory and globals of another instance of the same module."""
+        old, new = original._guest, self._guest
+        new.memory.copy_from(old.memory)
+        for name, each in original._exports.items():
+            if name.startswith(GLOBAL):
+                self._exports[name].set_value(new.store, each.value(old.store))
+
+    def _call(self, name: str, argument: object, decoder: msgspec.json.Decoder[T], deadline: float) -> T:
+        """The result of a callback.
+
+        Raises:
+            ControllerError, ControllerTimeout: see there.
+        """
+        guest = self._guest
+        guest.blobs[BLOB_CALL] = msgspec.json.encode(argument)
+        guest.result = None
+        guest.n_storage_bytes = 0
+        self._run(name, deadline, self._handle)
+        result, guest.result = guest.result, None
+        if result is None:
+            raise self._wrong("aici_host_return_process_result not called")
+        try:
+            return decoder.decode(result)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._wrong(f"{name} returned a wrong result: {error}") from None
+
+    def _run(self, name: str, deadline: float, *arguments: int) -> Any:
+        if self._failed:
+            raise ControllerError(PREVIOUS_ERROR)
+        guest = self._guest
+        guest.failure, guest.deadline = None, deadline
+        try:
+            with self._functions.serving(guest), self._epochs.until(guest.store, deadline):
+                return self._exports[name](guest.store, *arguments)
+        except (wasmtime.Trap, wasmtime.WasmtimeError) as error:
+            raise self._explained(error, name) from None
+
+    def _explained(self, error: wasmtime.Trap | wasmtime.WasmtimeError, name: str) -> Exception:
+        """The error of a call that did not return.  The instance is gone."""
+        failure = self._guest.failure
+        is_out_of_memory = OUT_OF_MEMORY in self._exports and self._exports[OUT_OF_MEMORY].value(self._guest.store)
+        self._fail()
+        if isinstance(failure, OutOfTime):
+            return ControllerTimeout(str(failure))
+        if isinstance(failure, Fatal | Stopped):
+            return ControllerError(str(failure))
+        if isinstance(failure, Exception):
+            log.error("a function of the host failed", exc_info=failure)
+            return ControllerError(f"internal error: {failure!r}")
+        if failure is not None:  # such as KeyboardInterrupt
+            raise failure
+        if isinstance(error, wasmtime.Trap) and _is_interrupt(error):
+            return ControllerTimeout(f"{name} took too long")
+        if is_out_of_memory:
+            return ControllerError(f"out of memory: {name} needs more than a controller may have")
+        return ControllerError(_short(str(error)))
+
+    def _action(self, found: _MidResult | str) -> MidAction:
+        if isinstance(found, str):
+            return StopSequence()
+        if (found.SampleWithBias is None) == (found.Splice is None):
+            raise self._wrong("aici_mid_process must return one of Stop, SampleWithBias and Splice")
+        if found.Splice is None:
+            return Sample()
+        splice = Splice(found.Splice.backtrack, found.Splice.ff_tokens)
+        self._check_tokens(splice.ff_tokens)
+        if not splice.backtrack and not splice.ff_tokens:
+            raise self._wrong("empty splice: without backtrack there must be ff_tokens")
+        return splice
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        wrong = next((token for token in tokens if token >= self._guest.n_vocab), None)
+        if wrong is not None:
+            raise self._wrong(f"ff_token out of range: {wrong} is not in [0, {self._guest.n_vocab})")
+
+    def _wrong(self, reason: str) -> ControllerError:
+        """The error of a call that returned something wrong.  The instance is gone."""
+        self._fail()
+        return ControllerError(reason)
+
+    def _fail(self) -> None:
+        self._guest.logs.keeps_first = True
+        self.close()
+
+
+def _is_interrupt(trap: wasmtime.Trap) -> bool:
+    try:
+        return trap.trap_code is wasmtime.TrapCode.INTERRUPT
+    except ValueError:  # a code that this version of the library does not name
+        return False
+
+
+def _short(error: str) -> str:
+    return error.strip()[:MAX_ERROR_CHARS]

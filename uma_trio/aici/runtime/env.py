@@ -1,0 +1,98 @@
+"""Functions of the import module ``env``: AICI's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from uma_trio.aici.runtime.failures import Fatal, Stopped
+from uma_trio.aici.runtime.guest import (
+    BLOB_ARGUMENT,
+    BLOB_CALL,
+    BLOB_STORAGE,
+    BLOB_TOKENIZED,
+    BLOB_TOKENS,
+    BLOB_TRIE,
+    MAX_RESULT_BYTES,
+    MAX_STORAGE_BYTES,
+    N_PLAIN_BLOBS,
+    Guest,
+)
+from uma_trio.aici.runtime.variables import BadCommand, VariablesFull, run_command
+
+MAX_TOKENIZED_BYTES: Final = 1 << 20
+
+
+def _read_blob(guest: Guest, blob: int, start: int, size: int) -> int:
+    if blob == BLOB_TRIE:
+        data = guest.trie
+    elif blob < N_PLAIN_BLOBS:
+        data = guest.blobs.get(blob, b"")
+    else:
+        raise Fatal(f"invalid blob id {blob}")
+    if size:
+        guest.memory.write(start, data[:size])
+    return len(data)
+
+
+def _tokenize(guest: Guest, start: int, size: int) -> int:
+    guest.blobs[BLOB_TOKENIZED] = b""
+    if size > MAX_TOKENIZED_BYTES:
+        guest.logs.write(f"WARNING: cannot tokenize {size} bytes; at most {MAX_TOKENIZED_BYTES}\n".encode())
+        return BLOB_TOKENIZED
+    text = guest.memory.read(start, size)
+    try:
+        guest.blobs[BLOB_TOKENIZED] = np.array(guest.tokenize(text), "<u4").tobytes()
+    except Exception as error:  # noqa: BLE001  (whatever the tokenizer stumbles over is the text's fault)
+        guest.logs.write(f"WARNING: cannot tokenize: {error}\n".encode())
+    return BLOB_TOKENIZED
+
+
+def _return_logit_bias(guest: Guest, start: int) -> None:
+    guest.allow(guest.memory.read(start, 4 * -(-guest.n_vocab // 32)))
+
+
+def _return_process_result(guest: Guest, start: int, size: int) -> None:
+    if size > MAX_RESULT_BYTES:
+        raise Fatal(f"the result has {size} bytes; at most {MAX_RESULT_BYTES}")
+    guest.result = guest.memory.read(start, size)
+
+
+def _storage_cmd(guest: Guest, start: int, size: int) -> int:
+    if size > MAX_RESULT_BYTES:
+        raise Fatal(f"the storage command has {size} bytes; at most {MAX_RESULT_BYTES}")
+    try:
+        answer, written = run_command(guest.variables, guest.memory.read(start, size))
+    except (BadCommand, VariablesFull) as error:
+        raise Fatal(f"storage command: {error}") from None
+    if written is not None:
+        guest.n_storage_bytes += size
+        if guest.n_storage_bytes > MAX_STORAGE_BYTES:
+            raise Fatal(f"the storage commands of one call have more than {MAX_STORAGE_BYTES} bytes")
+        guest.storage.append(written)
+    guest.blobs[BLOB_STORAGE] = msgspec.json.encode(answer)
+    return BLOB_STORAGE
+
+
+def _stop(guest: Guest) -> None:
+    raise Stopped("*** aici_host_stop()")
+
+
+FUNCTIONS: Final[Mapping[str, Callable[..., int | None]]] = {
+    "aici_host_read_blob": _read_blob,
+    "aici_host_module_arg": lambda guest: BLOB_ARGUMENT,
+    "aici_host_process_arg": lambda guest: BLOB_CALL,
+    "aici_host_token_trie": lambda guest: BLOB_TRIE,
+    "aici_host_tokens": lambda guest: BLOB_TOKENS,
+    "aici_host_tokenize": _tokenize,
+    "aici_host_return_logit_bias": _return_logit_bias,
+    "aici_host_return_process_result": _return_process_result,
+    "aici_host_storage_cmd": _storage_cmd,
+    "aici_host_self_seq_id": lambda guest: guest.sequence_id,
+    "aici_host_eos_token": lambda guest: guest.eos,
+    "aici_host_stop": _stop,
+}
+"""Each gets the guest and its arguments as unsigned numbers."""

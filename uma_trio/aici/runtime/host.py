@@ -1,0 +1,98 @@
+"""Runs Wasm: one engine for the process, with everything that all controllers share."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+import wasmtime
+
+from uma_trio import grammar
+from uma_trio.aici.runtime import env, wasi
+from uma_trio.aici.runtime.compiler import MAX_TABLE_ELEMENTS, Compiler, make_engine
+from uma_trio.aici.runtime.constraints import Constraints
+from uma_trio.aici.runtime.controller import Controller
+from uma_trio.aici.runtime.epochs import Epochs
+from uma_trio.aici.runtime.functions import HostFunctions
+from uma_trio.aici.runtime.guest import BLOB_ARGUMENT, Guest
+from uma_trio.aici.runtime.interface import Limits, Vocabulary
+from uma_trio.aici.runtime.signatures import CONSTRAINT, ENV, WASI
+from uma_trio.aici.runtime.variables import Variables
+from uma_trio.aici.token_trie import build_trie
+
+MAX_TABLES: Final = 2
+
+
+@attrs.frozen(eq=False)
+class Module:
+    """Compiled code, ready to be instantiated."""
+
+    code: wasmtime.Module
+    linked: wasmtime.InstancePre
+
+
+class WasmHost:
+    """See ``interface.Host``."""
+
+    def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
+        self._vocabulary = vocabulary
+        self._max_memory_bytes = limits.max_memory_mb << 20
+        self._trie = build_trie([vocabulary.token_bytes(n) for n in range(vocabulary.n_vocab)], vocabulary.eos)
+        self._engine = make_engine()
+        self._epochs = Epochs(self._engine)
+        self._compiler = Compiler(limits.max_compile_s, limits.max_compile_memory_mb, limits.max_memory_mb)
+        self._constraints = Constraints(lambda: _for_constraints(vocabulary))
+        self._functions = HostFunctions(
+            self._engine, {ENV: env.FUNCTIONS, WASI: wasi.FUNCTIONS, CONSTRAINT: self._constraints.functions}
+        )
+
+    def compile(self, wasm: bytes) -> bytes:
+        return self._compiler.compile(wasm)
+
+    def load(self, compiled: bytes) -> Module:
+        try:
+            code = wasmtime.Module.deserialize(self._engine, compiled)
+            linked = self._functions.link(code)
+        except wasmtime.WasmtimeError as error:
+            raise ValueError(f"the module was compiled for something else: {error}") from None
+        if any(each.module == CONSTRAINT for each in code.imports):
+            self._constraints.prepare()
+        return Module(code, linked)
+
+    def new_variables(self) -> Variables:
+        return Variables()
+
+    def instantiate(self, module: Module, argument: str, variables: Variables, *, deadline: float) -> Controller:
+        guest = self._new_guest(variables)
+        guest.blobs[BLOB_ARGUMENT] = argument.encode("utf-8", "replace")
+        controller = Controller(module.linked, guest, self._epochs, self._functions, self._new_guest)
+        controller.start(deadline=deadline)
+        return controller
+
+    def close(self) -> None:
+        self._compiler.close()
+        self._constraints.close()
+        self._epochs.close()
+
+    def _new_guest(self, variables: Variables) -> Guest:
+        store = wasmtime.Store(self._engine)
+        store.set_limits(
+            memory_size=self._max_memory_bytes,
+            table_elements=MAX_TABLE_ELEMENTS,
+            instances=1,
+            tables=MAX_TABLES,
+            memories=1,
+        )
+        vocabulary = self._vocabulary
+        return Guest(store, vocabulary.n_vocab, vocabulary.eos, self._trie, vocabulary.tokenize, variables)
+
+
+def _for_constraints(vocabulary: Vocabulary) -> grammar.Vocabulary:
+    tokens = [vocabulary.token_bytes(n) for n in range(vocabulary.n_vocab)]
+    return grammar.Vocabulary(
+        tokens=tokens,
+        control_ids=[token for token, text in enumerate(tokens) if not text],
+        end_ids=[vocabulary.eos],
+        bos_id=None,
+        encode=lambda text: vocabulary.tokenize(text.encode("utf-8", "replace")),
+    )

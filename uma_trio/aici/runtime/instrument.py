@@ -1,0 +1,282 @@
+"""Changes a module before it is compiled, so that the host can do with its instances what the format does not offer.
+
+| change | for |
+|---|---|
+| mutable globals are exported | a fork copies them |
+| the start function is exported instead of run | a fork is an instance that must not start again |
+| ``memory.grow`` traps where it would fail | a controller out of memory has a clear error |
+| a module that changes its tables is marked | a fork cannot copy what is in them |
+
+Source: https://webassembly.github.io/spec/core/binary.  The module must be valid.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Final
+
+PREFIX: Final = "uma_trio."
+"""Begins the names of added exports.  A module that exports such a name itself is refused."""
+START: Final = PREFIX + "start"
+OUT_OF_MEMORY: Final = PREFIX + "out_of_memory"
+"""A global: 1 after ``memory.grow`` has trapped."""
+NOT_COPIED: Final = PREFIX + "not_copied"
+"""A global of a module whose instances have state that a fork cannot copy."""
+GLOBAL: Final = PREFIX + "global."
+"""Begins the names of mutable globals."""
+
+MAX_MUTABLE_GLOBALS: Final = 256
+
+_TYPE, _IMPORT, _FUNCTION, _TABLE, _MEMORY, _GLOBAL, _EXPORT, _START, _ELEMENT, _CODE, _DATA, _DATA_COUNT = range(1, 13)
+_ORDER: Final = (
+    *(_TYPE, _IMPORT, _FUNCTION, _TABLE, _MEMORY, _GLOBAL),
+    *(_EXPORT, _START, _ELEMENT, _DATA_COUNT, _CODE, _DATA),
+)
+"""Sections, as they follow one another."""
+_I32, _V128 = 0x7F, 0x7B
+_END = 0x0B
+_IS_FUNCTION, _IS_GLOBAL = 0, 3
+_GROW_TYPE: Final = bytes([0x60, 1, _I32, 1, _I32])
+
+_NUMBER: Final = rb"[\x80-\xff]*[\x00-\x7f]"
+_MEMARG: Final = _NUMBER + _NUMBER
+_PLAIN: Final = re.compile(
+    rb"(?s:"
+    rb"[\x00\x01\x05\x0b\x0f\x1a\x1b\x45-\xc4]"
+    rb"|[\x02-\x04\x0c\x0d\x10\x20-\x24\x3f\x41\x42]"
+    + _NUMBER
+    + rb"|[\x11\x28-\x3e]"
+    + _MEMARG
+    + rb"|\x43.{4}|\x44.{8}"
+    rb"|\xfc(?:[\x00-\x07]|[\x08\x0a]" + _MEMARG + rb"|[\x09\x0b\x0d]" + _NUMBER + rb")"
+    rb"|\xfd(?:[\x00-\x0b\x5c\x5d]" + _MEMARG + rb"|[\x0c\x0d].{16}|[\x15-\x22].|[\x54-\x5b]" + _MEMARG + rb"."
+    rb"|[\x0e-\x14\x23-\x53\x5e-\x7f]|[\x80-\xff][\x01\x02])"
+    rb")*+"
+)
+"""Instructions that stay as they are; br_table is the only other one."""
+_BR_TABLE, _MEMORY_GROW = 0x0E, 0x40
+_CHANGES_TABLE: Final = re.compile(rb"\xfc[\x0c\x0e]" + _MEMARG)
+"""table.init, table.copy"""
+_PERHAPS_UNUSUAL: Final = re.compile(rb"\x40\x00|\xfc[\x0c\x0e\x80-\xff]")
+_CONSTANT: Final = re.compile(
+    rb"(?s:[\x23\x41\x42]" + _NUMBER + rb"|\x43.{4}|\x44.{8}|\xfd\x0c.{16}|[\x6a-\x6c\x7c-\x7e])*+\x0b"
+)
+"""The expression with which a global begins."""
+
+
+class NotReadable(ValueError):
+    """The module has something that this version does not know."""
+
+
+def instrument(wasm: bytes) -> bytes:
+    """The module with the changes above.  Blocks for about 10 ms per MB.
+
+    Raises:
+        NotReadable: see there.
+    """
+    sections = dict(_sections(wasm))
+    exports = _Vector(sections.get(_EXPORT))
+    if any(_name(entry, 0)[0].startswith(PREFIX) for entry in exports.split(_export_end)):
+        raise NotReadable(f"names of exports that begin with {PREFIX} are taken")
+    types, functions = _Vector(sections.get(_TYPE)), _Vector(sections.get(_FUNCTION))
+    imports, globals_ = _Vector(sections.get(_IMPORT)), _Vector(sections.get(_GLOBAL))
+    grow_function = sum(1 for _ in imports.split(_import_end)) + functions.count
+    bodies, n_grow, changes_table = _new_bodies(_Vector(sections.get(_CODE)), grow_function)
+    mutable, has_vector = _mutable_globals(globals_)
+    if len(mutable) > MAX_MUTABLE_GLOBALS:
+        raise NotReadable(f"it has {len(mutable)} mutable globals; at most {MAX_MUTABLE_GLOBALS} are supported")
+    for index in mutable:
+        exports.append(_export(GLOBAL + str(index), _IS_GLOBAL, index))
+    if has_vector or changes_table:
+        exports.append(_export(NOT_COPIED, _IS_GLOBAL, globals_.count))
+        globals_.append(bytes([_I32, 0, 0x41, 0, _END]))
+    if n_grow:
+        flag = globals_.count
+        exports.append(_export(OUT_OF_MEMORY, _IS_GLOBAL, flag))
+        globals_.append(bytes([_I32, 1, 0x41, 0, _END]))
+        functions.append(_encode(types.count))
+        types.append(_GROW_TYPE)
+        bodies.append(_grow_or_trap(flag))
+    if _START in sections:
+        index, _ = _decode(sections.pop(_START), 0)
+        exports.append(_export(START, _IS_FUNCTION, index))
+    changed = {_TYPE: types, _FUNCTION: functions, _GLOBAL: globals_, _EXPORT: exports, _CODE: bodies}
+    sections.update({number: vector.to_bytes() for number, vector in changed.items() if vector.count})
+    return wasm[:8] + b"".join(
+        bytes([number]) + _encode(len(sections[number])) + sections[number] for number in _ORDER if number in sections
+    )
+
+
+def _grow_or_trap(flag: int) -> bytes:
+    """Body of a function that grows the memory by its argument, or sets the global ``flag`` and traps."""
+    code = bytes([1, 1, _I32])  # one local
+    code += bytes([0x20, 0, 0x40, 0, 0x22, 1])  # local.get 0, memory.grow, local.tee 1
+    code += bytes([0x41, 0x7F, 0x46, 0x04, 0x40])  # i32.const -1, i32.eq, if
+    code += bytes([0x41, 1, 0x24]) + _encode(flag) + bytes([0x00, 0x0B])  # i32.const 1, global.set, unreachable, end
+    code += bytes([0x20, 1, 0x0B])  # local.get 1, end
+    return _encode(len(code)) + code
+
+
+def _new_bodies(code: _Vector, grow_function: int) -> tuple[_Vector, int, bool]:
+    """The functions, calling ``grow_function`` instead of ``memory.grow``; how many do; whether tables are changed."""
+    bodies, n_grow, changes_table = [], 0, False
+    call = b"\x10" + _encode(grow_function)
+    for entry in code.split(_sized_end):
+        if _PERHAPS_UNUSUAL.search(entry) is None:
+            bodies.append(entry)
+            continue
+        position = _decode(entry, 0)[1]
+        done, parts = position, []
+        for start, end in _unusual(entry, _after_locals(entry, position)):
+            if entry[start] == _MEMORY_GROW:
+                parts += [entry[done:start], call]
+                done = end
+                n_grow += 1
+            else:
+                changes_table = True
+        body = b"".join([*parts, entry[done:]])
+        bodies.append(_encode(len(body)) + body)
+    return _Vector.of(bodies), n_grow, changes_table
+
+
+def _unusual(body: bytes, position: int) -> Iterator[tuple[int, int]]:
+    """Where instructions are that change the memory's size or a table.  ``position``: of the first instruction."""
+    while True:
+        position = _PLAIN.match(body, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+        if position == len(body):
+            return
+        if body[position] == _BR_TABLE:
+            n_targets, position = _decode(body, position + 1)
+            for _ in range(n_targets + 1):
+                position = _decode(body, position)[1]
+        elif body[position] == _MEMORY_GROW:
+            yield position, position + 2
+            position += 2
+        elif (found := _CHANGES_TABLE.match(body, position)) is not None:
+            yield position, found.end()
+            position = found.end()
+        else:
+            raise NotReadable(f"instruction {body[position : position + 2].hex(' ')} is not supported")
+
+
+def _after_locals(body: bytes, position: int) -> int:
+    n_groups, position = _decode(body, position)
+    for _ in range(n_groups):
+        position = _decode(body, position)[1] + 1
+    return position
+
+
+def _mutable_globals(globals_: _Vector) -> tuple[list[int], bool]:
+    """Indices of those that can be copied, and whether there are others."""
+    found, has_vector = [], False
+    for index, entry in enumerate(globals_.split(_global_end)):
+        if entry[1] and entry[0] == _V128:
+            has_vector = True
+        elif entry[1]:
+            found.append(index)
+    return found, has_vector
+
+
+# -- the format -----------------------------------------------------------------------------------
+
+
+class _Vector:
+    """A number, and so many entries."""
+
+    def __init__(self, section: bytes | None) -> None:
+        self.count, start = (0, 0) if section is None else _decode(section, 0)
+        self._entries = [] if section is None else [section[start:]]
+
+    @classmethod
+    def of(cls, entries: list[bytes]) -> _Vector:
+        vector = cls(None)
+        vector.count, vector._entries = len(entries), entries
+        return vector
+
+    def append(self, entry: bytes) -> None:
+        self.count += 1
+        self._entries.append(entry)
+
+    def split(self, find_end: Callable[[bytes, int], int]) -> Iterator[bytes]:
+        """The entries, of a section as it was."""
+        section = b"".join(self._entries)
+        position = 0
+        for _ in range(self.count):
+            end = find_end(section, position)
+            yield section[position:end]
+            position = end
+
+    def to_bytes(self) -> bytes:
+        return _encode(self.count) + b"".join(self._entries)
+
+
+def _sections(wasm: bytes) -> Iterator[tuple[int, bytes]]:
+    """All but the custom ones."""
+    position = 8
+    while position < len(wasm):
+        number = wasm[position]
+        size, start = _decode(wasm, position + 1)
+        position = start + size
+        if number:
+            if number not in _ORDER:
+                raise NotReadable(f"section {number} is not supported")
+            yield number, wasm[start:position]
+
+
+def _sized_end(section: bytes, position: int) -> int:
+    size, start = _decode(section, position)
+    return start + size
+
+
+def _import_end(section: bytes, position: int) -> int:
+    """
+    Raises:
+        NotReadable: it is no function.
+    """
+    module, position = _name(section, position)
+    name, position = _name(section, position)
+    if section[position] != _IS_FUNCTION:
+        raise NotReadable(f"it imports {module}.{name}, which is not a function")
+    return _decode(section, position + 1)[1]
+
+
+def _export_end(section: bytes, position: int) -> int:
+    return _decode(section, _name(section, position)[1] + 1)[1]
+
+
+def _name(section: bytes, position: int) -> tuple[str, int]:
+    size, start = _decode(section, position)
+    return section[start : start + size].decode("utf-8", "replace"), start + size
+
+
+def _export(name: str, kind: int, index: int) -> bytes:
+    return _encode(len(name)) + name.encode() + bytes([kind]) + _encode(index)
+
+
+def _global_end(section: bytes, position: int) -> int:
+    matched = _CONSTANT.match(section, position + 2)
+    if matched is None:
+        raise NotReadable("a global begins with an expression that is not supported")
+    return matched.end()
+
+
+def _decode(data: bytes, position: int) -> tuple[int, int]:
+    """An unsigned LEB128 number, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+
+
+def _encode(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)

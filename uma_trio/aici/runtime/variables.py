@@ -1,0 +1,134 @@
+"""Variables of one request, which all its sequences share."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final, Literal, TypeAlias
+
+import attrs
+import msgspec
+
+MAX_VARIABLES: Final = 1024
+MAX_BYTES: Final = 4 << 20
+"""Names and values of one request together."""
+
+
+class ReadVar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Asks for a variable."""
+
+    name: str
+
+
+class WriteVar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Changes a variable, or only its version ``when_version_is``."""
+
+    name: str
+    value: str
+    """Hexadecimal digits."""
+    op: Literal["Set", "Append"]
+    when_version_is: int | None = None
+
+
+class VariablesFull(Exception):
+    """There is no room for the value."""
+
+
+@attrs.frozen
+class Value:
+    """A variable at one time."""
+
+    version: int
+    """1 at first, one more with each write."""
+    value: bytes
+
+
+class Variables:
+    """The variables.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, Value] = {}
+        self._n_bytes = 0
+
+    def read(self, name: str) -> Value | None:
+        """The variable; ``None`` if it was never written."""
+        with self._lock:
+            return self._values.get(name)
+
+    def write(self, name: str, value: bytes, *, append: bool, when_version_is: int | None) -> tuple[bool, Value | None]:
+        """Change a variable.
+
+        Returns:
+            Whether it was changed, and the variable after that.
+
+        Raises:
+            VariablesFull: see there.
+        """
+        with self._lock:
+            old = self._values.get(name)
+            if when_version_is is not None and (old is None or old.version != when_version_is):
+                return False, old
+            if append and old is not None:
+                value = old.value + value
+            n_before = 0 if old is None else len(name.encode("utf-8", "replace")) + len(old.value)
+            n_bytes = self._n_bytes - n_before + len(name.encode("utf-8", "replace")) + len(value)
+            if n_bytes > MAX_BYTES or (old is None and len(self._values) >= MAX_VARIABLES):
+                raise VariablesFull(
+                    f"the variables of a request may be {MAX_VARIABLES} and have {MAX_BYTES >> 20} MiB together"
+                )
+            new = Value(1 if old is None else old.version + 1, value)
+            self._values[name], self._n_bytes = new, n_bytes
+            return True, new
+
+
+class _Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of the two."""
+
+    ReadVar: ReadVar | None = None
+    WriteVar: WriteVar | None = None
+
+
+class BadCommand(ValueError):
+    """The JSON is no storage command; says why."""
+
+
+Answer: TypeAlias = dict[str, dict[str, object]]
+
+
+def run_command(variables: Variables, command: bytes) -> tuple[Answer, dict[str, object] | None]:
+    """Run a storage command that a controller has sent as JSON.
+
+    Returns:
+        The answer, and the command if it is a write, also a refused one.
+
+    Raises:
+        BadCommand, VariablesFull: see there.
+    """
+    try:
+        found = msgspec.json.decode(command, type=_Command)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadCommand(str(error)) from None
+    if (found.ReadVar is None) == (found.WriteVar is None):
+        raise BadCommand("it must be one of ReadVar and WriteVar")
+    if found.ReadVar is not None:
+        return _described(variables.read(found.ReadVar.name)), None
+    write = found.WriteVar
+    assert write is not None
+    try:
+        value = bytes.fromhex(write.value)
+    except ValueError as error:
+        raise BadCommand(f"value: {error}") from None
+    changed, now = variables.write(
+        write.name, value, append=write.op == "Append", when_version_is=write.when_version_is
+    )
+    sent = {"WriteVar": msgspec.to_builtins(write)}
+    if changed:
+        assert now is not None
+        return {"WriteVar": {"version": now.version}}, sent
+    return _described(now), sent
+
+
+def _described(found: Value | None) -> Answer:
+    if found is None:
+        return {"VariableMissing": {}}
+    return {"ReadVar": {"version": found.version, "value": found.value.hex()}}
