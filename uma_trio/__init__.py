@@ -1,6 +1,6 @@
 """uma-trio: an LLM daemon over llama.cpp whose streams never freeze.
 
-``ask``, ``stream``, ``open_client`` and ``Answer`` are those of ``uma_trio.client``, which is imported when one of them
+``ask``, ``stream``, ``run``, ``open_client`` and ``Answer`` are those of ``uma_trio.client``, which is imported when one of them
 is first used.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from uma_trio.client import Answer, ask, open_client, stream
+    from uma_trio.client import Answer, ask, open_client, run, stream
 
-__all__ = ["Answer", "ask", "open_client", "stream"]
+__all__ = ["Answer", "ask", "open_client", "run", "stream"]
 __version__ = "0.1.0"
 
 

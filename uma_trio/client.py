@@ -20,6 +20,7 @@ cancellation too, and so does leaving a loop over ``stream``.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import difflib
 import itertools
@@ -34,8 +35,10 @@ import attrs
 
 from uma_trio.connect import BrokenProtocol, ClientError, Connector, Loading, NoServer, SocketPath, connect_blocking
 from uma_trio.errors import ProtocolError
+from uma_trio.protocol.answer_tree import AnswerTree, ControlledAnswer
 from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.codec import ClientCodec
+from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Controllers, ControllerTag, Fork
 from uma_trio.protocol.messages import (
     Activity,
     Embeddings,
@@ -67,13 +70,20 @@ from uma_trio.protocol.payload import Encoding
 __all__ = [
     "Activity",
     "Answer",
+    "AnswerTree",
+    "Backtrack",
     "BrokenProtocol",
     "Client",
     "ClientError",
+    "ControlledAnswer",
+    "ControllerOutput",
+    "ControllerTag",
+    "Controllers",
     "Embeddings",
     "Eos",
     "Event",
     "Failure",
+    "Fork",
     "Health",
     "Loading",
     "Metrics",
@@ -92,10 +102,13 @@ __all__ = [
     "UnknownEvent",
     "ask",
     "open_client",
+    "run",
     "stream",
 ]
 
 READ_BYTES: Final = 64 * 1024
+PART_BYTES: Final = 192 * 1024
+"""Bytes of a controller in one message.  As base64, a message fits into a frame of 256 KiB."""
 LOADING_TIMEOUT_S: Final = 600.0
 """How long ``ask`` and ``stream`` wait for a daemon that loads its model."""
 FIELDS: Final = tuple(field.name for field in attrs.fields(Generate))
@@ -191,7 +204,8 @@ class Client:
         Raises:
             TypeError: a request has no such field.
             ServerError: the daemon answered with an error.  With ``n`` above 1, events of other answers may follow;
-                ``receive`` returns them.
+                ``receive`` returns them.  With a controller, the error of one answer is an event like others, and is
+                raised only if no answer has ended well.
             BrokenProtocol: the connection ended before the answer.
         """
         async with contextlib.aclosing(self.generate_batches(**fields)) as batches:
@@ -331,6 +345,50 @@ class Client:
             found += answer.embeddings
         return attrs.evolve(answer, embeddings=found)
 
+    async def controller_tags(self, **fields: Any) -> list[ControllerTag]:
+        """Return the tags of all controllers, the last changed first; ``fields`` are those of a controllers query.
+
+        Raises:
+            ServerError: the daemon answered with an error.
+        """
+        answer = await self._ask({"type": "controllers", **fields}, Controllers)
+        tags = [*(answer.tags or ())]
+        while answer.more:
+            answer = await self._expect(Controllers)
+            tags += answer.tags or ()
+        return tags
+
+    async def upload_controller(self, binary: bytes, **fields: Any) -> Controllers:
+        """Store a Wasm module, and return its ``module_id`` and sizes.
+
+        Args:
+            fields: further fields of a controllers query in docs/PROTOCOL.md.
+
+        Raises:
+            ServerError: it is no controller, or the daemon takes none.
+        """
+        n_parts = max(1, -(-len(binary) // PART_BYTES))
+        query = {"type": "controllers", "action": "upload", "of": n_parts, **fields}
+        for part in range(n_parts):
+            piece = binary[part * PART_BYTES : (part + 1) * PART_BYTES]
+            is_last = part == n_parts - 1
+            more = {} if is_last else {"keep_alive": True}
+            content = base64.b64encode(piece).decode()
+            answer = await self._ask({**query, "part": part, "binary": content, **more}, Controllers)
+        return answer
+
+    async def tag_controller(self, module_id: str, tags: Sequence[str], **fields: Any) -> list[ControllerTag]:
+        """Give a stored module more names, and return them.
+
+        Args:
+            fields: further fields of a controllers query in docs/PROTOCOL.md.
+
+        Raises:
+            ServerError: a name is not valid or not allowed, or there is no such module.
+        """
+        query = {"type": "controllers", "action": "tag", "module_id": module_id, "tags": [*tags], **fields}
+        return (await self._ask(query, Controllers)).tags or []
+
     async def _ask(self, query: Mapping[str, Any], expected: type[AnswerEvent]) -> AnswerEvent:
         """Send a query that is answered with one event, and return that."""
         await self.send(query)
@@ -383,6 +441,8 @@ class _Request:
             self.fields["logit_bias"] = {str(token): value for token, value in bias.items()}
         n = fields.get("n", 1)
         self._answers_left = n if isinstance(n, int) and n > 0 else 1  # the daemon refuses any other
+        self._has_controller = fields.get("controller") is not None
+        self._has_answer = False
 
     @property
     def done(self) -> bool:
@@ -400,10 +460,18 @@ class _Request:
             raise BrokenProtocol("the daemon closed the connection in the middle of an answer")
         if event.id not in (None, self.fields["id"]):
             return False
-        if isinstance(event, Failure):
-            raise ServerError(event)
-        if isinstance(event, Eos):
-            self._answers_left = 0 if event.index is None else self._answers_left - 1
+        match event:
+            case Failure() if self._has_controller and event.index is not None:
+                self._answers_left -= 1
+                if self.done and not self._has_answer:
+                    raise ServerError(event)
+            case Failure():
+                raise ServerError(event)
+            case Eos():
+                self._has_answer = True
+                self._answers_left = 0 if event.index is None else self._answers_left - 1
+            case Fork():
+                self._answers_left += 1
         return True
 
 
@@ -504,7 +572,33 @@ def stream(
         raise ValueError("nothing to ask: the prompt is empty")
     if isinstance(prompt, str) and not raw:
         prompt = [{"role": "user", "content": prompt}]
-    request = _Request({"prompt" if raw else "messages": prompt, **fields}, "r1")
+    yield from _events({"prompt" if raw else "messages": prompt, **fields}, socket, wait_s)
+
+
+def run(
+    controller: str, arg: Any = None, *, socket: SocketPath | None = None, wait_s: float | None = None, **fields: Any
+) -> AnswerTree:
+    """Run a controller, block until all its answers have ended, and return them.
+
+    ``run("jsctrl", program)[0].text`` is the text of the first answer.  An answer whose controller failed has a
+    ``failure``.  Other arguments and errors are those of ``ask``.
+
+    Args:
+        controller: module id or tag.
+        arg: what the controller gets, such as a program: a text, or any other JSON value.
+
+    Raises:
+        ServerError: the daemon refused, or no answer ended well.
+    """
+    tree = AnswerTree()
+    for event in _events({"controller": controller, "controller_arg": arg, **fields}, socket, wait_s):
+        tree.add(event)
+    return tree
+
+
+def _events(fields: Mapping[str, Any], socket: SocketPath | None, wait_s: float | None) -> Iterator[Event]:
+    """Send a request and yield its events, blocking."""
+    request = _Request(fields, "r1")
     codec = ClientCodec()
     with connect_blocking(socket, wait_s=wait_s, loading_timeout_s=LOADING_TIMEOUT_S) as sock:
         try:

@@ -1,0 +1,108 @@
+"""Collects the events of a request with a controller: the text of each answer, and which answer forked from which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+
+from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork, StorageWrite
+from uma_trio.protocol.messages import Eos, Event, Failure, Token
+
+
+@attrs.define(kw_only=True)
+class ControlledAnswer:
+    """One answer of a request with a controller, as far as it has come."""
+
+    index: int
+    parent: int | None = None
+    """The answer that this one forked from; ``None`` for the first."""
+    forked_at: int = 0
+    """Length of the parent's text at the fork, with which ``text`` begins."""
+    text: str = ""
+    logs: str = ""
+    storage: list[StorageWrite] = attrs.field(factory=list)
+    """Variables that its controller has written, in order."""
+    sampled_tokens: int = 0
+    """Tokens that the model has chosen, after the fork."""
+    forced_tokens: int = 0
+    """Tokens that the controller has chosen, after the fork."""
+    eos: Eos | None = None
+    failure: Failure | None = None
+    """Why it failed, if it did."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no event of it follows."""
+        return self.eos is not None or self.failure is not None
+
+    @property
+    def own_text(self) -> str:
+        """The text after the fork; the whole text of an answer that has removed more than that."""
+        return self.text[min(self.forked_at, len(self.text)) :]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class AnswerTree:
+    """All answers of a request with a controller, by index."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, ControlledAnswer] = {}
+
+    def __iter__(self) -> Iterator[ControlledAnswer]:
+        return iter([self.answers[index] for index in sorted(self.answers)])
+
+    def __getitem__(self, index: int) -> ControlledAnswer:
+        return self.answers[index]
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all announced answers have ended."""
+        return bool(self.answers) and all(answer.is_done for answer in self.answers.values())
+
+    def children(self, index: int) -> list[ControlledAnswer]:
+        """The answers that forked from ``index``, the first one first."""
+        return [answer for answer in self if answer.parent == index]
+
+    def add(self, event: Event) -> ControlledAnswer | None:
+        """Take note of an event; returns the answer that it changed, ``None`` if it belongs to none."""
+        index = getattr(event, "index", None)
+        if index is None and isinstance(event, Token | Eos):
+            index = 0
+        if index is None:
+            return None
+        if index not in self.answers:
+            self.answers[index] = ControlledAnswer(index=index)
+        answer = self.answers[index]
+        match event:
+            case Fork():
+                parent = self.answers.get(event.parent)
+                text = "" if parent is None else parent.text
+                answer.parent, answer.text, answer.forked_at = event.parent, text, len(text)
+            case Token():
+                answer.text += event.text
+                if event.forced:
+                    answer.forced_tokens += 1
+                else:
+                    answer.sampled_tokens += 1
+            case Backtrack():
+                answer.text = answer.text[: max(0, len(answer.text) - len(event.text))]
+            case ControllerOutput():
+                answer.logs += event.logs or ""
+                answer.storage += event.storage or []
+            case Eos():
+                answer.eos = event
+                if event.text is not None:
+                    answer.text = event.text
+                if event.usage.sampled_tokens is not None:
+                    answer.sampled_tokens = event.usage.sampled_tokens
+                if event.usage.forced_tokens is not None:
+                    answer.forced_tokens = event.usage.forced_tokens
+            case Failure():
+                answer.failure = event
+        return answer
