@@ -15,6 +15,7 @@ import attrs
 import structlog
 import trio
 
+from uma_trio.aici import library
 from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
 from uma_trio.errors import BadRequest, ControllerUnavailable, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
@@ -25,6 +26,7 @@ from uma_trio.models.prompt import Prompt, PromptMaker
 from uma_trio.offload import InThread, StateFiles
 from uma_trio.principal import Principal
 from uma_trio.protocol.chat import NamedTool
+from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.messages import (
     Capability,
     Constraint,
@@ -94,6 +96,8 @@ class ModelService:
         self._checking = trio.CapacityLimiter(1)
         """One constraint is checked at a time: hostile ones wait for each other and take no more than one thread."""
         self._draining = False
+        self.runtime: library.SideChannel | None = None
+        """Runs controllers; ``None``: this daemon runs none."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -112,6 +116,22 @@ class ModelService:
             SessionError: it cannot be done.
         """
         return await self._sessions.answer_query(query, principal.name)
+
+    async def answer_controllers(
+        self, query: ControllersQuery, wasm: bytes | None, principal: Principal, *, is_admin: bool
+    ) -> Iterable[Controllers]:
+        """Upload, tag or list controllers; returns the events of the answer.
+
+        Args:
+            wasm: the whole module of an upload.
+            is_admin: whether the principal may set any tag.
+
+        Raises:
+            UmaError: it cannot be done.
+        """
+        if self.runtime is None:
+            raise ControllerUnavailable("this daemon runs no controllers")
+        return await library.answer(self.runtime, query, wasm, library.auth_of(principal, is_admin=is_admin))
 
     async def tokenize(self, query: TokenizeQuery) -> TokenList:
         """Tokens of a text or of a chat, or the text of tokens.

@@ -279,6 +279,9 @@ class Limits:
         256 * KIB, "Largest prompt in UTF-8 bytes, checked before it is tokenized.", ge=1, le=64 * MIB
     )
     max_prompt_tokens: int = setting(1 << 20, "Largest prompt in tokens.", ge=1, le=64 * MIB)
+    max_controller_bytes: int = setting(
+        16 * MIB, "Largest Wasm module that may be uploaded as a controller.", ge=1024, le=128 * MIB
+    )
     max_tokens: int = setting(
         1 << 20, "Largest max_tokens of a request. The context limits it as well.", ge=1, le=2**31 - 1
     )

@@ -13,11 +13,11 @@ import trio
 from uma_trio.config import Limits
 from uma_trio.daemon.outbox import Outbox
 from uma_trio.daemon.peers import OWN_PRINCIPAL, principal_of
+from uma_trio.daemon.uploads import Upload, Uploads
 from uma_trio.daemon.watch import Watch
 from uma_trio.errors import (
     BadRequest,
     Busy,
-    ControllerUnavailable,
     IdleTimeout,
     InternalError,
     TruncatedFrame,
@@ -26,7 +26,7 @@ from uma_trio.errors import (
 )
 from uma_trio.principal import Principal
 from uma_trio.protocol.codec import Codec
-from uma_trio.protocol.controllers import ControllersQuery
+from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.messages import (
     Cancel,
     ClientMessage,
@@ -70,6 +70,8 @@ class ConnectionOwner(Protocol):
     def draining(self) -> bool: ...
     @property
     def queries(self) -> trio.Lock: ...
+    @property
+    def uploads(self) -> Uploads: ...
     def snapshot(self) -> dict[str, Any]: ...
     def health(self, id: str | None) -> Health: ...
     def record_refusal(self, error: UmaError) -> None: ...
@@ -103,6 +105,7 @@ class Connection:
         )
         self._hangup = select.poll()
         self._hangup.register(sock, 0)  # poll always reports errors and hangups
+        self._upload = Upload(owner.uploads)
         self._running: Generation | Embedding | Watch | None = None
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
@@ -141,6 +144,8 @@ class Connection:
             assert isinstance(failure, WriteFailed)
             self._owner.record_refusal(failure)
             self._log.warning("closed the connection of a client that does not read", reason=str(failure))
+        finally:
+            self._upload.drop()
 
     def leave(self) -> None:
         """End the connection as soon as no request is running."""
@@ -241,7 +246,11 @@ class Connection:
             case HealthQuery():
                 return [self._owner.health(query.id)]
             case ControllersQuery():
-                raise ControllerUnavailable("this daemon runs no controllers")
+                wasm = None
+                if query.action == "upload" and (wasm := self._upload.add(query)) is None:
+                    return [Controllers(id=query.id, received_bytes=self._upload.received_bytes)]
+                service = models.get(query.model)
+                return await service.answer_controllers(query, wasm, principal, is_admin=self._is_admin(query))
 
     async def _send_each(self, events: Iterable[ServerEvent]) -> None:
         """Send the answer to a query.  Each event is made when the client has read enough of those before.
@@ -276,6 +285,13 @@ class Connection:
             return
         self._request_ended = trio.Event()
         nursery.start_soon(self._run, self._running)
+
+    def _is_admin(self, query: ControllersQuery) -> bool:
+        """Whether the query may set any tag: one of the user who runs the daemon, unless it acts for somebody else."""
+        is_own = self._principal.name == OWN_PRINCIPAL
+        if query.principal_is_admin and not is_own:
+            raise BadRequest("only the user who runs the daemon may set principal_is_admin")
+        return query.principal_is_admin or (is_own and query.principal is None)
 
     def _check_may_watch(self) -> None:
         if self._principal.name != OWN_PRINCIPAL:

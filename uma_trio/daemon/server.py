@@ -36,6 +36,7 @@ from uma_trio.daemon.gateway import Gateway, listening
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.storage import open_storage
+from uma_trio.daemon.uploads import Uploads
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.engine.llama import open_engine
 from uma_trio.errors import TooManyConnections, UmaError
@@ -68,6 +69,7 @@ class Server:
         self.limits: Limits = config.limits
         self.models = models
         self.draining = False
+        self.uploads = Uploads(config.limits.max_controller_bytes)
         self.queries = trio.Lock()
         """Held by the connection that makes an event of the answer to a query."""
         self._perf = perf

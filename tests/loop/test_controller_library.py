@@ -1,0 +1,143 @@
+"""Uploads, tags and lists of controllers over the socket: the real daemon, a runtime in memory, virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.controller_library import MemoryLibrary
+from tests.support.serving import Serving, serving
+from uma_trio.client import Client, Failure, ServerError
+from uma_trio.daemon.uploads import MAX_INCOMPLETE
+from uma_trio.principal import Principal
+
+WASM = b"\0asm" + bytes(range(256)) * 2000
+"""Two parts and a half."""
+
+
+@contextlib.asynccontextmanager
+async def library(**limits: object) -> AsyncIterator[tuple[Serving, MemoryLibrary]]:
+    async with serving(**limits) as running:
+        running.service.runtime = found = MemoryLibrary()
+        yield running, found
+        await running.settled()
+        assert running.server.uploads.incomplete_bytes == 0
+
+
+async def refused(client: Client, **fields: object) -> Failure:
+    await client.send({"type": "controllers", "keep_alive": True, **fields})
+    event = await client.receive()
+    assert isinstance(event, Failure), event
+    return event
+
+
+@pytest.mark.parametrize("encoding", ["json", "cbor"])
+async def test_an_upload_in_parts_gets_tags_and_is_listed(encoding: str) -> None:
+    async with library() as (running, found):
+        async with running.client(encoding=encoding) as client:
+            uploaded = await client.upload_controller(WASM, keep_alive=True)
+            assert uploaded.module_id == hashlib.sha256(WASM).hexdigest()
+            assert (uploaded.wasm_size, uploaded.compiled_size) == (len(WASM), 2 * len(WASM))
+            assert found.modules == {uploaded.module_id: WASM}
+            tags = await client.tag_controller(uploaded.module_id, ["mine", "other"], keep_alive=True)
+            assert [tag.tag for tag in tags] == ["mine", "other"]
+            assert await client.controller_tags() == tags[::-1]
+
+
+async def test_bytes_of_cbor_need_no_base64() -> None:
+    async with library() as (running, found), running.client(encoding="cbor") as client:
+        await client.send({"type": "controllers", "action": "upload", "binary": WASM[:1000]})
+        assert (await client.receive()).wasm_size == 1000
+        assert [*found.modules.values()] == [WASM[:1000]]
+
+
+async def test_a_long_list_takes_several_events() -> None:
+    async with library() as (running, _), running.client() as client:
+        module_id = (await client.upload_controller(WASM, keep_alive=True)).module_id
+        for n in range(5):
+            await client.tag_controller(module_id, [f"t{n}-{each}" for each in range(60)], keep_alive=True)
+        await client.send({"type": "controllers", "id": "q"})
+        events = [await client.receive() for _ in range(3)]
+        assert [(event.id, event.more, len(event.tags)) for event in events] == [
+            ("q", True, 128),
+            ("q", True, 128),
+            ("q", False, 44),
+        ]
+
+
+async def test_parts_come_in_order_on_one_connection() -> None:
+    async with library() as (running, _), running.client() as client:
+        upload = {"action": "upload", "binary": "AGFzbQ=="}
+        assert "part 0 comes next" in (await refused(client, **upload, part=1, of=3)).message
+        await client.send({"type": "controllers", "keep_alive": True, **upload, "of": 3})
+        assert (await client.receive()).received_bytes == 4
+        assert "part 1 of 3 comes next" in (await refused(client, **upload, part=2, of=3)).message
+        assert "part 0 comes next" in (await refused(client, **upload, part=1, of=3)).message
+        await client.send({"type": "controllers", "keep_alive": True, **upload, "of": 3})
+        assert (await client.receive()).received_bytes == 4
+        async with running.client() as other:
+            assert "part 0 comes next" in (await refused(other, **upload, part=1, of=3)).message
+        # the connection closes with an unfinished upload, which is forgotten
+
+
+async def test_a_module_is_as_large_as_allowed_and_no_larger() -> None:
+    async with library(max_controller_bytes=len(WASM)) as (running, _):
+        async with running.client() as client:
+            await client.upload_controller(WASM)
+        async with running.client() as client:
+            with pytest.raises(ServerError, match="max_controller_bytes"):
+                await client.upload_controller(WASM + b"x")
+
+
+async def test_unfinished_uploads_share_a_limit() -> None:
+    part = "AAAA" * 300
+    async with library(max_controller_bytes=1024) as (running, found), contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(running.client()) for _ in range(MAX_INCOMPLETE + 1)]
+        fields = {"type": "controllers", "action": "upload", "binary": part, "of": 2, "keep_alive": True}
+        for client in clients[:-1]:
+            await client.send(fields)
+            assert (await client.receive()).received_bytes == 900
+        late = await refused(clients[-1], **fields)
+        assert (late.code, late.retry_after_ms) == ("E_LIMIT_QUEUE", 1000)
+        await clients[0].send({**fields, "part": 1, "binary": "AA=="})
+        assert isinstance(await clients[0].receive(), Failure)  # complete, and no Wasm
+        await clients[-1].send(fields)
+        assert (await clients[-1].receive()).received_bytes == 900
+
+
+async def test_what_is_no_wasm_is_refused_and_the_connection_goes_on() -> None:
+    async with library() as (running, _), running.client() as client:
+        assert "no Wasm" in (await refused(client, action="upload", binary="AAAA")).message
+        assert await client.controller_tags() == []
+
+
+async def test_who_may_set_which_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with library() as (running, found), running.client() as client:
+        module_id = (await client.upload_controller(WASM, keep_alive=True)).module_id
+        tag = {"action": "tag", "module_id": module_id}
+        assert "permission denied" in (await refused(client, **tag, tags=["any"], principal="tenant:alice")).message
+        for tags, more in (
+            (["alice.x"], {"principal": "tenant:alice"}),
+            (["any"], {"principal": "tenant:ops", "principal_is_admin": True}),
+            (["own"], {}),
+        ):
+            await client.tag_controller(module_id, tags, keep_alive=True, **more)
+        assert [(info.tag, info.updated_by) for info in found.tags.values()][:2] == [("alice.x", "alice"), ("any", "ops")]
+        monkeypatch.setattr("uma_trio.daemon.connection.principal_of", lambda _: Principal("uid:4711"))
+        async with running.client() as other:
+            assert "permission denied" in (await refused(other, **tag, tags=["any"])).message
+            wrong = await refused(other, **tag, tags=["any"], principal_is_admin=True)
+            assert "only the user who runs the daemon" in wrong.message
+            await other.tag_controller(module_id, ["uid4711.x"])
+
+
+async def test_a_daemon_without_a_runtime_says_so() -> None:
+    async with serving() as running, running.client() as client:
+        assert (await refused(client)).code == "E_CONTROLLER_UNAVAILABLE"
+        await client.send({"id": "r", "controller": "jsctrl", "keep_alive": True})
+        event = await client.receive()
+        assert isinstance(event, Failure)
+        assert event.code == "E_CONTROLLER_UNAVAILABLE"
