@@ -36,15 +36,14 @@ async def refused(client: Client, **fields: object) -> Failure:
 
 @pytest.mark.parametrize("encoding", ["json", "cbor"])
 async def test_an_upload_in_parts_gets_tags_and_is_listed(encoding: str) -> None:
-    async with library() as (running, found):
-        async with running.client(encoding=encoding) as client:
-            uploaded = await client.upload_controller(WASM, keep_alive=True)
-            assert uploaded.module_id == hashlib.sha256(WASM).hexdigest()
-            assert (uploaded.wasm_size, uploaded.compiled_size) == (len(WASM), 2 * len(WASM))
-            assert found.modules == {uploaded.module_id: WASM}
-            tags = await client.tag_controller(uploaded.module_id, ["mine", "other"], keep_alive=True)
-            assert [tag.tag for tag in tags] == ["mine", "other"]
-            assert await client.controller_tags() == tags[::-1]
+    async with library() as (running, found), running.client(encoding=encoding) as client:
+        uploaded = await client.upload_controller(WASM, keep_alive=True)
+        assert uploaded.module_id == hashlib.sha256(WASM).hexdigest()
+        assert (uploaded.wasm_size, uploaded.compiled_size) == (len(WASM), 2 * len(WASM))
+        assert found.modules == {uploaded.module_id: WASM}
+        tags = await client.tag_controller(uploaded.module_id, ["mine", "other"], keep_alive=True)
+        assert [tag.tag for tag in tags] == ["mine", "other"]
+        assert await client.controller_tags() == tags[::-1]
 
 
 async def test_bytes_of_cbor_need_no_base64() -> None:
@@ -94,7 +93,7 @@ async def test_a_module_is_as_large_as_allowed_and_no_larger() -> None:
 
 async def test_unfinished_uploads_share_a_limit() -> None:
     part = "AAAA" * 300
-    async with library(max_controller_bytes=1024) as (running, found), contextlib.AsyncExitStack() as stack:
+    async with library(max_controller_bytes=1024) as (running, _), contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(running.client()) for _ in range(MAX_INCOMPLETE + 1)]
         fields = {"type": "controllers", "action": "upload", "binary": part, "of": 2, "keep_alive": True}
         for client in clients[:-1]:
@@ -125,7 +124,10 @@ async def test_who_may_set_which_tag(monkeypatch: pytest.MonkeyPatch) -> None:
             (["own"], {}),
         ):
             await client.tag_controller(module_id, tags, keep_alive=True, **more)
-        assert [(info.tag, info.updated_by) for info in found.tags.values()][:2] == [("alice.x", "alice"), ("any", "ops")]
+        assert [(info.tag, info.updated_by) for info in found.tags.values()][:2] == [
+            ("alice.x", "alice"),
+            ("any", "ops"),
+        ]
         monkeypatch.setattr("uma_trio.daemon.connection.principal_of", lambda _: Principal("uid:4711"))
         async with running.client() as other:
             assert "permission denied" in (await refused(other, **tag, tags=["any"])).message

@@ -48,7 +48,9 @@ def guard(tmp_path: Path) -> Guard:
         origins=Origins.of("", ""),
         open_paths=frozenset({"/open"}),
         refuse=refuse,
-        bodies=Bodies(MAX_BODY, timeout_s=10),
+        bodies=Bodies(MAX_BODY, timeout_s=10, setting="http_max_body_bytes"),
+        raw_bodies=Bodies(10 * MAX_BODY, timeout_s=10, setting="max_controller_bytes"),
+        raw_paths=frozenset({"/raw"}),
     )
 
 

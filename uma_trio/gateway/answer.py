@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import anyio
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from uma_trio.client import Event
 from uma_trio.gateway.errors import HttpError
 
 T = TypeVar("T")
+Item = TypeVar("Item")
+Rendered = TypeVar("Rendered", contravariant=True)
 
 EVENT_STREAM: Final = "text/event-stream"
 JSON: Final = "application/json"
@@ -40,8 +41,11 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
     return Response(encode(content), status, headers, JSON)
 
 
-class Renderer(Protocol):
-    """Writes the events of one streamed answer in the form of a dialect.  Pure."""
+class Renderer(Protocol[Rendered]):
+    """Writes the events of one streamed answer in the form of a dialect.  Pure.
+
+    What it renders are events, or lists of events that belong into one frame.
+    """
 
     media_type: str
     comment: bytes
@@ -50,7 +54,7 @@ class Renderer(Protocol):
     def begin(self) -> bytes:
         """What comes before the first event.  Called when something is written, so events may have been rendered."""
 
-    def render(self, event: Event) -> bytes:
+    def render(self, event: Rendered) -> bytes:
         """What the client gets for one event; may be empty."""
 
     def fail(self, error: HttpError) -> bytes:
@@ -60,7 +64,7 @@ class Renderer(Protocol):
         """What comes after the last event."""
 
 
-class StreamedAnswer(Response):
+class StreamedAnswer(Response, Generic[Item]):
     """Sends an answer while it is generated.
 
     The status waits for the first event, so a refusal has a status of its own, but no longer than ``keep_alive_s``: from
@@ -68,14 +72,14 @@ class StreamedAnswer(Response):
     stops the reading from the daemon, which pauses the stream.
 
     Args:
-        events: from ``Daemon.generate``.  It is closed when the client leaves, and that cancels the request.
+        events: from ``Daemon.generate``, or made of that.  It is closed when the client leaves, and that cancels the request.
         refuse: builds the response for an error before the first event.
     """
 
     def __init__(
         self,
-        events: AsyncIterator[list[Event]],
-        renderer: Renderer,
+        events: AsyncIterator[list[Item]],
+        renderer: Renderer[Item],
         *,
         refuse: Callable[[HttpError], Response],
         keep_alive_s: float,
@@ -102,7 +106,7 @@ class StreamedAnswer(Response):
         if refusal is not None:
             await refusal(scope, receive, send)
 
-    async def _stream(self, events: AsyncIterator[list[Event]], send: Send) -> Response | None:
+    async def _stream(self, events: AsyncIterator[list[Item]], send: Send) -> Response | None:
         render = self._renderer.render
         try:
             async for batch in events:

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.config import Config
 from uma_trio.gateway import health, metrics, openapi, watch
-from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.body import Bodies
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.dialects import (
+    aici,
     anthropic_messages,
     llama_server,
     local_servers,
@@ -62,6 +62,7 @@ ENDPOINTS: Final[tuple[Endpoint, ...]] = (
     *local_servers.ENDPOINTS,
     *llama_server.ENDPOINTS,
     *starling.ENDPOINTS,
+    *aici.ENDPOINTS,
     *health.ENDPOINTS,
     *metrics.ENDPOINTS,
     *watch.ENDPOINTS,
@@ -88,7 +89,9 @@ def make_app(config: Config) -> ASGIApp:
         origins=Origins.of(config.http.hosts, config.http.origins),
         open_paths=frozenset(endpoint.path for endpoint in endpoints if not endpoint.needs_key),
         refuse=_refuse,
-        bodies=Bodies(config.http.max_body_bytes, config.limits.frame_timeout_s),
+        bodies=Bodies(config.http.max_body_bytes, config.limits.frame_timeout_s, "http_max_body_bytes"),
+        raw_bodies=Bodies(config.limits.max_controller_bytes, config.limits.frame_timeout_s, "max_controller_bytes"),
+        raw_paths=frozenset(endpoint.path for endpoint in endpoints if endpoint.raw_body is not None),
     )
     return RequestIds(observed(guard, http_metrics, endpoints, config.http))
 
@@ -143,4 +146,4 @@ def _refuse(error: HttpError, scope: Scope) -> Response:
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     of_others = OLLAMA if path.startswith("/api/") else OPENAI
     dialect = next((endpoint.dialect for endpoint in ENDPOINTS if endpoint.path == path), of_others)
-    return json_response(dialect.error_body(error, scope["state"]["request_id"]), error.status, error.headers)
+    return dialect.refuse(error, scope["state"]["request_id"])

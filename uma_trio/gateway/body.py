@@ -25,10 +25,12 @@ class Bodies:
     Args:
         max_bytes: size of the largest body.
         timeout_s: how long a client may take to send one.
+        setting: where ``max_bytes`` comes from.
     """
 
     max_bytes: int
     timeout_s: float
+    setting: str
     incomplete_bytes: int = 0
     """Bytes in memory of bodies whose end has not arrived."""
 
@@ -101,7 +103,7 @@ class Body:
         return HttpError(
             413,
             "E_GATEWAY_BODY_TOO_LARGE",
-            f"the body of a request has at most {self._bodies.max_bytes:,} bytes here (http_max_body_bytes)",
+            f"the body of a request has at most {self._bodies.max_bytes:,} bytes here ({self._bodies.setting})",
         )
 
 

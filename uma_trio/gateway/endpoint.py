@@ -8,10 +8,10 @@ from typing import Any, Final, TypeVar
 import attrs
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from uma_trio.client import Client
+from uma_trio.client import Client, Event
 from uma_trio.config import Config
 from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, whole
 from uma_trio.gateway.charging import Account
@@ -35,7 +35,14 @@ class Dialect:
 
     name: str
     error_body: Callable[[HttpError, str], Any]
-    """The body of an error, as plain values: from the error and the id of the request."""
+    """The body of an error, from the error and the id of the request: a text, or plain values for JSON."""
+
+    def refuse(self, error: HttpError, request_id: str) -> Response:
+        """The response for an error."""
+        body = self.error_body(error, request_id)
+        if isinstance(body, str):
+            return PlainTextResponse(body, error.status, error.headers)
+        return json_response(body, error.status, error.headers)
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +55,9 @@ class Endpoint:
     answer: Callable[[Call], Awaitable[Response]]
     summary: str
     body: type | None = None
-    """What a request contains."""
+    """What a request contains, as JSON."""
+    raw_body: str | None = None
+    """Media type of a body that is no JSON.  It may be as large as a controller."""
     hidden_fields: frozenset[str] = frozenset()
     """Fields of ``body`` that clients do not send."""
     media_types: tuple[str, ...] = ("application/json",)
@@ -154,7 +163,7 @@ class Call:
         async with self.daemon.connect() as client:
             return await question(client)
 
-    def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer) -> Response:
+    def stream(self, fields: Mapping[str, Any] | Sequence[Mapping[str, Any]], renderer: Renderer[Event]) -> Response:
         """Send one request or several to the daemon, and the answers to the client while they are generated."""
         return StreamedAnswer(
             self.observation.watch(
@@ -181,4 +190,4 @@ class Call:
     def refuse(self, error: HttpError) -> Response:
         """The response for an error, in the dialect's form."""
         self.observation.error_code = error.code
-        return json_response(self.endpoint.dialect.error_body(error, self.id), error.status, error.headers)
+        return self.endpoint.dialect.refuse(error, self.id)

@@ -46,6 +46,7 @@ class Guard:
 
     Args:
         open_paths: those that need no key.
+        raw_paths: those whose bodies are ``raw_bodies``.
         refuse: makes the response for an error, in the form that the path's clients know.
     """
 
@@ -57,6 +58,8 @@ class Guard:
     open_paths: frozenset[str]
     refuse: Callable[[HttpError, Scope], Response]
     bodies: Bodies
+    raw_bodies: Bodies
+    raw_paths: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -69,7 +72,8 @@ class Guard:
         state = scope.setdefault("state", {})
         state["tenant"] = None
         state["has_tenants"] = False
-        body = Body(self.bodies, headers, receive)
+        bodies = self.raw_bodies if _path(scope) in self.raw_paths else self.bodies
+        body = Body(bodies, headers, receive)
         try:
             self._check_load(scope)
             _check_headers(scope)
@@ -175,8 +179,9 @@ def _presented(headers: Headers) -> Iterable[str]:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         yield key.strip()
-    if key := headers.get("x-api-key", "").strip():
-        yield key
+    for name in ("x-api-key", "api-key"):
+        if key := headers.get(name, "").strip():
+            yield key
 
 
 def _network(scope: Scope) -> str:
@@ -193,19 +198,23 @@ def _network(scope: Scope) -> str:
     return str(address)
 
 
+def is_admin(scope: Scope) -> bool:
+    """Whether a request that has passed the guard comes from an administrator: by its key, or if there are no keys, from
+    this machine."""
+    tenant: Tenant | None = scope["state"]["tenant"]
+    if scope["state"]["has_tenants"]:
+        return tenant is not None and tenant.admin
+    client = scope.get("client")
+    return client is not None and is_loopback(client[0])
+
+
 def check_admin(scope: Scope) -> None:
     """Check that a request that has passed the guard comes from an administrator.
 
     Raises:
         HttpError: it has another key, or there are no keys and it comes from another machine.
     """
-    tenant: Tenant | None = scope["state"]["tenant"]
-    if scope["state"]["has_tenants"]:
-        allowed = tenant is not None and tenant.admin
-    else:
-        client = scope.get("client")
-        allowed = client is not None and is_loopback(client[0])
-    if not allowed:
+    if not is_admin(scope):
         message = f"{scope['path']} needs the key of an administrator: uma-trio keys create NAME --admin"
         raise HttpError(403, "E_GATEWAY_ADMIN", message)
 

@@ -75,7 +75,11 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
     if endpoint.body is not None:
         content = {JSON: {"schema": schema_of[endpoint.body]}}
         operation["requestBody"] = {"required": True, "content": content}
-    error = {JSON: {"schema": _shape(endpoint.dialect.error_body(HttpError(500, "", ""), ""))}}
+    if endpoint.raw_body is not None:
+        binary = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": True, "content": {endpoint.raw_body: binary}}
+    body = endpoint.dialect.error_body(HttpError(500, "", ""), "")
+    error = {"text/plain" if isinstance(body, str) else JSON: {"schema": _shape(body)}}
     for status in endpoint.errors:
         operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return operation

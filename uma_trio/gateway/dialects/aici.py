@@ -1,0 +1,310 @@
+"""AICI's API over HTTP: ``POST /v1/controllers``, ``GET`` and ``POST /v1/controllers/tags``, ``POST /v1/run``.
+
+Source: docs/REST.md of microsoft/aici.  Its servers take the user's name and role from headers of a proxy; here both come
+from the API key.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Final
+
+import attrs
+import msgspec
+from starlette.responses import Response
+
+from uma_trio.client import (
+    AnswerTree,
+    Backtrack,
+    ControllerOutput,
+    Controllers,
+    ControllerTag,
+    Eos,
+    Event,
+    Failure,
+    Fork,
+    PrefillProgress,
+    Token,
+)
+from uma_trio.gateway.answer import EVENT_STREAM, StreamedAnswer, json_response, sse
+from uma_trio.gateway.endpoint import Call, Dialect, Endpoint
+from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.guard import is_admin
+from uma_trio.protocol.controllers import StorageWrite
+
+AICI: Final = Dialect("aici", lambda error, _: f"APIError: {error.message}")
+
+NO_CONTROLLER: Final = "none"
+"""The controller of a run that continues ``controller_arg`` as a prompt."""
+
+BACKTRACKED: Final = " ↩ "
+"""Stands in the text where a controller has removed some."""
+
+DONE: Final = b"data: [DONE]\n\n"
+
+UNKNOWN_PRINCIPAL: Final = "http"
+"""Who uploads and tags if there are no API keys and the client is on another machine."""
+
+FINISH_REASONS: Final = {"stop": "aici-stop", "length": "length", "deadlock": "deadlock", "cancelled": "abort"}
+
+
+# -- controllers --------------------------------------------------------------------------------------
+
+
+async def upload(call: Call) -> Response:
+    """Store a controller, a Wasm module, whose bytes are the body of the request."""
+    wasm = await call.request.body()
+    if not wasm:
+        raise invalid("the body must be a Wasm module")
+    found: Controllers = await call.ask(
+        lambda client: client.upload_controller(wasm, **_on_behalf(call)),
+        counts=True,
+    )
+    return json_response(
+        {
+            "module_id": found.module_id,
+            "wasm_size": found.wasm_size,
+            "compiled_size": found.compiled_size,
+            "time": round(found.time_ms or 0),
+        }
+    )
+
+
+async def list_tags(call: Call) -> Response:
+    """All tags, the last changed first."""
+    tags = await call.ask(lambda client: client.controller_tags(**_on_behalf(call)), counts=True)
+    return json_response({"tags": [_tag(tag) for tag in tags]})
+
+
+class TagRequest(msgspec.Struct):
+    """Names for a controller."""
+
+    module_id: str
+    tags: list[str]
+
+
+async def set_tags(call: Call) -> Response:
+    """Give a controller names.  Only administrators may use any name; others begin theirs with their own and a dot."""
+    request, _ = await call.read(TagRequest)
+    tags = await call.ask(
+        lambda client: client.tag_controller(request.module_id, request.tags, **_on_behalf(call)),
+        counts=True,
+    )
+    return json_response({"tags": [_tag(tag) for tag in tags]})
+
+
+def _on_behalf(call: Call) -> dict[str, Any]:
+    """The fields of a query that say who asks."""
+    may_tag_all = is_admin(call.request.scope)
+    if principal := call.daemon.principal:
+        return {**principal, "principal_is_admin": may_tag_all}
+    return {} if may_tag_all else {"principal": UNKNOWN_PRINCIPAL}
+
+
+def _tag(tag: ControllerTag) -> dict[str, Any]:
+    return {**attrs.asdict(tag), "updated_at": round(tag.updated_at)}
+
+
+# -- runs ---------------------------------------------------------------------------------------------
+
+
+class RunRequest(msgspec.Struct):
+    """A controller, and how to sample."""
+
+    controller: str
+    """Module id or tag; ``none``: continue ``controller_arg``."""
+    controller_arg: Any = None
+    model: str | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 is off."""
+    max_tokens: int | None = None
+
+
+async def run(call: Call) -> Response:
+    """Run a controller, and stream the text of its forks."""
+    request, _ = await call.read(RunRequest)
+    fields = call.for_daemon(
+        model=request.model,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=max(0, request.top_k),
+        max_tokens=request.max_tokens,
+    )
+    if request.controller != NO_CONTROLLER:
+        fields |= {"controller": request.controller, "controller_arg": request.controller_arg}
+    elif isinstance(request.controller_arg, str):
+        fields |= {"prompt": request.controller_arg, "progress": True}
+    else:
+        raise invalid("controller_arg must be a prompt if there is no controller", parameter="controller_arg")
+    models = await call.ask(lambda client: client.models())
+    renderer = RunRenderer(request.model or models[0].name, has_controller=request.controller != NO_CONTROLLER)
+    return StreamedAnswer(
+        _whole_batches(call.observation.watch(call.daemon.generate(fields))),
+        renderer,
+        refuse=call.refuse,
+        keep_alive_s=call.config.http.keep_alive_s,
+    )
+
+
+async def _whole_batches(batches: AsyncIterator[list[Event]]) -> AsyncIterator[list[list[Event]]]:
+    """Hand each batch on as one: its events make one frame."""
+    async with aclosing(batches) as found:  # type: ignore[type-var]
+        async for batch in found:
+            yield [batch]
+
+
+@attrs.define
+class _ForkFrame:
+    """What is new of one answer."""
+
+    text: str = ""
+    error: str = ""
+    logs: str = ""
+    storage: list[Any] = attrs.field(factory=list)
+    finish_reason: str | None = None
+
+    def fields(self, index: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": index}
+        if self.finish_reason is not None:
+            found["finish_reason"] = self.finish_reason
+        return found | {"text": self.text, "error": self.error, "logs": self.logs, "storage": self.storage}
+
+
+class RunRenderer:
+    """Writes the frames of a run: one for all events that have arrived together."""
+
+    media_type = EVENT_STREAM
+    comment = b""
+    """The clients of this API take a comment for an error."""
+
+    def __init__(self, model: str, *, has_controller: bool) -> None:
+        self._model = model
+        self._has_controller = has_controller
+        self._tree = AnswerTree()
+        self._failed: set[int] = set()
+        """Answers whose error has been written."""
+        self._prompt_tokens = 0
+
+    def begin(self) -> bytes:
+        """The name of the run."""
+        return sse(
+            {
+                "id": f"run-{uuid.uuid4()}",
+                "object": "initial-run",
+                "created": int(time.time()),
+                "model": self._model,
+            }
+        )
+
+    def render(self, event: list[Event]) -> bytes:
+        """One frame with all that is new; nothing if no answer has changed."""
+        frames: dict[int, _ForkFrame] = {}
+        for each in event:
+            if isinstance(each, PrefillProgress) and not self._has_controller:
+                self._prompt_tokens = each.prompt_tokens
+            answer = self._tree.add(each)
+            if answer is not None:
+                self._add(frames.setdefault(answer.index, _ForkFrame()), answer.index, each)
+        return self._written(frames)
+
+    def fail(self, error: HttpError) -> bytes:
+        """Ends all answers that have not ended."""
+        left = [answer.index for answer in self._tree if not answer.is_done] if len(self._tree) else [0]
+        frames = {index: _ForkFrame(error=self._error(index, error.message), finish_reason="fail") for index in left}
+        return self._written(frames) + DONE
+
+    def end(self) -> bytes:
+        """The end of the stream."""
+        return DONE
+
+    def _add(self, frame: _ForkFrame, index: int, event: Event) -> None:
+        match event:
+            case Fork():
+                frame.text += self._tree[index].text  # all of it: clients have no text of this index
+            case Token():
+                frame.text += event.text
+            case Backtrack():
+                frame.text += BACKTRACKED
+            case ControllerOutput():
+                frame.logs += event.logs or ""
+                frame.storage += [_write_var(write) for write in event.storage or ()]
+                if event.error:
+                    frame.error += self._error(index, event.error)
+            case Eos():
+                plain_end = event.reason == "stop" and not self._has_controller
+                frame.finish_reason = "eos" if plain_end else FINISH_REASONS.get(event.reason, "fail")
+            case Failure():
+                frame.error += self._error(index, event.message)
+                frame.finish_reason = "fail"
+
+    def _error(self, index: int, message: str) -> str:
+        """The error of an answer, the first time."""
+        if index in self._failed:
+            return ""
+        self._failed.add(index)
+        return message
+
+    def _written(self, frames: dict[int, _ForkFrame]) -> bytes:
+        if not frames:
+            return b""
+        sampled = sum(answer.sampled_tokens for answer in self._tree)
+        forced = self._prompt_tokens + sum(answer.forced_tokens for answer in self._tree)
+        return sse(
+            {
+                "object": "run",
+                "forks": [frames[index].fields(index) for index in sorted(frames)],
+                "usage": {"sampled_tokens": sampled, "ff_tokens": forced, "cost": 2 * sampled + forced},
+            }
+        )
+
+
+def _write_var(write: StorageWrite) -> dict[str, Any]:
+    return {
+        "WriteVar": {
+            "name": write.name,
+            "value": write.content.hex(),
+            "op": write.op.capitalize(),
+            "when_version_is": write.when_version_is,
+        }
+    }
+
+
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/controllers",
+        dialect=AICI,
+        answer=upload,
+        summary="Store a controller",
+        raw_body="application/wasm",
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/controllers/tags",
+        dialect=AICI,
+        answer=list_tags,
+        summary="The names of all controllers",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/controllers/tags",
+        dialect=AICI,
+        answer=set_tags,
+        summary="Give a controller names",
+        body=TagRequest,
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/run",
+        dialect=AICI,
+        answer=run,
+        summary="Run a controller",
+        body=RunRequest,
+        media_types=(EVENT_STREAM,),
+    ),
+)
