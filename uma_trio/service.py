@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 from collections.abc import Awaitable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from typing import Any
 
 import attrs
@@ -16,6 +18,7 @@ import structlog
 import trio
 
 from uma_trio.aici import library
+from uma_trio.aici.exchange import ControllerRuntime
 from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
 from uma_trio.errors import BadRequest, ControllerUnavailable, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
@@ -46,6 +49,7 @@ from uma_trio.protocol.messages import (
     Usage,
 )
 from uma_trio.sampling import sampling_defaults
+from uma_trio.serving.control import ControlledRequest
 from uma_trio.serving.embedding import PendingEmbeddings, cancelled
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.serving.sequence import EventSink, Sequence
@@ -66,6 +70,7 @@ class ModelService:
         files: where KV states go; ``None``: nowhere.
         states: those that are there.
         in_thread: runs a blocking call.
+        runtime: of controllers; ``None``: requests cannot have one.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class ModelService:
         files: StateFiles | None = None,
         states: Iterable[SavedState] = (),
         in_thread: InThread = trio.to_thread.run_sync,
+        runtime: ControllerRuntime | None = None,
     ) -> None:
         self.name = model.info.name.removesuffix(".gguf")
         self._model = model
@@ -88,7 +94,11 @@ class ModelService:
         self._prompts: PromptMaker = model.prompts
         self.has_chat_template = model.prompts.chat is not None
         """Whether requests can have ``messages``."""
-        self._scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, perf, files, in_thread)
+        self.runtime: ControllerRuntime | None = runtime
+        """Runs controllers; ``None``: this daemon runs none."""
+        self._scheduler = Scheduler(
+            model.engine, model.token_to_bytes, config, model.cost, perf, files, in_thread, runtime
+        )
         self._scheduler.cache.index.add_all(states)
         self._sessions = Sessions(config, self._scheduler, model.prompts, journal, in_thread=in_thread)
         self._sessions.load()
@@ -96,8 +106,6 @@ class ModelService:
         self._checking = trio.CapacityLimiter(1)
         """One constraint is checked at a time: hostile ones wait for each other and take no more than one thread."""
         self._draining = False
-        self.runtime: library.SideChannel | None = None
-        """Runs controllers; ``None``: this daemon runs none."""
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -267,7 +275,7 @@ class Generation:
         self._principal = principal
         self._sink = sink
         self._scope = trio.CancelScope()
-        self._sequences: list[Sequence] = []
+        self._sequences: Items[Sequence] = []
 
     @property
     def is_answered(self) -> bool:
@@ -292,7 +300,8 @@ class Generation:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
             if self.request.controller is not None:
-                raise ControllerUnavailable("this daemon runs no controllers")
+                await self._steer(began)
+                return
             _check_session_fields(self.request)
             sessions = self.service._sessions
             if sessions.does_without(self.request, self._principal.name):
@@ -307,12 +316,26 @@ class Generation:
                 finally:
                     await self._end_turn(turn)
 
+    async def _steer(self, began: float) -> None:
+        """Serve a request whose controller makes the answer."""
+        service, request = self.service, self.request
+        runtime = service.runtime
+        if runtime is None or request.controller is None:
+            raise ControllerUnavailable("this daemon runs no controllers")
+        prompt, name = service._prompts.start(), secrets.token_hex(16)
+        starting = runtime.instantiate(
+            name, request.controller, request.controller_arg, prompt.tokens.tolist(), library.auth_of(self._principal, is_admin=False)
+        )
+        generation: int = await self._prepare(starting, began)
+        await self._stream(prompt, self._sink, began, ControlledRequest(name=name, generation=generation))
+
     async def _prepare(self, making: Awaitable[Any], began: float) -> Any:
         """Wait for what comes before the first step; a request that is cancelled meanwhile has done nothing."""
         try:
             return await making
         except trio.Cancelled:
-            for index in range(self.request.n) if self.request.n > 1 else (None,):
+            has_index = self.request.n > 1 or self.request.controller is not None
+            for index in range(self.request.n) if has_index else (None,):
                 event = self._cancelled_before_start(index, began)
                 log_request(self.request, self.service.name, event.reason, event.usage, event.timings, index=index)
                 self._sink.send(event)
@@ -336,19 +359,21 @@ class Generation:
         grammar: Grammar = await self._prepare(compiled(), began)
         return grammar
 
-    async def _stream(self, prompt: Prompt, sink: EventSink, began: float) -> None:
+    async def _stream(
+        self, prompt: Prompt, sink: EventSink, began: float, controlled: ControlledRequest | None = None
+    ) -> None:
         grammar = await self._compile(prompt, began)
         scheduler = self.service._scheduler
         durable = self.request.session_id is not None
         self._sequences = sequences = scheduler.submit(
-            self.request, prompt, sink, self._principal, grammar=grammar, durable=durable
+            self.request, prompt, sink, self._principal, grammar=grammar, controlled=controlled, durable=durable
         )
         log.debug("admitted", id=self.request.id, prompt_tokens=len(prompt.tokens))
         ending: UmaError | None = None
         limit_s = self.service._limits.request_timeout_s
         try:
             with trio.move_on_at(began + limit_s) as timer:
-                for sequence in sequences:
+                for sequence in sequences:  # a controller may add some meanwhile
                     await sequence.done.wait()
             if timer.cancelled_caught:
                 ending = RequestTimeout(f"not done after {limit_s:g} s")

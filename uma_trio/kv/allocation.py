@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import attrs
 
 from uma_trio.kv.checkpoints import Checkpoints
 from uma_trio.kv.prefix import Tokens
+
+
+@attrs.define(eq=False)
+class SharedPrefix:
+    """The first tokens of several forks, whose cells they share.  It ends when only one of them is left."""
+
+    length: int
+    """Tokens, those of ``parent`` included."""
+    parent: SharedPrefix | None
+    """The shorter prefix that more forks share."""
+    holders: dict[Allocation, None]
+    """The forks, the oldest first."""
+
+    @property
+    def n_cells(self) -> int:
+        """Cells, without those of ``parent``."""
+        return self.length - (0 if self.parent is None else self.parent.length)
+
+    def path(self) -> Iterator[SharedPrefix]:
+        """This prefix, then the shorter ones."""
+        node: SharedPrefix | None = self
+        while node is not None:
+            yield node
+            node = node.parent
 
 
 @attrs.define(eq=False)
@@ -23,7 +49,7 @@ class Allocation:
     tokens: Tokens
     """The prompt while busy; all tokens that the cache holds while idle."""
     reserved: int
-    """Cells."""
+    """Cells, those that it shares with forks included."""
     private: bool
     """Never shared, and not kept after the request."""
     durable: bool = False
@@ -49,6 +75,8 @@ class Allocation:
     """Lengths to which it can be truncated, in memories that need checkpoints."""
     pauses: tuple[int, ...] = ()
     """Prompt lengths at which prefill pauses to save a checkpoint; ascending."""
+    shared: SharedPrefix | None = None
+    """The longest prefix that it shares with a fork."""
     seq_id: int = -1
     _n_tokens: int = attrs.field(default=0, init=False)
 
@@ -66,6 +94,16 @@ class Allocation:
         if not 0 <= n_tokens <= self.reserved:
             raise AssertionError(f"sequence {self.seq_id} cannot hold {n_tokens} of {self.reserved} reserved cells")
         self._n_tokens = n_tokens
+
+    @property
+    def n_shared(self) -> int:
+        """Cells that it shares with forks."""
+        return 0 if self.shared is None else self.shared.length
+
+    @property
+    def own_cells(self) -> int:
+        """Cells that it reserves for itself alone."""
+        return self.reserved - self.n_shared
 
     @property
     def needs_save(self) -> bool:

@@ -6,7 +6,7 @@ cells are needed.
 
 This is pure bookkeeping.  ``take_ops`` returns the operations for the engine, which runs them at the start of its next
 step.  ``KvCache`` delegates: ``pool`` reserves and evicts, ``prefix_sharing`` reuses prefixes, ``truncation`` shortens
-sequences, ``offload`` saves and loads states.
+sequences, ``forks`` copies running ones, ``offload`` saves and loads states.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 import attrs
 
 from uma_trio.kv.allocation import Allocation
+from uma_trio.kv.forks import Forks
 from uma_trio.kv.offload import OffloadPlanner
 from uma_trio.kv.offload_index import OffloadIndex, SavedState
 from uma_trio.kv.ops import KvOp
@@ -99,6 +100,7 @@ class KvCache:
         )
         self._truncation = Truncation(self._pool, can_truncate=can_truncate, state_can_truncate=state_can_truncate)
         self._sharing = PrefixSharing(self._pool, self._truncation)
+        self._forks = Forks(self._pool, self._truncation)
         self.offload = OffloadPlanner(self._pool, self._truncation, worth_loading)
         """What to save and what to load."""
         self.index: OffloadIndex = self.offload.index
@@ -109,6 +111,11 @@ class KvCache:
     def largest(self) -> int:
         """Maximum number of cells that a request can reserve in an empty cache."""
         return self._pool.largest
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences that can run at a time."""
+        return self._pool.n_sequences
 
     @property
     def changes(self) -> int:
@@ -162,7 +169,7 @@ class KvCache:
         idle = source if source is not None and source.is_idle else None
         if idle is not None and sharing.may_take_over(idle, n_shared):
             return self._take_over(allocation, idle, n_shared)
-        if pool.make_room(cells, keep=source, needs_sequence=True):
+        if pool.make_room(cells, keep=source, n_sequences=1):
             pool.admit(allocation)
             if source is not None:
                 sharing.branch(allocation, source, n_shared)
@@ -175,13 +182,13 @@ class KvCache:
         return self._take_over(allocation, idle, n_shared)
 
     def _take_over(self, allocation: Allocation, source: Allocation, n_shared: int) -> Placement | None:
-        if not self._pool.make_room(allocation.reserved - source.reserved, keep=source, needs_sequence=False):
+        if not self._pool.make_room(allocation.reserved - source.reserved, keep=source, n_sequences=0):
             return None
         self._sharing.take_over(source, n_shared, allocation)
         return Placement(allocation, n_shared)
 
     def _allocate_for_state(self, allocation: Allocation, state: SavedState) -> Placement | None:
-        if not self._pool.make_room(allocation.reserved, keep=None, needs_sequence=True):
+        if not self._pool.make_room(allocation.reserved, keep=None, n_sequences=1):
             return None
         self._pool.admit(allocation)
         allocation.awaits_state = True
@@ -223,6 +230,42 @@ class KvCache:
         self._check(allocation)
         self._truncation.truncate(allocation, length)
 
+    def backtrack(self, allocation: Allocation, length: int) -> bool:
+        """Remove all tokens after ``length``, and more where the memory cannot be truncated there.
+
+        A sequence that goes back behind the point at which it forked no longer shares the cells after ``length``.
+
+        Returns:
+            Whether that was possible: it may take cells, and there is no room for them now.
+        """
+        self._check(allocation)
+        return self._forks.backtrack(allocation, length)
+
+    def fork(self, allocation: Allocation, n: int, cells: int) -> list[Allocation] | None:
+        """Copy a running sequence ``n`` times, with all tokens that it holds; all copies or none.
+
+        In a unified cache the copies share the cells of these tokens.
+
+        Args:
+            cells: for the tokens of one copy, shared ones included.
+
+        Returns:
+            The copies; ``None`` if there is no room now.
+        """
+        self._check(allocation)
+        return self._forks.fork(allocation, n, cells)
+
+    def cells_to_fork(self, allocation: Allocation, n: int, cells: int) -> int:
+        """Cells that ``fork`` needs; more than ``n_cells`` never fit, nor do more forks than sequences."""
+        return self._forks.cells_needed(allocation, n, cells)
+
+    def may_compute(self, allocation: Allocation) -> bool:
+        """Whether the next step may compute tokens of the sequence.
+
+        After the cache was lost, the first of those that share a prefix computes it, and the others get a copy.
+        """
+        return allocation.n_tokens >= allocation.n_shared or self._forks.rejoin(allocation)
+
     def release(self, allocation: Allocation, tokens: Tokens | None = None, *, at: float = 0.0) -> None:
         """End a request.
 
@@ -241,6 +284,9 @@ class KvCache:
             raise AssertionError(f"sequence {allocation.seq_id} holds {allocation.n_tokens} tokens, not {len(tokens)}")
         self._pool.changes += 1
         self._sharing.stop_waiting(allocation)
+        if allocation.shared is not None:  # its tokens stay where its forks are
+            tokens = None
+            self._forks.part(allocation, 0)
         kept = 0 if tokens is None or allocation.private else self._truncation.longest_within(allocation, len(tokens))
         if tokens is None or kept < MIN_SHARED_TOKENS:
             self._pool.remove(allocation)
@@ -320,7 +366,7 @@ class KvCache:
         return CacheStatistics(
             sequences=len(busy),
             cells_reserved=pool.reserved - pool.idle_cells,
-            cells_used=sum(allocation.n_tokens for allocation in busy),
+            cells_used=sum(allocation.n_tokens for allocation in busy) - self._forks.n_counted_twice(),
             cells=pool.n_cells,
             cached_sequences=len(pool.idle),
             cached_cells=pool.idle_cells,
@@ -332,3 +378,4 @@ class KvCache:
         """Raise AssertionError unless all counts add up."""
         self._pool.check_integrity()
         self._sharing.check_integrity()
+        self._forks.check_integrity()

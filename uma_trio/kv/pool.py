@@ -37,6 +37,7 @@ class Pool:
     def __init__(
         self, *, n_sequences: int, n_cells: int, cells_per_sequence: int, unified: bool, max_checkpoints: int
     ) -> None:
+        self.n_sequences = n_sequences
         self.n_cells = n_cells
         self.cells_per_sequence = cells_per_sequence
         self.unified = unified
@@ -63,8 +64,7 @@ class Pool:
     @property
     def is_low(self) -> bool:
         """Few sequences or cells are free; see ``LOW_ROOM_FRACTION``."""
-        n_sequences = len(self._free_ids) + len(self.allocations)
-        few = len(self._free_ids) < max(1.0, LOW_ROOM_FRACTION * n_sequences)
+        few = len(self._free_ids) < max(1.0, LOW_ROOM_FRACTION * self.n_sequences)
         return few or self.n_cells - self.reserved < LOW_ROOM_FRACTION * self.n_cells
 
     def has(self, allocation: Allocation) -> bool:
@@ -78,7 +78,7 @@ class Pool:
         allocation.seq_id = min(self._free_ids)
         self._free_ids.remove(allocation.seq_id)
         self.allocations[allocation.seq_id] = allocation
-        self.reserved += allocation.reserved
+        self.reserved += allocation.own_cells
 
     def make_idle(self, allocation: Allocation, tokens: Tokens, at: float) -> None:
         """Keep ``allocation``, whose request ended at time ``at`` and which holds ``tokens``, while there is room."""
@@ -103,7 +103,7 @@ class Pool:
         if allocation.is_idle:
             del self.idle[allocation.seq_id]
             self.idle_cells -= allocation.reserved
-        self.reserved -= allocation.reserved
+        self.reserved -= allocation.own_cells
         del self.allocations[allocation.seq_id]
         self.changes += 1
         self.ops.append(Truncate(allocation.seq_id))
@@ -158,31 +158,31 @@ class Pool:
 
     # -- eviction -------------------------------------------------------------------------------
 
-    def make_room(self, cells: int, *, keep: Allocation | None, needs_sequence: bool) -> bool:
+    def make_room(self, cells: int, *, keep: Allocation | None, n_sequences: int) -> bool:
         """Evict idle allocations, the longest idle first, until ``cells`` more can be reserved.
 
         Evicts nothing if that would not be enough, or while one of the victims must be saved first.
 
         Args:
             keep: never evict this one.
-            needs_sequence: a free sequence id is needed as well.
+            n_sequences: so many free sequence ids are needed as well.
 
         Returns:
             Whether there is room now.
         """
         missing = self.reserved + cells - self.n_cells
-        needs_id = needs_sequence and not self._free_ids
+        missing_ids = n_sequences - len(self._free_ids)
         candidates = [allocation for allocation in self.idle.values() if allocation is not keep]
         if self._prefers_neighbours:
             candidates.sort(key=lambda allocation: -self._n_busy_neighbours(allocation.seq_id))
         victims = []
         for allocation in candidates:
-            if missing <= 0 and not needs_id:
+            if missing <= 0 and missing_ids <= 0:
                 break
             victims.append(allocation)
             missing -= allocation.reserved
-            needs_id = False
-        if missing > 0 or needs_id:
+            missing_ids -= 1
+        if missing > 0 or missing_ids > 0:
             return False
         return self._evict(victims)
 
@@ -253,7 +253,9 @@ class Pool:
         """Raise AssertionError unless all counts add up."""
         allocations = self.allocations
         everyone = allocations.values()
-        assert self.reserved == sum(allocation.reserved for allocation in everyone) <= self.n_cells
+        shared = {node for allocation in everyone if allocation.shared for node in allocation.shared.path()}
+        own = sum(allocation.own_cells for allocation in everyone)
+        assert self.reserved == own + sum(node.n_cells for node in shared) <= self.n_cells
         assert all(0 <= allocation.n_tokens <= allocation.reserved <= self.largest for allocation in everyone)
         assert all(allocation.seq_id == seq_id for seq_id, allocation in allocations.items())
         assert self.idle == {seq_id: allocation for seq_id, allocation in allocations.items() if allocation.is_idle}

@@ -133,6 +133,10 @@ class PromptMaker:
         limiter = self._tokenizing if request.messages is None else self._rendering
         return await trio.to_thread.run_sync(self._make, request, history, abandon_on_cancel=True, limiter=limiter)
 
+    def start(self) -> Prompt:
+        """The prompt of an answer that a controller makes: BOS, or a line break if the model has none."""
+        return Prompt(self.tokenizer.encode(self.tokenizer.bos or "\n", continues=True), "")
+
     def _make(self, request: Generate, history: History | None) -> Prompt:
         tokens, text = self._tokens_and_text(request, history)
         calling = None

@@ -63,6 +63,12 @@ class TokenHistory:
         position += self._n_prompt
         self._tokens[position : position + len(tokens)] = tokens
 
+    def copy(self) -> TokenHistory:
+        """Return a copy that grows by itself."""
+        other = TokenHistory.__new__(TokenHistory)
+        other._n_prompt, other._tokens = self._n_prompt, self._tokens.copy()
+        return other
+
     def past(self, n: int) -> Past:
         """Return a view of what precedes token ``n`` of the answer, counted from 0."""
         return Past(self._tokens[: self._n_prompt + n], self._n_prompt)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Sequence as Items
+from typing import Any, Final, TypeAlias
 
+import msgspec
+
+from uma_trio.aici.messages import SequenceResult
 from uma_trio.errors import UmaError
+from uma_trio.protocol.controllers import Backtrack, ControllerOutput, StorageWrite
 from uma_trio.protocol.messages import FinishReason, Logprob, Logprobs, PrefillProgress, Reasoning, Token, ToolCallDelta
 from uma_trio.sampling import TextAssembler, TokenLogprobs
 from uma_trio.sampling.regions import Split
@@ -15,6 +20,9 @@ from uma_trio.serving.step import NewTokens
 
 TokenToBytes: TypeAlias = Callable[[int], bytes]
 """Token id -> the bytes that it stands for."""
+
+MAX_CHARACTER_BYTES: Final = 4
+"""Longest character in UTF-8."""
 
 
 def send_prompt(sequence: Sequence) -> None:
@@ -48,6 +56,8 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
         Why the sequence ends with them, if it does.
     """
     sequence = new.sequence
+    if sequence.control is not None:
+        return _send_controlled(new, token_to_bytes)
     for n, token in enumerate(new.tokens, 1):
         score = new.scores[n - 1] if new.scores else None
         last = new.reason is not None and n == len(new.tokens)
@@ -59,6 +69,94 @@ def send_tokens(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | 
             del sequence.tokens[new.n_before + n :]
             return "stop"
     return new.reason
+
+
+def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReason | UmaError | None:
+    """Send what was removed, then new tokens: an event for each, also where no text came of it."""
+    sequence, request = new.sequence, new.sequence.request
+    assert sequence.index is not None
+    assert isinstance(sequence.assembler, TextAssembler)
+    if new.n_removed:
+        removed = "".join(sequence.texts[new.n_before :])
+        del sequence.texts[new.n_before :]
+        sequence.assembler = assembler_after(sequence.tokens[: new.n_before], token_to_bytes)
+        if request.stream:
+            sequence.sink.send(Backtrack(id=request.id, index=sequence.index, tokens=new.n_removed, text=removed))
+    for n, token in enumerate(new.tokens):
+        text = "" if token in sequence.end_ids else sequence.assembler.feed(token_to_bytes(token))
+        if new.reason is not None and n == len(new.tokens) - 1:
+            text += sequence.assembler.finish()
+        sequence.texts.append(text)
+        score = new.scores[n] if new.scores else None
+        logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
+        if not request.stream:
+            if logprobs is not None:
+                sequence.logprobs.append(logprobs)
+        elif new.by_controller:
+            sequence.sink.send(Token(id=request.id, text=text, token_id=token, index=sequence.index, forced=True))
+        else:
+            sequence.sink.send(Token.of(request.id, text, token, logprobs, index=sequence.index))
+    return new.reason
+
+
+def assembler_after(tokens: Items[int], token_to_bytes: TokenToBytes) -> TextAssembler:
+    """An assembler that goes on after ``tokens``, whose text was sent."""
+    tail: list[bytes] = []
+    for token in reversed(tokens):
+        tail.append(token_to_bytes(token))
+        if sum(map(len, tail)) >= MAX_CHARACTER_BYTES:
+            break
+    assembler = TextAssembler()
+    assembler.feed(b"".join(reversed(tail)))
+    return assembler
+
+
+def send_rest(sequence: Sequence) -> None:
+    """Send what is left of the text of an answer that its controller has ended: bytes that are no whole character."""
+    assert isinstance(sequence.assembler, TextAssembler)
+    text = sequence.assembler.finish()
+    if text and sequence.request.stream:
+        sequence.sink.send(Token(id=sequence.request.id, text=text, index=sequence.index))
+    elif text:
+        sequence.texts.append(text)
+
+
+def send_controller_output(sequence: Sequence, result: SequenceResult[Any]) -> None:
+    """Send what a controller has printed and written, and its error, if there is something."""
+    assert sequence.index is not None
+    writes = [write for command in result.storage if (write := _write(command)) is not None]
+    if result.logs or writes or result.error:
+        sequence.sink.send(
+            ControllerOutput(
+                id=sequence.request.id,
+                index=sequence.index,
+                logs=result.logs or None,
+                storage=writes or None,
+                error=result.error or None,
+            )
+        )
+
+
+def _write(command: object) -> StorageWrite | None:
+    """A write of a variable as the runtime reports it; ``None`` if it is none."""
+    try:
+        found = msgspec.convert(command, _StorageCommand).WriteVar
+        return StorageWrite.of(
+            found.name, bytes.fromhex(found.value), "append" if found.op == "Append" else "set", found.when_version_is
+        )
+    except (msgspec.ValidationError, ValueError):
+        return None
+
+
+class _WriteVar(msgspec.Struct):
+    name: str
+    value: str
+    op: str = "Set"
+    when_version_is: int | None = None
+
+
+class _StorageCommand(msgspec.Struct):
+    WriteVar: _WriteVar
 
 
 def _send_token(

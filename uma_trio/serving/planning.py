@@ -27,6 +27,7 @@ from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, Plan, PolicyState, plan
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
+from uma_trio.serving.controllers import Controllers
 from uma_trio.serving.embedding import EmbeddingChunk, EmbeddingQueue
 from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.sequence import Sequence, State
@@ -63,6 +64,7 @@ class NoStep(enum.Enum):
     DRAFTS = "draft tokens continue a token that is not sampled yet"
     UNKNOWN_DURATION = "a copy of a KV state or texts to embed wait, and the next plan must know how long they take"
     OUTLIER = "the last step was predicted badly, so a chunk of a prompt could delay all streams"
+    CONTROLLER = "a controller says what is sampled next, or may say so before this step is complete"
     SUSPECTS = "the sequence that makes the engine fail is searched, so what runs next depends on this step"
     CANNOT_TRUNCATE = "a prompt begins or goes on, and its sequence cannot be cut to what it turns out to hold"
 
@@ -85,6 +87,7 @@ class StepPlanner:
     _embeddings: EmbeddingQueue
     _offloader: Offloader
     _bisection: CrashBisection[Sequence]
+    _controllers: Controllers
     _policy: PolicyState = attrs.field(factory=PolicyState, init=False)
     _had_chunk: bool = attrs.field(default=False, init=False)
     """The last step that was planned had texts to embed."""
@@ -201,6 +204,8 @@ class StepPlanner:
             return NoStep.UNKNOWN_DURATION
         if self._bisection.is_active:
             return NoStep.SUSPECTS
+        if self._controllers and self._controllers.holds_back(step):
+            return NoStep.CONTROLLER
         if not self._info.can_truncate and (
             self._waiting.may_admit or any(each.state is State.PREFILL for each in self._running)
         ):

@@ -44,10 +44,12 @@ class RunningSet:
     """
 
     def __init__(self, cache: KvCache, offloader: Offloader, telemetry: Telemetry) -> None:
-        self._cache = cache
+        self.cache = cache
         self._offloader = offloader
         self._telemetry = telemetry
         self._sequences: dict[Allocation, Sequence] = {}
+        self.keeps_room = False
+        """A sequence waits for room to fork, and gets all that becomes free."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -64,7 +66,9 @@ class RunningSet:
 
     def allocate(self, sequence: Sequence) -> bool:
         """Reserve all the cells that ``sequence`` can need, if there are as many."""
-        placement = self._cache.allocate(
+        if self.keeps_room:
+            return False
+        placement = self.cache.allocate(
             sequence.prompt.tokens,
             sequence.max_cells,
             principal=sequence.principal.name,
@@ -85,10 +89,34 @@ class RunningSet:
             self._offloader.swap_in(allocation, placement.saved)
         return True
 
+    def fork(self, sequence: Sequence, forks: Items[Sequence]) -> bool:
+        """Give copies of what ``sequence`` has computed to ``forks``, if there is room for all of them."""
+        assert sequence.allocation is not None
+        allocations = self.cache.fork(sequence.allocation, len(forks), sequence.max_cells)
+        if allocations is None:
+            self._offloader.look()
+            return False
+        for fork, allocation in zip(forks, allocations, strict=True):
+            fork.allocation = allocation
+            self._sequences[allocation] = fork
+            fork.go_on()
+        return True
+
+    def why_no_fork(self, sequence: Sequence, n: int) -> str | None:
+        """Why there can never be room for ``n`` forks of ``sequence``; ``None``: there can."""
+        assert sequence.allocation is not None
+        if n >= self.cache.n_sequences:
+            return f"this daemon computes {self.cache.n_sequences} sequences at a time (--parallel)"
+        cells = sequence.allocation.reserved + self.cache.cells_to_fork(sequence.allocation, n, sequence.max_cells)
+        n_cells = self.cache.statistics().cells
+        if cells > n_cells:
+            return f"they could need {cells} cells of the KV cache, which has {n_cells}; ask with a smaller max_tokens"
+        return None
+
     def settle(self, sequence: Sequence) -> None:
         """Move ``sequence``, of which nothing is computed or in flight, to the sequence id that suits best."""
         assert sequence.allocation is not None
-        self._cache.settle(sequence.allocation)
+        self.cache.settle(sequence.allocation)
 
     def ready(self, in_flight: Container[Sequence] = ()) -> tuple[list[Sequence], list[Sequence]]:
         """Sequences that the next step can decode, and those that it can prefill; by sequence id.
@@ -99,7 +127,7 @@ class RunningSet:
             in_flight: the sequences that a step in flight computes.
         """
         for allocation, state in self._offloader.take_swapped_in():
-            if self._cache.restored(allocation, state):
+            if self.cache.restored(allocation, state):
                 self._start_prefill(self._sequences[allocation], allocation.n_tokens)
         decodes, prefills, stalled = [], [], []
         for allocation in sorted(self._sequences, key=lambda allocation: allocation.seq_id):
@@ -110,17 +138,24 @@ class RunningSet:
                 if sequence not in in_flight:  # its next token was not held up yet
                     sequence.paused = True
                 stalled.append(allocation.seq_id)
+            elif sequence.control is not None and not self._is_ready(sequence):
+                continue
             elif sequence.state is State.DECODE:
                 decodes.append(sequence)
             elif not sequence.is_blocked:
                 prefills.append(sequence)
-        if self._cache.has_followers:
-            for allocation in self._cache.followed(stalled):
+        if self.cache.has_followers:
+            for allocation in self.cache.followed(stalled):
                 sequence = self._sequences[allocation]
                 self._start_prefill(sequence, allocation.n_tokens)
                 if sequence.sink.has_room:
                     prefills.append(sequence)
         return decodes, prefills
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Whether the next step may compute something of ``sequence``, which has a controller."""
+        assert sequence.allocation is not None
+        return sequence.n_computable > sequence.n_computed and self.cache.may_compute(sequence.allocation)
 
     def _start_prefill(self, sequence: Sequence, n_cached: int) -> None:
         """``sequence`` need not compute the first ``n_cached`` tokens of its prompt."""
@@ -136,7 +171,7 @@ class RunningSet:
         assert sequence.allocation is not None
         tokens = sequence.computed_tokens() if keep else None
         del self._sequences[sequence.allocation]
-        self._cache.release(sequence.allocation, tokens, at=trio.current_time())
+        self.cache.release(sequence.allocation, tokens, at=trio.current_time())
         sequence.allocation = None
         self._offloader.look()
 
@@ -164,13 +199,13 @@ class RunningSet:
                 cells_reserved=idle.reserved,
                 principal=idle.principal,
             )
-            for idle in self._cache.idle
+            for idle in self.cache.idle
         ]
         return sorted(found, key=lambda each: each.seq_id)
 
     def restart(self) -> None:
         """The KV cache is lost: all sequences are prefilled again from their tokens."""
-        self._cache.clear(lost=True)
+        self.cache.clear(lost=True)
         for sequence in self._sequences.values():
             sequence.n_cached = 0
             if sequence.state is not State.FINISHED:
@@ -178,8 +213,8 @@ class RunningSet:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless sequences and KV cache agree."""
-        self._cache.check_integrity()
-        assert len(self) == self._cache.statistics().sequences
+        self.cache.check_integrity()
+        assert len(self) == self.cache.statistics().sequences
         for allocation, sequence in self._sequences.items():
             assert sequence.allocation is allocation
             assert sequence.state is not State.WAITING

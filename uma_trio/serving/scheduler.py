@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 import trio
 
+from uma_trio.aici.exchange import ControllerRuntime
 from uma_trio.config import Config
 from uma_trio.engine.messages import EngineDied, LoadError, ModelInfo, Revoked, StepFailed, StepOutput, TokenIds
 from uma_trio.engine.supervisor import SupervisedEngine
@@ -37,6 +38,8 @@ from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, H
 from uma_trio.scheduling.bisection import CrashBisection
 from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.timings import StepTimings
+from uma_trio.serving.control import ControlledRequest
+from uma_trio.serving.controllers import Controllers
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
 from uma_trio.serving.planning import NoStep, StepPlanner, delays_requests
@@ -44,7 +47,7 @@ from uma_trio.serving.queue import RunningSet, WaitingQueue, cache_for
 from uma_trio.serving.request import admit, check_embed
 from uma_trio.serving.sequence import EventSink, Sequence, State
 from uma_trio.serving.stats import Stats
-from uma_trio.serving.step import CompletedStep, InFlightStep, PlannedStep, build_step, complete_step
+from uma_trio.serving.step import CompletedStep, InFlightStep, NewTokens, PlannedStep, build_step, complete_step
 from uma_trio.telemetry.perf_records import PerfSink
 
 log = structlog.get_logger("uma_trio.serving")
@@ -61,6 +64,7 @@ class Scheduler:
         perf: gets a record of each step and each request.
         files: where KV states go that are to outlive their cells; ``None``: nowhere.
         in_thread: runs a blocking call.
+        runtime: of controllers; ``None``: requests cannot have one.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Scheduler:
         perf: PerfSink | None = None,
         files: StateFiles | None = None,
         in_thread: InThread = trio.to_thread.run_sync,
+        runtime: ControllerRuntime | None = None,
     ) -> None:
         self.info: ModelInfo = engine.info
         self._engine = engine
@@ -93,6 +98,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self.cache, self._running, self.telemetry, self.info, config.limits.max_queue)
         self._embeddings = EmbeddingQueue(self.info, config.limits.max_queue, self._leave)
         self._bisection: CrashBisection[Sequence] = CrashBisection()
+        self._controllers = Controllers(runtime, engine, self._running, self)
         self._planner = StepPlanner(
             info=self.info,
             limits=config.scheduling,
@@ -103,6 +109,7 @@ class Scheduler:
             embeddings=self._embeddings,
             offloader=self.offloader,
             bisection=self._bisection,
+            controllers=self._controllers,
         )
         self._in_flight: list[InFlightStep] = []
         """The step that computes, and perhaps one that runs ahead."""
@@ -125,18 +132,21 @@ class Scheduler:
         principal: Principal,
         *,
         grammar: Grammar | None = None,
+        controlled: ControlledRequest | None = None,
         durable: bool = False,
-    ) -> list[Sequence]:
+    ) -> Items[Sequence]:
         """Accept a request: all of its answers or none.
 
         Its events go to ``sink``.  ``sequence.done`` is set after the last event of each answer.
 
         Args:
             grammar: of its constraint.
+            controlled: under which the runtime has its controller.
             durable: what it leaves in the KV cache is saved before it goes.
 
         Returns:
-            ``request.n`` sequences.  All but the first share the prompt that the first one computes.
+            ``request.n`` sequences.  All but the first share the prompt that the first one computes.  With a controller
+            it is one, and the list grows with each fork.
 
         Raises:
             UmaError: it cannot be served; see ``request.admit``.
@@ -146,6 +156,8 @@ class Scheduler:
         if self._refusal is not None:
             raise self._refusal
         self._check_limit(principal, request.n)
+        if controlled is not None:
+            self._controllers.check(controlled)
         durable = durable and self.offloader.saves
         sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
         self._planner.arrived(principal)
@@ -158,7 +170,7 @@ class Scheduler:
             for sequence in sequences:
                 send_prompt(sequence)
         self.wake()
-        return sequences
+        return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
 
     def embed(self, request: Embed, texts: Items[TokenIds], sink: EventSink, principal: Principal) -> PendingEmbeddings:
         """Accept a request for embeddings of ``texts``.  ``pending.done`` is set after its last event.
@@ -216,7 +228,7 @@ class Scheduler:
             if ahead is not None and ahead.row_of(sequence) is not None:
                 self._revoke(ahead)
             self.wake()
-            self._finish(sequence, reason)
+            self.finish(sequence, reason)
 
     def wake(self) -> None:
         """Something has changed that the next plan should know: ends the wait for work.
@@ -226,6 +238,10 @@ class Scheduler:
         ahead = self._ahead
         if ahead is not None and delays_requests(ahead):
             self._revoke(ahead)
+        self.look()
+
+    def look(self) -> None:
+        """End the wait for work, if there is none."""
         self._wake.set()
 
     @property
@@ -310,6 +326,8 @@ class Scheduler:
         If the next step ran ahead and has begun, nothing needs planning: the one after it runs ahead in turn.
         """
         completed = await self._complete()
+        if self._controllers:
+            await self._steer(completed)
         if not self._in_flight:
             self._submit(self._planner.next_step())
         for each in completed:
@@ -321,6 +339,15 @@ class Scheduler:
             if not self._is_busy:
                 self._idle.set()
             await self._wait_for_work()
+
+    async def _steer(self, completed: list[CompletedStep]) -> None:
+        """Tell controllers of ``completed``, and wait a moment for what they say about the next step."""
+        while completed:
+            each = completed.pop(0)
+            self._deliver(each)
+            self._controllers.step_completed(each.step)
+        if not self._in_flight:
+            await self._controllers.settle()
 
     # 1. complete
 
@@ -407,7 +434,10 @@ class Scheduler:
             if (grammar := sequence.sampling.grammar) is not None:
                 self._engine.link.define_grammar(grammar.key, grammar.source)
         self._in_flight.append(step)
+        asked = self._controllers.claim(step, message) if self._controllers else ()
         self._engine.link.submit(message)
+        if self._controllers:
+            self._controllers.step_sent(step, asked)
 
     # 3. deliver, while the step computes
 
@@ -420,20 +450,22 @@ class Scheduler:
                 if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
                     send_progress(sequence, row.end)
         for new in completed.new_tokens:
-            sequence = new.sequence
-            if sequence.state is State.FINISHED:
-                continue  # cancelled by what another sequence's delivery set off
-            if new.tokens:
-                self._stats.record_tokens(new, completed.at)
-                if not new.n_before:
-                    self._planner.begin_speculation(sequence)
-            reason = send_tokens(new, self._token_to_bytes)
-            if reason is not None:
-                self._finish(sequence, reason)
+            if new.sequence.state is not State.FINISHED:  # cancelled by what another sequence's delivery set off
+                self.deliver(new, completed.at)
+
+    def deliver(self, new: NewTokens, at: float) -> None:
+        """Send tokens that a sequence got at ``at``, and end it if they do."""
+        if new.tokens:
+            self._stats.record_tokens(new, at)
+            if not new.n_before and new.sequence.control is None:
+                self._planner.begin_speculation(new.sequence)
+        reason = send_tokens(new, self._token_to_bytes)
+        if reason is not None:
+            self.finish(new.sequence, reason)
 
     # -- the end of a sequence ------------------------------------------------------------------
 
-    def _finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason | UmaError) -> None:
         """Take ``sequence`` out of the plans, and send its last event."""
         was_waiting = sequence.state is State.WAITING
         sequence.state, sequence.ended_at = State.FINISHED, trio.current_time()
@@ -444,6 +476,8 @@ class Scheduler:
                 sequence.keep_computed = False
             self._release_when_computed(sequence)
         self._leave(sequence.principal)
+        if sequence.control is not None:
+            self._controllers.ended(sequence)
         if isinstance(reason, UmaError):
             reason.request_id = sequence.request.id
             sequence.sink.send(Failure.of(reason, metadata=sequence.request.metadata, index=sequence.index))
@@ -485,7 +519,8 @@ class Scheduler:
                 self._wake.set()
 
             nursery.start_soon(wake_when_engine_ends)
-            await self._wake.wait()
+            with trio.move_on_at(self._controllers.ask_at):
+                await self._wake.wait()
             nursery.cancel_scope.cancel()
         self._wake = trio.Event()
         if self._engine.link.ended.is_set():
@@ -512,6 +547,7 @@ class Scheduler:
             if sequence.state is State.FINISHED and sequence.allocation is not None:
                 self._release(sequence, keep=False)
         self._running.restart()
+        self._controllers.steps_lost()
         self._stats.record_freed(
             [*self._freed, *chain.from_iterable([s.freed for s in in_flight])], trio.current_time()
         )
@@ -519,7 +555,7 @@ class Scheduler:
         self._stats.idle()
         culprit = self._bisection.crashed(suspects)
         if culprit is not None:
-            self._finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
+            self.finish(culprit, DecodeFailed(f"this request made the engine fail twice: {reason}"))
         await self._restart_engine()
 
     async def _restart_engine(self) -> None:
@@ -543,7 +579,7 @@ class Scheduler:
         if self._refusal is None or isinstance(self._refusal, ModelUnavailable):
             self._refusal = error
         for sequence in [*self.sequences()]:
-            self._finish(sequence, type(error)(str(error)))
+            self.finish(sequence, type(error)(str(error)))
         for pending in [*self._embeddings]:
             self._embeddings.end(pending, type(error)(str(error)))
 

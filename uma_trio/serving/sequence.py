@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from typing import Final, Protocol
 
 import attrs
+import msgspec
 import numpy as np
 import trio
 
@@ -20,6 +21,7 @@ from uma_trio.protocol.chat import ToolCall
 from uma_trio.protocol.messages import Eos, FinishReason, Generate, Logprobs, ServerEvent, Timings, Usage
 from uma_trio.sampling import Bias, PromptLookup, RegionAssembler, SamplingParams, TextAssembler, TokenHistory
 from uma_trio.scheduling.view import Priority, SequenceView
+from uma_trio.serving.control import Control
 
 EWMA_WEIGHT: Final = 0.2
 
@@ -91,7 +93,9 @@ class Sequence:
     """Inter-token latency that it is promised."""
     durable: bool
     index: int | None
-    """Which of the request's answers it is; ``None`` if there is only one."""
+    """Which of the request's answers it is; ``None`` if there is only one, and no controller that could fork it."""
+    control: Control | None = None
+    """Where its controller stands, if it has one."""
 
     state: State = State.WAITING
     allocation: Allocation | None = None
@@ -156,6 +160,11 @@ class Sequence:
         """Tokens of prompt and answer."""
         return len(self.prompt.tokens) + len(self.tokens)
 
+    @property
+    def n_computable(self) -> int:
+        """Tokens that the next step may compute in all: all but the last one if none may be sampled after it."""
+        return self.n_known if self.control is None or self.control.may_sample else self.n_known - 1
+
     def view(self, *, pause: int = 0, max_drafts: int = 0) -> SequenceView:
         """What the policy may know of a sequence that no step in flight computes.
 
@@ -165,7 +174,7 @@ class Sequence:
         """
         n_computed = self.n_computed
         return self._view(
-            n_pending=(pause if n_computed < pause else self.n_known) - n_computed,
+            n_pending=(pause if n_computed < pause else self.n_computable) - n_computed,
             n_context=n_computed,
             due_s=self.due_at,
             n_drafts=len(self.drafts(max_drafts)) if max_drafts else 0,
@@ -270,6 +279,35 @@ class Sequence:
         if self.lookup is not None:
             self.lookup.append(token)
 
+    def go_on(self) -> None:
+        """Set the state by how much is to be computed before the next token is sampled."""
+        self.state = State.DECODE if self.tokens and self.n_known - self.n_computed == 1 else State.PREFILL
+
+    def fork(self, index: int, control: Control, now: float) -> Sequence:
+        """A copy of it, of which nothing is in the KV cache yet, as answer ``index``; random numbers are its own."""
+        sampling, own = self.sampling, self.index or 0
+        params = msgspec.structs.replace(sampling.params, seed=(sampling.params.seed - own + index) % 2**63)
+        return Sequence(
+            request=self.request,
+            prompt=self.prompt,
+            max_tokens=self.max_tokens,
+            sampling=attrs.evolve(sampling, params=params, history=sampling.history and sampling.history.copy()),
+            end_ids=self.end_ids,
+            sink=self.sink,
+            principal=self.principal,
+            priority=self.priority,
+            arrived_at=now,
+            admitted_at=now,
+            due_at=self.due_at,
+            target_itl_s=self.target_itl_s,
+            durable=False,
+            index=index,
+            control=control,
+            tokens=list(self.tokens),
+            texts=list(self.texts),
+            logprobs=list(self.logprobs),
+        )
+
     def cut_at_stop(self, n: int, token_to_bytes: Callable[[int], bytes]) -> None:
         """Drop the tokens after the first ``n``, which end with or after a stop string."""
         del self.tokens[n:]
@@ -312,6 +350,8 @@ class Sequence:
             cached_tokens=self.n_cached,
             dropped_tokens=self.prompt.dropped,
             reasoning_tokens=self._n_reasoning_tokens,
+            sampled_tokens=None if self.control is None else self.control.n_sampled,
+            forced_tokens=None if self.control is None else self.control.n_forced,
         )
 
     @property

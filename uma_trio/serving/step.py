@@ -16,7 +16,7 @@ import attrs
 import trio
 
 from uma_trio.engine.messages import MASK_LATE, Continued, Step, StepInput, StepOutput, SubmittedStep
-from uma_trio.errors import DecodeFailed, InvalidConstraint, UmaError
+from uma_trio.errors import ControllerFailed, DecodeFailed, InvalidConstraint, KvFull, UmaError
 from uma_trio.grammar.explain import explain
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
@@ -25,6 +25,7 @@ from uma_trio.protocol.messages import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.policy import Plan, PolicyState
 from uma_trio.scheduling.view import SequenceView
+from uma_trio.serving.control import Phase
 from uma_trio.serving.embedding import EmbeddingChunk
 from uma_trio.serving.sequence import Sequence, State
 
@@ -142,6 +143,10 @@ class NewTokens:
     n_drafts_accepted: int = 0
     are_forced: bool = False
     """The drafts were what the sequence's grammar forces."""
+    by_controller: bool = False
+    """The sequence's controller chose the tokens."""
+    n_removed: int = 0
+    """Tokens that the controller removed before these ones; ``n_before`` does not count them."""
 
 
 @attrs.frozen
@@ -239,6 +244,10 @@ def complete_step(
         cache.advance(sequence.allocation, row.end)
         if sequence.state is State.FINISHED or not row.n_samples:
             continue
+        if sequence.control is not None:
+            new_tokens.append(complete_sample(sequence, sampled[0], scores, cache))
+            sequence.due_at = now + sequence.target_itl_s
+            continue
         if MASK_LATE in sampled:  # then all of its samples have it
             new_tokens.append(_undo(sequence, row, cache, can_truncate=can_truncate))
             continue
@@ -259,6 +268,61 @@ def complete_step(
         sequence.state = State.DECODE
         sequence.due_at = now + sequence.target_itl_s
     return new_tokens
+
+
+def complete_sample(sequence: Sequence, token: int, scores: Items[TokenLogprobs | None], cache: KvCache) -> NewTokens:
+    """Add the token that was sampled for a controlled sequence, or what its controller has chosen instead.
+
+    If the mask was late, nothing comes of the sample.  The mask is used in the next step.
+    """
+    control = sequence.control
+    assert control is not None
+    assert sequence.allocation is not None
+    if control.splice is not None:
+        return splice(sequence, cache)
+    if token == MASK_LATE:
+        cache.backtrack(sequence.allocation, sequence.n_known - 1)
+        sequence.go_on()
+        if control.phase is not Phase.READY:  # otherwise its controller wants to be asked again with the next step
+            control.asks_ahead = True
+        return NewTokens(sequence, (), len(sequence.tokens), None, sequence.paused, ())
+    new = _append(sequence, (token,), scores, None)
+    control.n_sampled += len(new.tokens)
+    control.set_report(new.tokens)
+    sequence.state = State.DECODE
+    return new
+
+
+def splice(sequence: Sequence, cache: KvCache) -> NewTokens:
+    """Remove the last tokens of a controlled sequence and append others, as its controller has said."""
+    control = sequence.control
+    assert control is not None
+    assert control.splice is not None
+    assert sequence.allocation is not None
+    tokens, backtrack = control.splice.ff_tokens, control.splice.backtrack
+    n_removed = max(0, backtrack - 1)  # the wire counts the token that would be sampled
+    n_before = len(sequence.tokens) - n_removed
+    failure: UmaError
+    if n_before < 0:
+        failure = ControllerFailed(f"the controller removes {n_removed} tokens of an answer of {len(sequence.tokens)}")
+        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
+    length = len(sequence.prompt.tokens) + n_before - (not tokens)
+    if not cache.backtrack(sequence.allocation, length):
+        failure = KvFull("the controller removes tokens from before a fork, and there is no room to compute others")
+        return NewTokens(sequence, (), len(sequence.tokens), failure, False, ())
+    del sequence.tokens[n_before:]
+    control.set_report(tokens, backtrack)
+    return append_forced(sequence, tokens, n_removed)
+
+
+def append_forced(sequence: Sequence, tokens: Items[int], n_removed: int = 0) -> NewTokens:
+    """Append tokens that the controller of ``sequence`` has chosen, up to ``max_tokens``."""
+    assert sequence.control is not None
+    new = _append(sequence, tokens, (), None)
+    new.paused, new.by_controller, new.n_removed = True, True, n_removed
+    sequence.control.n_forced += len(new.tokens)
+    sequence.go_on()
+    return new
 
 
 def _undo(sequence: Sequence, row: StepRow, cache: KvCache, *, can_truncate: bool) -> NewTokens:
@@ -296,7 +360,7 @@ def _append(
             reason, tokens = _no_token(failure), tokens[:n]
             break
         sequence.append(token)
-        if token in sequence.end_ids:
+        if token in sequence.end_ids and sequence.control is None:
             reason = "stop"
         elif len(sequence.tokens) == sequence.max_tokens:
             reason = "length"

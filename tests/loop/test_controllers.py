@@ -1,0 +1,50 @@
+"""Answers that controllers steer, token by token."""
+
+from __future__ import annotations
+
+from tests.support.fake_engine import expected_continuation
+from tests.support.fake_runtime import ScriptedController
+from tests.support.steering import START, Client, steering
+
+
+class Count(ScriptedController):
+    """Lets the model say as many tokens as its argument says."""
+
+    def post(self, tokens, backtrack):
+        return len(self.tokens) > self.argument
+
+
+class OnlyEven(Count):
+    """Allows even tokens only."""
+
+    def mid(self, fork_group):
+        return range(2, 900, 2)
+
+
+async def test_a_controller_ends_the_answer(autojump_clock):
+    async with steering({"count": Count}) as harness:
+        sequences = await harness.steer("count", client := Client(), argument=5)
+        await harness.done(sequences)
+        assert client.tokens == {0: expected_continuation([START], 5)}
+        assert client.reasons == {0: "stop"}
+        assert client.ends[0].usage.sampled_tokens == 5
+        assert client.ends[0].usage.forced_tokens == 0
+        await harness.clean()
+
+
+async def test_a_mask_decides_what_is_sampled(autojump_clock):
+    async with steering({"even": OnlyEven}) as harness:
+        sequences = await harness.steer("even", client := Client(), n=40, argument=30)
+        await harness.done(sequences)
+        assert len(client.tokens[0]) == 30
+        assert not any(token % 2 for token in client.tokens[0])
+        await harness.clean()
+
+
+async def test_max_tokens_ends_the_answer(autojump_clock):
+    async with steering({"count": Count}) as harness:
+        sequences = await harness.steer("count", client := Client(), n=10, argument=50)
+        await harness.done(sequences)
+        assert client.reasons == {0: "length"}
+        assert client.tokens == {0: expected_continuation([START], 10)}
+        await harness.clean()
