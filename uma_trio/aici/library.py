@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
-from uma_trio.aici.messages import Auth, ModuleInfo, TagInfo
+from uma_trio.aici.exchange import ControllerRuntime
+from uma_trio.aici.messages import Auth, TagInfo
 from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import Controllers, ControllersQuery, ControllerTag
 
 TAGS_PER_EVENT: Final = 128
-
-
-class SideChannel(Protocol):
-    """The part of a runtime that keeps controllers.  Its methods raise ``UmaError``."""
-
-    async def make_module(self, wasm: bytes, auth: Auth) -> ModuleInfo: ...
-    async def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth) -> list[TagInfo]: ...
-    async def get_tags(self, auth: Auth) -> list[TagInfo]: ...
 
 
 def auth_of(principal: Principal, *, is_admin: bool) -> Auth:
@@ -25,7 +18,9 @@ def auth_of(principal: Principal, *, is_admin: bool) -> Auth:
     return Auth(principal.name.removeprefix("tenant:").replace(":", ""), is_admin)
 
 
-async def answer(side: SideChannel, query: ControllersQuery, wasm: bytes | None, auth: Auth) -> Iterable[Controllers]:
+async def answer(
+    runtime: ControllerRuntime, query: ControllersQuery, wasm: bytes | None, auth: Auth
+) -> Iterable[Controllers]:
     """Do what ``query`` asks; returns the events of the answer.
 
     Args:
@@ -35,7 +30,7 @@ async def answer(side: SideChannel, query: ControllersQuery, wasm: bytes | None,
         UmaError: it cannot be done.
     """
     if wasm is not None:
-        info = await side.make_module(wasm, auth)
+        info = await runtime.make_module(wasm, auth)
         return [
             Controllers(
                 id=query.id,
@@ -46,8 +41,8 @@ async def answer(side: SideChannel, query: ControllersQuery, wasm: bytes | None,
             )
         ]
     if query.module_id is not None:
-        return _events(query, await side.set_tags(query.module_id, query.tags or [], auth))
-    return _events(query, await side.get_tags(auth))
+        return _events(query, await runtime.set_tags(query.module_id, query.tags or [], auth))
+    return _events(query, await runtime.get_tags(auth))
 
 
 def _events(query: ControllersQuery, tags: Sequence[TagInfo]) -> Iterator[Controllers]:

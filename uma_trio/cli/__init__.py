@@ -18,6 +18,7 @@ COMMANDS = {
     "ask": "Ask the daemon and stream the answer.",
     "chat": "Chat with the daemon on a terminal.",
     "sessions": "List, show, export, fork and close sessions.",
+    "controllers": "Upload, tag, list and run controllers (AICI).",
     "keys": "Make, list and revoke API keys for HTTP.",
     "service": "Run the daemon as a service of systemd or launchd.",
     "demo": "Watch short chats stay fast next to a long document.",

@@ -40,6 +40,11 @@ STDIN_NOTICE_S = 1.0
 )
 @request_options
 @click.option(
+    "--controller",
+    metavar="NAME",
+    help="Run this controller, which gets the text as its argument. See uma-trio controllers.",
+)
+@click.option(
     "--tools",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
@@ -77,6 +82,7 @@ def command(question: tuple[str, ...], prompt: str | None, **options: Any) -> No
       uma-trio ask --session trip "And of Italy?"
       uma-trio ask --raw --temp 0.8 --seed 7 --max-tokens 60 "Tell me a story about a fox"
       uma-trio ask --tools tools.json "How warm is it in Lima?"
+      uma-trio ask --controller jsctrl < program.js
       uma-trio ask --choice yes --choice no "Is Paris in France?"
       uma-trio ask --json --no-stream "What do blue and yellow make?" | jq -r .text
 
@@ -148,7 +154,14 @@ def _read_stdin() -> str:
 def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
     whole = options["no_stream"] or ((options["n"] or 1) > 1 and not options["as_json"])
     request: dict[str, Any] = {"stream": not whole, **fields_of(options), **tool_fields(options)}
-    if options["raw"]:
+    if options["controller"] is not None:
+        for name in ("raw", "system", "tools", "no_special"):
+            if options[name] not in (None, False):
+                raise click.UsageError(
+                    f"--controller makes its own prompt, with no place for --{name.replace('_', '-')}"
+                )
+        request |= {"controller": options["controller"], "controller_arg": text}
+    elif options["raw"]:
         if options["system"] is not None:
             raise click.UsageError("--raw sends the text as it is, with no place for --system")
         if options["tools"] is not None:
@@ -168,6 +181,11 @@ def _request(text: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _stream(request: dict[str, Any], options: dict[str, Any]) -> int:
+    if "controller" in request:
+        from uma_trio.cli.controllers import stream
+
+        wait_s = 0 if options["no_wait"] else options["wait"]
+        return await stream(request, options["socket"], options["as_json"], options["stats"], wait_s)
     from uma_trio.cli.answer import TextPrinter, print_json, print_stats, warn_if_cut, warn_if_in_memory
     from uma_trio.cli.generation import generate
     from uma_trio.client import Eos, Event

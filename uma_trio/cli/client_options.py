@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from uma_trio.client import ServerError
 
 HINTS: Final = {
+    "E_CONTROLLER_NOT_FOUND": "uma-trio controllers list shows the tags",
     "E_LIMIT_MAX_TOKENS": "use a smaller --max-tokens, or serve with a larger one",
     "E_LIMIT_PROMPT_TOO_LARGE": "shorten the text, or serve with a larger --max-prompt-bytes or --max-prompt-tokens",
     "E_MODEL_NO_CHAT_TEMPLATE": "use --raw, and the model continues the text",
@@ -34,24 +35,39 @@ _VERBOSE: Final = f"{__name__}.verbose"
 DEFAULT_SOCKET: Final = "The daemon's socket.  [default: $UMA_SOCKET, or the one that serve uses]"
 
 
-def socket_option(*, help: str = DEFAULT_SOCKET) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add ``--socket``, which becomes an argument, and ``--verbose``, for ``say_which_daemon``."""
-    verbose = click.option(
+DEFAULT_VERBOSE: Final = "Say on stderr which daemon answers: its socket, model, pid and version."
+
+
+def socket_option(
+    *, help: str = DEFAULT_SOCKET, verbose: str = DEFAULT_VERBOSE
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add ``--socket``, which becomes an argument, and ``--verbose``, for ``say_which_daemon``.
+
+    Args:
+        help: of ``--socket``.
+        verbose: help of ``--verbose``.
+    """
+    add_verbose = click.option(
         "-v",
         "--verbose",
         is_flag=True,
         expose_value=False,
         callback=_note_verbose,
-        help="Say on stderr which daemon answers: its socket, model, pid and version.",
+        help=verbose,
     )
     socket = click.option("--socket", type=click.Path(readable=False), help=help)  # the connection says it better
-    return lambda command: socket(verbose(command))
+    return lambda command: socket(add_verbose(command))
 
 
 def _note_verbose(context: click.Context, _: click.Parameter, given: bool) -> None:
     """A group and its subcommands share ``meta``, so the flag counts before and after the subcommand's name."""
     if given:
         context.meta[_VERBOSE] = True
+
+
+def is_verbose() -> bool:
+    """Whether ``--verbose`` was given."""
+    return _VERBOSE in click.get_current_context().meta
 
 
 @contextlib.contextmanager
@@ -86,7 +102,7 @@ def _hint(error: ServerError) -> str:
 
 async def say_which_daemon(command: str, socket: str | os.PathLike[str] | None, wait_s: float | None = 0) -> None:
     """With ``--verbose``: ask the daemon what it is, and print that on stderr."""
-    if _VERBOSE not in click.get_current_context().meta:
+    if not is_verbose():
         return
     from uma_trio.client import open_client
     from uma_trio.protocol.address import socket_path

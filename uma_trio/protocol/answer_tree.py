@@ -45,6 +45,16 @@ class ControlledAnswer:
         return self.text
 
 
+@attrs.define(kw_only=True)
+class Segment:
+    """A piece of text that some answers have in common, and what follows it."""
+
+    text: str
+    answer: ControlledAnswer | None = None
+    """The answer that ends here; ``None`` if the text goes on in ``children``."""
+    children: list[Segment] = attrs.field(factory=list)
+
+
 class AnswerTree:
     """All answers of a request with a controller, by index."""
 
@@ -65,9 +75,13 @@ class AnswerTree:
         """Whether all announced answers have ended."""
         return bool(self.answers) and all(answer.is_done for answer in self.answers.values())
 
-    def children(self, index: int) -> list[ControlledAnswer]:
-        """The answers that forked from ``index``, the first one first."""
-        return [answer for answer in self if answer.parent == index]
+    def segments(self) -> Segment:
+        """The texts as a tree.  The first answer has index 0, and all others are forks of it or of its forks."""
+        forks: dict[int, list[ControlledAnswer]] = {}
+        for answer in self:
+            if answer.parent is not None:
+                forks.setdefault(answer.parent, []).append(answer)
+        return _segment(self.answers.get(0, ControlledAnswer(index=0)), 0, forks.pop(0, []), forks)
 
     def add(self, event: Event) -> ControlledAnswer | None:
         """Take note of an event; returns the answer that it changed, ``None`` if it belongs to none."""
@@ -106,3 +120,33 @@ class AnswerTree:
             case Failure():
                 answer.failure = event
         return answer
+
+
+def _segment(
+    answer: ControlledAnswer,
+    begin: int,
+    own_forks: list[ControlledAnswer],
+    forks: dict[int, list[ControlledAnswer]],
+) -> Segment:
+    """What follows position ``begin`` of an answer.
+
+    Args:
+        own_forks: those of this answer that come after ``begin``.
+        forks: those of other answers, by parent.
+    """
+    if not own_forks:
+        return Segment(text=answer.text[begin:], answer=answer)
+    places = {fork.index: max(begin, _common_length(answer, fork)) for fork in own_forks}
+    place = min(places.values())
+    here = [fork for fork in own_forks if places[fork.index] == place]
+    later = [fork for fork in own_forks if places[fork.index] > place]
+    children = [_segment(fork, place, forks.get(fork.index, []), forks) for fork in here]
+    return Segment(text=answer.text[begin:place], children=[_segment(answer, place, later, forks), *children])
+
+
+def _common_length(answer: ControlledAnswer, fork: ControlledAnswer) -> int:
+    """How much of the text at the fork both still have: either may have removed some of it."""
+    length = min(fork.forked_at, len(answer.text), len(fork.text))
+    while answer.text[:length] != fork.text[:length]:
+        length -= 1
+    return length

@@ -1,0 +1,275 @@
+"""``uma-trio controllers``: upload, tag, list and run controllers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import click
+
+from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.client_options import is_verbose, reporting_errors, say_which_daemon, socket_option
+from uma_trio.cli.exits import INCOMPLETE, INTERRUPTED, OK, SERVER_ERROR
+
+if TYPE_CHECKING:
+    from uma_trio.client import Client, ControllerTag
+
+T = TypeVar("T")
+
+MODULE_ID: Final = re.compile(r"[0-9a-f]{64}")
+SHOWN_ID_CHARACTERS: Final = 12
+MAX_ARG_FILE_BYTES: Final = 1 << 20
+"""More than the daemon takes, which then says so."""
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group("controllers", cls=SuggestingGroup)
+def command() -> None:
+    """Upload, tag, list and run controllers: Wasm modules that steer an answer token by token.
+
+    A controller can allow and forbid tokens, insert text, remove some, fork the answer and let the forks share
+    variables.  jsctrl comes with the daemon and runs JavaScript.  docs/AICI.md says how to write programs for it, and
+    controllers in C.
+
+    \b
+      uma-trio controllers run jsctrl program.js
+      uma-trio controllers upload mine.wasm --tag mine
+      uma-trio controllers run mine --arg "what the controller gets"
+      uma-trio controllers list
+
+    Exit codes: 0 success, 2 the daemon refused, or no daemon, 3 protocol error.
+    """
+
+
+@command.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--tag", "tags", multiple=True, metavar="NAME", help="Give it this name; repeatable.")
+@_json
+@socket_option()
+def upload(file: Path, tags: tuple[str, ...], as_json: bool, socket: str | None) -> None:
+    """Store the controller FILE, a Wasm module, and print its id.
+
+    The id is the SHA-256 of the file, so a file that was uploaded before keeps its id.
+
+    \b
+      uma-trio controllers upload mine.wasm --tag mine
+    """
+    wasm = file.read_bytes()
+
+    async def do(client: Client) -> dict[str, Any]:
+        found = await client.upload_controller(wasm, keep_alive=True)
+        assert found.module_id is not None
+        if tags:
+            await client.tag_controller(found.module_id, tags, keep_alive=True)
+        return {
+            "module_id": found.module_id,
+            "wasm_size": found.wasm_size,
+            "compiled_size": found.compiled_size,
+            "time_ms": found.time_ms,
+            "tags": [*tags],
+        }
+
+    stored = _run(socket, do)
+    click.echo(json.dumps(stored) if as_json else stored["module_id"])
+    if not as_json:
+        sizes = f"{_kib(stored['wasm_size'])}, {_kib(stored['compiled_size'])} of machine code"
+        click.echo(f"{file.name}: {sizes}, compiled in {stored['time_ms']:.0f} ms", err=True)
+
+
+@command.command()
+@click.argument("controller")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@_json
+@socket_option()
+def tag(controller: str, names: tuple[str, ...], as_json: bool, socket: str | None) -> None:
+    """Give CONTROLLER, a module id or a tag, further names.  A name that another module has moves to this one.
+
+    \b
+      uma-trio controllers tag mine-2 mine
+    """
+
+    async def do(client: Client) -> list[ControllerTag]:
+        module_id = controller
+        if not MODULE_ID.fullmatch(controller):
+            tags = await client.controller_tags(keep_alive=True)
+            found = {each.module_id for each in tags if each.tag == controller}
+            if not found:
+                there = ", ".join(sorted(each.tag for each in tags)) or "none"
+                raise click.UsageError(f"no controller has the tag {controller}; tags are: {there}")
+            module_id = found.pop()
+        return await client.tag_controller(module_id, names)
+
+    _print(_run(socket, do), as_json)
+
+
+@command.command("list")
+@_json
+@socket_option()
+def list_(as_json: bool, socket: str | None) -> None:
+    """List the tags of all controllers, the last changed first."""
+    _print(_run(socket, lambda client: client.controller_tags()), as_json)
+
+
+@command.command()
+@click.argument("controller")
+@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
+@click.option("--arg", help="What the controller gets: a text.")
+@click.option(
+    "--arg-file",
+    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
+    help="What the controller gets, from a file; the same as FILE.",
+)
+@click.option("--arg-json", help="What the controller gets: a JSON value.")
+@click.option("--model", help="Name of the model that answers.  [default: the daemon's first]")
+@click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens of each answer.")
+@click.option("--temp", "temperature", type=click.FloatRange(0, 100), help="Temperature.  [default: 0, greedy]")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling.")
+@click.option("--top-k", type=click.IntRange(0), help="Sample from the k most likely tokens; 0 is off.")
+@click.option("--seed", type=click.IntRange(0), help="The same seed gives the same answer.")
+@click.option("--json", "as_json", is_flag=True, help="Print the events as JSON lines.")
+@click.option("--stats", is_flag=True, help="Print on stderr how many tokens each answer has.")
+@socket_option(verbose="Print on stderr what the controllers print, and which daemon answers.")
+def run(controller: str, file: Path | None, as_json: bool, stats: bool, socket: str | None, **options: Any) -> None:
+    """Run CONTROLLER, a module id or a tag, and stream its text.  FILE is what it gets, such as a program.
+
+    The text of one answer comes as it is generated; where the controller removes some, an arrow follows.  An answer that
+    forks is printed at the end, as a tree.
+
+    \b
+      uma-trio controllers run jsctrl program.js
+      uma-trio controllers run jsctrl program.js -v
+      uma-trio controllers run yesno --arg "Is the sky blue?"
+      uma-trio controllers run jsctrl program.js --json | jq -r "select(.event == \\"fork\\")"
+
+    \b
+    Exit codes:
+        0  all answers are complete, or were cut by a limit: then a notice says so
+        2  wrong usage, no daemon, the daemon refused, or all answers failed
+        3  the other side does not speak the protocol
+        4  some answers failed, or waited for ever
+      130  interrupted
+    """
+    from uma_trio.cli.run_trio import run as run_trio
+
+    argument = _argument(file, options.pop("arg_file"), options.pop("arg"), options.pop("arg_json"))
+    fields = {name: value for name, value in options.items() if value is not None}
+    request = {"temperature": 0.0, "controller": controller, **argument, **fields}
+    code = SERVER_ERROR
+    with reporting_errors("controllers", socket):
+        code = run_trio(stream, request, socket, as_json, stats)
+    sys.exit(code)
+
+
+async def stream(
+    request: dict[str, Any], socket: str | None, as_json: bool, stats: bool, wait_s: float | None = None
+) -> int:
+    """Send a request with a controller, print its answers, and return the exit code."""
+    from uma_trio.cli.answer import print_json, print_stats
+    from uma_trio.cli.generation import generate
+    from uma_trio.cli.run_view import RunPrinter
+    from uma_trio.client import Event
+
+    printer = RunPrinter(show_logs=is_verbose())
+
+    def show(event: Event) -> None:
+        if as_json:
+            printer.tree.add(event)
+            print_json(event)
+        else:
+            printer.print(event)
+
+    await say_which_daemon("controllers", socket, wait_s)
+    try:
+        eos = await generate(
+            {"id": "run", **request}, show, socket, signals=(signal.SIGINT, signal.SIGTERM), wait_s=wait_s
+        )
+    finally:
+        if not as_json:
+            printer.end()
+        if stats:
+            for answer in printer.tree:
+                if answer.eos is not None:
+                    click.echo(f"[{answer.index}] ", err=True, nl=False)
+                    print_stats(answer.eos)
+    if eos is None or eos.reason == "cancelled":
+        click.echo("cancelled", err=True)
+        return INTERRUPTED
+    failed = any(answer.eos is None or answer.eos.reason == "deadlock" for answer in printer.tree)
+    return INCOMPLETE if failed else OK
+
+
+def _argument(file: Path | None, arg_file: Path | None, text: str | None, as_json: str | None) -> dict[str, Any]:
+    """The field of the request for what the controller gets; without any, there is none."""
+    given = [each for each in (file, arg_file, text, as_json) if each is not None]
+    if len(given) > 1:
+        raise click.UsageError("give one of FILE, --arg-file, --arg and --arg-json")
+    if text is not None:
+        return {"controller_arg": text}
+    if as_json is not None:
+        try:
+            return {"controller_arg": json.loads(as_json)}
+        except ValueError as error:
+            raise click.UsageError(f"--arg-json is not JSON: {error}") from None
+    path = file or arg_file
+    if path is None:
+        return {}
+    data = sys.stdin.buffer.read(MAX_ARG_FILE_BYTES) if str(path) == "-" else _start_of(path)
+    try:
+        return {"controller_arg": data.decode()}
+    except UnicodeDecodeError:
+        raise click.UsageError(f"{path} is not text in UTF-8") from None
+
+
+def _start_of(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MAX_ARG_FILE_BYTES)
+
+
+def _run(socket: str | None, do: Callable[[Client], Awaitable[T]]) -> T:
+    """Ask the daemon, on one connection."""
+    from uma_trio.cli.generation import connected
+    from uma_trio.cli.run_trio import run as run_trio
+
+    async def ask() -> T:
+        await say_which_daemon("controllers", socket)
+        async with connected(socket) as client:
+            return await do(client)
+
+    with reporting_errors("controllers", socket):
+        return run_trio(ask)
+    raise AssertionError
+
+
+def _print(tags: Sequence[ControllerTag], as_json: bool) -> None:
+    if as_json:
+        import attrs
+
+        for each in tags:
+            click.echo(json.dumps(attrs.asdict(each)))
+        return
+    if not tags:
+        click.echo("no controllers yet; store one with: uma-trio controllers upload FILE --tag NAME")
+        return
+    rows = [("TAG", "MODULE", "SIZE", "SET", "BY")]
+    rows += [
+        (each.tag, each.module_id[:SHOWN_ID_CHARACTERS], _kib(each.wasm_size), _when(each.updated_at), each.updated_by)
+        for each in tags
+    ]
+    widths = [max(len(row[n]) for row in rows) for n in range(4)]
+    for row in rows:
+        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip())
+
+
+def _kib(size: int) -> str:
+    return f"{-(-size // 1024):,} KiB"
+
+
+def _when(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "unknown"
