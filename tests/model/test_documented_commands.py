@@ -50,6 +50,9 @@ NOT_RUN = {
     r"(?s)(import|from) .*localhost:8080.*": "needs the gateway; tests/gateway/test_clients.py runs it",
     r"build/clients/bin/pip install .*": "installs the clients that tests/gateway/test_clients.py runs",
     r"uma-trio completion zsh > .*": "needs zsh",
+    r"uma-trio controllers .*": "the daemon runs no controllers yet",
+    r"uma-trio ask --controller .*": "the daemon runs no controllers yet",
+    r"(?s).*uma_trio\.run\(.*": "the daemon runs no controllers yet",
 }
 """Commands that a test cannot run, as regular expressions, with the reason."""
 
@@ -149,6 +152,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "uma.yaml").write_text("model:\n  ctx: 4096\n")
     (work / "file.txt").write_text("The capital of France is Paris.\n")
     (work / "tools.json").write_text(json.dumps(TOOLS))
+    (work / "program.js").write_text(blocks((ROOT / "README.md").read_text(), "js")[0])
     (home / ".config" / "uma-trio").mkdir(parents=True)
     for name in ("perf.jsonl", "perf.jsonl.1", "FILE"):
         (work / name).write_bytes(encode_run(simulated()))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from uma_trio.protocol.answer_tree import AnswerTree, ControlledAnswer, Segment
 
 MAX_LINE_CHARACTERS = 200
-"""Of a text in the tree; a longer one is cut in the middle."""
+"""Longest text in the tree; a longer one is cut in the middle."""
 
 
 class RunPrinter:
