@@ -312,7 +312,10 @@ def decode_request(data: bytes) -> ReceivedRequest:
     try:
         request = decoder.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadMessage(f"{header.op}: {error}", rid) from None
+        reason = f"{header.op}: {error}"
+        if "$.prompt" in reason:
+            reason = "expecting string or int array as prompt"
+        raise BadMessage(reason, rid) from None
     auth = Auth() if header.auth is None else Auth(header.auth.user, header.auth.is_admin)
     return ReceivedRequest(request, rid, auth)
 

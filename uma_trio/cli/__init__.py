@@ -27,6 +27,7 @@ COMMANDS = {
     "bench": "Run the benchmarks and write a report.",
     "tokenize": "Show the tokens of a text.",
     "doctor": "Check the installation and suggest fixes.",
+    "aicirt": "Run Wasm controllers for an engine (AICI).",
     "completion": "Print the completion script for a shell.",
 }
 

@@ -65,6 +65,7 @@ class Tokenizer:
         self._spellings: dict[tuple[int, bool], Spelling] = {}
         self.n_tokens = vocab.n_tokens
         """Ids are in ``[0, n_tokens)``."""
+        self.eos_id = vocab.eos
         self.bos = "" if vocab.bos is None else self._spelled(vocab.bos).decode("utf-8", "replace")
         self.eos = "" if vocab.eos is None else self._spelled(vocab.eos).decode("utf-8", "replace")
 

@@ -100,12 +100,11 @@ class ControllerTimeout(Exception):
     """The controller was stopped at its deadline and cannot be used any more."""
 
 
-class Module(Protocol):
-    """Compiled code, ready to be instantiated."""
+Module: TypeAlias = Any
+"""Compiled code, ready to be instantiated."""
 
-
-class Variables(Protocol):
-    """Variables of one request, shared by its sequences.  Thread-safe."""
+Variables: TypeAlias = Any
+"""Variables of one request, shared by its sequences."""
 
 
 class Controller(Protocol):
@@ -122,7 +121,7 @@ class Controller(Protocol):
 
     def pre_process(self, *, deadline: float) -> PreResult: ...
     def mid_process(self, fork_group: Sequence[int], row: Row, *, deadline: float) -> MidAction:
-        """Fills ``row``: ``DISALLOWED`` everywhere, then ``ALLOWED`` where the controller says so."""
+        """Fills ``row``: ``ALLOWED`` for tokens that may come next, ``DISALLOWED`` for all others."""
         ...
 
     def post_process(self, tokens: Sequence[int], backtrack: int, *, deadline: float) -> bool:
@@ -141,7 +140,9 @@ class Controller(Protocol):
         """Writes of variables since the last time."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the instance.  Every later call fails with ``PREVIOUS_ERROR``; closing it again is a no-op."""
+        ...
 
 
 class Host(Protocol):

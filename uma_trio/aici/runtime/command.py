@@ -1,0 +1,147 @@
+"""Starts the runtime, and ends it with its engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Final, NoReturn
+
+import attrs
+
+from uma_trio.aici.channel import Channels, Layout
+from uma_trio.aici.runtime.host import WasmHost
+from uma_trio.aici.runtime.interface import Limits
+from uma_trio.aici.runtime.module_store import FOLDER, ModuleStore
+from uma_trio.aici.runtime.server import Server
+from uma_trio.aici.runtime.vocabulary import open_vocabulary
+from uma_trio.aici.shared_memory import remove_stale
+
+log = logging.getLogger(__name__)
+
+POLL_PARENT_S: Final = 0.5
+"""How often to look for the parent where the system does not report its end."""
+
+
+@attrs.frozen
+class Options:
+    """The command line of the runtime."""
+
+    tokenizer: str
+    layout: Layout
+    limits: Limits = attrs.field(factory=Limits)
+    skip_slow_ms: int | None = None
+    llama_dir: Path | None = None
+
+
+def serve(options: Options) -> NoReturn:
+    """Answer the requests of the engine that started this process.
+
+    The process ends when the engine says so, or ends itself, or at SIGTERM.
+
+    Raises:
+        OSError: the shared memory cannot be opened.
+        NoVocabulary, ModelError: see ``open_vocabulary``.
+    """
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # an engine ends the runtime by its process group
+    _log_to_stderr()
+    if removed := remove_stale():
+        log.info("removed %d names of processes that were killed", len(removed))
+    channels = options.layout.open()
+    ending = _Ending(channels)
+    ending.end_at_signals()
+    ending.end_with(parent)
+    with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
+        host = WasmHost(vocabulary, options.limits)
+        skip_slow_s = None if options.skip_slow_ms is None else options.skip_slow_ms / 1000
+        Server(
+            channels, host, vocabulary, options.limits, ModuleStore(Path(FOLDER), host), ending.exit, skip_slow_s
+        ).run()
+
+
+def add_module(options: Options, path: Path) -> str:
+    """Compile a module into the store; returns its id."""
+    from uma_trio.aici.messages import Auth
+
+    with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
+        host = WasmHost(vocabulary, options.limits)
+        try:
+            return ModuleStore(Path(FOLDER), host).add(path.read_bytes(), Auth(is_admin=True)).module_id
+        finally:
+            host.close()
+
+
+def save_tokenizer(options: Options, path: Path) -> None:
+    """Write the token trie that controllers see."""
+    from uma_trio.aici.token_trie import build_trie
+
+    with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
+        tokens = [vocabulary.token_bytes(token) for token in range(vocabulary.n_vocab)]
+        path.write_bytes(build_trie(tokens, vocabulary.eos))
+
+
+class _Ending:
+    """Ends this process at once, since controllers may run in threads that nothing else stops."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._lock = threading.RLock()  # a signal may come while it is held
+
+    def exit(self) -> NoReturn:
+        """End with 0."""
+        self._remove_names()
+        os._exit(0)
+
+    def end_at_signals(self) -> None:
+        """End by a signal as if it had not been handled, but without the names."""
+
+        def end(number: int, frame: object) -> None:
+            self._remove_names()
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, end)
+
+    def end_with(self, parent: int) -> None:
+        """End when ``parent`` ends."""
+
+        def watch() -> None:
+            _wait_for_end(parent)
+            self.exit()
+
+        threading.Thread(target=watch, name="parent", daemon=True).start()
+
+    def _remove_names(self) -> None:
+        with self._lock:
+            self._channels.unlink()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _wait_for_end(parent: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        try:
+            descriptor = os.pidfd_open(parent)
+        except OSError:
+            pass
+        else:
+            if os.getppid() == parent:
+                select.select([descriptor], [], [])
+            return
+    while os.getppid() == parent:
+        time.sleep(POLL_PARENT_S)
+
+
+def _log_to_stderr() -> None:
+    level = os.environ.get("RUST_LOG", "warn").upper()
+    levels = {"TRACE": logging.DEBUG, "DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
+    logging.basicConfig(level=levels.get(level, logging.WARNING), format="%(levelname)s %(name)s: %(message)s")

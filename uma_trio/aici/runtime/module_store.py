@@ -1,0 +1,234 @@
+"""Modules on disk: Wasm, compiled code and tags, all of which survive a restart."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import stat
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from uma_trio.aici.messages import Auth, ModuleInfo, TagInfo
+from uma_trio.aici.runtime.interface import Host, Module
+from uma_trio.files import read_text, replace_text
+
+log = logging.getLogger(__name__)
+
+FOLDER: Final = "cache"
+"""Relative to the working directory, as in the reference implementation."""
+
+MAX_LOADED: Final = 32
+"""Modules that stay in memory, the last used ones."""
+
+MAX_TAG: Final = 50
+MAX_TAGS: Final = 10_000
+_ID: Final = re.compile(r"[0-9a-f]{64}")
+_LOOKS_HEX: Final = re.compile(r"[0-9a-fA-F]{21,}")
+
+
+class StoreError(Exception):
+    """The store cannot do it; says why.  The one who chose the module or the tag can fix it."""
+
+
+class ModuleStore:
+    """The modules of a folder.  Thread-safe.
+
+    Args:
+        folder: made when it is needed.  Compiled code is read from it only if no other user can write to it.
+    """
+
+    def __init__(self, folder: Path, host: Host) -> None:
+        self._folder = folder
+        self._host = host
+        self._lock = threading.Lock()
+        self._of_module: dict[str, threading.Lock] = {}
+        self._tags_lock = threading.Lock()
+        self._loaded: OrderedDict[str, Module] = OrderedDict()
+
+    def add(self, wasm: bytes, auth: Auth) -> ModuleInfo:
+        """Compile and keep a module.
+
+        Raises:
+            BadModule: it is none.
+            OSError: it cannot be written.
+        """
+        module_id = hashlib.sha256(wasm).hexdigest()
+        started = time.monotonic()
+        with self._module_lock(module_id):
+            compiled_size = self._compiled_size(module_id)
+            if compiled_size is None:
+                compiled = self._host.compile(wasm)
+                compiled_size = len(compiled)
+                self._make_folder()
+                _replace(self._wasm(module_id), wasm)
+                _replace(self._compiled(module_id), compiled)
+                about = {"created": int(time.time()), "auth": msgspec.to_builtins(auth)}
+                replace_text(
+                    self._folder / f"{module_id}-sys.json", msgspec.json.encode(about).decode(), new_mode=0o600
+                )
+        duration_ms = int((time.monotonic() - started) * 1000)
+        return ModuleInfo(module_id, len(wasm), compiled_size, duration_ms)
+
+    def open(self, name: str) -> Module:
+        """The module with an id or a tag.
+
+        Raises:
+            StoreError: there is none.
+            BadModule: it cannot be compiled any more.
+        """
+        module_id = self._resolve(name)
+        with self._module_lock(module_id):
+            module = self._loaded.get(module_id)
+            if module is None:
+                module = self._load(module_id)
+        with self._lock:
+            self._loaded[module_id] = module
+            self._loaded.move_to_end(module_id)
+            while len(self._loaded) > MAX_LOADED:
+                self._loaded.popitem(last=False)
+        return module
+
+    def set_tags(self, module_id: str, tags: list[str], auth: Auth) -> list[TagInfo]:
+        """Let ``tags`` mean a module.
+
+        Raises:
+            StoreError: a tag is not allowed, or there is no such module.
+        """
+        if not _ID.fullmatch(module_id):
+            raise StoreError("invalid module_id")
+        for tag in tags:
+            check_tag(tag, auth)
+        compiled_size = self._compiled_size(module_id)
+        if compiled_size is None:
+            raise StoreError(f"module {module_id} not found; upload it with mk_module")
+        wasm_size = self._wasm(module_id).stat().st_size
+        with self._tags_lock:
+            now = int(time.time())
+            folder = self._make_folder("tags")
+            if len(os.listdir(folder)) + len(tags) > MAX_TAGS:
+                raise StoreError(f"there are {MAX_TAGS} tags already; remove some from {folder}")
+            found = [TagInfo(tag, module_id, now, auth.user, wasm_size, compiled_size) for tag in tags]
+            for info in found:
+                replace_text(folder / f"{info.tag}.json", msgspec.json.encode(info).decode(), new_mode=0o600)
+        return found
+
+    def tags(self) -> list[TagInfo]:
+        """All tags, the last updated one first."""
+        found = []
+        for path in (self._folder / "tags").glob("*.json"):
+            if (info := _read_tag(path)) is not None:
+                found.append(info)
+        return sorted(found, key=lambda info: (-info.updated_at, info.tag))
+
+    def _resolve(self, name: str) -> str:
+        if _ID.fullmatch(name):
+            return name
+        if name.startswith("gh:"):
+            raise StoreError(f"{name}: this runtime downloads nothing; upload the module with mk_module")
+        if not is_tag(name):
+            raise StoreError("invalid module_id")
+        info = _read_tag(self._folder / "tags" / f"{name}.json")
+        if info is None or not _ID.fullmatch(info.module_id):
+            raise StoreError(f"tag {name} not found")
+        return info.module_id
+
+    def _load(self, module_id: str) -> Module:
+        if self._is_private():
+            try:
+                return self._host.load(self._compiled(module_id).read_bytes())
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError) as error:  # compiled by another version
+                log.info("%s is compiled again: %s", module_id, error)
+        try:
+            wasm = self._wasm(module_id).read_bytes()
+        except OSError as error:
+            raise StoreError(f"module {module_id} not found: {error.strerror}; upload it with mk_module") from None
+        if hashlib.sha256(wasm).hexdigest() != module_id:
+            raise StoreError(f"the file of module {module_id} is damaged; upload it again with mk_module")
+        compiled = self._host.compile(wasm)
+        if self._is_private():
+            try:
+                _replace(self._compiled(module_id), compiled)
+            except OSError as error:
+                log.warning("cannot keep the compiled module %s: %s", module_id, error)
+        return self._host.load(compiled)
+
+    def _compiled_size(self, module_id: str) -> int | None:
+        """Size of the compiled module; ``None`` if the module is not whole on disk."""
+        try:
+            if hashlib.sha256(self._wasm(module_id).read_bytes()).hexdigest() == module_id:
+                return self._compiled(module_id).stat().st_size
+        except OSError:
+            pass
+        return None
+
+    def _module_lock(self, module_id: str) -> threading.Lock:
+        """Held while a module is compiled, so that two uploads of the same module compile it once."""
+        with self._lock:
+            return self._of_module.setdefault(module_id, threading.Lock())
+
+    def _make_folder(self, name: str = "") -> Path:
+        folder = self._folder / name
+        self._folder.mkdir(mode=0o700, exist_ok=True, parents=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
+
+    def _is_private(self) -> bool:
+        """Compiled code runs as it is, so nobody else may have written it."""
+        try:
+            found = self._folder.stat()
+        except OSError:
+            return False
+        return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+    def _wasm(self, module_id: str) -> Path:
+        return self._folder / f"{module_id}.wasm"
+
+    def _compiled(self, module_id: str) -> Path:
+        return self._folder / f"{module_id}.elf"
+
+
+def is_tag(text: str) -> bool:
+    """Whether ``text`` can be a tag at all."""
+    return text[:1].isalpha() and len(text) <= MAX_TAG and all(each.isalnum() or each in "_-." for each in text)
+
+
+def check_tag(tag: str, auth: Auth) -> None:
+    """Raises ``StoreError`` if ``auth`` may not set ``tag``."""
+    if len(tag) > MAX_TAG:
+        raise StoreError("tag name too long")
+    if _LOOKS_HEX.fullmatch(tag):
+        raise StoreError("tag name looks too hex")
+    if not is_tag(tag):
+        raise StoreError("tag name not identifier")
+    if not auth.is_admin and not tag.startswith(f"{auth.user}."):
+        raise StoreError("permission denied for tag name")
+
+
+def _read_tag(path: Path) -> TagInfo | None:
+    try:
+        return msgspec.json.decode(read_text(path), type=TagInfo)
+    except (OSError, ValueError) as error:
+        if not isinstance(error, FileNotFoundError):
+            log.warning("cannot read the tag %s: %s", path, error)
+        return None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file, or leave it as it is."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

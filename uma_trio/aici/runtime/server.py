@@ -1,0 +1,207 @@
+"""The runtime as its engine sees it: a main channel, answered in order, and a side channel, answered as it comes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NoReturn
+
+from uma_trio.aici.biases import TooManyRows
+from uma_trio.aici.channel import BrokenChannel, Channel, Channels, ChannelTimeout, MessageTooLarge
+from uma_trio.aici.messages import (
+    BadMessage,
+    Empty,
+    Error,
+    GetTags,
+    Instantiate,
+    JsonError,
+    MakeModule,
+    MidProcess,
+    NotJson,
+    Ok,
+    Ping,
+    Pong,
+    PostPreProcess,
+    ReceivedRequest,
+    SetTags,
+    Stop,
+    TagList,
+    Tokens,
+    VocabularySize,
+    decode_request,
+    encode,
+)
+from uma_trio.aici.runtime.interface import BadModule, ControllerError, ControllerTimeout, Host, Limits, Vocabulary
+from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
+from uma_trio.aici.runtime.sequences import Sequences
+from uma_trio.aici.runtime.waiting import TooManyWaiting, WaitingControllers
+
+log = logging.getLogger(__name__)
+
+LISTEN_S: Final = 1.0
+"""Longest wait for a message, after which expired controllers are closed."""
+
+SIDE_THREADS: Final = 4
+MAX_SIDE_REQUESTS: Final = 64
+"""Requests of the side channel at once.  Others wait in the channel."""
+
+
+class UserError(Exception):
+    """The one who uploaded or chose the controller can fix it."""
+
+
+class EngineError(Exception):
+    """The engine sent something wrong."""
+
+
+class Server:
+    """Answers the requests of one engine.
+
+    Args:
+        on_stop: ends the process; called in any thread when the engine asks for it.
+        skip_slow_s: see ``Sequences``.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        host: Host,
+        vocabulary: Vocabulary,
+        limits: Limits,
+        modules: ModuleStore,
+        on_stop: Callable[[], NoReturn],
+        skip_slow_s: float | None = None,
+    ) -> None:
+        self._channels = channels
+        self._host = host
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._modules = modules
+        self._on_stop = on_stop
+        self._waiting = WaitingControllers()
+        self._sequences = Sequences(vocabulary.n_vocab, limits, self._waiting, channels.biases, skip_slow_s)
+        self._side_sends = threading.Lock()
+        self._side_room = threading.BoundedSemaphore(MAX_SIDE_REQUESTS)
+
+    def run(self) -> NoReturn:
+        """Answer until the engine says stop."""
+        threading.Thread(target=self._run_side, name="side channel", daemon=True).start()
+        while True:
+            data = self._receive(self._channels.main)
+            if data is not None:
+                self._send(self._channels.main, self._answer(data, self._do_main))
+            self._waiting.expire()
+
+    def _run_side(self) -> NoReturn:
+        with ThreadPoolExecutor(SIDE_THREADS, "side request") as threads:
+            while True:
+                self._side_room.acquire()
+                while (data := self._receive(self._channels.side)) is None:
+                    pass
+                threads.submit(self._answer_side, data)
+
+    def _answer_side(self, data: bytes) -> None:
+        try:
+            answer = self._answer(data, self._do_side)
+            with self._side_sends:
+                self._send(self._channels.side, answer)
+        except Exception:
+            log.exception("side channel")
+        finally:
+            self._side_room.release()
+
+    def _receive(self, channel: Channel) -> bytes | None:
+        """The next message; ``None`` if there is none for a while."""
+        try:
+            return channel.receive(LISTEN_S)
+        except ChannelTimeout:
+            return None
+        except BrokenChannel as error:
+            log.error("the engine wrote %s", error)
+            return b""  # is answered as what it is, no JSON
+
+    def _send(self, channel: Channel, answer: bytes) -> None:
+        """Write an answer as soon as the engine has taken the one before."""
+        while True:
+            try:
+                channel.send(answer, LISTEN_S)
+            except ChannelTimeout:  # the engine may be busy; if it ends, this process does so, too
+                continue
+            except (MessageTooLarge, OSError) as error:
+                log.error("cannot answer: %s", error)
+                answer = encode(Error(f"cannot answer: {error}; a larger --json-size may help"))
+                continue
+            return
+
+    def _answer(self, data: bytes, do: Callable[[ReceivedRequest], Any]) -> bytes:
+        try:
+            received = decode_request(data)
+        except NotJson as error:
+            return encode(JsonError(str(error)))
+        except BadMessage as error:
+            return encode(Error(str(error), rid=error.rid))
+        try:
+            return encode(Ok(do(received), received.rid))
+        except (UserError, BadModule, StoreError) as error:
+            return encode(Error(str(error), is_user_error=True, rid=received.rid))
+        except (EngineError, TooManyRows, TooManyWaiting, OSError) as error:
+            return encode(Error(str(error), rid=received.rid))
+        except Exception as error:  # a bug must not end the runtime
+            log.exception("%s", type(received.request).__name__)
+            return encode(Error(f"internal error: {error!r}", rid=received.rid))
+
+    def _do_main(self, received: ReceivedRequest) -> Any:
+        match received.request:
+            case Ping():
+                return Pong()
+            case Tokens():
+                return VocabularySize(self._vocabulary.n_vocab)
+            case PostPreProcess() as request:
+                return self._sequences.post_pre(request)
+            case MidProcess() as request:
+                return self._sequences.mid(request)
+            case Stop():
+                self._on_stop()
+        raise EngineError("bad op")
+
+    def _do_side(self, received: ReceivedRequest) -> Any:
+        auth = received.auth
+        match received.request:
+            case Ping():
+                return Pong()
+            case MakeModule(binary):
+                return self._modules.add(binary, auth)
+            case SetTags(module_id, tags):
+                return TagList(self._modules.set_tags(module_id, tags, auth))
+            case GetTags():
+                return TagList(self._modules.tags())
+            case Instantiate() as request:
+                self._instantiate(request)
+                return Empty()
+            case Stop():
+                self._on_stop()
+        raise EngineError("bad op")
+
+    def _instantiate(self, request: Instantiate) -> None:
+        prompt = request.prompt
+        tokens = self._vocabulary.tokenize_prompt(prompt) if isinstance(prompt, str) else prompt
+        if any(token >= self._vocabulary.n_vocab for token in tokens):
+            raise EngineError(f"a token of the prompt is not in [0, {self._vocabulary.n_vocab})")
+        self._waiting.check_room()
+        module = self._modules.open(request.module_id)
+        deadline = time.monotonic() + self._limits.max_init_ms / 1000
+        try:
+            controller = self._host.instantiate(module, request.argument, self._host.new_variables(), deadline=deadline)
+            try:
+                controller.init_prompt(tokens, deadline=deadline)
+            except BaseException:
+                controller.close()
+                raise
+        except ControllerTimeout:
+            raise UserError("timeout") from None
+        except ControllerError as error:
+            raise UserError(str(error)) from None
+        self._waiting.put(request.req_id, controller)

@@ -1,0 +1,69 @@
+"""The vocabulary of a GGUF file for controllers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from uma_trio.engine.tokenizer import Tokenizer
+from uma_trio.models.loaded import EMBEDDED, vocabulary
+
+EMBEDDED_NAME = "embedded"
+REFERENCE_NAMES = ("gpt4", "llama", "llama16", "orca", "falcon", "mistral", "mpt", "phi", "gpt2")
+"""Tokenizers that the reference implementation downloads."""
+
+
+class NoVocabulary(Exception):
+    """There is no such vocabulary; says why, and what to give instead."""
+
+
+class ModelVocabulary:
+    """The tokens of a model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.eos_id is None:
+            raise NoVocabulary("this model has no EOS token, which controllers end with")
+        self._tokenizer = tokenizer
+        self.n_vocab = tokenizer.n_tokens
+        self.eos = tokenizer.eos_id
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._tokenizer.token_to_bytes(token)
+
+    def tokenize(self, text: bytes) -> list[int]:
+        found = self._tokenizer.encode(
+            text.decode("utf-8", "replace"), add_special=False, parse_special=False, continues=True
+        )
+        ids: list[int] = found.tolist()
+        return ids
+
+    def tokenize_prompt(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).tolist()
+        return ids
+
+
+@contextlib.contextmanager
+def open_vocabulary(name: str, llama_dir: Path | None = None) -> Iterator[ModelVocabulary]:
+    """The vocabulary of a model, until the end of the context.
+
+    Args:
+        name: a GGUF file, its name without ``.gguf``, or ``embedded``.
+
+    Raises:
+        NoVocabulary: there is none.
+        ModelError: see ``uma_trio.models.loaded.vocabulary``.
+    """
+    with vocabulary(find(name), llama_dir) as tokenizer:
+        yield ModelVocabulary(tokenizer)
+
+
+def find(name: str) -> Path:
+    """The GGUF file that ``name`` means.  Raises ``NoVocabulary``."""
+    if name in (EMBEDDED_NAME, EMBEDDED.stem):
+        return EMBEDDED
+    for path in (Path(name), Path(f"{name}.gguf")):
+        if path.is_file():
+            return path
+    hint = "downloads none; " if name in REFERENCE_NAMES or "/" in name else ""
+    raise NoVocabulary(f"there is no tokenizer {name}; this runtime {hint}takes a GGUF file or '{EMBEDDED_NAME}'")

@@ -1,0 +1,66 @@
+"""Controllers that were instantiated for a request and have no sequence yet."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import attrs
+
+from uma_trio.aici.runtime.interface import Controller
+
+MAX_WAITING: Final = 256
+EXPIRES_S: Final = 60.0
+
+
+@attrs.frozen(eq=False)
+class _Waiting:
+    controller: Controller
+    since: float
+
+
+class TooManyWaiting(Exception):
+    """``MAX_WAITING`` controllers wait for a sequence."""
+
+
+class WaitingControllers:
+    """Controllers by the id of their request.  A controller that nobody takes is closed.  Thread-safe.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: dict[str, _Waiting] = {}
+
+    def check_room(self) -> None:
+        """Raises ``TooManyWaiting`` if there is no room for another one."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise TooManyWaiting(f"{MAX_WAITING} controllers wait for a sequence already; assign them with pre_ops")
+
+    def put(self, req_id: str, controller: Controller) -> None:
+        """Add a controller; one that waits for the same request is closed."""
+        with self._lock:
+            before = self._waiting.pop(req_id, None)
+            self._waiting[req_id] = _Waiting(controller, self._clock())
+        if before is not None:
+            before.controller.close()
+
+    def take(self, req_id: str) -> Controller | None:
+        """The controller of a request, which then belongs to the caller; ``None`` if none waits."""
+        with self._lock:
+            found = self._waiting.pop(req_id, None)
+        return None if found is None else found.controller
+
+    def expire(self) -> None:
+        """Close controllers that have waited longer than ``EXPIRES_S``."""
+        oldest = self._clock() - EXPIRES_S
+        with self._lock:
+            gone = [req_id for req_id, each in self._waiting.items() if each.since < oldest]
+            controllers = [self._waiting.pop(req_id).controller for req_id in gone]
+        for controller in controllers:
+            controller.close()

@@ -1,0 +1,152 @@
+"""``uma-trio aicirt``: the AICI runtime, which an engine starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+
+@click.command("aicirt")
+@click.option(
+    "--server", "-s", is_flag=True, help="Serve an engine. Needed, except with --module and --save-tokenizer."
+)
+@click.option(
+    "--name", "-n", "prefix", default="/aici0-", show_default=True, help="Prefix of the names in shared memory."
+)
+@click.option(
+    "--tokenizer",
+    "-t",
+    default="embedded",
+    show_default=True,
+    metavar="MODEL",
+    help="GGUF file whose vocabulary controllers see, its name without .gguf, or embedded.",
+)
+@click.option("--json-size", type=click.IntRange(1, 1024), default=8, show_default=True, help="MiB for messages.")
+@click.option("--bin-size", type=click.IntRange(1, 16384), default=16, show_default=True, help="MiB for biases.")
+@click.option("--futex", is_flag=True, help="Wait on futexes instead of semaphores (Linux).")
+@click.option(
+    "--busy-wait-time", type=click.IntRange(0), default=200, help="Accepted and not used: this runtime never spins."
+)
+@click.option(
+    "--wasm-max-forks", type=click.IntRange(1), default=16, show_default=True, help="Sequences of one request."
+)
+@click.option(
+    "--wasm-max-memory", type=click.IntRange(1, 4096), default=64, show_default=True, help="MiB of one controller."
+)
+@click.option(
+    "--wasm-max-pre-step-time",
+    type=click.IntRange(1, 600_000),
+    default=4,
+    show_default=True,
+    help="Milliseconds of post_pre_process.",
+)
+@click.option(
+    "--wasm-max-step-time",
+    type=click.IntRange(1, 600_000),
+    default=150,
+    show_default=True,
+    help="Milliseconds of mid_process.",
+)
+@click.option(
+    "--wasm-max-init-time",
+    type=click.IntRange(1, 600_000),
+    default=1000,
+    show_default=True,
+    help="Milliseconds to instantiate a controller.",
+)
+@click.option(
+    "--uma-skip-slow-ms",
+    type=click.IntRange(1, 600_000),
+    help="Leave a controller that has not answered after this time out of the step, and go on with it in the next one. "
+    "Not in the reference implementation.",
+)
+@click.option(
+    "--module",
+    "-m",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Add this module to cache/ and print its id.",
+)
+@click.option(
+    "--save-tokenizer", type=click.Path(path_type=Path, dir_okay=False), help="Write the token trie to a file."
+)
+@click.option("--run", "-r", is_flag=True, hidden=True)
+@click.option("--run-arg", type=click.Path(path_type=Path), hidden=True)
+@click.option("--bench", is_flag=True, hidden=True)
+@click.option("--fork", is_flag=True, hidden=True)
+@click.option("--llama-dir", type=click.Path(path_type=Path), help="Folder of the built libllama.")
+def command(
+    server: bool,
+    prefix: str,
+    tokenizer: str,
+    json_size: int,
+    bin_size: int,
+    futex: bool,
+    busy_wait_time: int,
+    wasm_max_forks: int,
+    wasm_max_memory: int,
+    wasm_max_pre_step_time: int,
+    wasm_max_step_time: int,
+    wasm_max_init_time: int,
+    uma_skip_slow_ms: int | None,
+    module: Path | None,
+    save_tokenizer: Path | None,
+    run: bool,
+    run_arg: Path | None,
+    bench: bool,
+    fork: bool,
+    llama_dir: Path | None,
+) -> None:
+    """Run Wasm controllers for an engine, over shared memory.
+
+    An engine starts this command.  It ends when the engine asks it to, or ends itself.  Modules are kept in the folder
+    cache of the working directory.  docs/AICI.md describes the protocol; flags, names and messages are those of
+    Microsoft's aicirt.
+
+    Exit codes: 0 stopped by the engine, 1 a flag, the shared memory or the model cannot be used.
+    """
+    if not prefix.startswith("/"):
+        _fail("--name must start with /")
+    if run or run_arg or bench or fork:
+        _fail(
+            "--run, --run-arg, --bench and --fork are for the developers of the reference implementation; leave them out"
+        )
+    if not server and module is None and save_tokenizer is None:
+        click.echo("missing --server")
+        sys.exit(1)
+    from uma_trio.aici.channel import Layout
+    from uma_trio.aici.runtime.command import Options, add_module, serve
+    from uma_trio.aici.runtime.command import save_tokenizer as save
+    from uma_trio.aici.runtime.interface import BadModule, Limits
+    from uma_trio.aici.runtime.vocabulary import NoVocabulary
+    from uma_trio.models.load_errors import ModelError
+
+    options = Options(
+        tokenizer,
+        Layout(prefix, json_size, bin_size, futex),
+        Limits(
+            max_forks=wasm_max_forks,
+            max_memory_mb=wasm_max_memory,
+            max_pre_step_ms=wasm_max_pre_step_time,
+            max_step_ms=wasm_max_step_time,
+            max_init_ms=wasm_max_init_time,
+        ),
+        uma_skip_slow_ms,
+        llama_dir,
+    )
+    try:
+        if save_tokenizer is not None:
+            save(options, save_tokenizer)
+        if module is not None:
+            click.echo(add_module(options, module))
+        if server:
+            serve(options)
+    except (OSError, NoVocabulary, ModelError, BadModule) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"uma-trio aicirt: {message}", err=True)
+    sys.exit(1)
