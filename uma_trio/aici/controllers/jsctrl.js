@@ -1,0 +1,368 @@
+// The SDK of jsctrl, in the program's global scope.  docs/AICI-CONTROLLERS.md describes it.
+//
+// The program waits for one operation at a time (`operation`): text to append, gen, fork or waitVars.  The callbacks of
+// the runtime carry it out, and its promise then lets the program go on to the next one:
+//
+//   pre    appends text, forks, waits       mid    masks, splices       post    learns which tokens there are
+(function (host) {
+  "use strict"
+
+  const MAX_TEXTS_IN_PRE = 8 // the runtime allows ten rounds; after these, text goes through mid
+  const MAX_FORCED = 64
+  const GEN_OPTIONS = ["regex", "schema", "choice", "options", "maxTokens", "stopAt", "storeVar"]
+
+  let main = null
+  let isRunning = false
+  let isEnded = false
+  let prompt = []
+  let tokens = [] // of the sequence, as the engine has them
+  let surplus = 0 // how many of the last tokens are to be removed, by the next splice
+  let surplusIsEnd = false // ... which is only an end token
+  let operation = null
+  let sent = null // the splice of the last mid
+  let textsInPre = 0
+
+  // ---- Operations
+
+  class Stop {}
+
+  function begin(name, fields) {
+    if (isEnded) throw new Stop()
+    if (!isRunning) throw new Error(`${name} works only inside the function that is given to start()`)
+    if (operation) throw new Error(`${name} was called before ${operation.name} had finished: put await before ${operation.name}`)
+    return new Promise((resolve) => {
+      operation = { name, resolve, ...fields }
+    })
+  }
+
+  function finish(value) {
+    const done = operation
+    operation = null
+    done.resolve(value)
+  }
+
+  function append(text) {
+    const rest = host.tokenize(text)
+    const appended = begin("$", { rest })
+    if (!rest.length) finish()
+    return appended
+  }
+
+  function $(strings, ...values) {
+    if (!Array.isArray(strings)) return append(String(strings))
+    return append(strings.reduce((text, string, i) => text + String(values[i - 1]) + string))
+  }
+
+  function gen(options = {}) {
+    for (const name of Object.keys(options))
+      if (!GEN_OPTIONS.includes(name)) throw new TypeError(`gen has no option ${name}; it has ${GEN_OPTIONS.join(", ")}`)
+    const { maxTokens = Infinity, stopAt = "", storeVar = null } = options
+    if (!(maxTokens >= 1)) throw new TypeError("maxTokens is a number, at least 1")
+    if (typeof stopAt !== "string") throw new TypeError("stopAt is a string")
+    const wanted = constraintOf(options)
+    const constraint = wanted && host.constraint(JSON.stringify(wanted))
+    const fields = { constraint, maxTokens, stopAt, storeVar, generated: [], forced: [] }
+    const text = begin("gen", fields)
+    if (constraint !== null && host.isDone(constraint)) finishGen()
+    return text
+  }
+
+  function select(choice) {
+    return gen({ choice })
+  }
+
+  function fork(n) {
+    if (!Number.isInteger(n) || n < 1) throw new TypeError("fork takes a whole number, at least 1")
+    const index = begin("fork", { n })
+    if (n === 1) finish(0)
+    return index
+  }
+
+  function waitVars(...names) {
+    const values = begin("waitVars", { names: names.flat() })
+    checkVariables()
+    return values
+  }
+
+  function checkVariables() {
+    const values = operation.names.map(getVar)
+    if (!values.includes(null)) finish(values)
+  }
+
+  function stop() {
+    isEnded = true
+    throw new Stop()
+  }
+
+  // ---- The sequence
+
+  function label() {
+    if (!isRunning) throw new Error("label works only inside the function that is given to start()")
+    return { position: tokens.length - surplus }
+  }
+
+  function backtrack(to) {
+    if (operation) throw new Error(`backtrack was called before ${operation.name} had finished: put await before ${operation.name}`)
+    const n = tokens.length - surplus - to.position
+    if (!(n >= 0)) throw new Error("backtrack takes what label() returned, while the text still reaches up to there")
+    surplus += n
+    if (n) surplusIsEnd = false
+  }
+
+  function getTokens() {
+    return tokens.slice(0, tokens.length - surplus)
+  }
+
+  function getPrompt() {
+    return prompt.slice()
+  }
+
+  function tokenize(text) {
+    return host.tokenize(String(text))
+  }
+
+  function detokenize(ids) {
+    return host.detokenize(Array.from(ids))
+  }
+
+  // ---- Variables and logs
+
+  function getVar(name) {
+    return host.getVariable(String(name))
+  }
+
+  function setVar(name, value) {
+    host.writeVariable(String(name), String(value), false)
+  }
+
+  function appendVar(name, value) {
+    host.writeVariable(String(name), String(value), true)
+  }
+
+  function print(...values) {
+    host.log(values.map(shown).join(" ") + "\n")
+  }
+
+  function shown(value) {
+    if (value instanceof Error) return describe(value)
+    if (typeof value !== "object" || value === null || value instanceof RegExp) return String(value)
+    try {
+      return JSON.stringify(value) ?? String(value)
+    } catch {
+      return String(value)
+    }
+  }
+
+  // ---- Constraints
+
+  function constraintOf({ regex, schema, choice, options }) {
+    const given = Object.entries({ regex, schema, choice, options }).filter(([, value]) => value !== undefined)
+    if (given.length > 1) throw new TypeError(`gen takes one of ${given.map(([name]) => name).join(" and ")}`)
+    if (regex !== undefined) return { regex: regex instanceof RegExp ? regexSource(regex) : String(regex) }
+    if (schema !== undefined) return { json_schema: schema }
+    const texts = choice ?? options
+    return texts === undefined ? null : { choice: Array.from(texts, String) }
+  }
+
+  // What a regular expression of JavaScript is in the runtime's syntax, in which \d and \w have the digits and letters
+  // of all scripts, and brackets in a class begin a class.
+  function regexSource(regex) {
+    const CLASSES = { "\\d": "0-9", "\\w": "A-Za-z0-9_" }
+    let inClass = false
+    const source = regex.source.replace(/\\u\{[^}]*\}|\\[^]|[^]/g, (part) => {
+      if (part in CLASSES) return inClass ? CLASSES[part] : `[${CLASSES[part]}]`
+      if (part === "\\D" || part === "\\W") return `[^${CLASSES[part.toLowerCase()]}]`
+      if (part === "\\/") return "/"
+      if (inClass && "[&~".includes(part)) return "\\" + part
+      if (part === "[") inClass = true
+      if (part === "]") inClass = false
+      return part
+    })
+    const flags = Array.from(regex.flags).filter((flag) => flag === "i" || flag === "s").join("")
+    return flags ? `(?${flags}:${source})` : source
+  }
+
+  // ---- gen
+
+  function sample(gen) {
+    if (!gen.forced.length && gen.constraint !== null) force(gen)
+    if (gen.forced.length) return splice(0, gen.forced)
+    if (gen.constraint === null) host.allowAll()
+    else host.allow(gen.constraint)
+    return { SampleWithBias: {} }
+  }
+
+  // Tokens that the constraint leaves no choice about.
+  function force(gen) {
+    const room = Math.min(MAX_FORCED, gen.maxTokens - gen.generated.length)
+    while (gen.forced.length < room) {
+      const only = host.allowedOne(gen.constraint)
+      if (only < 0 || only === host.endToken) return
+      gen.forced.push(only)
+      host.advance(gen.constraint, only)
+      if (host.isDone(gen.constraint)) return
+    }
+  }
+
+  function generated(gen, ids) {
+    for (const token of ids) {
+      if (token === host.endToken) {
+        surplus = 1
+        surplusIsEnd = true
+        return finishGen()
+      }
+      if (gen.forced.length) gen.forced.shift()
+      else if (gen.constraint !== null) host.advance(gen.constraint, token)
+      gen.generated.push(token)
+    }
+    if (gen.forced.length) return
+    const isDone = gen.constraint !== null && host.isDone(gen.constraint)
+    if (isDone || gen.generated.length >= gen.maxTokens || reaches(gen, ids.length)) finishGen()
+  }
+
+  // Whether the last n tokens completed stopAt: a token has at least one byte.
+  function reaches({ stopAt, generated }, n) {
+    return stopAt !== "" && host.detokenize(generated.slice(-(3 * stopAt.length + n))).includes(stopAt)
+  }
+
+  function finishGen() {
+    const { constraint, generated, storeVar } = operation
+    if (constraint !== null) host.drop(constraint)
+    const text = host.detokenize(generated)
+    if (storeVar !== null) setVar(storeVar, text)
+    finish(text)
+  }
+
+  // ---- Callbacks
+
+  const atBegin = {
+    prompt(argument) {
+      prompt = argument.prompt
+      tokens = prompt.slice()
+      if (!main) throw new Error("the program does not call start(main)")
+      isRunning = true
+      Promise.resolve().then(main).then(end, endWith)
+    },
+
+    pre() {
+      if (operation?.name === "waitVars") checkVariables()
+    },
+
+    mid({ fork_group }) {
+      textsInPre = 0
+      if (!operation?.isAnnounced) return
+      const index = fork_group.indexOf(host.self())
+      if (index < 0 || fork_group.length !== operation.n)
+        throw new Error(`fork(${operation.n}) made ${fork_group.length} sequences`)
+      finish(index)
+    },
+
+    post(argument) {
+      const added = argument.tokens
+      const removed = sent ? sent.backtrack : argument.backtrack
+      const onlyMoves = sent?.onlyMoves
+      sent = null
+      if (removed) {
+        tokens.length -= removed
+        surplus = 0
+      }
+      for (const token of added) tokens.push(token)
+      if (onlyMoves || !operation) return
+      if (operation.name === "gen") generated(operation, added)
+      else if (operation.rest) {
+        operation.rest = operation.rest.slice(added.length)
+        if (!operation.rest.length) finish()
+      }
+    },
+  }
+
+  const atEnd = {
+    prompt() {
+      return {}
+    },
+
+    pre() {
+      const result = { num_forks: 1, suspend: false, ff_tokens: [] }
+      if (mayEnd()) result.num_forks = 0
+      else if (operation?.name === "waitVars") result.suspend = true
+      else if (operation?.name === "fork" && !surplus) {
+        result.num_forks = operation.n
+        operation.isAnnounced = true
+      }
+      else if (operation?.rest && !surplus && textsInPre++ < MAX_TEXTS_IN_PRE) result.ff_tokens = operation.rest
+      return result
+    },
+
+    mid() {
+      if (mayEnd()) return "Stop"
+      if (surplus) return splice(surplus, operation?.rest ?? [])
+      if (operation.name === "gen") return sample(operation)
+      return splice(0, operation.rest ?? [])
+    },
+
+    post() {
+      return { stop: mayEnd() }
+    },
+  }
+
+  // Whether nothing is left to do: what backtrack removed is removed also if the program ends after it.
+  function mayEnd() {
+    return isEnded && (!surplus || surplusIsEnd)
+  }
+
+  // Every splice appends a token, so that the engine has one to compute.  If there is none to append, the last one that
+  // stays is removed and appended again.
+  function splice(removed, added) {
+    const onlyMoves = !added.length
+    if (onlyMoves) {
+      removed += 1
+      added = tokens.slice(tokens.length - removed).slice(0, 1)
+      if (!added.length) throw new Error("there is no token yet: begin with text, or give the request a prompt")
+    }
+    sent = { backtrack: removed, onlyMoves }
+    return { Splice: { backtrack: removed, ff_tokens: added } }
+  }
+
+  function end() {
+    if (operation && !isEnded) throw new Error(`the program ended before ${operation.name} had finished: put await before ${operation.name}`)
+    isEnded = true
+  }
+
+  function endWith(error) {
+    if (!(error instanceof Stop)) throw error
+    end()
+  }
+
+  // An error as the logs show it, with the lines of the program.
+  function describe(error, ranTooLong) {
+    if (error instanceof Stop) return "stop() was called outside of the function that is given to start()"
+    if (!(error instanceof Error)) return `the program threw ${shown(error)}`
+    const lines = String(error.stack ?? "").split("\n").filter((line) => line.includes("program.js"))
+    const isInterrupt = ranTooLong && error.message === "interrupted"
+    const text = isInterrupt ? "the program ran for too long without await: is there an endless loop?" : `${error.name}: ${error.message}`
+    return [text, ...lines].join("\n")
+  }
+
+  function start(program) {
+    if (typeof program !== "function") throw new TypeError("start takes a function: start(main)")
+    if (main) throw new Error("start was called twice")
+    main = program
+  }
+
+  const console = { log: print, info: print, warn: print, error: print, debug: print }
+  Object.assign(globalThis, { $, gen, select, fork, label, backtrack, getVar, setVar, appendVar, waitVars })
+  Object.assign(globalThis, { tokenize, detokenize, getPrompt, getTokens, print, console, stop, start })
+
+  return {
+    begin(phase, argument) {
+      atBegin[phase](argument)
+    },
+
+    answer(phase) {
+      if (isRunning && !isEnded && !operation) throw new Error("deadlock: the program awaits a promise that nothing resolves")
+      return JSON.stringify(atEnd[phase]())
+    },
+
+    describe,
+  }
+})

@@ -1,0 +1,52 @@
+/* yesno: the answer is "yes" or "no", and nothing else. */
+#include "aici.h"
+
+static const char *const WORDS[] = {"yes", "no"};
+static struct aici_set allowed;
+static char answer[4]; /* so far; during the walk, with the bytes of a token behind it */
+static size_t size;
+
+/* Whether the answer begins one of the words (whole: is one of them). */
+static bool matches(bool whole)
+{
+    for (size_t i = 0; i < sizeof WORDS / sizeof *WORDS; i++)
+        if (!strncmp(WORDS[i], answer, size) && (!whole || !WORDS[i][size]))
+            return true;
+    return false;
+}
+
+static bool push(void *unused, uint8_t byte)
+{
+    (void)unused;
+    answer[size++] = (char)byte;
+    if (matches(false))
+        return true;
+    size--;
+    return false;
+}
+
+static void pop(void *unused, unsigned n)
+{
+    (void)unused;
+    size -= n;
+}
+
+static struct aici_mid mid(const uint32_t *fork_group, size_t n)
+{
+    (void)fork_group, (void)n;
+    aici_set_clear(&allowed);
+    aici_set_add_accepted(&allowed, push, pop, NULL);
+    return aici_sample(&allowed);
+}
+
+static bool post(const uint32_t *tokens, size_t n, uint32_t backtrack)
+{
+    (void)backtrack;
+    struct aici_text text = aici_detokenize(tokens, n);
+    for (size_t i = 0; i < text.size && push(NULL, (uint8_t)text.data[i]); i++)
+        ;
+    free(text.data);
+    return matches(true);
+}
+
+AICI_CONTROLLER(.mid = mid, .post = post)
