@@ -1,4 +1,4 @@
-"""A child process of the daemon: started with a socket, ended with the daemon, its log lines in the daemon's log."""
+"""A child process of the daemon: ended with the daemon, its log lines in the daemon's log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,63 +28,126 @@ LogRecord = tuple[int, str, str, dict[str, Any]]
 LAST_LINES: Final = 20
 """Lines of plain text on the child's stderr that are kept, to say why it ended."""
 
+LAST_LINES_S: Final = 1.0
+"""How long to wait for the end of the stderr of a child that has ended."""
+
+POLL_S: Final = 0.1
+"""How often to look whether a child has ended, where the system does not report it."""
+
 ASSERTION: Final = re.compile(r"GGML_ASSERT\(.*\) failed|GGML_ABORT|ggml_abort|terminate called|CUDA error|what\(\):")
 
 
-class ChildProcess:
-    """A module of this package that runs in an interpreter of its own: ``python -m MODULE FD ARGUMENTS``.
+def python_module(module: str) -> list[str]:
+    """The command that runs a module of this package."""
+    return [sys.executable, "-m", module]
 
-    The child ends with this process in any case: its socket closes, a thread of its own watches its standard input, and
-    if it is stopped the kernel sends ``SIGHUP`` and ``SIGCONT`` to its process group, which becomes an orphan.
+
+def package_environment() -> dict[str, str]:
+    """Variables with which another interpreter finds this package."""
+    package = Path(uma_trio.__file__).parent.parent
+    return {"PYTHONPATH": os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+class ChildProcess:
+    """A program that runs next to the daemon, in a process group of its own.
+
+    The child ends with this process in any case: its standard input closes, its parent changes, and if it is stopped the
+    kernel sends ``SIGHUP`` and ``SIGCONT`` to its process group, which becomes an orphan.  ``kill`` and the end of the
+    child end its own children as well.
 
     Args:
-        module: what the child runs.
-        sock: inherited by the child.  The caller closes its own copy.
-        arguments: further arguments of the module.
+        command: the program and its arguments.
         name: how the reason of its end calls it, such as ``engine``.
+        logger: for lines of plain text.
+        pass_fds: descriptors that the child inherits.  The caller closes its own copies.
         extra: fields of each of its log records.
+        environment: variables, in addition to those of this process.
+        folder: working directory.
+        keep_stdout: its standard output belongs to the log as well.
     """
 
     def __init__(
-        self, module: str, sock: socket.socket, *arguments: str, name: str, extra: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        logger: str,
+        pass_fds: Sequence[int] = (),
+        extra: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        keep_stdout: bool = False,
     ) -> None:
-        package = Path(uma_trio.__file__).parent.parent
-        paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", module, str(sock.fileno()), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            pass_fds=[sock.fileno()],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            process_group=0,  # Ctrl-C in a terminal asks the daemon to drain, which needs its children
-        )
+        self._output, output = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output if keep_stdout else subprocess.DEVNULL,
+                stderr=output,
+                pass_fds=pass_fds,
+                env={**os.environ, **(environment or {})},
+                cwd=folder,
+                process_group=0,  # Ctrl-C in a terminal asks the daemon to drain, which needs its children
+            )
+        except BaseException:
+            os.close(self._output)
+            raise
+        finally:
+            os.close(output)
         self.pid: int | None = self._popen.pid
-        self._module = module
         self._name = name
+        self._logger = logger
         self._extra = extra
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
 
+    @classmethod
+    def of_module(
+        cls, module: str, sock: socket.socket, *arguments: str, name: str, extra: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        """Start a module of this package in an interpreter of its own: ``python -m MODULE FD ARGUMENTS``.
+
+        Args:
+            sock: inherited by the child.  The caller closes its own copy.
+        """
+        command = [*python_module(module), str(sock.fileno()), *arguments]
+        fds = [sock.fileno()]
+        return cls(command, name=name, logger=module, pass_fds=fds, extra=extra, environment=package_environment())
+
     def kill(self) -> None:
-        """End it at once, whatever it does."""
-        if self._popen.returncode is None:
-            self._popen.kill()
+        """End it at once, whatever it does, and all that it has started."""
+        if self._popen.returncode is None:  # so its number is not yet that of another process
+            with contextlib.suppress(OSError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
 
     async def wait(self) -> str:
         """Pass the child's log lines on until it ends; returns how it ended."""
         assert self._popen.stdin is not None
-        assert self._popen.stderr is not None
         try:
-            async with trio.lowlevel.FdStream(os.dup(self._popen.stderr.fileno())) as stream:
-                await self._pass_lines_on(stream)
-            code = await trio.to_thread.run_sync(self._popen.wait, abandon_on_cancel=True)
+            async with trio.lowlevel.FdStream(self._output) as stream, trio.open_nursery() as nursery:
+                nursery.start_soon(self._pass_lines_on, stream)
+                await self._ended_or_zombie()
+                self.kill()  # its own children may hold its stderr open
+                nursery.cancel_scope.deadline = trio.current_time() + LAST_LINES_S
+            code = self._popen.wait()
         finally:
             if self._popen.poll() is None:  # the daemon does not wait any more
-                self._popen.kill()
+                self.kill()
                 self._popen.wait()
             self._popen.stdin.close()
-            self._popen.stderr.close()
         return self._ended(code)
+
+    async def _ended_or_zombie(self) -> None:
+        try:
+            descriptor = os.pidfd_open(self._popen.pid)
+        except (AttributeError, OSError):  # not Linux, or an old one
+            while self._popen.poll() is None:  # noqa: ASYNC110  (nothing else reports it)
+                await trio.sleep(POLL_S)
+        else:
+            try:
+                await trio.lowlevel.wait_readable(descriptor)
+            finally:
+                os.close(descriptor)
 
     def ask_to_end(self) -> None:
         """Send SIGTERM."""
@@ -120,7 +183,7 @@ class ChildProcess:
             self._pass_on(rest.decode("utf-8", "replace"))
 
     def _pass_on(self, line: str) -> None:
-        level, name, text = logging.WARNING, self._module, line
+        level, name, text = logging.WARNING, self._logger, line
         fields: dict[str, Any] = {}
         if line.startswith(LOG_MARK):
             with contextlib.suppress(msgspec.DecodeError):

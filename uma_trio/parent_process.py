@@ -16,6 +16,9 @@ import msgspec
 LOG_MARK: Final = "\x1e"
 """Begins a line of the child's stderr that is a log record as JSON: ``[level, logger, message, fields]``."""
 
+LOG_VARIABLE: Final = "UMA_LOG_TO_PARENT"
+"""Set in the environment of a child that is a command of its own as well: the daemon reads its log."""
+
 
 def end_with_it() -> None:
     """Start a thread that ends this process when the parent ends, however it ends and whatever this process does then."""

@@ -324,7 +324,11 @@ class Generation:
             raise ControllerUnavailable("this daemon runs no controllers")
         prompt, name = service._prompts.start(), secrets.token_hex(16)
         starting = runtime.instantiate(
-            name, request.controller, request.controller_arg, prompt.tokens.tolist(), library.auth_of(self._principal, is_admin=False)
+            name,
+            request.controller,
+            request.controller_arg,
+            prompt.tokens.tolist(),
+            library.auth_of(self._principal, is_admin=False),
         )
         generation: int = await self._prepare(starting, began)
         await self._stream(prompt, self._sink, began, ControlledRequest(name=name, generation=generation))

@@ -46,7 +46,7 @@ class SharedMemory:
             if create:
                 unlink_memory(name)
             flags = posix_ipc.O_CREX if create else posix_ipc.O_CREAT
-            self._fd = posix_ipc.SharedMemory(name, flags, mode=MODE).fd
+            self._fd: int = posix_ipc.SharedMemory(name, flags, mode=MODE).fd
         try:
             if not self._has_size(size):
                 os.ftruncate(self._fd, size)
@@ -79,6 +79,11 @@ class SharedMemory:
                     reason = f"no room for {end - begin} bytes in {FOLDER}: {error.strerror}"
                     raise OSError(error.errno, reason) from None
             self._reserved[begin] = end
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor, until ``close``."""
+        return self._fd
 
     def lock(self) -> None:
         """Show to ``remove_stale`` that the process which made this memory lives."""

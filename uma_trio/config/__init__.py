@@ -13,6 +13,7 @@ Flags override the environment, the environment overrides the file, and the file
 from uma_trio.config.fields import (
     MB,
     SECTIONS,
+    Aici,
     Config,
     Engine,
     Http,
@@ -30,6 +31,7 @@ from uma_trio.config.values import ConfigError, Setting, settings
 __all__ = [
     "MB",
     "SECTIONS",
+    "Aici",
     "Config",
     "ConfigError",
     "Engine",

@@ -448,6 +448,62 @@ class Sessions:
 
 
 @attrs.frozen(kw_only=True)
+class Aici:
+    """Wasm controllers, which decide about every token. They run in a process of their own: the AICI runtime."""
+
+    enabled: Literal["enabled", "disabled"] = setting(
+        "enabled",
+        "Whether requests may have controllers. The runtime is started when the first request has one.",
+        name="aici",
+    )
+    executable: Path | None = setting(
+        None,
+        "Another runtime that speaks the protocol of Microsoft's aicirt at the version of docs/AICI.md. It gets the same "
+        "flags. If not given, uma-trio aicirt.",
+        name="aici_executable",
+    )
+    tokenizer: str | None = setting(
+        None,
+        "What the runtime's flag --tokenizer gets, for a runtime that does not take GGUF files.",
+        name="aici_tokenizer",
+        metavar="NAME",
+    )
+    futex: bool = setting(
+        False,
+        "Wait on futexes instead of semaphores for messages of the runtime. Linux only.",
+        name="aici_futex",
+    )
+    step_ms: int = setting(
+        150,
+        "Longest time of a controller for a callback in a step. It may take 0.2 s longer once, and then its answer ends.",
+        name="aici_step_ms",
+        ge=1,
+        le=600_000,
+    )
+    skip_ms: int = setting(
+        20,
+        "A controller that takes longer than this is left out of the step and goes on in the next one, so that it does "
+        "not delay other controllers. Only with uma-trio's own runtime. 0 never skips one.",
+        name="aici_skip_ms",
+        ge=0,
+        le=600_000,
+    )
+    init_ms: int = setting(
+        1000, "Longest time to start the controller of a request.", name="aici_init_ms", ge=1, le=600_000
+    )
+    max_memory_mb: int = setting(
+        64, "Memory that one controller may use, in MiB.", name="aici_max_memory_mb", ge=1, le=4096
+    )
+    max_forks: int = setting(
+        16,
+        "Sequences that one request may be forked into. parallel is a limit as well.",
+        name="aici_max_forks",
+        ge=1,
+        le=256,
+    )
+
+
+@attrs.frozen(kw_only=True)
 class Operations:
     """Logs, metrics and the perf log."""
 
@@ -483,6 +539,7 @@ class Config:
     scheduling: Scheduling = attrs.field(factory=Scheduling)
     sampling: Sampling = attrs.field(factory=Sampling)
     sessions: Sessions = attrs.field(factory=Sessions)
+    aici: Aici = attrs.field(factory=Aici)
     operations: Operations = attrs.field(factory=Operations)
 
 

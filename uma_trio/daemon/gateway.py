@@ -104,7 +104,7 @@ class Gateway:
         backoff_s = 0.0
         while not self._is_ending:
             began = trio.current_time()
-            self._process = ChildProcess(MODULE, self._sock, self._settings, name="gateway")
+            self._process = ChildProcess.of_module(MODULE, self._sock, self._settings, name="gateway")
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_kill_if_stopped, self._process)

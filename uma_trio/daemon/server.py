@@ -29,18 +29,20 @@ import structlog
 import trio
 
 import uma_trio
+from uma_trio.aici.link import RuntimeStart
+from uma_trio.aici.supervisor import SupervisedRuntime
 from uma_trio.config import MB, Config, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
 from uma_trio.daemon.gateway import Gateway, listening
 from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.perf_log import PerfLog, perf_log
-from uma_trio.daemon.storage import open_storage
+from uma_trio.daemon.storage import open_storage, state_dir
 from uma_trio.daemon.uploads import Uploads
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.engine.llama import open_engine
 from uma_trio.errors import TooManyConnections, UmaError
-from uma_trio.models.loaded import LoadedModel, open_model
+from uma_trio.models.loaded import EMBEDDED, LoadedModel, open_model
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Failure, Health, HealthCheck
 from uma_trio.service import ModelRegistry, ModelService
@@ -257,6 +259,23 @@ def make_launcher(config: Config, nursery: trio.Nursery) -> Launcher:
     return ThreadLauncher(nursery, open_engine)
 
 
+def make_runtime(config: Config, model: LoadedModel) -> SupervisedRuntime | None:
+    """Return the runtime of a model's controllers, as configured; ``None`` if there are to be none."""
+    if config.aici.enabled == "disabled":
+        return None
+    info = model.info
+    start = RuntimeStart(
+        config.aici,
+        config.model.model or EMBEDDED,
+        folder=state_dir(config) / "aici",
+        n_vocab=info.n_vocab,
+        n_rows=info.n_seq_max,
+        max_controller_bytes=config.limits.max_controller_bytes,
+        llama_dir=config.model.llama_dir,
+    )
+    return SupervisedRuntime(start, max_tokens=info.n_ctx)
+
+
 async def _serve_loaded(
     config: Config,
     path: Path,
@@ -267,9 +286,16 @@ async def _serve_loaded(
     task_status: trio.TaskStatus[Server],
 ) -> None:
     info = model.info
+    runtime = make_runtime(config, model)
     with perf_log(config, info) as perf, open_storage(config, model) as storage:
         service = ModelService(
-            config, model, perf=perf, journal=storage.journal, files=storage.files, states=storage.states
+            config,
+            model,
+            perf=perf,
+            journal=storage.journal,
+            files=storage.files,
+            states=storage.states,
+            runtime=runtime,
         )
         server = Server(config, ModelRegistry(service), perf, gateway)
         sock = passed or listener.bind(path, backlog=config.listen.backlog)
@@ -287,7 +313,11 @@ async def _serve_loaded(
         handler.notifier.report("READY=1", f"STATUS=serving {service.name} on {path}")
         task_status.started(server)
         try:
-            await server.run(sock)
+            async with trio.open_nursery() as nursery:
+                if runtime is not None:
+                    nursery.start_soon(runtime.run)
+                await server.run(sock)
+                nursery.cancel_scope.cancel()
         finally:
             service.keep_learned_costs()
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})

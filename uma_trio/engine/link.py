@@ -355,7 +355,9 @@ class ProcessLauncher:
         """See ``Launcher``.  Blocks for some milliseconds."""
         ours, theirs = socket.socketpair()
         with theirs:
-            link = EngineLink(ours, ChildProcess(self._module, theirs, model, name="engine", extra={"model": model}))
+            link = EngineLink(
+                ours, ChildProcess.of_module(self._module, theirs, model, name="engine", extra={"model": model})
+            )
         self._nursery.start_soon(link.run)
         return link
 

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import attrs
+import setproctitle
 
+from uma_trio import parent_process
 from uma_trio.aici.channel import Channels, Layout
 from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.interface import Limits
@@ -52,6 +54,7 @@ def serve(options: Options) -> NoReturn:
     parent = os.getppid()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # an engine ends the runtime by its process group
+    setproctitle.setproctitle(f"uma-trio aicirt: {options.tokenizer}")
     _log_to_stderr()
     if removed := remove_stale():
         log.info("removed %d names of processes that were killed", len(removed))
@@ -142,6 +145,9 @@ def _wait_for_end(parent: int) -> None:
 
 
 def _log_to_stderr() -> None:
+    if parent_process.LOG_VARIABLE in os.environ:
+        parent_process.send_log_to_it(logging.DEBUG)
+        return
     level = os.environ.get("RUST_LOG", "warn").upper()
     levels = {"TRACE": logging.DEBUG, "DEBUG": logging.DEBUG, "INFO": logging.INFO, "ERROR": logging.ERROR}
     logging.basicConfig(level=levels.get(level, logging.WARNING), format="%(levelname)s %(name)s: %(message)s")

@@ -76,8 +76,8 @@ class Constraints:
         }
 
     def prepare(self) -> None:
-        """Begin with what the first constraint needs, which takes half a second.  Does not block."""
-        self._submit(Constraint(choice=["a"]))
+        """Do what the first constraint needs, outside of the time of a controller.  Blocks for half a second once."""
+        self._submit(Constraint(choice=["a"])).result()
 
     def close(self) -> None:
         """End the threads, when what they do is done."""
@@ -186,7 +186,7 @@ def _mask(guest: Guest, live: LiveConstraint) -> int:
 
 
 def _allowed_one(guest: Guest, live: LiveConstraint) -> int:
-    words = np.frombuffer(_computed_mask(guest, live), np.uint64 if guest.n_vocab % 64 == 0 else np.uint32)
+    words = np.frombuffer(_computed_mask(guest, live), "<u4")
     found = np.flatnonzero(words)
     if len(found) != 1 or (word := int(words[found[0]])).bit_count() != 1:
         raise _Refused("more than one token is allowed" if len(found) else "no token is allowed")

@@ -1,0 +1,107 @@
+"""The runtime of controllers in a process of its own, as the scheduler sees it: it passes the contract of the fake one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from tests.support import real_daemon
+from tests.support.runtime_contract import *  # noqa: F403
+from tests.support.runtime_contract import SCRIPTS
+from tests.support.wat_controllers import MID, PRE, controller, returning
+from uma_trio.aici.link import RuntimeStart
+from uma_trio.aici.messages import Auth
+from uma_trio.aici.supervisor import SupervisedRuntime
+from uma_trio.config import Aici
+from uma_trio.models.loaded import EMBEDDED, vocabulary
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("aici"),
+    pytest.mark.skipif(real_daemon.missing() is not None, reason=str(real_daemon.missing())),
+]
+
+ADMIN = Auth("tests", is_admin=True)
+N_ROWS = 8
+
+
+def splice(backtrack: int, *tokens: int) -> str:
+    return returning({"Splice": {"backtrack": backtrack, "ff_tokens": [*tokens]}})
+
+
+def allowing_all(n_vocab: int) -> str:
+    """Instructions that allow every token."""
+    n_bytes = 4 * ((n_vocab + 31) // 32)
+    fill = f"(memory.fill (i32.const 65536) (i32.const 255) (i32.const {n_bytes}))"
+    return fill + "(call $aici_host_return_logit_bias (i32.const 65536))" + returning(MID)
+
+
+def modules(n_vocab: int) -> dict[str, bytes]:
+    """The controllers of the contract's ``SCRIPTS``, in Wasm."""
+    more: dict[str, dict[str, str]] = {
+        "everything": {},
+        "only-seven": {
+            "mid": "(i32.store (i32.const 8192) (i32.const 128))"
+            "(call $aici_host_return_logit_bias (i32.const 8192))" + returning(MID)
+        },
+        "suspends": {"pre": returning({**PRE, "suspend": True})},
+        "forks": {"pre": returning({**PRE, "num_forks": 3})},
+        "ends": {"pre": returning({**PRE, "num_forks": 0})},
+        "stops": {"post": returning({"stop": True})},
+        "appends": {"mid": splice(0, 7, 8, 9)},
+        "backtracks": {"mid": splice(2, 7, 8)},
+        "allows-the-end": {"mid": returning('"Stop"')},
+        "fails": {"mid": "unreachable"},
+        "asks-for-too-much": {"mid": splice(0, 4_000_000_000)},
+    }
+    assert more.keys() == SCRIPTS.keys()
+    everything = allowing_all(n_vocab)
+    return {
+        name: controller(**{"mid": everything, **callbacks}, memory='(memory (export "memory") 4)')
+        for name, callbacks in more.items()
+    }
+
+
+def runtime_start(folder: Path, **settings: Any) -> RuntimeStart:
+    with vocabulary(EMBEDDED) as tokenizer:
+        n_vocab = tokenizer.n_tokens
+    settings = {"step_ms": 10_000, "init_ms": 10_000, "skip_ms": 0, **settings}  # a machine may be busy with tests
+    return RuntimeStart(Aici(**settings), EMBEDDED, folder, n_vocab, N_ROWS, 16 << 20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runtimes of all tests keep modules, so that each module is compiled once."""
+    return tmp_path_factory.mktemp("runtime")
+
+
+@pytest.fixture(params=[False, True], ids=["semaphores", "futexes"])
+async def runtime(request: pytest.FixtureRequest, folder: Path, nursery: trio.Nursery) -> SupervisedRuntime:
+    start = runtime_start(folder, futex=request.param)
+    made = SupervisedRuntime(start, max_tokens=1 << 16)
+    nursery.start_soon(made.run)
+    known = {info.tag for info in await made.get_tags()}
+    for name, wasm in modules(start.n_vocab).items():
+        if name not in known:
+            module_id = (await made.make_module(wasm, ADMIN)).module_id
+            await made.set_tags(module_id, [name], ADMIN)
+    return made
+
+
+@pytest.fixture
+async def module_id(runtime: SupervisedRuntime) -> str:
+    return next(info.module_id for info in await runtime.get_tags() if info.tag == "everything")
+
+
+@pytest.fixture
+def kill(runtime: SupervisedRuntime) -> Callable[[], None]:
+    def end() -> None:
+        os.kill(runtime.snapshot()["pid"], signal.SIGKILL)
+
+    return end
