@@ -29,6 +29,7 @@ from uma_trio.serving.output import send_controller_output, send_rest
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.serving.step import InFlightStep, NewTokens, append_forced, splice
+from uma_trio.telemetry.metrics import RecentValues
 
 MAX_WAIT_S: Final = 0.002
 """A plan waits so long for an exchange.  After one that took longer, plans do not wait until one was quick again."""
@@ -92,6 +93,10 @@ class Controllers:
         """The last exchange took longer than a plan waits."""
         self._step: InFlightStep | None = None
         """The step in flight that samples controlled sequences."""
+        self._post_pre_ms, self._mid_ms = RecentValues(), RecentValues()
+        """Time from asking until the answer was there."""
+        self._skipped = 0
+        """Masks that were not there in time."""
         self._fork_that_waits: tuple[Sequence, int] | None = None
         """There was no room for it when the cache was as it is."""
         if runtime is not None:
@@ -100,6 +105,22 @@ class Controllers:
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._live or self._freed)
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Numbers for the metrics; ``None`` without a runtime."""
+        if self._runtime is None:
+            return None
+        post_pre_p50, post_pre_p99 = self._post_pre_ms.percentiles(50, 99)
+        mid_p50, mid_p99 = self._mid_ms.percentiles(50, 99)
+        return {
+            "sequences": len(self._live),
+            "post_pre_p50_ms": post_pre_p50,
+            "post_pre_p99_ms": post_pre_p99,
+            "mid_p50_ms": mid_p50,
+            "mid_p99_ms": mid_p99,
+            "skipped_total": self._skipped,
+            **self._runtime.snapshot(),
+        }
 
     # -- the life of a sequence -----------------------------------------------------------------
 
@@ -282,7 +303,7 @@ class Controllers:
             self._is_slow = self._age_s > MAX_WAIT_S
             self._take_post_pre(exchange)
 
-        self._send(exchange, take)
+        self._send(exchange, take, self._post_pre_ms)
 
     def _ask_mid(self, asked: Items[Sequence]) -> None:
         assert self._runtime is not None
@@ -302,7 +323,7 @@ class Controllers:
                     _control(sequence).asks_ahead = self._is_slow
             self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)})
 
-        self._send(exchange, take)
+        self._send(exchange, take, self._mid_ms)
 
     def _drop_masks(self) -> None:
         """Forget masks that no step has used: their clients do not read, and others go on."""
@@ -315,7 +336,12 @@ class Controllers:
         """Time since the last exchange was begun."""
         return trio.current_time() - self._sent_at
 
-    def _send(self, exchange: Exchange[PostPreResults] | Exchange[MidResults], take: Callable[[], None]) -> None:
+    def _send(
+        self,
+        exchange: Exchange[PostPreResults] | Exchange[MidResults],
+        take: Callable[[], None],
+        duration_ms: RecentValues,
+    ) -> None:
         self._pending, self._exchange, self._sent_at = True, exchange, trio.current_time()
 
         def done() -> None:
@@ -323,6 +349,7 @@ class Controllers:
             if exchange.failure:
                 self._exchange_failed(exchange.failure)
             else:
+                duration_ms.add(1e3 * self._age_s)
                 take()
             self._advance()
             if any(self._can_go_on(sequence) for sequence in self._live.values()):
@@ -408,6 +435,7 @@ class Controllers:
             control = _control(sequence)
             if found.skipped is True:
                 control.phase = Phase.READY
+                self._skipped += 1
                 missing.append(rows[id])
             elif found.result is None:
                 control.phase, control.mask_row = Phase.ANSWERED, rows[id]
