@@ -64,10 +64,9 @@ async def _served_a_little(harness: Serving, client: Client) -> dict[str, Any]:
         await client.cancel("b")
     found: dict[str, Any] = json.loads(json.dumps(harness.server.snapshot()))
     found["gateway"] = {"pid": 1, "restarts_total": 0, "rss_bytes": 1000, "cpu_s": 1.5}
-    found["controllers"] = {
-        **{f"{name}_{level}_ms": 1.5 for name in ("post_pre", "mid") for level in ("p50", "p99")},
-        **{"sequences": 2, "skipped_total": 1, "pid": 2, "restarts_total": 1, "rss_bytes": 1000, "cpu_s": 1.5},
-    }
+    times = [f"{name}_{level}_ms" for name in ("post_pre", "mid") for level in ("p50", "p99")]
+    found["controllers"] = dict.fromkeys(times, 1.5) | {"sequences": 2, "skipped_total": 1}
+    found["controllers"] |= {"pid": 2, "restarts_total": 1, "rss_bytes": 1000, "cpu_s": 1.5}
     found["engine"] |= {"rss_bytes": 1000, "cpu_s": 1.5}  # as an engine process says
     return found
 
