@@ -73,11 +73,14 @@ CHECKPOINT_BYTES = 64
 
 
 class SequenceContent:
-    """The content of a sequence: its tokens, and for each length a digest of the tokens so far."""
+    """The content of a sequence: its tokens, their cells, and for each length a digest of the tokens so far."""
 
-    def __init__(self, tokens: Iterable[int] = (), digests: Iterable[int] = (17,)) -> None:
+    def __init__(
+        self, tokens: Iterable[int] = (), digests: Iterable[int] = (17,), cells: Iterable[object] = ()
+    ) -> None:
         self._tokens = list(tokens)
         self._digests = list(digests)
+        self._cells = list(cells)
 
     @property
     def length(self) -> int:
@@ -87,12 +90,18 @@ class SequenceContent:
     def tokens(self) -> list[int]:
         return self._tokens
 
+    @property
+    def cells(self) -> list[object]:
+        """Copies of a sequence share its cells."""
+        return self._cells
+
     def read(self, tokens: Iterable[int]) -> None:
         digest = self._digests[-1]
         for token in tokens:
             digest = (digest * 31 + int(token) + 7) % 99991
             self._tokens.append(int(token))
             self._digests.append(digest)
+            self._cells.append(object())
 
     def digest(self, length: int) -> int:
         """The digest of the first ``length`` tokens."""
@@ -103,7 +112,7 @@ class SequenceContent:
         return self._tokens[length - n : length]
 
     def beginning(self, length: int) -> SequenceContent:
-        return SequenceContent(self._tokens[:length], self._digests[: length + 1])
+        return SequenceContent(self._tokens[:length], self._digests[: length + 1], self._cells[:length])
 
     def next_token(self, length: int, sample: SampleRequest, repeats: int = 0) -> int:
         """The most likely token behind the first ``length`` tokens; EOG only as a repetition."""
@@ -317,7 +326,7 @@ class FakeEngine:
             )
             for each in call:
                 sampled += self._compute(each)
-            if sum(held.length for held in self._cache.values()) > self.info.n_ctx:
+            if sum(self.used_cells().values()) > self.info.n_ctx < self.distinct_cells():
                 raise EngineError("no room in the KV cache")
             decodes = sum(len(each.samples) for each in call if len(each.samples) == len(each.tokens))
             self.cost_of_last_ms += self.cost_ms(sum(lengths) - decodes, decodes)
@@ -506,6 +515,11 @@ class FakeEngine:
 
     def used_cells(self) -> dict[int, int]:
         return {seq_id: held.length for seq_id, held in self._cache.items() if held.length}
+
+    def distinct_cells(self) -> int:
+        """Cells that hold a token; in a unified cache, copies share them."""
+        cells = list(chain.from_iterable(held.cells for held in self._cache.values()))
+        return len(set(cells)) if self.info.unified else len(cells)
 
     def reset(self) -> None:
         self._cache.clear()

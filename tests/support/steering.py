@@ -101,10 +101,12 @@ class Steering:
         request = Generate(id=fields.pop("id", "plain"), prompt="", max_tokens=n, **fields)
         return self.scheduler.submit(request, Prompt(np.asarray(prompt, np.int32), ""), client, Principal("uid:0"))[0]
 
-    async def done(self, sequences: Any) -> None:
+    async def done(self, *requests: Any) -> None:
+        """Wait for the ends of all sequences of ``requests``, also of those that fork meanwhile."""
         with trio.fail_after(1000):
-            for sequence in sequences:
-                await sequence.done.wait()
+            for sequences in requests:
+                for sequence in sequences:
+                    await sequence.done.wait()
 
     async def clean(self) -> None:
         """Wait until nothing runs, and check that nothing is left."""
@@ -115,6 +117,7 @@ class Steering:
         assert self.engine.used_cells() == self.scheduler.cache.held()
         assert self.scheduler.cache.statistics().cells_reserved == 0
         assert not self.runtime.live, "the runtime still has sequences that have ended"
+        assert not self.runtime.waiting, "the runtime still has controllers of requests that have ended"
 
 
 @contextlib.asynccontextmanager

@@ -122,6 +122,10 @@ class KvCache:
         """Increases whenever a request for which ``allocate`` returned ``None`` should try again."""
         return self._pool.changes
 
+    def try_again(self) -> None:
+        """Have requests that found no room try again."""
+        self._pool.changes += 1
+
     @property
     def evicted_total(self) -> int:
         """Idle sequences that were removed to make room."""

@@ -76,11 +76,7 @@ class Control:
         """Whether the next step may sample its next token."""
         return self.is_permitted and self.phase in (Phase.READY, Phase.ANSWERED)
 
-    def clear_mask(self) -> None:
-        """Forget what the controller said about the next token."""
-        self.mask_row = self.splice = None
-
     def set_report(self, tokens: Items[int], backtrack: int = 0) -> None:
         """The controller has to hear of ``tokens``; ``backtrack`` as in ``PostOp``."""
         self.report, self.phase = PostOp(self.id, list(tokens), backtrack), Phase.REPORT
-        self.clear_mask()
+        self.mask_row, self.splice, self.is_permitted = None, None, False

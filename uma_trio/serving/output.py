@@ -78,7 +78,7 @@ def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReas
     assert isinstance(sequence.assembler, TextAssembler)
     if new.n_removed:
         removed = "".join(sequence.texts[new.n_before :])
-        del sequence.texts[new.n_before :]
+        del sequence.texts[new.n_before :], sequence.logprobs[new.n_before :]
         sequence.assembler = assembler_after(sequence.tokens[: new.n_before], token_to_bytes)
         if request.stream:
             sequence.sink.send(Backtrack(id=request.id, index=sequence.index, tokens=new.n_removed, text=removed))
@@ -90,8 +90,7 @@ def _send_controlled(new: NewTokens, token_to_bytes: TokenToBytes) -> FinishReas
         score = new.scores[n] if new.scores else None
         logprobs = None if score is None else _logprobs(token, score, token_to_bytes)
         if not request.stream:
-            if logprobs is not None:
-                sequence.logprobs.append(logprobs)
+            sequence.logprobs.append(logprobs)
         elif new.by_controller:
             sequence.sink.send(Token(id=request.id, text=text, token_id=token, index=sequence.index, forced=True))
         else:

@@ -48,8 +48,7 @@ class RunningSet:
         self._offloader = offloader
         self._telemetry = telemetry
         self._sequences: dict[Allocation, Sequence] = {}
-        self.keeps_room = False
-        """A sequence waits for room to fork, and gets all that becomes free."""
+        self._keeps_room = False
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -66,7 +65,7 @@ class RunningSet:
 
     def allocate(self, sequence: Sequence) -> bool:
         """Reserve all the cells that ``sequence`` can need, if there are as many."""
-        if self.keeps_room:
+        if self._keeps_room:
             return False
         placement = self.cache.allocate(
             sequence.prompt.tokens,
@@ -89,18 +88,26 @@ class RunningSet:
             self._offloader.swap_in(allocation, placement.saved)
         return True
 
-    def fork(self, sequence: Sequence, forks: Items[Sequence]) -> bool:
-        """Give copies of what ``sequence`` has computed to ``forks``, if there is room for all of them."""
+    def keep_room(self, *, for_forks: bool) -> None:
+        """Whether all room that becomes free is kept for forks, so that no request in the queue gets it."""
+        if self._keeps_room and not for_forks:
+            self.cache.try_again()
+        self._keeps_room = for_forks
+
+    def allocate_forks(self, sequence: Sequence, n: int) -> list[Allocation] | None:
+        """Copy what ``sequence`` has computed for ``n`` forks, if there is room for all of them."""
         assert sequence.allocation is not None
-        allocations = self.cache.fork(sequence.allocation, len(forks), sequence.max_cells)
+        allocations = self.cache.fork(sequence.allocation, n, sequence.max_cells)
         if allocations is None:
-            self._offloader.look()
-            return False
+            self._offloader.look()  # something may have to be saved to make room
+        return allocations
+
+    def begin_forks(self, forks: Items[Sequence], allocations: Items[Allocation]) -> None:
+        """Let ``forks`` run, in the places that were allocated for them."""
         for fork, allocation in zip(forks, allocations, strict=True):
             fork.allocation = allocation
             self._sequences[allocation] = fork
             fork.go_on()
-        return True
 
     def why_no_fork(self, sequence: Sequence, n: int) -> str | None:
         """Why there can never be room for ``n`` forks of ``sequence``; ``None``: there can."""
@@ -134,13 +141,16 @@ class RunningSet:
             sequence = self._sequences[allocation]
             if sequence.state is State.FINISHED:
                 continue
-            if not sequence.sink.has_room:
-                if sequence not in in_flight:  # its next token was not held up yet
-                    sequence.paused = True
+            has_room = sequence.sink.has_room
+            if not has_room and sequence not in in_flight:  # its next token was not held up yet
+                sequence.paused = True
+            if sequence.control is not None:
+                if not self._is_ready(sequence):
+                    continue
+            elif not has_room:
                 stalled.append(allocation.seq_id)
-            elif sequence.control is not None and not self._is_ready(sequence):
                 continue
-            elif sequence.state is State.DECODE:
+            if sequence.state is State.DECODE:
                 decodes.append(sequence)
             elif not sequence.is_blocked:
                 prefills.append(sequence)

@@ -153,12 +153,35 @@ class Scheduler:
             QueueFull, KvFull, TooManyRequests: too many wait already.
             ShuttingDown, ModelUnavailable: the scheduler accepts no requests.
         """
+        durable = durable and self.offloader.saves
+        try:
+            sequences = self._enter(request, prompt, sink, principal, grammar, controlled, durable=durable)
+        except UmaError:
+            if controlled is not None:
+                self._controllers.abandon(controlled)
+            raise
+        if request.echo or request.return_full_text:
+            for sequence in sequences:
+                send_prompt(sequence)
+        self.wake()
+        return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
+
+    def _enter(
+        self,
+        request: Generate,
+        prompt: Prompt,
+        sink: EventSink,
+        principal: Principal,
+        grammar: Grammar | None,
+        controlled: ControlledRequest | None,
+        *,
+        durable: bool,
+    ) -> list[Sequence]:
         if self._refusal is not None:
             raise self._refusal
         self._check_limit(principal, request.n)
         if controlled is not None:
             self._controllers.check(controlled)
-        durable = durable and self.offloader.saves
         sequences = admit(request, prompt, sink, principal, self.info, self._config, grammar=grammar, durable=durable)
         self._planner.arrived(principal)
         try:
@@ -166,11 +189,7 @@ class Scheduler:
         except (QueueFull, KvFull):
             self.wake()  # some of the answers may have had a place
             raise
-        if request.echo or request.return_full_text:
-            for sequence in sequences:
-                send_prompt(sequence)
-        self.wake()
-        return sequences if controlled is None else self._controllers.add(sequences[0], controlled)
+        return sequences
 
     def embed(self, request: Embed, texts: Items[TokenIds], sink: EventSink, principal: Principal) -> PendingEmbeddings:
         """Accept a request for embeddings of ``texts``.  ``pending.done`` is set after its last event.
@@ -283,7 +302,6 @@ class Scheduler:
             ),
             "kv_offload": self.offloader.snapshot(),
             "embeddings": self._embeddings.snapshot(),
-            "controllers": self._controllers.snapshot(),
             "engine": self._engine.snapshot(),
         }
 
@@ -342,10 +360,12 @@ class Scheduler:
             await self._wait_for_work()
 
     async def _steer(self, completed: list[CompletedStep]) -> None:
-        """Tell controllers of ``completed``, and wait a moment for what they say about the next step."""
-        while completed:
-            each = completed.pop(0)
-            self._deliver(each)
+        """Tell controllers what ``completed`` sampled, and wait a moment for what they say about the next step.
+
+        Clients without a controller get their tokens later, as always.
+        """
+        for each in completed:
+            self._deliver_tokens(each, controlled=True)
             self._controllers.step_completed(each.step)
         if not self._in_flight:
             await self._controllers.settle()
@@ -375,6 +395,7 @@ class Scheduler:
         if failure is None:
             return completed
         for each in completed:  # what was computed before the failure does not wait for the restart
+            self._deliver_tokens(each, controlled=True)
             self._deliver(each)
         await self._recover(failure)
         return []
@@ -450,7 +471,13 @@ class Scheduler:
             for sequence, row in completed.step.rows.items():
                 if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
                     send_progress(sequence, row.end)
+        self._deliver_tokens(completed, controlled=False)
+
+    def _deliver_tokens(self, completed: CompletedStep, *, controlled: bool) -> None:
+        """Send the new tokens of sequences with a controller, or of all others."""
         for new in completed.new_tokens:
+            if (new.sequence.control is not None) is not controlled:
+                continue
             if new.sequence.state is not State.FINISHED:  # cancelled by what another sequence's delivery set off
                 self.deliver(new, completed.at)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
@@ -114,8 +115,8 @@ class Sequence:
     """Tokens of the answer that were forced."""
     texts: list[str] = attrs.field(factory=list)
     """Text that was not streamed."""
-    logprobs: list[Logprobs] = attrs.field(factory=list)
-    """Log-probabilities that were not streamed."""
+    logprobs: list[Logprobs | None] = attrs.field(factory=list)
+    """Log-probabilities that were not streamed.  With a controller one for each token, ``None`` if there is none."""
     reasoning_texts: list[str] = attrs.field(factory=list)
     """Reasoning that was not streamed."""
     assembler: TextAssembler | RegionAssembler = attrs.field(
@@ -298,7 +299,7 @@ class Sequence:
             priority=self.priority,
             arrived_at=now,
             admitted_at=now,
-            due_at=self.due_at,
+            due_at=now + self.target_itl_s,
             target_itl_s=self.target_itl_s,
             durable=False,
             index=index,
@@ -306,6 +307,7 @@ class Sequence:
             tokens=list(self.tokens),
             texts=list(self.texts),
             logprobs=list(self.logprobs),
+            assembler=copy.deepcopy(self.assembler),
         )
 
     def cut_at_stop(self, n: int, token_to_bytes: Callable[[int], bytes]) -> None:
@@ -397,7 +399,9 @@ class Sequence:
             text=None if self.request.stream else "".join(self.texts),
             reasoning="".join(self.reasoning_texts) or None,
             tool_calls=calls,
-            logprobs=None if self.request.stream or self.request.logprobs is None else self.logprobs,
+            logprobs=None
+            if self.request.stream or self.request.logprobs is None
+            else [each for each in self.logprobs if each is not None],
             constraint_complete=None if self.sampling.grammar is None else self._has_ended_itself,
             stop=self.assembler.matched,
             seed=None if params.greedy else params.seed,

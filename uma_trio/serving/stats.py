@@ -103,7 +103,7 @@ class Stats:
         telemetry.logits_rows_total += len(output.tokens)
         telemetry.logits_copied_total += output.copied_rows
         telemetry.forced_tokens_total += forced
-        telemetry.late_masks_total += sum([not new.tokens and new.reason is None for new in completed.new_tokens])
+        telemetry.late_masks_total += sum([new.is_late for new in completed.new_tokens])
         if output.mask_wait_ms is not None:
             telemetry.mask_wait_ms.add(output.mask_wait_ms)
         telemetry.draft_tokens_total += drafted
@@ -147,13 +147,14 @@ class Stats:
         sequence, telemetry = new.sequence, self.telemetry
         counts = telemetry.principals.of(sequence.principal.name)
         counts.tokens_total += len(new.tokens)
+        is_first = sequence.first_token_at is None and not new.n_before  # a fork begins with tokens that it has not got
         gap_ms = sequence.record_token_time(at, paused=new.paused)
         if gap_ms is not None:
             telemetry.inter_token_ms.add(gap_ms)
             telemetry.histograms.inter_token_ms.add(gap_ms)
             if self._perf is not None:
                 sequence.gaps_ms.append(gap_ms)
-        elif not new.n_before:
+        elif is_first:
             assert sequence.admitted_at is not None
             ttft_ms = 1e3 * (at - sequence.arrived_at)
             telemetry.ttft_ms.add(ttft_ms)

@@ -128,7 +128,7 @@ class InFlightStep:
 
 @attrs.define(eq=False)
 class NewTokens:
-    """Tokens that a step sampled for one sequence, on their way to its client.  Empty if its mask was late."""
+    """Tokens that a sequence got in a step, on their way to its client.  Empty if its mask was late."""
 
     sequence: Sequence
     tokens: Items[int]
@@ -147,6 +147,11 @@ class NewTokens:
     """The sequence's controller chose the tokens."""
     n_removed: int = 0
     """Tokens that the controller removed before these ones; ``n_before`` does not count them."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the mask was late."""
+        return not self.tokens and not self.n_removed and self.reason is None
 
 
 @attrs.frozen

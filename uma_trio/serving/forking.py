@@ -1,0 +1,111 @@
+"""Forks of controlled sequences: which one is next, and whether it waits for room.
+
+Forks reserve cells for all that they may generate, like requests.  The first sequence that finds no room gets all that
+becomes free, before requests that wait in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from uma_trio.errors import ControllerFailed, KvFull, UmaError
+from uma_trio.protocol.controllers import Fork
+from uma_trio.serving.control import Phase
+from uma_trio.serving.controlled import ControlledSequences, control_of, have_room, is_prefilled
+from uma_trio.serving.queue import RunningSet
+from uma_trio.serving.sequence import Sequence
+
+
+class ForkRefused(Exception):
+    """A sequence cannot be forked.
+
+    Attributes:
+        error: ends it.
+    """
+
+    def __init__(self, sequence: Sequence, error: UmaError) -> None:
+        super().__init__(str(error))
+        self.sequence = sequence
+        self.error = error
+
+
+class Forking:
+    """Forks the sequences of ``controlled`` that are in phase FORK."""
+
+    def __init__(self, controlled: ControlledSequences, running: RunningSet) -> None:
+        self._controlled = controlled
+        self._running = running
+        self._found_no_room: tuple[Sequence, int] | None = None
+        """The sequence that is next, and changes of the cache when it found no room."""
+
+    def is_possible(self) -> bool:
+        """Whether ``next_group`` would try, or refuse, to fork a sequence."""
+        sequence = self._next()
+        return sequence is not None and (not self._waits(sequence) or self._waits_for_nobody(sequence))
+
+    def next_group(self) -> list[Sequence]:
+        """Fork the sequence that is next.
+
+        Returns:
+            The sequence and its forks; nothing, if there is no such sequence, or it waits for room.
+
+        Raises:
+            ForkRefused: there will be no room for its forks.
+        """
+        sequence = self._next()
+        if sequence is None:
+            self._keep_room(None)  # its client does not read
+            return []
+        n = control_of(sequence).n_forks - 1
+        if (impossible := self._running.why_no_fork(sequence, n)) is not None:
+            raise ForkRefused(
+                sequence, ControllerFailed(f"the controller forks an answer into {n + 1}, but {impossible}")
+            )
+        if not self._waits(sequence):
+            allocations = self._running.allocate_forks(sequence, n)
+            if allocations is not None:
+                self._keep_room(None)
+                forks = self._controlled.fork(sequence, n)
+                self._running.begin_forks(forks, allocations)
+                _announce(sequence, forks)
+                return [sequence, *forks]
+            self._keep_room(sequence)
+        if self._waits_for_nobody(sequence):
+            raise ForkRefused(sequence, KvFull(f"there is no room for {n} forks, and all others wait for room as well"))
+        return []
+
+    def _next(self) -> Sequence | None:
+        return next((each for each in self._ready() if is_prefilled(each)), None)
+
+    def _ready(self) -> list[Sequence]:
+        return have_room(self._controlled.in_phase(Phase.FORK))
+
+    def give_up(self, sequence: Sequence) -> None:
+        """``sequence`` has ended, or no longer wants to fork."""
+        if self._found_no_room is not None and self._found_no_room[0] is sequence:
+            self._keep_room(None)
+
+    def _keep_room(self, sequence: Sequence | None) -> None:
+        """All room that becomes free is for the forks of ``sequence``; ``None``: for requests that wait."""
+        self._found_no_room = None if sequence is None else (sequence, self._running.cache.changes)
+        self._running.keep_room(for_forks=sequence is not None)
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` has found no room, and nothing has changed in the KV cache."""
+        return self._found_no_room == (sequence, self._running.cache.changes)
+
+    def _waits_for_nobody(self, sequence: Sequence) -> bool:
+        """Whether all others that run wait for room like ``sequence``, or for those that do."""
+        if self._running.cache.offload.blocks_requests:
+            return False
+        wanting = self._ready()
+        stuck = {control_of(each).request for each in wanting}
+        waiting = {*wanting, *[x for x in self._controlled.in_phase(Phase.SUSPENDED) if control_of(x).request in stuck]}
+        return all(other in waiting for other in self._running)
+
+
+def _announce(parent: Sequence, forks: Items[Sequence]) -> None:
+    assert parent.index is not None
+    for fork in forks:
+        assert fork.index is not None
+        fork.sink.send(Fork(id=fork.request.id, index=fork.index, parent=parent.index))
