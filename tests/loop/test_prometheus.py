@@ -64,6 +64,9 @@ async def _served_a_little(harness: Serving, client: Client) -> dict[str, Any]:
         await client.cancel("b")
     found: dict[str, Any] = json.loads(json.dumps(harness.server.snapshot()))
     found["gateway"] = {"pid": 1, "restarts_total": 0, "rss_bytes": 1000, "cpu_s": 1.5}
+    times = [f"{name}_{level}_ms" for name in ("post_pre", "mid") for level in ("p50", "p99")]
+    found["controllers"] = dict.fromkeys(times, 1.5) | {"sequences": 2, "skipped_total": 1}
+    found["controllers"] |= {"pid": 2, "restarts_total": 1, "rss_bytes": 1000, "cpu_s": 1.5}
     found["engine"] |= {"rss_bytes": 1000, "cpu_s": 1.5}  # as an engine process says
     return found
 
@@ -89,6 +92,8 @@ async def test_the_numbers_are_those_of_the_snapshot_in_seconds_and_bytes(snapsh
     assert value(found, "uma_requests_total", reason="cancelled") == 1
     assert value(found, "uma_errors_total", code="E_CONSTRAINT_INVALID") == 1
     assert value(found, "uma_constraints_refused_total") == 1
+    assert value(found, "uma_controllers_sequences", **model) == 2
+    assert value(found, "uma_controllers_restarts_total", **model) == 1
     assert value(found, "uma_principal_tokens_total", principal="alice") == 15
     assert value(found, "uma_kv_used_bytes") == snapshot["kv"]["bytes_used"]
     ttft = snapshot["histograms"]["ttft_ms"]

@@ -197,6 +197,9 @@ class FakeRuntime:
         await trio.sleep(self._restart_ms / 1e3)
         self.start()
 
+    def snapshot(self) -> dict[str, Any]:
+        return {"pid": None, "restarts_total": max(0, self.generation - 1)}
+
     # -- main channel --------------------------------------------------------------------------
 
     def post_pre(self, post: Sequence[PostOp], pre: Sequence[PreOp], freed: Sequence[int]) -> Exchange[PostPreResults]:

@@ -254,7 +254,7 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 
 async def test_death_fails_what_is_pending_and_the_next_runtime_is_new(runtime, kill):
     [old] = await start(runtime, "everything")
-    generation, masks = runtime.generation, runtime.masks
+    generation, masks, restarts = runtime.generation, runtime.masks, runtime.snapshot()["restarts_total"]
     changes: list[bool] = []
     runtime.on_change = lambda: changes.append(runtime.is_usable)
     exchange = runtime.mid([MidOp(old)])
@@ -269,6 +269,7 @@ async def test_death_fails_what_is_pending_and_the_next_runtime_is_new(runtime, 
         assert lost.failure
     await wait_for(lambda: runtime.is_usable)
     assert runtime.generation > generation
+    assert runtime.snapshot()["restarts_total"] == restarts + 1
     assert runtime.masks is not masks
     assert changes[-1]
     found = await answer_of(runtime.mid([MidOp(old)]))

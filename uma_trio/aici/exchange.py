@@ -152,6 +152,9 @@ class ControllerRuntime(Protocol):
     async def get_tags(self, auth: Auth | None = None) -> list[TagInfo]:
         """All names of modules; raises as ``instantiate``."""
 
+    def snapshot(self) -> dict[str, Any]:
+        """Numbers for the metrics: the process and its restarts."""
+
 
 # -- what is in an answer -------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ GROUPS: Final = {
     "Memory": ("kv", "kv_offload", "embeddings", "send_queue_bytes"),
     "Engine": ("engine",),
     "Gateway": ("gateway",),
+    "Controllers": ("controllers",),
     "Constraints": ("constraints",),
     "Sessions": ("sessions",),
     "Principals": ("principals",),

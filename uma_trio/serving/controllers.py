@@ -30,6 +30,7 @@ from uma_trio.serving.output import send_controller_output, send_rest
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.serving.step import InFlightStep, NewTokens, append_forced, splice
+from uma_trio.telemetry.metrics import RecentValues
 
 MAX_WAIT_S: Final = 0.002
 """A plan waits so long for an exchange.  After one that took longer, plans do not wait until one was quick again."""
@@ -91,12 +92,32 @@ class Controllers:
         """The last exchange took longer than a plan waits."""
         self._step: InFlightStep | None = None
         """The step in flight that samples controlled sequences."""
+        self._post_pre_ms, self._mid_ms = RecentValues(), RecentValues()
+        """Time from asking until the answer was there."""
+        self._skipped = 0
+        """Masks that were not there in time."""
         if runtime is not None:
             runtime.on_change = self._runtime_changed
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._controlled or self._freed or self._abandoned)
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """Numbers for the metrics; ``None`` without a runtime."""
+        if self._runtime is None:
+            return None
+        post_pre_p50, post_pre_p99 = self._post_pre_ms.percentiles(50, 99)
+        mid_p50, mid_p99 = self._mid_ms.percentiles(50, 99)
+        return {
+            "sequences": len(self._controlled),
+            "post_pre_p50_ms": post_pre_p50,
+            "post_pre_p99_ms": post_pre_p99,
+            "mid_p50_ms": mid_p50,
+            "mid_p99_ms": mid_p99,
+            "skipped_total": self._skipped,
+            **self._runtime.snapshot(),
+        }
 
     # -- the life of a sequence -----------------------------------------------------------------
 
@@ -296,7 +317,7 @@ class Controllers:
             self._is_slow = self._age_s > MAX_WAIT_S
             self._take_post_pre(exchange)
 
-        self._send(exchange, take)
+        self._send(exchange, take, self._post_pre_ms)
 
     def _ask_mid(self, asked: Items[Sequence]) -> None:
         assert self._runtime is not None
@@ -315,14 +336,19 @@ class Controllers:
                     control_of(sequence).asks_ahead = self._is_slow
             self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)})
 
-        self._send(exchange, take)
+        self._send(exchange, take, self._mid_ms)
 
     @property
     def _age_s(self) -> float:
         """Time since the last exchange was begun."""
         return trio.current_time() - self._sent_at
 
-    def _send(self, exchange: Exchange[PostPreResults] | Exchange[MidResults], take: Callable[[], None]) -> None:
+    def _send(
+        self,
+        exchange: Exchange[PostPreResults] | Exchange[MidResults],
+        take: Callable[[], None],
+        duration_ms: RecentValues,
+    ) -> None:
         self._exchange, self._sent_at = exchange, trio.current_time()
 
         def done() -> None:
@@ -331,6 +357,7 @@ class Controllers:
                 has_begun = [each for each in self._controlled if control_of(each).phase is not Phase.NEW]
                 self._end_lost(has_begun, exchange.failure)
             else:
+                duration_ms.add(1e3 * self._age_s)
                 take()
             self._advance()
             if self._can_go_on:
@@ -416,6 +443,7 @@ class Controllers:
             control = control_of(sequence)
             if found.skipped is True:
                 control.phase = Phase.READY
+                self._skipped += 1
             elif found.result is None:
                 control.phase, control.mask_row = Phase.ANSWERED, rows[id]
             else:

@@ -302,6 +302,7 @@ class Scheduler:
             ),
             "kv_offload": self.offloader.snapshot(),
             "embeddings": self._embeddings.snapshot(),
+            "controllers": self._controllers.snapshot(),
             "engine": self._engine.snapshot(),
         }
 

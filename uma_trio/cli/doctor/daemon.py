@@ -100,6 +100,8 @@ def _daemon(path: Path, settings: Config) -> Iterator[Finding]:
     yield from _served(path)
     if answer.get("gateway"):
         yield _gateway(answer["gateway"])
+    if answer.get("controllers"):
+        yield _controllers(answer["controllers"])
     if "engine" in answer:
         yield _engine(answer["engine"])
 
@@ -131,6 +133,19 @@ def _gateway(gateway: dict[str, Any]) -> Finding:
     return Finding(
         "gateway", "warning", f"{message}, which was restarted {times}", "read the reasons in the daemon's log"
     )
+
+
+def _controllers(controllers: dict[str, Any]) -> Finding:
+    """Report the runtime of controllers from a metrics snapshot."""
+    restarts = controllers["restarts_total"]
+    running = controllers["pid"] is not None
+    message = f"they run in process {controllers['pid']}" if running else "no request has needed them yet"
+    if not restarts:
+        return Finding("controllers", "ok", message)
+    message = message if running else "they do not run"
+    times = "once" if restarts == 1 else f"{restarts} times"
+    fix = "read the reasons in the daemon's log"
+    return Finding("controllers", "warning", f"{message}; their runtime has ended {times}", fix)
 
 
 def _engine(engine: dict[str, Any]) -> Finding:

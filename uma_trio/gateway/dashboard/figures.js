@@ -134,7 +134,7 @@ export class Figures {
     pill.title = wrong.map((check) => `${check.name}: ${check.reason}`).join("\n");
     const restarts = (part) => (part == null ? "none" : counted(part.restarts_total ?? 0, "restart"));
     const tone = (part) => ((part?.restarts_total ?? 0) > 0 ? "bad" : "");
-    const parts = ["engine", "gateway"].map((name) => [name, [restarts(metrics[name]), tone(metrics[name])]]);
+    const parts = ["engine", "gateway", "controllers"].map((name) => [name, [restarts(metrics[name]), tone(metrics[name])]]);
     setRows(byId("restarts"), parts);
     setRows(byId("checks"), checks.map((check) => [check.name, [check.reason, check.ok ? "wrap" : "wrap bad"]]));
     const codes = new Map();
