@@ -152,16 +152,20 @@ class LlamaServer:
 
     def _request(self, question: Question) -> bytes:
         assert question.raw, "only raw prompts"
-        body = json.dumps(
-            {
-                "prompt": question.text,
-                "n_predict": question.max_tokens,
-                "ignore_eos": question.ignore_eos,
-                "temperature": 0.0,
-                "cache_prompt": self.cache_prompt,
-                "stream": True,
-            }
-        ).encode()
+        fields = {
+            "prompt": question.text,
+            "n_predict": question.max_tokens,
+            "ignore_eos": question.ignore_eos,
+            "temperature": question.temperature,
+            "seed": question.seed,
+            "cache_prompt": self.cache_prompt,
+            "stream": True,
+        }
+        if question.temperature > 0:
+            fields["samplers"] = ["temperature"]  # and no cut of the distribution, which is our default
+        if question.json_schema is not None:
+            fields["json_schema"] = question.json_schema
+        body = json.dumps(fields).encode()
         head = (
             f"POST /completion HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"

@@ -125,6 +125,8 @@ class _DaemonConnection:
         asked: dict[str, Any] = (
             {"prompt": question.text} if question.raw else {"messages": [{"role": "user", "content": question.text}]}
         )
+        if question.json_schema is not None:
+            asked["constraint"] = {"json_schema": question.json_schema}
         return {
             **asked,
             "max_tokens": question.max_tokens,

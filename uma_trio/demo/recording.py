@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import attrs
 import numpy as np
@@ -27,6 +28,8 @@ class Question:
     """Generate exactly ``max_tokens``."""
     temperature: float = 0.0
     seed: int = 0
+    json_schema: dict[str, Any] | None = attrs.field(default=None, hash=False)
+    """Constrain the answer."""
 
 
 @attrs.frozen(kw_only=True)
