@@ -44,7 +44,7 @@ def places() -> Decorator:
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed((
             click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=EMBEDDED, show_default=False, help="GGUF file to serve.  [default: the embedded model]"),
-            click.option("--threads", type=click.IntRange(1), help="Compute threads of every server.  [default: all physical cores but one]"),
+            click.option("--threads", envvar="UMA_THREADS", type=click.IntRange(1), help="Compute threads of every server.  [default: all physical cores but one]"),
             click.option("--pin", "pin_text", default="auto", help=PIN_HELP),
         )):  # fmt: skip
             function = option(function)

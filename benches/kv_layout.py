@@ -71,7 +71,9 @@ class Bench:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=True, help="GGUF file.")
-@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Compute threads.")
+@click.option(
+    "--threads", envvar="UMA_THREADS", type=click.IntRange(1), default=1, show_default=True, help="Compute threads."
+)
 @click.option(
     "--repeat",
     type=click.IntRange(1),

@@ -45,7 +45,9 @@ class TimingCache:
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Starts.")
 @click.option("--parallel", type=click.IntRange(1, 256), default=8, help="Sequences.")
 @click.option("--ctx", type=click.IntRange(0), default=0, help="KV cache in tokens; 0: as serve.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="Compute threads; 0: as serve.")
+@click.option(
+    "--threads", envvar="UMA_THREADS", type=click.IntRange(0), default=0, help="Compute threads; 0: as serve."
+)
 @click.option("--type-v", type=click.Choice(["f16", "q8_0", "q4_0"]), default="f16", help="Type of the V cache.")
 @click.option("--gpu-layers", type=click.IntRange(-1), default=-1, help="Layers on the GPU, if there is one; -1: all.")
 @click.option(

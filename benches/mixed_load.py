@@ -266,7 +266,10 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
 @click.option("--seed", type=int, default=0, help="Seed of the words.")
 @click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="GGUF file to serve.  [default: the embedded model]")  # fmt: skip
 @click.option(
-    "--threads", type=click.IntRange(1), help="Compute threads of the servers.  [default: all physical cores but one]"
+    "--threads",
+    envvar="UMA_THREADS",
+    type=click.IntRange(1),
+    help="Compute threads of the servers.  [default: all physical cores but one]",
 )
 @click.option("--pin", "pin_text", default="auto", help=PIN_HELP)  # fmt: skip
 @click.option("--socket", type=click.Path(), help="Socket of a running daemon.  [default: start one]")

@@ -213,7 +213,7 @@ def _times(ours: float | None, theirs: float | None) -> str:
 @click.option("--prompt-words", type=click.IntRange(1), default=64, help="Words of each prompt.")
 @click.option("--seed", type=int, default=0, help="Seed of the words.")
 @click.option("--model", "models", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path), default=[EMBEDDED], show_default=False, help="GGUF file to serve; repeatable.  [default: the embedded model]")  # fmt: skip
-@click.option("--threads", type=click.IntRange(1), help="Compute threads of every program.  [default: all physical cores but one]")  # fmt: skip
+@click.option("--threads", envvar="UMA_THREADS", type=click.IntRange(1), help="Compute threads of every program.  [default: all physical cores but one]")  # fmt: skip
 @click.option("--pin", "pin_text", default="auto", help=PIN_HELP)  # fmt: skip
 @click.option(
     "--protocol", "protocols", multiple=True, type=click.Choice(["json", "cbor", "http"]), default=["json"],

@@ -4,9 +4,11 @@
 - Caches and states go to a folder of this run, so no test sees the user's files or those of an earlier run.
 - Hundreds of child processes start: where Python must not write bytecode next to the source, it goes to that folder too.
 - Daemons choose the layout of their KV cache by rule; a measured choice would depend on the load of the machine.
-- Tests run in two processes (pytest-xdist).  The tests of a module run in one process, in order, so that they share
-  its fixtures.  Modules run in the order of their paths, so the last ones, of ``tests/store``, are short, and neither
-  process waits for the other.
+- Daemons compute with one thread.  Several would meet at barriers, and with other tests on their cores they would wait
+  there most of the time.
+- Tests run in a process for each core (pytest-xdist).  The tests of a module run in one process, in order, so that they share
+  its fixtures.  Modules run in the order of their paths, so the last ones, of ``tests/store``, are short, and no
+  process waits long for the others.
 - A test that hangs fails after ``timeout`` seconds of ``pyproject.toml``.
 - Every process of the run has ``RUN_VARIABLE`` in its environment.  A process that is still there at the end was leaked
   by a test: it is killed, and the run fails.
@@ -39,6 +41,7 @@ if not is_worker:
 for variable in ("XDG_CACHE_HOME", "XDG_STATE_HOME"):
     os.environ[variable] = str(run_folder() / os.environ.get("PYTEST_XDIST_WORKER", "main") / variable)
 os.environ["UMA_LAYOUT_TRIAL_S"] = "0"
+os.environ["UMA_THREADS"] = "1"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ["PYTHONPYCACHEPREFIX"] = str(run_folder() / "bytecode")
 
