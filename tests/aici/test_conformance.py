@@ -354,7 +354,7 @@ def test_controllers_that_do_not_start(engine: Engine) -> None:
         module_id = engine.upload(controller(**{name: TRAP}))
         assert "unreachable" in user_error(engine, {**fields, "module_id": module_id})
     module_id = engine.upload(controller(init=LOOP))
-    assert user_error(engine, {**fields, "module_id": module_id}) == "timeout"
+    assert user_error(engine, {**fields, "module_id": module_id}) == "timeout: aici_init took too long"
     out_of_vocabulary = engine.side({**fields, "prompt": [engine.n_vocab], "module_id": engine.upload(FREE)})
     assert "prompt" in out_of_vocabulary["error"]
 
@@ -397,6 +397,10 @@ def test_a_wrong_operation_has_an_error_of_its_own(engine: Engine) -> None:
     assert found["post_seqs"][str(good)] == worker_error(f"duplicate id {good}")
     assert found["pre_seqs"][str(new)]["result"] == PRE, "its controller has waited"
     assert engine.post_pre(freed=[unknown, 4_000_000_000])["pre_seqs"][str(good)]["result"] == PRE
+
+
+def took_too_long(callback: str) -> dict[str, object]:
+    return worker_error(f"timeout: aici_{callback}_process took too long")
 
 
 def worker_error(reason: str) -> dict[str, object]:
@@ -634,7 +638,7 @@ def test_a_controller_that_never_ends_is_stopped(engine: Engine, name: str) -> N
     wasm = controller(**{name: LOOP})
     engine.begin(good, ONLY_SEVEN)
     if name == "pre":
-        assert engine.begin(bad, wasm) == worker_error("timeout")
+        assert engine.begin(bad, wasm) == took_too_long(name)
     else:
         engine.begin(bad, wasm)
         if name == "mid":
@@ -642,7 +646,7 @@ def test_a_controller_that_never_ends_is_stopped(engine: Engine, name: str) -> N
             assert engine.allowed(1) == [7]
         else:
             found = engine.post_pre([{"id": bad, "tokens": [1]}, {"id": good, "tokens": [1]}])["post_seqs"]
-        assert found[str(bad)] == worker_error("timeout")
+        assert found[str(bad)] == took_too_long(name)
         assert found[str(good)]["error"] == ""
     assert str(bad) not in engine.post_pre()["pre_seqs"], "it is gone"
     assert engine.mid(bad, good)["seqs"][str(bad)] == worker_error(f"invalid id {bad}")
@@ -657,7 +661,7 @@ def test_many_controllers_that_never_end_do_not_stop_the_others(engine: Engine) 
     for id in good:
         engine.begin(id, ONLY_SEVEN)
     found = engine.mid(*bad, *good)["seqs"]
-    assert [found[str(id)]["error"] for id in bad] == ["Worker: timeout"] * len(bad)
+    assert [found[str(id)]["error"] for id in bad] == [took_too_long("mid")["error"]] * len(bad)
     assert [found[str(id)]["error"] for id in good] == [""] * len(good)
     engine.post_pre(freed=[*bad, *good])
 
@@ -686,7 +690,7 @@ def test_slow_controllers_are_skipped_if_the_engine_wants_that(tmp_path: Path) -
             assert step["pre_seqs"][str(good)]["result"] == PRE
             n += 1
         assert n > 1
-        assert found[str(bad)] == worker_error("timeout")
+        assert found[str(bad)] == took_too_long("mid")
         assert found[str(good)]["error"] == ""
 
 

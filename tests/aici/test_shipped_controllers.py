@@ -163,11 +163,11 @@ class Driver:
     def __init__(self, controllers: Controllers, controller: str, argument: str, choose: Choose) -> None:
         self.choose = choose
         self.variables = controllers.host.new_variables()
-        first = controllers.host.instantiate(controllers.modules[controller], argument, self.variables, deadline=soon())
+        first = controllers.host.instantiate(controllers.modules[controller], argument, self.variables)
         first.assign(0)
         self.live = [LiveSequence(0, first, [BOS])]
         self.all = list(self.live)
-        self.guarded(self.init_prompt, self.live[0])
+        self.guarded(self.start, self.live[0])
         self.row = np.zeros(len(TOKENS), np.float32)
 
     def run(self, max_steps: int = 300) -> Run:
@@ -192,8 +192,8 @@ class Driver:
         finally:
             sequence.logs += sequence.controller.take_logs()
 
-    def init_prompt(self, sequence: LiveSequence) -> list[LiveSequence]:
-        sequence.controller.init_prompt(sequence.tokens, deadline=soon())
+    def start(self, sequence: LiveSequence) -> list[LiveSequence]:
+        sequence.controller.start(sequence.tokens, deadline=soon())
         return []
 
     def post_pre(self, sequence: LiveSequence) -> list[LiveSequence]:

@@ -21,7 +21,7 @@ class Call:
 
     Args:
         function: runs in some thread.  Must not raise.
-        clean_up: runs after ``function`` in the same thread if the call was abandoned by then.
+        clean_up: runs when nothing uses the controller any more, if the call was abandoned: once.
     """
 
     def __init__(self, function: Callable[[], None], clean_up: Callable[[], None]) -> None:
@@ -45,11 +45,25 @@ class CallThreads:
         self._n_events = 0
 
     def start(self, calls: Iterable[Call]) -> None:
-        """Have ``calls`` run."""
+        """Have ``calls`` run, except those that were abandoned by now."""
+        gone = []
         with self._lock:
-            self._queue.extend(calls)
+            for call in calls:
+                if call.is_abandoned:
+                    gone.append(call)
+                else:
+                    self._queue.append(call)
             self._work.notify(len(self._queue))
             self._start_threads(min(BASE_THREADS - self._n_threads, len(self._queue) - self._n_idle))
+        for call in gone:
+            call.clean_up()
+
+    def skip(self, call: Call) -> None:
+        """Let ``call`` be finished without having run."""
+        with self._lock:
+            self._finish(call)
+        if call.is_abandoned:
+            call.clean_up()
 
     def wait(self, calls: Iterable[Call], until: float) -> None:
         """Return when all ``calls`` have finished, or at ``until``, a time of ``time.monotonic()``.
@@ -68,7 +82,10 @@ class CallThreads:
             self._awaited = set()
 
     def abandon(self, call: Call) -> None:
-        """Clean up after ``call``: now if it has finished or not begun, otherwise when it finishes."""
+        """Clean up after ``call``: now if it has finished or waits for a thread, otherwise when it finishes.
+
+        A call that was not started yet is cleaned up after when it is started.
+        """
         with self._lock:
             if call in self._queue:
                 self._queue.remove(call)
@@ -100,6 +117,12 @@ class CallThreads:
                 finally:
                     self._lock.acquire()
                 self._finish(call)
+                if call.is_abandoned:
+                    self._lock.release()
+                    try:
+                        call.clean_up()
+                    finally:
+                        self._lock.acquire()
         finally:
             self._n_threads -= 1
             self._lock.release()
@@ -111,5 +134,3 @@ class CallThreads:
             self._awaited.discard(call)
             if not self._awaited:
                 self._finished.notify()
-        if call.is_abandoned:
-            call.clean_up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -97,20 +98,13 @@ class Controller:
         self._exports: Any = {}
         self._failed = False
 
-    def start(self, *, deadline: float) -> None:
-        """Instantiate the module and let it begin: its start function, ``aici_init``, ``aici_create``.
-
-        Raises:
-            ControllerError, ControllerTimeout: the instance is gone.
-        """
-        self._instantiate()
+    def start(self, prompt: Sequence[int], *, deadline: float) -> None:
+        self._instantiate(deadline)
         if START in self._exports:
             self._run(START, deadline)
         self._run("aici_init", deadline)
         self._handle = self._run("aici_create", deadline)
-
-    def init_prompt(self, tokens: Sequence[int], *, deadline: float) -> None:
-        self._call("aici_init_prompt", {"prompt": tokens}, _EMPTY, deadline)
+        self._call("aici_init_prompt", {"prompt": prompt}, _EMPTY, deadline)
 
     def assign(self, sequence_id: int) -> None:
         self._guest.sequence_id = sequence_id
@@ -158,7 +152,7 @@ class Controller:
             self._module, self._new_guest(guest.variables), self._epochs, self._functions, self._new_guest
         )
         try:
-            copy._instantiate()
+            copy._instantiate(math.inf)
             copy._handle = self._handle
             copy._copy_state(self)
         except BaseException:
@@ -185,13 +179,14 @@ class Controller:
         self._guest.constraints.clear()
         self._guest.store.close()
 
-    def _instantiate(self) -> None:
+    def _instantiate(self, deadline: float) -> None:
         guest = self._guest
         try:
-            self._exports = self._module.instantiate(guest.store).exports(guest.store)
+            with self._epochs.until(guest.store, deadline):
+                self._exports = self._module.instantiate(guest.store).exports(guest.store)
         except (wasmtime.Trap, wasmtime.WasmtimeError) as error:
-            self.close()
-            raise ControllerError(_short(str(error))) from None
+            self._fail()
+            raise ControllerError(f"the module cannot be instantiated: {_short(str(error))}") from None
         guest.instance_memory = GuestMemory(guest.store, self._exports["memory"])
         guest.panic = self._exports.get("aici_panic")
 
@@ -248,10 +243,10 @@ class Controller:
         if failure is not None:  # such as KeyboardInterrupt
             raise failure
         if isinstance(error, wasmtime.Trap) and _is_interrupt(error):
-            return ControllerTimeout(f"{name} took too long")
+            return ControllerTimeout(f"{_shown(name)} took too long")
         if is_out_of_memory:
-            return ControllerError(f"out of memory: {name} needs more than a controller may have")
-        return ControllerError(_short(str(error)))
+            return ControllerError(f"{name}: out of memory: it needs more than a controller may have")
+        return ControllerError(f"{_shown(name)}: {_short(str(error))}")
 
     def _action(self, found: _MidResult | str) -> MidAction:
         if isinstance(found, str):
@@ -279,6 +274,10 @@ class Controller:
     def _fail(self) -> None:
         self._guest.logs.keeps_first = True
         self.close()
+
+
+def _shown(name: str) -> str:
+    return "the start function" if name == START else name
 
 
 def _is_interrupt(trap: wasmtime.Trap) -> bool:

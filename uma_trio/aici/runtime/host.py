@@ -62,12 +62,10 @@ class WasmHost:
     def new_variables(self) -> Variables:
         return Variables()
 
-    def instantiate(self, module: Module, argument: str, variables: Variables, *, deadline: float) -> Controller:
+    def instantiate(self, module: Module, argument: str, variables: Variables) -> Controller:
         guest = self._new_guest(variables)
         guest.blobs[BLOB_ARGUMENT] = argument.encode("utf-8", "replace")
-        controller = Controller(module.linked, guest, self._epochs, self._functions, self._new_guest)
-        controller.start(deadline=deadline)
-        return controller
+        return Controller(module.linked, guest, self._epochs, self._functions, self._new_guest)
 
     def close(self) -> None:
         self._compiler.close()

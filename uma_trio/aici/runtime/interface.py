@@ -114,7 +114,10 @@ class Controller(Protocol):
     of ``time.monotonic()``.  Every method that runs the controller raises ``ControllerError`` or ``ControllerTimeout``.
     """
 
-    def init_prompt(self, tokens: Sequence[int], *, deadline: float) -> None: ...
+    def start(self, prompt: Sequence[int], *, deadline: float) -> None:
+        """Call its start function, ``aici_init``, ``aici_create`` and ``aici_init_prompt``.  Comes first, once."""
+        ...
+
     def assign(self, sequence_id: int) -> None:
         """Set the id that the controller sees as its own."""
         ...
@@ -162,12 +165,8 @@ class Host(Protocol):
 
     def new_variables(self) -> Variables: ...
 
-    def instantiate(self, module: Module, argument: str, variables: Variables, *, deadline: float) -> Controller:
-        """A controller after ``aici_init`` and ``aici_create``; the caller then calls ``init_prompt``.
-
-        Raises:
-            ControllerError, ControllerTimeout: see there.
-        """
+    def instantiate(self, module: Module, argument: str, variables: Variables) -> Controller:
+        """A controller, not started."""
         ...
 
     def close(self) -> None: ...

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 
 from uma_trio.aici.messages import MidResult, PostOp, PostResult, PreResult, SequenceResult
-from uma_trio.aici.runtime.calls import Call
+from uma_trio.aici.runtime.calls import Call, CallThreads
 from uma_trio.aici.runtime.interface import (
     Controller,
     ControllerError,
@@ -30,6 +30,11 @@ MAX_FF_ROUNDS: Final = 10
 class WorkerError(Exception):
     """The sequence cannot go on, for a reason outside its controller's program."""
 
+    def __init__(self, reason: str, logs: str = "") -> None:
+        super().__init__(reason)
+        self.logs = logs
+        """What the controller printed before."""
+
 
 @attrs.define(eq=False)
 class LiveSequence:
@@ -37,12 +42,24 @@ class LiveSequence:
 
     id: int
     req_id: str
-    controller: Controller
     n_vocab: int
+    controller: Controller | None = None
+    """``None`` while a fork is being made."""
     row: Row | None = None
     """Biases of its last mid.  Not in shared memory: a controller that is late must not write into the next step."""
-    slow_mid: MidCall | None = None
-    """A mid that has no answer yet.  Between two steps only if the step ended without it."""
+    late: ControllerCall | None = None
+    """A call that has no answer yet.  Between two steps only if the step went on without it."""
+
+    @property
+    def running(self) -> Controller:
+        """The controller, which is there."""
+        assert self.controller is not None
+        return self.controller
+
+    def close(self) -> None:
+        """Free the controller."""
+        if self.controller is not None:
+            self.controller.close()
 
 
 class ControllerCall(Call):
@@ -52,23 +69,28 @@ class ControllerCall(Call):
         deadline: when the controller is stopped.
     """
 
+    phase: str
+    """The callback, in messages."""
+
     def __init__(self, sequence: LiveSequence, deadline: float) -> None:
-        super().__init__(self._run, sequence.controller.close)
+        super().__init__(self._run, sequence.close)
         self.sequence = sequence
         self.deadline = deadline
         self.dead = ""
         """Why the sequence cannot go on; empty if it can."""
+        self.last_logs = ""
+        """What its controller printed in this call, if it cannot go on."""
 
     def give_up(self) -> None:
         """Say that the call takes too long, unless it has finished."""
         if not self.is_finished:
-            self.dead = "timeout"
+            self.dead = f"timeout: aici_{self.phase} took too long"
 
     def _run(self) -> None:
         try:
             self._call()
         except WorkerError as error:
-            self.dead = str(error)
+            self.dead, self.last_logs = str(error), error.logs
 
     def _call(self) -> None:
         raise NotImplementedError
@@ -77,6 +99,8 @@ class ControllerCall(Call):
 class PostPreCall(ControllerCall):
     """Post, if the engine has appended tokens, then pre."""
 
+    phase = "pre_process"
+
     def __init__(self, sequence: LiveSequence, op: PostOp | None, wants_pre: bool, deadline: float) -> None:
         super().__init__(sequence, deadline)
         self.op = op
@@ -84,21 +108,33 @@ class PostPreCall(ControllerCall):
         self.post: SequenceResult[PostResult] | None = None
         self.pre: SequenceResult[PreResult] | None = None
 
+    def pre_with_post(self) -> SequenceResult[PreResult]:
+        """The result of pre for an engine that has had no result of post: it says what both did."""
+        post, pre = self.post, self.pre or SequenceResult("", PreResult(), [], "", 0)
+        if post is None:
+            return pre
+        result = PreResult(num_forks=0) if post.result and post.result.stop and not post.error else pre.result
+        return SequenceResult(
+            post.error or pre.error, result, post.storage + pre.storage, post.logs + pre.logs, post.micros + pre.micros
+        )
+
     def _call(self) -> None:
         op = self.op
         if op is not None:
+            self.phase = "post_process"
             self.post = _timed("post", self.sequence, PostResult(stop=True), lambda: self._post(op))
+            self.phase = "pre_process"
         if self.wants_pre:
             self.pre = _timed("pre0", self.sequence, PreResult(), self._pre)
 
     def _post(self, op: PostOp) -> PostResult:
         # the number in messages counts a token that the controller has never seen
         backtrack = max(0, op.backtrack - 1)
-        return PostResult(self.sequence.controller.post_process(op.tokens, backtrack, deadline=self.deadline))
+        return PostResult(self.sequence.running.post_process(op.tokens, backtrack, deadline=self.deadline))
 
     def _pre(self) -> PreResult:
         """Run pre until the controller appends no more tokens."""
-        controller = self.sequence.controller
+        controller = self.sequence.running
         appended: list[int] = []
         for _ in range(MAX_FF_ROUNDS + 1):
             found = controller.pre_process(deadline=self.deadline)
@@ -118,6 +154,8 @@ class MidCall(ControllerCall):
         fork_group: the sequence and those that were forked from the same one in this step.
     """
 
+    phase = "mid_process"
+
     def __init__(self, sequence: LiveSequence, fork_group: Sequence[int], deadline: float) -> None:
         super().__init__(sequence, deadline)
         self.fork_group = fork_group
@@ -130,17 +168,59 @@ class MidCall(ControllerCall):
         self.answer = _timed("mid", self.sequence, None, self._mid)
 
     def _mid(self) -> MidResult | None:
-        action = self.sequence.controller.mid_process(self.fork_group, self.row, deadline=self.deadline)
+        action = self.sequence.running.mid_process(self.fork_group, self.row, deadline=self.deadline)
         if not isinstance(action, Splice):
             return None
         # in messages, the number counts the token that would be sampled now
         return MidResult(list(action.ff_tokens), action.backtrack + 1 if action.backtrack else 0)
 
 
-def worker_error(reason: str) -> SequenceResult[T]:
+class ForkCall(Call):
+    """Makes the forks of a sequence, then starts their mids, and its own.
+
+    Args:
+        parent: nothing else may use its controller meanwhile.
+        calls: mids of the group.  Their sequences have no controller yet, except for the parent.
+    """
+
+    def __init__(self, parent: LiveSequence, calls: Sequence[MidCall], threads: CallThreads) -> None:
+        super().__init__(self._run, lambda: None)
+        self._parent = parent
+        self._calls = calls
+        self._threads = threads
+
+    def _run(self) -> None:
+        ready = []
+        for call in self._calls:
+            if call.sequence is self._parent or call.is_abandoned or self._fork(call):
+                ready.append(call)
+            else:
+                self._threads.skip(call)
+        self._threads.start(ready)
+
+    def _fork(self, call: MidCall) -> bool:
+        parent, sequence = self._parent, call.sequence
+        try:
+            if time.monotonic() > call.deadline:
+                raise WorkerError("timeout: it takes too long")
+            sequence.controller = parent.running.fork(sequence.id)
+        except (ControllerError, WorkerError) as error:
+            call.dead = f"cannot fork {parent.id}: {error}"
+        except Exception as error:
+            log.exception("sequence %s", parent.id)
+            call.dead = f"internal error: {error!r}"
+        return not call.dead
+
+
+def worker_error(reason: str, logs: str = "") -> SequenceResult[T]:
     """The result of a sequence that cannot go on, or of an operation that is wrong."""
     text = f"Worker: {reason}"
-    return SequenceResult(text, None, [], text, 0)
+    return SequenceResult(text, None, [], _line(logs) + text, 0)
+
+
+def controller_error(phase: str, message: str, logs: str) -> str:
+    """What a controller's failure is called."""
+    return f"Error ({phase}): {_line(logs)}{message}"
 
 
 def _timed(
@@ -154,27 +234,25 @@ def _timed(
     Raises:
         WorkerError: the controller was stopped.
     """
-    controller = sequence.controller
+    controller = sequence.running
     started = time.perf_counter_ns()
     try:
         result = function()
     except ControllerError as error:
-        found = _controller_error(phase, after_error, str(error), controller.take_logs(), _micros(started))
-        found.storage.extend(controller.take_storage())
-        return found
-    except ControllerTimeout:
-        raise WorkerError("timeout") from None
+        logs = controller.take_logs()
+        text = controller_error(phase, str(error), logs)
+        storage = controller.take_storage()
+        return SequenceResult(text, after_error, storage, _line(logs) + text, _micros(started))
+    except ControllerTimeout as error:
+        raise WorkerError(f"timeout: {error}", controller.take_logs()) from None
     except Exception as error:
         log.exception("sequence %s", sequence.id)
         raise WorkerError(f"internal error: {error!r}") from None
     return SequenceResult("", result, controller.take_storage(), controller.take_logs(), _micros(started))
 
 
-def _controller_error(phase: str, result: T | None, message: str, logs: str, micros: int) -> SequenceResult[T]:
-    if logs and not logs.endswith("\n"):
-        logs += "\n"
-    text = f"Error ({phase}): {logs}{message}"
-    return SequenceResult(text, result, [], logs + text, micros)
+def _line(logs: str) -> str:
+    return logs if not logs or logs.endswith("\n") else logs + "\n"
 
 
 def _micros(started_ns: int) -> int:

@@ -21,9 +21,16 @@ from uma_trio.aici.messages import (
     PreResult,
     SequenceResult,
 )
-from uma_trio.aici.runtime.calls import Call, CallThreads
-from uma_trio.aici.runtime.interface import ALLOWED, ControllerError, Limits, Row
-from uma_trio.aici.runtime.live_sequence import LiveSequence, MidCall, PostPreCall, WorkerError, worker_error
+from uma_trio.aici.runtime.calls import CallThreads
+from uma_trio.aici.runtime.interface import ALLOWED, Limits, Row
+from uma_trio.aici.runtime.live_sequence import (
+    ControllerCall,
+    ForkCall,
+    LiveSequence,
+    MidCall,
+    PostPreCall,
+    worker_error,
+)
 from uma_trio.aici.runtime.waiting import WaitingControllers
 from uma_trio.aici.shared_memory import SharedMemory
 
@@ -40,7 +47,7 @@ class Sequences:
 
     Args:
         biases: receives the rows of ``mid``.
-        skip_slow_s: a controller that has not answered its mid after this time is left out of the step; ``None``: never.
+        skip_slow_s: a controller that has not answered after this time is left out of the step; ``None``: never.
     """
 
     def __init__(
@@ -67,27 +74,53 @@ class Sequences:
         post_ops = {op.id: op for op in request.post_ops if op.id not in post_errors}
         posts: dict[int, SequenceResult[PostResult]] = {id: worker_error(why) for id, why in post_errors.items()}
         pres: dict[int, SequenceResult[PreResult]] = {id: worker_error(why) for id, why in pre_errors.items()}
-        calls = []
+        new: list[PostPreCall] = []
+        late: list[PostPreCall] = []
         for id, sequence in self._live.items():
             if id in post_errors:
                 pres.setdefault(id, worker_error(post_errors[id]))
-            elif sequence.slow_mid is not None:  # it has begun this step already
+            elif isinstance(sequence.late, PostPreCall):
+                late.append(sequence.late)
+            elif sequence.late is not None:  # a mid: it has begun this step already
                 pres.setdefault(id, SequenceResult("", PreResult(), [], "", 0))
             elif id in post_ops or id not in pre_errors:
-                calls.append(PostPreCall(sequence, post_ops.get(id), id not in pre_errors, deadline))
-        self._run(calls, calls, deadline + GRACE_S)
+                new.append(PostPreCall(sequence, post_ops.get(id), id not in pre_errors, deadline))
+        calls = [*new, *late]
+        self._threads.start(new)
+        self._wait(calls, deadline)
         for call in calls:
-            call.give_up()
-            id = call.sequence.id
-            if call.op is not None:
-                posts[id] = call.post or worker_error(call.dead)
-            if call.wants_pre:
-                pres[id] = call.pre if call.pre and not call.dead else worker_error(call.dead)
-            if call.dead:
-                self._drop(id, call)
+            self._take_post_pre(call, posts, pres)
         for id in request.freed:
             self._drop(id)
         return PostPreAnswer(_by_text(posts), _by_text(pres))
+
+    def _take_post_pre(
+        self,
+        call: PostPreCall,
+        posts: dict[int, SequenceResult[PostResult]],
+        pres: dict[int, SequenceResult[PreResult]],
+    ) -> None:
+        """Add the results of ``call``.  A sequence whose controller is late is suspended until it has answered."""
+        sequence = call.sequence
+        id = sequence.id
+        was_late, sequence.late = sequence.late is not None, None
+        if self._may_go_on(call):
+            sequence.late = call
+            if call.op is not None and not was_late:
+                posts[id] = SequenceResult("", PostResult(), [], "", 0, skipped=True)
+            if call.wants_pre or was_late:
+                pres[id] = SequenceResult("", PreResult(suspend=True), [], "", 0, skipped=True)
+            return
+        call.give_up()
+        if was_late:
+            pres[id] = worker_error(call.dead, call.last_logs) if call.dead else call.pre_with_post()
+        else:
+            if call.op is not None:
+                posts[id] = call.post or worker_error(call.dead, call.last_logs)
+            if call.wants_pre:
+                pres[id] = call.pre if call.pre and not call.dead else worker_error(call.dead, call.last_logs)
+        if call.dead:
+            self._drop(id, call)
 
     def _post_errors(self, ops: Sequence[PostOp]) -> dict[int, str]:
         errors = {}
@@ -96,8 +129,8 @@ class Sequences:
                 errors[id] = f"invalid id {id}"
             elif n > 1:
                 errors[id] = f"duplicate id {id}"
-            elif self._live[id].slow_mid is not None:
-                errors[id] = _unanswered(id)
+            elif (late := self._live[id].late) is not None:
+                errors[id] = _unanswered(id, late)
         return errors
 
     def _assign(self, ops: Sequence[PreOp]) -> dict[int, str]:
@@ -110,7 +143,7 @@ class Sequences:
                 errors[op.id] = f"invalid req_id {op.req_id}"
             else:
                 controller.assign(op.id)
-                self._live[op.id] = LiveSequence(op.id, op.req_id, controller, self._n_vocab)
+                self._live[op.id] = LiveSequence(op.id, op.req_id, self._n_vocab, controller)
         return errors
 
     def mid(self, request: MidProcess) -> MidAnswer:
@@ -122,74 +155,81 @@ class Sequences:
         rows = open_rows(self._biases, len(request.ops), self._n_vocab)
         rows[:] = ALLOWED
         deadline = self._deadline(self._limits.max_step_ms)
-        errors = self._fork_all(request.ops)
+        errors = self._mid_errors(request.ops)
         answers: dict[int, SequenceResult[MidResult]] = {id: worker_error(why) for id, why in errors.items()}
         groups: dict[int, list[int]] = {}
         for op in request.ops:
             if op.id not in errors:
                 groups.setdefault(_parent(op), []).append(op.id)
-        new: list[MidCall] = []
         calls: dict[int, MidCall] = {}
-        for op in request.ops:
-            if op.id in errors:
-                continue
-            sequence = self._live[op.id]
-            if sequence.slow_mid is None:
-                sequence.slow_mid = MidCall(sequence, groups[_parent(op)], deadline)
-                new.append(sequence.slow_mid)
-            calls[op.id] = sequence.slow_mid
-        until = max((call.deadline for call in calls.values()), default=deadline) + GRACE_S
-        if self._skip_slow_s is not None:
-            until = min(until, time.monotonic() + self._skip_slow_s)
-        self._run(new, calls.values(), until)
+        for parent_id, group in groups.items():
+            new = []
+            for id in group:
+                sequence = self._live[id]
+                if sequence.late is None:
+                    sequence.late = MidCall(sequence, group, deadline)
+                    new.append(sequence.late)
+                assert isinstance(sequence.late, MidCall)
+                calls[id] = sequence.late
+            self._start_group(self._live[parent_id], new)
+        self._wait(calls.values(), deadline)
         for n, op in enumerate(request.ops):
             if op.id in calls:
                 answers[op.id] = self._mid_answer(calls[op.id], rows[n])
         return MidAnswer(_by_text(answers), len(request.ops))
 
-    def _fork_all(self, ops: Sequence[MidOp]) -> dict[int, str]:
-        """Make all forks of a step; returns errors by sequence."""
+    def _mid_errors(self, ops: Sequence[MidOp]) -> dict[int, str]:
+        """Errors by sequence; adds sequences for the forks that are right."""
         errors = {id: f"duplicate id {id}" for id, n in Counter(op.id for op in ops).items() if n > 1}
         for op in ops:
-            if op.id in errors:
-                continue
-            sequence = self._live.get(op.id)
-            # a fork that was skipped may be asked for again with the same operation
-            if op.clone_id is not None and not (sequence and sequence.slow_mid):
-                try:
-                    self._fork(op.clone_id, op.id)
-                except WorkerError as error:
-                    errors[op.id] = str(error)
-            elif sequence is None:
-                errors[op.id] = f"invalid id {op.id}"
+            if op.id not in errors and (why := self._mid_error(op)):
+                errors[op.id] = why
         return errors
 
-    def _fork(self, parent_id: int, id: int) -> None:
+    def _mid_error(self, op: MidOp) -> str:
+        sequence = self._live.get(op.id)
+        # a fork that was skipped may be asked for again with the same operation
+        if op.clone_id is not None and not (sequence and isinstance(sequence.late, MidCall)):
+            return self._add_fork(op.clone_id, op.id)
+        if sequence is None:
+            return f"invalid id {op.id}"
+        return _unanswered(op.id, sequence.late) if isinstance(sequence.late, PostPreCall) else ""
+
+    def _add_fork(self, parent_id: int, id: int) -> str:
+        """Add a sequence whose controller is made later; or returns why not."""
         parent = self._live.get(parent_id)
-        if parent is None:
-            raise WorkerError(f"invalid clone_id {parent_id}")
+        if parent is None or parent.controller is None:
+            return f"invalid clone_id {parent_id}"
         if id in self._live:
-            raise WorkerError(f"duplicate id {id}")
-        if parent.slow_mid is not None:
-            raise WorkerError(_unanswered(parent_id))
+            return f"duplicate id {id}"
+        if parent.late is not None:
+            return _unanswered(parent_id, parent.late)
         if sum(each.req_id == parent.req_id for each in self._live.values()) + 1 > self._limits.max_forks:
-            raise WorkerError(f"too many forks (max={self._limits.max_forks})")
-        try:
-            controller = parent.controller.fork(id)
-        except ControllerError as error:
-            raise WorkerError(f"cannot fork {parent_id}: {error}") from None
-        self._live[id] = LiveSequence(id, parent.req_id, controller, self._n_vocab)
+            return f"too many forks (max={self._limits.max_forks})"
+        self._live[id] = LiveSequence(id, parent.req_id, self._n_vocab)
+        return ""
+
+    def _start_group(self, parent: LiveSequence, calls: list[MidCall]) -> None:
+        """Start the mids of a sequence and its forks, which have to be made first."""
+        if all(call.sequence.controller for call in calls):
+            self._threads.start(calls)
+            return
+        forks = ForkCall(parent, calls, self._threads)
+        if any(call.sequence is parent for call in calls):
+            self._threads.start([forks])
+        else:  # nothing keeps the parent from its next call: fork it now
+            forks.function()
 
     def _mid_answer(self, call: MidCall, row: Row) -> SequenceResult[MidResult]:
         """The answer, with its biases in ``row``."""
         sequence = call.sequence
-        if not call.is_finished and time.monotonic() < call.deadline + GRACE_S:
+        if self._may_go_on(call):
             return SequenceResult("", None, [], "", 0, skipped=True)
         call.give_up()
-        sequence.slow_mid = None
+        sequence.late = None
         if call.dead or call.answer is None:
             self._drop(sequence.id, call)
-            return worker_error(call.dead)
+            return worker_error(call.dead, call.last_logs)
         row[:] = call.row
         return call.answer
 
@@ -198,27 +238,35 @@ class Sequences:
         for id in list(self._live):
             self._drop(id)
 
-    def _run(self, new: Sequence[Call], awaited: Iterable[Call], until: float) -> None:
-        self._threads.start(new)
-        self._threads.wait(awaited, until)
+    def _wait(self, calls: Iterable[ControllerCall], deadline: float) -> None:
+        """Wait for calls until the last deadline, or as long as a step may wait."""
+        calls = [*calls]
+        until = max((call.deadline for call in calls), default=deadline) + GRACE_S
+        if self._skip_slow_s is not None:
+            until = min(until, time.monotonic() + self._skip_slow_s)
+        self._threads.wait(calls, until)
 
-    def _drop(self, id: int, call: Call | None = None) -> None:
-        """Forget a sequence, and close its controller as soon as ``call``, or its mid, does not use it."""
+    def _may_go_on(self, call: ControllerCall) -> bool:
+        """Whether a step goes on without the answer of ``call``, which then counts in a later one."""
+        return not call.is_finished and self._skip_slow_s is not None and time.monotonic() < call.deadline + GRACE_S
+
+    def _drop(self, id: int, call: ControllerCall | None = None) -> None:
+        """Forget a sequence, and close its controller as soon as ``call``, or the late one, does not use it."""
         sequence = self._live.pop(id, None)
         if sequence is None:
             return
-        call = call or sequence.slow_mid
+        call = call or sequence.late
         if call is not None:
             self._threads.abandon(call)
         else:
-            sequence.controller.close()
+            sequence.close()
 
     def _deadline(self, limit_ms: int) -> float:
         return time.monotonic() + (limit_ms + self._limits.second_chance_ms) / 1000
 
 
-def _unanswered(id: int) -> str:
-    return f"{id} has not answered mid_process yet"
+def _unanswered(id: int, late: ControllerCall) -> str:
+    return f"{id} has not answered {late.phase} yet"
 
 
 def _parent(op: MidOp) -> int:

@@ -35,6 +35,7 @@ from uma_trio.aici.messages import (
     encode,
 )
 from uma_trio.aici.runtime.interface import BadModule, ControllerError, ControllerTimeout, Host, Limits, Vocabulary
+from uma_trio.aici.runtime.live_sequence import controller_error
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
 from uma_trio.aici.runtime.sequences import Sequences
 from uma_trio.aici.runtime.waiting import TooManyWaiting, WaitingControllers
@@ -193,15 +194,15 @@ class Server:
         self._waiting.check_room()
         module = self._modules.open(request.module_id)
         deadline = time.monotonic() + self._limits.max_init_ms / 1000
+        controller = self._host.instantiate(module, request.argument, self._host.new_variables())
         try:
-            controller = self._host.instantiate(module, request.argument, self._host.new_variables(), deadline=deadline)
-            try:
-                controller.init_prompt(tokens, deadline=deadline)
-            except BaseException:
-                controller.close()
-                raise
-        except ControllerTimeout:
-            raise UserError("timeout") from None
+            controller.start(tokens, deadline=deadline)
+        except ControllerTimeout as error:
+            logs = controller.take_logs()
+            raise UserError(f"timeout: {error}" + (f"; it has printed:\n{logs}" if logs else "")) from None
         except ControllerError as error:
-            raise UserError(str(error)) from None
+            raise UserError(controller_error("init", str(error), controller.take_logs())) from None
+        except BaseException:
+            controller.close()
+            raise
         self._waiting.put(request.req_id, controller)
