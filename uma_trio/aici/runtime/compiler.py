@@ -184,8 +184,10 @@ def main() -> None:
             _send({LAST: True})
         except BadModule as error:
             _send({"error": str(error), LAST: True})
-        except (MemoryError, OSError) as error:
-            _send({"error": f"the module cannot be compiled: {error or 'it takes too much memory'}", LAST: True})
+        except MemoryError:
+            _send({"error": "the module cannot be compiled: it takes too much memory", LAST: True})
+        except Exception as error:  # noqa: BLE001  (the one who sent the module hears of it)
+            _send({"error": f"the module cannot be compiled: {error!r}"[:MAX_ERROR_CHARS], LAST: True})
 
 
 def _send(answer: object) -> None:

@@ -262,8 +262,7 @@ class Controller:
         return splice
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
-        wrong = next((token for token in tokens if token >= self._guest.n_vocab), None)
-        if wrong is not None:
+        if tokens and (wrong := max(tokens)) >= self._guest.n_vocab:
             raise self._wrong(f"ff_token out of range: {wrong} is not in [0, {self._guest.n_vocab})")
 
     def _wrong(self, reason: str) -> ControllerError:

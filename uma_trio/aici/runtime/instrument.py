@@ -27,8 +27,11 @@ GLOBAL: Final = PREFIX + "global."
 """Begins the names of mutable globals."""
 
 MAX_MUTABLE_GLOBALS: Final = 256
+MAX_NAMES_BYTES: Final = 1 << 20
+"""A larger section of functions' names is left out.  It is only for the text of errors."""
 
 _TYPE, _IMPORT, _FUNCTION, _TABLE, _MEMORY, _GLOBAL, _EXPORT, _START, _ELEMENT, _CODE, _DATA, _DATA_COUNT = range(1, 13)
+_CUSTOM: Final = 0
 _ORDER: Final = (
     *(_TYPE, _IMPORT, _FUNCTION, _TABLE, _MEMORY, _GLOBAL),
     *(_EXPORT, _START, _ELEMENT, _DATA_COUNT, _CODE, _DATA),
@@ -70,7 +73,9 @@ class NotReadable(ValueError):
 
 
 def instrument(wasm: bytes) -> bytes:
-    """The module with the changes above.  Blocks for about 10 ms per MB.
+    """The module with the changes above, without custom sections but for the names of functions.
+
+    Blocks for about 10 ms per MB.
 
     Raises:
         NotReadable: see there.
@@ -104,7 +109,9 @@ def instrument(wasm: bytes) -> bytes:
     changed = {_TYPE: types, _FUNCTION: functions, _GLOBAL: globals_, _EXPORT: exports, _CODE: bodies}
     sections.update({number: vector.to_bytes() for number, vector in changed.items() if vector.count})
     return wasm[:8] + b"".join(
-        bytes([number]) + _encode(len(sections[number])) + sections[number] for number in _ORDER if number in sections
+        bytes([number]) + _encode(len(sections[number])) + sections[number]
+        for number in (*_ORDER, _CUSTOM)
+        if number in sections
     )
 
 
@@ -212,16 +219,19 @@ class _Vector:
 
 
 def _sections(wasm: bytes) -> Iterator[tuple[int, bytes]]:
-    """All but the custom ones."""
+    """All but the custom ones; of these only the names of functions."""
     position = 8
     while position < len(wasm):
         number = wasm[position]
         size, start = _decode(wasm, position + 1)
         position = start + size
-        if number:
-            if number not in _ORDER:
-                raise NotReadable(f"section {number} is not supported")
-            yield number, wasm[start:position]
+        if number == _CUSTOM:
+            if size <= MAX_NAMES_BYTES and wasm.startswith(b"\4name", start):
+                yield number, wasm[start:position]
+            continue
+        if number not in _ORDER:
+            raise NotReadable(f"section {number} is not supported")
+        yield number, wasm[start:position]
 
 
 def _sized_end(section: bytes, position: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -9,10 +10,13 @@ import re
 import stat
 import threading
 import time
+import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import attrs
 import msgspec
 
 from uma_trio.aici.messages import Auth, ModuleInfo, TagInfo
@@ -33,6 +37,10 @@ _ID: Final = re.compile(r"[0-9a-f]{64}")
 _LOOKS_HEX: Final = re.compile(r"[0-9a-fA-F]{21,}")
 
 
+DIGEST_BYTES: Final = 32
+"""Behind compiled code stands its SHA-256: code that the disk has damaged must not run."""
+
+
 class StoreError(Exception):
     """The store cannot do it; says why.  The one who chose the module or the tag can fix it."""
 
@@ -48,7 +56,7 @@ class ModuleStore:
         self._folder = folder
         self._host = host
         self._lock = threading.Lock()
-        self._of_module: dict[str, threading.Lock] = {}
+        self._of_module: weakref.WeakValueDictionary[str, _ModuleLock] = weakref.WeakValueDictionary()
         self._tags_lock = threading.Lock()
         self._loaded: OrderedDict[str, Module] = OrderedDict()
 
@@ -68,7 +76,7 @@ class ModuleStore:
                 compiled_size = len(compiled)
                 self._make_folder()
                 _replace(self._wasm(module_id), wasm)
-                _replace(self._compiled(module_id), compiled)
+                _replace(self._compiled(module_id), _with_digest(compiled))
                 about = {"created": int(time.time()), "auth": msgspec.to_builtins(auth)}
                 replace_text(
                     self._folder / f"{module_id}-sys.json", msgspec.json.encode(about).decode(), new_mode=0o600
@@ -142,10 +150,10 @@ class ModuleStore:
     def _load(self, module_id: str) -> Module:
         if self._is_private():
             try:
-                return self._host.load(self._compiled(module_id).read_bytes())
+                return self._host.load(_without_digest(self._compiled(module_id).read_bytes()))
             except FileNotFoundError:
                 pass
-            except (OSError, ValueError) as error:  # compiled by another version
+            except (OSError, ValueError) as error:  # compiled by another version, or damaged
                 log.info("%s is compiled again: %s", module_id, error)
         try:
             wasm = self._wasm(module_id).read_bytes()
@@ -156,7 +164,7 @@ class ModuleStore:
         compiled = self._host.compile(wasm)
         if self._is_private():
             try:
-                _replace(self._compiled(module_id), compiled)
+                _replace(self._compiled(module_id), _with_digest(compiled))
             except OSError as error:
                 log.warning("cannot keep the compiled module %s: %s", module_id, error)
         return self._host.load(compiled)
@@ -165,15 +173,18 @@ class ModuleStore:
         """Size of the compiled module; ``None`` if the module is not whole on disk."""
         try:
             if hashlib.sha256(self._wasm(module_id).read_bytes()).hexdigest() == module_id:
-                return self._compiled(module_id).stat().st_size
+                return max(0, self._compiled(module_id).stat().st_size - DIGEST_BYTES)
         except OSError:
             pass
         return None
 
-    def _module_lock(self, module_id: str) -> threading.Lock:
+    @contextlib.contextmanager
+    def _module_lock(self, module_id: str) -> Iterator[None]:
         """Held while a module is compiled, so that two uploads of the same module compile it once."""
         with self._lock:
-            return self._of_module.setdefault(module_id, threading.Lock())
+            found = self._of_module.setdefault(module_id, _ModuleLock())
+        with found.lock:
+            yield
 
     def _make_folder(self, name: str = "") -> Path:
         folder = self._folder / name
@@ -220,6 +231,23 @@ def _read_tag(path: Path) -> TagInfo | None:
         if not isinstance(error, FileNotFoundError):
             log.warning("cannot read the tag %s: %s", path, error)
         return None
+
+
+@attrs.define(eq=False)
+class _ModuleLock:
+    lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+
+def _with_digest(compiled: bytes) -> bytes:
+    return compiled + hashlib.sha256(compiled).digest()
+
+
+def _without_digest(data: bytes) -> bytes:
+    """Raises ``ValueError`` if the code is not whole."""
+    compiled, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if hashlib.sha256(compiled).digest() != digest:
+        raise ValueError("the compiled module is damaged")
+    return compiled
 
 
 def _replace(path: Path, data: bytes) -> None:

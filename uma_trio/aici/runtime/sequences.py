@@ -233,9 +233,9 @@ class Sequences:
         row[:] = call.row
         return call.answer
 
-    def close(self) -> None:
-        """Drop all sequences."""
-        for id in list(self._live):
+    def drop(self, ids: Iterable[int]) -> None:
+        """Forget sequences."""
+        for id in ids:
             self._drop(id)
 
     def _wait(self, calls: Iterable[ControllerCall], deadline: float) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NoReturn
 
+import msgspec
+
 from uma_trio.aici.biases import TooManyRows
 from uma_trio.aici.channel import BrokenChannel, Channel, Channels, ChannelTimeout, MessageTooLarge
 from uma_trio.aici.messages import (
@@ -19,11 +21,13 @@ from uma_trio.aici.messages import (
     Instantiate,
     JsonError,
     MakeModule,
+    MidAnswer,
     MidProcess,
     NotJson,
     Ok,
     Ping,
     Pong,
+    PostPreAnswer,
     PostPreProcess,
     ReceivedRequest,
     SetTags,
@@ -33,7 +37,9 @@ from uma_trio.aici.messages import (
     VocabularySize,
     decode_request,
     encode,
+    rid_of_answer,
 )
+from uma_trio.aici.runtime.fitting import FRAME_BYTES, fit
 from uma_trio.aici.runtime.interface import BadModule, ControllerError, ControllerTimeout, Host, Limits, Vocabulary
 from uma_trio.aici.runtime.live_sequence import controller_error
 from uma_trio.aici.runtime.module_store import ModuleStore, StoreError
@@ -45,9 +51,11 @@ log = logging.getLogger(__name__)
 LISTEN_S: Final = 1.0
 """Longest wait for a message, after which expired controllers are closed."""
 
-SIDE_THREADS: Final = 4
+SIDE_THREADS: Final = 8
 MAX_SIDE_REQUESTS: Final = 64
-"""Requests of the side channel at once.  Others wait in the channel."""
+"""Requests of the side channel at once, but for uploads.  Others wait in the channel."""
+MAX_UPLOADS: Final = 8
+"""Uploads at once.  They are compiled one after the other, and nothing else waits for them."""
 
 
 class UserError(Exception):
@@ -86,33 +94,52 @@ class Server:
         self._sequences = Sequences(vocabulary.n_vocab, limits, self._waiting, channels.biases, skip_slow_s)
         self._side_sends = threading.Lock()
         self._side_room = threading.BoundedSemaphore(MAX_SIDE_REQUESTS)
+        self._upload_room = threading.BoundedSemaphore(MAX_UPLOADS)
 
     def run(self) -> NoReturn:
         """Answer until the engine says stop."""
         threading.Thread(target=self._run_side, name="side channel", daemon=True).start()
+        channel = self._channels.main
         while True:
-            data = self._receive(self._channels.main)
+            data = self._receive(channel)
             if data is not None:
-                self._send(self._channels.main, self._answer(data, self._do_main))
+                received = _decode(data)
+                answer = received if isinstance(received, bytes) else self._answer(received, self._do_main)
+                self._send(channel, answer)
             self._waiting.expire()
 
     def _run_side(self) -> NoReturn:
-        with ThreadPoolExecutor(SIDE_THREADS, "side request") as threads:
+        with (
+            ThreadPoolExecutor(SIDE_THREADS, "side request") as threads,
+            ThreadPoolExecutor(1, "upload") as upload_thread,
+        ):
             while True:
-                self._side_room.acquire()
-                while (data := self._receive(self._channels.side)) is None:
-                    pass
-                threads.submit(self._answer_side, data)
+                data = self._receive(self._channels.side)
+                if data is None:
+                    continue
+                received = _decode(data)
+                if isinstance(received, bytes):
+                    self._send_side(received)
+                elif not isinstance(received.request, MakeModule):
+                    self._side_room.acquire()
+                    threads.submit(self._answer_side, received, self._side_room)
+                elif self._upload_room.acquire(blocking=False):
+                    upload_thread.submit(self._answer_side, received, self._upload_room)
+                else:
+                    why = f"{MAX_UPLOADS} modules are being uploaded already; try again later"
+                    self._send_side(encode(Error(why, rid=received.rid)))
 
-    def _answer_side(self, data: bytes) -> None:
+    def _answer_side(self, received: ReceivedRequest, room: threading.BoundedSemaphore) -> None:
         try:
-            answer = self._answer(data, self._do_side)
-            with self._side_sends:
-                self._send(self._channels.side, answer)
+            self._send_side(self._answer(received, self._do_side))
         except Exception:
             log.exception("side channel")
         finally:
-            self._side_room.release()
+            room.release()
+
+    def _send_side(self, answer: bytes) -> None:
+        with self._side_sends:
+            self._send(self._channels.side, answer)
 
     def _receive(self, channel: Channel) -> bytes | None:
         """The next message; ``None`` if there is none for a while."""
@@ -133,19 +160,15 @@ class Server:
                 continue
             except (MessageTooLarge, OSError) as error:
                 log.error("cannot answer: %s", error)
-                answer = encode(Error(f"cannot answer: {error}; a larger --json-size may help"))
+                rid = rid_of_answer(answer)
+                text = f"cannot answer: {error}; a larger --json-size may help"
+                answer = encode(Error(text, rid=msgspec.UNSET if rid is None else rid))
                 continue
             return
 
-    def _answer(self, data: bytes, do: Callable[[ReceivedRequest], Any]) -> bytes:
+    def _answer(self, received: ReceivedRequest, do: Callable[[ReceivedRequest], Any]) -> bytes:
         try:
-            received = decode_request(data)
-        except NotJson as error:
-            return encode(JsonError(str(error)))
-        except BadMessage as error:
-            return encode(Error(str(error), rid=error.rid))
-        try:
-            return encode(Ok(do(received), received.rid))
+            return self._encoded(Ok(do(received), received.rid))
         except (UserError, BadModule, StoreError) as error:
             return encode(Error(str(error), is_user_error=True, rid=received.rid))
         except (EngineError, TooManyRows, TooManyWaiting, OSError) as error:
@@ -153,6 +176,16 @@ class Server:
         except Exception as error:  # a bug must not end the runtime
             log.exception("%s", type(received.request).__name__)
             return encode(Error(f"internal error: {error!r}", rid=received.rid))
+
+    def _encoded(self, answer: Ok[Any]) -> bytes:
+        """The answer as JSON.  If controllers say more than a message can hold, those that say most are cut."""
+        data = encode(answer)
+        room = self._channels.main.outgoing.capacity
+        if len(data) <= room or not isinstance(answer.data, PostPreAnswer | MidAnswer):
+            return data
+        fitting, gone = fit(answer.data, room - FRAME_BYTES)
+        self._sequences.drop(gone)
+        return encode(Ok(fitting, answer.rid))
 
     def _do_main(self, received: ReceivedRequest) -> Any:
         match received.request:
@@ -206,3 +239,13 @@ class Server:
             controller.close()
             raise
         self._waiting.put(request.req_id, controller)
+
+
+def _decode(data: bytes) -> ReceivedRequest | bytes:
+    """The request, or the answer to what is none."""
+    try:
+        return decode_request(data)
+    except NotJson as error:
+        return encode(JsonError(str(error)))
+    except BadMessage as error:
+        return encode(Error(str(error), rid=error.rid))
