@@ -48,3 +48,11 @@ async def test_max_tokens_ends_the_answer(autojump_clock):
         assert client.reasons == {0: "length"}
         assert client.tokens == {0: expected_continuation([START], 10)}
         await harness.clean()
+
+
+async def test_a_controller_that_nobody_waits_for_any_more_is_forgotten(autojump_clock):
+    async with steering({"count": Count}) as harness:
+        await harness.runtime.instantiate("gone", "count", 1, [START])
+        harness.runtime.on_unused("gone")
+        await harness.clean()
+        assert not harness.runtime.waiting

@@ -108,3 +108,21 @@ def test_nothing_is_left_after_a_usual_end(library: None, tmp_path: Path) -> Non
     psutil.wait_procs([runtime], PATIENCE_S)
     assert not runtime.is_running()
     assert names_of(process) == []
+
+
+def test_requests_that_are_cancelled_before_they_begin_leave_no_controllers_behind(
+    library: None, tmp_path: Path
+) -> None:
+    """The runtime lets 256 controllers wait for a sequence."""
+    with real_daemon("--threads", "1", "--parallel", "1", *PATIENT, folder=tmp_path) as daemon:
+        uma_trio.run("yesno", socket=daemon.socket)
+        with daemon.wire() as wire:
+            wire.send(id="first", controller="jsctrl", controller_arg=ENDLESS)
+            assert wire.receive() is not None
+            for n in range(300):
+                with daemon.wire() as short:
+                    short.send(id="short", controller="yesno")
+                    if n % 10:
+                        daemon.wait_until(lambda found: found["queue_depth"], "it waits")
+                daemon.wait_until(lambda found: not found["queue_depth"], "it has gone")
+        assert uma_trio.run("yesno", socket=daemon.socket)[0].text in ("yes", "no")

@@ -72,7 +72,7 @@ def runtime_start(folder: Path, **settings: Any) -> RuntimeStart:
     with vocabulary(EMBEDDED) as tokenizer:
         n_vocab = tokenizer.n_tokens
     settings = {"step_ms": 10_000, "init_ms": 10_000, "skip_ms": 0, **settings}  # a machine may be busy with tests
-    return RuntimeStart(Aici(**settings), EMBEDDED, folder, n_vocab, N_ROWS, 16 << 20)
+    return RuntimeStart(Aici(**settings), EMBEDDED, folder, n_vocab, N_ROWS, 16 << 20, expire_s=60)
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,7 @@ class FakeRuntime:
         self.generation = 0
         self.masks: MaskFile | None = None
         self.on_change: Callable[[], None] = lambda: None
+        self.on_unused: Callable[[str], None] = lambda req_id: None
         self.live: dict[int, ScriptedController] = {}
         """Controllers by the ids of their sequences."""
         self.waiting: dict[str, ScriptedController] = {}

@@ -103,6 +103,8 @@ class ControllerRuntime(Protocol):
     """Where ``mid`` writes: row ``n`` is that of op ``n``.  Another object in each generation."""
     on_change: Callable[[], None]
     """Called when ``is_usable`` has changed."""
+    on_unused: Callable[[str], None]
+    """Called with the ``req_id`` of a controller that was started although its request was cancelled meanwhile."""
 
     def post_pre(self, post: Sequence[PostOp], pre: Sequence[PreOp], freed: Sequence[int]) -> Exchange[PostPreResults]:
         """End a step and begin the next one.  Does not block.

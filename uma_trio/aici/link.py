@@ -76,6 +76,8 @@ class RuntimeStart:
     n_rows: int
     """Most sequences in one step."""
     max_controller_bytes: int
+    expire_s: int
+    """How long a controller may wait for a sequence."""
     llama_dir: Path | None = None
 
     @property
@@ -107,6 +109,7 @@ class RuntimeStart:
             program = [str(settings.executable.absolute())]
         else:
             program = [*python_module("uma_trio"), "aicirt"]
+            flags["uma-expire-s"] = self.expire_s
             if settings.skip_ms:
                 flags["uma-skip-slow-ms"] = settings.skip_ms
             if self.llama_dir is not None:
@@ -310,11 +313,19 @@ class RuntimeLink:
         except (MessageTooLarge, OSError) as error:
             self.kill(f"cannot send {type(request).__name__}: {error}")
 
-    async def call(self, request: SideRequest, kind: type[T], auth: Auth | None, limit_s: float = 0.0) -> Ok[T] | Error:
+    async def call(
+        self,
+        request: SideRequest,
+        kind: type[T],
+        auth: Auth | None,
+        limit_s: float = 0.0,
+        late: Callable[[], None] | None = None,
+    ) -> Ok[T] | Error:
         """Ask on the side channel, and wait for the answer.
 
         Args:
             limit_s: how long the controller may take.
+            late: called with an answer that comes after the caller was cancelled.
 
         Raises:
             ControllerUnavailable: the runtime has ended, hangs or answers nonsense.
@@ -328,12 +339,21 @@ class RuntimeLink:
             done.set()
 
         call: _Call[T] = _Call(limit_s + SIDE_S, answered, done.set)
-        with contextlib.ExitStack() as stack:
-            if not self.reason:
-                self._side_calls[rid] = call
-                stack.callback(self._side_calls.pop, rid, None)
-                await self._send_side(encode_request(request, rid, auth))
+        if not self.reason:
+            self._side_calls[rid] = call
+            is_sent = False
+            try:
+                await self._send_side(encode_request(request, rid, auth), rid)
+                is_sent = True
                 await done.wait()
+            except trio.Cancelled:
+                if late is None or not is_sent:
+                    self._side_calls.pop(rid, None)
+                elif answers:
+                    late()
+                else:
+                    call.answered = lambda data: late()
+                raise
         if not answers:
             raise ControllerUnavailable(f"the runtime of controllers has ended: {self.reason}")
         try:
@@ -344,7 +364,7 @@ class RuntimeLink:
             raise ControllerUnavailable(f"the runtime of controllers: {found.error}")
         return found
 
-    async def _send_side(self, data: bytes) -> None:
+    async def _send_side(self, data: bytes, rid: str) -> None:
         """Send it as soon as the runtime has taken the message before; gives up if the runtime ends.
 
         Raises:
@@ -361,6 +381,7 @@ class RuntimeLink:
         try:
             await trio.to_thread.run_sync(send, limiter=self._side_sender)
         except (MessageTooLarge, OSError) as error:
+            self._side_calls.pop(rid, None)
             raise ControllerUnavailable(f"the runtime of controllers: {error}") from None
 
     # -- answers --------------------------------------------------------------------------------

@@ -81,6 +81,7 @@ class SupervisedRuntime:
         self.restarts = 0
         self.masks: MaskFile | None = None
         self.on_change: Callable[[], None] = lambda: None
+        self.on_unused: Callable[[str], None] = lambda req_id: None
 
     async def run(self) -> None:
         """Keep a runtime alive until cancelled."""
@@ -196,9 +197,13 @@ class SupervisedRuntime:
         """See ``ControllerRuntime``."""
         link = await self._running()
         generation = self.generation
-        await _ask(
-            link, Instantiate(req_id, [*prompt], module, argument), Empty, auth, self._start.settings.init_ms / 1e3
-        )
+
+        def late() -> None:
+            if self.generation == generation:
+                self.on_unused(req_id)
+
+        request = Instantiate(req_id, [*prompt], module, argument)
+        await _ask(link, request, Empty, auth, self._start.settings.init_ms / 1e3, late)
         return generation
 
     async def make_module(self, wasm: bytes, auth: Auth | None = None) -> ModuleInfo:
@@ -234,8 +239,15 @@ class SupervisedRuntime:
         return {"pid": self._link.pid if self._link else None, "restarts_total": self.restarts, **usage}
 
 
-async def _ask(link: RuntimeLink, request: SideRequest, kind: type[T], auth: Auth | None, limit_s: float = 0.0) -> T:
-    found: Ok[T] | Error = await link.call(request, kind, auth, limit_s)
+async def _ask(
+    link: RuntimeLink,
+    request: SideRequest,
+    kind: type[T],
+    auth: Auth | None,
+    limit_s: float = 0.0,
+    late: Callable[[], None] | None = None,
+) -> T:
+    found: Ok[T] | Error = await link.call(request, kind, auth, limit_s, late)
     if isinstance(found, Ok):
         return found.data
     raise ControllerNotFound(found.error) if _NO_MODULE.match(found.error) else ControllerFailed(found.error)

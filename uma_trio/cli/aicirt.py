@@ -64,6 +64,13 @@ import click
     "Not in the reference implementation.",
 )
 @click.option(
+    "--uma-expire-s",
+    type=click.IntRange(1, 100_000_000),
+    default=60,
+    show_default=True,
+    help="Seconds that a controller waits for a sequence before it is closed. Not in the reference implementation.",
+)
+@click.option(
     "--module",
     "-m",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -91,6 +98,7 @@ def command(
     wasm_max_step_time: int,
     wasm_max_init_time: int,
     uma_skip_slow_ms: int | None,
+    uma_expire_s: int,
     module: Path | None,
     save_tokenizer: Path | None,
     run: bool,
@@ -133,6 +141,7 @@ def command(
             max_step_ms=wasm_max_step_time,
             max_init_ms=wasm_max_init_time,
         ),
+        uma_expire_s,
         uma_skip_slow_ms,
         llama_dir,
     )

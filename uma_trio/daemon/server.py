@@ -271,6 +271,7 @@ def make_runtime(config: Config, model: LoadedModel) -> SupervisedRuntime | None
         n_vocab=info.n_vocab,
         n_rows=info.n_seq_max,
         max_controller_bytes=config.limits.max_controller_bytes,
+        expire_s=round(config.limits.request_timeout_s) + 1,
         llama_dir=config.model.llama_dir,
     )
     return SupervisedRuntime(start, max_tokens=info.n_ctx)

@@ -98,6 +98,7 @@ class Controllers:
         """Masks that were not there in time."""
         if runtime is not None:
             runtime.on_change = self._runtime_changed
+            runtime.on_unused = lambda name: self.abandon(ControlledRequest(name=name, generation=runtime.generation))
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
@@ -131,7 +132,7 @@ class Controllers:
         return self._controlled.begin(sequence, request)
 
     def abandon(self, request: ControlledRequest) -> None:
-        """The runtime has a controller for ``request``, which was refused or has ended while it was waiting."""
+        """The runtime has a controller for ``request``, which was refused or has ended before it had a sequence."""
         if self._is_current(request):
             self._abandoned.append(request)
             self._serving.look()

@@ -38,6 +38,7 @@ class Options:
     tokenizer: str
     layout: Layout
     limits: Limits = attrs.field(factory=Limits)
+    expire_s: int = 60
     skip_slow_ms: int | None = None
     llama_dir: Path | None = None
 
@@ -65,9 +66,8 @@ def serve(options: Options) -> NoReturn:
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
         host = WasmHost(vocabulary, options.limits)
         skip_slow_s = None if options.skip_slow_ms is None else options.skip_slow_ms / 1000
-        Server(
-            channels, host, vocabulary, options.limits, ModuleStore(Path(FOLDER), host), ending.exit, skip_slow_s
-        ).run()
+        modules = ModuleStore(Path(FOLDER), host)
+        Server(channels, host, vocabulary, options.limits, modules, ending.exit, options.expire_s, skip_slow_s).run()
 
 
 def add_module(options: Options, path: Path) -> str:

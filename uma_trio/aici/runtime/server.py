@@ -71,6 +71,7 @@ class Server:
 
     Args:
         on_stop: ends the process; called in any thread when the engine asks for it.
+        expire_s: see ``WaitingControllers``.
         skip_slow_s: see ``Sequences``.
     """
 
@@ -82,6 +83,7 @@ class Server:
         limits: Limits,
         modules: ModuleStore,
         on_stop: Callable[[], NoReturn],
+        expire_s: float,
         skip_slow_s: float | None = None,
     ) -> None:
         self._channels = channels
@@ -90,7 +92,7 @@ class Server:
         self._limits = limits
         self._modules = modules
         self._on_stop = on_stop
-        self._waiting = WaitingControllers()
+        self._waiting = WaitingControllers(expire_s)
         self._sequences = Sequences(vocabulary.n_vocab, limits, self._waiting, channels.biases, skip_slow_s)
         self._side_sends = threading.Lock()
         self._side_room = threading.BoundedSemaphore(MAX_SIDE_REQUESTS)

@@ -12,7 +12,6 @@ import attrs
 from uma_trio.aici.runtime.interface import Controller
 
 MAX_WAITING: Final = 256
-EXPIRES_S: Final = 60.0
 
 
 @attrs.frozen(eq=False)
@@ -29,10 +28,12 @@ class WaitingControllers:
     """Controllers by the id of their request.  A controller that nobody takes is closed.  Thread-safe.
 
     Args:
+        expire_s: how long a controller waits at most.
         clock: seconds that only grow.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, expire_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._expire_s = expire_s
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: dict[str, _Waiting] = {}
@@ -57,8 +58,8 @@ class WaitingControllers:
         return None if found is None else found.controller
 
     def expire(self) -> None:
-        """Close controllers that have waited longer than ``EXPIRES_S``."""
-        oldest = self._clock() - EXPIRES_S
+        """Close controllers that have waited too long."""
+        oldest = self._clock() - self._expire_s
         with self._lock:
             gone = [req_id for req_id, each in self._waiting.items() if each.since < oldest]
             controllers = [self._waiting.pop(req_id).controller for req_id in gone]
