@@ -117,7 +117,6 @@ def test_forks_are_a_tree_and_logs_go_to_stderr(daemon: RunningDaemon) -> None:
         (["--arg", "text"], None, "text"),
         (["--arg-json", '{"a": [1]}'], None, {"a": [1]}),
         (["-"], PROGRAM, PROGRAM),
-        (["--arg-file", "-"], PROGRAM, PROGRAM),
         ([], None, None),
     ],
 )
@@ -160,9 +159,9 @@ def test_errors_name_a_remedy(daemon: RunningDaemon) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--arg", "x", "--arg-file", "-"], "give one of"),
+        (["--arg", "x", "-"], "give one of"),
         (["--arg-json", "{"], "--arg-json is not JSON"),
-        (["nowhere.js"], "does not exist"),
+        (["nowhere.js"], "there is no file nowhere.js; give a text with --arg"),
     ],
 )
 def test_wrong_usage(daemon: RunningDaemon, args: list[str], message: str) -> None:

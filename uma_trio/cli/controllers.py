@@ -119,13 +119,8 @@ def list_(as_json: bool, socket: str | None) -> None:
 
 @command.command()
 @click.argument("controller")
-@click.argument("file", required=False, type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
+@click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True, path_type=Path))
 @click.option("--arg", help="What the controller gets: a text.")
-@click.option(
-    "--arg-file",
-    type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path),
-    help="What the controller gets, from a file; the same as FILE.",
-)
 @click.option("--arg-json", help="What the controller gets: a JSON value.")
 @click.option("--model", help="Name of the model that answers.  [default: the daemon's first]")
 @click.option("--max-tokens", type=click.IntRange(1), help="Maximum number of tokens of each answer.")
@@ -158,7 +153,7 @@ def run(controller: str, file: Path | None, as_json: bool, stats: bool, socket: 
     """
     from uma_trio.cli.run_trio import run as run_trio
 
-    argument = _argument(file, options.pop("arg_file"), options.pop("arg"), options.pop("arg_json"))
+    argument = _argument(file, options.pop("arg"), options.pop("arg_json"))
     fields = {name: value for name, value in options.items() if value is not None}
     request = {"temperature": 0.0, "controller": controller, **argument, **fields}
     code = SERVER_ERROR
@@ -205,11 +200,10 @@ async def stream(
     return INCOMPLETE if failed else OK
 
 
-def _argument(file: Path | None, arg_file: Path | None, text: str | None, as_json: str | None) -> dict[str, Any]:
+def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[str, Any]:
     """The field of the request for what the controller gets; without any, there is none."""
-    given = [each for each in (file, arg_file, text, as_json) if each is not None]
-    if len(given) > 1:
-        raise click.UsageError("give one of FILE, --arg-file, --arg and --arg-json")
+    if sum(each is not None for each in (file, text, as_json)) > 1:
+        raise click.UsageError("give one of FILE, --arg and --arg-json")
     if text is not None:
         return {"controller_arg": text}
     if as_json is not None:
@@ -217,14 +211,18 @@ def _argument(file: Path | None, arg_file: Path | None, text: str | None, as_jso
             return {"controller_arg": json.loads(as_json)}
         except ValueError as error:
             raise click.UsageError(f"--arg-json is not JSON: {error}") from None
-    path = file or arg_file
-    if path is None:
+    if file is None:
         return {}
-    data = sys.stdin.buffer.read(MAX_ARG_FILE_BYTES) if str(path) == "-" else _start_of(path)
+    try:
+        data = sys.stdin.buffer.read(MAX_ARG_FILE_BYTES) if str(file) == "-" else _start_of(file)
+    except FileNotFoundError:
+        raise click.UsageError(f"there is no file {file}; give a text with --arg") from None
+    except OSError as error:
+        raise click.UsageError(f"cannot read {file}: {error.strerror}") from None
     try:
         return {"controller_arg": data.decode()}
     except UnicodeDecodeError:
-        raise click.UsageError(f"{path} is not text in UTF-8") from None
+        raise click.UsageError(f"{file} is not text in UTF-8") from None
 
 
 def _start_of(path: Path) -> bytes:
