@@ -103,7 +103,9 @@ class Program(ScriptedController):
         self.path = ""
 
     def pre(self) -> PreResult:
-        self.disturbed |= self.answered
+        if self.answered:
+            self.disturbed = True
+            return PreResult()
         self._run()
         match self._next:
             case Fail(in_mid=False):

@@ -102,7 +102,7 @@ class Controllers:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._controlled or self._freed or self._abandoned)
+        return bool(self._controlled or self._freed or self._abandoned or self._step is not None)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Numbers for the metrics; ``None`` without a runtime."""
