@@ -82,7 +82,7 @@ class Observed:
 
     @property
     def phases(self) -> set[Phase]:
-        """Of the answers that have not ended."""
+        """The phases of the answers that have not ended."""
         return {each.control.phase for each in [*self.sequences, *self.queued] if not each.done.is_set()}
 
     @property

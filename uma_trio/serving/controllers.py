@@ -192,6 +192,10 @@ class Controllers:
             now = trio.current_time()
             if self._exchange is None or self._is_slow or now >= until:
                 break
+            if not self._controlled.in_phase(
+                Phase.ASKED, Phase.SAMPLING
+            ):  # it only frees sequences, or asks suspended ones
+                break
             if not await self._exchange.wait(max(0.0, min(until, self._sent_at + MAX_WAIT_S) - now)):
                 self._is_slow = self._age_s >= MAX_WAIT_S
         self._permit()

@@ -1,0 +1,221 @@
+"""Controllers that wait, or for which others would wait: suspended answers, late masks, slow and hung exchanges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import trio
+
+from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.fake_runtime import FakeRuntime, ScriptedController
+from tests.support.programs import Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
+from tests.support.steering import START, Client, Steering, steering
+from uma_trio.aici.messages import PreResult
+from uma_trio.serving import controllers
+
+PROGRAMS = {"program": Program}
+
+
+class Timed(Client):
+    """Notes when its tokens come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def send(self, event: Any) -> None:
+        self.times.append(trio.current_time())
+        super().send(event)
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [1e3 * (after - before) for before, after in itertools.pairwise(self.times)]
+
+
+def engine() -> FakeEngine:
+    """A step takes 5 ms, whatever is in it."""
+    return FakeEngine(cost_ms=lambda prompt, decodes: 5.0)
+
+
+# -- suspended ----------------------------------------------------------------------------------
+
+
+async def test_suspended_answers_keep_their_cells_and_take_no_tick(autojump_clock):
+    script = [Say([*range(100, 150)]), Fork([[Gen(5), Wait("go"), Gen(2)], [Gen(30), Set("go"), Gen(1)]])]
+    async with steering(PROGRAMS, engine()) as harness:
+        sequences = await harness.steer("program", client := Client(), 100, argument=script)
+        while len(client.tokens.get(1, ())) < 60:
+            await trio.sleep(0.001)
+        n_steps, held = len(harness.engine.steps), harness.scheduler.cache.held()
+        waiting, running = (each.allocation.seq_id for each in sequences)
+        assert held[waiting] == 1 + 50 + 4
+        while len(client.tokens[1]) < 75:
+            await trio.sleep(0.001)
+        computed = [each.seq_id for step in harness.engine.steps[n_steps:] for call in step.calls for each in call]
+        assert {*computed} == {running}
+        assert harness.scheduler.cache.held()[waiting] == held[waiting]
+        await harness.done(sequences)
+        assert by_path(client, client.tokens) == expected(script)
+        await harness.clean()
+
+
+@pytest.mark.parametrize("neighbours", ["none", "without a controller", "with a controller"])
+@pytest.mark.parametrize("n", [1, 4])
+async def test_answers_that_wait_for_nobody_end_soon(autojump_clock, neighbours, n):
+    script = [Gen(3), *([Fork([[Gen(2), Wait(f"{i}")] for i in range(n)])] if n > 1 else [Wait("never")])]
+    async with steering(PROGRAMS, engine()) as harness:
+        others: list[Any] = []
+        if neighbours == "without a controller":
+            others.append([harness.ask([5], Client(), 100)])
+        elif neighbours == "with a controller":
+            others.append(await harness.steer("program", Client(), 100, argument=[Gen(90)]))
+        sequences = await harness.steer("program", client := Client(), argument=script)
+        with trio.fail_after(0.2):
+            while len(client.ends) < n:
+                await trio.sleep(0.001)
+        assert {*client.reasons.values()} == {"deadlock"}
+        assert sorted(client.tokens) == [*range(n)]
+        await harness.done(sequences, *others)
+        await harness.clean()
+
+
+async def test_suspended_answers_are_asked_now_and_then(autojump_clock):
+    """Nothing spins: without neighbours there is an exchange each 10 ms."""
+    script = [Gen(1), Fork([[Gen(1), Wait("go")], [Say([*range(100, 400)]), Gen(1), Set("go")]])]
+    slow = FakeEngine(cost_ms=lambda prompt, decodes: 200.0 if prompt else 5.0)
+    async with steering(PROGRAMS, slow) as harness:
+        await harness.done(await harness.steer("program", client := Client(), 400, argument=script))
+        assert by_path(client, client.tokens) == expected(script)
+        assert len(harness.runtime.calls) < 40
+        await harness.clean()
+
+
+# -- late ---------------------------------------------------------------------------------------
+
+
+async def beside(script: Any, exchange_ms: Any, n_plain: int = 80) -> tuple[Timed, Client, Steering]:
+    """Run a program next to a stream without a controller."""
+    runtime = FakeRuntime(PROGRAMS, exchange_ms=exchange_ms)
+    async with steering(PROGRAMS, engine(), runtime) as harness:
+        plain = harness.ask([5], neighbour := Timed(), n_plain)
+        await trio.sleep(0.02)
+        await harness.done(await harness.steer("program", client := Client(), argument=script), [plain])
+        assert neighbour.tokens[0] == expected_continuation([5], n_plain)
+        assert by_path(client, client.tokens) == expected(script)
+        await harness.clean()
+    return neighbour, client, harness
+
+
+async def test_quick_exchanges_cost_their_own_time_between_steps(autojump_clock):
+    neighbour, _, _ = await beside([Gen(15)], 0.5)
+    assert max(neighbour.gaps_ms) == pytest.approx(5.5)
+
+
+@pytest.mark.parametrize("slow", ["mid", "post_pre", "both"])
+async def test_slow_exchanges_change_no_text_and_delay_a_neighbour_twice_at_most(autojump_clock, slow):
+    """By 2 ms each: then plans no longer wait, and masks are asked for before their step."""
+    neighbour, _, harness = await beside([Gen(6)], lambda name: 30.0 if slow in (name, "both") else 0.5)
+    gaps = sorted(neighbour.gaps_ms)
+    assert gaps[-1] <= 5 + 2 + 2 + 0.5
+    assert sum(gap > 5.6 for gap in gaps) <= 2
+    assert harness.scheduler.telemetry.late_masks_total == (slow != "post_pre")
+
+
+async def test_a_mask_that_comes_right_after_the_step_gave_up_is_used(autojump_clock):
+    """The splice of a late answer, too.  It is asked for once: ``Program`` checks that."""
+    for late_ms in (6.9, 7.0, 7.01, 7.1, 11.9, 12.1):
+        await beside([Gen(2), Insert([3, 4]), Gen(2)], lambda name, ms=late_ms: ms if name == "mid" else 0.3, 40)
+
+
+async def test_answers_whose_masks_are_late_delay_no_other_controlled_answer(autojump_clock):
+    """A runtime that skips a slow controller answers for the others in time."""
+    async with steering(PROGRAMS, engine()) as harness:
+        slow = await harness.steer("program", late := Client(), argument=[Gen(2), *[Skip()] * 10, Gen(2)], id="slow")
+        quick = await harness.steer("program", timed := Timed(), argument=[Gen(18)], id="quick")
+        await harness.done(slow, quick)
+        assert late.tokens[0] == expected([Gen(4)])[""]
+        assert timed.tokens[0] == expected([Gen(18)])[""]
+        assert max(timed.gaps_ms) < 6.5
+        assert harness.scheduler.telemetry.late_masks_total == 10
+        await harness.clean()
+
+
+@pytest.mark.parametrize("name", ["mid", "post_pre"])
+async def test_a_hung_exchange_delays_a_neighbour_once(autojump_clock, name):
+    """Until the link kills the runtime, which takes seconds."""
+    hangs = False
+    runtime = FakeRuntime(PROGRAMS, exchange_ms=lambda which: math.inf if hangs and which == name else 0.5)
+    async with steering(PROGRAMS, engine(), runtime) as harness:
+        sequences = await harness.steer("program", client := Client(), 100, argument=[Gen(90)])
+        plain = harness.ask([5], neighbour := Timed(), 300)
+        await trio.sleep(0.1)
+        hangs, n = True, len(neighbour.times)
+        await trio.sleep(1)
+        gaps = neighbour.gaps_ms[n:]
+        assert sum(gap > 5.01 for gap in gaps) <= 3, (
+            "while it still works, at its last step, and at the plan after that"
+        )
+        assert max(gaps) < 9.6
+        runtime.die("it hangs")
+        await harness.done(sequences, [plain])
+        assert client.reasons == {0: "E_CONTROLLER_UNAVAILABLE"}
+        assert "it hangs" in client.ends[0].message
+        await harness.clean()
+
+
+# -- without a controller -----------------------------------------------------------------------
+
+
+class Count(ScriptedController):
+    def pre(self) -> PreResult:
+        return PreResult(num_forks=0)
+
+
+async def test_requests_without_a_controller_cost_nothing_more(autojump_clock):
+    """A tick asks once or twice whether there is anything to do, and a wait for work when."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == controllers.__file__:
+            calls[frame.f_code.co_name] += 1
+
+    async with steering({"ends": Count}, engine()) as harness:
+        await harness.done(await harness.steer("ends", Client()))
+        await harness.clean()
+        n_exchanges, n_steps = len(harness.runtime.calls), len(harness.engine.steps)
+        sys.setprofile(count)
+        try:
+            clients = [Client() for _ in range(4)]
+            await harness.done([harness.ask([5 + i], client, 50) for i, client in enumerate(clients)])
+        finally:
+            sys.setprofile(None)
+        n_steps = len(harness.engine.steps) - n_steps
+        assert {*calls} <= {"__bool__", "ask_at", "in_phase"}
+        assert calls["__bool__"] <= 5 * n_steps
+        assert len(harness.runtime.calls) == n_exchanges
+        assert harness.scheduler.telemetry.run_ahead_steps_total > 40
+        assert clients[0].tokens[0] == expected_continuation([5], 50)
+        await harness.clean()
+
+
+async def test_a_stream_runs_ahead_while_all_controlled_answers_wait(autojump_clock):
+    async with steering(PROGRAMS, engine()) as harness:
+        stalled = Client()
+        sequences = await harness.steer("program", stalled, argument=[Gen(10)])
+        while len(stalled.tokens[0]) < 3:
+            await trio.sleep(0.001)
+        stalled.open = False
+        await trio.sleep(0.05)
+        before = harness.scheduler.telemetry.run_ahead_steps_total
+        await harness.done([harness.ask([5], Client(), 50)])
+        assert harness.scheduler.telemetry.run_ahead_steps_total > before + 40
+        stalled.open = True
+        harness.scheduler.wake()
+        await harness.done(sequences)
+        assert stalled.tokens[0] == expected_continuation([START], 10)
+        await harness.clean()
