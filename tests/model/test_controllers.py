@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import uma_trio
-from tests.support.real_daemon import Daemon, real_daemon
+from tests.support.real_daemon import ROOT, Daemon, real_daemon
 from uma_trio.cli import main
 from uma_trio.client import AnswerTree, ServerError
 
@@ -118,6 +118,15 @@ def test_forks_with_variables_suspension_and_backtracking(daemon: Daemon) -> Non
     assert {*frame_texts} == {0, 1, 2}
     for n, text in frame_texts.items():
         assert re.fullmatch(rf"(The number is .* ↩ )?.*{n}?[a-z]{{3}}", text)
+
+
+def test_the_program_of_the_page_runs(daemon: Daemon) -> None:
+    page = (ROOT / "docs" / "AICI-CONTROLLERS.md").read_text()
+    program = page.partition("```js\n")[2].partition("```")[0]
+    tree = run(daemon, "jsctrl", program)
+    assert [answer.failure for answer in tree] == [None, None]
+    assert re.match(r"Rate the film from 1 to 5: [1-5] stars\. The best part was", tree[0].text)
+    assert re.match(r"Rate the film from 1 to 5: [1-5] stars\. The worst part was", tree[1].text)
 
 
 def test_controllers_in_c(daemon: Daemon) -> None:
