@@ -98,7 +98,7 @@ async def test_suspended_answers_are_asked_now_and_then(autojump_clock):
 # -- late ---------------------------------------------------------------------------------------
 
 
-async def next to(script: Any, exchange_ms: Any, n_plain: int = 80) -> tuple[Timed, Client, Steering]:
+async def together(script: Any, exchange_ms: Any, n_plain: int = 80) -> tuple[Timed, Client, Steering]:
     """Run a program next to a stream without a controller."""
     runtime = FakeRuntime(PROGRAMS, exchange_ms=exchange_ms)
     async with steering(PROGRAMS, engine(), runtime) as harness:
@@ -112,14 +112,14 @@ async def next to(script: Any, exchange_ms: Any, n_plain: int = 80) -> tuple[Tim
 
 
 async def test_quick_exchanges_cost_their_own_time_between_steps(autojump_clock):
-    neighbour, _, _ = await next to([Gen(15)], 0.5)
+    neighbour, _, _ = await together([Gen(15)], 0.5)
     assert max(neighbour.gaps_ms) == pytest.approx(5.5)
 
 
 @pytest.mark.parametrize("slow", ["mid", "post_pre", "both"])
 async def test_slow_exchanges_change_no_text_and_delay_a_neighbour_twice_at_most(autojump_clock, slow):
     """By 2 ms each: then plans no longer wait, and masks are asked for before their step."""
-    neighbour, _, harness = await next to([Gen(6)], lambda name: 30.0 if slow in (name, "both") else 0.5)
+    neighbour, _, harness = await together([Gen(6)], lambda name: 30.0 if slow in (name, "both") else 0.5)
     gaps = sorted(neighbour.gaps_ms)
     assert gaps[-1] <= 5 + 2 + 2 + 0.5
     assert sum(gap > 5.6 for gap in gaps) <= 2
@@ -129,7 +129,7 @@ async def test_slow_exchanges_change_no_text_and_delay_a_neighbour_twice_at_most
 async def test_a_mask_that_comes_right_after_the_step_gave_up_is_used(autojump_clock):
     """The splice of a late answer, too.  It is asked for once: ``Program`` checks that."""
     for late_ms in (6.9, 7.0, 7.01, 7.1, 11.9, 12.1):
-        await next to([Gen(2), Insert([3, 4]), Gen(2)], lambda name, ms=late_ms: ms if name == "mid" else 0.3, 40)
+        await together([Gen(2), Insert([3, 4]), Gen(2)], lambda name, ms=late_ms: ms if name == "mid" else 0.3, 40)
 
 
 async def test_answers_whose_masks_are_late_delay_no_other_controlled_answer(autojump_clock):
