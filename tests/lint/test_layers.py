@@ -18,7 +18,7 @@ ROOT = Path(uma_trio.__file__).parent.parent
 ROOMS = (
     "files",
     *("errors", "config", "principal", "protocol", "scheduling", "sampling", "kv", "telemetry"),
-    *("store", "sandbox", "parent_process", "child_process", "grammar", "engine", "models", "aici"),
+    *("store", "sandbox", "parent_process", "child_process", "grammar", "engine", "models", "hub", "aici"),
     *("offload", "serving", "sessions", "service", "daemon", "connect", "query", "client", "gateway"),
     *("demo", "cli", "training"),
     "__main__",

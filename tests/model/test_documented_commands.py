@@ -22,6 +22,7 @@ import attrs
 import pytest
 
 from tests.support.documents import ROOT, blocks, commands, fenced, help_examples, help_texts, section, tables
+from tests.support.hub_server import fake_hub
 from tests.support.perf_runs import encode_run, simulated
 from tests.support.real_daemon import Daemon, real_daemon, wait_ready
 from tests.support.terminal import terminal
@@ -50,6 +51,7 @@ NOT_RUN = {
     r"(?s)(import|from) .*localhost:8080.*": "needs the gateway; tests/gateway/test_clients.py runs it",
     r"build/clients/bin/pip install .*": "installs the clients that tests/gateway/test_clients.py runs",
     r"uma-trio completion zsh > .*": "needs zsh",
+    r"uma-trio pull https://.*": "there is no such server",
     r"uma-trio controllers .*": "the daemon runs no controllers yet",
     r"uma-trio ask --controller .*": "the daemon runs no controllers yet",
     r"(?s).*uma_trio\.run\(.*": "the daemon runs no controllers yet",
@@ -173,16 +175,32 @@ def served(library: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield daemon
 
 
+MODEL = "Qwen/Qwen3-0.6B-GGUF:Q8_0"
+"""The model of the hub that the examples name; here it is the embedded one."""
+
+
 @pytest.fixture(scope="module")
-def environment(home: Path, served: Daemon) -> Mapping[str, str]:
+def endpoint(home: Path) -> Iterator[str]:
+    """A hub that has the model, and the alias that an example makes."""
+    aliases = home / ".local" / "share" / "uma-trio" / "models" / "aliases.json"
+    aliases.parent.mkdir(parents=True)
+    aliases.write_text(json.dumps({"small": MODEL}))
+    with fake_hub() as hub:
+        hub.add("Qwen/Qwen3-0.6B-GGUF", {"Qwen3-0.6B-Q8_0.gguf": EMBEDDED.read_bytes()})
+        yield hub.url
+
+
+@pytest.fixture(scope="module")
+def environment(home: Path, served: Daemon, endpoint: str) -> Mapping[str, str]:
     (home / "work" / "uma.sock").symlink_to(served.socket)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("UMA_LOG", "XDG_"))}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("UMA_LOG", "XDG_", "HF_"))}
     return clean | {
         "HOME": str(home),
         "PATH": f"{home / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
         "UMA_SOCKET": str(served.socket),
         "MPLBACKEND": "agg",
+        "HF_ENDPOINT": endpoint,
     }
 
 
@@ -263,6 +281,9 @@ def test_it_runs(example: Example, environment: Mapping[str, str], home: Path, s
             return
     if "keys revoke" in example.text:
         (home / ".config" / "uma-trio" / "keys.yaml").write_text(KEYS)
+    if re.match("uma-trio models (show|remove)", example.text):
+        pull = [sys.executable, "-m", "uma_trio", "pull", "--quiet", MODEL]
+        subprocess.run(pull, env=dict(environment), check=True, stdout=subprocess.DEVNULL)
     command = [sys.executable, "-c"] if example.language == "python" else ["bash", "-o", "pipefail", "-c"]
     done = subprocess.run(
         [*command, example.text],

@@ -31,7 +31,7 @@ PAIRS = (
     pair("llama.rope.freq_base", F32, struct.pack("<f", 1e4)),
     pair("tokenizer.ggml.tokens", ARRAY, array(STRING, 3, text("a") + text("bc") + text(""))),
     pair("tokenizer.ggml.scores", ARRAY, array(F32, 3, bytes(12))),
-    pair("split.count", U32, struct.pack("<I", 2)),
+    pair("split.count", U32, struct.pack("<I", 1)),
 )
 TENSORS = (tensor("one.weight", [32, 2], 8, 0), tensor("two", [5], 0, 96))
 DATA = bytes(96 + 20)

@@ -21,6 +21,8 @@ COMMANDS = {
     "controllers": "Upload, tag, list and run controllers (AICI).",
     "keys": "Make, list and revoke API keys for HTTP.",
     "service": "Run the daemon as a service of systemd or launchd.",
+    "pull": "Download a model.",
+    "models": "List, show, remove and name the models of this machine.",
     "demo": "Watch short chats stay fast next to a long document.",
     "metrics": "Show the metrics of the daemon.",
     "perf": "Report on a perf log, as tables and plots.",

@@ -22,7 +22,7 @@ import click
     default="embedded",
     show_default=True,
     metavar="MODEL",
-    help="GGUF file whose vocabulary controllers see, its name without .gguf, or embedded.",
+    help="Model whose vocabulary controllers see: a GGUF file, a name that uma-trio models lists, or embedded.",
 )
 @click.option("--json-size", type=click.IntRange(1, 1024), default=8, show_default=True, help="MiB for messages.")
 @click.option("--bin-size", type=click.IntRange(1, 16384), default=16, show_default=True, help="MiB for biases.")

@@ -141,8 +141,25 @@ add_completion_class(Lines)
 
 
 def model_file(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """A GGUF file."""
-    return [CompletionItem(incomplete, type="model")]
+    """A GGUF file, or the name of a model of this machine."""
+    return [*model_name(context, parameter, incomplete), CompletionItem(incomplete, type="model")]
+
+
+def model_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The name of a model of this machine, or an alias."""
+    from uma_trio.cli.model_option import environment_places
+    from uma_trio.config import ConfigError
+    from uma_trio.hub.errors import HubError
+    from uma_trio.hub.folder import ModelFolder
+    from uma_trio.hub.inventory import all_models
+
+    try:
+        places = environment_places()
+        aliases = ModelFolder(places.folder).aliases()
+    except (ConfigError, HubError):
+        return []
+    helps = {**{model.name: model.origin for model in all_models(places)}, **aliases}
+    return [CompletionItem(name, help=help) for name, help in helps.items() if name.startswith(incomplete)]
 
 
 def any_file(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

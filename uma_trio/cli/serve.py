@@ -111,7 +111,9 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     if print_config:
         click.echo(config.to_yaml(settings), nl=False)
         return
-    sys.exit(_serve(settings) if _can_serve_http(settings) else 1)
+    if not _can_serve_http(settings):
+        sys.exit(1)
+    sys.exit(_serve(_located(settings)))
 
 
 def _can_serve_http(settings: Config) -> bool:
@@ -127,6 +129,22 @@ def _can_serve_http(settings: Config) -> bool:
         click.echo(f"uma-trio serve: {error}", err=True)
         return False
     return True
+
+
+def _located(settings: Config) -> Config:
+    """The settings with the model's path; downloads it if it is not here, or ends the program."""
+    from uma_trio.cli.exits import INTERRUPTED
+    from uma_trio.cli.model_option import located
+    from uma_trio.cli.run_trio import Interrupted
+    from uma_trio.hub.errors import HubError
+
+    try:
+        return located(settings, may_pull=True)
+    except HubError as error:
+        click.echo(f"uma-trio serve: {error}", err=True)
+        sys.exit(1)
+    except Interrupted:
+        sys.exit(INTERRUPTED)
 
 
 def _serve(settings: Config) -> int:

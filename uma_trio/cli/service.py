@@ -165,23 +165,26 @@ def _service(flags: Sequence[str]) -> Service:
     Raises:
         UsageError: the daemon would not start with them.
     """
+    from uma_trio.cli.model_option import located
     from uma_trio.cli.service_units import Service
     from uma_trio.engine.inspect import LibraryProblem, library_directory, read_stamp
+    from uma_trio.hub.errors import HubError
     from uma_trio.models.chosen_template import choose_template
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import ModelError, explained
-    from uma_trio.models.loaded import EMBEDDED
+    from uma_trio.models.loaded import model_path
     from uma_trio.protocol.address import GIVE_A_SHORTER_PATH, default_socket_path, too_long
 
     arguments, settings = _serve_arguments(flags)
-    model = settings.model.model or EMBEDDED
     try:
+        settings = located(settings, may_pull=False)
+        model = model_path(settings.model.model)
         with explained(model):
             check_gguf(model)
         if settings.model.chat_template is not None:
             choose_template(settings.model.chat_template)
         stamp = read_stamp(library_directory(settings.model.llama_dir))
-    except (ModelError, LibraryProblem) as error:
+    except (ModelError, LibraryProblem, HubError) as error:
         raise click.UsageError(str(error)) from None
     socket = Path(os.path.abspath(settings.listen.socket or default_socket_path()))
     if reason := too_long(socket):
@@ -205,6 +208,7 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
         UsageError: they are wrong.
     """
     from uma_trio import config
+    from uma_trio.cli.model_option import is_path_of_model
     from uma_trio.cli.serve import command as serve
     from uma_trio.models.chosen_template import built_in
 
@@ -227,6 +231,8 @@ def _serve_arguments(flags: Sequence[str]) -> tuple[list[str], Config]:
         value = getattr(getattr(settings, setting.section), setting.field)
         is_path = isinstance(value, Path)
         if name == "chat_template" and value is not None and value not in built_in():
+            value, is_path = os.path.expanduser(value), True
+        if name == "model" and value is not None and is_path_of_model(value):
             value, is_path = os.path.expanduser(value), True
         if name in given and name != "socket":
             if isinstance(value, bool):

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 @click.argument("text", required=False, type=click.UNPROCESSED)
 @click.option(
     "--model",
-    type=click.Path(path_type=Path),
+    metavar="NAME|FILE",
+    type=click.UNPROCESSED,
     shell_complete=model_file,
-    help="GGUF file. If not given, the embedded model is used.",
+    help="GGUF file, or a name that uma-trio models lists. If not given, the embedded model is used.",
 )
 @click.option("--decode", metavar="IDS", help="Print the text of these token ids. - reads them from stdin.")
 @click.option(
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--llama-dir", type=click.Path(path_type=Path), help="Folder of the built libllama.")
 def command(
     text: str | None,
-    model: Path | None,
+    model: str | None,
     decode: str | None,
     no_special: bool,
     ids: bool,
@@ -91,16 +92,19 @@ def command(
 
 
 @contextlib.contextmanager
-def _tokenizer(model: Path | None, llama_dir: Path | None) -> Iterator[Tokenizer]:
+def _tokenizer(model: str | None, llama_dir: Path | None) -> Iterator[Tokenizer]:
     """The vocabulary; what goes wrong with it, or with what is asked of it, ends the program with 1."""
+    from uma_trio.cli.model_option import find_model
+    from uma_trio.config import ConfigError
     from uma_trio.engine.tokenizer import InvalidTokenId
+    from uma_trio.hub.errors import HubError
     from uma_trio.models.load_errors import ModelError
     from uma_trio.models.loaded import EMBEDDED, vocabulary
 
     try:
-        with vocabulary(model or EMBEDDED, llama_dir) as tokenizer:
+        with vocabulary(find_model(model) or EMBEDDED, llama_dir) as tokenizer:
             yield tokenizer
-    except (ModelError, InvalidTokenId) as error:
+    except (ModelError, HubError, ConfigError, InvalidTokenId) as error:
         click.echo(f"uma-trio tokenize: {error}", err=True)
         sys.exit(1)
 

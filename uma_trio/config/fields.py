@@ -44,9 +44,24 @@ def setting(
 class Model:
     """The model, and the memory and compute that it may use."""
 
-    model: Path | None = setting(
-        None, "GGUF file to serve. If not given, the embedded demo model is served.", short="-m"
+    model: str | None = setting(
+        None,
+        "Model to serve: a GGUF file, the name of a model on this machine (uma-trio models), or one to download, such as "
+        "Qwen/Qwen3-0.6B-GGUF:Q8_0. If not given, the embedded demo model is served.",
+        short="-m",
     )
+    alias: str | None = setting(
+        None,
+        "Name under which clients see the model. If not given, the one that it was found by, or that of the file.",
+        short="-a",
+        metavar="NAME",
+    )
+    models_dir: Path | None = setting(
+        None,
+        "Folder of downloaded models. If not given, ~/.starling/models if it exists, otherwise uma-trio/models in the "
+        "platform's folder for data, such as ~/.local/share.",
+    )
+    offline: bool = setting(False, "Download nothing. HF_HUB_OFFLINE=1 does the same.")
     chat_template: str | None = setting(
         None,
         "Chat template in place of the model's own: a Jinja file, or one of chatml, gemma, llama2, llama3, mistral, "

@@ -229,7 +229,7 @@ def to_yaml(config: Config) -> str:
             lines += ["", f"{section}:"] if lines else [f"{section}:"]
         value = getattr(getattr(config, section), found.field)
         plain = str(value) if isinstance(value, Path) else value
-        lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ")
+        lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ", break_on_hyphens=False)
         lines.append(f"  {found.name}: {_yaml_scalar(plain)}")
     return "\n".join(lines) + "\n"
 

@@ -112,7 +112,7 @@ class Setting:
         if self.is_optional and (value is None or value == ""):
             return None
         raw = value
-        if isinstance(value, str) and not _is_encodable(value, bytes_too=self.type in (str, Path)):
+        if isinstance(value, str) and ("\0" in value or not _is_encodable(value, bytes_too=self.type in (str, Path))):
             raise self._refusal(value, source)
         is_text = isinstance(value, str) and self.type in (int, float, bool)
         if is_text:

@@ -142,7 +142,7 @@ class LlamaEngine:
         self.chat_template = self._model.chat_template
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
         self._info = ModelInfo(
-            name=path.name,
+            name=settings.alias or path.name,
             description=described(self._model.description, self._model.n_params),
             n_vocab=self._model.vocab.n_tokens,
             n_ctx=self._context.n_ctx,

@@ -9,16 +9,18 @@ Each rule names the place in llama.cpp that it protects.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import attrs
 
-from uma_trio.models.gguf_header import GgufError, GgufHeader, read_header
+from uma_trio.models.gguf_header import AGAIN, GgufError, GgufHeader, read_header
+from uma_trio.models.gguf_split import parts_of
 
-__all__ = ["GgufError", "GgufSummary", "check_gguf"]
+__all__ = ["GgufError", "GgufSummary", "check_gguf", "check_gguf_parts"]
 
 MAX_LAYERS = 512
 """``LLAMA_MAX_LAYERS``"""
@@ -95,7 +97,7 @@ class GgufSummary:
     n_tensors: int
     n_kv: int
     size_bytes: int
-    """Size of the file."""
+    """Size of all files."""
     context_length: int | None
     """Tokens of context that the model was trained with."""
     n_vocab: int | None
@@ -107,6 +109,7 @@ class GgufSummary:
 def check_gguf(path: str | os.PathLike[str], *, vocab_only: bool = False) -> GgufSummary:
     """Check the header of a GGUF file, and refuse files that would end the process.
 
+    If the file is the first part of a model, the other parts are checked as well.
     Blocks for about 1 ms for each thousand tokens of the vocabulary.
 
     Args:
@@ -118,25 +121,61 @@ def check_gguf(path: str | os.PathLike[str], *, vocab_only: bool = False) -> Ggu
         OSError: the file cannot be opened or read.
     """
     path = Path(path)
-    try:
+    with _about(path):
         header = read_header(path, vocab_only=vocab_only)
+        others = parts_of(path, header.n_parts)[1:]
+    return _check([path, *others], header, vocab_only=vocab_only)
+
+
+def check_gguf_parts(paths: Sequence[Path]) -> GgufSummary:
+    """As ``check_gguf``, for files that do not have the names of parts yet.
+
+    Args:
+        paths: all parts in order; one for a model in one file.
+    """
+    with _about(paths[0]):
+        header = read_header(paths[0])
+        if header.n_parts != len(paths):
+            raise GgufError(f"it is one of {header.n_parts} parts, and there are {len(paths)}", AGAIN)
+    return _check(paths, header, vocab_only=False)
+
+
+def _check(paths: Sequence[Path], header: GgufHeader, *, vocab_only: bool) -> GgufSummary:
+    size = header.size_bytes
+    if len(paths) > 1 and not vocab_only:
+        for number, path in enumerate(paths):
+            with _about(path):
+                part = read_header(path) if number else header
+                size += part.size_bytes if number else 0
+                if part.values.get("split.no") != number:  # llama-model-loader.cpp, ``llama_model_loader``
+                    raise GgufError(f"it is not part {number + 1} of {len(paths)}", AGAIN)
+                header.tensors += part.tensors if number else []
+    with _about(paths[0]):
+        if not header.tensors and not vocab_only:
+            raise GgufError("none of its parts has tensors", AGAIN)
         check_values(header, vocab_only=vocab_only)
-    except GgufError as error:
-        raise GgufError(f"{path}: {error.reason}", error.remedy) from None
     architecture = header.text("general.architecture")
     context = header.values.get(f"{architecture}.context_length")
-    splits = header.values.get("split.count")
     return GgufSummary(
         version=header.version,
         architecture=architecture,
         name=header.text("general.name"),
         n_tensors=len(header.tensors),
         n_kv=header.n_kv,
-        size_bytes=header.size_bytes,
+        size_bytes=size,
         context_length=context if isinstance(context, int) else None,
         n_vocab=header.count("tokenizer.ggml.tokens"),
-        split_count=splits if isinstance(splits, int) and splits > 0 else 1,
+        split_count=header.n_parts,
     )
+
+
+@contextlib.contextmanager
+def _about(path: Path) -> Iterator[None]:
+    """Put the path in front of what is wrong with the file."""
+    try:
+        yield
+    except GgufError as error:
+        raise GgufError(f"{path}: {error.reason}", error.remedy) from None
 
 
 def check_values(header: GgufHeader, *, vocab_only: bool) -> None:

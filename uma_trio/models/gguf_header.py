@@ -31,7 +31,7 @@ MAX_DIMENSIONS = 4
 
 _FIRST_READ = 1 << 20
 
-_UINT32, _STRING, _ARRAY = 4, 8, 9
+_UINT16, _UINT32, _STRING, _ARRAY = 2, 4, 8, 9
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -119,16 +119,22 @@ class GgufHeader:
         # The smallest pair is a key of one byte and a value of one; the smallest tensor has one dimension.
         self._check_count(n_kv, MAX_PAIRS, 8 + 1 + 4 + 1, "key-value pairs")
         self._check_count(n_tensors, MAX_TENSORS, 8 + 1 + 4 + 8 + 4 + 8, "tensors")
-        if n_tensors == 0 and not vocab_only:
-            raise GgufError("it has no tensors: it is a vocabulary, or the first part of a split", "give a whole model")
         for _ in range(n_kv):
             self._read_pair()
+        if n_tensors == 0 and not vocab_only and self.n_parts == 1:
+            raise GgufError("it has no tensors: it is a vocabulary, and not a model", "give a whole model")
         self._read_tensors(n_tensors)
 
     @property
     def n_kv(self) -> int:
         """Number of key-value pairs."""
         return len(self.values) + len(self._arrays)
+
+    @property
+    def n_parts(self) -> int:
+        """Files that the model consists of."""
+        count = self.values.get("split.count")
+        return count if isinstance(count, int) and count > 0 else 1
 
     def text(self, key: str) -> str:
         """The text value of ``key`` up to a NUL, as C reads it; ``""`` where the file has none."""
@@ -186,6 +192,8 @@ class GgufHeader:
         (kind,) = self._unpack("I", f"the type of {key}")
         if key == "general.alignment" and kind != _UINT32:
             raise _damaged("general.alignment is not a uint32")
+        if key == "split.no" and kind != _UINT16:  # llama-model-loader.cpp reads it without a check
+            raise _damaged("split.no is not a uint16")
         if kind == _ARRAY:
             self._read_array(key)
         elif kind == _STRING:

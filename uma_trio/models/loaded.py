@@ -104,7 +104,7 @@ async def open_model(
     Raises:
         ModelError: no such file, not a usable GGUF, not enough memory, no libllama, or a broken ``chat_template``.
     """
-    path = config.model.model or EMBEDDED
+    path = model_path(config.model.model)
     with contextlib.ExitStack() as stack:
         chosen: TemplateSource | None = None
         if config.model.chat_template is not None:
@@ -112,7 +112,7 @@ async def open_model(
         with explained(path):
             await trio.to_thread.run_sync(check_gguf, path)
             start = Start(path, config.model)
-            link = launcher.launch(path.name)
+            link = launcher.launch(config.model.alias or path.name)
             loaded = await link.load(start, on_progress or (lambda share: None), go_on)
         if not loaded:
             yield None
@@ -159,6 +159,11 @@ async def open_model(
             )
         finally:
             await engine.link.aclose()
+
+
+def model_path(model: str | None) -> Path:
+    """The file of the setting ``model``, once names are resolved (``uma_trio.hub.locate``)."""
+    return EMBEDDED if model is None else Path(model).expanduser()
 
 
 @contextlib.contextmanager

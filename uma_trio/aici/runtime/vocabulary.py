@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.models.loaded import EMBEDDED, vocabulary
+from uma_trio.hub.environment import find_places
+from uma_trio.hub.errors import HubError
+from uma_trio.hub.locate import find_here
+from uma_trio.models.loaded import vocabulary
 
-EMBEDDED_NAME = "embedded"
 REFERENCE_NAMES = ("gpt4", "llama", "llama16", "orca", "falcon", "mistral", "mpt", "phi", "gpt2")
 """Tokenizers that the reference implementation downloads."""
 
@@ -48,7 +51,7 @@ def open_vocabulary(name: str, llama_dir: Path | None = None) -> Iterator[ModelV
     """The vocabulary of a model, until the end of the context.
 
     Args:
-        name: a GGUF file, its name without ``.gguf``, or ``embedded``.
+        name: a GGUF file, with or without ``.gguf``, a model of this machine, or ``embedded``.
 
     Raises:
         NoVocabulary: there is none.
@@ -60,10 +63,13 @@ def open_vocabulary(name: str, llama_dir: Path | None = None) -> Iterator[ModelV
 
 def find(name: str) -> Path:
     """The GGUF file that ``name`` means.  Raises ``NoVocabulary``."""
-    if name in (EMBEDDED_NAME, EMBEDDED.stem):
-        return EMBEDDED
-    for path in (Path(name), Path(f"{name}.gguf")):
-        if path.is_file():
-            return path
-    hint = "downloads none; " if name in REFERENCE_NAMES or "/" in name else ""
-    raise NoVocabulary(f"there is no tokenizer {name}; this runtime {hint}takes a GGUF file or '{EMBEDDED_NAME}'")
+    if (path := Path(f"{name}.gguf")).is_file():
+        return path
+    try:
+        path = find_here(name, find_places(os.environ)).path
+    except HubError as error:
+        hint = "; this runtime downloads no tokenizers" if name in REFERENCE_NAMES else ""
+        raise NoVocabulary(f"there is no tokenizer {name}{hint}: {error}") from None
+    if not path.is_file():
+        raise NoVocabulary(f"there is no tokenizer {name}; give a GGUF file, the name of a model, or embedded")
+    return path

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 @click.option("--config", "file", type=click.Path(), help="YAML file with settings, as for serve.")
 @click.option(
     "--model",
-    type=click.Path(),
+    metavar="NAME|FILE",
+    type=click.UNPROCESSED,
     shell_complete=model_file,
-    help="GGUF file to check. If not given, the one that serve would use.",
+    help="Model to check: a GGUF file, or a name that uma-trio models lists. If not given, the one that serve would use.",
 )
 @click.option("--socket", type=click.Path(), help="Socket to check. If not given, the one that serve would use.")
 @click.option("--llama-dir", type=click.Path(), help="Folder of the built libllama.")
@@ -73,7 +74,9 @@ def _settings(file: str | None, **flags: str | None) -> Config:
 def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     """Run all checks."""
     from uma_trio.cli.doctor import daemon, environment, folders, model
+    from uma_trio.cli.model_option import located
     from uma_trio.config import ConfigError
+    from uma_trio.hub.errors import HubError
 
     yield from guarded("python", environment.check_python)
     yield from guarded("packages", environment.check_packages)
@@ -86,5 +89,11 @@ def _examine(flags: dict[str, Any]) -> Iterator[Finding]:
     yield from guarded("folders", lambda: folders.check_folders(settings))
     yield from guarded("stamp", lambda: model.check_stamp(settings))
     yield from guarded("threads", lambda: environment.check_threads(settings))
-    yield from guarded("library", lambda: model.check_library_and_model(settings, flags))
+    try:
+        named = located(settings, may_pull=False)
+    except HubError as error:
+        yield Finding("model", "problem", error.reason, error.remedy)
+    else:
+        flags = {**flags, "model": named.model.model}
+        yield from guarded("library", lambda: model.check_library_and_model(named, flags))
     yield from guarded("socket", lambda: daemon.check_socket(settings))

@@ -34,9 +34,9 @@ def check_stamp(settings: Config) -> Iterator[Finding]:
 
 def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator[Finding]:
     """Check what ``probe`` reports from a separate process."""
-    from uma_trio.models.loaded import EMBEDDED
+    from uma_trio.models.loaded import EMBEDDED, model_path
 
-    path = settings.model.model or EMBEDDED
+    path = model_path(settings.model.model)
     stages, ending = probe.run(flags)
     library, model = stages.get("library"), stages.get("model")
     if library is None:

@@ -85,9 +85,9 @@ def _probe_model(settings: Config) -> None:
     from uma_trio.models.context import explain_context, is_short, more_context
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import ModelError, explained
-    from uma_trio.models.loaded import EMBEDDED
+    from uma_trio.models.loaded import model_path
 
-    path, free = settings.model.model or EMBEDDED, free_memory_bytes()
+    path, free = model_path(settings.model.model), free_memory_bytes()
     try:
         with explained(path):
             check_gguf(path)

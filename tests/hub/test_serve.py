@@ -1,0 +1,100 @@
+"""Models by name in the commands that load one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub_server import FakeHub
+from tests.support.model_home import Home
+from tests.support.real_daemon import missing, real_daemon
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+NAME = "acme/Tiny-GGUF:Q8_0"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_serve_downloads_what_is_not_here_and_clients_see_the_name(
+    hub: FakeHub, home: Home, model: bytes, tmp_path: Path
+) -> None:
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    assert home.run("models", "alias", "tiny", NAME).returncode == 0
+    with real_daemon("--model", "tiny", folder=tmp_path, environment=home.environment) as daemon:
+        assert "Paris" in daemon.ask(messages=QUESTION, model="tiny").text
+        socket = str(daemon.socket)
+        (listed,) = json.loads(home.run("models", "--json", UMA_SOCKET=socket).stdout)
+        assert (listed["name"], listed["aliases"], listed["is_served"]) == (NAME, ["tiny"], True)
+        refused = home.run("models", "remove", "--yes", "tiny", UMA_SOCKET=socket)
+        assert refused.returncode == 1
+        assert f"a daemon serves {NAME}; stop it first" in refused.stderr
+    assert len(hub.file_requests()) == 1
+
+
+def test_a_model_of_ollama_is_served_where_it_is(hub: FakeHub, home: Home, model: bytes, tmp_path: Path) -> None:
+    digest = hashlib.sha256(model).hexdigest()
+    folder = home.folder / ".ollama" / "models"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / f"sha256-{digest}").write_bytes(model)
+    config = json.dumps({"model_format": "gguf", "file_type": "Q8_0"}).encode()
+    config_digest = hashlib.sha256(config).hexdigest()
+    (folder / "blobs" / f"sha256-{config_digest}").write_bytes(config)
+    manifest = folder / "manifests" / "registry.ollama.ai" / "library" / "tiny" / "latest"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(
+        json.dumps(
+            {
+                "schemaVersion": 2,
+                "config": {
+                    "mediaType": "application/vnd.docker.container.image.v1+json",
+                    "digest": f"sha256:{config_digest}",
+                },
+                "layers": [
+                    {
+                        "mediaType": "application/vnd.ollama.image.model",
+                        "digest": f"sha256:{digest}",
+                        "size": len(model),
+                    },
+                    {"mediaType": "application/vnd.ollama.image.license", "digest": f"sha256:{config_digest}"},
+                ],
+            }
+        )
+    )
+    with real_daemon("--model", "tiny", folder=tmp_path, environment=home.environment) as daemon:
+        assert "Paris" in daemon.ask(messages=QUESTION).text
+        assert daemon.metrics()
+        (described,) = json.loads(home.run("models", "--json", UMA_SOCKET=str(daemon.socket)).stdout)
+        assert (described["name"], described["origin"], described["is_served"]) == ("tiny:latest", "Ollama", True)
+    assert home.files() == []
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    pulled = home.run("pull", NAME, "--json")
+    assert json.loads(pulled.stdout)["origin"] == "Ollama", "the hub has the same content"
+    assert home.files() == []
+    removed = home.run("models", "remove", "--yes", "tiny")
+    assert removed.returncode == 1
+    assert "ollama rm tiny:latest" in removed.stderr
+
+
+def test_other_commands_take_a_name(hub: FakeHub, home: Home, model: bytes) -> None:
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    missing_yet = home.run("tokenize", "--model", NAME, "hello")
+    assert missing_yet.returncode == 1
+    assert f"uma-trio pull {NAME}" in missing_yet.stderr
+    assert home.run("pull", NAME).returncode == 0
+    named = home.run("tokenize", "--model", "tiny", "hello")
+    assert named.stdout == home.run("tokenize", "hello").stdout != ""
+    report = json.loads(home.run("doctor", "--model", "tiny", "--json").stdout)
+    models = [check for check in report["checks"] if check["name"] == "model"]
+    assert [check["verdict"] for check in models] == ["ok"]
+    assert "Tiny-Q8_0.gguf" in models[0]["message"]
+    report = json.loads(home.run("doctor", "--model", "nothing/there:Q8_0", "--json").stdout)
+    assert [check["fix"] for check in report["checks"] if check["name"] == "model"] == [
+        "download it with: uma-trio pull nothing/there:Q8_0"
+    ]
+    trie = home.folder / "trie.bin"
+    saved = home.run("aicirt", "--tokenizer", "tiny", "--save-tokenizer", str(trie))
+    assert saved.returncode == 0, saved.stderr
+    assert trie.stat().st_size > 0

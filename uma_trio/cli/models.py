@@ -1,0 +1,350 @@
+"""``uma-trio models``: list, show, remove and name the models of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import click
+
+from uma_trio.cli import SuggestingGroup
+from uma_trio.cli.completion import model_name
+
+if TYPE_CHECKING:
+    from uma_trio.hub.environment import Places
+    from uma_trio.hub.installed import InstalledModel
+
+DAEMON_S: Final = 1.0
+"""How long the daemon may take to say what it serves."""
+HOW_TO_REMOVE: Final = {
+    "Ollama": "ollama rm {name}",
+    "Hugging Face": "hf cache rm model/{place}",
+    "LM Studio": "lms rm {place}, or delete its folder",
+}
+"""How to remove what another program keeps."""
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group("models", cls=SuggestingGroup, invoke_without_command=True)
+@_json
+@click.pass_context
+def command(context: click.Context, as_json: bool) -> None:
+    """List, show, remove and name the models of this machine.
+
+    Besides those that uma-trio pull downloaded, these are the models of Ollama, LM Studio and Hugging Face's libraries.
+    They are used where they are.  Without a subcommand, all models are listed.
+
+    \b
+      uma-trio pull Qwen/Qwen3-0.6B-GGUF:Q8_0
+      uma-trio models
+      uma-trio models show Qwen3-0.6B
+      uma-trio models alias small Qwen/Qwen3-0.6B-GGUF:Q8_0
+      uma-trio serve --model small
+      uma-trio models remove --yes small
+
+    Exit codes: 0 success, 1 there is no such model, or it cannot be done.
+    """
+    if context.invoked_subcommand is None:
+        _list(as_json)
+
+
+@command.command("list")
+@_json
+def list_(as_json: bool) -> None:
+    """List all models: their size, quantization and context, who keeps them, and whether a daemon serves them."""
+    _list(as_json)
+
+
+@command.command()
+@click.argument("model", shell_complete=model_name)
+@_json
+def show(model: str, as_json: bool) -> None:
+    """Show where MODEL is, and the metadata of its file.
+
+    MODEL is a name that uma-trio models lists, or a path.
+    """
+    with _reporting():
+        from uma_trio.hub.locate import find_here
+        from uma_trio.models.gguf_check import check_gguf
+        from uma_trio.models.gguf_header import read_header
+
+        places = _places()
+        located = find_here(model, places)
+        installed = next((each for each in _all(places) if each.path == located.path), None)
+        summary = check_gguf(located.path)
+        header = read_header(located.path)
+    files = [located.path] if installed is None else installed.files
+    found = {
+        "name": located.name,
+        "files": [str(file) for file in files],
+        "size_bytes": summary.size_bytes,
+        "origin": None if installed is None else installed.origin,
+        "source": None if installed is None else installed.source,
+        "sha256": [] if installed is None else [each for each in installed.hashes if each is not None],
+        "architecture": summary.architecture,
+        "quantization": _quantization(located.path) if installed is None else installed.quantization,
+        "context_length": summary.context_length,
+        "vocabulary": summary.n_vocab,
+        "tensors": summary.n_tensors,
+        "metadata": dict(header.values),
+    }
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    from uma_trio.hub.sizes import gib
+
+    metadata: dict[str, Any] = header.values
+    rows = [
+        ("name", found["name"]),
+        *(("file", each) for each in files),
+        ("size", gib(summary.size_bytes)),
+        ("kept by", found["origin"]),
+        ("from", found["source"]),
+        ("architecture", summary.architecture),
+        ("quantization", found["quantization"]),
+        ("context", summary.context_length and f"{summary.context_length:,} tokens"),
+        ("vocabulary", summary.n_vocab and f"{summary.n_vocab:,} tokens"),
+        ("chat template", "yes" if "tokenizer.chat_template" in metadata else "no"),
+    ]
+    for label, value in rows:
+        if value:
+            click.echo(f"{label:<14}{value}")
+    click.echo()
+    for key, value in metadata.items():
+        click.echo(f"{key} = {_short(value)}")
+
+
+@command.command()
+@click.argument("model", shell_complete=model_name)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+def remove(model: str, yes: bool) -> None:
+    """Delete the files of MODEL, which uma-trio downloaded, or what is here of an unfinished download.
+
+    Models that another program keeps are for that program to remove.
+    """
+    with _reporting():
+        from uma_trio.hub.errors import NotInstalled
+        from uma_trio.hub.folder import ModelFolder
+        from uma_trio.hub.installed import find
+        from uma_trio.hub.locate import resolve
+        from uma_trio.hub.sizes import gib
+
+        places = _places()
+        folder = ModelFolder(places.folder)
+        reference, _ = resolve(model, places)
+        try:
+            found = find(reference, _all(places), folder.aliases())
+        except NotInstalled:
+            unfinished = {state.name.lower(): (state.name, here) for state, here in folder.unfinished()}
+            if str(reference).lower() not in unfinished:
+                raise
+            name, here = unfinished[str(reference).lower()]
+            if not yes:
+                click.confirm(f"Delete what is here of {name}, {gib(here)}?", abort=True, err=True)
+            if not folder.discard(name):
+                _fail(f"{name} is being downloaded; stop that first")
+            click.echo(f"removed what was here of {name}", err=True)
+            return
+        if found.origin != "uma-trio":
+            how = HOW_TO_REMOVE[found.origin].format(name=found.name, place=found.place)
+            _fail(f"{found.name} belongs to {found.origin}; remove it with: {how}")
+        if {found.name, *_aliases_of(found, folder.aliases())} & {*_served()}:
+            _fail(f"a daemon serves {found.name}; stop it first")
+        if not yes:
+            click.confirm(
+                f"Delete {found.name}, {gib(found.size_bytes)}, in {found.path.parent}?", abort=True, err=True
+            )
+        folder.remove(found)
+        click.echo(f"removed {found.name}, {gib(found.size_bytes)}", err=True)
+
+
+@command.command()
+@click.argument("name", required=False)
+@click.argument("model", required=False, shell_complete=model_name)
+@click.option("--remove", "removing", is_flag=True, help="Forget the alias NAME.")
+@_json
+def alias(name: str | None, model: str | None, removing: bool, as_json: bool) -> None:
+    """Give MODEL the further name NAME, for --model and for clients.  Without arguments, list the aliases.
+
+    MODEL need not be here yet: serve downloads what the alias stands for.
+
+    \b
+      uma-trio models alias small Qwen/Qwen3-0.6B-GGUF:Q8_0
+      uma-trio models alias --remove small
+    """
+    with _reporting():
+        import os
+
+        from uma_trio.hub.folder import ModelFolder
+        from uma_trio.hub.locate import find_here
+        from uma_trio.hub.names import HubReference, PathReference, UrlReference, check_alias, parse
+
+        places = _places()
+        folder = ModelFolder(places.folder)
+        if name is None:
+            _print_aliases(folder.aliases(), as_json)
+            return
+        if removing:
+            with folder.editing_aliases() as aliases:
+                if aliases.pop(name, None) is None:
+                    _fail(f"there is no alias {name}; uma-trio models alias lists them")
+            return
+        if model is None:
+            raise click.UsageError("give the model that this name stands for, or --remove")
+        check_alias(name)
+        reference = parse(model, places.endpoint)
+        if isinstance(reference, HubReference | UrlReference):
+            meaning = model
+        elif isinstance(reference, PathReference):
+            meaning = os.path.abspath(find_here(model, places).path)
+        else:
+            meaning = find_here(model, places).name
+        with folder.editing_aliases() as aliases:
+            aliases[name] = meaning
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _list(as_json: bool) -> None:
+    with _reporting():
+        from uma_trio.hub.folder import ModelFolder
+
+        places = _places()
+        models = _all(places)
+        folder = ModelFolder(places.folder)
+        aliases = folder.aliases()
+        unfinished = folder.unfinished()
+    served = _served()
+    rows = [_describe(model, served, aliases) for model in models]
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    if not rows and not unfinished:
+        click.echo("no models yet; download one with: uma-trio pull Qwen/Qwen3-0.6B-GGUF", err=True)
+        return
+    from uma_trio.hub.sizes import gib
+
+    if rows:
+        table = [("NAME", "SIZE", "QUANTIZATION", "CONTEXT", "KEPT BY", "")]
+        for row in rows:
+            notes = ["served"] if row["is_served"] else []
+            notes += [f"alias {each}" for each in row["aliases"]]
+            notes += [row["problem"]] if row["problem"] else []
+            context = f"{row['context_length']:,}" if row["context_length"] else ""
+            table.append(
+                (row["name"], gib(row["size_bytes"]), row["quantization"], context, row["origin"], ", ".join(notes))
+            )
+        _print_table(table)
+    for state, here in unfinished:
+        total = None if None in state.sizes else sum(each or 0 for each in state.sizes)
+        of = "" if total is None else f" of {gib(total)}"
+        click.echo(f"not complete: {state.name}, {gib(here)}{of}; uma-trio pull {state.name} goes on", err=True)
+
+
+def _describe(model: InstalledModel, served: Sequence[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+    from uma_trio.models.gguf_header import GgufError, read_header
+
+    context, problem = None, None
+    try:
+        header = read_header(model.path)
+        context = header.values.get(f"{header.text('general.architecture')}.context_length")
+    except GgufError as error:
+        problem = error.reason
+    except OSError as error:
+        problem = error.strerror
+    names = _aliases_of(model, aliases)
+    return {
+        "name": model.name,
+        "size_bytes": model.size_bytes,
+        "quantization": model.quantization,
+        "context_length": context,
+        "origin": model.origin,
+        "source": model.source,
+        "files": [str(file) for file in model.files],
+        "aliases": names,
+        "is_served": model.name in served or any(name in served for name in names),
+        "problem": problem,
+    }
+
+
+def _aliases_of(model: InstalledModel, aliases: Mapping[str, str]) -> list[str]:
+    meanings = (model.name.lower(), str(model.path).lower())
+    return [name for name, meaning in aliases.items() if meaning.lower() in meanings]
+
+
+def _served() -> list[str]:
+    """Names of the models that the daemon at the usual socket serves; none if none runs."""
+    from uma_trio.connect import ClientError, is_locked
+    from uma_trio.protocol.address import socket_path
+    from uma_trio.query import query
+
+    path = socket_path(None)
+    try:
+        # without a lock there is no daemon; connecting could make systemd start one
+        events = query(path, {"type": "models"}, timeout_s=DAEMON_S) if is_locked(path) else []
+        return [model["name"] for event in events for model in event["models"]]
+    except (ClientError, TimeoutError, LookupError):
+        return []
+
+
+def _places() -> Places:
+    from uma_trio.cli.model_option import environment_places
+
+    return environment_places()
+
+
+def _all(places: Places) -> list[InstalledModel]:
+    from uma_trio.hub.inventory import all_models
+
+    return all_models(places)
+
+
+def _quantization(path: Path) -> str:
+    from uma_trio.hub.variants import quantization_of
+
+    return quantization_of(str(path))
+
+
+def _print_aliases(aliases: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(aliases))
+    elif not aliases:
+        click.echo("no aliases yet; make one with: uma-trio models alias NAME MODEL", err=True)
+    else:
+        _print_table([("ALIAS", "MODEL"), *aliases.items()])
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _fail(message: str) -> NoReturn:
+    click.echo(f"uma-trio models: {message}", err=True)
+    sys.exit(1)
+
+
+@contextlib.contextmanager
+def _reporting() -> Iterator[None]:
+    """End the program with one line if there is no such model, or its files cannot be used."""
+    from uma_trio.config import ConfigError
+    from uma_trio.errors import ErrorWithRemedy
+
+    try:
+        yield
+    except (ErrorWithRemedy, ConfigError) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename}: {error.strerror}")

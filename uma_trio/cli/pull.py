@@ -1,0 +1,112 @@
+"""``uma-trio pull``: download a model."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from uma_trio.cli.completion import model_name
+from uma_trio.cli.exits import FAILED, INTERRUPTED
+
+if TYPE_CHECKING:
+    from uma_trio.hub.environment import Places
+    from uma_trio.hub.installed import InstalledModel
+
+
+def _sha256(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[0-9a-fA-F]{64}", value):
+        raise click.BadParameter("a SHA-256 has 64 hexadecimal digits")
+    return None if value is None else value.lower()
+
+
+@click.command("pull")
+@click.argument("model", shell_complete=model_name)
+@click.option("--sha256", callback=_sha256, metavar="HEX", help="What the file of a URL must have.")
+@click.option("--offline", is_flag=True, help="Open no connection: only say whether the model is here.")
+@click.option("--models-dir", type=click.Path(path_type=Path), help="Folder of downloaded models.")
+@click.option("--quiet", "-q", is_flag=True, help="Show no progress.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(model: str, sha256: str | None, offline: bool, models_dir: Path | None, quiet: bool, as_json: bool) -> None:
+    """Download MODEL, or find it on this machine, and print where it is.
+
+    MODEL is a repository of the Hugging Face Hub with a quantization, or without one: then it is Q4_K_M, if there is that.
+    It is also the https:// URL of a .gguf file, a name that uma-trio models lists, or a path.  A model that Ollama, LM
+    Studio or Hugging Face's libraries have here already is used where it is.
+
+    What was interrupted goes on where it was.  Every file is compared with the hash that the hub has for it, and checked
+    as a model.  docs/MODELS.md says where models are kept, and which variables of the environment count.
+
+    \b
+      uma-trio pull Qwen/Qwen3-0.6B-GGUF
+      uma-trio pull Qwen/Qwen3-0.6B-GGUF:Q8_0
+      uma-trio pull https://example.com/models/some-model.gguf
+      uma-trio serve --model Qwen/Qwen3-0.6B-GGUF:Q8_0
+
+    Exit codes: 0 the model is here, 1 it is not, 2 wrong usage, 130 interrupted.
+    """
+    from uma_trio import config
+    from uma_trio.cli.model_option import environment_places
+    from uma_trio.hub.errors import HubError
+
+    try:
+        import attrs
+
+        places = environment_places()
+        folder = places.folder if models_dir is None else models_dir
+        places = attrs.evolve(places, folder=folder, is_offline=places.is_offline or offline)
+        found = _pull(model, sha256, places, quiet=quiet)
+    except (HubError, config.ConfigError) as error:
+        click.echo(f"uma-trio pull: {error}", err=True)
+        sys.exit(FAILED)
+    _print(found, as_json)
+
+
+def _pull(text: str, sha256: str | None, places: Places, *, quiet: bool) -> dict[str, Any]:
+    """Download the model, unless it is here.
+
+    Raises:
+        HubError: it is not here, and cannot be downloaded.
+    """
+    from uma_trio.cli.pull_view import pull_view
+    from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
+    from uma_trio.hub.errors import HubError
+    from uma_trio.hub.locate import find_here, resolve
+    from uma_trio.hub.names import HubReference, UrlReference
+    from uma_trio.hub.pull import Puller
+
+    reference, _ = resolve(text, places)
+    if not isinstance(reference, HubReference | UrlReference) or places.is_offline:
+        located = find_here(text, places)
+        if not located.path.is_file():
+            raise HubError(f"there is no model at {located.path}", "check the path")
+        return {"name": located.name, "path": str(located.path)}
+    try:
+        with pull_view(quiet=quiet) as view:
+            puller = Puller(places, view)
+            model: InstalledModel = run(until_interrupted, lambda: puller.pull(reference, sha256))
+    except Interrupted:
+        click.echo(f"stopped; uma-trio pull {text} goes on from here", err=True)
+        sys.exit(INTERRUPTED)
+    return {
+        "name": model.name,
+        "path": str(model.path),
+        "size_bytes": model.size_bytes,
+        "quantization": model.quantization,
+        "origin": model.origin,
+    }
+
+
+def _print(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo(found["path"])
+    origin = found.get("origin", "uma-trio")
+    where = "" if origin == "uma-trio" else f", which {origin} keeps"
+    if sys.stderr.isatty():
+        click.echo(f"This is {found['name']}{where}.  Serve it with: uma-trio serve --model {found['name']}", err=True)

@@ -1,0 +1,196 @@
+"""Models that other programs keep on this machine: used where they are, never changed, copied or removed.
+
+===============  ==========================================================================================
+Ollama           ``manifests/HOST/NAMESPACE/MODEL/TAG``, JSON that names ``blobs/sha256-HASH``
+Hugging Face     ``models--OWNER--REPOSITORY/snapshots/COMMIT/FILE``, links to ``blobs/HASH``; ``refs/main``
+LM Studio        ``OWNER/REPOSITORY/FILE.gguf``
+===============  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from uma_trio.files import read_text
+from uma_trio.hub.environment import Places
+from uma_trio.hub.installed import InstalledModel, Origin
+from uma_trio.hub.variants import group_parts, quantization_of
+
+OLLAMA_HOST: Final = "registry.ollama.ai"
+OLLAMA_MODEL: Final = "application/vnd.ollama.image.model"
+HUB_HOSTS: Final = ("hf.co", "huggingface.co")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+
+
+def cached_models(places: Places) -> list[InstalledModel]:
+    """The models of all other programs.  A broken entry counts as none.  Blocks."""
+    found: list[InstalledModel] = []
+    if places.huggingface is not None:
+        found += _huggingface(places.huggingface)
+    for folder in places.lmstudio:
+        found += _lmstudio(folder)
+    for folder in places.ollama:
+        found += _ollama(folder)
+    return found
+
+
+# -- Hugging Face -----------------------------------------------------------------------------------
+
+
+def _huggingface(cache: Path) -> Iterator[InstalledModel]:
+    for repository in _entries(cache):
+        kind, _, rest = repository.name.partition("--")
+        owner, _, name = rest.partition("--")
+        if kind != "models" or not owner or not name:
+            continue
+        seen: set[str] = set()
+        for snapshot in _snapshots(repository):
+            files = {path: snapshot / path for path in _gguf_files(snapshot)}
+            for parts in group_parts(files):
+                if parts[0] not in seen:
+                    seen.add(parts[0])
+                    yield from _model(f"{owner}/{name}", parts[0], [files[part] for part in parts], "Hugging Face")
+
+
+def _snapshots(repository: Path) -> list[Path]:
+    """The snapshots, that of the main branch first, then the newest."""
+    snapshots = {each.name: each for each in _entries(repository / "snapshots")}
+    try:
+        main = read_text(repository / "refs" / "main").strip()
+    except (OSError, UnicodeDecodeError):
+        main = ""
+    return sorted(snapshots.values(), key=lambda each: (each.name != main, -_modified(each)))
+
+
+# -- LM Studio --------------------------------------------------------------------------------------
+
+
+def _lmstudio(folder: Path) -> Iterator[InstalledModel]:
+    for owner in _entries(folder):
+        for repository in _entries(owner):
+            files = {path: repository / path for path in _gguf_files(repository)}
+            for parts in group_parts(files):
+                place = f"{owner.name}/{repository.name}"
+                yield from _model(place, parts[0], [files[part] for part in parts], "LM Studio")
+
+
+# -- Ollama -----------------------------------------------------------------------------------------
+
+
+class _Layer(msgspec.Struct):
+    mediaType: str  # noqa: N815 - as in the file
+    digest: str
+
+
+class _Manifest(msgspec.Struct):
+    layers: list[_Layer]
+    config: _Layer | None = None
+
+
+class _Config(msgspec.Struct):
+    model_format: str = "gguf"
+    file_type: str = ""
+
+
+def _ollama(folder: Path) -> Iterator[InstalledModel]:
+    manifests = folder / "manifests"
+    for directory, _, names in os.walk(manifests):
+        for tag in sorted(names):
+            path = Path(directory, tag)
+            parts = path.relative_to(manifests).parts
+            if len(parts) != 4:
+                continue
+            found = _ollama_model(folder, path, *parts)
+            if found is not None:
+                yield found
+
+
+def _ollama_model(folder: Path, path: Path, host: str, namespace: str, name: str, tag: str) -> InstalledModel | None:
+    try:
+        manifest = msgspec.json.decode(read_text(path), type=_Manifest)
+        config = _Config()
+        if manifest.config is not None:
+            config = msgspec.json.decode(read_text(_blob(folder, manifest.config.digest)), type=_Config)
+        (digest,) = [layer.digest for layer in manifest.layers if layer.mediaType == OLLAMA_MODEL]
+        blob = _blob(folder, digest)
+        size = blob.stat().st_size
+    except (OSError, UnicodeDecodeError, ValueError):  # msgspec's errors are ValueErrors
+        return None
+    if config.model_format != "gguf":
+        return None
+    place = f"{namespace}/{name}"
+    if host == OLLAMA_HOST:
+        place = name if namespace == "library" else place
+    elif host not in HUB_HOSTS:
+        place = f"{host}/{place}"
+    return InstalledModel(
+        name=f"{place}:{tag}",
+        origin="Ollama",
+        files=(blob,),
+        size_bytes=size,
+        quantization=config.file_type,
+        hashes=(_hash(digest),),
+    )
+
+
+def _blob(folder: Path, digest: str) -> Path:
+    found = _hash(digest)
+    if found is None:
+        raise ValueError("not a digest")
+    return folder / "blobs" / f"sha256-{found}"
+
+
+# -- all of them ------------------------------------------------------------------------------------
+
+
+def _model(place: str, path: str, files: list[Path], origin: Origin) -> Iterator[InstalledModel]:
+    try:
+        size = sum(file.stat().st_size for file in files)
+    except OSError:  # a link to a blob that is not there
+        return
+    quantization = quantization_of(path)
+    yield InstalledModel(
+        name=f"{place}:{quantization or path}",
+        origin=origin,
+        files=tuple(files),
+        size_bytes=size,
+        quantization=quantization,
+        hashes=tuple(_hash(file.resolve().name) for file in files),
+    )
+
+
+def _hash(text: str) -> str | None:
+    found = text.removeprefix("sha256:")
+    return found if _SHA256.fullmatch(found) else None
+
+
+def _gguf_files(folder: Path) -> list[str]:
+    """Paths of GGUF files in ``folder``, relative to it."""
+    found = []
+    for directory, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [
+            Path(directory, name).relative_to(folder).as_posix() for name in names if name.lower().endswith(".gguf")
+        ]
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The folders in ``folder``, sorted; none if it cannot be read."""
+    try:
+        return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

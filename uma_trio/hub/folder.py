@@ -1,0 +1,332 @@
+"""Our own folder of models: what is in it, how a model gets into it, and how it leaves.
+
+====================================  ================================================================
+``hub/OWNER/REPOSITORY/FILE.gguf``    models of the hub; ``FILE.gguf.json`` next to one is its manifest
+``web/HOST/PATH/FILE.gguf``           models of other web servers, likewise
+``aliases.json``                      names that people gave
+``.downloads/KEY/``                   parts that have not arrived completely, and a lock
+anything else                         GGUF files that somebody put there are models, too
+====================================  ================================================================
+
+A model is installed when its manifest is written, which happens last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+import msgspec
+
+from uma_trio.files import read_text, replace_text
+from uma_trio.hub.errors import HubError
+from uma_trio.hub.installed import InstalledModel
+from uma_trio.hub.variants import group_parts, quantization_of
+from uma_trio.models.gguf_split import PART
+
+DOWNLOADS: Final = ".downloads"
+MANIFEST: Final = ".json"
+MAX_NAME_BYTES: Final = 240
+
+
+class File(msgspec.Struct, frozen=True):
+    """A file of an installed model."""
+
+    name: str
+    """In the folder of the manifest."""
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a downloaded model."""
+
+    name: str
+    source: str
+    revision: str | None = None
+    """The commit, for a model of the hub."""
+    files: list[File]
+    pulled_at: float
+    """Seconds since 1970."""
+
+
+class Unfinished(msgspec.Struct, frozen=True, kw_only=True):
+    """A download that has not ended; other processes show its progress."""
+
+    name: str
+    sizes: list[int | None]
+    """Bytes of each part; ``None`` as long as the server has not said it."""
+    etags: list[str | None]
+    identity: list[str]
+    """Which content the parts have: what is here is kept only if it is still that."""
+
+
+class ModelFolder:
+    """The folder ``root``, which may not exist yet."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    # -- what there is --------------------------------------------------------------------------
+
+    def models(self) -> list[InstalledModel]:
+        """All models whose files are whole, by name."""
+        paths: dict[str, Path] = {}
+        for folder, folders, files in os.walk(self.root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in files:
+                if name.lower().endswith(".gguf"):
+                    path = Path(folder, name)
+                    paths[path.relative_to(self.root).as_posix()] = path
+        found = [self._model([paths[part] for part in parts]) for parts in group_parts(paths)]
+        return sorted((model for model in found if model is not None), key=lambda model: model.name.lower())
+
+    def manifest(self, path: Path) -> Manifest | None:
+        """The manifest of the model whose first file is ``path``, if there is one."""
+        try:
+            return msgspec.json.decode(read_text(manifest_path(path)), type=Manifest)
+        except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
+            return None
+
+    def _model(self, files: list[Path]) -> InstalledModel | None:
+        try:
+            size = sum(file.stat().st_size for file in files)
+        except OSError:  # a link to nowhere, or it has just been removed
+            return None
+        manifest = self.manifest(files[0])
+        if manifest is None:
+            return InstalledModel(
+                name=self._own_name(files[0]),
+                origin="uma-trio",
+                files=tuple(files),
+                size_bytes=size,
+                quantization=quantization_of(files[0].as_posix()),
+            )
+        if [file.size for file in manifest.files] != [file.stat().st_size for file in files]:
+            return None  # it was not installed completely
+        return InstalledModel(
+            name=manifest.name,
+            origin="uma-trio",
+            files=tuple(files),
+            size_bytes=size,
+            quantization=quantization_of(files[0].as_posix()),
+            source=manifest.source,
+            hashes=tuple(file.sha256 for file in manifest.files),
+        )
+
+    def _own_name(self, path: Path) -> str:
+        """Name of a file without a manifest."""
+        stem = path.stem
+        if (match := PART.fullmatch(path.name)) is not None:
+            stem = match["stem"]
+        return stem
+
+    # -- downloads ------------------------------------------------------------------------------
+
+    def target(self, *segments: str) -> Path:
+        """The path of a file, made of names that a server chose.
+
+        Raises:
+            HubError: a name cannot be one of a file here.
+        """
+        for segment in segments:
+            if (
+                segment in ("", ".", "..")
+                or segment.startswith(".")
+                or any(character in "/\\\0" or not character.isprintable() for character in segment)
+                or len(os.fsencode(segment)) > MAX_NAME_BYTES
+            ):
+                raise HubError(f"the file name {'/'.join(segments)[:200]!r} cannot be used here")
+        return self.root.joinpath(*segments)
+
+    def target_of_hub(self, place: str, path: str) -> Path:
+        """Where a file of a repository goes."""
+        return self.target("hub", *place.split("/"), *PurePosixPath(path).parts)
+
+    def download_folder(self, name: str) -> Path:
+        """Where the parts of a download are as long as it runs, and its lock."""
+        return self.root / DOWNLOADS / hashlib.sha256(name.encode()).hexdigest()[:24]
+
+    def unfinished(self) -> list[tuple[Unfinished, int]]:
+        """Downloads that have not ended, each with the bytes that are here."""
+        found = []
+        with contextlib.suppress(OSError):
+            for folder in sorted((self.root / DOWNLOADS).iterdir()):
+                state = read_unfinished(folder)
+                if state is not None:
+                    found.append((state, sum(sizes_of_parts(folder, len(state.sizes)))))
+        return found
+
+    def install(self, folder: Path, targets: Sequence[Path], manifest: Manifest) -> InstalledModel:
+        """Move whole and verified parts from ``folder`` to their places, and write the manifest.  Blocks.
+
+        After a crash in the middle the model is either not installed or whole.
+
+        Raises:
+            OSError: the disk does not take them.
+        """
+        targets[0].parent.mkdir(parents=True, exist_ok=True)
+        manifest_path(targets[0]).unlink(missing_ok=True)
+        for number, target in enumerate(targets):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(part_path(folder, number), target)
+        for parent in {target.parent for target in targets}:
+            sync_folder(parent)
+        replace_text(manifest_path(targets[0]), msgspec.json.encode(manifest).decode() + "\n")
+        sync_folder(targets[0].parent)
+        shutil.rmtree(folder, ignore_errors=True)
+        model = self._model(list(targets))
+        assert model is not None
+        return model
+
+    # -- removal --------------------------------------------------------------------------------
+
+    def remove(self, model: InstalledModel) -> None:
+        """Delete the files of a model, and folders that become empty.  Blocks.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        manifest_path(model.path).unlink(missing_ok=True)
+        for file in model.files:
+            file.unlink(missing_ok=True)
+        for file in model.files:
+            self._remove_empty(file.parent)
+
+    def discard(self, name: str) -> bool:
+        """Delete what is here of a download that nobody continues; whether there was something."""
+        folder = self.download_folder(name)
+        with locked_download(folder) as is_mine:
+            if not is_mine or read_unfinished(folder) is None:
+                return False
+            shutil.rmtree(folder)
+            return True
+
+    def _remove_empty(self, folder: Path) -> None:
+        while folder != self.root and self.root in folder.parents:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+    # -- aliases --------------------------------------------------------------------------------
+
+    def aliases(self) -> dict[str, str]:
+        """Names that people gave, each with what it stands for."""
+        try:
+            return msgspec.json.decode(read_text(self._alias_file), type=dict[str, str])
+        except FileNotFoundError:
+            return {}
+        except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
+            raise HubError(f"cannot read {self._alias_file}: {error}", "correct or delete it") from None
+
+    @contextlib.contextmanager
+    def editing_aliases(self) -> Iterator[dict[str, str]]:
+        """Yield the aliases, and write back what the block makes of them.  Another process waits meanwhile.
+
+        Raises:
+            HubError: they cannot be read or written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise HubError(
+                f"cannot write into {self.root}: {error.strerror}", "choose a folder with models_dir"
+            ) from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            aliases = self.aliases()
+            yield aliases
+            text = msgspec.json.format(msgspec.json.encode(dict(sorted(aliases.items()))), indent=2).decode()
+            replace_text(self._alias_file, text + "\n")
+        except OSError as error:
+            raise HubError(
+                f"cannot write {self._alias_file}: {error.strerror}", "choose a folder with models_dir"
+            ) from None
+        finally:
+            os.close(descriptor)
+
+    @property
+    def _alias_file(self) -> Path:
+        return self.root / "aliases.json"
+
+
+# -- the folder of one download ---------------------------------------------------------------------
+
+
+def manifest_path(path: Path) -> Path:
+    return path.with_name(path.name + MANIFEST)
+
+
+def part_path(folder: Path, number: int) -> Path:
+    """Where the bytes of a part are as long as it is not installed."""
+    return folder / f"{number}.part"
+
+
+def sizes_of_parts(folder: Path, count: int) -> list[int]:
+    """Bytes that are here of each part."""
+    sizes = []
+    for number in range(count):
+        try:
+            sizes.append(part_path(folder, number).stat().st_size)
+        except OSError:
+            sizes.append(0)
+    return sizes
+
+
+def read_unfinished(folder: Path) -> Unfinished | None:
+    """What an earlier or another process notes of its download."""
+    try:
+        return msgspec.json.decode(read_text(folder / "state.json"), type=Unfinished)
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
+        return None
+
+
+def write_unfinished(folder: Path, state: Unfinished) -> None:
+    """Raises OSError."""
+    replace_text(folder / "state.json", msgspec.json.encode(state).decode())
+
+
+@contextlib.contextmanager
+def locked_download(folder: Path) -> Iterator[bool]:
+    """Take the lock of a download until the end of the context, without waiting; False if another process has it.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except FileNotFoundError:  # another process has just finished and removed the folder
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            is_same = os.path.samestat(os.fstat(descriptor), os.stat(folder / "lock"))
+        except FileNotFoundError:
+            is_same = False
+        yield is_same  # otherwise the lock was removed together with a download that has ended
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""Requests over HTTP: redirects by our rules, and failures as those that a retry may mend and those that it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx2
+import trio
+
+import uma_trio
+from uma_trio.hub.errors import HubError, Interrupted
+from uma_trio.hub.urls import origin_of, parse_url, redirected, without_secrets
+
+CONNECT_S: Final = 15.0
+SILENCE_S: Final = 30.0
+"""A connection that brings nothing for this time counts as cut."""
+MAX_REDIRECTS: Final = 10
+MAX_TEXT_BYTES: Final = 64 << 20
+"""Largest answer that is kept in memory."""
+LONGEST_WAIT_S: Final = 120.0
+REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
+BUSY: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which the same request may work later."""
+
+
+class Http:
+    """A client.
+
+    Args:
+        endpoint: the URL whose origin alone gets the token.
+        silence_s: see ``SILENCE_S``.
+    """
+
+    def __init__(
+        self, client: httpx2.AsyncClient, endpoint: str, token: str | None, *, silence_s: float = SILENCE_S
+    ) -> None:
+        self._client = client
+        self._origin = origin_of(endpoint)
+        self._token = token
+        self._silence_s = silence_s
+
+    @property
+    def has_token(self) -> bool:
+        return self._token is not None
+
+    @contextlib.asynccontextmanager
+    async def get(self, url: str, headers: Mapping[str, str] | None = None) -> AsyncIterator[httpx2.Response]:
+        """Open ``url``, follow redirects, and yield the answer, whose body has not been read.
+
+        Raises:
+            HubError: the URL or a redirect may not be opened, or the certificate is not valid.
+            Interrupted: a retry may help.  Raised inside the context, too.
+        """
+        parse_url(url)
+        with _explained(url):
+            for _ in range(MAX_REDIRECTS + 1):
+                request = self._client.build_request("GET", url, headers=self._headers(url, headers or {}))
+                answer = await self._client.send(request, stream=True)
+                try:
+                    if answer.status_code not in REDIRECTS or "location" not in answer.headers:
+                        _check_not_busy(answer)
+                        yield answer
+                        return
+                    url = redirected(url, answer.headers["location"])
+                finally:
+                    with trio.CancelScope(shield=True):
+                        await answer.aclose()
+        raise HubError(f"{urlsplit(url).hostname} redirects more than {MAX_REDIRECTS} times", "try again later")
+
+    async def read_json(self, url: str) -> tuple[int, Mapping[str, str], Any]:
+        """The status, the headers and the body of an answer; the body is ``None`` if it is not JSON.
+
+        Raises:
+            HubError, Interrupted: see ``get``; also if the answer is too large.
+        """
+        import msgspec
+
+        async with self.get(url, {"Accept": "application/json"}) as answer:
+            body = bytearray()
+            async for chunk in answer.aiter_bytes():
+                body += chunk
+                if len(body) > MAX_TEXT_BYTES:
+                    raise HubError(f"{without_secrets(url)} answers with more than {MAX_TEXT_BYTES >> 20} MiB")
+            try:
+                return answer.status_code, answer.headers, msgspec.json.decode(bytes(body))
+            except msgspec.DecodeError:
+                return answer.status_code, answer.headers, None
+
+    def _headers(self, url: str, more: Mapping[str, str]) -> dict[str, str]:
+        headers = {"User-Agent": f"uma-trio/{uma_trio.__version__}", **more}
+        if self._token is not None and origin_of(url) == self._origin:
+            headers["Authorization"] = f"Bearer {self._token}"
+        return headers
+
+
+@contextlib.asynccontextmanager
+async def open_http(endpoint: str, token: str | None, *, silence_s: float = SILENCE_S) -> AsyncIterator[Http]:
+    """A client with its connections, closed at the end.  Proxies are those of the environment."""
+    timeout = httpx2.Timeout(silence_s, connect=CONNECT_S)
+    async with httpx2.AsyncClient(timeout=timeout, follow_redirects=False) as client:
+        yield Http(client, endpoint, token, silence_s=silence_s)
+
+
+@contextlib.contextmanager
+def _explained(url: str) -> Any:
+    host = urlsplit(url).hostname
+    try:
+        yield
+    except httpx2.ConnectError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            raise HubError(
+                f"the certificate of {host} is not valid: {error}",
+                "check the clock, and whether a proxy replaces certificates; SSL_CERT_FILE names those to trust",
+            ) from None
+        raise Interrupted(f"cannot connect to {host}: {_reason(error)}") from None
+    except httpx2.TimeoutException as error:
+        kind = "cannot connect to" if isinstance(error, httpx2.ConnectTimeout) else "nothing comes from"
+        raise Interrupted(f"{kind} {host}") from None
+    except (httpx2.TransportError, ssl.SSLError, trio.BrokenResourceError) as error:
+        raise Interrupted(f"the connection to {host} was cut: {_reason(error)}") from None
+    except httpx2.InvalidURL as error:
+        raise HubError(f"{without_secrets(url)} is not a URL: {error}") from None
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _check_not_busy(answer: httpx2.Response) -> None:
+    if answer.status_code in BUSY:
+        host = answer.request.url.host
+        raise Interrupted(f"{host} answers with the status {answer.status_code}", _retry_after(answer.headers))
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    text = headers.get("retry-after", "")
+    return min(float(text), LONGEST_WAIT_S) if text.isdecimal() and len(text) < 6 else None

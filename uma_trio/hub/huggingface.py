@@ -1,0 +1,132 @@
+"""The API of the Hugging Face Hub, as far as it is needed: the files of a repository, and a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+import attrs
+
+from uma_trio.hub.errors import HubError, Interrupted
+from uma_trio.hub.http import Http
+from uma_trio.hub.names import HubReference
+from uma_trio.hub.variants import RemoteFile
+
+LOGIN: Final = "make a token in the settings of your account there, and put it into HF_TOKEN"
+MAX_SUGGESTIONS: Final = 5
+
+
+@attrs.frozen
+class Repository:
+    """A revision of a repository."""
+
+    name: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+
+async def read_repository(http: Http, endpoint: str, reference: HubReference) -> Repository:
+    """The files of the repository, with sizes and hashes.
+
+    Raises:
+        HubError: there is no such repository, or it may not be read; says what to do.
+        Interrupted: a retry may help.
+    """
+    revision = quote(reference.revision, safe="")
+    url = f"{endpoint}/api/models/{reference.repository}/revision/{revision}?blobs=true"
+    status, headers, body = await http.read_json(url)
+    if status != 200:
+        raise await _refusal(http, endpoint, reference, status, headers)
+    if not isinstance(body, dict) or not isinstance(body.get("siblings"), list):
+        raise HubError(
+            f"{endpoint} does not answer as a hub does", "check HF_ENDPOINT, and whether a proxy asks for a login"
+        )
+    commit = body.get("sha")
+    files = [_file(entry) for entry in body["siblings"] if isinstance(entry, dict)]
+    return Repository(
+        reference.repository,
+        commit if isinstance(commit, str) and commit.isalnum() else reference.revision,
+        tuple(file for file in files if file is not None),
+    )
+
+
+def file_url(endpoint: str, repository: Repository, path: str) -> str:
+    """Where to download a file of exactly this commit."""
+    return f"{endpoint}/{repository.name}/resolve/{quote(repository.commit, safe='')}/{quote(path)}"
+
+
+def explain_refused_file(
+    status: int, headers: Mapping[str, str], endpoint: str, name: str, *, has_token: bool
+) -> HubError:
+    """Why the hub or the server does not give a file."""
+    if status in (401, 403):
+        return _no_access(status, headers, endpoint, name, has_token=has_token)
+    return HubError(f"{name}: the server answers with the status {status}", "try again later, or use another source")
+
+
+async def suggestions(http: Http, endpoint: str, words: str) -> list[str]:
+    """Names of repositories with GGUF files that the hub finds, the most downloaded first; none if it cannot be asked."""
+    query = f"search={quote(words)}&filter=gguf&sort=downloads&direction=-1&limit={MAX_SUGGESTIONS}"
+    try:
+        status, _, body = await http.read_json(f"{endpoint}/api/models?{query}")
+    except (HubError, Interrupted):
+        return []
+    if status != 200 or not isinstance(body, list):
+        return []
+    names = [entry.get("id") or entry.get("modelId") for entry in body if isinstance(entry, dict)]
+    return [name for name in names if isinstance(name, str) and name.isprintable()][:MAX_SUGGESTIONS]
+
+
+async def _refusal(
+    http: Http, endpoint: str, reference: HubReference, status: int, headers: Mapping[str, str]
+) -> HubError:
+    code = headers.get("x-error-code", "")
+    name = reference.repository
+    if code == "RevisionNotFound":
+        return HubError(
+            f"{name} has no revision {reference.revision}", f"see its branches at {endpoint}/{name}/tree/main"
+        )
+    if status == 404 or code == "RepoNotFound" or (status == 401 and not http.has_token and code != "GatedRepo"):
+        # the hub answers 401 for what does not exist, so as not to say which private repositories do
+        words = name.partition("/")[2].replace("-", " ").replace("_", " ").removesuffix(" GGUF")
+        found = [each for each in await suggestions(http, endpoint, words) if each != name]
+        there = f"; repositories that are similar: {', '.join(found)}" if found else ""
+        private = "" if http.has_token else f"; if it is private, {LOGIN}"
+        return HubError(f"there is no repository {name} at {endpoint}", f"check the spelling{there}{private}")
+    if status in (401, 403):
+        return _no_access(status, headers, endpoint, name, has_token=http.has_token)
+    return HubError(f"{endpoint} answers with the status {status} for {name}", "try again later")
+
+
+def _no_access(status: int, headers: Mapping[str, str], endpoint: str, name: str, *, has_token: bool) -> HubError:
+    if headers.get("x-error-code") == "GatedRepo":
+        accept = f"accept its conditions at {endpoint}/{name.partition(':')[0].partition('@')[0]}"
+        if has_token:
+            return HubError(f"{name} is gated, and the account of this token has no access", accept)
+        return HubError(f"{name} is gated", f"{accept}; then {LOGIN}")
+    if has_token:
+        return HubError(f"{name}: the token gives no access (status {status})", f"is it still valid? otherwise {LOGIN}")
+    return HubError(f"{name} needs a login (status {status})", LOGIN)
+
+
+def _file(entry: dict[str, Any]) -> RemoteFile | None:
+    path, size, lfs = entry.get("rfilename"), entry.get("size"), entry.get("lfs")
+    if not isinstance(path, str):
+        return None
+    lfs = lfs if isinstance(lfs, dict) else {}
+    size = lfs.get("size", size)
+    return RemoteFile(
+        path,
+        size if isinstance(size, int) and size >= 0 else None,
+        _hex(lfs.get("sha256") or lfs.get("oid"), 64),
+        None if lfs else _hex(entry.get("blobId"), 40),
+    )
+
+
+def _hex(value: object, digits: int) -> str | None:
+    """A hash as text in lower case, or ``None``."""
+    if not isinstance(value, str):
+        return None
+    text = value.lower().removeprefix("sha256:")
+    return text if len(text) == digits and set(text) <= set("0123456789abcdef") else None

@@ -1,0 +1,107 @@
+"""From what a person writes to a model file: a path, a name of what is here, or something to download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import attrs
+import trio
+
+from uma_trio.hub.environment import Places
+from uma_trio.hub.errors import HubError, NotInstalled
+from uma_trio.hub.folder import ModelFolder
+from uma_trio.hub.installed import find
+from uma_trio.hub.inventory import all_models
+from uma_trio.hub.names import HubReference, PathReference, Reference, UrlReference, parse
+from uma_trio.hub.pull import Puller, PullWatcher
+from uma_trio.hub.variants import group_parts
+from uma_trio.models.gguf_split import PART
+from uma_trio.models.loaded import EMBEDDED
+
+EMBEDDED_NAME: Final = "embedded"
+
+
+@attrs.frozen
+class Located:
+    """A model file, and what to call it."""
+
+    path: Path
+    name: str
+    """Under which clients see it."""
+
+
+def find_here(text: str, places: Places) -> Located:
+    """What ``text`` means among the models of this machine.  Blocks, and opens no connection.
+
+    Args:
+        text: ``embedded``, a path, an alias or a name.
+
+    Raises:
+        NotInstalled: it could be downloaded, or there is no such name.
+        HubError: it means nothing, or several models.
+    """
+    if text == EMBEDDED_NAME:
+        return Located(EMBEDDED, EMBEDDED_NAME)
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        raise HubError(f"there is no user {text.split('/')[0][1:]}", "check the path") from None
+    if path.is_file():
+        return Located(path, _name_of(path))
+    if path.is_dir() and (parts := _models_in(path)):
+        if len(parts) > 1:
+            names = ", ".join(each.name for each in parts[:5])
+            raise HubError(f"{text} has {len(parts)} models", f"give one of them: {names}")
+        return Located(parts[0], _name_of(parts[0]))
+    reference, name = resolve(text, places)
+    if isinstance(reference, PathReference):
+        if path.is_dir():
+            raise HubError(f"{text} has no GGUF files", "give the path of a .gguf file")
+        return Located(path, _name_of(path))  # whoever opens it says that there is none, and which one is near
+    try:
+        found = find(reference, all_models(places), ModelFolder(places.folder).aliases())
+    except NotInstalled as error:
+        if isinstance(reference, HubReference | UrlReference):
+            raise NotInstalled(error.reason, f"download it with: uma-trio pull {text}") from None
+        raise
+    return Located(found.path, name or found.name)
+
+
+async def find_or_pull(text: str, places: Places, watcher: PullWatcher) -> Located:
+    """As ``find_here``; downloads a model of the hub or a URL that is not here.
+
+    Raises:
+        HubError: there is no such model, or it cannot be downloaded.
+    """
+    try:
+        return await trio.to_thread.run_sync(find_here, text, places)
+    except NotInstalled:
+        reference, name = resolve(text, places)
+        if places.is_offline or not isinstance(reference, HubReference | UrlReference):
+            raise
+    model = await Puller(places, watcher).pull(reference)
+    return Located(model.path, name or model.name)
+
+
+def resolve(text: str, places: Places) -> tuple[Reference, str | None]:
+    """What ``text`` refers to, and the alias if it is one.
+
+    Raises:
+        HubError: it is no name.
+    """
+    aliases = {name.lower(): (name, meaning) for name, meaning in ModelFolder(places.folder).aliases().items()}
+    if text.lower() in aliases:
+        name, meaning = aliases[text.lower()]
+        return parse(meaning, places.endpoint), name
+    return parse(text, places.endpoint), None
+
+
+def _models_in(folder: Path) -> list[Path]:
+    paths = {each.as_posix(): each for each in folder.iterdir() if each.is_file()}
+    return [paths[parts[0]] for parts in group_parts(paths)]
+
+
+def _name_of(path: Path) -> str:
+    match = PART.fullmatch(path.name)
+    return match["stem"] if match is not None else path.name.removesuffix(".gguf")

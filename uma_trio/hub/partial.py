@@ -1,0 +1,145 @@
+"""A file that arrives in pieces: its bytes on disk, and their hashes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from uma_trio.hub.errors import HubError
+from uma_trio.hub.sizes import gib
+
+READ_BYTES: Final = 8 << 20
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class PartialFile:
+    """The file ``path``, to which bytes are added at its end.  All methods block.
+
+    Args:
+        git_size: size of the whole file if it is verified as git does it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, git_size: int | None = None) -> None:
+        self.path = path
+        self._git_size = git_size
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.size = os.fstat(self._descriptor).st_size
+        """Bytes that are here."""
+        self._n_hashed = 0
+        self._new_hashes()
+
+    def _new_hashes(self) -> None:
+        self._sha256 = hashlib.sha256()
+        self._git = hashlib.sha1(usedforsecurity=False)
+        if self._git_size is not None:
+            self._git.update(b"blob %d\0" % self._git_size)
+        self._n_hashed = 0
+
+    @property
+    def sha256(self) -> str:
+        """Hash of what was appended since ``catch_up``."""
+        return self._sha256.hexdigest()
+
+    @property
+    def git_sha1(self) -> str:
+        return self._git.hexdigest()
+
+    def catch_up(self) -> None:
+        """Hash the bytes that an earlier process left: about a second for each gigabyte.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        while self._n_hashed < self.size:
+            data = os.pread(self._descriptor, min(READ_BYTES, self.size - self._n_hashed), self._n_hashed)
+            if not data:
+                raise OSError(errno.EIO, "the file became shorter while it was read")
+            self._hash(data)
+
+    def append(self, data: bytes) -> None:
+        """Write ``data`` at the end, and hash it.
+
+        Raises:
+            HubError: the disk is full.
+            OSError: another reason.
+        """
+        with self._explained():
+            view = memoryview(data)
+            while view:
+                n = os.pwrite(self._descriptor, view, self.size)
+                self._hash(view[:n])
+                self.size += n
+                view = view[n:]
+
+    def restart(self) -> None:
+        """Drop all bytes."""
+        os.ftruncate(self._descriptor, 0)
+        self.size = 0
+        self._new_hashes()
+
+    def sync(self) -> None:
+        """Wait until the bytes are on disk.
+
+        Raises:
+            HubError: the disk is full, which some file systems notice late.
+        """
+        with self._explained():
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _hash(self, data: bytes | memoryview) -> None:
+        self._sha256.update(data)
+        if self._git_size is not None:
+            self._git.update(data)
+        self._n_hashed += len(data)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise HubError(
+                f"{self.path.parent} is full after {gib(self.size)} of the file ({error.strerror})",
+                "make room and pull again: it goes on from there",
+            ) from None
+
+
+def check_room(folder: Path, needed: int, free: int) -> None:
+    """Refuse a download for which there is no room.
+
+    Args:
+        needed: bytes that are still missing.
+        free: bytes that this user may write there.
+
+    Raises:
+        HubError: with the numbers.
+    """
+    if needed + SPARE_BYTES > free:
+        raise HubError(
+            f"the download needs {gib(needed)}, and {gib(free)} are free in {folder}",
+            f"free {gib(needed + SPARE_BYTES - free)}, or choose a folder on another disk with models_dir",
+        )
+
+
+SPARE_BYTES: Final = 16 << 20
+"""What stays free: file systems and other programs need some."""
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that this user may write into ``folder``, or where it will be made."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize

@@ -1,0 +1,307 @@
+"""Brings a model to this machine: finds out which files it has, downloads, checks and installs them.
+
+Two processes that pull one model share one download: the second one waits, and shows the progress of the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Final
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import attrs
+import trio
+
+from uma_trio.hub.caches import cached_models
+from uma_trio.hub.download import Download, Learned, Wanted, Watcher
+from uma_trio.hub.environment import Places, read_token
+from uma_trio.hub.errors import HubError
+from uma_trio.hub.folder import (
+    File,
+    Manifest,
+    ModelFolder,
+    Unfinished,
+    locked_download,
+    part_path,
+    read_unfinished,
+    sizes_of_parts,
+    write_unfinished,
+)
+from uma_trio.hub.http import Http, open_http
+from uma_trio.hub.huggingface import explain_refused_file, file_url, read_repository
+from uma_trio.hub.installed import InstalledModel
+from uma_trio.hub.names import HubReference, UrlReference
+from uma_trio.hub.partial import PartialFile, check_room, free_bytes
+from uma_trio.hub.retries import Delays, retrying
+from uma_trio.hub.urls import without_secrets
+from uma_trio.hub.variants import choose, variants_of
+from uma_trio.models.gguf_check import GgufError, check_gguf_parts
+from uma_trio.models.gguf_split import PART, part_name
+
+POLL_S: Final = 0.2
+"""Between two looks at the download of another process."""
+
+
+class PullWatcher(Watcher):
+    """Who shows a pull."""
+
+    def began(self, name: str, sizes: Sequence[int | None]) -> None:
+        """The download of ``name`` begins, or that of another process is watched."""
+
+    def ended(self) -> None:
+        """No more bytes will come."""
+
+
+@attrs.frozen(kw_only=True)
+class Plan:
+    """What there is to download."""
+
+    name: str
+    """What the model will be called."""
+    source: str
+    """For people, and to recognise it later."""
+    revision: str | None = None
+    files: tuple[Wanted, ...]
+    targets: tuple[Path, ...]
+    """Where the files go."""
+
+
+class Puller:
+    """Pulls models into our own folder.
+
+    Args:
+        silence_s: a connection that brings nothing for this time is cut.
+    """
+
+    def __init__(
+        self, places: Places, watcher: PullWatcher, *, delays: Delays | None = None, silence_s: float = 30.0
+    ) -> None:
+        self._places = places
+        self._watcher = watcher
+        self._delays = delays or Delays()
+        self._silence_s = silence_s
+        self._folder = ModelFolder(places.folder)
+
+    async def pull(self, reference: HubReference | UrlReference, sha256: str | None = None) -> InstalledModel:
+        """Bring the model to this machine, unless it is here already.
+
+        Args:
+            sha256: what the file of a URL must have.
+
+        Raises:
+            HubError: it does not exist, may not be downloaded, does not fit on the disk, or is no model.
+        """
+        if self._places.is_offline:
+            raise HubError(f"{reference} is not on this machine, and nothing is downloaded offline", _ONLINE)
+        async with open_http(self._places.endpoint, read_token(self._places), silence_s=self._silence_s) as http:
+            if isinstance(reference, HubReference):
+                plan = await self._plan_hub(http, reference)
+            else:
+                plan = self._plan_url(reference, sha256)
+            here = await trio.to_thread.run_sync(self._find, plan)
+            return here or await self._fetch(http, plan)
+
+    # -- what to download -----------------------------------------------------------------------
+
+    async def _plan_hub(self, http: Http, reference: HubReference) -> Plan:
+        endpoint = self._places.endpoint
+        read = functools.partial(read_repository, http, endpoint, reference)
+        repository = await retrying(read, self._delays, lambda: 0, self._watcher.said)
+        variant = choose(variants_of(repository.files), reference.choice, reference.place)
+        wanted = [
+            Wanted(
+                name=f"{reference.place}/{file.path}",
+                url=file_url(endpoint, repository, file.path),
+                size=file.size,
+                sha256=file.sha256,
+                git_sha1=file.git_sha1 if file.size is not None else None,
+            )
+            for file in variant.files
+        ]
+        return Plan(
+            name=f"{reference.place}:{variant.label}",
+            source=f"{endpoint}/{reference.repository}/blob/{reference.revision}/{variant.path}",
+            revision=repository.commit,
+            files=tuple(wanted),
+            targets=tuple(self._folder.target_of_hub(reference.place, file.path) for file in variant.files),
+        )
+
+    def _plan_url(self, reference: UrlReference, sha256: str | None) -> Plan:
+        parts = urlsplit(reference.url)
+        segments = [unquote(segment) for segment in parts.path.split("/") if segment]
+        name = segments[-1] if segments else "model"
+        match = PART.fullmatch(name)
+        names = [name if name.lower().endswith(".gguf") else f"{name}.gguf"]
+        urls = [reference.url]
+        if match is not None:
+            if sha256 is not None:
+                raise HubError(f"{reference} is one of {int(match['count'])} files", "leave out --sha256")
+            count = int(match["count"])
+            names = [part_name(match["stem"], number, count) for number in range(1, count + 1)]
+            stem = parts.path[: -len("-00001-of-00001.gguf")]
+            urls = [urlunsplit(parts._replace(path=part_name(stem, number, count))) for number in range(1, count + 1)]
+        place = ("web", parts.netloc.replace(":", "_"), *segments[:-1])
+        return Plan(
+            name=PurePosixPath(names[0]).stem if match is None else match["stem"],
+            source=str(reference),
+            files=tuple(Wanted(name=without_secrets(url), url=url, sha256=sha256) for url in urls),
+            targets=tuple(self._folder.target(*place, each) for each in names),
+        )
+
+    # -- what is here ---------------------------------------------------------------------------
+
+    def _find(self, plan: Plan) -> InstalledModel | None:
+        """The model, if exactly these files are here.  Blocks."""
+        wanted = tuple(file.sha256 for file in plan.files)
+        own = [model for model in self._folder.models() if model.path == plan.targets[0]]
+        for model in own:
+            if model.source == plan.source and (None in wanted or model.hashes == wanted):
+                return model
+        if None in wanted:
+            return None
+        sizes = [file.size for file in plan.files]
+        for model in cached_models(self._places):
+            if model.hashes == wanted:
+                return model
+            if model.name == plan.name and None in model.hashes and [f.stat().st_size for f in model.files] == sizes:
+                return model
+        return None
+
+    # -- the download ---------------------------------------------------------------------------
+
+    async def _fetch(self, http: Http, plan: Plan) -> InstalledModel:
+        folder = self._folder.download_folder(plan.name)
+        waits = False
+        while True:
+            try:
+                with locked_download(folder) as is_mine:
+                    if is_mine:
+                        here = await trio.to_thread.run_sync(self._find, plan) if waits else None
+                        return here or await self._fetch_locked(http, plan, folder)
+                if not waits:
+                    self._watcher.said(f"another process downloads {plan.name}; waiting for it")
+                    waits = True
+                self._show_other(plan, folder)
+                await trio.sleep(POLL_S)
+            except OSError as error:
+                raise HubError(
+                    f"cannot write into {self._places.folder}: {error.strerror or error}",
+                    "make it writable, or choose another folder with models_dir",
+                ) from None
+            finally:
+                self._watcher.ended()
+
+    def _show_other(self, plan: Plan, folder: Path) -> None:
+        state = read_unfinished(folder)
+        if state is None:
+            return
+        self._watcher.began(plan.name, state.sizes)
+        for number, (done, size) in enumerate(zip(sizes_of_parts(folder, len(state.sizes)), state.sizes, strict=True)):
+            self._watcher.at(number, done, size)
+
+    async def _fetch_locked(self, http: Http, plan: Plan, folder: Path) -> InstalledModel:
+        state = self._begin(plan, folder)
+        self._watcher.began(plan.name, state.sizes)
+        hashes = []
+        for number, wanted in enumerate(plan.files):
+            wanted = attrs.evolve(wanted, etag=state.etags[number])
+            file = await trio.to_thread.run_sync(
+                PartialFile, part_path(folder, number), wanted.size if wanted.git_sha1 else None
+            )
+            try:
+                await Download(
+                    http,
+                    wanted,
+                    file,
+                    number=number,
+                    watcher=self._watcher,
+                    on_learned=functools.partial(self._note, folder, number),
+                    refusal=functools.partial(self._refusal, wanted.name, http),
+                    delays=self._delays,
+                ).run()
+                hashes.append((file.size, file.sha256))
+            except HubError:
+                if not file.size:
+                    file.path.unlink(missing_ok=True)
+                self._clean(folder, plan)
+                raise
+            finally:
+                file.close()
+        return await trio.to_thread.run_sync(self._install, plan, folder, hashes)
+
+    def _begin(self, plan: Plan, folder: Path) -> Unfinished:
+        """Note what is downloaded, drop parts that are not of it, and look whether there is room.
+
+        Raises:
+            HubError: there is not.
+        """
+        identity = [f"{file.sha256 or file.git_sha1 or file.url}" for file in plan.files]
+        state = read_unfinished(folder)
+        if state is None or state.identity != identity:
+            for part in folder.glob("*.part"):
+                part.unlink()
+            none: list[str | None] = [None] * len(identity)
+            state = Unfinished(name=plan.name, sizes=[file.size for file in plan.files], etags=none, identity=identity)
+        self._check_room(folder, state)
+        write_unfinished(folder, state)
+        return state
+
+    def _check_room(self, folder: Path, state: Unfinished) -> None:
+        here = sizes_of_parts(folder, len(state.sizes))
+        missing = sum(max(0, size - done) for size, done in zip(state.sizes, here, strict=True) if size is not None)
+        try:
+            check_room(self._places.folder, missing, free_bytes(folder))
+        except HubError:
+            if not any(here):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    async def _note(self, folder: Path, number: int, learned: Learned) -> None:
+        """Note what a server says, so that another process can go on."""
+        state = read_unfinished(folder)
+        if state is None:
+            return
+        state.sizes[number] = learned.size
+        state.etags[number] = learned.etag
+        self._check_room(folder, state)
+        write_unfinished(folder, state)
+
+    def _refusal(self, name: str, http: Http, status: int, headers: Mapping[str, str]) -> HubError:
+        return explain_refused_file(status, headers, self._places.endpoint, name, has_token=http.has_token)
+
+    def _clean(self, folder: Path, plan: Plan) -> None:
+        """Remove the folder of a download of which nothing is left."""
+        if not any(sizes_of_parts(folder, len(plan.files))):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _install(self, plan: Plan, folder: Path, hashes: Sequence[tuple[int, str]]) -> InstalledModel:
+        """Check the files as models, and move them to their places."""
+        try:
+            check_gguf_parts([part_path(folder, number) for number in range(len(plan.files))])
+        except GgufError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise HubError(f"{plan.name} is refused: {_without_path(error.reason, folder)}", error.remedy) from None
+        manifest = Manifest(
+            name=plan.name,
+            source=plan.source,
+            revision=plan.revision,
+            files=[
+                File(target.name, size, sha256) for target, (size, sha256) in zip(plan.targets, hashes, strict=True)
+            ],
+            pulled_at=time.time(),
+        )
+        return self._folder.install(folder, plan.targets, manifest)
+
+
+_ONLINE: Final = "leave out --offline, and unset HF_HUB_OFFLINE"
+
+
+def _without_path(reason: str, folder: Path) -> str:
+    """The reason without the name of a temporary file."""
+    head, _, rest = reason.partition(": ")
+    return rest if rest and head.startswith(os.fspath(folder)) else reason
