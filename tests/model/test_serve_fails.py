@@ -152,7 +152,7 @@ USAGE: dict[str, tuple[Case, str]] = {
     "a value of another kind": (constant("--ctx", "lots"), "ctx must be a whole number"),
     "a value that is not a choice": (constant("--type-k", "q5"), "type_k must be one of f16, q8_0, q4_0, not 'q5'"),
     "settings that contradict": (constant("--type-v", "q8_0", "--flash-attn", "off"), "make flash_attn auto"),
-    "an unknown flag": (constant("--modle", "x"), "Did you mean '--model'?"),
+    "an unknown flag": (constant("--modle", "x"), "Did you mean one of: '--model',"),
     "an argument": (constant("x.gguf"), r"write: uma-trio serve --model x\.gguf"),
     "no config file": (constant("--config", "FOLDER/x.yaml"), "cannot read .*: No such file .*--print-config prints"),
     "no YAML": (config_file("model: ["), "is not YAML: .*look at line 1"),

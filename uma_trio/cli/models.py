@@ -72,12 +72,14 @@ def show(model: str, as_json: bool) -> None:
         from uma_trio.hub.locate import find_here
         from uma_trio.models.gguf_check import check_gguf
         from uma_trio.models.gguf_header import read_header
+        from uma_trio.models.load_errors import explained
 
         places = _places()
         located = find_here(model, places)
         installed = next((each for each in _all(places) if each.path == located.path), None)
-        summary = check_gguf(located.path)
-        header = read_header(located.path)
+        with explained(located.path):
+            summary = check_gguf(located.path)
+            header = read_header(located.path)
     files = [located.path] if installed is None else installed.files
     found = {
         "name": located.name,

@@ -49,18 +49,18 @@ def command(model: str, sha256: str | None, offline: bool, models_dir: Path | No
 
     Exit codes: 0 the model is here, 1 it is not, 2 wrong usage, 130 interrupted.
     """
+    import attrs
+
     from uma_trio import config
     from uma_trio.cli.model_option import environment_places
-    from uma_trio.hub.errors import HubError
+    from uma_trio.errors import ErrorWithRemedy
 
     try:
-        import attrs
-
         places = environment_places()
         folder = places.folder if models_dir is None else models_dir
         places = attrs.evolve(places, folder=folder, is_offline=places.is_offline or offline)
         found = _pull(model, sha256, places, quiet=quiet)
-    except (HubError, config.ConfigError) as error:
+    except (ErrorWithRemedy, config.ConfigError) as error:
         click.echo(f"uma-trio pull: {error}", err=True)
         sys.exit(FAILED)
     _print(found, as_json)
@@ -71,19 +71,21 @@ def _pull(text: str, sha256: str | None, places: Places, *, quiet: bool) -> dict
 
     Raises:
         HubError: it is not here, and cannot be downloaded.
+        ModelError: it is here, and cannot be served.
     """
     from uma_trio.cli.pull_view import pull_view
     from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
-    from uma_trio.hub.errors import HubError
     from uma_trio.hub.locate import find_here, resolve
     from uma_trio.hub.names import HubReference, UrlReference
     from uma_trio.hub.pull import Puller
+    from uma_trio.models.gguf_check import check_gguf
+    from uma_trio.models.load_errors import explained
 
     reference, _ = resolve(text, places)
     if not isinstance(reference, HubReference | UrlReference) or places.is_offline:
         located = find_here(text, places)
-        if not located.path.is_file():
-            raise HubError(f"there is no model at {located.path}", "check the path")
+        with explained(located.path):
+            check_gguf(located.path)
         return {"name": located.name, "path": str(located.path)}
     try:
         with pull_view(quiet=quiet) as view:

@@ -42,7 +42,7 @@ from uma_trio.daemon.uploads import Uploads
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
 from uma_trio.engine.llama import open_engine
 from uma_trio.errors import TooManyConnections, UmaError
-from uma_trio.models.loaded import EMBEDDED, LoadedModel, open_model
+from uma_trio.models.loaded import LoadedModel, model_path, open_model
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Failure, Health, HealthCheck
 from uma_trio.service import ModelRegistry, ModelService
@@ -266,7 +266,7 @@ def make_runtime(config: Config, model: LoadedModel) -> SupervisedRuntime | None
     info = model.info
     start = RuntimeStart(
         config.aici,
-        config.model.model or EMBEDDED,
+        model_path(config.model.model),
         folder=state_dir(config) / "aici",
         n_vocab=info.n_vocab,
         n_rows=info.n_seq_max,

@@ -49,16 +49,11 @@ def find_here(text: str, places: Places) -> Located:
         raise HubError(f"there is no user {text.split('/')[0][1:]}", "check the path") from None
     if path.is_file():
         return Located(path, _name_of(path))
-    if path.is_dir() and (parts := _models_in(path)):
-        if len(parts) > 1:
-            names = ", ".join(each.name for each in parts[:5])
-            raise HubError(f"{text} has {len(parts)} models", f"give one of them: {names}")
-        return Located(parts[0], _name_of(parts[0]))
+    if path.is_dir() and len(models := _models_in(path)) == 1:
+        return Located(models[0], _name_of(models[0]))
     reference, name = resolve(text, places)
     if isinstance(reference, PathReference):
-        if path.is_dir():
-            raise HubError(f"{text} has no GGUF files", "give the path of a .gguf file")
-        return Located(path, _name_of(path))  # whoever opens it says that there is none, and which one is near
+        return Located(path, _name_of(path))  # whoever opens it says that there is none, or that it is a folder
     try:
         found = find(reference, all_models(places), ModelFolder(places.folder).aliases())
     except NotInstalled as error:
