@@ -35,6 +35,8 @@ class MessagesRequest(Chat, kw_only=True):
     """Has no effect: who asks is decided by the API key."""
     service_tier: Any = None
     """Has no effect."""
+    session_id: str | None = None
+    """The session that this conversation is.  Not of Anthropic's API."""
 
 
 async def answer_messages(call: Call) -> Response:
@@ -45,7 +47,7 @@ async def answer_messages(call: Call) -> Response:
     form = (request.output_config and request.output_config.format) or request.output_format
     fields = call.for_daemon(
         model=request.model,
-        **conversation_fields(chat.messages, call.request.headers),
+        **conversation_fields(chat.messages, call.request.headers, session_id=request.session_id),
         **tools,
         max_tokens=request.max_tokens,
         fit_max_tokens=True,

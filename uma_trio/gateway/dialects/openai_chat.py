@@ -18,7 +18,7 @@ from uma_trio.gateway.dialects.openai import (
     chat_message,
     error_body,
     finish_reason,
-    max_tokens,
+    length_fields,
     model_name,
     usage_body,
 )
@@ -68,7 +68,7 @@ async def complete_chat(call: Call) -> Response:
         ),
         **tool_fields(request.tools, request.tool_choice, warnings),
         parallel_tool_calls=request.parallel_tool_calls,
-        max_tokens=max_tokens(limit),
+        **length_fields(limit),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         constraint=request.constraint,
         chat_template_kwargs=request.template_kwargs,

@@ -13,9 +13,10 @@ from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.openai import (
     OPENAI,
     Sampling,
+    check_session,
     error_body,
     finish_reason,
-    max_tokens,
+    length_fields,
     model_name,
     texts_or_tokens,
     usage_body,
@@ -63,17 +64,16 @@ async def complete(call: Call) -> Response:
     request.check()
     prompts = texts_or_tokens(request.prompt, "prompt", most=MAX_PROMPTS)
     given = request.n_predict if request.max_tokens is None else request.max_tokens
-    limit = DEFAULT_MAX_TOKENS if given is None else max_tokens(given)
+    limit = DEFAULT_MAX_TOKENS if given is None else given
     n = request.n or 1
-    if request.session_id is not None and len(prompts) > 1:
-        raise invalid("a session has one prompt at a time", parameter="session_id")
+    check_session(request.session_id, prompts)
     session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
     requests = [
         call.for_daemon(
             **request.sampling_fields(),
             **session,
             prompt=prompt,
-            max_tokens=limit,
+            **length_fields(limit),
             logprobs=request.logprobs,
             echo=request.echo,
             constraint=request.constraint,

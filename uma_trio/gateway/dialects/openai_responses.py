@@ -108,6 +108,8 @@ class ResponsesRequest(Input, kw_only=True):
     top_p: float | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
+    session_id: str | None = None
+    """The session that this conversation is.  Not of OpenAI's API."""
     prompt_cache_key: str | None = None
     """Names the client's own session; see ``gateway.conversation``."""
     store: bool | None = None
@@ -135,9 +137,15 @@ async def respond(call: Call) -> Response:
     form = request.text and request.text.format
     fields = call.for_daemon(
         model=request.model,
-        **conversation_fields(conversation.messages, call.request.headers, cache_key=request.prompt_cache_key),
+        **conversation_fields(
+            conversation.messages,
+            call.request.headers,
+            session_id=request.session_id,
+            cache_key=request.prompt_cache_key,
+        ),
         **tools,
         max_tokens=request.max_output_tokens,
+        fit_max_tokens=True,
         temperature=request.temperature,
         top_p=request.top_p,
         logprobs=(request.top_logprobs or 0) if has_logprobs else None,
