@@ -65,6 +65,10 @@ class Endpoint:
     """Fields of ``body`` that clients do not send."""
     media_types: tuple[str, ...] = ("application/json",)
     """What an answer may be."""
+    shapes: tuple[Any, ...] = ()
+    """Types of an answer that is not streamed, one of which it has; empty if it may be anything."""
+    event_shape: Any = None
+    """Type of the JSON in an event, or in a line, of an answer that is streamed."""
     errors: tuple[int, ...] = COMMON_ERRORS
     """Statuses other than 200."""
     needs_key: bool = True

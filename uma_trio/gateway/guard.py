@@ -82,7 +82,7 @@ class Guard:
             if origin is not None:
                 send = _with_cors(send, origin)
                 if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                    await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
+                    await Response(headers=_preflight(headers))(scope, receive, send)
                     return
             tenant = state["tenant"] = self._tenant_of(headers, scope)
             if tenant is not None:

@@ -12,6 +12,7 @@ from uma_trio.client import Eos
 from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
 from uma_trio.gateway.conversation import conversation_fields, without_noise
 from uma_trio.gateway.dialects.anthropic import ANTHROPIC, Chat, ChatMessages, error_body, tool_fields
+from uma_trio.gateway.dialects.anthropic_shapes import AnswerMessage, MessageEvent, TokenCount
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import Part, PartRenderer, parts_of
@@ -208,6 +209,8 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         path="/v1/messages",
         dialect=ANTHROPIC,
         answer=answer_messages,
+        shapes=(AnswerMessage,),
+        event_shape=MessageEvent,
         summary="The next message of a chat",
         body=MessagesRequest,
         media_types=("application/json", EVENT_STREAM),
@@ -217,6 +220,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         path="/v1/messages/count_tokens",
         dialect=ANTHROPIC,
         answer=count_tokens,
+        shapes=(TokenCount,),
         summary="How many tokens a chat has",
         body=Chat,
     ),

@@ -16,6 +16,7 @@ from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects import openai_chat, openai_models, openai_responses
 from uma_trio.gateway.dialects.llama_tokens import Tokens, Translation, is_several
 from uma_trio.gateway.dialects.openai import OPENAI, Sampling, check_session, error_body, length_fields, model_name
+from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, Props
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
@@ -287,6 +288,8 @@ ENDPOINTS = (
             path=path,
             dialect=OPENAI,
             answer=complete_as_llama_server,
+            shapes=(LlamaAnswer, list[LlamaAnswer]),
+            event_shape=LlamaAnswer,
             summary="Text that continues one prompt or several, in llama-server's own format",
             body=LlamaRequest,
             media_types=("application/json", EVENT_STREAM),
@@ -297,5 +300,12 @@ ENDPOINTS = (
         attrs.evolve(endpoint, path=endpoint.path.removeprefix("/v1"))
         for endpoint in (*openai_chat.ENDPOINTS, *openai_models.ENDPOINTS, *openai_responses.ENDPOINTS)
     ),
-    Endpoint(method="GET", path="/props", dialect=OPENAI, answer=props, summary="llama-server's description of itself"),
+    Endpoint(
+        method="GET",
+        path="/props",
+        dialect=OPENAI,
+        answer=props,
+        shapes=(Props,),
+        summary="llama-server's description of itself",
+    ),
 )

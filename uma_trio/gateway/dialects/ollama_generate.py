@@ -26,6 +26,7 @@ from uma_trio.gateway.dialects.ollama import (
     option_fields,
     tools_of,
 )
+from uma_trio.gateway.dialects.ollama_shapes import ChatAnswer, Generated
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Logprobs
@@ -245,6 +246,8 @@ ENDPOINTS = (
         path="/api/chat",
         dialect=DIALECT,
         answer=chat,
+        shapes=(ChatAnswer,),
+        event_shape=ChatAnswer,
         summary="The next message of a chat",
         body=ChatRequest,
         media_types=(NDJSON, "application/json"),
@@ -254,6 +257,8 @@ ENDPOINTS = (
         path="/api/generate",
         dialect=DIALECT,
         answer=generate,
+        shapes=(Generated,),
+        event_shape=Generated,
         summary="The answer to a prompt",
         body=GenerateRequest,
         media_types=(NDJSON, "application/json"),

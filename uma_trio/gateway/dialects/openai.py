@@ -263,13 +263,16 @@ def texts_or_tokens(given: str | list[Any], parameter: str, *, most: int) -> lis
         return [given]
     if len(given) > most:
         raise invalid(f"{parameter} has {len(given)} texts; send at most {most}", parameter=parameter)
-    are_tokens = [isinstance(each, list) and bool(each) and all(type(token) is int for token in each) for each in given]
-    if not given or not (all(are_tokens) or all(isinstance(each, str) for each in given)):
+    if not given or not all(isinstance(each, str) or _are_tokens(each) for each in given):
         raise invalid(
-            f"{parameter} must be a text, a list of texts, a list of token ids, or a list of such lists",
+            f"{parameter} must be a text, a list of token ids, or a list of texts and such lists",
             parameter=parameter,
         )
     return given
+
+
+def _are_tokens(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
 
 
 def check_session(session_id: str | None, prompts: Sequence[object]) -> None:

@@ -22,6 +22,7 @@ from uma_trio.gateway.dialects.openai import (
     model_name,
     usage_body,
 )
+from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion
 from uma_trio.gateway.dialects.openai_tools import Tool, call_delta, tool_fields, whole_calls
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -179,6 +180,8 @@ ENDPOINTS = (
         path="/v1/chat/completions",
         dialect=OPENAI,
         answer=complete_chat,
+        shapes=(ChatCompletion,),
+        event_shape=ChatChunk,
         summary="The next message of a chat",
         body=ChatRequest,
         media_types=("application/json", EVENT_STREAM),

@@ -21,6 +21,7 @@ from uma_trio.gateway.dialects.openai import (
     texts_or_tokens,
     usage_body,
 )
+from uma_trio.gateway.dialects.openai_shapes import Completion
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.parts import logprobs_of
@@ -37,7 +38,7 @@ class CompletionRequest(Sampling, kw_only=True):
     """A request for text that continues one prompt or several."""
 
     prompt: str | list[Any]
-    """A text, a list of texts, a list of token ids, or a list of those."""
+    """A text, a list of texts, a list of token ids, or a list of texts and such lists."""
     max_tokens: int | None = None
     logprobs: int | None = None
     """How many alternatives of each token to report."""
@@ -209,6 +210,8 @@ ENDPOINTS = (
         path="/v1/completions",
         dialect=OPENAI,
         answer=complete,
+        shapes=(Completion,),
+        event_shape=Completion,
         summary="Text that continues one prompt or several",
         body=CompletionRequest,
         media_types=("application/json", EVENT_STREAM),

@@ -10,7 +10,9 @@ from starlette.responses import Response
 from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.anthropic import ANTHROPIC, VERSION_HEADER
+from uma_trio.gateway.dialects.anthropic_shapes import ModelInfo, ModelInfoPage
 from uma_trio.gateway.dialects.openai import OPENAI
+from uma_trio.gateway.dialects.openai_shapes import Model, ModelPage
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 
@@ -78,6 +80,7 @@ ENDPOINTS = (
         dialect=OPENAI,
         dialects=OTHERS,
         answer=list_models,
+        shapes=(ModelPage, ModelInfoPage),
         summary="The models that are served",
     ),
     Endpoint(
@@ -86,6 +89,7 @@ ENDPOINTS = (
         dialect=OPENAI,
         dialects=OTHERS,
         answer=retrieve_model,
+        shapes=(Model, ModelInfo),
         summary="One model",
     ),
 )

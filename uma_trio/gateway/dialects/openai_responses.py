@@ -15,6 +15,7 @@ from uma_trio.gateway.dialects.openai import OPENAI, model_name
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
+from uma_trio.gateway.dialects.openai_shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai_tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai_tools import Tool as ChatTool
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -257,6 +258,8 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         path="/v1/responses",
         dialect=OPENAI,
         answer=respond,
+        shapes=(ResponseObject,),
+        event_shape=ResponseEvent,
         summary="The next items of a conversation",
         body=ResponsesRequest,
         media_types=("application/json", EVENT_STREAM),
@@ -266,6 +269,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         path="/v1/responses/input_tokens",
         dialect=OPENAI,
         answer=count_input,
+        shapes=(InputTokens,),
         summary="How many tokens a conversation has",
         body=Input,
     ),
