@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,3 +165,22 @@ def test_what_cannot_run(daemon: Daemon, controller: str, argument: Any, code: s
 def test_nothing_is_left(daemon: Daemon) -> None:
     run(daemon, "jsctrl", FORKS)
     daemon.settled()
+
+
+def test_a_runtime_of_another_make(library: None, tmp_path: Path) -> None:
+    program = tmp_path / "aicirt"
+    script = ROOT / "tests" / "support" / "other_runtime.py"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n')
+    program.chmod(0o700)
+    with real_daemon(
+        "--aici-executable", program, "--aici-tokenizer", "other", "--threads", "1", folder=tmp_path
+    ) as found:
+        tokens = [300, 301, 302]
+        answer = run(found, "digits", tokens)[0]
+        assert answer.eos is not None
+        assert answer.eos.reason == "stop"
+        assert (answer.forced_tokens, answer.sampled_tokens) == (3, 2)
+        with pytest.raises(ServerError) as error:
+            run(found, "jsctrl", PROGRAM)
+        assert error.value.code == "E_CONTROLLER_NOT_FOUND"
+        found.wait_until_logged("the tokenizer is other")

@@ -43,6 +43,21 @@ def test_recovery(library, tmp_path):
 
 
 @pytest.mark.slow
+def test_controllers_recovery(library, tmp_path):
+    out = tmp_path / "crashes.csv"
+    options = ("--count", 2, "--streams", 2, "--controlled", 2, "--tokens", 60)
+    done = run("controllers_recovery.py", *options, "--csv", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\| without a controller +\| +[1-9]\d* +\| +0 +\| +0 +\|", done.stdout, re.MULTILINE), (
+        done.stdout
+    )
+    found = rows(out)
+    assert [row["signal"] for row in found] == ["kill", "stop"]
+    for row in found:
+        assert 0 < float(row["noticed_ms"]) < float(row["first_token_ms"]) <= float(row["answered_ms"])
+
+
+@pytest.mark.slow
 def test_engine_modes(library, tmp_path):
     out = tmp_path / "modes.csv"
     done = run("engine_modes.py", "--streams", "1,2", "--tokens", 20, "--rounds", 2, "--csv", out)

@@ -18,12 +18,10 @@ from uma_trio.gateway.tenants import Tenant
 from uma_trio.protocol.messages import Generated
 from uma_trio.protocol.types import MAX_INT32
 
-BYTES_PER_TOKEN: Final = 3
-"""For estimates.  English has about four, and other languages have fewer."""
+CHARACTERS_PER_TOKEN: Final = 3
+"""For estimates.  English has about four, and other languages have less."""
 UNKNOWN_MAX_TOKENS: Final = 1024
 """Estimate for an answer that may take the whole context."""
-MEANT_MAX_TOKENS: Final = 4096
-"""A larger ``max_tokens`` that need not be granted is no estimate: some clients always send a large number."""
 
 
 @attrs.frozen
@@ -47,8 +45,7 @@ class Account:
 def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: bool) -> Charge:
     """Admit a request for the daemon; without an account, for free.
 
-    An answer that may take as many tokens as fit is bounded by what is left of a quota.  Of what is left after all
-    estimates it gets a half, so that answers at the same time cannot exceed the quota together.
+    An answer that may take as many tokens as fit is bounded by what is left of a quota.
 
     Raises:
         HttpError: a limit of the tenant refuses it.
@@ -57,22 +54,19 @@ def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: 
         return Charge(fields, None, 0, is_streamed)
     prompt = estimated_tokens([fields.get(name) for name in ("prompt", "messages", "tools", "input")])
     answers = _count(fields.get("n"), 1)
-    wanted = _count(fields.get("max_tokens"), account.default_max_tokens)
-    estimate, promised = wanted or UNKNOWN_MAX_TOKENS, 0
+    longest = _count(fields.get("max_tokens"), account.default_max_tokens)
     if "input" in fields:  # embeddings have no answer
-        estimate = 0
+        longest = 0
     elif "max_tokens" not in fields or fields.get("fit_max_tokens") is True:  # the answer may take as many as fit
-        if not 0 < wanted <= MEANT_MAX_TOKENS:
-            estimate = account.default_max_tokens or UNKNOWN_MAX_TOKENS
         left = account.limiter.quota_left(account.tenant)
         if left is not None:
-            room = max(1, (left - prompt) // answers)
-            estimate = min(estimate, room)
-            longest = min(wanted or MAX_INT32, estimate + (room - estimate) // 2)
-            promised = answers * (longest - estimate)
-            fields = {**fields, "max_tokens": longest, "fit_max_tokens": True}
-    tokens = prompt + answers * estimate
-    admission = account.limiter.admit(account.tenant, tokens=tokens, promised=promised, answers=answers)
+            most = max(1, (left - prompt) // answers)
+            longest = min(longest or most, most)
+            fields = {**fields, "max_tokens": min(longest, MAX_INT32), "fit_max_tokens": True}
+        longest = min(longest or UNKNOWN_MAX_TOKENS, account.default_max_tokens or UNKNOWN_MAX_TOKENS)
+    else:
+        longest = longest or UNKNOWN_MAX_TOKENS
+    admission = account.limiter.admit(account.tenant, tokens=prompt + answers * longest, answers=answers)
     principal = account.tenant.principal
     limit = {} if principal.max_requests is None else {"principal_max_requests": principal.max_requests}
     fields = {**fields, "principal": principal.name, "principal_weight": principal.weight, **limit}
@@ -86,19 +80,19 @@ def _count(value: Any, default: int) -> int:
 
 def estimated_tokens(content: Any) -> int:
     """Estimate the tokens of texts, token ids and anything made of them."""
-    n_bytes = tokens = 0
+    characters = tokens = 0
     left = [content]
     while left:
         match left.pop():
             case str() as text:
-                n_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+                characters += len(text)
             case Mapping() as mapping:
                 left += mapping.values()
             case list() | tuple() as items:
                 left += items
             case int():
                 tokens += 1
-    return tokens - -n_bytes // BYTES_PER_TOKEN
+    return tokens - -characters // CHARACTERS_PER_TOKEN
 
 
 class Charge:

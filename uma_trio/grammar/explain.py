@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from uma_trio.grammar.calls import AnswerShape
-from uma_trio.protocol.messages import Constraint
-from uma_trio.protocol.types import MAX_ERROR_CHARS
+from uma_trio.protocol.messages import MAX_ERROR_CHARS, Constraint
 
 TOO_COMPLEX: Final = "it is too complex; use fewer alternatives, optional parts and repetitions"
 NOTHING_MATCHES: Final = "no text matches it"

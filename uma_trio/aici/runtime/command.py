@@ -65,6 +65,7 @@ def serve(options: Options) -> NoReturn:
     ending.end_with(parent)
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
         host = WasmHost(vocabulary, options.limits)
+        threading.Thread(target=host.prepare, name="prepare", daemon=True).start()
         skip_slow_s = None if options.skip_slow_ms is None else options.skip_slow_ms / 1000
         modules = ModuleStore(Path(FOLDER), host)
         Server(channels, host, vocabulary, options.limits, modules, ending.exit, options.expire_s, skip_slow_s).run()

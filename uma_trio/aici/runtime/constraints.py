@@ -76,8 +76,11 @@ class Constraints:
         }
 
     def prepare(self) -> None:
-        """Do what the first constraint needs, outside of the time of a controller.  Blocks for half a second once."""
-        self._submit(Constraint(choice=["a"])).result()
+        """Do what the first constraint needs, outside of the time of a controller.  Blocks for half a second once.
+
+        Errors are those of the first constraint as well, so they are ignored here.
+        """
+        concurrent.futures.wait([self._submit(Constraint(choice=["a"]))])
 
     def close(self) -> None:
         """End the threads, when what they do is done."""

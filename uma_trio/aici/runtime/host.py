@@ -46,6 +46,10 @@ class WasmHost:
             self._engine, {ENV: env.FUNCTIONS, WASI: wasi.FUNCTIONS, CONSTRAINT: self._constraints.functions}
         )
 
+    def prepare(self) -> None:
+        """Do what the first constraint needs.  Blocks for half a second once."""
+        self._constraints.prepare()
+
     def compile(self, wasm: bytes) -> bytes:
         return self._compiler.compile(wasm)
 
@@ -56,7 +60,7 @@ class WasmHost:
         except wasmtime.WasmtimeError as error:
             raise ValueError(f"the module was compiled for something else: {error}") from None
         if any(each.module == CONSTRAINT for each in code.imports):
-            self._constraints.prepare()
+            self.prepare()
         return Module(code, linked)
 
     def new_variables(self) -> Variables:
