@@ -20,7 +20,7 @@ import psutil
 import trio
 
 import uma_trio
-from uma_trio.parent_process import LOG_MARK
+from uma_trio.parent_process import LAST_WORDS, LOG_MARK, READY
 
 LogRecord = tuple[int, str, str, dict[str, Any]]
 """Level, logger, message, fields."""
@@ -100,6 +100,10 @@ class ChildProcess:
         self._logger = logger
         self._extra = extra
         self._lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.is_ready = False
+        """Whether it has said so."""
+        self.cannot_start: str | None = None
+        """Why it could not start."""
 
     @classmethod
     def of_module(
@@ -151,8 +155,12 @@ class ChildProcess:
 
     def ask_to_end(self) -> None:
         """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, if it has not ended."""
         if self._popen.returncode is None:
-            self._popen.terminate()
+            self._popen.send_signal(number)
 
     @property
     def was_killed(self) -> bool:
@@ -185,6 +193,12 @@ class ChildProcess:
     def _pass_on(self, line: str) -> None:
         level, name, text = logging.WARNING, self._logger, line
         fields: dict[str, Any] = {}
+        if line == READY:
+            self.is_ready = True
+            return
+        if line.startswith(LAST_WORDS):
+            self.cannot_start = line.removeprefix(LAST_WORDS)
+            return
         if line.startswith(LOG_MARK):
             with contextlib.suppress(msgspec.DecodeError):
                 level, name, text, fields = msgspec.json.decode(line[len(LOG_MARK) :], type=LogRecord)

@@ -138,7 +138,7 @@ class PromptTooLarge(LimitError):
     """The prompt exceeds ``max_prompt_bytes`` or ``max_prompt_tokens``."""
 
     code = "E_LIMIT_PROMPT_TOO_LARGE"
-    http_status = 413
+    http_status = 400
 
 
 class MaxTokensTooLarge(LimitError):

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import threading
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -18,6 +18,26 @@ LOG_MARK: Final = "\x1e"
 
 LOG_VARIABLE: Final = "UMA_LOG_TO_PARENT"
 """Set in the environment of a child that is a command of its own as well: the daemon reads its log."""
+
+
+LAST_WORDS: Final = "\x1eend "
+"""Begins a line of the child's stderr: why it cannot start."""
+READY: Final = "\x1eready"
+"""A line of the child's stderr: it can do its work now."""
+
+CANNOT_START: Final = 78
+"""Exit code of a child that cannot start."""
+
+
+def report_ready() -> None:
+    """Tell the parent that this process can do its work now."""
+    os.write(sys.stderr.fileno(), f"{READY}\n".encode())
+
+
+def fail_to_start(reason: str) -> NoReturn:
+    """End this process, for a reason that the parent can pass on as one sentence."""
+    os.write(sys.stderr.fileno(), f"{LAST_WORDS}{' '.join(reason.split())}\n".encode())
+    sys.exit(CANNOT_START)
 
 
 def end_with_it() -> None:

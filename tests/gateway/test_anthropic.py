@@ -93,8 +93,8 @@ def test_why_an_answer_ends(gateway: Gateway, stream: bool) -> None:
         ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
         (
             {"messages": [{"role": "user", "content": "x" * 300_000}]},
-            anthropic.RequestTooLargeError,
-            "request_too_large",
+            anthropic.BadRequestError,
+            "invalid_request_error",
         ),
         ({"model": "claude-0"}, anthropic.NotFoundError, "not_found_error"),
         ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "invalid_request_error"),

@@ -27,7 +27,7 @@ MAX_BODY = 20_000
 def guarded() -> Iterator[Gateway]:
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    hosts, origins = "llm.example.com, .lan", "https://chat.example.com,app://notes"
+    hosts, origins = "llm.example.com, .lan", "localhost, https://chat.example.com, app://notes, tauri://*"
     flags = ("--http-hosts", hosts, "--http-origins", origins, "--http-max-body-bytes", str(MAX_BODY))
     with real_daemon("--http", "0", *flags, "--frame-timeout-s", "1") as daemon:
         yield Gateway.of(daemon)
@@ -46,7 +46,8 @@ def serve(folder: Path, *flags: object) -> subprocess.CompletedProcess[str]:
 
 
 def code_of(answer: httpx.Response) -> str:
-    found: str = answer.json()["error"]["code"]
+    error = answer.json()["error"]
+    found: str = error.get("uma_code") or error["code"]
     return found
 
 
@@ -93,8 +94,10 @@ def test_two_hosts_or_none(guarded: Gateway) -> None:
 @pytest.mark.parametrize(
     "origin",
     [
-        *("https://evil.example", "null", "", "http://localhost:1", "https://chat.example.com.evil.example", "file://"),
+        *("https://evil.example", "null", "", "https://chat.example.com.evil.example", "file://", "localhost", "tauri"),
         *("http://chat.example.com", "https://chat.example.com:444", "https://evil.example/https://chat.example.com"),
+        *("http://localhost.evil.example", "http://127.0.0.1.evil.example", "http://notlocalhost:3000", "http://192.168.1.9"),
+        *("http://evil.example:80@localhost", "http://localhost:80@evil.example", "app://localhost", "https://0.0.0.0"),
     ],
 )  # fmt: skip
 def test_pages_that_may_not_use_the_gateway(guarded: Gateway, origin: str) -> None:
@@ -106,7 +109,14 @@ def test_pages_that_may_not_use_the_gateway(guarded: Gateway, origin: str) -> No
         assert client.options(CHAT, headers=headers).status_code == 403
 
 
-@pytest.mark.parametrize("origin", ["https://chat.example.com", "app://notes", "same"])
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("https://chat.example.com", "app://notes", "tauri://localhost", "tauri://x", "same"),
+        *("http://localhost", "http://localhost:3000", "https://LocalHost:8443", "http://app.localhost:5173"),
+        *("http://127.0.0.1:3000", "http://127.8.8.8", "http://[::1]", "http://[::1]:3000"),
+    ],
+)
 def test_pages_that_may(guarded: Gateway, origin: str) -> None:
     origin = guarded.url if origin == "same" else origin
     answer = post(guarded, origin=origin)
@@ -117,12 +127,20 @@ def test_pages_that_may(guarded: Gateway, origin: str) -> None:
         asked = {
             "access-control-request-method": "POST",
             "access-control-request-headers": "authorization,x-stainless-os",
+            "access-control-request-private-network": "true",
         }
         answer = client.options(CHAT, headers={"origin": origin, **asked})
-    assert answer.status_code == 204
+    assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == origin
     assert answer.headers["access-control-allow-headers"] == "authorization,x-stainless-os"
     assert "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-private-network"] == "true"
+
+
+def test_a_name_that_was_rebound_to_this_machine_is_refused_whatever_its_origin(guarded: Gateway) -> None:
+    for origin in ("http://evil.example:8080", "http://localhost:8080"):
+        answer = post(guarded, host="evil.example:8080", origin=origin)
+        assert (answer.status_code, code_of(answer)) == (403, "E_GATEWAY_HOST")
 
 
 def test_errors_are_readable_for_pages_that_may_use_the_gateway(guarded: Gateway) -> None:

@@ -43,9 +43,9 @@ def test_a_stopped_daemon_is_not_ready_and_the_gateway_is_up() -> None:
 
 def test_a_path_that_does_not_exist(gateway: Gateway) -> None:
     with gateway.http() as client:
-        assert client.get("/nothing").json()["error"]["code"] == "E_GATEWAY_NOT_FOUND"
+        assert client.get("/nothing").json()["error"]["uma_code"] == "E_GATEWAY_NOT_FOUND"
         wrong_method = client.get("/v1/chat/completions")
-    assert wrong_method.json()["error"]["code"] == "E_GATEWAY_METHOD"
+    assert wrong_method.json()["error"]["uma_code"] == "E_GATEWAY_METHOD"
     assert wrong_method.headers["allow"] == "POST"
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.gateway.conftest import Gateway
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+LONG = [{"role": "user", "content": "one two three " * 10_000}]
 ANSWER = "The capital of France is Paris."
 
 
@@ -72,23 +73,25 @@ def test_an_answer_that_follows_a_schema(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("wrong", "kind", "code"),
     [
-        ({"messages": []}, openai.BadRequestError, "E_PROTO_BAD_REQUEST"),
-        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "E_PROTO_BAD_REQUEST"),
-        ({"temperature": -1}, openai.BadRequestError, "E_PROTO_BAD_REQUEST"),
-        ({"model": "gpt-0"}, openai.NotFoundError, "E_MODEL_NOT_FOUND"),
-        ({"max_tokens": 100_000}, openai.BadRequestError, "E_LIMIT_CONTEXT"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, openai.BadRequestError, None),
+        ({"messages": []}, openai.BadRequestError, "invalid_value"),
+        ({"messages": [{"role": "user"}]}, openai.BadRequestError, "invalid_value"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, openai.BadRequestError, "invalid_value"),
+        ({"messages": LONG}, openai.BadRequestError, "context_length_exceeded"),
+        ({"temperature": -1}, openai.BadRequestError, "invalid_value"),
+        ({"max_tokens": "many"}, openai.BadRequestError, "invalid_value"),
+        ({"model": "gpt-0"}, openai.NotFoundError, "model_not_found"),
     ],
 )
 def test_a_refusal_has_a_status_also_when_a_stream_was_asked_for(
-    gateway: Gateway, wrong: dict[str, object], kind: type[openai.APIStatusError], code: str | None, stream: bool
+    gateway: Gateway, wrong: dict[str, object], kind: type[openai.APIStatusError], code: str, stream: bool
 ) -> None:
     with pytest.raises(kind) as refused:
         gateway.openai().chat.completions.create(
             **{"model": "embedded", "messages": QUESTION, "stream": stream, **wrong}
         )
     assert refused.value.body["message"]
-    assert refused.value.body["code"] == (code or "E_PROTO_BAD_REQUEST")
+    assert (refused.value.type, refused.value.code) == ("invalid_request_error", code)
+    assert refused.value.body["uma_code"].startswith("E_")
     assert refused.value.body["request_id"] == refused.value.response.headers["x-request-id"]
 
 

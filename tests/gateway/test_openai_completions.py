@@ -78,7 +78,7 @@ def test_one_prompt_that_is_refused_refuses_all_and_leaves_nothing(gateway: Gate
     prompts = [PROMPT, "one two three " * 30_000, PROMPT]
     with pytest.raises(openai.APIStatusError) as refused:
         complete(gateway, prompts, max_tokens=2000, extra_body={"ignore_eos": True})
-    assert refused.value.body["code"].startswith("E_LIMIT_")
+    assert refused.value.code == "context_length_exceeded"
     gateway.daemon.settled()
 
 
@@ -135,7 +135,6 @@ def test_an_answer_may_be_constrained(gateway: Gateway) -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": ["a", [1]]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"suffix": " the end"}, "suffix"),

@@ -38,7 +38,7 @@ async def test_500_clients_for_32_sequences() -> None:
                     texts.add(answer.json()["choices"][0]["message"]["content"])
                     return
                 assert answer.status_code == 429, answer.text
-                assert answer.json()["error"]["code"] in ("E_LIMIT_QUEUE", "E_LIMIT_KV", "E_LIMIT_CONNECTIONS")
+                assert answer.json()["error"]["uma_code"] in ("E_LIMIT_QUEUE", "E_LIMIT_KV", "E_LIMIT_CONNECTIONS")
                 waits_s.append(int(answer.headers["retry-after"]))
                 await trio.sleep(waits_s[-1])
 

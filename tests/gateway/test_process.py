@@ -154,6 +154,31 @@ def test_requests_for_which_no_descriptor_is_left_get_503() -> None:
             assert client.post("/v1/generate", json={**LONG, "max_tokens": 3}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("module", "reason", "n_starts"),
+    [
+        ("raise ImportError('no module of that name')", "cannot be imported (no module of that name)", 1),
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'", 1),
+        ("1 / 0", "ZeroDivisionError: division by zero", 1),
+        ("import os; os.kill(os.getpid(), 11)", "SIGSEGV", 3),
+    ],
+)
+def test_a_gateway_that_cannot_start_is_one_sentence_and_the_socket_is_served(
+    tmp_path: Path, module: str, reason: str, n_starts: int
+) -> None:
+    if (reason_to_skip := missing()) is not None:
+        pytest.skip(reason_to_skip)
+    (tmp_path / "uvicorn.py").write_text(module)
+    with real_daemon("--http", "0", environment={"PYTHONPATH": str(tmp_path)}) as daemon:
+        daemon.wait_until_logged("HTTP is not served, because the gateway cannot start")
+        said = [line for line in daemon.log_lines() if "gateway" in line["event"]]
+        assert len(said) == n_starts
+        assert reason in said[-1]["reason"]
+        assert daemon.ask(prompt="Hello", max_tokens=2).reason == "length"
+        found = daemon.metrics()["gateway"]
+        assert (found["pid"], found["restarts_total"]) == (None, n_starts - 1)
+
+
 def test_the_gateway_ends_with_the_daemon_also_after_a_kill() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +65,8 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
 
 
 def code_of(answer: httpx.Response) -> str:
-    found: str = answer.json()["error"]["code"]
+    error = answer.json()["error"]
+    found: str = error.get("uma_code") or error["code"]
     return found
 
 
@@ -231,10 +235,13 @@ def test_an_answer_whose_client_leaves_is_charged(tenants: Tenants, stream: bool
     assert 10 <= used(tenants.gateway, name) <= 4100
 
 
+def usage_file(gateway: Gateway) -> Path:
+    return gateway.daemon.socket.parent / "state-home" / "uma-trio" / "usage.sqlite"
+
+
 def used(gateway: Gateway, name: str) -> int:
     """Tokens of the tenant on disk."""
-    file = gateway.daemon.socket.parent / "state-home" / "uma-trio" / "usage.sqlite"
-    return sum([tokens for (tenant, _), tokens in read_usage(file).items() if tenant == name])
+    return sum([tokens for (tenant, _), tokens in read_usage(usage_file(gateway)).items() if tenant == name])
 
 
 def test_answers_in_flight_are_counted_over_http_and_the_socket_together(tenants: Tenants) -> None:
@@ -251,6 +258,29 @@ def test_answers_in_flight_are_counted_over_http_and_the_socket_together(tenants
         daemon.wait_until(lambda found: found["running"] == 1, "one answer less")
         assert tenants.post(key).status_code == 200
     daemon.settled()
+
+
+# -- SIGHUP --
+
+
+def test_sighup_reads_keys_and_quotas_again_and_streams_go_on(tenants: Tenants) -> None:
+    daemon = tenants.gateway.daemon
+    key = tenants.create("reader", "--quota", "300/month")
+    with tenants.client(key) as client:
+        body = {"messages": QUESTION, "stream": True, "max_tokens": 150, "ignore_eos": True}
+        with client.stream("POST", CHAT, json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert code_of(tenants.post(key, {**SHORT, "max_tokens": 250}, "/v1/generate")) == "E_GATEWAY_QUOTA"
+            with contextlib.closing(sqlite3.connect(usage_file(tenants.gateway))) as connection, connection:
+                connection.execute("UPDATE usage SET tokens = 0 WHERE tenant = 'reader'")
+            before = daemon.logs().count("tenants from")
+            daemon.signal(signal.SIGHUP)
+            until = time.monotonic() + 60
+            while daemon.logs().count("tenants from") == before:
+                assert time.monotonic() < until
+            assert tenants.post(key, {**SHORT, "stream": False, "max_tokens": 250}, "/v1/generate").status_code == 200
+            assert [*lines][-2] == "data: [DONE]"
 
 
 # -- quotas and the end of processes --

@@ -234,6 +234,50 @@ async def test_principals_share_the_time_by_weight(autojump_clock):
         assert done["h"] / done["l"] == pytest.approx(3, rel=0.15)
 
 
+async def test_requests_of_one_principal_are_answered_in_the_order_of_their_arrival(autojump_clock):
+    async with serving() as harness, harness.client() as first, harness.client() as second, harness.client() as third:
+        ended = []
+
+        async def ask(client, name, texts):
+            await client.embed(texts)
+            ended.append(name)
+
+        async with trio.open_nursery() as nursery:
+            for client, name, texts in (
+                (first, "long", ["x" * 500] * 40),
+                (second, "short", ["x" * 500] * 20),
+                (third, "shortest", ["x" * 500] * 20),
+            ):
+                nursery.start_soon(ask, client, name, texts)
+                await trio.sleep(0.01)
+        assert ended == ["long", "short", "shortest"]
+
+
+async def test_a_principal_that_asked_for_little_has_no_claim_to_all_of_the_time(autojump_clock):
+    """Its slow stream was no reason to save up service; so it shares the time from the arrival of its texts on."""
+    async with (
+        serving(FakeEngine(n_ctx=1 << 16, cost_ms=lambda prompt, decodes: 20)) as harness,
+        harness.client() as stream,
+        harness.client() as busy,
+        harness.client() as late,
+    ):
+        fields = {"type": "embed", "input": ["x" * 500] * 400}
+        await stream.send({"id": "s", "prompt": "hello", "max_tokens": 5000, "principal": "late"})
+        assert isinstance(await stream.receive(), Token)
+        await busy.send({**fields, "principal": "busy"})
+        pending = harness.scheduler._embeddings
+        with trio.fail_after(1000):
+            while [each.n_done >= 100 for each in pending] != [True]:
+                await trio.sleep(0.01)
+            [first] = pending
+            before = first.n_done
+            await late.send({**fields, "principal": "late"})
+            while (second := next((each for each in pending if each is not first), None)) is None or second.n_done < 40:
+                await trio.sleep(0.01)
+        assert first.n_done - before == pytest.approx(40, rel=0.25)
+        assert harness.scheduler._running, "the stream has not ended"
+
+
 async def test_limits_of_a_principal_count_embeddings_too(autojump_clock):
     async with serving() as harness, harness.client() as first, harness.client() as second:
         limit = {"principal": "web", "principal_max_requests": 1}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import signal
 import stat
 import sys
@@ -10,7 +12,13 @@ import time
 
 import pytest
 
-from tests.support.real_daemon import real_daemon, started
+from tests.support.real_daemon import real_daemon, started, wait_ready
+
+ON_A_TERMINAL = (
+    *(sys.executable, "-ISc"),
+    "import os, sys; os.setsid(); os.dup2(os.open(sys.argv[1], os.O_RDWR), 0); os.execvp(sys.argv[2], sys.argv[2:])",
+)
+"""Command prefix: the terminal becomes the controlling one, and standard input."""
 
 SHORT = {"prompt": "Hello", "max_tokens": 30, "ignore_eos": True}
 
@@ -109,6 +117,30 @@ def test_signals_while_the_model_loads(library, tmp_path, signals):
     assert not (tmp_path / "uma.sock").exists()
     assert "Traceback" not in daemon.logs()
     assert "serving" not in daemon.events_logged()
+
+
+def test_hup_without_http_has_no_effect(library, tmp_path):
+    with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
+        wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=300, ignore_eos=True)
+        assert wire.receive()["event"] == "token"
+        daemon.signal(signal.SIGHUP)
+        assert wire.answer().reason == "length"
+        assert "SIGHUP has no effect without --http" in daemon.events_logged()
+
+
+def test_a_closed_terminal_drains(library, tmp_path):
+    terminal, its_end = pty.openpty()
+    command = (sys.executable, "-m", "uma_trio", "serve")
+    place = {"socket": tmp_path / "uma.sock", "log_file": tmp_path / "log"}
+    with started(**place, command=(*ON_A_TERMINAL, os.ttyname(its_end), *command)) as daemon:
+        os.close(its_end)
+        wait_ready(daemon)
+        with daemon.wire() as wire:
+            wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=300, ignore_eos=True)
+            assert wire.receive()["event"] == "token"
+            os.close(terminal)
+            assert wire.answer().reason == "length"
+        assert daemon.wait() == 0
 
 
 def test_usr1_writes_a_private_snapshot(library, tmp_path):

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from uma_trio import config
 from uma_trio.cli import COMMANDS, main
 from uma_trio.cli.completion import LINE_VARIABLE, Lines
+from uma_trio.cli.serve import OF_OTHER_SERVERS
 from uma_trio.cli.serve import command as serve
 
 INSTALLED = [name for name in COMMANDS if importlib.util.find_spec(f"uma_trio.cli.{name}") is not None]
@@ -111,6 +112,29 @@ def test_every_setting_is_a_flag_of_serve() -> None:
         "--config",
         "--print-config",
     } <= flags
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (("--port", "8000"), "serve has no --port; write --http 8000"),
+        (("--port=8000", "--ctx", "5"), "serve has no --port; write --http 8000"),
+        (("--host", "0.0.0.0", "--port", "8000"), "serve has no --host; write --http 0.0.0.0:8000"),
+        (("--host", "0.0.0.0"), "serve has no --host; write --http 0.0.0.0:PORT"),
+        (("--api-key", "x"), "write uma-trio keys create NAME"),
+        (("--max-model-len", "8192"), "write --ctx N"),
+    ],
+)
+def test_flags_of_other_servers_have_a_hint(args: tuple[str, ...], hint: str) -> None:
+    code, shown = run("serve", *args)
+    assert code == 2
+    assert hint in " ".join(shown.split())
+
+
+def test_the_hints_for_flags_of_other_servers_name_flags_that_exist() -> None:
+    flags = flags_of(serve)
+    assert not flags & OF_OTHER_SERVERS.keys()
+    assert {name for hint in OF_OTHER_SERVERS.values() for name in re.findall(r"--[a-z-]+", hint)} <= flags
 
 
 def test_the_help_of_serve_shows_defaults_and_choices() -> None:

@@ -101,15 +101,15 @@ def test_a_refusal_names_the_context_of_a_request_and_the_settings() -> None:
         return str(refused.value)
 
     assert refusal(900, None) == (
-        "the prompt has 900 tokens, and the context is 512 tokens for a request: a KV cache of 4096 tokens, divided "
-        "among 8 sequences; ask with a shorter one, or start uma-trio serve with --ctx 8192 or --parallel 4"
+        "the prompt has 900 tokens, and this model's maximum context length is 512 tokens for a request: a KV cache of "
+        "4096 tokens, divided among 8 sequences; send a shorter one, or start uma-trio serve with --ctx 8192 or --parallel 4"
     )
     assert refusal(100, 1000) == (
-        "100 prompt tokens and max_tokens 1000 exceed the context, which is 512 tokens for a request: a KV cache of "
-        "4096 tokens, divided among 8 sequences; ask for at most 413, or start uma-trio serve with --ctx 10240 or "
+        "100 prompt tokens and max_tokens 1000 are too many; this model's maximum context length is 512 tokens for a "
+        "request: a KV cache of 4096 tokens, divided among 8 sequences; ask for at most 413, or start uma-trio serve with --ctx 10240 or "
         "--parallel 3"
     )
-    assert refusal(9000, None, TRAINED).endswith("as many as the model was trained with; ask with a shorter one")
+    assert refusal(9000, None, TRAINED).endswith("as many as the model was trained with; send a shorter one")
 
 
 def test_a_max_tokens_that_may_be_fitted_is_one_of_open_length_where_there_is_no_room() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import attrs
@@ -72,6 +73,9 @@ def test_without_an_account_nothing_changes() -> None:
         ({"prompt": [1, 2, 3], "max_tokens": 5, "n": 4}, 23),
         ({"messages": [{"role": "user", "content": "x" * 8}], "max_tokens": 1}, 5),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 4}]}], "max_tokens": 1}, 5),
+        ({"prompt": "字" * 5, "max_tokens": 5, "fit_max_tokens": True}, 10),
+        ({"prompt": "x", "max_tokens": 4096, "fit_max_tokens": True}, 1 + 4096),
+        ({"prompt": "x", "max_tokens": 4097, "fit_max_tokens": True}, 1 + UNKNOWN_MAX_TOKENS),
         ({"prompt": "x"}, 1 + UNKNOWN_MAX_TOKENS),
         *(({"prompt": "x", name: value}, 1 + UNKNOWN_MAX_TOKENS) for name in ("max_tokens", "n") for value in (-5, 0, "9", 2.5, True, None, [], 2**40)),
     ],
@@ -108,6 +112,31 @@ def test_an_answer_that_takes_as_many_tokens_as_fit_ends_with_the_quota() -> Non
     with pytest.raises(HttpError) as refused:
         costs.begin(prompt="x" * 30, max_tokens=2000)
     assert refused.value.status == 400
+
+
+def test_answers_at_the_same_time_cannot_exceed_a_quota_together() -> None:
+    costs = Costs()
+    costs.account = attrs.evolve(costs.account, tenant=Tenant(name="alice", token_quota=100_000))
+    bounds = []
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(HttpError):
+            while True:
+                charge = stack.enter_context(costs.begin(prompt="x" * 30))
+                bounds.append(10 + charge.fields["max_tokens"])
+                stack.callback(charge.count, [eos(10, charge.fields["max_tokens"])])  # each takes all that it may
+        assert costs.usage.total < 100_000
+    assert bounds[0] > 50_000
+    assert len(bounds) > 5
+    assert sum(bounds) == costs.usage.total <= 100_000
+
+
+def test_what_was_promised_to_an_answer_is_free_when_it_has_ended() -> None:
+    costs = Costs()
+    costs.account = attrs.evolve(costs.account, tenant=Tenant(name="alice", token_quota=100_000))
+    for _ in range(3):
+        with costs.begin(prompt="x" * 30) as charge:
+            assert charge.fields["max_tokens"] == UNKNOWN_MAX_TOKENS + (99_990 - UNKNOWN_MAX_TOKENS) // 2
+            charge.count([eos(0, 0)])
 
 
 def test_a_number_that_clients_always_send_does_not_use_up_a_minute() -> None:

@@ -195,5 +195,5 @@ def test_an_error_in_the_middle_ends_the_response_as_failed() -> None:
     last = json.loads(written.split(b"data: ")[-1])
     assert last["type"] == "response.failed"
     assert last["response"]["status"] == "failed"
-    assert last["response"]["error"]["code"] == "server_error"
+    assert last["response"]["error"]["code"] == "server_is_overloaded"
     assert "E_MODEL_UNAVAILABLE" in last["response"]["error"]["message"]

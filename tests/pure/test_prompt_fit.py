@@ -86,7 +86,9 @@ def test_the_last_token_needs_no_cell() -> None:
     for n_prompt, max_tokens in ((100, 2), (1, 101)):
         with pytest.raises(ContextTooSmall, match=f"ask for at most {101 - n_prompt}"):
             tokens_to_generate(ask(max_tokens), n_prompt, model_info(), roomy)
-    with pytest.raises(ContextTooSmall, match="the prompt has 101 tokens, and the context is 100 tokens"):
+    with pytest.raises(
+        ContextTooSmall, match="the prompt has 101 tokens, and this model's maximum context length is 100 tokens"
+    ):
         tokens_to_generate(ask(), 101, model_info(), roomy)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from click.shell_completion import CompletionItem
@@ -56,12 +57,41 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+OF_OTHER_SERVERS: Final = {
+    **dict.fromkeys(("--ctx-size", "--max-model-len", "--context-length"), "--ctx N, for all sequences together"),
+    **dict.fromkeys(("--max-num-seqs", "--max-running-requests"), "--parallel N"),
+    **dict.fromkeys(("--n-gpu-layers", "--n_gpu_layers"), "--gpu-layers N"),
+    **dict.fromkeys(("--batch-size", "--ubatch-size", "--max-num-batched-tokens"), "--batch-tokens N"),
+    **dict.fromkeys(("--alias", "-a", "--served-model-name"), "--http-any-model, which takes any name of a model"),
+    "--hf-repo": "--model FILE, with a file that you have downloaded",
+    **dict.fromkeys(("--api-key", "--api-key-file"), "uma-trio keys create NAME, which makes a key"),
+    **dict.fromkeys(("--cors-origins", "--allowed-origins"), "--http-origins ORIGINS"),
+    **dict.fromkeys(("--ssl-certfile", "--ssl-cert-file"), "--tls-certificate FILE"),
+    **dict.fromkeys(("--ssl-keyfile", "--ssl-key-file"), "--tls-key FILE"),
+    "--chat-template-file": "--chat-template FILE",
+    "--n-predict": "--default-max-tokens N",
+    "--metrics": "--http, whose /metrics is always there",
+    "--jinja": "nothing, since templates are always Jinja",
+    "--cont-batching": "nothing, since batching is always continuous",
+}
+"""Flags of llama-server, vLLM and SGLang, and what to write here."""
+
+
 class _ServeCommand(click.Command):
     """A command whose help groups the flags by the sections of the configuration."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True  # to say below what is wrong with them
-        super().parse_args(ctx, args)
+        before = [*args]  # the parser empties its list
+        try:
+            super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            hint = OF_OTHER_SERVERS.get(error.option_name)
+            if error.option_name in ("--host", "--port", "-p"):
+                hint = f"--http {_address(before)}"
+            if hint is None:
+                raise
+            ctx.fail(f"serve has no {error.option_name}; write {hint}")
         if ctx.args and not ctx.resilient_parsing:
             given = shlex.join(ctx.args)
             if any(arg.endswith(".gguf") for arg in ctx.args) and ctx.params["model"] is None:
@@ -83,6 +113,14 @@ class _ServeCommand(click.Command):
                 formatter.write_dl(groups[title])
 
 
+def _address(args: list[str]) -> str:
+    """The address for HTTP that the flags of other servers name."""
+    words = [word for arg in args for word in (arg.split("=", 1) if arg.startswith("-") else [arg])]
+    given = dict(itertools.pairwise(words))
+    host, port = given.get("--host"), given.get("--port", given.get("-p", "PORT"))
+    return port if host is None else f"{host}:{port}"
+
+
 @click.command("serve", cls=_ServeCommand)
 @click.option("--config", "file", type=click.Path(path_type=Path), help="YAML file with settings.")
 @click.option("--print-config", is_flag=True, help="Print all settings as a YAML file, and exit.")
@@ -98,7 +136,7 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     the flag.
 
     Ctrl-C or SIGTERM stops the daemon after the running requests; a second one stops it at once.  SIGUSR1 writes a
-    metrics snapshot to a file.
+    metrics snapshot to a file. SIGHUP lets the HTTP gateway read its keys and quotas again.
 
     \b
       uma-trio serve --model ~/models/some-model.gguf --ctx 32768

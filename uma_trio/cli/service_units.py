@@ -134,6 +134,7 @@ StartLimitBurst=5
 [Service]
 Type=notify
 ExecStart={_exec_line(service.command)}
+ExecReload=kill -HUP $MAINPID
 # The daemon stops its children itself; a SIGTERM to all of them would cut running answers off.
 KillMode=mixed
 Restart=on-failure

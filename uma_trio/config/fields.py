@@ -249,9 +249,10 @@ class Http:
         metavar="NAMES",
     )
     origins: str = setting(
-        "",
-        "Origins, with commas, whose web pages may use the gateway (CORS), such as https://chat.example.com. * stands for "
-        "all pages.",
+        "localhost",
+        "Origins, with commas, whose web pages may use the gateway (CORS), such as https://chat.example.com. localhost "
+        "stands for all pages that this machine serves to its own browser, at any port; app://* for all pages of a scheme "
+        "other than http and https; * for all pages. If empty, only the gateway's own pages.",
         name="http_origins",
         metavar="ORIGINS",
     )

@@ -1,13 +1,15 @@
 """The gateway, as the daemon sees it: a child process that is started again when it dies.
 
 The daemon opens the listening socket and keeps it.  So a wrong address is an error before the model is loaded, and
-connections that arrive while there is no gateway wait for the next one.
+connections that arrive while there is no gateway wait for the next one.  If no gateway has ever worked, the daemon gives
+up: it closes the socket, so that clients are refused, and serves the Unix socket alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,8 @@ STEADY_S: Final = 10.0
 FIRST_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 10.0
 """Before the next start of a gateway that keeps dying.  The wait doubles from one to the next."""
+MAX_FAILED_STARTS: Final = 3
+"""Gateways in a row that die before the first one works.  One that says why it cannot start is not tried again."""
 WATCH_S: Final = 2.0
 """A gateway that is stopped twice in a row is killed."""
 
@@ -91,34 +95,47 @@ class Gateway:
         self._process: ChildProcess | None = None
         self._is_ending = False
         self.restarts = 0
+        host, port, *_ = sock.getsockname()
+        scheme = "http" if config.http.tls_certificate is None else "https"
+        self._url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     @property
-    def url(self) -> str:
-        """Where clients find it."""
-        host, port, *_ = self._sock.getsockname()
-        scheme = "http" if self._config.http.tls_certificate is None else "https"
-        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    def url(self) -> str | None:
+        """Where clients find it; ``None`` if it cannot start."""
+        return None if self._sock.fileno() < 0 else self._url
 
     async def run(self) -> None:
-        """Run gateways until ``drain`` or cancelled."""
-        backoff_s = 0.0
+        """Run gateways until ``drain`` or cancelled, or until it is clear that none can start."""
+        backoff_s, n_failed, has_worked = 0.0, 0, False
         while not self._is_ending:
             began = trio.current_time()
-            self._process = ChildProcess.of_module(MODULE, self._sock, self._settings, name="gateway")
+            self._process = process = ChildProcess.of_module(MODULE, self._sock, self._settings, name="gateway")
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(_kill_if_stopped, self._process)
-                    reason = await self._process.wait()
+                    nursery.start_soon(_kill_if_stopped, process)
+                    reason = await process.wait()
                     nursery.cancel_scope.cancel()
             finally:
-                self._process.kill()
+                process.kill()
             if self._is_ending:
                 return
-            worked = trio.current_time() - began > STEADY_S or self._process.was_killed
+            reason = process.cannot_start or reason
+            has_worked, n_failed = has_worked or process.is_ready, n_failed + 1
+            if not has_worked and (process.cannot_start is not None or n_failed >= MAX_FAILED_STARTS):
+                self._sock.close()
+                self._process = None
+                log.error("HTTP is not served, because the gateway cannot start", reason=reason)
+                return
+            worked = trio.current_time() - began > STEADY_S or process.was_killed
             backoff_s = 0.0 if worked else min(max(2 * backoff_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
             log.error("the gateway died and is started again", reason=reason, next_in_s=backoff_s)
             await trio.sleep(backoff_s)
             self.restarts += 1
+
+    def read_again(self) -> None:
+        """Let the gateway read the file of tenants again.  Answers go on."""
+        if self._process is not None and self._process.is_ready:
+            self._process.send_signal(signal.SIGHUP)
 
     def drain(self) -> None:
         """Accept no more connections; requests that run may end."""

@@ -202,8 +202,9 @@ async def serve(
 ) -> bool:
     """Load the model and serve it on the Unix socket ``path`` until SIGINT or SIGTERM.
 
-    The first signal drains; the second one stops at once.  SIGUSR1 writes a metrics snapshot.  A service manager that
-    started the daemon is notified when it serves and when it stops.
+    The first signal drains; the second one stops at once.  SIGUSR1 writes a metrics snapshot.  SIGHUP lets the gateway read
+    its tenants again; but from a terminal that was closed it drains, as SIGTERM does.  A service manager that started the
+    daemon is notified when it serves and when it stops.
 
     Args:
         path: not used if systemd passes a socket.
@@ -227,7 +228,7 @@ async def serve(
         passed or contextlib.nullcontext(),
         listener.claimed(path) if passed is None else listener.locked(path),
         listening(config) as http_socket,
-        trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals,
+        trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) as signals,
     ):
         async with trio.open_nursery() as process:
             handler = _SignalHandler(config, path, stop, notifier)
@@ -236,6 +237,7 @@ async def serve(
             gateway = None
             if http_socket is not None:
                 gateway = Gateway(config, http_socket, path)
+                handler.gateway = gateway
                 process.start_soon(gateway.run)
             notifier.report("STATUS=loading the model")
             launcher = make_launcher(config, process)
@@ -324,6 +326,21 @@ async def _serve_loaded(
     log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
 
 
+def _terminal() -> int | None:
+    """A file descriptor of the terminal that the daemon was started in; ``None`` if there was none."""
+    return next((fd for fd in (0, 1, 2) if os.isatty(fd)), None)
+
+
+def _was_closed(terminal: int | None) -> bool:
+    if terminal is None:
+        return False
+    try:
+        os.tcgetpgrp(terminal)
+    except OSError:
+        return True
+    return False
+
+
 class _SignalHandler:
     """Acts on signals: the first one drains the server, the second one stops it."""
 
@@ -333,17 +350,28 @@ class _SignalHandler:
         self._folder = config.operations.snapshot_dir or path.parent
         self._stop = stop
         self._is_ending = False
+        self._terminal = _terminal()
         self.server: Server | None = None
+        self.gateway: Gateway | None = None
 
     def should_load(self) -> bool:
         """Whether loading should continue: there was no signal yet."""
         return not self._is_ending
+
+    def _read_again(self) -> None:
+        if self.gateway is None:
+            log.info("SIGHUP has no effect without --http")
+        else:
+            log.info("the gateway reads its tenants again")
+            self.gateway.read_again()
 
     async def run(self, signals: Any) -> None:
         """Handle ``signals`` until cancelled."""
         async for number in signals:
             if number == signal.SIGUSR1:
                 await self._write_snapshot()
+            elif number == signal.SIGHUP and not _was_closed(self._terminal):
+                self._read_again()
             elif self._stop.cancel_called:
                 continue
             elif self._is_ending:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Final
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from uma_trio.config import Config
@@ -33,6 +34,7 @@ from uma_trio.gateway.dialects import (
     openai_responses,
     starling,
 )
+from uma_trio.gateway.dialects.anthropic import ANTHROPIC, VERSION_HEADER
 from uma_trio.gateway.dialects.ollama import DIALECT as OLLAMA
 from uma_trio.gateway.dialects.openai import OPENAI
 from uma_trio.gateway.endpoint import Endpoint
@@ -75,15 +77,26 @@ def make_app(config: Config) -> ASGIApp:
     Raises:
         KeyFileError: the file of tenants cannot be used.
     """
+    return build(config)[0]
+
+
+def build(config: Config) -> tuple[ASGIApp, Callable[[], None]]:
+    """Build the application, and a function that reads the tenants and what they have used again.
+
+    Raises:
+        KeyFileError: the file of tenants cannot be used.
+    """
     daemon = Daemon(config.listen.socket)
     endpoints = (*ENDPOINTS, openapi.endpoint_of(ENDPOINTS), *PAGES)
-    limiter = Limiter(UsageFile(usage_path(config)), now_ns=time.monotonic_ns, unix_s=time.time)
+    usage = UsageFile(usage_path(config))
+    limiter = Limiter(usage, now_ns=time.monotonic_ns, unix_s=time.time)
     routes = [endpoint.route(config, daemon, limiter) for endpoint in endpoints]
     app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method, Exception: _bug})
     app.state.http_metrics = http_metrics = HttpMetrics()
+    tenants = CurrentTenants(config.http.keys)
     guard = Guard(
         app,
-        tenants=CurrentTenants(config.http.keys),
+        tenants=tenants,
         limiter=limiter,
         wrong_keys=WrongKeys(now_ns=time.monotonic_ns),
         origins=Origins.of(config.http.hosts, config.http.origins),
@@ -93,7 +106,12 @@ def make_app(config: Config) -> ASGIApp:
         raw_bodies=Bodies(config.limits.max_controller_bytes, config.limits.frame_timeout_s, "max_controller_bytes"),
         raw_paths=frozenset(endpoint.path for endpoint in endpoints if endpoint.raw_body is not None),
     )
-    return RequestIds(observed(guard, http_metrics, endpoints, config.http))
+
+    def read_again() -> None:
+        usage.forget()
+        tenants.read_again()
+
+    return RequestIds(observed(guard, http_metrics, endpoints, config.http)), read_again
 
 
 class RequestIds:
@@ -124,12 +142,20 @@ async def _not_found(request: Request, _: Exception) -> Response:
     return _error(request, HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {request.url.path} here"))
 
 
-async def _wrong_method(request: Request, error: Exception) -> Response:
-    allowed: Mapping[str, str] = getattr(error, "headers", None) or {}
+async def _wrong_method(request: Request, _: Exception) -> Response:
     message = f"{request.url.path} does not take {request.method}"
     response = _error(request, HttpError(405, "E_GATEWAY_METHOD", message))
-    response.headers.update(allowed)
+    response.headers["allow"] = ", ".join(sorted(_methods_at(request.scope)))
     return response
+
+
+def _methods_at(scope: Scope) -> set[str]:
+    """The methods of all routes that match a path: several endpoints may share it."""
+    found: set[str] = set()
+    for route in scope["app"].routes:
+        if route.matches(scope)[0] is not Match.NONE:
+            found |= route.methods
+    return found
 
 
 async def _bug(request: Request, _: Exception) -> Response:
@@ -144,6 +170,7 @@ def _refuse(error: HttpError, scope: Scope) -> Response:
     """The response for an error that no endpoint has raised, in the form of the path's dialect."""
     scope["state"]["observation"].error_code = error.code
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    of_others = OLLAMA if path.startswith("/api/") else OPENAI
-    dialect = next((endpoint.dialect for endpoint in ENDPOINTS if endpoint.path == path), of_others)
+    headers = Headers(scope=scope)
+    of_others = OLLAMA if path.startswith("/api/") else ANTHROPIC if VERSION_HEADER in headers else OPENAI
+    dialect = next((endpoint.dialect_of(headers) for endpoint in ENDPOINTS if endpoint.path == path), of_others)
     return dialect.refuse(error, scope["state"]["request_id"])

@@ -18,10 +18,12 @@ from uma_trio.gateway.tenants import Tenant
 from uma_trio.protocol.messages import Generated
 from uma_trio.protocol.types import MAX_INT32
 
-CHARACTERS_PER_TOKEN: Final = 3
-"""For estimates.  English has about four, and other languages have less."""
+BYTES_PER_TOKEN: Final = 3
+"""For estimates.  English has about four, and other languages have fewer."""
 UNKNOWN_MAX_TOKENS: Final = 1024
 """Estimate for an answer that may take the whole context."""
+MEANT_MAX_TOKENS: Final = 4096
+"""A larger ``max_tokens`` that need not be granted is no estimate: some clients always send a large number."""
 
 
 @attrs.frozen
@@ -45,7 +47,8 @@ class Account:
 def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: bool) -> Charge:
     """Admit a request for the daemon; without an account, for free.
 
-    An answer that may take as many tokens as fit is bounded by what is left of a quota.
+    An answer that may take as many tokens as fit is bounded by what is left of a quota.  Of what is left after all
+    estimates it gets a half, so that answers at the same time cannot exceed the quota together.
 
     Raises:
         HttpError: a limit of the tenant refuses it.
@@ -54,19 +57,22 @@ def charged(account: Account | None, fields: Mapping[str, Any], *, is_streamed: 
         return Charge(fields, None, 0, is_streamed)
     prompt = estimated_tokens([fields.get(name) for name in ("prompt", "messages", "tools", "input")])
     answers = _count(fields.get("n"), 1)
-    longest = _count(fields.get("max_tokens"), account.default_max_tokens)
+    wanted = _count(fields.get("max_tokens"), account.default_max_tokens)
+    estimate, promised = wanted or UNKNOWN_MAX_TOKENS, 0
     if "input" in fields:  # embeddings have no answer
-        longest = 0
+        estimate = 0
     elif "max_tokens" not in fields or fields.get("fit_max_tokens") is True:  # the answer may take as many as fit
+        if not 0 < wanted <= MEANT_MAX_TOKENS:
+            estimate = account.default_max_tokens or UNKNOWN_MAX_TOKENS
         left = account.limiter.quota_left(account.tenant)
         if left is not None:
-            most = max(1, (left - prompt) // answers)
-            longest = min(longest or most, most)
-            fields = {**fields, "max_tokens": min(longest, MAX_INT32), "fit_max_tokens": True}
-        longest = min(longest or UNKNOWN_MAX_TOKENS, account.default_max_tokens or UNKNOWN_MAX_TOKENS)
-    else:
-        longest = longest or UNKNOWN_MAX_TOKENS
-    admission = account.limiter.admit(account.tenant, tokens=prompt + answers * longest, answers=answers)
+            room = max(1, (left - prompt) // answers)
+            estimate = min(estimate, room)
+            longest = min(wanted or MAX_INT32, estimate + (room - estimate) // 2)
+            promised = answers * (longest - estimate)
+            fields = {**fields, "max_tokens": longest, "fit_max_tokens": True}
+    tokens = prompt + answers * estimate
+    admission = account.limiter.admit(account.tenant, tokens=tokens, promised=promised, answers=answers)
     principal = account.tenant.principal
     limit = {} if principal.max_requests is None else {"principal_max_requests": principal.max_requests}
     fields = {**fields, "principal": principal.name, "principal_weight": principal.weight, **limit}
@@ -80,19 +86,19 @@ def _count(value: Any, default: int) -> int:
 
 def estimated_tokens(content: Any) -> int:
     """Estimate the tokens of texts, token ids and anything made of them."""
-    characters = tokens = 0
+    n_bytes = tokens = 0
     left = [content]
     while left:
         match left.pop():
             case str() as text:
-                characters += len(text)
+                n_bytes += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
             case Mapping() as mapping:
                 left += mapping.values()
             case list() | tuple() as items:
                 left += items
             case int():
                 tokens += 1
-    return tokens - -characters // CHARACTERS_PER_TOKEN
+    return tokens - -n_bytes // BYTES_PER_TOKEN
 
 
 class Charge:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -21,6 +21,7 @@ from uma_trio.gateway.guard import check_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.observation import Observation
 from uma_trio.gateway.tenants import Tenant
+from uma_trio.protocol.field_errors import explain
 
 COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
 """Statuses that any endpoint may answer with."""
@@ -56,18 +57,28 @@ class Endpoint:
     summary: str
     body: type | None = None
     """What a request contains, as JSON."""
+    dialects: Mapping[str, Dialect] = attrs.field(factory=dict)
+    """Other dialects of this path, by the header that their clients send."""
     raw_body: str | None = None
     """Media type of a body that is no JSON.  It may be as large as a controller."""
     hidden_fields: frozenset[str] = frozenset()
     """Fields of ``body`` that clients do not send."""
     media_types: tuple[str, ...] = ("application/json",)
     """What an answer may be."""
+    shapes: tuple[Any, ...] = ()
+    """Types of an answer that is not streamed, one of which it has; empty if it may be anything."""
+    event_shape: Any = None
+    """Type of the JSON in an event, or in a line, of an answer that is streamed."""
     errors: tuple[int, ...] = COMMON_ERRORS
     """Statuses other than 200."""
     needs_key: bool = True
     """Whether a gateway with tenants asks for a key.  Paths of endpoints that need none have no parameters."""
     needs_admin: bool = False
     """Only for the key of an administrator; without tenants, only for clients on this machine."""
+
+    def dialect_of(self, headers: Container[str]) -> Dialect:
+        """The dialect of a request with these headers."""
+        return next((dialect for name, dialect in self.dialects.items() if name in headers), self.dialect)
 
     def route(self, config: Config, daemon: Daemon, limiter: Limiter) -> Route:
         """The route of Starlette."""
@@ -102,6 +113,11 @@ class Call:
         return found
 
     @property
+    def dialect(self) -> Dialect:
+        """The dialect of the client."""
+        return self.endpoint.dialect_of(self.request.headers)
+
+    @property
     def observation(self) -> Observation:
         """What logs and traces will say of the request."""
         found: Observation = self.request.scope["state"]["observation"]
@@ -117,9 +133,8 @@ class Call:
         try:
             body = msgspec.convert(fields, cls, str_keys=True)
         except msgspec.ValidationError as error:
-            text = str(error).replace("`$.", "`").replace("`$`", "`the body`")
-            parameter = text.rpartition("at `")[2].partition("`")[0] if "at `" in text else None
-            raise invalid(text, parameter=parameter) from None
+            wrong = explain(error, cls, fields)
+            raise invalid(wrong.message, parameter=wrong.field) from None
         known = {field.encode_name for field in msgspec.structs.fields(cls)}
         return body, [f"the parameter {name!r} is not known and had no effect" for name in fields if name not in known]
 
@@ -129,10 +144,14 @@ class Call:
         Raises:
             HttpError: it is not a JSON object, or the daemon cannot say which models it serves.
         """
+        content = await self.request.body()
+        if not content:
+            raise invalid("the body is empty; send a JSON object")
         try:
-            found = msgspec.json.decode(await self.request.body())
+            found = msgspec.json.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise invalid(f"the body is not JSON: {error}") from None
+            reason = str(error).removeprefix("JSON is malformed: ")
+            raise invalid(f"the body is not valid JSON: {reason[:1].lower()}{reason[1:]}") from None
         except RecursionError:
             raise invalid("the body is nested too deeply") from None
         if not isinstance(found, dict):
@@ -190,4 +209,4 @@ class Call:
     def refuse(self, error: HttpError) -> Response:
         """The response for an error, in the dialect's form."""
         self.observation.error_code = error.code
-        return self.endpoint.dialect.refuse(error, self.id)
+        return self.dialect.refuse(error, self.id)

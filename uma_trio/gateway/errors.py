@@ -6,6 +6,7 @@ Each dialect has its own shape for them.
 from __future__ import annotations
 
 import math
+import re
 from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
@@ -20,6 +21,10 @@ LOADING_RETRY_MS: Final = 2000
 NO_DAEMON_RETRY_MS: Final = 1000
 UNKNOWN_RETRY_MS: Final = 1000
 """Where the daemon cannot estimate the wait."""
+LONGEST_WAIT_S: Final = 60
+
+OF_FIELD: Final = re.compile(r"([a-z][\w.\[\]]*) (?:must be|is missing)")
+"""Begins an error of the daemon about a field of the request."""
 
 
 STATUS_OF_CODE: Final = {each.code: each.http_status for each in all_errors()}
@@ -55,11 +60,16 @@ class HttpError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` in whole seconds, and OpenAI's header in milliseconds, if the delay is known."""
+        """``Retry-After`` in whole seconds, and OpenAI's header in milliseconds, if the delay is known.
+
+        The clients of OpenAI and Anthropic wait no longer than a minute, so a longer delay comes with their header that
+        says that a retry is useless.
+        """
         if self.retry_after_ms is None:
             return {}
         seconds = max(1, math.ceil(self.retry_after_ms / 1000))
-        return {"Retry-After": str(seconds), "Retry-After-Ms": str(self.retry_after_ms)}
+        found = {"Retry-After": str(seconds), "Retry-After-Ms": str(self.retry_after_ms)}
+        return found if seconds <= LONGEST_WAIT_S else {**found, "X-Should-Retry": "false"}
 
 
 def invalid(message: str, *, parameter: str | None = None) -> HttpError:
@@ -73,7 +83,10 @@ def from_failure(failure: Failure) -> HttpError:
     retry_after_ms = failure.retry_after_ms
     if retry_after_ms is None and status in (429, 503):
         retry_after_ms = UNKNOWN_RETRY_MS
-    return HttpError(status, failure.code, failure.message, retry_after_ms=retry_after_ms)
+    field = OF_FIELD.match(failure.message)
+    return HttpError(
+        status, failure.code, failure.message, retry_after_ms=retry_after_ms, parameter=field[1] if field else None
+    )
 
 
 def from_client_error(error: ClientError) -> HttpError:

@@ -82,7 +82,7 @@ class Guard:
             if origin is not None:
                 send = _with_cors(send, origin)
                 if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                    await Response(status_code=204, headers=_preflight(headers))(scope, receive, send)
+                    await Response(headers=_preflight(headers))(scope, receive, send)
                     return
             tenant = state["tenant"] = self._tenant_of(headers, scope)
             if tenant is not None:
@@ -142,7 +142,7 @@ class Guard:
     def _refused_key(self, scope: Scope) -> HttpError:
         wait_s = self.wrong_keys.note(_network(scope))
         if wait_s is None:
-            return HttpError(401, "E_GATEWAY_KEY", "this API key is not valid, or was revoked")
+            return HttpError(401, "E_GATEWAY_KEY", "Incorrect API key provided: it is not valid here, or was revoked")
         return HttpError(
             429, "E_GATEWAY_KEY", "too many wrong API keys came from your address", retry_after_ms=round(wait_s * 1000)
         )
@@ -232,8 +232,13 @@ def _with_cors(send: Send, origin: str) -> Send:
 
 
 def _preflight(headers: Headers) -> dict[str, str]:
-    return {
+    found = {
         "access-control-allow-methods": METHODS,
         "access-control-allow-headers": headers.get("access-control-request-headers", ANY)[:1000],
         "access-control-max-age": str(CORS_MAX_AGE_S),
     }
+    if (
+        "access-control-request-private-network" in headers
+    ):  # a page of the internet asks for an address of this network
+        found["access-control-allow-private-network"] = "true"
+    return found

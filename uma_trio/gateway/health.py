@@ -10,6 +10,7 @@ from starlette.responses import Response
 import uma_trio
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.starling import STARLING
+from uma_trio.gateway.dialects.starling_shapes import Healthy, Readiness
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 
@@ -51,6 +52,7 @@ ENDPOINTS = (
         path="/healthz",
         dialect=STARLING,
         answer=healthz,
+        shapes=(Healthy,),
         summary="Whether the gateway is up",
         needs_key=False,
     ),
@@ -59,6 +61,7 @@ ENDPOINTS = (
         path="/readyz",
         dialect=STARLING,
         answer=readyz,
+        shapes=(Readiness,),
         summary="Whether the daemon could serve another request; 503 if not",
         needs_key=False,
     ),

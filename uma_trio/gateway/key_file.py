@@ -113,17 +113,23 @@ class CurrentTenants:
 
     def now(self) -> Tenants | None:
         """Return the tenants, ``None`` as long as nobody has made a key.  Costs one ``stat`` if nothing has changed."""
-        signature = self._look()
-        if signature != self._signature:
-            self._signature = signature
-            try:
-                self._tenants = read(self._path)
-            except KeyFileError as error:
-                self._tenants = self._tenants or Tenants({})
-                log.error("the tenants stay as they were: %s", error)
-            else:
-                log.info("read %d tenants from %s", len(self._tenants.by_name), self._path)
+        if self._look() != self._signature:
+            self.read_again()
         return self._tenants
+
+    def read_again(self) -> None:
+        """Read the file now, whether it has changed or not."""
+        self._signature = self._look()
+        if self._signature is None and self._tenants is None:
+            log.info("there are no tenants: %s does not exist", self._path)
+            return
+        try:
+            self._tenants = read(self._path)
+        except KeyFileError as error:
+            self._tenants = self._tenants or Tenants({})
+            log.error("the tenants stay as they were: %s", error)
+        else:
+            log.info("read %d tenants from %s", len(self._tenants.by_name), self._path)
 
     def _look(self) -> tuple[int, ...] | None:
         try:

@@ -31,7 +31,7 @@ NS: Final = 1_000_000_000
 MINUTE_NS: Final = 60 * NS
 
 IN_FLIGHT_RETRY_S: Final = 1.0
-"""When to retry a request that has to wait for others of its tenant.  Nobody knows when those will end."""
+"""When to retry a request that others of its tenant leave no room.  Nobody knows when those will end."""
 
 MAX_ADDRESSES: Final = 4096
 """Addresses whose wrong keys are counted, the most recent ones."""
@@ -132,6 +132,10 @@ class _State:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
         self.in_flight = 0
+        self.promised = 0
+        """Tokens that answers in flight may take of a quota, besides their estimates."""
+        self.estimated = 0
+        """Estimates of the requests in flight, which are charged already."""
 
     def adapt(self, tenant: Tenant, now_ns: int) -> None:
         self.requests = _adapted(self.requests, tenant.requests_per_minute, now_ns)
@@ -162,11 +166,12 @@ class Limiter:
         self._unix_s = unix_s
         self._states: dict[str, _State] = {}
 
-    def admit(self, tenant: Tenant, *, tokens: int, answers: int = 1) -> Admission:
+    def admit(self, tenant: Tenant, *, tokens: int, promised: int = 0, answers: int = 1) -> Admission:
         """Admit a request, which counts from now on.
 
         Args:
             tokens: estimate of its tokens, prompt and answers together.
+            promised: how many more it may take of a quota.
             answers: how many it asks for.
 
         Raises:
@@ -178,7 +183,7 @@ class Limiter:
         tokens = max(0, tokens)
         refusals = [
             *self._rate_refusals(tenant, state, tokens, now),
-            *self._quota_refusals(tenant, tokens),
+            *self._quota_refusals(tenant, state, tokens),
             *_in_flight_refusals(tenant, state, answers),
         ]
         if refusals:
@@ -186,14 +191,18 @@ class Limiter:
         if state.requests is not None:
             state.requests.take(1, now)
         state.in_flight += answers
-        return Admission(self, tenant, state, self._charge(tenant, state, tokens, now), tokens, answers)
+        state.promised += promised
+        state.estimated += tokens
+        return Admission(self, tenant, state, self._charge(tenant, state, tokens, now), tokens, promised, answers)
 
     def quota_left(self, tenant: Tenant) -> int | None:
-        """Return how many tokens are left of a tenant's quota; ``None`` without one."""
+        """Return how many tokens are left of a tenant's quota for further requests; ``None`` without one."""
         if tenant.token_quota is None:
             return None
         period = QuotaPeriod.at(self._unix_s(), tenant.quota_period)
-        return tenant.token_quota - self._usage.tokens(tenant.name, period.name)
+        state = self._states.get(tenant.name)
+        promised = 0 if state is None else state.promised
+        return tenant.token_quota - self._usage.tokens(tenant.name, period.name) - promised
 
     def headers(self, tenant: Tenant) -> list[tuple[str, str]]:
         """Return the ``x-ratelimit-*`` headers for a response to ``tenant`` that begins now."""
@@ -226,7 +235,7 @@ class Limiter:
             found.append(_later(RATE, message, wait))
         return found
 
-    def _quota_refusals(self, tenant: Tenant, tokens: int) -> list[HttpError]:
+    def _quota_refusals(self, tenant: Tenant, state: _State, tokens: int) -> list[HttpError]:
         quota, left = tenant.token_quota, self.quota_left(tenant)
         if quota is None or left is None or tokens <= left:
             return []
@@ -237,7 +246,8 @@ class Limiter:
         )
         if tokens > quota:
             return [HttpError(400, TOO_LARGE, f"{message}; give a smaller max_tokens", parameter="max_tokens")]
-        return [_later(QUOTA, message, round(period.ends_in_s * NS))]
+        could_fit = tokens <= left + state.promised + state.estimated  # when the answers in flight have ended
+        return [_later(QUOTA, message, round((IN_FLIGHT_RETRY_S if could_fit else period.ends_in_s) * NS))]
 
     def _charge(self, tenant: Tenant, state: _State, tokens: int, now: int) -> str:
         """Charge tokens; returns the period of the quota, in which a later difference belongs."""
@@ -255,6 +265,8 @@ class Limiter:
         if admission.tenant.token_quota is not None and difference:
             self._usage.add(admission.tenant.name, admission.period, difference)
         admission.state.in_flight -= admission.answers
+        admission.state.promised -= admission.promised
+        admission.state.estimated -= admission.reserved
 
 
 def _in_flight_refusals(tenant: Tenant, state: _State, answers: int) -> list[HttpError]:
@@ -281,6 +293,7 @@ class Admission:
     state: _State
     period: str
     reserved: int
+    promised: int
     answers: int
 
     def settle(self, tokens: int) -> None:

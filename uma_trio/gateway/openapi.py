@@ -23,9 +23,12 @@ REFERENCE: Final = "#/components/schemas/{name}"
 def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     """The document of these endpoints, in version 3.1 of the format."""
     endpoints = list(endpoints)
-    bodies = {endpoint.body for endpoint in endpoints if endpoint.body is not None}
-    schemas, components = msgspec.json.schema_components(bodies, ref_template=REFERENCE)
-    schema_of = dict(zip(bodies, schemas, strict=True))
+    types = {each for endpoint in endpoints for each in (endpoint.body, *endpoint.shapes, endpoint.event_shape)} - {
+        None
+    }
+    ordered = sorted(types, key=str)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
+    schema_of = dict(zip(ordered, schemas, strict=True))
     for endpoint in endpoints:
         if endpoint.body is not None:
             name = schema_of[endpoint.body]["$ref"].rpartition("/")[2]
@@ -59,7 +62,7 @@ def template_of(path: str) -> str:
 
 
 def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {media_type: {"schema": {}} for media_type in endpoint.media_types}
+    content = {media_type: _answer(endpoint, media_type, schema_of) for media_type in endpoint.media_types}
     operation: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{endpoint.method.lower()}{endpoint.path}").rstrip("_"),
         "tags": [endpoint.dialect.name],
@@ -83,6 +86,15 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict
     for status in endpoint.errors:
         operation["responses"][str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     return operation
+
+
+def _answer(endpoint: Endpoint, media_type: str, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The content of an answer.  Version 3.1 cannot describe the events of a stream, so that has a name of its own."""
+    if media_type != JSON:
+        events = {} if endpoint.event_shape is None else {"x-event-schema": schema_of[endpoint.event_shape]}
+        return {"schema": {"type": "string"}, **events}
+    shapes = [schema_of[shape] for shape in endpoint.shapes]
+    return {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes} if shapes else {}}
 
 
 def _hide(schema: dict[str, Any], names: Container[str]) -> None:

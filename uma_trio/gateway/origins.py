@@ -2,7 +2,9 @@
 
 A page whose name was rebound to this machine (DNS rebinding) sends that name as ``Host``.  An IP address has no name that
 could be rebound, so every address is allowed, and so are the names of this machine itself.  Other names have to be
-configured.  A page of another origin sends its ``Origin``, and may only use the gateway if that is configured.
+configured.  A page of another origin sends its ``Origin``, and may only use the gateway if that is configured.  Pages
+that this machine serves to its own browser, at any port, are allowed unless the operator says otherwise: whoever can put
+one there can also use the gateway without a browser.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Final
 import attrs
 
 ANY: Final = "*"
+LOCAL: Final = "localhost"
+"""In the setting of origins: all pages that this machine serves."""
 LOCAL_NAMES: Final = ("localhost", ".localhost")
 HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?", re.ASCII)
 DEFAULT_PORTS: Final = {"http": "80", "https": "443"}
@@ -55,7 +59,8 @@ class Origins:
 
     Args:
         hosts: names, ``.example.com`` for all below a name, or ``*``.
-        origins: as pages send them, such as ``https://chat.example.com``, or ``*``.
+        origins: as pages send them, such as ``https://chat.example.com``; ``app://*`` for all of a scheme of
+            applications; ``localhost`` for all pages of this machine; ``*`` for all pages.
     """
 
     hosts: frozenset[str]
@@ -80,7 +85,13 @@ class Origins:
     def allows_origin(self, origin: str, host: str, scheme: str) -> bool:
         """Whether a page of ``origin`` may send a request to ``host``: a page of the same host and port, or a known one."""
         origin = origin.lower()
-        return origin in self.origins or ANY in self.origins or _is_same(origin, host, scheme)
+        its_scheme, separator, its_host = origin.partition("://")
+        if (separator and origin in self.origins) or ANY in self.origins or _is_same(origin, host, scheme):
+            return True
+        if its_scheme in DEFAULT_PORTS:
+            name = split_host(its_host) if separator else None
+            return LOCAL in self.origins and name is not None and is_loopback(name[0])
+        return bool(separator) and f"{its_scheme}://{ANY}" in self.origins
 
 
 def _is_same(origin: str, host: str, scheme: str) -> bool:

@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.principal import Principal
+from uma_trio.protocol.field_errors import explain
 
 MAX_TENANTS: Final = 1000
 """Reading the file of so many takes about half a second, during which the gateway answers nobody."""
@@ -174,7 +175,7 @@ def make(name: object, fields: object) -> Tenant:
     try:
         return msgspec.convert({**fields, "name": name}, Tenant)
     except msgspec.ValidationError as error:
-        raise TenantsError(f"{name}: {str(error).replace('`$.', '`')[:300]}") from None
+        raise TenantsError(f"{name}: {explain(error, Tenant, fields).message[:300]}") from None
 
 
 def to_plain(tenants: Mapping[str, Tenant]) -> dict[str, object]:

@@ -68,6 +68,11 @@ class UsageFile:
         self._pending[key] = self._pending.get(key, 0) + tokens
         self._write()
 
+    def forget(self) -> None:
+        """Read what was counted again when it is needed next."""
+        self._write()
+        self._known = {}
+
     def close(self) -> None:
         """Close the file."""
         self._write()

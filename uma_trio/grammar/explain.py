@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from uma_trio.grammar.calls import AnswerShape
-from uma_trio.protocol.messages import MAX_ERROR_CHARS, Constraint
+from uma_trio.protocol.messages import Constraint
+from uma_trio.protocol.types import MAX_ERROR_CHARS
 
 TOO_COMPLEX: Final = "it is too complex; use fewer alternatives, optional parts and repetitions"
 NOTHING_MATCHES: Final = "no text matches it"

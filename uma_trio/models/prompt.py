@@ -381,8 +381,8 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
     room = info.max_request_tokens - n_prompt + 1
     if room < 1:
         raise ContextTooSmall(
-            f"the prompt has {n_prompt} tokens, and the context is {explain_context(info)}; "
-            f"ask with a shorter one{_or_more(info, n_prompt)}"
+            f"the prompt has {n_prompt} tokens, and this model's maximum context length is {explain_context(info)}; "
+            f"send a shorter one{_or_more(info, n_prompt)}"
         )
     wanted = request.max_tokens
     if wanted is None or (request.fit_max_tokens and wanted > min(limits.max_tokens, room)):
@@ -391,8 +391,8 @@ def tokens_to_generate(request: Generate, n_prompt: int, info: ModelInfo, limits
         raise MaxTokensTooLarge(f"max_tokens is {wanted}; this daemon gives {limits.max_tokens}")
     if wanted > room:
         raise ContextTooSmall(
-            f"{n_prompt} prompt tokens and max_tokens {wanted} exceed the context, which is {explain_context(info)}; "
-            f"ask for at most {room}{_or_more(info, n_prompt + wanted - 1)}"
+            f"{n_prompt} prompt tokens and max_tokens {wanted} are too many; this model's maximum context length is "
+            f"{explain_context(info)}; ask for at most {room}{_or_more(info, n_prompt + wanted - 1)}"
         )
     return wanted
 

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.chat import check_json
+from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.types import Name
 
 MAX_ARG_BYTES: Final = 256 * 1024
@@ -162,10 +163,9 @@ def parse_query(fields: dict[str, Any]) -> ControllersQuery:
     """Convert the fields of a query.
 
     Raises:
-        BadRequest: fields are missing, or do not belong to the action.
-        msgspec.ValidationError: a field has the wrong type, or is out of bounds.
+        BadRequest: a field is missing, has the wrong type, is out of bounds, or does not belong to the action.
     """
-    query = msgspec.convert(fields, ControllersQuery)
+    query = convert(fields, ControllersQuery)
     action = query.action
     if (query.binary is None) == (action == "upload"):
         raise BadRequest("binary is required to upload a controller, and not allowed otherwise")

@@ -42,6 +42,7 @@ from uma_trio.protocol.controllers import (
     check_controller,
     parse_query,
 )
+from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.types import MAX_INT32, MAX_NAME_CHARS, Name
 
 Priority = Literal["interactive", "normal", "background"]
@@ -55,9 +56,6 @@ MAX_METADATA_BYTES: Final = 16 * 1024
 
 MAX_METADATA_DEPTH: Final = 32
 """Nesting of objects and lists in ``metadata``, itself included."""
-
-MAX_ERROR_CHARS: Final = 300
-"""Length of an error message about a field.  Such a message may quote what the client sent."""
 
 BANNED: Final = -100.0
 """The ``logit_bias`` that excludes a token, as in the OpenAI API."""
@@ -763,14 +761,11 @@ def parse(fields: dict[str, Any]) -> ClientMessage:
     """
     try:
         return _parse(fields)
-    except msgspec.ValidationError as error:
-        wrong = BadRequest(_error_text(error))
     except BadRequest as error:
-        wrong = error
-    claimed = fields.get("id")
-    if isinstance(claimed, str) and 0 < len(claimed) <= MAX_NAME_CHARS:
-        wrong.request_id = claimed
-    raise wrong
+        claimed = fields.get("id")
+        if isinstance(claimed, str) and 0 < len(claimed) <= MAX_NAME_CHARS:
+            error.request_id = claimed
+        raise
 
 
 def parse_event(fields: dict[str, Any]) -> Event:
@@ -789,13 +784,9 @@ def parse_event(fields: dict[str, Any]) -> Event:
         snapshot = {key: value for key, value in fields.items() if key not in ("event", "id")}
         return Metrics(snapshot=snapshot, id=fields.get("id"))
     try:
-        return msgspec.convert(fields, cls)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"event {name!r}: {_error_text(error)}") from None
-
-
-def _error_text(error: msgspec.ValidationError) -> str:
-    return _shortened(str(error).replace("`$.", "`").replace("`$", "`request"))
+        return convert(fields, cls)
+    except BadRequest as error:
+        raise BadRequest(f"event {name!r}: {error}") from None
 
 
 def _parse(fields: dict[str, Any]) -> ClientMessage:
@@ -803,21 +794,21 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
     if event is not None:
         if event != "cancel":
             raise BadRequest("the only event that a client may send is 'cancel'")
-        return msgspec.convert(fields, Cancel)
+        return convert(fields, Cancel)
     if kind == "metrics":
-        return msgspec.convert(fields, MetricsQuery)
+        return convert(fields, MetricsQuery)
     if kind == "sessions":
         return _parse_session_query(fields)
     if kind == "tokenize":
         return _parse_tokenize_query(fields)
     if kind == "models":
-        return msgspec.convert(fields, ModelsQuery)
+        return convert(fields, ModelsQuery)
     if kind == "health":
-        return msgspec.convert(fields, HealthQuery)
+        return convert(fields, HealthQuery)
     if kind == "embed":
-        return msgspec.convert(fields, Embed)
+        return convert(fields, Embed)
     if kind == "watch":
-        return msgspec.convert(fields, WatchQuery)
+        return convert(fields, WatchQuery)
     if kind == "controllers":
         return parse_query(fields)
     if kind not in (None, "generate"):
@@ -825,7 +816,7 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
             "type must be 'generate', 'embed', 'sessions', 'tokenize', 'models', 'health', 'metrics', 'watch' or "
             "'controllers'"
         )
-    request = msgspec.convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
+    request = convert(fields, Generate, str_keys=True)  # JSON has token ids as text in logit_bias
     if request.controller is not None:
         check_controller(request.controller_arg, _conflicts_with_controller(request))
     elif request.controller_arg is not None:
@@ -883,7 +874,7 @@ def _check_constraint(constraint: Constraint, *, ignore_eos: bool) -> None:
 
 
 def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
-    query = msgspec.convert(fields, SessionQuery)
+    query = convert(fields, SessionQuery)
     if (query.session_id is None) != (query.action == "list"):
         raise BadRequest("session_id is required for every action except list, and not allowed to list sessions")
     if (query.new_id is None) != (query.action != "fork"):
@@ -892,7 +883,7 @@ def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
 
 
 def _parse_tokenize_query(fields: dict[str, Any]) -> TokenizeQuery:
-    query = msgspec.convert(fields, TokenizeQuery)
+    query = convert(fields, TokenizeQuery)
     if sum(given is not None for given in (query.text, query.messages, query.tokens)) != 1:
         raise BadRequest("give exactly one of text, messages and tokens")
     check_messages(query.messages or ())
@@ -901,14 +892,6 @@ def _parse_tokenize_query(fields: dict[str, Any]) -> TokenizeQuery:
     if query.tools and query.messages is None:
         raise BadRequest("tools go with messages: the chat template tells the model about them")
     return query
-
-
-def _shortened(text: str) -> str:
-    """Cut the middle: an error text begins with what is wrong and ends with where."""
-    if len(text) <= MAX_ERROR_CHARS:
-        return text
-    half = MAX_ERROR_CHARS // 2
-    return f"{text[:half]} ... {text[-half:]}"
 
 
 def _check_metadata(metadata: dict[str, Any]) -> None:

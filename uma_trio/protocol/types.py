@@ -12,4 +12,7 @@ MAX_INT32: Final = 2**31 - 1
 MAX_NAME_CHARS: Final = 256
 """Characters of a name that a client chooses: of a request, a session, a model or a principal."""
 
+MAX_ERROR_CHARS: Final = 300
+"""Length of an error message about a field.  Such a message may quote what the client sent."""
+
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]

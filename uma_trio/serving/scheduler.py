@@ -204,8 +204,8 @@ class Scheduler:
         check_embed(request, self.info)
         self._check_limit(principal, 1)
         pending = PendingEmbeddings(request, texts, sink, principal)
-        self._embeddings.add(pending)
         self._planner.arrived(principal)
+        self._embeddings.add(pending)
         self.wake()
         return pending
 

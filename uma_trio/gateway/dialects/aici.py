@@ -30,6 +30,7 @@ from uma_trio.client import (
     Token,
 )
 from uma_trio.gateway.answer import EVENT_STREAM, StreamedAnswer, json_response, sse
+from uma_trio.gateway.dialects.starling_shapes import RunEvent, TagList, Uploaded
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_admin
@@ -280,6 +281,7 @@ ENDPOINTS = (
         path="/v1/controllers",
         dialect=AICI,
         answer=upload,
+        shapes=(Uploaded,),
         summary="Store a controller",
         raw_body="application/wasm",
     ),
@@ -288,6 +290,7 @@ ENDPOINTS = (
         path="/v1/controllers/tags",
         dialect=AICI,
         answer=list_tags,
+        shapes=(TagList,),
         summary="The names of all controllers",
     ),
     Endpoint(
@@ -295,6 +298,7 @@ ENDPOINTS = (
         path="/v1/controllers/tags",
         dialect=AICI,
         answer=set_tags,
+        shapes=(TagList,),
         summary="Give a controller names",
         body=TagRequest,
     ),
@@ -303,6 +307,7 @@ ENDPOINTS = (
         path="/v1/run",
         dialect=AICI,
         answer=run,
+        event_shape=RunEvent,
         summary="Run a controller",
         body=RunRequest,
         media_types=(EVENT_STREAM,),

@@ -14,6 +14,9 @@ from uma_trio.gateway.conversation import reasoning_kwargs
 from uma_trio.gateway.endpoint import Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 
+VERSION_HEADER: Final = "anthropic-version"
+"""All clients of Anthropic's API send it.  Where two APIs have the same path, it says which one is meant."""
+
 ERROR_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",

@@ -12,6 +12,7 @@ from uma_trio.client import Eos
 from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
 from uma_trio.gateway.conversation import conversation_fields, without_noise
 from uma_trio.gateway.dialects.anthropic import ANTHROPIC, Chat, ChatMessages, error_body, tool_fields
+from uma_trio.gateway.dialects.anthropic_shapes import AnswerMessage, MessageEvent, TokenCount
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import Part, PartRenderer, parts_of
@@ -35,6 +36,8 @@ class MessagesRequest(Chat, kw_only=True):
     """Has no effect: who asks is decided by the API key."""
     service_tier: Any = None
     """Has no effect."""
+    session_id: str | None = None
+    """The session that this conversation is.  Not of Anthropic's API."""
 
 
 async def answer_messages(call: Call) -> Response:
@@ -45,7 +48,7 @@ async def answer_messages(call: Call) -> Response:
     form = (request.output_config and request.output_config.format) or request.output_format
     fields = call.for_daemon(
         model=request.model,
-        **conversation_fields(chat.messages, call.request.headers),
+        **conversation_fields(chat.messages, call.request.headers, session_id=request.session_id),
         **tools,
         max_tokens=request.max_tokens,
         fit_max_tokens=True,
@@ -206,6 +209,8 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         path="/v1/messages",
         dialect=ANTHROPIC,
         answer=answer_messages,
+        shapes=(AnswerMessage,),
+        event_shape=MessageEvent,
         summary="The next message of a chat",
         body=MessagesRequest,
         media_types=("application/json", EVENT_STREAM),
@@ -215,6 +220,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         path="/v1/messages/count_tokens",
         dialect=ANTHROPIC,
         answer=count_tokens,
+        shapes=(TokenCount,),
         summary="How many tokens a chat has",
         body=Chat,
     ),

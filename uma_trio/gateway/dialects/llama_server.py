@@ -15,7 +15,8 @@ from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects import openai_chat, openai_models, openai_responses
 from uma_trio.gateway.dialects.llama_tokens import Tokens, Translation, is_several
-from uma_trio.gateway.dialects.openai import OPENAI, Sampling, error_body, max_tokens, model_name
+from uma_trio.gateway.dialects.openai import OPENAI, Sampling, check_session, error_body, length_fields, model_name
+from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, Props
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
@@ -54,8 +55,9 @@ class LlamaRequest(Sampling, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The longest answer in tokens."""
-        return max_tokens(self.max_tokens if self.n_predict is None else self.n_predict)
+        """The longest answer in tokens; ``None`` if it may be as long as there is room."""
+        given = self.max_tokens if self.n_predict is None else self.n_predict
+        return None if given == -1 else given
 
     @property
     def window(self) -> int | None:
@@ -74,6 +76,7 @@ async def complete_as_llama_server(call: Call) -> Response:
     async with call.daemon.connect() as client:
         translation = Translation(client, request.model)
         prompts = await translation.prompts(request.prompt)
+        check_session(request.session_id, prompts)
         bias = await translation.logit_bias(request.logit_bias)
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
     sampling = {**request.sampling_fields(), "n": request.answers, "logit_bias": bias, "repeat_last_n": request.window}
@@ -81,8 +84,7 @@ async def complete_as_llama_server(call: Call) -> Response:
         call.for_daemon(
             **sampling,
             prompt=prompt,
-            max_tokens=request.limit,
-            fit_max_tokens=True,
+            **length_fields(request.limit),
             logprobs=logprobs,
             constraint=request.constraint,
             progress=request.return_progress or None,
@@ -286,6 +288,8 @@ ENDPOINTS = (
             path=path,
             dialect=OPENAI,
             answer=complete_as_llama_server,
+            shapes=(LlamaAnswer, list[LlamaAnswer]),
+            event_shape=LlamaAnswer,
             summary="Text that continues one prompt or several, in llama-server's own format",
             body=LlamaRequest,
             media_types=("application/json", EVENT_STREAM),
@@ -296,5 +300,12 @@ ENDPOINTS = (
         attrs.evolve(endpoint, path=endpoint.path.removeprefix("/v1"))
         for endpoint in (*openai_chat.ENDPOINTS, *openai_models.ENDPOINTS, *openai_responses.ENDPOINTS)
     ),
-    Endpoint(method="GET", path="/props", dialect=OPENAI, answer=props, summary="llama-server's description of itself"),
+    Endpoint(
+        method="GET",
+        path="/props",
+        dialect=OPENAI,
+        answer=props,
+        shapes=(Props,),
+        summary="llama-server's description of itself",
+    ),
 )

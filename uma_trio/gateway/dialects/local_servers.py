@@ -17,6 +17,7 @@ from uma_trio.client import TokenList
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.conversation import without_noise
 from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_message
+from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
 from uma_trio.gateway.dialects.openai_tools import Tool, tool_fields
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -120,15 +121,25 @@ ENDPOINTS = (
         path="/health",
         dialect=OPENAI,
         answer=health,
+        shapes=(Health,),
         summary="Whether the daemon answers",
         needs_key=False,
     ),
-    Endpoint(method="GET", path="/v1/health", dialect=OPENAI, answer=health, summary="The same", needs_key=False),
+    Endpoint(
+        method="GET",
+        path="/v1/health",
+        dialect=OPENAI,
+        answer=health,
+        shapes=(Health,),
+        summary="The same",
+        needs_key=False,
+    ),
     Endpoint(
         method="POST",
         path="/tokenize",
         dialect=OPENAI,
         answer=tokenize,
+        shapes=(Tokens,),
         summary="The tokens of a text or of a chat",
         body=TokenizeRequest,
     ),
@@ -137,6 +148,7 @@ ENDPOINTS = (
         path="/detokenize",
         dialect=OPENAI,
         answer=detokenize,
+        shapes=(Detokenized,),
         summary="The text of tokens",
         body=DetokenizeRequest,
     ),
@@ -145,6 +157,7 @@ ENDPOINTS = (
         path="/apply-template",
         dialect=OPENAI,
         answer=apply_template,
+        shapes=(Rendered,),
         summary="A chat as the text that the model sees",
         body=TemplateRequest,
     ),

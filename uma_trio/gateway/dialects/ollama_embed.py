@@ -11,6 +11,7 @@ from starlette.responses import Response
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.ollama import DIALECT, model_name
+from uma_trio.gateway.dialects.ollama_shapes import Embedded, EmbeddedOne
 from uma_trio.gateway.endpoint import Call, Endpoint
 
 
@@ -75,6 +76,7 @@ ENDPOINTS = (
         path="/api/embed",
         dialect=DIALECT,
         answer=embed,
+        shapes=(Embedded,),
         summary="A vector for each text",
         body=EmbedRequest,
     ),
@@ -83,6 +85,7 @@ ENDPOINTS = (
         path="/api/embeddings",
         dialect=DIALECT,
         answer=embed_one,
+        shapes=(EmbeddedOne,),
         summary="A vector for one text",
         body=EmbeddingRequest,
     ),

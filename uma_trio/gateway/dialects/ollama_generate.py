@@ -26,6 +26,7 @@ from uma_trio.gateway.dialects.ollama import (
     option_fields,
     tools_of,
 )
+from uma_trio.gateway.dialects.ollama_shapes import ChatAnswer, Generated
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Logprobs
@@ -57,6 +58,8 @@ class ChatRequest(Common, kw_only=True):
 
     messages: list[Message] = []
     tools: list[Tool] | None = None
+    session_id: str | None = None
+    """The session that this conversation is.  Not of Ollama's API."""
 
 
 class GenerateRequest(Common, kw_only=True):
@@ -78,7 +81,7 @@ async def chat(call: Call) -> Response:
         return await _loaded(call, request, {"message": {"role": "assistant", "content": ""}})
     tools, tool_warnings = tools_of(request.tools)
     messages = [chat_message(index, message) for index, message in enumerate(request.messages)]
-    conversation = conversation_fields(messages, call.request.headers)
+    conversation = conversation_fields(messages, call.request.headers, session_id=request.session_id)
     return await _answer(call, request, _chat, [*warnings, *tool_warnings], **conversation, tools=tools)
 
 
@@ -109,6 +112,7 @@ async def _answer(call: Call, request: Common, shape: Shape, warnings: list[str]
     fields = call.for_daemon(
         **fields,
         **options,
+        fit_max_tokens=True,
         model=model_name(request.model),
         constraint=constraint_of(request.format),
         separate_reasoning=True if "messages" in fields else None,
@@ -242,6 +246,8 @@ ENDPOINTS = (
         path="/api/chat",
         dialect=DIALECT,
         answer=chat,
+        shapes=(ChatAnswer,),
+        event_shape=ChatAnswer,
         summary="The next message of a chat",
         body=ChatRequest,
         media_types=(NDJSON, "application/json"),
@@ -251,6 +257,8 @@ ENDPOINTS = (
         path="/api/generate",
         dialect=DIALECT,
         answer=generate,
+        shapes=(Generated,),
+        event_shape=Generated,
         summary="The answer to a prompt",
         body=GenerateRequest,
         media_types=(NDJSON, "application/json"),

@@ -18,6 +18,7 @@ from uma_trio.gateway.dialects.ollama import (
     iso_time,
     ollama_name,
 )
+from uma_trio.gateway.dialects.ollama_shapes import ModelTags, Shown, Version
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import invalid
 from uma_trio.protocol.messages import ModelDescription
@@ -93,14 +94,29 @@ async def show(call: Call) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint(method="GET", path="/api/version", dialect=DIALECT, answer=version, summary="The version of Ollama's API"),
-    Endpoint(method="GET", path="/api/tags", dialect=DIALECT, answer=tags, summary="All models"),
-    Endpoint(method="GET", path="/api/ps", dialect=DIALECT, answer=running, summary="Models that are loaded"),
+    Endpoint(
+        method="GET",
+        path="/api/version",
+        dialect=DIALECT,
+        answer=version,
+        shapes=(Version,),
+        summary="The version of Ollama's API",
+    ),
+    Endpoint(method="GET", path="/api/tags", dialect=DIALECT, answer=tags, shapes=(ModelTags,), summary="All models"),
+    Endpoint(
+        method="GET",
+        path="/api/ps",
+        dialect=DIALECT,
+        answer=running,
+        shapes=(ModelTags,),
+        summary="Models that are loaded",
+    ),
     Endpoint(
         method="POST",
         path="/api/show",
         dialect=DIALECT,
         answer=show,
+        shapes=(Shown,),
         summary="What is known about one model",
         body=ShowRequest,
     ),

@@ -5,32 +5,59 @@ Source: the OpenAI API reference; vLLM's and llama-server's names for parameters
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
 from uma_trio.client import Eos
+from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, ModelNotFound, PromptTooLarge
 from uma_trio.gateway.dialects.openai_constraints import Constrained
 from uma_trio.gateway.endpoint import Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.limits import QUOTA
 from uma_trio.protocol.messages import Logprobs
 
 FINISH_REASONS: Final = {"cancelled": "stop", "error": "stop"}
 """Where the protocol's reason has no counterpart in OpenAI's API."""
 
 
-def error_type(status: int) -> str:
-    """The ``type`` of an error with this HTTP status."""
-    match status:
-        case 401:
-            return "authentication_error"
+INVALID_REQUEST: Final = "invalid_request_error"
+"""The ``type`` of most errors that are up to the client."""
+
+CODES: Final = {
+    "E_GATEWAY_KEY": "invalid_api_key",
+    "E_GATEWAY_METHOD": "method_not_supported",
+    "E_GATEWAY_NOT_FOUND": "unknown_url",
+    MaxTokensTooLarge.code: "invalid_value",
+    BadRequest.code: "invalid_value",
+    ContextTooSmall.code: "context_length_exceeded",
+    PromptTooLarge.code: "context_length_exceeded",
+    ModelNotFound.code: "model_not_found",
+}
+"""OpenAI's codes for our own."""
+
+
+def error_type(error: HttpError) -> str:
+    """The ``type`` that OpenAI's API gives such an error."""
+    match error.status:
         case 403:
             return "permission_error"
-        case 404:
-            return "not_found_error"
         case 429:
-            return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
+            return "insufficient_quota" if error.code == QUOTA else "rate_limit_error"
+        case 503:
+            return "service_unavailable_error"
+    return INVALID_REQUEST if error.status < 500 else "server_error"
+
+
+def error_code(error: HttpError) -> str:
+    """The ``code`` that OpenAI's API gives such an error; our own, if it has none."""
+    match error.status:
+        case 429:
+            return "insufficient_quota" if error.code == QUOTA else "rate_limit_exceeded"
+        case 503:
+            return "server_is_overloaded"
+    return CODES.get(error.code, error.code if error.status < 500 else "server_error")
 
 
 def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
@@ -38,9 +65,10 @@ def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
     return {
         "error": {
             "message": error.message,
-            "type": error_type(error.status),
+            "type": error_type(error),
             "param": error.parameter,
-            "code": error.code,
+            "code": error_code(error),
+            "uma_code": error.code,
             "request_id": request_id,
         }
     }
@@ -235,13 +263,25 @@ def texts_or_tokens(given: str | list[Any], parameter: str, *, most: int) -> lis
         return [given]
     if len(given) > most:
         raise invalid(f"{parameter} has {len(given)} texts; send at most {most}", parameter=parameter)
-    are_tokens = [isinstance(each, list) and bool(each) and all(type(token) is int for token in each) for each in given]
-    if not given or not (all(are_tokens) or all(isinstance(each, str) for each in given)):
+    if not given or not all(isinstance(each, str) or _are_tokens(each) for each in given):
         raise invalid(
-            f"{parameter} must be a text, a list of texts, a list of token ids, or a list of such lists",
+            f"{parameter} must be a text, a list of token ids, or a list of texts and such lists",
             parameter=parameter,
         )
     return given
+
+
+def _are_tokens(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
+
+
+def check_session(session_id: str | None, prompts: Sequence[object]) -> None:
+    """
+    Raises:
+        HttpError: several prompts would be one session.
+    """
+    if session_id is not None and len(prompts) > 1:
+        raise invalid("a session has one prompt at a time", parameter="session_id")
 
 
 def usage_body(*ends: Eos) -> dict[str, Any]:
@@ -260,9 +300,13 @@ def usage_body(*ends: Eos) -> dict[str, Any]:
     return body
 
 
-def max_tokens(wanted: int | None) -> int | None:
-    """The limit of an answer.  -1 is llama-server's way to say that there is none."""
-    return None if wanted == -1 else wanted
+def length_fields(max_tokens: int | None) -> dict[str, Any]:
+    """The fields of the socket protocol for the longest answer.  -1 is llama-server's way to say that there is no limit.
+
+    More than there is room for counts as no limit, here and in all dialects but Starling's: clients often have a large
+    number in their settings, and an answer that fills the context says so.
+    """
+    return {"max_tokens": None if max_tokens == -1 else max_tokens, "fit_max_tokens": True}
 
 
 async def model_name(call: Call, wanted: str | None) -> str:

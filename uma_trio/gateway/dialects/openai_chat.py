@@ -18,10 +18,11 @@ from uma_trio.gateway.dialects.openai import (
     chat_message,
     error_body,
     finish_reason,
-    max_tokens,
+    length_fields,
     model_name,
     usage_body,
 )
+from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion
 from uma_trio.gateway.dialects.openai_tools import Tool, call_delta, tool_fields, whole_calls
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
@@ -68,7 +69,7 @@ async def complete_chat(call: Call) -> Response:
         ),
         **tool_fields(request.tools, request.tool_choice, warnings),
         parallel_tool_calls=request.parallel_tool_calls,
-        max_tokens=max_tokens(limit),
+        **length_fields(limit),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         constraint=request.constraint,
         chat_template_kwargs=request.template_kwargs,
@@ -179,6 +180,8 @@ ENDPOINTS = (
         path="/v1/chat/completions",
         dialect=OPENAI,
         answer=complete_chat,
+        shapes=(ChatCompletion,),
+        event_shape=ChatChunk,
         summary="The next message of a chat",
         body=ChatRequest,
         media_types=("application/json", EVENT_STREAM),

@@ -13,13 +13,15 @@ from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.openai import (
     OPENAI,
     Sampling,
+    check_session,
     error_body,
     finish_reason,
-    max_tokens,
+    length_fields,
     model_name,
     texts_or_tokens,
     usage_body,
 )
+from uma_trio.gateway.dialects.openai_shapes import Completion
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.parts import logprobs_of
@@ -36,7 +38,7 @@ class CompletionRequest(Sampling, kw_only=True):
     """A request for text that continues one prompt or several."""
 
     prompt: str | list[Any]
-    """A text, a list of texts, a list of token ids, or a list of those."""
+    """A text, a list of texts, a list of token ids, or a list of texts and such lists."""
     max_tokens: int | None = None
     logprobs: int | None = None
     """How many alternatives of each token to report."""
@@ -63,17 +65,16 @@ async def complete(call: Call) -> Response:
     request.check()
     prompts = texts_or_tokens(request.prompt, "prompt", most=MAX_PROMPTS)
     given = request.n_predict if request.max_tokens is None else request.max_tokens
-    limit = DEFAULT_MAX_TOKENS if given is None else max_tokens(given)
+    limit = DEFAULT_MAX_TOKENS if given is None else given
     n = request.n or 1
-    if request.session_id is not None and len(prompts) > 1:
-        raise invalid("a session has one prompt at a time", parameter="session_id")
+    check_session(request.session_id, prompts)
     session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
     requests = [
         call.for_daemon(
             **request.sampling_fields(),
             **session,
             prompt=prompt,
-            max_tokens=limit,
+            **length_fields(limit),
             logprobs=request.logprobs,
             echo=request.echo,
             constraint=request.constraint,
@@ -209,6 +210,8 @@ ENDPOINTS = (
         path="/v1/completions",
         dialect=OPENAI,
         answer=complete,
+        shapes=(Completion,),
+        event_shape=Completion,
         summary="Text that continues one prompt or several",
         body=CompletionRequest,
         media_types=("application/json", EVENT_STREAM),

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from uma_trio.client import Embeddings
 from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.dialects.openai import OPENAI, model_name, texts_or_tokens
+from uma_trio.gateway.dialects.openai_shapes import EmbeddingList
 from uma_trio.gateway.endpoint import Call, Endpoint
 
 MAX_TEXTS: Final = 2048
@@ -23,7 +24,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     """A request for the embeddings of texts."""
 
     input: str | list[Any]
-    """A text, a list of texts, a list of token ids, or a list of those."""
+    """A text, a list of texts, a list of token ids, or a list of texts and such lists."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
@@ -64,6 +65,7 @@ ENDPOINTS = (
         path="/v1/embeddings",
         dialect=OPENAI,
         answer=embed,
+        shapes=(EmbeddingList,),
         summary="A vector for each text",
         body=EmbeddingRequest,
     ),

@@ -1,14 +1,18 @@
-"""``GET /v1/models`` and ``GET /v1/models/NAME`` of OpenAI's API."""
+"""``GET /v1/models`` and ``GET /v1/models/NAME`` of OpenAI's API, and of Anthropic's, which has the same paths."""
 
 from __future__ import annotations
 
-from typing import Any
+import datetime
+from typing import Any, Final
 
 from starlette.responses import Response
 
 from uma_trio.client import ModelDescription
 from uma_trio.gateway.answer import json_response
+from uma_trio.gateway.dialects.anthropic import ANTHROPIC, VERSION_HEADER
+from uma_trio.gateway.dialects.anthropic_shapes import ModelInfo, ModelInfoPage
 from uma_trio.gateway.dialects.openai import OPENAI
+from uma_trio.gateway.dialects.openai_shapes import Model, ModelPage
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 
@@ -16,6 +20,10 @@ from uma_trio.gateway.errors import HttpError
 async def list_models(call: Call) -> Response:
     """All models that are served, the default one first."""
     models = await call.ask(lambda client: client.models())
+    if call.dialect is ANTHROPIC:
+        names = [model.name for model in models]
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return json_response({"data": [_anthropic_model(model) for model in models], **page})
     return json_response({"object": "list", "data": [_model(model) for model in models]})
 
 
@@ -25,7 +33,7 @@ async def retrieve_model(call: Call) -> Response:
     models = await call.ask(lambda client: client.models())
     for model in models:
         if model.name == name.removesuffix(".gguf"):
-            return json_response(_model(model))
+            return json_response(_anthropic_model(model) if call.dialect is ANTHROPIC else _model(model))
     names = ", ".join(model.name for model in models)
     raise HttpError(404, "E_MODEL_NOT_FOUND", f"there is no model {name!r} here; there is {names}", parameter="model")
 
@@ -49,13 +57,39 @@ def _model(model: ModelDescription) -> dict[str, Any]:
     }
 
 
+def _anthropic_model(model: ModelDescription) -> dict[str, Any]:
+    """The same in Anthropic's words."""
+    created = datetime.datetime.fromtimestamp(int(model.created_at), datetime.UTC)
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context_per_request,
+        "max_tokens": model.context_per_request,
+    }
+
+
+OTHERS: Final = {VERSION_HEADER: ANTHROPIC}
+
 ENDPOINTS = (
-    Endpoint(method="GET", path="/v1/models", dialect=OPENAI, answer=list_models, summary="The models that are served"),
+    Endpoint(
+        method="GET",
+        path="/v1/models",
+        dialect=OPENAI,
+        dialects=OTHERS,
+        answer=list_models,
+        shapes=(ModelPage, ModelInfoPage),
+        summary="The models that are served",
+    ),
     Endpoint(
         method="GET",
         path="/v1/models/{name:path}",
         dialect=OPENAI,
+        dialects=OTHERS,
         answer=retrieve_model,
+        shapes=(Model, ModelInfo),
         summary="One model",
     ),
 )

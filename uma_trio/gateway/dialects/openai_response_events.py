@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 from uma_trio.client import Eos
 from uma_trio.gateway.answer import COMMENT, sse
-from uma_trio.gateway.dialects.openai import chat_logprobs
+from uma_trio.gateway.dialects.openai import chat_logprobs, error_code
 from uma_trio.gateway.dialects.openai_response_items import custom_input, seal
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import Part, PartRenderer, parts_of
@@ -96,8 +96,10 @@ class ResponseEvents(PartRenderer):
 
     def fail(self, error: HttpError) -> bytes:
         """An error in the middle of the stream."""
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        failed = {"code": code, "message": f"{error.message} ({error.code}, request {self._request_id})"}
+        message = f"{error.message} ({error.code}, request {self._request_id})"
+        if error.retry_after_ms is not None:  # clients find the wait by these words
+            message += f"; try again in {error.retry_after_ms} ms"
+        failed = {"code": error_code(error), "message": message}
         return self._event("response.failed", response={**self.response("failed"), "error": failed})
 
     def response(self, status: Status) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from uma_trio.gateway.dialects.openai import OPENAI, model_name
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
+from uma_trio.gateway.dialects.openai_shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai_tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai_tools import Tool as ChatTool
 from uma_trio.gateway.endpoint import Call, Endpoint
@@ -108,6 +109,8 @@ class ResponsesRequest(Input, kw_only=True):
     top_p: float | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
+    session_id: str | None = None
+    """The session that this conversation is.  Not of OpenAI's API."""
     prompt_cache_key: str | None = None
     """Names the client's own session; see ``gateway.conversation``."""
     store: bool | None = None
@@ -135,9 +138,15 @@ async def respond(call: Call) -> Response:
     form = request.text and request.text.format
     fields = call.for_daemon(
         model=request.model,
-        **conversation_fields(conversation.messages, call.request.headers, cache_key=request.prompt_cache_key),
+        **conversation_fields(
+            conversation.messages,
+            call.request.headers,
+            session_id=request.session_id,
+            cache_key=request.prompt_cache_key,
+        ),
         **tools,
         max_tokens=request.max_output_tokens,
+        fit_max_tokens=True,
         temperature=request.temperature,
         top_p=request.top_p,
         logprobs=(request.top_logprobs or 0) if has_logprobs else None,
@@ -249,6 +258,8 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         path="/v1/responses",
         dialect=OPENAI,
         answer=respond,
+        shapes=(ResponseObject,),
+        event_shape=ResponseEvent,
         summary="The next items of a conversation",
         body=ResponsesRequest,
         media_types=("application/json", EVENT_STREAM),
@@ -258,6 +269,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         path="/v1/responses/input_tokens",
         dialect=OPENAI,
         answer=count_input,
+        shapes=(InputTokens,),
         summary="How many tokens a conversation has",
         body=Input,
     ),

@@ -13,6 +13,8 @@ from starlette.responses import Response
 
 from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
+from uma_trio.gateway.dialects.starling_shapes import Answer, Closed, Tokenized
+from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Generate, SessionInfo, to_fields
@@ -147,6 +149,8 @@ ENDPOINTS = (
         path="/v1/generate",
         dialect=STARLING,
         answer=generate,
+        shapes=(Answer,),
+        event_shape=StarlingEvent,
         summary="Text that continues a prompt or answers a chat",
         body=Generate,
         hidden_fields=OF_THE_CONNECTION,
@@ -157,6 +161,7 @@ ENDPOINTS = (
         path="/v1/tokenize",
         dialect=STARLING,
         answer=tokenize,
+        shapes=(Tokenized,),
         summary="Tokens of a text, or the text of tokens",
         body=TokenizeRequest,
     ),
@@ -165,6 +170,7 @@ ENDPOINTS = (
         path="/v1/session/close",
         dialect=STARLING,
         answer=close_session,
+        shapes=(Closed,),
         summary="Forget a session",
         body=SessionRequest,
     ),

@@ -1,0 +1,103 @@
+"""Every answer has the shape that the OpenAPI document says, streamed or whole, with all that a request may ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.gateway.conftest import Gateway
+from uma_trio.gateway.application import ENDPOINTS
+from uma_trio.gateway.endpoint import Endpoint
+
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+CHAT = {"messages": [QUESTION]}
+TOOL = {
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"enum": ["Lima"]}}, "required": ["city"]},
+}
+CALL = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
+SCHEMA = {"name": "weather", "input_schema": TOOL["parameters"]}
+OF_OLLAMA = {"model": "embedded", "tools": [{"function": TOOL}], "logprobs": True, "top_logprobs": 1}
+UNKNOWN = {"nothing": 1}
+REQUESTS: dict[str, list[dict[str, Any]]] = {
+    "/v1/chat/completions": [CHAT, {**CHAT, **CALL}, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **UNKNOWN}],
+    "/v1/completions": [{"prompt": ["a", [5]], "n": 2}, {"prompt": "a", "logprobs": 1, **UNKNOWN}],
+    "/v1/embeddings": [{"input": ["a", [5]]}, {"input": "a", "encoding_format": "base64", **UNKNOWN}],
+    "/v1/responses": [{"input": "Hi", **UNKNOWN}, {"input": "Hi", "tools": [{"type": "function", **TOOL}], "top_logprobs": 1}],
+    "/v1/responses/input_tokens": [{"input": "Hi"}],
+    "/v1/messages": [{**CHAT, "max_tokens": 5, **UNKNOWN}, {**CHAT, "max_tokens": 99, "tools": [SCHEMA], "tool_choice": {"type": "any"}}],
+    "/v1/messages/count_tokens": [CHAT],
+    "/api/chat": [{**CHAT, **OF_OLLAMA, **UNKNOWN}, {"model": "embedded"}],
+    "/api/generate": [{"model": "embedded", "prompt": "Hi", **UNKNOWN}, {"model": "embedded"}],
+    "/api/embed": [{"model": "embedded", "input": ["a"], **UNKNOWN}],
+    "/api/embeddings": [{"model": "embedded", "prompt": "a", **UNKNOWN}],
+    "/api/show": [{"model": "embedded"}],
+    "/tokenize": [{"content": "a b"}, CHAT],
+    "/detokenize": [{"tokens": [5]}],
+    "/apply-template": [CHAT],
+    "/completion": [{"prompt": "a", "n_predict": 3, "n_probs": 2, **UNKNOWN}, {"prompt": ["a", "b"], "return_progress": True}],
+    "/v1/generate": [{**CHAT, "logprobs": 1, "separate_reasoning": True, **UNKNOWN}, {"prompt": "a", "n": 2, "max_tokens": 3}],
+    "/v1/tokenize": [{"text": "a"}, {"tokens": [5]}],
+}  # fmt: skip
+SAME = {"/completions": "/completion", "/chat/completions": "/v1/chat/completions", "/responses": "/v1/responses"}
+SAME["/responses/input_tokens"] = "/v1/responses/input_tokens"
+
+
+def shaped(value: object, shapes: tuple[Any, ...]) -> bool:
+    """Whether a value has one of these shapes."""
+    errors = []
+    for shape in shapes:
+        try:
+            msgspec.convert(value, shape)
+        except msgspec.ValidationError as error:
+            errors.append(str(error))
+        else:
+            return True
+    raise AssertionError(f"{errors}: {value}")
+
+
+def cases() -> Iterator[Any]:
+    for endpoint in ENDPOINTS:
+        name = f"{endpoint.method} {endpoint.path}"
+        if endpoint.method == "GET" and endpoint.shapes and "controllers" not in endpoint.path:
+            yield pytest.param(endpoint, None, id=name)
+        for number, body in enumerate(REQUESTS.get(SAME.get(endpoint.path, endpoint.path), ())):
+            yield pytest.param(endpoint, body, id=f"{name} {number}")
+
+
+CASES = [*cases()]
+STREAMED = [case for case in CASES if case.values[0].event_shape is not None]
+
+
+@pytest.mark.parametrize(("endpoint", "body"), CASES)
+def test_a_whole_answer(gateway: Gateway, endpoint: Endpoint, body: dict[str, Any] | None) -> None:
+    with gateway.http() as client:
+        path = endpoint.path.replace("{name:path}", "embedded")
+        if body is None:
+            answer = client.get(path)
+        else:
+            stream = {"stream": False} if endpoint.event_shape is not None else {}
+            answer = client.post(path, json={**body, **stream})
+    assert answer.status_code == 200, answer.text
+    assert shaped(answer.json(), endpoint.shapes)
+
+
+@pytest.mark.parametrize(("endpoint", "body"), [case for case in cases() if case.values[0].event_shape is not None])
+def test_a_streamed_answer(gateway: Gateway, endpoint: Endpoint, body: dict[str, Any]) -> None:
+    with gateway.http() as client:
+        found = client.post(endpoint.path, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    assert found.status_code == 200, found.text
+    lines = [line.removeprefix("data: ") for line in found.text.splitlines() if line.startswith(("data: ", "{"))]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    assert events
+    assert all(shaped(event, (endpoint.event_shape,)) for event in events)
+
+
+def test_every_endpoint_that_has_a_body_and_shapes_is_tried() -> None:
+    wanted = {each.path for each in ENDPOINTS if each.body is not None and each.shapes}
+    tried = {SAME.get(path, path) for path in wanted} & REQUESTS.keys()
+    assert {SAME.get(path, path) for path in wanted} - tried == {"/v1/session/close", "/v1/controllers/tags"}

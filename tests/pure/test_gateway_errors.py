@@ -1,0 +1,70 @@
+"""Errors of the gateway as the clients of each API expect them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from uma_trio.errors import all_errors
+from uma_trio.gateway.dialects.openai import error_body
+from uma_trio.gateway.errors import HttpError, from_failure
+from uma_trio.protocol.messages import Failure
+
+
+def of_openai(status: int, code: str, **fields: Any) -> dict[str, Any]:
+    found: dict[str, Any] = error_body(HttpError(status, code, "what to do", **fields), "req-1")["error"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (400, "E_PROTO_BAD_REQUEST", ("invalid_request_error", "invalid_value")),
+        (400, "E_LIMIT_CONTEXT", ("invalid_request_error", "context_length_exceeded")),
+        (400, "E_LIMIT_PROMPT_TOO_LARGE", ("invalid_request_error", "context_length_exceeded")),
+        (400, "E_CONSTRAINT_INVALID", ("invalid_request_error", "E_CONSTRAINT_INVALID")),
+        (401, "E_GATEWAY_KEY", ("invalid_request_error", "invalid_api_key")),
+        (403, "E_GATEWAY_ORIGIN", ("permission_error", "E_GATEWAY_ORIGIN")),
+        (404, "E_MODEL_NOT_FOUND", ("invalid_request_error", "model_not_found")),
+        (404, "E_GATEWAY_NOT_FOUND", ("invalid_request_error", "unknown_url")),
+        (405, "E_GATEWAY_METHOD", ("invalid_request_error", "method_not_supported")),
+        (409, "E_SESSION_BUSY", ("invalid_request_error", "E_SESSION_BUSY")),
+        (429, "E_GATEWAY_KEY", ("rate_limit_error", "rate_limit_exceeded")),
+        (429, "E_GATEWAY_RATE", ("rate_limit_error", "rate_limit_exceeded")),
+        (429, "E_GATEWAY_QUOTA", ("insufficient_quota", "insufficient_quota")),
+        (429, "E_LIMIT_QUEUE", ("rate_limit_error", "rate_limit_exceeded")),
+        (500, "E_RUNTIME_INTERNAL", ("server_error", "server_error")),
+        (502, "E_GATEWAY_BROKEN", ("server_error", "server_error")),
+        (503, "E_GATEWAY_LOADING", ("service_unavailable_error", "server_is_overloaded")),
+        (504, "E_LIMIT_REQUEST_TIMEOUT", ("server_error", "server_error")),
+    ],
+)
+def test_types_and_codes_of_openais_api(status: int, code: str, expected: tuple[str, str]) -> None:
+    found = of_openai(status, code)
+    assert (found["type"], found["code"]) == expected
+    assert found["uma_code"] == code
+
+
+@pytest.mark.parametrize("error", all_errors(), ids=lambda error: error.code)
+def test_only_what_a_client_can_retry_is_an_overload(error: Any) -> None:
+    body = error_body(from_failure(Failure(code=error.code, message="x")), "r")["error"]
+    assert (body["code"] in ("rate_limit_exceeded", "server_is_overloaded")) == (error.http_status in (429, 503))
+
+
+@pytest.mark.parametrize(
+    ("message", "parameter"),
+    [
+        ("temperature must be a number from 0 to 100, not 200", "temperature"),
+        ("messages[0].role is missing; give a text", "messages[0].role"),
+        ("the prompt has no tokens", None),
+    ],
+)
+def test_a_refusal_of_the_daemon_names_the_field(message: str, parameter: str | None) -> None:
+    assert from_failure(Failure(code="E_PROTO_BAD_REQUEST", message=message)).parameter == parameter
+
+
+def test_clients_do_not_retry_what_takes_longer_than_a_minute() -> None:
+    assert "X-Should-Retry" not in HttpError(429, "E_X", "x", retry_after_ms=60_000).headers
+    found = HttpError(429, "E_X", "x", retry_after_ms=60_001).headers
+    assert found == {"Retry-After": "61", "Retry-After-Ms": "60001", "X-Should-Retry": "false"}

@@ -1,0 +1,342 @@
+"""Shapes of answers in OpenAI's API, and of those of llama-server and vLLM next to it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from uma_trio.gateway.shapes import Object, Shape, Warned
+
+# -- usage and log probabilities ------------------------------------------------------------------------
+
+
+class PromptDetails(Shape):
+    """More about the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(Shape):
+    """More about the answer's tokens."""
+
+    reasoning_tokens: int
+
+
+class Usage(Shape):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+
+
+class Probability(Shape):
+    """A token and its log probability."""
+
+    token: str
+    logprob: float | None
+    bytes: list[int] | None
+
+
+class TokenProbability(Probability):
+    """A token of the answer, and its most likely alternatives."""
+
+    top_logprobs: list[Probability]
+
+
+class ChatLogprobs(Shape):
+    """Log probabilities of a chat completion."""
+
+    content: list[TokenProbability]
+
+
+class TextLogprobs(Shape):
+    """Log probabilities of a text completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None]]
+    text_offset: list[int]
+
+
+# -- chat completions -----------------------------------------------------------------------------------
+
+
+class CalledFunction(Shape):
+    """The function that a call names, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Call(Shape):
+    """A call of a tool."""
+
+    id: str | None
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Shape):
+    """The answer of the model."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
+
+
+class ChatChoice(Shape):
+    """One of the answers."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+
+
+class ChatCompletion(Warned):
+    """All answers to a chat."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(Shape):
+    """A part of a called function."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(Shape):
+    """A part of a call: id and name in the first one."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType | None = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class Delta(Shape):
+    """What is new in an answer."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChunkChoice(Shape):
+    """A part of one of the answers."""
+
+    index: int
+    delta: Delta
+    finish_reason: str | None
+    logprobs: ChatLogprobs | UnsetType | None = UNSET
+
+
+class ChatChunk(Warned):
+    """An event of a streamed chat.  The last event is the text ``[DONE]``."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+# -- completions, embeddings, models --------------------------------------------------------------------
+
+
+class TextChoice(Shape):
+    """A text, or a part of it."""
+
+    text: str
+    index: int
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(Warned):
+    """All texts, or an event of a stream.  The last event of a stream is the text ``[DONE]``."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Embedding(Shape):
+    """A vector of length 1, as numbers or in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Shape):
+    """Tokens of the texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Warned):
+    """Vectors in the order of the texts."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class ModelMeta(Shape):
+    """llama-server's description of a model."""
+
+    n_ctx: int
+    n_embd: int
+    n_params: int
+    size: int
+
+
+class Model(Shape):
+    """A model, and what one request may use."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    context_length: int
+    max_model_len: int
+    capabilities: list[str]
+    meta: ModelMeta
+
+
+class ModelPage(Shape):
+    """All models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+# -- responses ------------------------------------------------------------------------------------------
+
+
+class ResponseObject(Warned):
+    """A response with its items."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[Object]
+    error: Object | None
+    incomplete_details: Object | None
+    usage: Object | None
+    instructions: str | None
+    tools: list[Object]
+    tool_choice: str | Object
+    parallel_tool_calls: bool
+    max_output_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_logprobs: int | None
+    reasoning: Object
+    text: Object
+    metadata: Object
+    prompt_cache_key: str | None
+    truncation: str
+    store: bool
+    background: bool
+    previous_response_id: None
+
+
+class ResponseEvent(msgspec.Struct):
+    """An event of a streamed response.  Its other fields depend on its type."""
+
+    type: str
+    sequence_number: int
+
+
+class InputTokens(Shape):
+    """The tokens of a conversation."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+# -- llama-server and vLLM ------------------------------------------------------------------------------
+
+
+class Health(Shape):
+    """The daemon answers."""
+
+    status: Literal["ok"]
+
+
+class Tokens(Warned):
+    """Tokens of a text or of a chat."""
+
+    tokens: list[int]
+    count: int
+
+
+class Detokenized(Warned):
+    """The text of tokens, under two names."""
+
+    content: str
+    prompt: str
+
+
+class Rendered(Warned):
+    """A chat as the text that the model sees."""
+
+    prompt: str
+
+
+class LlamaAnswer(msgspec.Struct, kw_only=True):
+    """An answer of llama-server's own API, or an event of a stream.  ``response_fields`` selects others."""
+
+    index: int | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tokens: list[int] | UnsetType = UNSET
+    stop: bool | UnsetType = UNSET
+    model: str | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    generation_settings: Object | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
+    has_new_line: bool | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    stop_type: Literal["none", "eos", "limit", "word"] | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    timings: Object | UnsetType = UNSET
+    completion_probabilities: list[Any] | UnsetType = UNSET
+    prompt_progress: Object | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class Props(Shape):
+    """llama-server's description of itself."""
+
+    default_generation_settings: Object
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    modalities: dict[str, bool]

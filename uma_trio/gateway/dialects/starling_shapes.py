@@ -1,0 +1,99 @@
+"""Shapes of answers in Starling's API, which docs/PROTOCOL.md describes, in AICI's, and of the gateway's health."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from uma_trio.gateway.shapes import Object, Shape, Warned
+from uma_trio.protocol.chat import ToolCall
+from uma_trio.protocol.messages import FinishReason, Logprobs, SessionInfo, Timings, Usage
+
+
+class Answer(Warned, kw_only=True):
+    """The fields of ``eos``; with several answers ``answers``, a list of them."""
+
+    request_id: str
+    answers: list[Object] | UnsetType = UNSET
+    reason: FinishReason | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    constraint_complete: bool | UnsetType = UNSET
+    logprobs: list[Logprobs] | UnsetType = UNSET
+    stop: str | UnsetType = UNSET
+    seed: int | UnsetType = UNSET
+    session: SessionInfo | UnsetType = UNSET
+    metadata: Object | UnsetType = UNSET
+
+
+class Event(msgspec.Struct):
+    """An event of docs/PROTOCOL.md, named by the server-sent event or by its field ``event``."""
+
+    event: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+
+
+class Tokenized(Warned):
+    """Tokens, and where they begin in the text; or the text of tokens."""
+
+    tokens: list[int]
+    offsets: list[int] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+
+
+class Closed(Shape):
+    """A session that is forgotten."""
+
+    session_id: str
+    closed: bool
+    tokens: int
+
+
+class Healthy(Shape):
+    """The gateway is up."""
+
+    status: str
+    version: str
+
+
+class Check(Shape):
+    """A condition of being ready."""
+
+    name: str
+    ok: bool
+    reason: str
+    model: str | UnsetType = UNSET
+
+
+class Readiness(Shape):
+    """Whether the daemon could serve another request."""
+
+    ready: bool
+    checks: list[Check]
+
+
+class Uploaded(Shape):
+    """A controller that was stored."""
+
+    module_id: str | None
+    wasm_size: int | None
+    compiled_size: int | None
+    time: int
+
+
+class TagList(Shape):
+    """Names of controllers."""
+
+    tags: list[Object]
+
+
+class RunEvent(msgspec.Struct):
+    """An event of a run.  The last one is the text ``[DONE]``."""
+
+    object: str
+    forks: list[Object] | UnsetType = UNSET
+    usage: Object | UnsetType = UNSET
