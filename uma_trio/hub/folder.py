@@ -142,7 +142,7 @@ class ModelFolder:
                 or any(character in "/\\\0" or not character.isprintable() for character in segment)
                 or len(os.fsencode(segment)) > MAX_NAME_BYTES
             ):
-                raise HubError(f"the file name {'/'.join(segments)[:200]!r} cannot be used here")
+                raise HubError(f"the file name {'/'.join(segments)[:200]!r} cannot be used here", "use another source")
         return self.root.joinpath(*segments)
 
     def target_of_hub(self, place: str, path: str) -> Path:

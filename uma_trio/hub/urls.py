@@ -50,7 +50,8 @@ def redirected(url: str, location: str) -> str:
         parts = parse_url(target)
     except HubError as error:
         raise HubError(
-            f"{urlsplit(url).hostname} redirects to a place that may not be opened: {error.reason}"
+            f"{urlsplit(url).hostname} redirects to a place that may not be opened: {error.reason}",
+            "use another source",
         ) from None
     if parts.scheme == "http" and urlsplit(url).scheme == "https":
         raise HubError(f"{urlsplit(url).hostname} redirects from https to http", "use another source")
