@@ -62,7 +62,7 @@ OF_OTHER_SERVERS: Final = {
     **dict.fromkeys(("--max-num-seqs", "--max-running-requests"), "--parallel N"),
     **dict.fromkeys(("--n-gpu-layers", "--n_gpu_layers"), "--gpu-layers N"),
     **dict.fromkeys(("--batch-size", "--ubatch-size", "--max-num-batched-tokens"), "--batch-tokens N"),
-    **dict.fromkeys(("--alias", "-a", "--served-model-name"), "--http-any-model, which takes any name of a model"),
+    "--served-model-name": "--alias NAME",
     "--hf-repo": "--model FILE, with a file that you have downloaded",
     **dict.fromkeys(("--api-key", "--api-key-file"), "uma-trio keys create NAME, which makes a key"),
     **dict.fromkeys(("--cors-origins", "--allowed-origins"), "--http-origins ORIGINS"),
