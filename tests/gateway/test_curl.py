@@ -40,6 +40,23 @@ def test_a_curl_command(gateway: Gateway, command: str) -> None:
     data = [json.loads(each) for each in _json_of(found.stdout)]
     assert data
     assert all("error" not in each for each in data)
+    if "What is the capital of" in command and not any(name in command for name in ("embed", "token")):
+        assert any(city in _text_of(data) for city in ("Paris", "Lima")), found.stdout
+
+
+def _text_of(found: object) -> str:
+    """All texts of an answer, one after the other."""
+    match found:
+        case str():
+            return found
+        case list():
+            return "".join(map(_text_of, found))
+        case {"choices": choices}:
+            return _text_of(choices)
+        case dict():
+            names = ("delta", "message", "content", "text", "response")
+            return "".join(_text_of(found[name]) for name in names if found.get(name))
+    return ""
 
 
 def _json_of(text: str) -> list[str]:

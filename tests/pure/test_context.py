@@ -12,7 +12,7 @@ from uma_trio.config import Limits
 from uma_trio.engine.layout import Shape, candidates
 from uma_trio.engine.messages import ModelInfo
 from uma_trio.errors import ContextTooSmall
-from uma_trio.models.context import explain_context, is_short, more_context
+from uma_trio.models.context import explain_context, is_short, max_prompt_bytes, more_context
 from uma_trio.models.prompt import tokens_to_generate
 from uma_trio.protocol.messages import Generate
 
@@ -122,3 +122,9 @@ def test_a_max_tokens_that_may_be_fitted_is_one_of_open_length_where_there_is_no
     assert given(413) == 413, "as asked, where it fits"
     assert given(414) == given(2**31 - 1) == given(None)
     assert given(400, Limits(max_tokens=300)) == given(None, Limits(max_tokens=300)) == 300
+
+
+def test_the_largest_prompt_in_bytes_follows_the_context() -> None:
+    assert max_prompt_bytes(Limits(), INFO) == 256 << 10
+    assert max_prompt_bytes(Limits(), msgspec.structs.replace(INFO, n_ctx_seq=131_072, n_ctx_train=131_072)) == 1 << 20
+    assert max_prompt_bytes(Limits(max_prompt_bytes=5), INFO) == 5

@@ -18,6 +18,7 @@ from uma_trio.cli import COMMANDS
 from uma_trio.cli.metrics_view import GROUPS
 from uma_trio.errors import all_errors
 from uma_trio.kv.cache import CacheStatistics
+from uma_trio.models.context import MIN_PROMPT_BYTES
 from uma_trio.protocol import messages
 from uma_trio.protocol.chat import ChatMessage, Tool, ToolCall
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
@@ -358,8 +359,8 @@ def test_limits_are_the_defaults_and_settings_exist() -> None:
         assert str(names[name].default) in shown
     for name in ("frame_timeout_s", "request_timeout_s", "idle_timeout_s", "write_timeout_s"):
         assert f"{names[name].default:g} s" in shown
-    assert names["max_frame_bytes"].default == 1 << 20
-    assert names["max_prompt_bytes"].default == 256 << 10
+    assert names["max_frame_bytes"].default == 2 << 20
+    assert MIN_PROMPT_BYTES == 256 << 10
     for name in re.findall(r"`((?:max|default)_\w+|\w+_timeout_s)`", PROTOCOL):
         assert name in names, f"{name} is no setting"
 

@@ -289,10 +289,14 @@ class Limits:
     max_connections: int = setting(256, "Maximum number of open connections.", ge=1, le=100_000)
     max_queue: int = setting(256, "Maximum number of requests that wait for a sequence.", ge=0, le=1_000_000)
     max_frame_bytes: int = setting(
-        MIB, "Largest payload of a frame. Checked before memory is allocated for it.", ge=256, le=64 * MIB
+        2 * MIB, "Largest payload of a frame. Checked before memory is allocated for it.", ge=256, le=64 * MIB
     )
     max_prompt_bytes: int = setting(
-        256 * KIB, "Largest prompt in UTF-8 bytes, checked before it is tokenized.", ge=1, le=64 * MIB
+        0,
+        "Largest prompt in UTF-8 bytes, checked before it is tokenized. 0 takes 8 bytes for each token of a request's "
+        "context, and at least 262144. A larger one needs a larger max_frame_bytes too.",
+        ge=0,
+        le=64 * MIB,
     )
     max_prompt_tokens: int = setting(1 << 20, "Largest prompt in tokens.", ge=1, le=64 * MIB)
     max_controller_bytes: int = setting(

@@ -139,7 +139,10 @@ class RequestIds:
 
 
 async def _not_found(request: Request, _: Exception) -> Response:
-    return _error(request, HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {request.url.path} here"))
+    return _error(
+        request,
+        HttpError(404, "E_GATEWAY_NOT_FOUND", f"there is no {request.url.path} here; /openapi.json says what there is"),
+    )
 
 
 async def _wrong_method(request: Request, _: Exception) -> Response:

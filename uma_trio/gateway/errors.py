@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
-from uma_trio.errors import all_errors
+from uma_trio.errors import ModelNotFound, all_errors
 
 NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
@@ -83,10 +83,11 @@ def from_failure(failure: Failure) -> HttpError:
     retry_after_ms = failure.retry_after_ms
     if retry_after_ms is None and status in (429, 503):
         retry_after_ms = UNKNOWN_RETRY_MS
-    field = OF_FIELD.match(failure.message)
-    return HttpError(
-        status, failure.code, failure.message, retry_after_ms=retry_after_ms, parameter=field[1] if field else None
-    )
+    message, field = failure.message, OF_FIELD.match(failure.message)
+    parameter = field[1] if field else None
+    if failure.code == ModelNotFound.code:
+        message, parameter = f"{message}; with --http-any-model it answers whatever name a request has", "model"
+    return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=parameter)
 
 
 def from_client_error(error: ClientError) -> HttpError:

@@ -39,7 +39,7 @@ class HttpMetrics:
         )
         self.response_start = Histogram(
             "uma_http_response_start_seconds",
-            "Time from an HTTP request to the status of its response, which for a stream comes with the first token.",
+            "Time from an HTTP request to the status of a streamed response, which comes with the first token.",
             LABELS,
             buckets=SECONDS,
             registry=self.registry,

@@ -113,7 +113,7 @@ class Observe:
         labels = seen.route, seen.dialect
         self._metrics.requests.labels(*labels, str(seen.status)).inc()
         self._metrics.duration.labels(*labels).observe(ended - began)
-        if started is not None:
+        if started is not None and seen.is_stream:
             self._metrics.response_start.labels(*labels).observe(started - began)
         if self._logs:
             _log(seen, ended - began)

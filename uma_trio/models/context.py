@@ -12,6 +12,16 @@ SHORT_ANSWER: Final = 512
 """Tokens that an answer of open length gets at least, if the context has room for them."""
 
 
+BYTES_PER_TOKEN: Final = 8
+"""A text of more bytes has more tokens than there is room for, unless it is mostly blanks.  English has about four."""
+MIN_PROMPT_BYTES: Final = 256 * 1024
+
+
+def max_prompt_bytes(limits: Limits, info: ModelInfo) -> int:
+    """The largest prompt in bytes."""
+    return limits.max_prompt_bytes or max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * info.max_request_tokens)
+
+
 def explain_context(info: ModelInfo) -> str:
     """The context of a request, and where the number comes from."""
     n = info.max_request_tokens

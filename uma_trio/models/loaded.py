@@ -24,7 +24,7 @@ from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.chosen_template import TemplateSource, choose_template
-from uma_trio.models.context import explain_context, is_short, more_context
+from uma_trio.models.context import explain_context, is_short, max_prompt_bytes, more_context
 from uma_trio.models.control_tokens import ControlTokens
 from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.load_errors import explained
@@ -140,12 +140,14 @@ async def open_model(
             markers = _reasoning_markers(templates, text)
             tools = await trio.to_thread.run_sync(_tool_support, chat, templates, config.model.tool_format, text)
 
+            limits = attrs.evolve(config.limits, max_prompt_bytes=max_prompt_bytes(config.limits, engine.info))
+
             def grammar_vocabulary() -> Vocabulary:
                 return vocabulary.tokenizer.grammar_vocabulary(engine.info.eog_ids)
 
             yield LoadedModel(
                 engine,
-                PromptMaker(vocabulary.tokenizer, chat, config.limits, markers, tools),
+                PromptMaker(vocabulary.tokenizer, chat, limits, markers, tools),
                 GrammarCompiler(grammar_vocabulary, SandboxedChecker(grammar_vocabulary)),
                 cost,
                 cost_name=name,

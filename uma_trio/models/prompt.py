@@ -17,7 +17,7 @@ from uma_trio.engine.messages import ModelInfo, PromptPart, TokenIds
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, NoChatTemplate, PromptTooLarge
 from uma_trio.models.chat import ChatTemplate
-from uma_trio.models.context import SHORT_ANSWER, explain_context, more_context
+from uma_trio.models.context import MIN_PROMPT_BYTES, SHORT_ANSWER, explain_context, more_context
 from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport, new_call_id, template_chat
 from uma_trio.protocol.chat import ChatMessage, Tool
 from uma_trio.protocol.messages import Embed, Generate, TokenizeQuery, TokenList
@@ -89,10 +89,9 @@ def _size(given: ChatMessage | Tool) -> int:
 
 
 def _check_size(name: str, size: int, limits: Limits) -> None:
-    if size > limits.max_prompt_bytes:
-        raise PromptTooLarge(
-            f"{name} has {size} bytes; this daemon takes {limits.max_prompt_bytes} (--max-prompt-bytes)"
-        )
+    most = limits.max_prompt_bytes or MIN_PROMPT_BYTES
+    if size > most:
+        raise PromptTooLarge(f"{name} has {size} bytes; this daemon takes {most} (--max-prompt-bytes)")
 
 
 @attrs.frozen

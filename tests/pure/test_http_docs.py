@@ -1,0 +1,75 @@
+"""docs/HTTP.md names every endpoint, every field of a request, every header and every error code of the gateway.
+
+python tests/pure/test_http_docs.py    writes the table of fields
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from uma_trio.gateway.application import ENDPOINTS
+from uma_trio.gateway.endpoint import Endpoint
+
+PAGE = Path(__file__).parents[2] / "docs" / "HTTP.md"
+GATEWAY = Path(__file__).parents[2] / "uma_trio" / "gateway"
+BEGIN, END = "| endpoint | fields |\n|---|---|\n", "\n"
+OF_ANY_SERVER = {"content-length", "content-type", "host", "origin", "expect", "connection", "accept", "vary", "allow"}
+"""Headers whose meaning is that of HTTP."""
+
+
+def fields_of(endpoint: Endpoint) -> list[str]:
+    """Names of the fields of a request."""
+    info = msgspec.inspect.type_info(endpoint.body)  # type: ignore[arg-type]
+    assert isinstance(info, msgspec.inspect.StructType | msgspec.inspect.DataclassType)
+    return sorted({field.encode_name for field in info.fields} - endpoint.hidden_fields)
+
+
+def rows() -> Iterator[str]:
+    for endpoint in ENDPOINTS:
+        if endpoint.body is not None and endpoint.path.startswith(("/v1/", "/api/")) | (endpoint.path in ALONE):
+            yield f"| `{endpoint.path}` | {', '.join(f'`{name}`' for name in fields_of(endpoint))} |\n"
+
+
+ALONE = ("/tokenize", "/detokenize", "/apply-template", "/completion")
+"""Paths without ``/v1`` that no other path stands for."""
+
+
+def with_table(page: str) -> str:
+    before, after = page.split(BEGIN)
+    return before + BEGIN + "".join(rows()) + END + after.partition("\n\n")[2]
+
+
+def test_the_table_of_fields_is_that_of_the_code() -> None:
+    assert with_table(PAGE.read_text()) == PAGE.read_text(), "run python tests/pure/test_http_docs.py"
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: f"{endpoint.method} {endpoint.path}")
+def test_every_endpoint_is_named(endpoint: Endpoint) -> None:
+    path = endpoint.path.replace("{name:path}", "NAME")
+    shown = PAGE.read_text()
+    assert any(f"`{name}`" in shown for each in (path, f"/v1{path}") for name in (each, f"{endpoint.method} {each}"))
+
+
+def test_every_error_code_of_the_gateway_is_named() -> None:
+    used = {code for file in GATEWAY.rglob("*.py") for code in re.findall(r"E_GATEWAY_[A-Z_]+", file.read_text())}
+    named = set(re.findall(r"E_GATEWAY_[A-Z_]+", PAGE.read_text()))
+    assert used - named == {"E_GATEWAY_CLIENT_LEFT"}, "that one is for logs: nobody gets it"
+    assert named <= used
+
+
+def test_every_header_is_named() -> None:
+    text = "".join(file.read_text().lower() for file in GATEWAY.rglob("*.py"))
+    used = set(re.findall(r'"((?:x-|api-|retry-|anthropic-|request-id|authorization|traceparent)[a-z-]*)"', text))
+    used -= {"x-event-schema", "x-accel-buffering", "x-content-type-options"}
+    shown = PAGE.read_text().lower()
+    missing = [name for name in used if name not in shown and name.rpartition("-")[0] not in shown]
+    assert not missing
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
