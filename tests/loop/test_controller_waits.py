@@ -95,6 +95,18 @@ async def test_suspended_answers_are_asked_now_and_then(autojump_clock):
         await harness.clean()
 
 
+async def test_suspended_answers_never_keep_others_from_going_on(autojump_clock):
+    """Also where an exchange takes longer than the time after which suspended answers are asked again."""
+    script = [Gen(2), Fork([[Gen(1), Wait("go"), Gen(2)], [Gen(10), Set("go"), Gen(1)]])]
+    runtime = FakeRuntime(PROGRAMS, exchange_ms=13.0)
+    async with steering(PROGRAMS, engine(), runtime) as harness:
+        sequences = await harness.steer("program", client := Client(), argument=script)
+        await harness.done(sequences)
+        assert by_path(client, client.tokens) == expected(script)
+        assert trio.current_time() < 1
+        await harness.clean()
+
+
 # -- late ---------------------------------------------------------------------------------------
 
 

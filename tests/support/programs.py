@@ -72,7 +72,7 @@ class Set:
 
 @attrs.frozen
 class Skip:
-    """The next mask is late."""
+    """The next mask is late.  An operation that needs a mask follows."""
 
 
 @attrs.frozen

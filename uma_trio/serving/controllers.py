@@ -88,6 +88,8 @@ class Controllers:
         """The one that is under way."""
         self._sent_at = -math.inf
         """When the last one began."""
+        self._done_at = -math.inf
+        """When the last one was done."""
         self._is_slow = False
         """The last exchange took longer than a plan waits."""
         self._step: InFlightStep | None = None
@@ -262,7 +264,7 @@ class Controllers:
         """When suspended sequences must be asked again, on trio's clock."""
         if self._exchange is not None or not self._controlled.in_phase(Phase.SUSPENDED):
             return math.inf
-        return self._sent_at + ASK_AGAIN_S
+        return self._done_at + ASK_AGAIN_S
 
     # -- what is asked --------------------------------------------------------------------------
 
@@ -282,8 +284,7 @@ class Controllers:
                 self._serving.finish(refusal.sequence, refusal.error)
                 continue
             if not asked:
-                ready = have_room([x for x in self._controlled.in_phase(Phase.READY) if is_prefilled(x)])
-                asked = ready if any(control_of(each).asks_ahead for each in ready) else []
+                asked = self._ready if any(control_of(each).asks_ahead for each in self._ready) else []
             if not asked:
                 return
             self._ask_mid(asked)
@@ -293,9 +294,14 @@ class Controllers:
         controlled = self._controlled
         if controlled.in_phase(Phase.REPORT) or any(each.allocation for each in controlled.in_phase(Phase.NEW)):
             return True
-        if controlled.in_phase(Phase.SUSPENDED) and trio.current_time() >= self._sent_at + ASK_AGAIN_S:
-            return True
-        return bool(self._freed or self._abandoned) and not have_room(controlled.in_phase(Phase.READY))
+        if self._ready:  # they come first, and a post_pre comes after their tokens
+            return False
+        return bool(self._freed or self._abandoned) or trio.current_time() >= self.ask_at
+
+    @property
+    def _ready(self) -> list[Sequence]:
+        """The sequences that can ask for their masks."""
+        return have_room([each for each in self._controlled.in_phase(Phase.READY) if is_prefilled(each)])
 
     def _ask_post_pre(self) -> None:
         assert self._runtime is not None
@@ -357,7 +363,7 @@ class Controllers:
         self._exchange, self._sent_at = exchange, trio.current_time()
 
         def done() -> None:
-            self._exchange = None
+            self._exchange, self._done_at = None, trio.current_time()
             if exchange.failure:
                 has_begun = [each for each in self._controlled if control_of(each).phase is not Phase.NEW]
                 self._end_lost(has_begun, exchange.failure)

@@ -1,0 +1,193 @@
+"""Random controlled answers, cancels, crashes and stalls: all texts are as each answer alone, and nothing is left.
+
+Programs are random too: see ``scripts``.  The events of an example are played at their times over a fake engine and a fake
+runtime in virtual time, so it is reproducible.  After each event the bookkeeping is checked.  UMA_TEST_EXPLORE=1 runs
+longer.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.fake_engine import FakeEngine, expected_continuation
+from tests.support.fake_runtime import FakeRuntime
+from tests.support.programs import (
+    Back,
+    Fail,
+    Fork,
+    Gen,
+    Insert,
+    Operation,
+    Program,
+    Say,
+    Script,
+    Set,
+    Skip,
+    Wait,
+    by_path,
+    expected,
+)
+from tests.support.steering import Client, Steering, steering
+from uma_trio.engine.messages import EngineDied, EngineError
+
+EXPLORE = "UMA_TEST_EXPLORE" in os.environ
+N_EXAMPLES = 1000 if EXPLORE else 25
+
+TOKENS = st.lists(st.integers(1, 900), min_size=1, max_size=40)
+NAMES = st.sampled_from(["a", "b"])
+
+
+@st.composite
+def blocks(draw: st.DrawFn, depth: int) -> list[Operation]:
+    """Operations that begin with one that a mask or a splice can carry out, as after a fork."""
+    found: list[Operation] = [draw(st.builds(Gen, st.integers(1, 5)) | st.builds(Insert, TOKENS))]
+    n_sampled = 1
+    for kind in draw(st.lists(st.sampled_from("gggisbwVkf"), max_size=4)):
+        match kind:
+            case "g":
+                found.append(Gen(draw(st.integers(1, 6)), draw(st.sampled_from([(), (5, 6, 7, 8)]))))
+            case "i":
+                found.append(Insert(draw(TOKENS)))
+            case "s":
+                found.append(Say(draw(TOKENS)))
+            case "b":
+                found.append(Back(draw(st.integers(1, n_sampled)), draw(TOKENS)))
+                n_sampled = 0
+            case "w":
+                found.append(Wait(draw(NAMES)))
+            case "V":
+                found.append(Set(draw(NAMES)))
+            case "k":
+                found += [Skip(), Gen(1)]
+            case "f" if draw(st.integers(0, 5)) == 0:
+                found.append(Fail(in_mid=draw(st.booleans())))
+        n_sampled += 1
+    if depth and draw(st.booleans()):
+        found.append(Fork(draw(st.lists(blocks(depth - 1), min_size=2, max_size=3))))
+        found += draw(blocks(0))
+    return found
+
+
+def scripts() -> st.SearchStrategy[list[Operation]]:
+    """Programs; the first tokens may be a long text."""
+    return st.builds(lambda text, rest: [*text, *rest], st.lists(st.builds(Say, TOKENS), max_size=1), blocks(2))
+
+
+EVENTS = st.tuples(
+    st.integers(0, 60),
+    st.sampled_from(["cancel", "cancel all", "crash", "fail", "stall", "read", "die", "slow", "quick"]),
+    st.integers(0, 5),
+)
+"""How many milliseconds after the event before, what, and to whom."""
+
+
+class World:
+    """Answers in progress."""
+
+    def __init__(self, harness: Steering) -> None:
+        self.harness = harness
+        self.programs: list[tuple[Script, Client, Any]] = []
+        self.plain: list[tuple[int, Client, Any]] = []
+        self.killed = False
+        self.has_crashed = False
+        self.exchange_ms = 0.7
+
+    def happen(self, what: str, whom: int) -> None:
+        scheduler = self.harness.scheduler
+        _, client, sequences = self.programs[whom % len(self.programs)]
+        match what:
+            case "cancel":
+                scheduler.cancel(sequences[whom % len(sequences)])
+            case "cancel all":
+                for sequence in sequences:
+                    scheduler.cancel(sequence)
+            case "crash" | "fail" if not self.has_crashed:  # a sequence that is alone in two fatal steps is to blame
+                self.has_crashed = True
+                self.harness.engine.fail_next = EngineDied("SIGKILL") if what == "crash" else EngineError("no room")
+            case "stall":
+                client.open = False
+            case "read":
+                self.read()
+            case "die":
+                self.killed = True
+                self.harness.runtime.die()
+            case "slow":
+                self.exchange_ms = 13.0
+            case "quick":
+                self.exchange_ms = 0.7
+
+    def read(self) -> None:
+        for _, client, _ in self.programs:
+            client.open = True
+        self.harness.scheduler.wake()
+
+    def check(self) -> None:
+        """All that has ended is right."""
+        for first, client, _ in self.plain:
+            assert client.reasons == {0: "length"}
+            assert client.tokens[0] == expected_continuation([first], 25)
+        for script, client, _ in self.programs:
+            texts, whole = by_path(client, client.tokens), expected(script)
+            for path, reason in by_path(client, client.reasons).items():
+                if reason == "stop":
+                    assert texts[path] == whole[path]
+            allowed = {"stop", "deadlock", "cancelled", "E_CONTROLLER_FAILED", "E_LIMIT_KV"}
+            assert {*client.reasons.values()} <= (allowed | {"E_CONTROLLER_UNAVAILABLE"} if self.killed else allowed)
+
+
+async def play(
+    programs: list[Script], n_plain: int, events: list[tuple[int, str, int]], engine: FakeEngine, max_tokens: int
+) -> World:
+    """Run ``programs`` next to plain streams, while ``events`` happen."""
+    runtime = FakeRuntime({"program": Program}, exchange_ms=lambda name: world.exchange_ms)
+    async with steering({}, engine, runtime) as harness:
+        world = World(harness)
+        for i, script in enumerate(programs):
+            client = Client()
+            sequences = await harness.steer("program", client, max_tokens, argument=script, id=f"{i}")
+            world.programs.append((script, client, sequences))
+        for i in range(n_plain):
+            client = Client()
+            world.plain.append((50 + i, client, harness.ask([50 + i], client, 25, id=f"plain {i}")))
+        for pause_ms, what, whom in events:
+            await trio.sleep(pause_ms / 1e3)
+            world.happen(what, whom)
+            harness.scheduler.check_integrity()
+        await trio.sleep(0.5)
+        world.read()
+        engine.fail_next = None
+        await harness.done(*[sequences for _, _, sequences in world.programs], [each for _, _, each in world.plain])
+        world.check()
+        await harness.clean()
+    return world
+
+
+def run(*arguments: Any) -> World:
+    return trio.run(play, *arguments, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@settings(max_examples=N_EXAMPLES)
+@given(
+    programs=st.lists(scripts(), min_size=1, max_size=3),
+    n_plain=st.integers(0, 2),
+    events=st.lists(EVENTS, max_size=6),
+    options=st.sampled_from(
+        [
+            {},
+            {"n_ctx": 500},
+            {"n_ctx": 1000, "n_seq_max": 3},
+            {"unified": False, "n_ctx": 8 * 400},
+            {"can_truncate": False},
+        ]
+    ),
+)
+def test_random_programs_and_events(
+    programs: list[Script], n_plain: int, events: list[tuple[int, str, int]], options: dict[str, Any]
+) -> None:
+    run(programs, n_plain, events, FakeEngine(**options), 300)
