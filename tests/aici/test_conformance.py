@@ -417,6 +417,16 @@ def test_tokens_that_pre_appends(engine: Engine) -> None:
     assert found["result"] == {"suspend": False, "num_forks": 0, "ff_tokens": [3, 4]}
 
 
+def test_tokens_that_pre_appends_before_it_suspends(engine: Engine) -> None:
+    """No engine appends tokens to a suspended sequence: it gets them when the sequence goes on."""
+    ff, suspend = {**PRE, "ff_tokens": [3, 4]}, {**PRE, "suspend": True}
+    id = next(ids)
+    found = engine.begin(id, stepping(pre=in_turn(ff, suspend, {**PRE, "ff_tokens": [5]}, suspend, PRE)))
+    assert found["result"] == {"suspend": True, "num_forks": 1, "ff_tokens": []}
+    assert engine.post_pre()["pre_seqs"][str(id)]["result"] == {"suspend": True, "num_forks": 1, "ff_tokens": []}
+    assert engine.post_pre()["pre_seqs"][str(id)]["result"] == {"suspend": False, "num_forks": 1, "ff_tokens": [3, 4, 5]}
+
+
 @pytest.mark.parametrize(
     ("pre", "error"),
     [

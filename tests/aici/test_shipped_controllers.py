@@ -343,6 +343,15 @@ def test_a_fork_may_wait_at_once(controllers: Controllers) -> None:
     assert not any(each.error for each in done.sequences)
 
 
+def test_a_fork_may_wait_after_text(controllers: Controllers) -> None:
+    done = run_js(
+        controllers,
+        "const i = await fork(2)\nif (i) { await $`b`; await waitVars('go'); await $`c` } else { await $`a`; setVar('go', 1) }",
+    )
+    assert [each.text for each in done.sequences] == ["a", "bc"]
+    assert not any(each.error for each in done.sequences)
+
+
 def test_a_fork_may_fork_at_once(controllers: Controllers) -> None:
     done = run_js(controllers, "await $`x`\nconst i = await fork(2), j = await fork(2)\nawait $`${i}${j}`")
     assert sorted(each.text for each in done.sequences) == ["x00", "x01", "x10", "x11"]

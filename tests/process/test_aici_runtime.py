@@ -19,6 +19,7 @@ from uma_trio.aici.link import RuntimeStart
 from uma_trio.aici.messages import Auth
 from uma_trio.aici.supervisor import SupervisedRuntime
 from uma_trio.config import Aici
+from uma_trio.errors import ControllerFailed
 from uma_trio.models.loaded import EMBEDDED, vocabulary
 
 pytestmark = [
@@ -29,6 +30,13 @@ pytestmark = [
 
 ADMIN = Auth("tests", is_admin=True)
 N_ROWS = 8
+
+
+async def test_tags_of_controllers_that_come_with_uma_trio_stay_theirs(runtime):
+    tags = {each.tag: each.module_id for each in await runtime.get_tags(ADMIN)}
+    with pytest.raises(ControllerFailed, match="jsctrl is a controller that comes with uma-trio; choose another tag"):
+        await runtime.set_tags(tags["yesno"], ["mine", "jsctrl"], ADMIN)
+    assert {each.tag: each.module_id for each in await runtime.get_tags(ADMIN)} == tags
 
 
 def splice(backtrack: int, *tokens: int) -> str:

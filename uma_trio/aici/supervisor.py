@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import structlog
 import trio
 
-from uma_trio.aici.controllers import shipped
+from uma_trio.aici.controllers import NAMES, shipped
 from uma_trio.aici.exchange import AnswerCheck, Exchange, MidResults, PostPreResults
 from uma_trio.aici.link import RuntimeDied, RuntimeLink, RuntimeStart
 from uma_trio.aici.messages import (
@@ -125,9 +125,7 @@ class SupervisedRuntime:
         tags = {info.tag: info for info in (await _ask(link, GetTags(), TagList, US)).tags}
         for name, wasm in (await trio.to_thread.run_sync(shipped)).items():
             known = tags.get(name)
-            if known is not None and (
-                known.updated_by != US.user or known.module_id == hashlib.sha256(wasm).hexdigest()
-            ):
+            if known is not None and known.module_id == hashlib.sha256(wasm).hexdigest():
                 continue
             try:
                 info = await _ask(link, MakeModule(wasm), ModuleInfo, US)
@@ -211,7 +209,9 @@ class SupervisedRuntime:
         return await _ask(await self._running(), MakeModule(wasm), ModuleInfo, auth)
 
     async def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth | None = None) -> list[TagInfo]:
-        """See ``ControllerRuntime``."""
+        """See ``ControllerRuntime``.  The tags of controllers that come with uma-trio stay theirs."""
+        if taken := sorted({*tags} & {*NAMES}):
+            raise ControllerFailed(f"{taken[0]} is a controller that comes with uma-trio; choose another tag")
         return (await _ask(await self._running(), SetTags(module_id, [*tags]), TagList, auth)).tags
 
     async def get_tags(self, auth: Auth | None = None) -> list[TagInfo]:

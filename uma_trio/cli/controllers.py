@@ -132,7 +132,7 @@ def list_(as_json: bool, socket: str | None) -> None:
 @click.option("--stats", is_flag=True, help="Print on stderr how many tokens each answer has.")
 @socket_option(verbose="Print on stderr what the controllers print, and which daemon answers.")
 def run(controller: str, file: Path | None, as_json: bool, stats: bool, socket: str | None, **options: Any) -> None:
-    """Run CONTROLLER, a module id or a tag, and stream its text.  FILE is what it gets, such as a program.
+    """Run CONTROLLER, a module id or a tag, and stream its text.  FILE is what it gets, such as a program; - is stdin.
 
     The text of one answer comes as it is generated; where the controller removes some, an arrow follows.  An answer that
     forks is printed at the end, as a tree.

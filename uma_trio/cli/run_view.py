@@ -51,6 +51,8 @@ class RunPrinter:
             case Backtrack() if not self.is_tree:
                 self._echo(" ↩ ")
             case ControllerOutput() if self._show_logs and event.logs:
+                if self._last_character not in ("", "\n") and sys.stdout.isatty() and sys.stderr.isatty():
+                    self._echo("\n")  # both are on one terminal
                 for line in printable(event.logs).splitlines():
                     click.secho(f"[{event.index}] {line}", err=True, dim=True)
 

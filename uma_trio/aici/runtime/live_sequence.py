@@ -47,6 +47,8 @@ class LiveSequence:
     """``None`` while a fork is being made."""
     row: Row | None = None
     """Biases of its last mid.  Not in shared memory: a controller that is late must not write into the next step."""
+    held: list[int] = attrs.field(factory=list)
+    """Tokens that pre appended before it suspended.  The engine gets them when the sequence goes on."""
     late: ControllerCall | None = None
     """A call that has no answer yet.  Between two steps only if the step went on without it."""
 
@@ -135,10 +137,12 @@ class PostPreCall(ControllerCall):
     def _pre(self) -> PreResult:
         """Run pre until the controller appends no more tokens."""
         controller = self.sequence.running
-        appended: list[int] = []
+        appended, self.sequence.held = self.sequence.held, []
         for _ in range(MAX_FF_ROUNDS + 1):
             found = controller.pre_process(deadline=self.deadline)
             if not found.ff_tokens:
+                if found.suspend:
+                    self.sequence.held, appended = appended, []
                 return PreResult(found.suspend, found.num_forks, appended)
             appended += found.ff_tokens
             if controller.post_process(found.ff_tokens, 0, deadline=self.deadline):
