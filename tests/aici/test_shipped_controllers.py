@@ -277,6 +277,18 @@ def test_yesno_answers_yes_or_no(controllers: Controllers, seed: int) -> None:
     assert run(controllers, "yesno", "", anything(seed)).only.text in ("yes", "no")
 
 
+@pytest.mark.parametrize("question", ["Is the sky blue?", "Is the sky blue?\n"])
+def test_yesno_writes_the_question_first(controllers: Controllers, question: str) -> None:
+    assert run(controllers, "yesno", question, anything()).only.text in (
+        "Is the sky blue?\nyes",
+        "Is the sky blue?\nno",
+    )
+
+
+def test_yesno_without_an_argument_asks_nothing(controllers: Controllers) -> None:
+    assert run(controllers, "yesno", "null", anything()).only.text in ("yes", "no")
+
+
 def test_yesno_splices_what_is_certain(controllers: Controllers) -> None:
     sequence = run(controllers, "yesno", "", saying("n")).only
     assert sequence.text == "no"
@@ -509,7 +521,12 @@ def test_stop_ends_the_program(controllers: Controllers) -> None:
         ("start(async () => { throw 'text' })", ["the program threw text"]),
         ("await $`a`", ["SyntaxError"]),
         ("gen()", ["only inside the function that is given to start()"]),
-        ("", ["the program does not call start(main)"]),
+        ("", ["no program was given"]),
+        ("null", ["no program was given"]),
+        ("// nothing", ["the program does not call start(main)"]),
+        ("start(async () => {\n  await gen({ choice: 'yes' })\n})", ["choice is a list of texts", "program.js:2"]),
+        ("start(async () => {\n  await select([])\n})", ["choice is a list of texts, at least one"]),
+        ("start(async () => {\n  await gen({ options: null })\n})", ["options is a list of texts"]),
         ("start(5)", ["start takes a function"]),
         (
             "start(async () => {\n  const all = []\n  for (;;) all.push(new Uint8Array(1e6))\n})",

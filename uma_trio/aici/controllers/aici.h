@@ -102,7 +102,7 @@ static inline struct aici_text aici_blob(uint32_t blob)
     return text;
 }
 
-/* What the request said in controller_arg. */
+/* What the request said in controller_arg: a text as it is, any other value as JSON; "null" if it said nothing. */
 static inline struct aici_text aici_module_arg(void)
 {
     return aici_blob(aici_host_module_arg());
@@ -254,14 +254,15 @@ static inline bool aici_set_has(const struct aici_set *set, uint32_t token)
     return set->words && token < aici_vocabulary_size() && set->words[token / 32] >> token % 32 & 1;
 }
 
-/* How many tokens there are; *last becomes the last one. */
+/* How many tokens there are.  *last becomes the last one, if there is one and last is not NULL. */
 static inline uint32_t aici_set_count(const struct aici_set *set, uint32_t *last)
 {
     uint32_t count = 0;
     for (size_t i = 0; set->words && i < aici_set_words_(); i++)
         if (set->words[i]) {
             count += (uint32_t)__builtin_popcount(set->words[i]);
-            *last = (uint32_t)(i * 32 + 31) - (uint32_t)__builtin_clz(set->words[i]);
+            if (last)
+                *last = (uint32_t)(i * 32 + 31) - (uint32_t)__builtin_clz(set->words[i]);
         }
     return count;
 }
@@ -454,7 +455,7 @@ struct aici_controller {
     void (*prompt)(const uint32_t *tokens, size_t n);                          /* usual: nothing */
     struct aici_pre (*pre)(void);                                              /* usual: go on */
     struct aici_mid (*mid)(const uint32_t *fork_group, size_t n);              /* usual: any token */
-    bool (*post)(const uint32_t *tokens, size_t n, uint32_t backtrack);        /* stop?  usual: at the end token */
+    bool (*post)(const uint32_t *tokens, size_t n, uint32_t backtrack);        /* stop?  usual: at the end token; yours must look for it too */
 };
 
 /* ---- From JSON to callbacks and back ---------------------------------------------------------------------------- */

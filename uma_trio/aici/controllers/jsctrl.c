@@ -370,6 +370,8 @@ static void load_program(void)
     JS_FreeValue(context, host);
 
     struct aici_text program = aici_module_arg();
+    if (!program.size || !strcmp(program.data, "null"))
+        aici_fail("no program was given: controller_arg is the text of a program");
     JS_FreeValue(context, check(JS_Eval(context, program.data, program.size, "program.js", JS_EVAL_TYPE_GLOBAL | JS_EVAL_FLAG_STRICT)));
     free(program.data);
 }

@@ -9,6 +9,8 @@
 
   const MAX_TEXTS_IN_PRE = 8 // the runtime allows ten rounds; after these, text goes through mid
   const MAX_FORCED = 64
+  const RAN_TOO_LONG =
+    "the program made more than a million jumps and calls without $, gen, fork or waitVars: is there an endless loop?"
   const GEN_OPTIONS = ["regex", "schema", "choice", "options", "maxTokens", "stopAt", "storeVar"]
 
   let main = null
@@ -160,8 +162,10 @@
     if (given.length > 1) throw new TypeError(`gen takes one of ${given.map(([name]) => name).join(" and ")}`)
     if (regex !== undefined) return { regex: regex instanceof RegExp ? regexSource(regex) : String(regex) }
     if (schema !== undefined) return { json_schema: schema }
-    const texts = choice ?? options
-    return texts === undefined ? null : { choice: Array.from(texts, String) }
+    if (!given.length) return null
+    const [[name, texts]] = given
+    if (!Array.isArray(texts) || !texts.length) throw new TypeError(`${name} is a list of texts, at least one`)
+    return { choice: texts.map(String) }
   }
 
   // What a regular expression of JavaScript is in the runtime's syntax, in which \d and \w have the digits and letters
@@ -339,7 +343,7 @@
     if (!(error instanceof Error)) return `the program threw ${shown(error)}`
     const lines = String(error.stack ?? "").split("\n").filter((line) => line.includes("program.js"))
     const isInterrupt = ranTooLong && error.message === "interrupted"
-    const text = isInterrupt ? "the program ran for too long without await: is there an endless loop?" : `${error.name}: ${error.message}`
+    const text = isInterrupt ? RAN_TOO_LONG : `${error.name}: ${error.message}`
     return [text, ...lines].join("\n")
   }
 

@@ -1,8 +1,9 @@
-/* yesno: the answer is "yes" or "no", and nothing else. */
+/* yesno: writes controller_arg, if there is one, and below it "yes" or "no". */
 #include "aici.h"
 
 static const char *const WORDS[] = {"yes", "no"};
 static struct aici_set allowed;
+static struct aici_tokens question; /* to be written */
 static char answer[4]; /* so far; during the walk, with the bytes of a token behind it */
 static size_t size;
 
@@ -31,6 +32,23 @@ static void pop(void *unused, unsigned n)
     size -= n;
 }
 
+static void prompt(const uint32_t *tokens, size_t n)
+{
+    (void)tokens, (void)n;
+    struct aici_text text = aici_module_arg();
+    if (text.size && strcmp(text.data, "null")) {
+        if (text.data[text.size - 1] != '\n')
+            aici_append_string(&text, "\n");
+        question = aici_tokenize(text.data, text.size);
+    }
+    free(text.data);
+}
+
+static struct aici_pre pre(void)
+{
+    return (struct aici_pre){.forks = 1, .tokens = question.ids, .n = question.n};
+}
+
 static struct aici_mid mid(const uint32_t *fork_group, size_t n)
 {
     (void)fork_group, (void)n;
@@ -42,6 +60,10 @@ static struct aici_mid mid(const uint32_t *fork_group, size_t n)
 static bool post(const uint32_t *tokens, size_t n, uint32_t backtrack)
 {
     (void)backtrack;
+    if (question.n) {
+        question.n = 0;
+        return false;
+    }
     struct aici_text text = aici_detokenize(tokens, n);
     for (size_t i = 0; i < text.size && push(NULL, (uint8_t)text.data[i]); i++)
         ;
@@ -49,4 +71,4 @@ static bool post(const uint32_t *tokens, size_t n, uint32_t backtrack)
     return matches(true);
 }
 
-AICI_CONTROLLER(.mid = mid, .post = post)
+AICI_CONTROLLER(.prompt = prompt, .pre = pre, .mid = mid, .post = post)
