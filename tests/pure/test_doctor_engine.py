@@ -1,4 +1,4 @@
-"""The line of ``uma-trio doctor`` about the engine of a running daemon."""
+"""The lines of ``uma-trio doctor`` about the engine and the controllers of a running daemon."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Metrics, ModelDescription, ModelList
 
 
-def findings(path: Path, engine: dict[str, Any]) -> list[Finding]:
-    """What the doctor finds at ``path``, where a server answers with a snapshot of ``engine``."""
+def findings(path: Path, engine: dict[str, Any], controllers: dict[str, Any] | None = None) -> list[Finding]:
+    """What the doctor finds at ``path``, where a server answers with snapshots of ``engine`` and ``controllers``."""
     model = ModelDescription(
         name="m",
         description="a model",
@@ -30,7 +30,7 @@ def findings(path: Path, engine: dict[str, Any]) -> list[Finding]:
         capabilities=["completion"],
         embedding_length=1,
     )
-    answers = (Metrics(snapshot={"model": "m.gguf", "engine": engine}), ModelList(models=[model]))
+    answers = (Metrics(snapshot={"model": "m.gguf", "engine": engine, "controllers": controllers}), ModelList(models=[model]))
 
     def serve(listener: socket.socket) -> None:
         for answer in answers:
@@ -74,3 +74,17 @@ def test_an_engine_that_was_restarted_is_a_warning(tmp_path: Path, restarts: int
 def test_an_engine_in_a_thread(tmp_path: Path) -> None:
     [*_, found] = findings(tmp_path / "s", {"restarts_total": 0})
     assert found == Finding("engine", "ok", "it runs in a thread of the daemon")
+
+
+@pytest.mark.parametrize(
+    ("pid", "restarts", "verdict", "message"),
+    [
+        (None, 0, "ok", "no request has needed them yet"),
+        (4712, 0, "ok", "they run in process 4712"),
+        (4712, 1, "warning", "they run in process 4712; their runtime has ended once"),
+        (None, 3, "warning", "they do not run; their runtime has ended 3 times"),
+    ],
+)
+def test_controllers(tmp_path: Path, pid: int | None, restarts: int, verdict: str, message: str) -> None:
+    [*_, found, _] = findings(tmp_path / "s", {"restarts_total": 0}, {"pid": pid, "restarts_total": restarts})
+    assert (found.name, found.verdict, found.message) == ("controllers", verdict, message)
