@@ -120,7 +120,7 @@ async def test_what_is_refused_leaves_nothing(
 
 async def test_a_file_that_is_no_model_is_refused_and_removed(hub: FakeHub, machine: Machine, model: bytes) -> None:
     hub.add("acme/Bad-GGUF", {"Bad-Q8_0.gguf": model[: len(model) // 2], "Bad-Q4_0.gguf": b"<html>" * 1000})
-    with pytest.raises(HubError, match="acme/Bad-GGUF:Q8_0 is refused: .*cut off"):
+    with pytest.raises(HubError, match=r"acme/Bad-GGUF:Q8_0 is refused: .*cut off"):
         await machine.pull("acme/Bad-GGUF:Q8_0")
     with pytest.raises(HubError, match="is refused: it begins with b'<htm'"):
         await machine.pull("acme/Bad-GGUF:Q4_0")

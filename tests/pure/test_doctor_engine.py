@@ -30,7 +30,10 @@ def findings(path: Path, engine: dict[str, Any], controllers: dict[str, Any] | N
         capabilities=["completion"],
         embedding_length=1,
     )
-    answers = (Metrics(snapshot={"model": "m.gguf", "engine": engine, "controllers": controllers}), ModelList(models=[model]))
+    answers = (
+        Metrics(snapshot={"model": "m.gguf", "engine": engine, "controllers": controllers}),
+        ModelList(models=[model]),
+    )
 
     def serve(listener: socket.socket) -> None:
         for answer in answers:
