@@ -45,9 +45,11 @@ def redirected(url: str, location: str) -> str:
     Raises:
         HubError: it may not be followed.
     """
-    target = urljoin(url, location)
     try:
+        target = urljoin(url, location)
         parts = parse_url(target)
+    except ValueError:
+        raise HubError(f"{urlsplit(url).hostname} redirects to what is no URL", "use another source") from None
     except HubError as error:
         raise HubError(
             f"{urlsplit(url).hostname} redirects to a place that may not be opened: {error.reason}",
