@@ -70,16 +70,19 @@ def located(config: Config, *, may_pull: bool) -> Config:
     """
     if config.model.model is None:
         return config
+    from uma_trio.hub.errors import NotInstalled
     from uma_trio.hub.locate import find_here, find_or_pull
 
-    places = places_of(config)
-    if may_pull and not places.is_offline:
+    name, places = config.model.model, places_of(config)
+    try:
+        found = find_here(name, places)
+    except NotInstalled:
+        if not may_pull or places.is_offline:
+            raise
         from uma_trio.cli.pull_view import pull_view
         from uma_trio.cli.run_trio import run, until_interrupted
 
         with pull_view() as view:
-            found = run(until_interrupted, lambda: find_or_pull(config.model.model or "", places, view))
-    else:
-        found = find_here(config.model.model, places)
+            found = run(until_interrupted, lambda: find_or_pull(name, places, view))
     model = attrs.evolve(config.model, model=str(found.path), alias=config.model.alias or found.name)
     return attrs.evolve(config, model=model)

@@ -73,17 +73,25 @@ def _pull(text: str, sha256: str | None, places: Places, *, quiet: bool) -> dict
         HubError: it is not here, and cannot be downloaded.
         ModelError: it is here, and cannot be served.
     """
-    from uma_trio.cli.pull_view import pull_view
+    from uma_trio.cli.pull_view import View, pull_view
     from uma_trio.cli.run_trio import Interrupted, run, until_interrupted
+    from uma_trio.hub.errors import NotInstalled
     from uma_trio.hub.locate import find_here, resolve
-    from uma_trio.hub.names import HubReference, UrlReference
+    from uma_trio.hub.names import HubReference, ShortName, UrlReference
     from uma_trio.hub.pull import Puller
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import explained
 
     reference, _ = resolve(text, places)
     if not isinstance(reference, HubReference | UrlReference) or places.is_offline:
-        located = find_here(text, places)
+        try:
+            located = find_here(text, places)
+        except NotInstalled as error:
+            if places.is_offline or not isinstance(reference, ShortName):
+                raise
+            found = run(Puller(places, View()).suggest, text)
+            there = f"the hub has {', '.join(found)}; pull one of them" if found else error.remedy
+            raise NotInstalled(error.reason, there) from None
         with explained(located.path):
             check_gguf(located.path)
         return {"name": located.name, "path": str(located.path)}

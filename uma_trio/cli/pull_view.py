@@ -24,10 +24,14 @@ class _Shown(Protocol):
 
 
 class View(PullWatcher):
-    """Adds up the parts of a model."""
+    """Adds up the parts of a model.
 
-    def __init__(self, shown: _Shown) -> None:
-        self._shown = shown
+    Args:
+        shown: what the sums go to; ``None``: nowhere.
+    """
+
+    def __init__(self, shown: _Shown | None = None) -> None:
+        self._shown = shown or _Silent()
         self._name: str | None = None
         self._done: list[int | None] = []
         self._sizes: list[int | None] = []
@@ -59,7 +63,7 @@ class View(PullWatcher):
 def pull_view(*, quiet: bool = False) -> Iterator[View]:
     """A view on stderr until the end of the context."""
     if quiet:
-        yield View(_Silent())
+        yield View()
     elif sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import (

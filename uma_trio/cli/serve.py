@@ -182,6 +182,7 @@ def _located(settings: Config) -> Config:
         click.echo(f"uma-trio serve: {error}", err=True)
         sys.exit(1)
     except Interrupted:
+        click.echo("stopped; the download goes on from here the next time", err=True)
         sys.exit(INTERRUPTED)
 
 

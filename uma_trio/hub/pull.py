@@ -33,7 +33,7 @@ from uma_trio.hub.folder import (
     write_unfinished,
 )
 from uma_trio.hub.http import Http, open_http
-from uma_trio.hub.huggingface import explain_refused_file, file_url, read_repository
+from uma_trio.hub.huggingface import explain_refused_file, file_url, read_repository, suggestions
 from uma_trio.hub.installed import InstalledModel
 from uma_trio.hub.names import HubReference, UrlReference
 from uma_trio.hub.partial import PartialFile, check_room, free_bytes
@@ -105,6 +105,11 @@ class Puller:
                 plan = self._plan_url(reference, sha256)
             here = await trio.to_thread.run_sync(self._find, plan)
             return here or await self._fetch(http, plan)
+
+    async def suggest(self, words: str) -> list[str]:
+        """Names of repositories of the hub that may be meant; none if it cannot be asked."""
+        async with open_http(self._places.endpoint, read_token(self._places), silence_s=self._silence_s) as http:
+            return await suggestions(http, self._places.endpoint, words)
 
     # -- what to download -----------------------------------------------------------------------
 

@@ -1,0 +1,50 @@
+"""What a person sees on a terminal: a bar with rate and time left, names that the shell completes, and what to type next."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from tests.support.hub_server import FakeHub, Fault
+from tests.support.model_home import Home
+from tests.support.terminal import terminal
+
+NAME = "acme/Tiny-GGUF:Q8_0"
+EVENT_S = 60.0
+
+
+def test_a_download_has_a_bar(hub: FakeHub, home: Home, model: bytes) -> None:
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    reached, go_on = threading.Event(), threading.Event()
+    hub.faults.append(Fault(cut_after=5 << 20, hold=(reached, go_on)))
+    command = [sys.executable, "-m", "uma_trio", "pull", NAME]
+    with terminal(command, columns=120, lines=10, environment=home.environment) as screen:
+        try:
+            assert reached.wait(EVENT_S)
+            screen.wait_for("/7.3 MiB")
+            screen.wait_for("MB/s")
+            shown = screen.text
+            assert NAME in shown
+            assert "%" in shown
+        finally:
+            go_on.set()
+        screen.wait_for("Serve it with: uma-trio serve --model acme/Tiny-GGUF:Q8_0")
+        assert screen.wait() == 0
+
+
+def test_shells_complete_names_and_aliases(hub: FakeHub, home: Home, model: bytes) -> None:
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    assert home.run("pull", NAME).returncode == 0
+    assert home.run("models", "alias", "tiny", NAME).returncode == 0
+    for line in ("uma-trio serve --model ", "uma-trio models show ", "uma-trio tokenize --model "):
+        found = home.run(_UMA_TRIO_LINE=line, _UMA_TRIO_COMPLETE="lines_complete")
+        names = [each.split("\t")[1] for each in found.stdout.splitlines() if each.startswith("plain\t")]
+        assert names == [NAME, "tiny"], line
+
+
+def test_a_short_name_that_is_not_here_brings_suggestions(hub: FakeHub, home: Home, model: bytes) -> None:
+    hub.add("acme/Tiny-GGUF", {"Tiny-Q8_0.gguf": model})
+    refused = home.run("pull", "tiny")
+    assert refused.returncode == 1
+    assert "the hub has acme/Tiny-GGUF; pull one of them" in refused.stderr
+    assert "uma-trio models lists" in home.run("pull", "tiny", "--offline").stderr
