@@ -424,7 +424,11 @@ def test_tokens_that_pre_appends_before_it_suspends(engine: Engine) -> None:
     found = engine.begin(id, stepping(pre=in_turn(ff, suspend, {**PRE, "ff_tokens": [5]}, suspend, PRE)))
     assert found["result"] == {"suspend": True, "num_forks": 1, "ff_tokens": []}
     assert engine.post_pre()["pre_seqs"][str(id)]["result"] == {"suspend": True, "num_forks": 1, "ff_tokens": []}
-    assert engine.post_pre()["pre_seqs"][str(id)]["result"] == {"suspend": False, "num_forks": 1, "ff_tokens": [3, 4, 5]}
+    assert engine.post_pre()["pre_seqs"][str(id)]["result"] == {
+        "suspend": False,
+        "num_forks": 1,
+        "ff_tokens": [3, 4, 5],
+    }
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.support.fake_runtime import FakeRuntime, ScriptedController
 from tests.support.programs import Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.aici.messages import PreResult
+from uma_trio.protocol.controllers import ControllerOutput
 from uma_trio.serving import controllers
 
 PROGRAMS = {"program": Program}
@@ -177,6 +178,34 @@ async def test_a_hung_exchange_delays_a_neighbour_once(autojump_clock, name):
         await harness.done(sequences, [plain])
         assert client.reasons == {0: "E_CONTROLLER_UNAVAILABLE"}
         assert "it hangs" in client.ends[0].message
+        await harness.clean()
+
+
+class Prints(Program):
+    """Prints a lot whenever it is asked."""
+
+    def pre(self) -> PreResult:
+        self.log("x" * 10_000)
+        self.write("v", "y" * 100)
+        return super().pre()
+
+
+async def test_what_is_printed_while_the_client_does_not_read_is_bounded(autojump_clock):
+    """The runtime asks all controllers whenever it asks one."""
+    async with steering({"prints": Prints, **PROGRAMS}, engine()) as harness:
+        sequences = await harness.steer("prints", client := Client(), argument=[Gen(10)])
+        while len(client.tokens[0]) < 3:
+            await trio.sleep(0.001)
+        client.open, n = False, len(client.events)
+        await harness.done(await harness.steer("program", Client(), 400, argument=[Gen(350)]))
+        assert len(client.events) - n <= 2, "one that was on its way"
+        client.open = True
+        harness.scheduler.wake()
+        await harness.done(sequences)
+        late = [event for event in client.events[n:] if isinstance(event, ControllerOutput)]
+        assert len(late[0].logs) == 1 << 16
+        assert len(late[0].storage) == 256
+        assert client.tokens[0] == expected_continuation([START], 10)
         await harness.clean()
 
 

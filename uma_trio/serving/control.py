@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 import attrs
 
 from uma_trio.aici.messages import MidResult, PostOp
+from uma_trio.protocol.controllers import StorageWrite
 
 
 class Phase(enum.Enum):
@@ -66,6 +67,10 @@ class Control:
     """Tokens that take the place of the sampled one."""
     is_permitted: bool = False
     """The next step may sample its next token, if the phase allows it."""
+    logs: str = ""
+    """What the controller has printed and its client has not got yet."""
+    writes: list[StorageWrite] = attrs.field(factory=list)
+    """Writes of variables, likewise."""
     n_sampled: int = 0
     """Tokens that the model chose, those that the controller removed included."""
     n_forced: int = 0

@@ -26,7 +26,7 @@ from uma_trio.protocol.messages import FinishReason
 from uma_trio.serving.control import ControlledRequest, Phase
 from uma_trio.serving.controlled import ControlledSequences, control_of, have_room, is_prefilled
 from uma_trio.serving.forking import Forking, ForkRefused
-from uma_trio.serving.output import send_controller_output, send_rest
+from uma_trio.serving.output import send_controller_output, send_rest, send_unsent
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence, State
 from uma_trio.serving.step import InFlightStep, NewTokens, append_forced, splice
@@ -142,6 +142,7 @@ class Controllers:
     def ended(self, sequence: Sequence) -> None:
         """``sequence`` has ended, whatever the reason was."""
         control = control_of(sequence)
+        send_unsent(sequence)
         self._controlled.remove(sequence)
         self._forking.give_up(sequence)
         if control.phase is Phase.NEW:

@@ -21,6 +21,10 @@ from uma_trio.serving.step import NewTokens
 TokenToBytes: TypeAlias = Callable[[int], bytes]
 """Token id -> the bytes that it stands for."""
 
+MAX_UNSENT_CHARACTERS: Final = 1 << 16
+MAX_UNSENT_WRITES: Final = 256
+"""What is kept of a controller's logs and writes of variables while its client does not read."""
+
 MAX_CHARACTER_BYTES: Final = 4
 """Longest character in UTF-8."""
 
@@ -121,19 +125,35 @@ def send_rest(sequence: Sequence) -> None:
 
 
 def send_controller_output(sequence: Sequence, result: SequenceResult[Any]) -> None:
-    """Send what a controller has printed and written, and its error, if there is something."""
+    """Send what a controller has printed and written, and its error, if there is something.
+
+    A controller may be asked again and again while its client does not read.  What it says meanwhile is kept, but only the
+    end of it, and sent later.
+    """
+    control = sequence.control
+    assert control is not None
+    control.logs = (control.logs + result.logs)[-MAX_UNSENT_CHARACTERS:]
+    control.writes = [*control.writes, *filter(None, map(_write, result.storage))][-MAX_UNSENT_WRITES:]
+    if sequence.sink.has_room or result.error:
+        send_unsent(sequence, result.error)
+
+
+def send_unsent(sequence: Sequence, error: str = "") -> None:
+    """Send what ``send_controller_output`` has kept, if there is something."""
+    control = sequence.control
+    assert control is not None
     assert sequence.index is not None
-    writes = [write for command in result.storage if (write := _write(command)) is not None]
-    if result.logs or writes or result.error:
+    if control.logs or control.writes or error:
         sequence.sink.send(
             ControllerOutput(
                 id=sequence.request.id,
                 index=sequence.index,
-                logs=result.logs or None,
-                storage=writes or None,
-                error=result.error or None,
+                logs=control.logs or None,
+                storage=control.writes or None,
+                error=error or None,
             )
         )
+    control.logs, control.writes = "", []
 
 
 def _write(command: object) -> StorageWrite | None:
