@@ -6,6 +6,7 @@ import hashlib
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.hub_server import FakeHub
@@ -63,9 +64,10 @@ def test_a_model_of_ollama_is_served_where_it_is(hub: FakeHub, home: Home, model
             }
         )
     )
-    with real_daemon("--model", "tiny", folder=tmp_path, environment=home.environment) as daemon:
-        assert "Paris" in daemon.ask(messages=QUESTION).text
-        assert daemon.metrics()
+    with real_daemon("--model", "tiny", "--http", "0", folder=tmp_path, environment=home.environment) as daemon:
+        assert "Paris" in daemon.ask(messages=QUESTION, model="tiny").text
+        shown = httpx.post(f"{daemon.http_url()}/api/show", json={"model": "tiny:latest"}, timeout=60)
+        assert shown.status_code == 200, shown.text
         (described,) = json.loads(home.run("models", "--json", UMA_SOCKET=str(daemon.socket)).stdout)
         assert (described["name"], described["origin"], described["is_served"]) == ("tiny:latest", "Ollama", True)
     assert home.files() == []

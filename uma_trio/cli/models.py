@@ -155,7 +155,7 @@ def remove(model: str, yes: bool) -> None:
         if found.origin != "uma-trio":
             how = HOW_TO_REMOVE[found.origin].format(name=found.name, place=found.place)
             _fail(f"{found.name} belongs to {found.origin}; remove it with: {how}")
-        if {found.name, *_aliases_of(found, folder.aliases())} & {*_served()}:
+        if {found.served_name, *_aliases_of(found, folder.aliases())} & {*_served()}:
             _fail(f"a daemon serves {found.name}; stop it first")
         if not yes:
             click.confirm(
@@ -270,7 +270,7 @@ def _describe(model: InstalledModel, served: Sequence[str], aliases: Mapping[str
         "source": model.source,
         "files": [str(file) for file in model.files],
         "aliases": names,
-        "is_served": model.name in served or any(name in served for name in names),
+        "is_served": model.served_name in served or any(name in served for name in names),
         "problem": problem,
     }
 

@@ -42,6 +42,11 @@ class InstalledModel:
         return self.files[0]
 
     @property
+    def served_name(self) -> str:
+        """What clients see: the name, without the tag that Ollama's clients add by themselves."""
+        return self.name.removesuffix(":latest")
+
+    @property
     def place(self) -> str:
         """The name without the quantization."""
         return self.name.partition(":")[0]

@@ -60,7 +60,7 @@ def find_here(text: str, places: Places) -> Located:
         if isinstance(reference, HubReference | UrlReference):
             raise NotInstalled(error.reason, f"download it with: uma-trio pull {text}") from None
         raise
-    return Located(found.path, name or found.name)
+    return Located(found.path, name or found.served_name)
 
 
 async def find_or_pull(text: str, places: Places, watcher: PullWatcher) -> Located:
@@ -76,7 +76,7 @@ async def find_or_pull(text: str, places: Places, watcher: PullWatcher) -> Locat
         if places.is_offline or not isinstance(reference, HubReference | UrlReference):
             raise
     model = await Puller(places, watcher).pull(reference)
-    return Located(model.path, name or model.name)
+    return Located(model.path, name or model.served_name)
 
 
 def resolve(text: str, places: Places) -> tuple[Reference, str | None]:
