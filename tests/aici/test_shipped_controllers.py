@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
+from tests.support.documents import ROOT
 from uma_trio.aici.controllers import shipped
+from uma_trio.aici.controllers.build import FLAGS, HERE, BuildError, find_tools
 from uma_trio.aici.runtime.host import Module, WasmHost
 from uma_trio.aici.runtime.interface import Controller, ControllerError, Limits, Splice, StopSequence, Variables
 
@@ -308,6 +312,21 @@ def test_uppercase_has_no_lower_case_letter(controllers: Controllers) -> None:
     assert run(controllers, "uppercase", "", saying("é")).only.text == ""
 
 
+def test_the_c_example_of_the_page(controllers: Controllers, tmp_path: Path) -> None:
+    try:
+        tools = find_tools()
+    except BuildError as error:
+        pytest.skip(str(error))
+    source, wasm = tmp_path / "mine.c", tmp_path / "mine.wasm"
+    source.write_text((ROOT / "docs" / "AICI-CONTROLLERS.md").read_text().partition("```c\n")[2].partition("```")[0])
+    subprocess.run([tools.clang, *FLAGS, "-Wall", "-Werror", f"-I{HERE}", f"-fuse-ld={tools.linker}", "-o", wasm, source], check=True)  # fmt: skip
+    controllers.modules["mine"] = controllers.host.load(controllers.host.compile(wasm.read_bytes()))
+    sequence = run(controllers, "mine", "", anything()).only
+    generated = sequence.tokens[1:]
+    assert generated[-1] == EOS
+    assert len(set(generated)) == len(generated), "no token twice"
+
+
 # JavaScript
 
 
@@ -487,6 +506,19 @@ def test_variables_tokens_and_prompt(controllers: Controllers) -> None:
     ]
 
 
+def test_token_ids_as_text(controllers: Controllers) -> None:
+    program = "await $([BOS, ...tokenize('ab')])\nawait $`c`\nprint(getTokens())".replace("BOS", str(BOS))
+    assert printed(run_js(controllers, program).only) == [[BOS, BOS, *tokenize(b"ab"), *tokenize(b"c")]]
+
+
+def test_gen_ends_at_a_stop_token_which_leaves_nothing_behind(controllers: Controllers) -> None:
+    [stop] = tokenize(b"!")
+    program = f"print([await gen({{ stopTokens: [{stop}] }})])\nawait $`.`"
+    sequence = run_js(controllers, program, saying("abc!def")).only
+    assert printed(sequence) == [["abc"]]
+    assert sequence.text == "abc."
+
+
 def test_stop_ends_the_program(controllers: Controllers) -> None:
     assert run_js(controllers, "await $`a`\nstop()\nawait $`b`").only.text == "a"
 
@@ -525,6 +557,8 @@ def test_stop_ends_the_program(controllers: Controllers) -> None:
         ("null", ["no program was given"]),
         ("// nothing", ["the program does not call start(main)"]),
         ("start(async () => {\n  await gen({ choice: 'yes' })\n})", ["choice is a list of texts", "program.js:2"]),
+        ("start(async () => {\n  await $(['a'])\n})", ["$ takes a text, or a list of token ids", "program.js:2"]),
+        ("start(async () => {\n  await gen({ stopTokens: 3 })\n})", ["stopTokens is a list of token ids"]),
         ("start(async () => {\n  await select([])\n})", ["choice is a list of texts, at least one"]),
         ("start(async () => {\n  await gen({ options: null })\n})", ["options is a list of texts"]),
         ("start(5)", ["start takes a function"]),

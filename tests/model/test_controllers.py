@@ -130,6 +130,12 @@ def test_the_program_of_the_page_runs(daemon: Daemon) -> None:
     assert re.match(r"Rate the film from 1 to 5: [1-5] stars\. The worst part was", tree[1].text)
 
 
+def test_the_chat_of_the_page_is_a_chat(daemon: Daemon) -> None:
+    page = (ROOT / "docs" / "AICI-CONTROLLERS.md").read_text()
+    program = page.split("```js\n")[2].partition("```")[0]
+    assert run(daemon, "jsctrl", program)[0].logs == "The capital of France is Paris.\n"
+
+
 def test_controllers_in_c(daemon: Daemon) -> None:
     assert run(daemon, "yesno", "Is water wet?")[0].text in ("Is water wet?\nyes", "Is water wet?\nno")
     shouted = run(daemon, "uppercase", "", max_tokens=20)[0]

@@ -11,7 +11,7 @@
   const MAX_FORCED = 64
   const RAN_TOO_LONG =
     "the program made more than a million jumps and calls without $, gen, fork or waitVars: is there an endless loop?"
-  const GEN_OPTIONS = ["regex", "schema", "choice", "options", "maxTokens", "stopAt", "storeVar"]
+  const GEN_OPTIONS = ["regex", "schema", "choice", "options", "maxTokens", "stopAt", "stopTokens", "storeVar"]
 
   let main = null
   let isRunning = false
@@ -43,27 +43,29 @@
     done.resolve(value)
   }
 
-  function append(text) {
-    const rest = host.tokenize(text)
+  function append(rest) {
     const appended = begin("$", { rest })
     if (!rest.length) finish()
     return appended
   }
 
   function $(strings, ...values) {
-    if (!Array.isArray(strings)) return append(String(strings))
-    return append(strings.reduce((text, string, i) => text + String(values[i - 1]) + string))
+    if (!Array.isArray(strings)) return append(host.tokenize(String(strings)))
+    if (strings.raw) return append(host.tokenize(strings.reduce((text, string, i) => text + String(values[i - 1]) + string)))
+    if (!strings.every(Number.isInteger)) throw new TypeError("$ takes a text, or a list of token ids")
+    return append(strings.slice())
   }
 
   function gen(options = {}) {
     for (const name of Object.keys(options))
       if (!GEN_OPTIONS.includes(name)) throw new TypeError(`gen has no option ${name}; it has ${GEN_OPTIONS.join(", ")}`)
-    const { maxTokens = Infinity, stopAt = "", storeVar = null } = options
+    const { maxTokens = Infinity, stopAt = "", stopTokens = [], storeVar = null } = options
     if (!(maxTokens >= 1)) throw new TypeError("maxTokens is a number, at least 1")
     if (typeof stopAt !== "string") throw new TypeError("stopAt is a string")
+    if (!Array.isArray(stopTokens)) throw new TypeError("stopTokens is a list of token ids")
     const wanted = constraintOf(options)
     const constraint = wanted && host.constraint(JSON.stringify(wanted))
-    const fields = { constraint, maxTokens, stopAt, storeVar, generated: [], forced: [] }
+    const fields = { constraint, maxTokens, stopAt, stopTokens, storeVar, generated: [], forced: [] }
     const text = begin("gen", fields)
     if (constraint !== null && host.isDone(constraint)) finishGen()
     return text
@@ -210,7 +212,7 @@
 
   function generated(gen, ids) {
     for (const token of ids) {
-      if (token === host.endToken) {
+      if (token === host.endToken || gen.stopTokens.includes(token)) {
         surplus = 1
         surplusIsEnd = true
         return finishGen()
