@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import trio
 
@@ -20,7 +21,11 @@ from tests.support.programs import (
     expected,
     straight,
 )
+from tests.support.state_files import MemoryFiles
 from tests.support.steering import START, Client, Steering, steering
+from uma_trio.models.prompt import Prompt
+from uma_trio.principal import Principal
+from uma_trio.protocol.messages import Generate
 
 LONG = list(range(100, 400))
 PROGRAMS = {"program": Program}
@@ -224,6 +229,20 @@ async def test_a_fork_waits_for_cells_of_a_cancelled_answer(autojump_clock):
         harness.scheduler._controllers._advance()
         await harness.done(sequences)
         assert by_path(client, client.tokens) == expected(SMALL)
+        await harness.clean()
+
+
+async def test_a_fork_waits_for_cells_that_are_saved_first(autojump_clock):
+    """Nobody runs who could make room, but what an ended session has left is on its way to a file."""
+    async with steering(PROGRAMS, FakeEngine(n_ctx=1000), files=MemoryFiles(), offload_after_s=1000) as harness:
+        request = Generate(id="session", prompt="", max_tokens=400)
+        prompt = Prompt(np.asarray(LONG, np.int32), "")
+        durable = harness.scheduler.submit(request, prompt, Client(), Principal("uid:0"), durable=True)
+        await harness.done(durable)
+        assert harness.scheduler.cache.statistics().cached_cells > 600
+        client = await run(harness, SMALL, 200)
+        assert by_path(client, client.tokens) == expected(SMALL)
+        assert harness.scheduler.cache.statistics().saved_states == 1
         await harness.clean()
 
 

@@ -13,6 +13,7 @@ import trio
 from tests.support.fake_engine import FakeEngine, VirtualEngine
 from tests.support.fake_runtime import FakeRuntime, Module
 from tests.support.serving import settings, token_to_bytes
+from tests.support.state_files import MemoryFiles, at_once
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
 from uma_trio.protocol.controllers import Backtrack, ControllerOutput, Fork
@@ -122,15 +123,22 @@ class Steering:
 
 @contextlib.asynccontextmanager
 async def steering(
-    modules: Mapping[str, Module], engine: FakeEngine | None = None, runtime: FakeRuntime | None = None, **values: Any
+    modules: Mapping[str, Module],
+    engine: FakeEngine | None = None,
+    runtime: FakeRuntime | None = None,
+    files: MemoryFiles | None = None,
+    **values: Any,
 ) -> AsyncIterator[Steering]:
     """A running scheduler.
 
     Args:
+        files: where idle sequences are saved.
         values: configuration by flat names.
     """
     engine, runtime = engine or FakeEngine(), runtime or FakeRuntime(modules)
-    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values), runtime=runtime)
+    scheduler = Scheduler(
+        VirtualEngine(engine), token_to_bytes, settings(**values), files=files, in_thread=at_once, runtime=runtime
+    )
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.run)
         nursery.start_soon(scheduler.run)
