@@ -78,6 +78,11 @@ REASONS: Final[tuple[tuple[str, str, str], ...]] = (
         "403 == 200",
         "a page of an origin that `--http-origins` does not name gets 403, and no CORS headers",
     ),
+    (
+        "test_cors_origins_localhost_reflects",
+        "KeyError: 'Access-Control-Allow-Origin'",
+        "names of headers are in lower case, and this test compares them as they are written",
+    ),
     ("test_access_static_assets", "sw.js|Expected 200 for", "the dashboard has other files"),
     ("", "non empty content delta", 'the first chunk of a stream has `content: ""`, as in OpenAI\'s API'),
     (

@@ -67,7 +67,7 @@ REFUSED = {
 def attacked() -> Iterator[Gateway]:
     if (reason := missing()) is not None:
         pytest.skip(reason)
-    flags = ("--parallel", "8", "--ctx", "32768", "--http-max-connections", "1100", "--frame-timeout-s", "5")
+    flags = ("--parallel", "8", "--ctx", "32768", "--http-max-connections", "1100")
     with real_daemon("--http", "0", *flags) as daemon:
         yield Gateway.of(daemon)
 
@@ -138,6 +138,34 @@ def test_a_client_that_sends_requests_and_reads_no_answer_is_bounded(attacked: G
         print(f"{sent / MIB:.1f} MiB sent")
         assert sent < 64 * MIB
         assert process.memory_info().rss - before < 32 * MIB
+
+
+MESSAGE = {"role": "user", "content": "x"}
+CHAT = {"messages": [MESSAGE], "max_tokens": 1}
+MANY: dict[str, tuple[str, dict[str, object]]] = {
+    "messages": ("/v1/chat/completions", {"messages": [MESSAGE] * 200_000}),
+    "parts": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 100_000}], "max_tokens": 1}),
+    "messages of parts": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 100, "max_tokens": 1}),
+    "tools": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "x"}] * 200_000}),
+    "biases": ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(200_000)), 1)}),
+    "unknown fields": ("/v1/chat/completions", {**CHAT, **{f"field{n}": n for n in range(200_000)}}),
+    "unknown fields of Starling": ("/v1/generate", {"prompt": "x", "max_tokens": 1, **{f"field{n}": n for n in range(100_000)}}),
+    "unknown options": ("/api/chat", {"model": "embedded", "messages": [MESSAGE], "options": {"num_predict": 1, **{f"o{n}": n for n in range(200_000)}}}),
+    "items": ("/v1/responses", {"input": [{"type": "x"}] * 200_000}),
+    "tokens": ("/v1/completions", {"prompt": [1] * 2_000_000}),
+    "stops": ("/v1/generate", {"prompt": "x", "stop": [*range(200_000)]}),
+    "texts": ("/v1/embeddings", {"input": ["x"] * 500_000}),
+}  # fmt: skip
+"""Bodies with so many values that looking at each of them, or naming it, would keep the gateway busy."""
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_bodies_of_many_small_values_have_short_answers(attacked: Gateway, canaries: None, name: str) -> None:
+    path, body = MANY[name]
+    with attacked.http() as client:
+        answer = client.post(path, json=body, timeout=60)
+    assert answer.status_code in (200, 400), answer.text[:300]
+    assert len(answer.content) < 100_000
 
 
 def test_1000_idle_connections(attacked: Gateway) -> None:

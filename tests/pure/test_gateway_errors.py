@@ -24,7 +24,7 @@ def of_openai(status: int, code: str, **fields: Any) -> dict[str, Any]:
         (400, "E_LIMIT_CONTEXT", ("invalid_request_error", "context_length_exceeded")),
         (400, "E_LIMIT_PROMPT_TOO_LARGE", ("invalid_request_error", "context_length_exceeded")),
         (400, "E_CONSTRAINT_INVALID", ("invalid_request_error", "E_CONSTRAINT_INVALID")),
-        (401, "E_GATEWAY_KEY", ("invalid_request_error", "invalid_api_key")),
+        (401, "E_GATEWAY_KEY", ("authentication_error", "invalid_api_key")),
         (403, "E_GATEWAY_ORIGIN", ("permission_error", "E_GATEWAY_ORIGIN")),
         (404, "E_MODEL_NOT_FOUND", ("invalid_request_error", "model_not_found")),
         (404, "E_GATEWAY_NOT_FOUND", ("invalid_request_error", "unknown_url")),

@@ -26,8 +26,25 @@ from uma_trio.protocol.field_errors import explain
 COMMON_ERRORS: Final = (400, 401, 403, 404, 408, 409, 413, 429, 431, 500, 502, 503, 504)
 """Statuses that any endpoint may answer with."""
 
+MAX_NAMED: Final = 20
+"""Unknown fields that warnings name."""
+
+MAX_MESSAGES: Final = 1024
+"""Messages of a chat, as in the socket protocol, and parts of a message.  The gateway looks at each of them."""
+MAX_TOOLS: Final = 512
+"""As in the socket protocol."""
+MAX_BIASES: Final = 300
+"""As in the socket protocol."""
+
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
+
+
+def without_effect(names: Sequence[str], kind: str) -> list[str]:
+    """A warning for each of ``names``, which nobody knows."""
+    found = [f"the {kind} {name[:100]!r} is not known and had no effect" for name in names[:MAX_NAMED]]
+    more = len(names) - len(found)
+    return [*found, f"{more} more of them are not known"] if more else found
 
 
 @attrs.frozen
@@ -136,7 +153,7 @@ class Call:
             wrong = explain(error, cls, fields)
             raise invalid(wrong.message, parameter=wrong.field) from None
         known = {field.encode_name for field in msgspec.structs.fields(cls)}
-        return body, [f"the parameter {name!r} is not known and had no effect" for name in fields if name not in known]
+        return body, without_effect([name for name in fields if name not in known], "parameter")
 
     async def read_fields(self) -> Mapping[str, Any]:
         """The body as plain values.

@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
-from uma_trio.errors import ModelNotFound, all_errors
+from uma_trio.errors import FrameTooLarge, ModelNotFound, PromptTooLarge, all_errors
 
 NO_DAEMON: Final = "E_GATEWAY_NO_DAEMON"
 LOADING: Final = "E_GATEWAY_LOADING"
@@ -83,6 +83,9 @@ def from_failure(failure: Failure) -> HttpError:
     retry_after_ms = failure.retry_after_ms
     if retry_after_ms is None and status in (429, 503):
         retry_after_ms = UNKNOWN_RETRY_MS
+    if failure.code == FrameTooLarge.code:
+        message = f"the request is larger than the daemon takes (--max-frame-bytes): {failure.message}"
+        return HttpError(PromptTooLarge.http_status, PromptTooLarge.code, message)
     message, field = failure.message, OF_FIELD.match(failure.message)
     parameter = field[1] if field else None
     if failure.code == ModelNotFound.code:

@@ -5,13 +5,14 @@ Source: the Anthropic API reference, and the types of Anthropic's Python client.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from uma_trio.errors import ContextTooSmall, PromptTooLarge
 from uma_trio.gateway.conversation import reasoning_kwargs
-from uma_trio.gateway.endpoint import Dialect
+from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 
 VERSION_HEADER: Final = "anthropic-version"
@@ -80,7 +81,7 @@ class Message(msgspec.Struct):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Annotated[list[Block], Meta(max_length=MAX_MESSAGES)]
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -131,10 +132,10 @@ class OutputConfig(msgspec.Struct):
 class Chat(msgspec.Struct, kw_only=True):
     """What a request contains whether it is answered or only counted."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: str | list[Block] | None = None
-    tools: list[Tool] | None = None
+    system: str | Annotated[list[Block], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -165,6 +166,8 @@ class ChatMessages:
     def __init__(self, chat: Chat) -> None:
         self.messages: list[dict[str, Any]] = []
         self.warnings: list[str] = []
+        self._parts: list[list[str]] = []
+        """Texts of each message."""
         self._tools: dict[str, str] = {}
         """Name of the tool that each call names."""
         if not chat.messages:
@@ -173,6 +176,8 @@ class ChatMessages:
             self._add_text("system", self._text(chat.system, "system"))
         for index, message in enumerate(chat.messages):
             self._add(message, f"messages[{index}].content")
+        for message_, parts in zip(self.messages, self._parts, strict=True):
+            message_["content"] = PARAGRAPH.join(parts)
         if not self.messages:
             raise invalid("no message has any content; send a text", parameter="messages")
         if self.messages[-1]["role"] == "assistant":
@@ -196,9 +201,13 @@ class ChatMessages:
 
     def _add_text(self, role: str, text: str) -> None:
         if self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] += PARAGRAPH + text
+            self._parts[-1].append(text)
         else:
-            self.messages.append({"role": role, "content": text})
+            self._append({"role": role}, text)
+
+    def _append(self, message: dict[str, Any], text: str) -> None:
+        self.messages.append(message)
+        self._parts.append([text])
 
     def _add_blocks_of_user(self, blocks: list[Block], parameter: str) -> None:
         for number, block in enumerate(blocks):
@@ -216,14 +225,10 @@ class ChatMessages:
         except msgspec.ValidationError:
             raise invalid("content of a tool_result is a text or a list of blocks", parameter=place) from None
         text = self._text(content, f"{place}.content")
-        message = {
-            "role": "tool",
-            "content": f"Error: {text}" if block.is_error else text,
-            "tool_call_id": block.tool_use_id,
-        }
+        message = {"role": "tool", "tool_call_id": block.tool_use_id}
         if name := self._tools.get(block.tool_use_id):
             message["name"] = name
-        self.messages.append(message)
+        self._append(message, f"Error: {text}" if block.is_error else text)
 
     def _add_blocks_of_assistant(self, blocks: list[Block], parameter: str) -> None:
         texts, thoughts, calls = [], [], []
@@ -240,12 +245,12 @@ class ChatMessages:
                 self.warnings.append(f"{place}: a block of type {block.type!r} was skipped")
             else:
                 texts.append(self._text_of(block, place))
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        message: dict[str, Any] = {"role": "assistant"}
         if "".join(thoughts):
             message["reasoning"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
-        self.messages.append(message)
+        self._append(message, "".join(texts))
 
     def _text(self, content: str | list[Block], parameter: str) -> str:
         if isinstance(content, str):

@@ -7,10 +7,11 @@ Source: the README of llama.cpp's server, and vLLM's page on its OpenAI-compatib
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import TokenList
@@ -19,7 +20,7 @@ from uma_trio.gateway.conversation import without_noise
 from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_message
 from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
 from uma_trio.gateway.dialects.openai_tools import Tool, tool_fields
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.health import READY_TIMEOUT_S
 
@@ -43,8 +44,8 @@ class TokenizeRequest(msgspec.Struct):
     """llama-server's name of the text."""
     prompt: str | None = None
     """vLLM's."""
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     model: str | None = None
     add_special: bool | None = None
     """llama-server's; its default is ``False``."""
@@ -86,8 +87,8 @@ async def detokenize(call: Call) -> Response:
 class TemplateRequest(msgspec.Struct):
     """A chat."""
 
-    messages: list[Message]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     model: str | None = None
 
 

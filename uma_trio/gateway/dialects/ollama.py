@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from uma_trio.client import Eos
-from uma_trio.gateway.endpoint import Call, Dialect
+from uma_trio.gateway.endpoint import Call, Dialect, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import ModelDescription
 
@@ -137,7 +137,7 @@ def option_fields(options: dict[str, Any] | None) -> tuple[dict[str, Any], list[
         HttpError: ``num_predict`` is not a number of tokens.
     """
     fields: dict[str, Any] = {}
-    warnings = []
+    unknown = []
     for name, value in (options or {}).items():
         if value is None or name in OF_THE_DAEMON:
             continue
@@ -149,8 +149,8 @@ def option_fields(options: dict[str, Any] | None) -> tuple[dict[str, Any], list[
         elif name in OPTIONS:
             fields[OPTIONS[name]] = _converted(name, value)
         else:
-            warnings.append(f"the option {name!r} is not known and had no effect")
-    return fields, warnings
+            unknown.append(name)
+    return fields, without_effect(unknown, "option")
 
 
 def _converted(name: str, value: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import attrs
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token
@@ -27,7 +28,7 @@ from uma_trio.gateway.dialects.ollama import (
     tools_of,
 )
 from uma_trio.gateway.dialects.ollama_shapes import ChatAnswer, Generated
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Logprobs
 
@@ -56,8 +57,8 @@ class Common(msgspec.Struct, kw_only=True):
 class ChatRequest(Common, kw_only=True):
     """A request for the next message of a chat.  Without messages it asks whether the model is there."""
 
-    messages: list[Message] = []
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] = []
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     session_id: str | None = None
     """The session that this conversation is.  Not of Ollama's API."""
 

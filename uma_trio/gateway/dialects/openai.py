@@ -6,14 +6,15 @@ Source: the OpenAI API reference; vLLM's and llama-server's names for parameters
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from uma_trio.client import Eos
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, ModelNotFound, PromptTooLarge
 from uma_trio.gateway.dialects.openai_constraints import Constrained
-from uma_trio.gateway.endpoint import Call, Dialect
+from uma_trio.gateway.endpoint import MAX_BIASES, MAX_MESSAGES, Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.limits import QUOTA
 from uma_trio.protocol.messages import Logprobs
@@ -41,6 +42,8 @@ CODES: Final = {
 def error_type(error: HttpError) -> str:
     """The ``type`` that OpenAI's API gives such an error."""
     match error.status:
+        case 401:
+            return "authentication_error"
         case 403:
             return "permission_error"
         case 429:
@@ -104,11 +107,11 @@ class Message(msgspec.Struct):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)] | None = None
     reasoning_content: str | None = None
     """The reasoning of an earlier answer; ``reasoning`` is another spelling."""
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_MESSAGES)] | None = None
     function_call: FunctionCall | None = None
     """A single call, from the time before ``tool_calls``."""
     tool_call_id: str | None = None
@@ -134,7 +137,7 @@ class Sampling(Constrained, kw_only=True):
     """llama-server's name for ``repetition_penalty``."""
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
@@ -24,7 +25,7 @@ from uma_trio.gateway.dialects.openai import (
 )
 from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion
 from uma_trio.gateway.dialects.openai_tools import Tool, call_delta, tool_fields, whole_calls
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.parts import logprobs_of
 
@@ -32,12 +33,12 @@ from uma_trio.gateway.parts import logprobs_of
 class ChatRequest(Sampling, kw_only=True):
     """A request for the next message of a chat."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
@@ -18,7 +19,7 @@ from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
 from uma_trio.gateway.dialects.openai_shapes import InputTokens, ResponseEvent, ResponseObject
 from uma_trio.gateway.dialects.openai_tools import Function, tool_fields
 from uma_trio.gateway.dialects.openai_tools import Tool as ChatTool
-from uma_trio.gateway.endpoint import Call, Endpoint
+from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import invalid
 
 INPUT: Final = {
@@ -72,11 +73,11 @@ class ReasoningSettings(msgspec.Struct):
 class Input(msgspec.Struct, kw_only=True):
     """What a request contains whether it is answered or only counted."""
 
-    input: str | list[Item] = ""
+    input: str | Annotated[list[Item], Meta(max_length=4 * MAX_MESSAGES)] = ""
     instructions: str | None = None
     """Begins the conversation, as a system message."""
     model: str | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningSettings | None = None

@@ -15,7 +15,7 @@ from uma_trio.client import FIELDS, Eos, Event, UnknownEvent
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, JSON, NDJSON, encode, json_response, sse
 from uma_trio.gateway.dialects.starling_shapes import Answer, Closed, Tokenized
 from uma_trio.gateway.dialects.starling_shapes import Event as StarlingEvent
-from uma_trio.gateway.endpoint import Call, Dialect, Endpoint
+from uma_trio.gateway.endpoint import Call, Dialect, Endpoint, without_effect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.protocol.messages import Generate, SessionInfo, to_fields
 
@@ -35,8 +35,10 @@ async def generate(call: Call) -> Response:
     """Generate text: as server-sent events, as lines of JSON, or whole."""
     given = await call.read_fields()
     ignored = [name for name in given if name not in FIELDS or name in OF_THE_CONNECTION]
-    warnings = [f"the parameter {name!r} is not known and had no effect" for name in ignored]
-    fields = call.for_daemon(**{name: value for name, value in given.items() if name not in ignored})
+    warnings = without_effect(ignored, "parameter")
+    fields = call.for_daemon(
+        **{name: value for name, value in given.items() if name in FIELDS and name not in OF_THE_CONNECTION}
+    )
     _split_stop(fields)
     wants = call.request.headers.get("accept", "")
     as_lines = NDJSON in wants or (JSON in wants and EVENT_STREAM not in wants)
@@ -55,9 +57,8 @@ def _split_stop(fields: dict[str, Any]) -> None:
     """Let ``stop`` have token ids as well as texts."""
     stop, ids_before = fields.get("stop"), fields.get("stop_token_ids", [])
     if isinstance(stop, list) and isinstance(ids_before, list) and any(isinstance(each, int) for each in stop):
-        ids = [each for each in stop if isinstance(each, int) and not isinstance(each, bool)]
-        fields["stop"] = [each for each in stop if each not in ids]
-        fields["stop_token_ids"] = [*ids_before, *ids]
+        fields["stop"] = [each for each in stop if type(each) is not int]
+        fields["stop_token_ids"] = [*ids_before, *[each for each in stop if type(each) is int]]
 
 
 def _without_names(fields: dict[str, Any]) -> dict[str, Any]:
