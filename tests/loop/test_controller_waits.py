@@ -181,6 +181,20 @@ async def test_a_hung_exchange_delays_a_neighbour_once(autojump_clock, name):
         await harness.clean()
 
 
+async def test_a_step_does_not_wait_for_masks_of_a_runtime_that_has_died(autojump_clock):
+    async with steering(PROGRAMS, engine(), FakeRuntime(PROGRAMS, exchange_ms=0.5)) as harness:
+        plain = harness.ask([5], neighbour := Timed(), 60)
+        sequences = await harness.steer("program", Client(), 100, argument=[Gen(90)])
+        await trio.sleep(0.1)
+        while not harness.runtime.calls[-1].mid or trio.current_time() > harness.runtime.calls[-1].at + 0.0003:
+            await trio.sleep(0.0001)  # until masks were asked for and have not come
+        n = len(neighbour.times)
+        harness.runtime.die()
+        await harness.done(sequences, [plain])
+        assert max(neighbour.gaps_ms[n - 1 :]) < 5.6, "the last exchange between two steps took half a millisecond"
+        await harness.clean()
+
+
 class Prints(Program):
     """Prints a lot whenever it is asked."""
 
