@@ -581,7 +581,7 @@ def run(
     """Run a controller, block until all its answers have ended, and return them.
 
     ``run("jsctrl", program)[0].text`` is the text of the first answer.  An answer whose controller failed has a
-    ``failure``.  Other arguments and errors are those of ``ask``.
+    ``failure``; ``eos.reason`` says why any other ended, such as ``deadlock``.  Other arguments and errors are those of ``ask``.
 
     Args:
         controller: module id or tag.

@@ -50,6 +50,9 @@ NOT_RUN = {
     r"curl .*": "needs the gateway; tests/gateway/test_curl.py runs it",
     r"(?s)(import|from) .*localhost:8080.*": "needs the gateway; tests/gateway/test_clients.py runs it",
     r"build/clients/bin/pip install .*": "installs the clients that tests/gateway/test_clients.py runs",
+    r"(?s)(python -m ziglang cc|clang-14) .*": (
+        "needs a compiler for Wasm; tests/aici/test_shipped_controllers.py compiles the example with one"
+    ),
     r"uma-trio completion zsh > .*": "needs zsh",
     r"uma-trio pull https://.*": "there is no such server",
     r"uma-trio controllers .*": "the daemon runs no controllers yet",

@@ -35,8 +35,8 @@ def command() -> None:
     """Upload, tag, list and run controllers: Wasm modules that steer an answer token by token.
 
     A controller can allow and forbid tokens, insert text, remove some, fork the answer and let the forks share
-    variables.  jsctrl comes with the daemon and runs JavaScript.  docs/AICI.md says how to write programs for it, and
-    controllers in C.
+    variables.  jsctrl comes with the daemon and runs JavaScript.  docs/AICI-CONTROLLERS.md says how to write programs
+    for it, and controllers in C.
 
     \b
       uma-trio controllers run jsctrl program.js

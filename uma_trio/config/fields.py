@@ -478,8 +478,8 @@ class Aici:
     )
     executable: Path | None = setting(
         None,
-        "Another runtime that speaks the protocol of Microsoft's aicirt at the version of docs/AICI.md. It gets the same "
-        "flags. If not given, uma-trio aicirt.",
+        "Another runtime that speaks the protocol of Microsoft's aicirt, in the version that docs/AICI.md names. It gets "
+        "the same flags. If not given, uma-trio aicirt.",
         name="aici_executable",
     )
     tokenizer: str | None = setting(
@@ -495,7 +495,7 @@ class Aici:
     )
     step_ms: int = setting(
         150,
-        "Longest time of a controller for a callback in a step. It may take 0.2 s longer once, and then its answer ends.",
+        "Longest time of a controller for a callback in a step. If it takes 0.2 s longer, its answer ends.",
         name="aici_step_ms",
         ge=1,
         le=600_000,
