@@ -75,7 +75,7 @@ def test_only_controlled_requests_notice_the_end_of_the_runtime(
             noticed_s = time.monotonic() - began
         tree = uma_trio.run("jsctrl", PROGRAM, socket=daemon.socket)
         print(f"{number.name}: noticed after {noticed_s:.2f} s, a new answer after {time.monotonic() - began:.2f} s")
-        assert re.fullmatch(rf"{TEXT}\d\d", tree[0].text)
+        assert re.fullmatch(rf"{TEXT}\d\d", tree[0].text), tree[0]
     assert canary.rounds
     daemon.settled()
     assert daemon.metrics()["controllers"]["restarts_total"] == restarts + 1
