@@ -170,6 +170,14 @@ def test_wrong_usage(daemon: RunningDaemon, args: list[str], message: str) -> No
     assert message in result.stderr
 
 
+def test_a_program_that_is_too_large(daemon: RunningDaemon, tmp_path: Path) -> None:
+    program = tmp_path / "program.js"
+    program.write_text("é" * 131_073)
+    result = daemon.cli("controllers", "run", "jsctrl", program)
+    assert result.exit_code == 2
+    assert "program.js has more than 262144 bytes, the most that a controller gets" in " ".join(result.stderr.split())
+
+
 # -- upload, tag, list --------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from uma_trio.aici.messages import readable_error
 from uma_trio.errors import BadRequest
 from uma_trio.protocol.codec import ClientCodec, ServerCodec
 from uma_trio.protocol.controllers import (
@@ -68,6 +69,31 @@ def test_what_does_not_go_with_a_controller_is_named(name: str, value: object) -
 def test_fields_that_say_what_holds_anyway_are_allowed() -> None:
     harmless = {"n": 1, "stop": [], "tools": [], "echo": False, "constraint": None, "max_tokens": 5, "temperature": 1}
     parse(LEAST | harmless)
+
+
+@pytest.mark.parametrize("tag", ["1a", "a/b", "../a", "_a", "a" * 51, "a b"])
+def test_a_tag_that_cannot_be_is_named_with_the_rule(tag: str) -> None:
+    why = refused(QUERY | {"action": "tag", "module_id": MODULE, "tags": ["good.one-1_", tag]})
+    assert why == f"{tag!r} cannot be a tag: a tag has at most 50 letters, digits and _.-, the first a letter"
+
+
+@pytest.mark.parametrize("tag", ["a", "a" * 50, "alice.v1-2_x", "é1"])
+def test_tags_that_can_be(tag: str) -> None:
+    parse(QUERY | {"action": "tag", "module_id": MODULE, "tags": [tag]})
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("Error (pre0): TypeError: no\n    at main (program.js:4)\n*** aici_host_stop()", "TypeError: no\n    at main (program.js:4)"),
+        ("Error (init): no program was given\n*** aici_host_stop()\n", "no program was given"),
+        ("Error (mid): *** aici_host_stop()", "Error (mid): *** aici_host_stop()"),
+        ("Error (mid): aici_mid_process: unreachable", "Error (mid): aici_mid_process: unreachable"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_controller_that_ended_itself_has_said_why(error: str, said: str) -> None:
+    assert readable_error(error) == said
 
 
 def test_an_argument_needs_a_controller() -> None:

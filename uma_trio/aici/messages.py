@@ -6,6 +6,7 @@ The engine sends a ``MainRequest`` or a ``SideRequest``; the runtime answers wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
@@ -19,6 +20,8 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 T = TypeVar("T")
 
 LOCAL_USER: Final = "local"
+
+_ENDED_ITSELF: Final = re.compile(r"Error \(\w+\): (.*\S)\n\*\*\* aici_host_stop\(\)\s*", re.DOTALL)
 
 
 class Auth(Struct, frozen=True):
@@ -166,6 +169,12 @@ class SequenceResult(Struct, Generic[T], frozen=True):
     skipped: bool | UnsetType = UNSET
     """The controller has not answered yet: leave the sequence out of this step, and ask again.  An extension; see
     ``--uma-skip-slow-ms``."""
+
+
+def readable_error(error: str) -> str:
+    """The error of a controller as its author wants it: one that ended itself has printed why, and nothing else counts."""
+    ended_itself = _ENDED_ITSELF.fullmatch(error)
+    return ended_itself[1] if ended_itself else error
 
 
 class PostPreAnswer(Struct, frozen=True):

@@ -33,6 +33,7 @@ from uma_trio.aici.messages import (
     SideRequest,
     TagInfo,
     TagList,
+    readable_error,
 )
 from uma_trio.aici.shared_memory import remove_stale
 from uma_trio.engine.masks import MaskFile
@@ -250,4 +251,8 @@ async def _ask(
     found: Ok[T] | Error = await link.call(request, kind, auth, limit_s, late)
     if isinstance(found, Ok):
         return found.data
-    raise ControllerNotFound(found.error) if _NO_MODULE.match(found.error) else ControllerFailed(found.error)
+    raise (
+        ControllerNotFound(found.error)
+        if _NO_MODULE.match(found.error)
+        else ControllerFailed(readable_error(found.error))
+    )

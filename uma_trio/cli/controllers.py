@@ -24,8 +24,6 @@ T = TypeVar("T")
 
 MODULE_ID: Final = re.compile(r"[0-9a-f]{64}")
 SHOWN_ID_CHARACTERS: Final = 12
-MAX_ARG_FILE_BYTES: Final = 1 << 20
-"""More than the daemon takes, which then says so."""
 
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -202,6 +200,8 @@ async def stream(
 
 def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[str, Any]:
     """The field of the request for what the controller gets; without any, there is none."""
+    from uma_trio.protocol.controllers import MAX_ARG_BYTES
+
     if sum(each is not None for each in (file, text, as_json)) > 1:
         raise click.UsageError("give one of FILE, --arg and --arg-json")
     if text is not None:
@@ -214,20 +214,24 @@ def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[
     if file is None:
         return {}
     try:
-        data = sys.stdin.buffer.read(MAX_ARG_FILE_BYTES) if str(file) == "-" else _start_of(file)
+        data = _start_of(file, MAX_ARG_BYTES + 1)
     except FileNotFoundError:
         raise click.UsageError(f"there is no file {file}; give a text with --arg") from None
     except OSError as error:
         raise click.UsageError(f"cannot read {file}: {error.strerror}") from None
+    if len(data) > MAX_ARG_BYTES:
+        raise click.UsageError(f"{file} has more than {MAX_ARG_BYTES} bytes, the most that a controller gets")
     try:
         return {"controller_arg": data.decode()}
     except UnicodeDecodeError:
         raise click.UsageError(f"{file} is not text in UTF-8") from None
 
 
-def _start_of(path: Path) -> bytes:
+def _start_of(path: Path, size: int) -> bytes:
+    if str(path) == "-":
+        return sys.stdin.buffer.read(size)
     with path.open("rb") as file:
-        return file.read(MAX_ARG_FILE_BYTES)
+        return file.read(size)
 
 
 def _run(socket: str | None, do: Callable[[Client], Awaitable[T]]) -> T:

@@ -7,6 +7,7 @@ three more events: ``Fork``, ``ControllerOutput`` and ``Backtrack``.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -20,6 +21,7 @@ from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.types import Name
 
 MAX_ARG_BYTES: Final = 256 * 1024
+_TAG: Final = re.compile(r"[^\W\d_][\w.-]{0,49}")
 """Size of ``controller_arg`` as JSON: the largest program that a controller interprets."""
 
 MAX_ARG_DEPTH: Final = 32
@@ -171,6 +173,11 @@ def parse_query(fields: dict[str, Any]) -> ControllersQuery:
         raise BadRequest("binary is required to upload a controller, and not allowed otherwise")
     if (query.module_id is None or query.tags is None) if action == "tag" else (query.module_id or query.tags):
         raise BadRequest("module_id and tags are required to tag a controller, and not allowed otherwise")
+    for tag in query.tags or ():
+        if not _TAG.fullmatch(tag):
+            raise BadRequest(
+                f"{tag!r} cannot be a tag: a tag has at most 50 letters, digits and _.-, the first a letter"
+            )
     if query.part >= query.of:
         raise BadRequest(f"part is {query.part}, but there are {query.of} parts; the first one is 0")
     return query
