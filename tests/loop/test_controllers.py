@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.fake_engine import expected_continuation
-from tests.support.fake_runtime import ScriptedController
+from tests.support.fake_runtime import SKIPPED, ScriptedController
 from tests.support.steering import START, Client, steering
 
 
@@ -56,3 +56,25 @@ async def test_a_controller_that_nobody_waits_for_any_more_is_forgotten(autojump
         harness.runtime.on_unused("gone")
         await harness.clean()
         assert not harness.runtime.waiting
+
+
+class SlowToBegin(Count):
+    """Does not answer ``pre`` in many steps."""
+
+    n = 0
+
+    def pre(self):
+        self.n += 1
+        return super().pre() if self.n % 20 == 0 else SKIPPED
+
+
+async def test_a_controller_that_is_late_with_pre_is_no_deadlock(autojump_clock):
+    async with steering({"slow": SlowToBegin, "count": Count}) as harness:
+        slow = await harness.steer("slow", late := Client(), argument=3)
+        others = await harness.steer("count", client := Client(), argument=15)
+        await harness.done(others)
+        assert late.ends == {}, "the other one has not waited"
+        await harness.done(slow)
+        assert late.reasons == client.reasons == {0: "stop"}
+        assert late.tokens == {0: expected_continuation([START], 3)}
+        await harness.clean()

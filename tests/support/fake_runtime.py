@@ -39,7 +39,10 @@ MAX_PRE_ROUNDS = 10
 EOS = 0
 
 SKIPPED = "skipped"
-"""In place of an action of ``mid``: the controller takes too long for this step."""
+"""In place of a result of ``pre`` or of an action of ``mid``: the controller takes too long for this step."""
+
+LATE: SequenceResult[PreResult] = SequenceResult("", PreResult(suspend=True), [], "", 0, skipped=True)
+"""The answer for such a ``pre``."""
 
 
 class Trap(Exception):
@@ -67,7 +70,7 @@ class ScriptedController:
     def init_prompt(self, tokens: list[int]) -> None:
         """The prompt, before the controller has a sequence."""
 
-    def pre(self) -> PreResult:
+    def pre(self) -> PreResult | str:
         return PreResult()
 
     def mid(self, fork_group: Sequence[int]) -> MidAction | Collection[int] | str:
@@ -259,7 +262,8 @@ class FakeRuntime:
                 lambda: PostResult(found.observe(op.tokens, backtrack)),  # noqa: B023
             )
         for id, controller in self.live.items():
-            pre_seqs[str(id)] = _call(controller, "pre0", PreResult(), lambda: _pre(controller))  # noqa: B023
+            found_pre = _call(controller, "pre0", PreResult(), lambda: _pre(controller))  # noqa: B023
+            pre_seqs[str(id)] = LATE if found_pre.result == SKIPPED else found_pre
         for id in freed:
             self.live.pop(id, None)
         return PostPreAnswer(post_seqs, pre_seqs)
@@ -374,11 +378,13 @@ class FakeRuntime:
         return self.generation
 
 
-def _pre(controller: ScriptedController) -> PreResult:
+def _pre(controller: ScriptedController) -> PreResult | str:
     """What the runtime does with tokens that ``pre`` appends: the controller sees them at once, and is asked again."""
     appended: list[int] = []
     for _ in range(MAX_PRE_ROUNDS):
         found = controller.pre()
+        if isinstance(found, str):
+            return found
         if not found.ff_tokens:
             return PreResult(found.suspend, found.num_forks, appended)
         appended += found.ff_tokens

@@ -10,7 +10,7 @@ Source: docs/design/controllers.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Items
 from itertools import chain
 from typing import Any, Final, Protocol
@@ -393,7 +393,7 @@ class Controllers:
                 self._begin(sequence, found.result)
         for sequence in self._controlled.in_phase(Phase.ASKED):
             self._fail(sequence, "the runtime of controllers has not answered for this sequence")
-        self._find_deadlocks()
+        self._find_deadlocks({id for id, found in exchange.answer.pre.items() if found.skipped is True})
 
     def _said(self, id: int, found: SequenceResult[Any]) -> Sequence | None:
         """Pass on what a controller has to say; returns its sequence, unless that has ended."""
@@ -434,10 +434,15 @@ class Controllers:
     def _fail(self, sequence: Sequence, reason: str) -> None:
         self._serving.finish(sequence, ControllerFailed(reason[-MAX_ERROR_CHARACTERS:]))
 
-    def _find_deadlocks(self) -> None:
-        """End requests that wait for nobody but themselves."""
+    def _find_deadlocks(self, late: Set[int]) -> None:
+        """End requests that wait for nobody but themselves.
+
+        Args:
+            late: sequences that are suspended only until their controllers have answered.
+        """
         for request, live in self._controlled.by_request():
-            suspended = all(control_of(each).phase is Phase.SUSPENDED for each in live)
+            controls = [control_of(each) for each in live]
+            suspended = all(each.phase is Phase.SUSPENDED and each.id not in late for each in controls)
             request.n_deadlocked = request.n_deadlocked + 1 if suspended else 0
             if request.n_deadlocked > MAX_DEADLOCKED:
                 for sequence in live:
