@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import hashlib
 import itertools
 import json
 import mmap
@@ -178,6 +179,11 @@ class Engine:
         """The id of a module."""
         module_id: str = self.side_ok("mk_module", binary=base64.b64encode(wasm).decode())["module_id"]
         return module_id
+
+    @staticmethod
+    def upload_id(wasm: bytes) -> str:
+        """The id that a module has."""
+        return hashlib.sha256(wasm).hexdigest()
 
     def instantiate(self, module: bytes | str, req_id: str, argument: Any = "", prompt: Any = (1,)) -> None:
         if isinstance(module, bytes):

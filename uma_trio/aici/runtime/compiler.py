@@ -27,6 +27,7 @@ MAX_WASM_BYTES: Final = 128 << 20
 STACK_BYTES: Final = 512 << 10
 """Stack of a controller."""
 MAX_EXPORTS: Final = 4096
+MAX_TABLES: Final = 2
 MAX_TABLE_ELEMENTS: Final = 100_000
 MAX_ERROR_CHARS: Final = 1000
 N_THREADS: Final = 4
@@ -58,6 +59,15 @@ def make_engine() -> wasmtime.Engine:
     ffi.wasmtime_config_concurrency_support_set(config.ptr(), False)
     config.wasm_reference_types = False
     return wasmtime.Engine(config)
+
+
+def new_store(engine: wasmtime.Engine, max_memory_bytes: int) -> wasmtime.Store:
+    """A store for one controller, with its limits of space.  Code in it traps until it gets a deadline."""
+    store = wasmtime.Store(engine)
+    store.set_limits(
+        memory_size=max_memory_bytes, table_elements=MAX_TABLE_ELEMENTS, instances=1, tables=MAX_TABLES, memories=1
+    )
+    return store
 
 
 class Compiler:
@@ -112,7 +122,7 @@ def compile_module(wasm: bytes, engine: wasmtime.Engine, max_memory_bytes: int) 
         wasmtime.Module.validate(engine, wasm)
         module = wasmtime.Module(engine, instrument(wasm))
     except (wasmtime.WasmtimeError, NotReadable) as error:
-        raise BadModule(f"this is no module that can be used: {_short(str(error))}") from None
+        raise BadModule(f"this is no module that can be used: {short(str(error))}") from None
     _check_imports(module)
     _check_exports(module, max_memory_bytes)
     return bytes(module.serialize())
@@ -160,7 +170,8 @@ def _spelled(signature: Signature) -> str:
     return f"({parameters}) -> ({results})"
 
 
-def _short(error: str) -> str:
+def short(error: str) -> str:
+    """A message of wasmtime on one line."""
     return re.sub(r"\s+", " ", error).strip()[:MAX_ERROR_CHARS]
 
 

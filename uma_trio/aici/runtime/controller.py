@@ -211,7 +211,7 @@ class Controller:
         self._run(name, deadline, self._handle)
         result, guest.result = guest.result, None
         if result is None:
-            raise self._wrong("aici_host_return_process_result not called")
+            raise self._wrong(f"{name}: aici_host_return_process_result not called")
         try:
             return decoder.decode(result)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

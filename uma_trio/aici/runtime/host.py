@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Final
+import math
 
 import attrs
 import wasmtime
 
 from uma_trio import grammar
 from uma_trio.aici.runtime import env, wasi
-from uma_trio.aici.runtime.compiler import MAX_TABLE_ELEMENTS, Compiler, make_engine
+from uma_trio.aici.runtime.compiler import Compiler, make_engine, new_store, short
 from uma_trio.aici.runtime.constraints import Constraints
 from uma_trio.aici.runtime.controller import Controller
 from uma_trio.aici.runtime.epochs import Epochs
 from uma_trio.aici.runtime.functions import HostFunctions
 from uma_trio.aici.runtime.guest import BLOB_ARGUMENT, Guest
-from uma_trio.aici.runtime.interface import Limits, Vocabulary
+from uma_trio.aici.runtime.interface import BadModule, Limits, Vocabulary
 from uma_trio.aici.runtime.signatures import CONSTRAINT, ENV, WASI
 from uma_trio.aici.runtime.variables import Variables
 from uma_trio.aici.token_trie import build_trie
-
-MAX_TABLES: Final = 2
 
 
 @attrs.frozen(eq=False)
@@ -51,7 +49,20 @@ class WasmHost:
         self._constraints.prepare()
 
     def compile(self, wasm: bytes) -> bytes:
-        return self._compiler.compile(wasm)
+        compiled = self._compiler.compile(wasm)
+        self._check_instance(compiled)
+        return compiled
+
+    def _check_instance(self, compiled: bytes) -> None:
+        """Make an instance, of which nothing runs: its data must be in its memory, and its tables must be small."""
+        store = new_store(self._engine, self._max_memory_bytes)
+        try:
+            with self._epochs.until(store, math.inf):
+                self._functions.link(wasmtime.Module.deserialize(self._engine, compiled)).instantiate(store)
+        except (wasmtime.Trap, wasmtime.WasmtimeError) as error:
+            raise BadModule(f"the module cannot be instantiated: {short(str(error))}") from None
+        finally:
+            store.close()
 
     def load(self, compiled: bytes) -> Module:
         try:
@@ -77,14 +88,7 @@ class WasmHost:
         self._epochs.close()
 
     def _new_guest(self, variables: Variables) -> Guest:
-        store = wasmtime.Store(self._engine)
-        store.set_limits(
-            memory_size=self._max_memory_bytes,
-            table_elements=MAX_TABLE_ELEMENTS,
-            instances=1,
-            tables=MAX_TABLES,
-            memories=1,
-        )
+        store = new_store(self._engine, self._max_memory_bytes)
         vocabulary = self._vocabulary
         return Guest(store, vocabulary.n_vocab, vocabulary.eos, self._trie, vocabulary.tokenize, variables)
 

@@ -9,7 +9,7 @@ import attrs
 import msgspec
 
 MAX_VARIABLES: Final = 1024
-MAX_BYTES: Final = 4 << 20
+MAX_BYTES: Final = 1 << 20
 """Names and values of one request together."""
 
 
