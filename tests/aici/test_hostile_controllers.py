@@ -349,11 +349,7 @@ def test_a_bomb_of_forks(engine: Engine, neighbours: Neighbours) -> None:
 
 def test_forks_of_large_controllers_do_not_take_the_time_of_others(tmp_path: Path) -> None:
     """15 forks with 60 MiB each, with the limits that are usual: neighbours are not late, whatever becomes of the forks."""
-    touch = """
-      (loop $more (i64.store (local.get $n) (i64.const 1))
-        (br_if $more (i32.lt_u (local.tee $n (i32.add (local.get $n) (i32.const 4096))) (i32.const 62900000))))
-    """
-    wasm = controller(prompt=touch + returning({}), memory='(memory (export "memory") 960)')
+    wasm = controller(prompt=TOUCHING + returning({}), memory='(memory (export "memory") 960)')
     usual = flags(**{"wasm-max-pre-step-time": "1000", "wasm-max-step-time": "2000", "uma-skip-slow-ms": "20"})
     with contextlib.closing(Engine(tmp_path, *usual, json_mb=4)) as engine:
         engine.shake_hands()
@@ -367,6 +363,51 @@ def test_forks_of_large_controllers_do_not_take_the_time_of_others(tmp_path: Pat
             pass
         engine.post_pre(freed=group)
         neighbours.step()
+
+
+TOUCHING = """
+  (loop $more (i64.store (local.get $n) (i64.const 1))
+    (br_if $more (i32.lt_u (local.tee $n (i32.add (local.get $n) (i32.const 4096))) (i32.const 62900000))))
+"""
+"""Uses 60 MiB."""
+
+
+def test_requests_that_take_the_memory_of_all_lose_it(tmp_path: Path) -> None:
+    """10 requests take 60 MiB each, of which the 3rd, 6th and so on is one too many.  Neighbours have little and keep it."""
+    grow = "(if (i32.eq (memory.size) (i32.const 1)) (then (drop (memory.grow (i32.const 959)))))"
+    large = controller(pre=grow + TOUCHING + returning(PRE))
+    with contextlib.closing(Engine(tmp_path, *flags(**{"uma-max-total-memory": "150"}), json_mb=4)) as engine:
+        engine.shake_hands()
+        neighbours = Neighbours(engine)
+        neighbours.begin(3)
+        before = psutil.Process(engine.process.pid).memory_info().rss
+        errors = []
+        for _ in range(10):
+            id = next(ids)
+            assert engine.begin(id, large)["error"] == "", "what it has is counted when it is done"
+            pre = neighbours.step().pre
+            errors.append({key for key, found in pre.items() if found["error"]})
+            assert all("all controllers together have more than 150 MiB" in pre[key]["error"] for key in errors[-1])
+            grown = psutil.Process(engine.process.pid).memory_info().rss - before
+            assert grown < 250 << 20, f"{grown >> 20} MiB"
+            engine.post_pre(freed=[int(key) for key in errors[-1]])
+        assert sum(map(len, errors)) >= 8
+        engine.begin(next(ids), COUNTING)
+        neighbours.step()
+
+
+def test_controllers_without_a_sequence_lose_their_memory_too(tmp_path: Path) -> None:
+    large = controller(prompt=TOUCHING + returning({}), memory='(memory (export "memory") 960)')
+    with contextlib.closing(Engine(tmp_path, *flags(**{"uma-max-total-memory": "150"}), json_mb=4)) as engine:
+        engine.shake_hands()
+        neighbours = Neighbours(engine)
+        neighbours.begin(3)
+        before = psutil.Process(engine.process.pid).memory_info().rss
+        for n in range(20):
+            engine.instantiate(large, f"large-{n}")
+            neighbours.step()
+            grown = psutil.Process(engine.process.pid).memory_info().rss - before
+            assert grown < 250 << 20, f"{grown >> 20} MiB"
 
 
 @pytest.mark.parametrize("callback", ["pre", "mid", "post"])

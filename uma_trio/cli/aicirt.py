@@ -37,6 +37,14 @@ import click
     "--wasm-max-memory", type=click.IntRange(1, 4096), default=64, show_default=True, help="MiB of one controller."
 )
 @click.option(
+    "--uma-max-total-memory",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="MiB of all controllers together. Above that, the request that has the most fails. Not in the reference "
+    "implementation.",
+)
+@click.option(
     "--wasm-max-pre-step-time",
     type=click.IntRange(1, 600_000),
     default=4,
@@ -94,6 +102,7 @@ def command(
     busy_wait_time: int,
     wasm_max_forks: int,
     wasm_max_memory: int,
+    uma_max_total_memory: int,
     wasm_max_pre_step_time: int,
     wasm_max_step_time: int,
     wasm_max_init_time: int,
@@ -137,6 +146,7 @@ def command(
         Limits(
             max_forks=wasm_max_forks,
             max_memory_mb=wasm_max_memory,
+            max_total_memory_mb=uma_max_total_memory,
             max_pre_step_ms=wasm_max_pre_step_time,
             max_step_ms=wasm_max_step_time,
             max_init_ms=wasm_max_init_time,

@@ -24,7 +24,7 @@ from uma_trio.grammar.vocabulary import STACK_BYTES, start_matcher
 from uma_trio.protocol.messages import Constraint
 
 MAX_SOURCE_BYTES: Final = 256 << 10
-MAX_LIVE: Final = 64
+MAX_LIVE: Final = 16
 """Constraints of one controller."""
 MAX_TOKENS: Final = 1 << 16
 """Tokens of one ``constraint_advance``."""

@@ -30,6 +30,7 @@ from uma_trio.aici.runtime.interface import (
     StorageCommand,
 )
 from uma_trio.aici.runtime.memory import GuestMemory
+from uma_trio.aici.runtime.memory_pool import MemoryPool
 from uma_trio.aici.runtime.variables import Variables
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Controller:
         module: with its imports resolved.
         guest: of a new store.
         new_guest: makes one for a fork.
+        pool: counts the memory of the instance.
     """
 
     def __init__(
@@ -88,13 +90,17 @@ class Controller:
         epochs: Epochs,
         functions: HostFunctions,
         new_guest: Callable[[Variables], Guest],
+        pool: MemoryPool,
     ) -> None:
         self._module = module
         self._guest = guest
         self._epochs = epochs
         self._functions = functions
         self._new_guest = new_guest
+        self._pool = pool
         self._handle = 0
+        self._n_bytes = 0
+        """Memory of the instance, as it is counted."""
         self._exports: Any = {}
         self._failed = False
 
@@ -148,13 +154,15 @@ class Controller:
         if NOT_COPIED in self._exports:
             raise ControllerError("it cannot be forked: it changes its tables, or has a global of the type v128")
         guest = self._guest
+        self._check_memory()
         copy = Controller(
-            self._module, self._new_guest(guest.variables), self._epochs, self._functions, self._new_guest
+            self._module, self._new_guest(guest.variables), self._epochs, self._functions, self._new_guest, self._pool
         )
         try:
             copy._instantiate(math.inf)
             copy._handle = self._handle
             copy._copy_state(self)
+            copy._count_memory()
         except BaseException:
             copy.close()
             raise
@@ -163,6 +171,10 @@ class Controller:
         copy._guest.constraints = {number: each.copy() for number, each in guest.constraints.items()}
         copy._guest.n_constraints_made = guest.n_constraints_made
         return copy
+
+    @property
+    def is_evicted(self) -> bool:
+        return self._pool.is_evicted(self._guest.variables)
 
     def take_logs(self) -> str:
         return self._guest.logs.take()
@@ -178,6 +190,8 @@ class Controller:
         self._guest.panic = None
         self._guest.constraints.clear()
         self._guest.store.close()
+        self._pool.count(self._guest.variables, -self._n_bytes)
+        self._n_bytes = 0
 
     def _instantiate(self, deadline: float) -> None:
         guest = self._guest
@@ -220,13 +234,29 @@ class Controller:
     def _run(self, name: str, deadline: float, *arguments: int) -> Any:
         if self._failed:
             raise ControllerError(PREVIOUS_ERROR)
+        self._check_memory()
         guest = self._guest
         guest.failure, guest.deadline = None, deadline
         try:
             with self._functions.serving(guest), self._epochs.until(guest.store, deadline):
-                return self._exports[name](guest.store, *arguments)
+                found = self._exports[name](guest.store, *arguments)
         except (wasmtime.Trap, wasmtime.WasmtimeError) as error:
             raise self._explained(error, name) from None
+        self._count_memory()
+        return found
+
+    def _count_memory(self) -> None:
+        n_bytes = self._guest.memory.n_bytes
+        if n_bytes != self._n_bytes:
+            self._pool.count(self._guest.variables, n_bytes - self._n_bytes)
+            self._n_bytes = n_bytes
+
+    def _check_memory(self) -> None:
+        if self.is_evicted:
+            raise self._wrong(
+                f"out of memory: all controllers together have more than {self._pool.max_bytes >> 20} MiB, "
+                "and those of this request the most"
+            )
 
     def _explained(self, error: wasmtime.Trap | wasmtime.WasmtimeError, name: str) -> Exception:
         """The error of a call that did not return.  The instance is gone."""

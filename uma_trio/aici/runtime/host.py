@@ -16,6 +16,7 @@ from uma_trio.aici.runtime.epochs import Epochs
 from uma_trio.aici.runtime.functions import HostFunctions
 from uma_trio.aici.runtime.guest import BLOB_ARGUMENT, Guest
 from uma_trio.aici.runtime.interface import BadModule, Limits, Vocabulary
+from uma_trio.aici.runtime.memory_pool import MemoryPool
 from uma_trio.aici.runtime.signatures import CONSTRAINT, ENV, WASI
 from uma_trio.aici.runtime.variables import Variables
 from uma_trio.aici.token_trie import build_trie
@@ -35,6 +36,7 @@ class WasmHost:
     def __init__(self, vocabulary: Vocabulary, limits: Limits) -> None:
         self._vocabulary = vocabulary
         self._max_memory_bytes = limits.max_memory_mb << 20
+        self._pool = MemoryPool(limits.max_total_memory_mb << 20)
         self._trie = build_trie([vocabulary.token_bytes(n) for n in range(vocabulary.n_vocab)], vocabulary.eos)
         self._engine = make_engine()
         self._epochs = Epochs(self._engine)
@@ -80,7 +82,7 @@ class WasmHost:
     def instantiate(self, module: Module, argument: str, variables: Variables) -> Controller:
         guest = self._new_guest(variables)
         guest.blobs[BLOB_ARGUMENT] = argument.encode("utf-8", "replace")
-        return Controller(module.linked, guest, self._epochs, self._functions, self._new_guest)
+        return Controller(module.linked, guest, self._epochs, self._functions, self._new_guest, self._pool)
 
     def close(self) -> None:
         self._compiler.close()

@@ -55,6 +55,9 @@ class Limits:
     """Live sequences of one request."""
     max_memory_mb: int = 64
     """Linear memory of one controller."""
+    max_total_memory_mb: int = 2048
+    """Linear memory of all controllers together.  Above that, the request that has the most fails.  Not in the
+    reference."""
     max_pre_step_ms: int = 4
     max_step_ms: int = 150
     max_init_ms: int = 1000
@@ -133,6 +136,11 @@ class Controller(Protocol):
 
     def fork(self, sequence_id: int) -> Controller:
         """A copy: a fresh instance with the memory, globals and tables of this one."""
+        ...
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether every later call fails, because its request has too much of the memory of all."""
         ...
 
     def take_logs(self) -> str:

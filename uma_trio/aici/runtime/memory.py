@@ -41,18 +41,19 @@ class GuestMemory:
         Raises:
             wasmtime.WasmtimeError: there is no memory.
         """
-        n_bytes = other._n_bytes
-        n_more = (n_bytes - self._n_bytes) // PAGE_BYTES
+        n_bytes = other.n_bytes
+        n_more = (n_bytes - self.n_bytes) // PAGE_BYTES
         if n_more > 0:
             self._memory.grow(self._store, n_more)
         ctypes.memmove(self._address(0, n_bytes), other._address(0, n_bytes), n_bytes)
 
     @property
-    def _n_bytes(self) -> int:
+    def n_bytes(self) -> int:
+        """Its size now."""
         return self._memory.data_len(self._store)
 
     def _address(self, start: int, size: int) -> int:
-        n_bytes = self._n_bytes
+        n_bytes = self.n_bytes
         if start + size > n_bytes:
             raise Fatal(f"{size} bytes at {start} are not in the memory, which has {n_bytes}")
         return ctypes.addressof(self._memory.data_ptr(self._store).contents) + start

@@ -58,10 +58,12 @@ class WaitingControllers:
         return None if found is None else found.controller
 
     def expire(self) -> None:
-        """Close controllers that have waited too long."""
+        """Close controllers that have waited too long, or that have lost their memory."""
         oldest = self._clock() - self._expire_s
         with self._lock:
-            gone = [req_id for req_id, each in self._waiting.items() if each.since < oldest]
+            gone = [
+                req_id for req_id, each in self._waiting.items() if each.since < oldest or each.controller.is_evicted
+            ]
             controllers = [self._waiting.pop(req_id).controller for req_id in gone]
         for controller in controllers:
             controller.close()
