@@ -54,7 +54,8 @@ MANY_THINGS: Final = controller(
         (i32.trunc_sat_f64_s (global.get $f)))
       (func $vector (result i32)
         (i8x16.extract_lane_s 3 (i8x16.add (v128.const i32x4 1 2 3 4) (v128.load (i32.const 300)))))
-      (func $many (result i32 i64) (i32.const 1) (i64.const 2))
+      (func $many (export "many") (result i32 i64) (i32.const 1) (i64.const 2))
+      (func (export "shuffle") (param v128 v128) (result v128) (i8x16.swizzle (local.get 0) (local.get 1)))
     """,
     pre="""
       (memory.init $passive (i32.const 500) (i32.const 0) (i32.const 4)) (data.drop $passive)

@@ -155,6 +155,8 @@ def _refused() -> Iterator[HostileWasm]:
     yield case("WASI's sockets", text_module(socket), "sock_open")
     other = f'(import "{ENV}" "aici_host_stop" (func (param i32))) {MEMORY}'
     yield case("an import of another type", text_module(other), "aici_host_stop with another type")
+    vector = f'(import "{ENV}" "aici_host_stop" (func (param v128))) {MEMORY}'
+    yield case("an import with a vector", text_module(vector), "aici_host_stop with another type")
     yield case("threads", text_module('(memory (export "memory") 1 1 shared)'), "no module that can be used")
     yield case("two memories", text_module(MEMORY + "(memory 1)"), "multiple memories")
     yield case("memory of 64 bits", text_module('(memory (export "memory") i64 1)'), "no module that can be used")

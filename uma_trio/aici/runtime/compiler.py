@@ -17,24 +17,21 @@ import psutil
 import wasmtime
 from wasmtime import _ffi as ffi
 
-from uma_trio.aici.runtime.instrument import NotReadable, instrument
+from uma_trio.aici.runtime.binary import NotReadable
+from uma_trio.aici.runtime.instrument import instrument
 from uma_trio.aici.runtime.interface import BadModule
-from uma_trio.aici.runtime.memory import PAGE_BYTES
-from uma_trio.aici.runtime.signatures import EXPORTS, IMPORTS, OPTIONAL_EXPORTS, Signature
+from uma_trio.aici.runtime.interface_check import check_interface
 from uma_trio.sandbox import LAST, CannotStart, NoAnswer, Sandbox, limit_memory
 
 MAX_WASM_BYTES: Final = 128 << 20
 STACK_BYTES: Final = 512 << 10
 """Stack of a controller."""
-MAX_EXPORTS: Final = 4096
 MAX_TABLES: Final = 2
 MAX_TABLE_ELEMENTS: Final = 100_000
 MAX_ERROR_CHARS: Final = 1000
 N_THREADS: Final = 4
 ADDRESS_BYTES: Final = 512 << 20
 """Address space that is only reserved: stacks and arenas of the threads."""
-
-_TYPES: Final = {"i32": "i", "i64": "I", "f32": "f", "f64": "F"}
 
 
 def make_engine() -> wasmtime.Engine:
@@ -120,54 +117,10 @@ def compile_module(wasm: bytes, engine: wasmtime.Engine, max_memory_bytes: int) 
     """
     try:
         wasmtime.Module.validate(engine, wasm)
-        module = wasmtime.Module(engine, instrument(wasm))
+        check_interface(wasm, max_memory_bytes)
+        return bytes(wasmtime.Module(engine, instrument(wasm)).serialize())
     except (wasmtime.WasmtimeError, NotReadable) as error:
         raise BadModule(f"this is no module that can be used: {short(str(error))}") from None
-    _check_imports(module)
-    _check_exports(module, max_memory_bytes)
-    return bytes(module.serialize())
-
-
-def _check_imports(module: wasmtime.Module) -> None:
-    for each in module.imports:
-        name = f"{each.module}.{each.name}"
-        offered = IMPORTS.get(each.module, {}).get(each.name or "")
-        if offered is None:
-            raise BadModule(f"the module imports {name:.200}, which a controller cannot have")
-        if _signature(each.type) != offered:
-            raise BadModule(f"the module imports {name} with another type than {_spelled(offered)}")
-
-
-def _check_exports(module: wasmtime.Module, max_memory_bytes: int) -> None:
-    found = {each.name: each.type for each in module.exports}
-    if len(found) > MAX_EXPORTS:
-        raise BadModule(f"the module exports {len(found)} things; at most {MAX_EXPORTS}")
-    missing = [name for name in ("memory", *EXPORTS) if name not in found]
-    if missing:
-        raise BadModule(f"the module does not export {', '.join(missing)}")
-    memory = found["memory"]
-    if not isinstance(memory, wasmtime.MemoryType):
-        raise BadModule("the module's export memory is no memory")
-    if memory.limits.min * PAGE_BYTES > max_memory_bytes:
-        raise BadModule(
-            f"the module begins with {memory.limits.min * PAGE_BYTES >> 20} MiB of memory; at most {max_memory_bytes >> 20}"
-        )
-    for name, signature in {**EXPORTS, **OPTIONAL_EXPORTS}.items():
-        if name in found and _signature(found[name]) != signature:
-            raise BadModule(f"the module exports {name} with another type than {_spelled(signature)}")
-
-
-def _signature(ty: object) -> Signature | None:
-    if not isinstance(ty, wasmtime.FuncType):
-        return None
-    parameters, results = ("".join(_TYPES.get(str(each), "?") for each in part) for part in (ty.params, ty.results))
-    return parameters, results
-
-
-def _spelled(signature: Signature) -> str:
-    names = {letter: name for name, letter in _TYPES.items()}
-    parameters, results = (", ".join(names[each] for each in part) for part in signature)
-    return f"({parameters}) -> ({results})"
 
 
 def short(error: str) -> str:

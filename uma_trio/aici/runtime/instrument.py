@@ -7,14 +7,17 @@
 | ``memory.grow`` traps where it would fail | a controller out of memory has a clear error |
 | a module that changes its tables is marked | a fork cannot copy what is in them |
 
-Source: https://webassembly.github.io/spec/core/binary.  The module must be valid.
+The module must be valid.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
+
+from uma_trio.aici.runtime import binary
+from uma_trio.aici.runtime.binary import NotReadable, Vector, decode, encode
 
 PREFIX: Final = "uma_trio."
 """Begins the names of added exports.  A module that exports such a name itself is refused."""
@@ -27,20 +30,8 @@ GLOBAL: Final = PREFIX + "global."
 """Begins the names of mutable globals."""
 
 MAX_MUTABLE_GLOBALS: Final = 256
-MAX_NAMES_BYTES: Final = 1 << 20
-"""A larger section of functions' names is left out.  It is only for the text of errors."""
-
-_TYPE, _IMPORT, _FUNCTION, _TABLE, _MEMORY, _GLOBAL, _EXPORT, _START, _ELEMENT, _CODE, _DATA, _DATA_COUNT = range(1, 13)
-_CUSTOM: Final = 0
-_ORDER: Final = (
-    *(_TYPE, _IMPORT, _FUNCTION, _TABLE, _MEMORY, _GLOBAL),
-    *(_EXPORT, _START, _ELEMENT, _DATA_COUNT, _CODE, _DATA),
-)
-"""Sections, as they follow one another."""
-_I32, _V128 = 0x7F, 0x7B
 _END = 0x0B
-_IS_FUNCTION, _IS_GLOBAL = 0, 3
-_GROW_TYPE: Final = bytes([0x60, 1, _I32, 1, _I32])
+_GROW_TYPE: Final = bytes([0x60, 1, binary.I32, 1, binary.I32])
 
 _NUMBER: Final = rb"[\x80-\xff]*[\x00-\x7f]"
 _MEMARG: Final = _NUMBER + _NUMBER
@@ -68,72 +59,74 @@ _CONSTANT: Final = re.compile(
 """The expression with which a global begins."""
 
 
-class NotReadable(ValueError):
-    """The module has something that this version does not know."""
-
-
 def instrument(wasm: bytes) -> bytes:
     """The module with the changes above, without custom sections but for the names of functions.
 
     Blocks for about 10 ms per MB.
 
     Raises:
-        NotReadable: see there.
+        NotReadable: it has something that this version does not know.
     """
-    sections = dict(_sections(wasm))
-    exports = _Vector(sections.get(_EXPORT))
-    if any(_name(entry, 0)[0].startswith(PREFIX) for entry in exports.split(_export_end)):
+    sections = binary.sections(wasm)
+    exports = Vector(sections.get(binary.EXPORT))
+    if any(binary.name(entry, 0)[0].startswith(PREFIX) for entry in exports.split(binary.export_end)):
         raise NotReadable(f"names of exports that begin with {PREFIX} are taken")
-    types, functions = _Vector(sections.get(_TYPE)), _Vector(sections.get(_FUNCTION))
-    imports, globals_ = _Vector(sections.get(_IMPORT)), _Vector(sections.get(_GLOBAL))
-    grow_function = sum(1 for _ in imports.split(_import_end)) + functions.count
-    bodies, n_grow, changes_table = _new_bodies(_Vector(sections.get(_CODE)), grow_function)
+    types, functions = Vector(sections.get(binary.TYPE)), Vector(sections.get(binary.FUNCTION))
+    imports, globals_ = Vector(sections.get(binary.IMPORT)), Vector(sections.get(binary.GLOBAL))
+    grow_function = sum(1 for _ in imports.split(binary.import_end)) + functions.count
+    bodies, n_grow, changes_table = _new_bodies(Vector(sections.get(binary.CODE)), grow_function)
     mutable, has_vector = _mutable_globals(globals_)
     if len(mutable) > MAX_MUTABLE_GLOBALS:
         raise NotReadable(f"it has {len(mutable)} mutable globals; at most {MAX_MUTABLE_GLOBALS} are supported")
     for index in mutable:
-        exports.append(_export(GLOBAL + str(index), _IS_GLOBAL, index))
+        exports.append(binary.export(GLOBAL + str(index), binary.IS_GLOBAL, index))
     if has_vector or changes_table:
-        exports.append(_export(NOT_COPIED, _IS_GLOBAL, globals_.count))
-        globals_.append(bytes([_I32, 0, 0x41, 0, _END]))
+        exports.append(binary.export(NOT_COPIED, binary.IS_GLOBAL, globals_.count))
+        globals_.append(bytes([binary.I32, 0, 0x41, 0, _END]))
     if n_grow:
         flag = globals_.count
-        exports.append(_export(OUT_OF_MEMORY, _IS_GLOBAL, flag))
-        globals_.append(bytes([_I32, 1, 0x41, 0, _END]))
-        functions.append(_encode(types.count))
+        exports.append(binary.export(OUT_OF_MEMORY, binary.IS_GLOBAL, flag))
+        globals_.append(bytes([binary.I32, 1, 0x41, 0, _END]))
+        functions.append(encode(types.count))
         types.append(_GROW_TYPE)
         bodies.append(_grow_or_trap(flag))
-    if _START in sections:
-        index, _ = _decode(sections.pop(_START), 0)
-        exports.append(_export(START, _IS_FUNCTION, index))
-    changed = {_TYPE: types, _FUNCTION: functions, _GLOBAL: globals_, _EXPORT: exports, _CODE: bodies}
+    if binary.START in sections:
+        index, _ = decode(sections.pop(binary.START), 0)
+        exports.append(binary.export(START, binary.IS_FUNCTION, index))
+    changed = {
+        binary.TYPE: types,
+        binary.FUNCTION: functions,
+        binary.GLOBAL: globals_,
+        binary.EXPORT: exports,
+        binary.CODE: bodies,
+    }
     sections.update({number: vector.to_bytes() for number, vector in changed.items() if vector.count})
     return wasm[:8] + b"".join(
-        bytes([number]) + _encode(len(sections[number])) + sections[number]
-        for number in (*_ORDER, _CUSTOM)
+        bytes([number]) + encode(len(sections[number])) + sections[number]
+        for number in (*binary.ORDER, binary.CUSTOM)
         if number in sections
     )
 
 
 def _grow_or_trap(flag: int) -> bytes:
     """Body of a function that grows the memory by its argument, or sets the global ``flag`` and traps."""
-    code = bytes([1, 1, _I32])  # one local
+    code = bytes([1, 1, binary.I32])  # one local
     code += bytes([0x20, 0, 0x40, 0, 0x22, 1])  # local.get 0, memory.grow, local.tee 1
     code += bytes([0x41, 0x7F, 0x46, 0x04, 0x40])  # i32.const -1, i32.eq, if
-    code += bytes([0x41, 1, 0x24]) + _encode(flag) + bytes([0x00, 0x0B])  # i32.const 1, global.set, unreachable, end
+    code += bytes([0x41, 1, 0x24]) + encode(flag) + bytes([0x00, 0x0B])  # i32.const 1, global.set, unreachable, end
     code += bytes([0x20, 1, 0x0B])  # local.get 1, end
-    return _encode(len(code)) + code
+    return encode(len(code)) + code
 
 
-def _new_bodies(code: _Vector, grow_function: int) -> tuple[_Vector, int, bool]:
+def _new_bodies(code: Vector, grow_function: int) -> tuple[Vector, int, bool]:
     """The functions, calling ``grow_function`` instead of ``memory.grow``; how many do; whether tables are changed."""
     bodies, n_grow, changes_table = [], 0, False
-    call = b"\x10" + _encode(grow_function)
-    for entry in code.split(_sized_end):
+    call = b"\x10" + encode(grow_function)
+    for entry in code.split(binary.sized_end):
         if _PERHAPS_UNUSUAL.search(entry) is None:
             bodies.append(entry)
             continue
-        position = _decode(entry, 0)[1]
+        position = decode(entry, 0)[1]
         done, parts = position, []
         for start, end in _unusual(entry, _after_locals(entry, position)):
             if entry[start] == _MEMORY_GROW:
@@ -143,8 +136,8 @@ def _new_bodies(code: _Vector, grow_function: int) -> tuple[_Vector, int, bool]:
             else:
                 changes_table = True
         body = b"".join([*parts, entry[done:]])
-        bodies.append(_encode(len(body)) + body)
-    return _Vector.of(bodies), n_grow, changes_table
+        bodies.append(encode(len(body)) + body)
+    return Vector.of(bodies), n_grow, changes_table
 
 
 def _unusual(body: bytes, position: int) -> Iterator[tuple[int, int]]:
@@ -154,9 +147,9 @@ def _unusual(body: bytes, position: int) -> Iterator[tuple[int, int]]:
         if position == len(body):
             return
         if body[position] == _BR_TABLE:
-            n_targets, position = _decode(body, position + 1)
+            n_targets, position = decode(body, position + 1)
             for _ in range(n_targets + 1):
-                position = _decode(body, position)[1]
+                position = decode(body, position)[1]
         elif body[position] == _MEMORY_GROW:
             yield position, position + 2
             position += 2
@@ -168,100 +161,21 @@ def _unusual(body: bytes, position: int) -> Iterator[tuple[int, int]]:
 
 
 def _after_locals(body: bytes, position: int) -> int:
-    n_groups, position = _decode(body, position)
+    n_groups, position = decode(body, position)
     for _ in range(n_groups):
-        position = _decode(body, position)[1] + 1
+        position = decode(body, position)[1] + 1
     return position
 
 
-def _mutable_globals(globals_: _Vector) -> tuple[list[int], bool]:
+def _mutable_globals(globals_: Vector) -> tuple[list[int], bool]:
     """Indices of those that can be copied, and whether there are others."""
     found, has_vector = [], False
     for index, entry in enumerate(globals_.split(_global_end)):
-        if entry[1] and entry[0] == _V128:
+        if entry[1] and entry[0] == binary.V128:
             has_vector = True
         elif entry[1]:
             found.append(index)
     return found, has_vector
-
-
-# -- the format -----------------------------------------------------------------------------------
-
-
-class _Vector:
-    """A number, and so many entries."""
-
-    def __init__(self, section: bytes | None) -> None:
-        self.count, start = (0, 0) if section is None else _decode(section, 0)
-        self._entries = [] if section is None else [section[start:]]
-
-    @classmethod
-    def of(cls, entries: list[bytes]) -> _Vector:
-        vector = cls(None)
-        vector.count, vector._entries = len(entries), entries
-        return vector
-
-    def append(self, entry: bytes) -> None:
-        self.count += 1
-        self._entries.append(entry)
-
-    def split(self, find_end: Callable[[bytes, int], int]) -> Iterator[bytes]:
-        """The entries, of a section as it was."""
-        section = b"".join(self._entries)
-        position = 0
-        for _ in range(self.count):
-            end = find_end(section, position)
-            yield section[position:end]
-            position = end
-
-    def to_bytes(self) -> bytes:
-        return _encode(self.count) + b"".join(self._entries)
-
-
-def _sections(wasm: bytes) -> Iterator[tuple[int, bytes]]:
-    """All but the custom ones; of these only the names of functions."""
-    position = 8
-    while position < len(wasm):
-        number = wasm[position]
-        size, start = _decode(wasm, position + 1)
-        position = start + size
-        if number == _CUSTOM:
-            if size <= MAX_NAMES_BYTES and wasm.startswith(b"\4name", start):
-                yield number, wasm[start:position]
-            continue
-        if number not in _ORDER:
-            raise NotReadable(f"section {number} is not supported")
-        yield number, wasm[start:position]
-
-
-def _sized_end(section: bytes, position: int) -> int:
-    size, start = _decode(section, position)
-    return start + size
-
-
-def _import_end(section: bytes, position: int) -> int:
-    """
-    Raises:
-        NotReadable: it is no function.
-    """
-    module, position = _name(section, position)
-    name, position = _name(section, position)
-    if section[position] != _IS_FUNCTION:
-        raise NotReadable(f"it imports {module}.{name}, which is not a function")
-    return _decode(section, position + 1)[1]
-
-
-def _export_end(section: bytes, position: int) -> int:
-    return _decode(section, _name(section, position)[1] + 1)[1]
-
-
-def _name(section: bytes, position: int) -> tuple[str, int]:
-    size, start = _decode(section, position)
-    return section[start : start + size].decode("utf-8", "replace"), start + size
-
-
-def _export(name: str, kind: int, index: int) -> bytes:
-    return _encode(len(name)) + name.encode() + bytes([kind]) + _encode(index)
 
 
 def _global_end(section: bytes, position: int) -> int:
@@ -269,24 +183,3 @@ def _global_end(section: bytes, position: int) -> int:
     if matched is None:
         raise NotReadable("a global begins with an expression that is not supported")
     return matched.end()
-
-
-def _decode(data: bytes, position: int) -> tuple[int, int]:
-    """An unsigned LEB128 number, and where it ends."""
-    value = shift = 0
-    while True:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-
-
-def _encode(value: int) -> bytes:
-    found = bytearray()
-    while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
