@@ -74,7 +74,8 @@ MANY_THINGS: Final = controller(
     post=printing("post") + returning(POST),
     memory=ROOM,
 )
-BASES: Final = [GOOD, MANY_THINGS, started(GROW), *(shipped()[name] for name in ("yesno", "uppercase"))]
+BASES: Final = {"good": GOOD, "many": MANY_THINGS, "growing": started(GROW)}
+BASES.update((name, shipped()[name]) for name in ("yesno", "uppercase"))
 
 ALIKE: Final = (range(0x6A, 0x79), range(0x46, 0x50), range(0x28, 0x36), range(0x7C, 0x8B), range(0x20, 0x25))
 """Instructions that can take each other's place: arithmetic, comparisons, loads, variables."""
@@ -139,15 +140,15 @@ def engine() -> Iterator[wasmtime.Engine]:
     found.close()
 
 
-@given(st.sampled_from(BASES), st.integers(0, 2**64 - 1), st.integers(1, 5))
+@given(st.sampled_from([*BASES]), st.integers(0, 2**64 - 1), st.integers(1, 5))
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@example(GOOD, 0, 0)
-@example(MANY_THINGS, 0, 0)
-@example(BASES[2], 0, 0)
-@example(BASES[3], 0, 0)
-@example(BASES[4], 0, 0)
-def test_mutated_modules(host: WasmHost, engine: wasmtime.Engine, wasm: bytes, seed: int, n: int) -> None:
-    wasm = mutated(wasm, seed, n)
+@example("good", 0, 0)
+@example("many", 0, 0)
+@example("growing", 0, 0)
+@example("yesno", 0, 0)
+@example("uppercase", 0, 0)
+def test_mutated_modules(host: WasmHost, engine: wasmtime.Engine, name: str, seed: int, n: int) -> None:
+    wasm = mutated(BASES[name], seed, n)
     if is_valid(engine, wasm) and (changed := instrumented(wasm)) is not None:
         event("valid")
         assert is_valid(engine, changed), "the changes have broken it"
@@ -205,8 +206,9 @@ def run(controller: Controller) -> None:
         return
     with contextlib.closing(fork):
         (action, row), (of_fork, row_of_fork) = step(controller), step(fork)
-    assert action == of_fork
-    assert np.array_equal(row, row_of_fork)
+    if ControllerTimeout not in (action, of_fork):  # the machine may be busy in one of the two
+        assert action == of_fork
+        assert np.array_equal(row, row_of_fork)
 
 
 def step(controller: Controller) -> tuple[object, np.ndarray]:
