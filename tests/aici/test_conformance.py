@@ -682,7 +682,7 @@ def test_many_controllers_that_never_end_do_not_stop_the_others(engine: Engine) 
 
 def test_slow_controllers_are_skipped_if_the_engine_wants_that(tmp_path: Path) -> None:
     """Ours: with --uma-skip-slow-ms the step goes on without them."""
-    flags = ("--uma-skip-slow-ms", "20", "--wasm-max-step-time=2000", "--wasm-max-pre-step-time=1000")
+    flags = ("--uma-skip-slow-ms", "300", "--wasm-max-step-time=3000", "--wasm-max-pre-step-time=3000")
     with contextlib.closing(Engine(tmp_path, *flags)) as engine:
         engine.shake_hands()
         bad, good = next(ids), next(ids)
