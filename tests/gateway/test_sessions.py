@@ -123,12 +123,13 @@ def test_in_starlings_api_a_request_continues_its_session_as_over_the_socket(gat
 
 
 @pytest.fixture
-def busy(gateway: Gateway) -> Iterator[str]:
-    """A session whose request runs."""
+def busy(gateway: Gateway, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A session whose request runs.  Each test has its own, since one is busy until it is on disk."""
+    name = request.node.name
     with gateway.daemon.wire() as wire:
-        wire.send(id="r", messages=[QUESTION], session_id="busy", max_tokens=3000, ignore_eos=True)
+        wire.send(id="r", messages=[QUESTION], session_id=name, max_tokens=3000, ignore_eos=True)
         assert wire.receive()["event"] == "token"  # type: ignore[index]
-        yield "busy"
+        yield name
     gateway.daemon.settled()
 
 

@@ -92,7 +92,7 @@ def _answer(endpoint: Endpoint, media_type: str, schema_of: dict[Any, dict[str, 
     """The content of an answer.  Version 3.1 cannot describe the events of a stream, so that has a name of its own."""
     if media_type != JSON:
         events = {} if endpoint.event_shape is None else {"x-event-schema": schema_of[endpoint.event_shape]}
-        return {"schema": {"type": "string"}, **events}
+        return {"schema": {}, **events}
     shapes = [schema_of[shape] for shape in endpoint.shapes]
     return {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes} if shapes else {}}
 
