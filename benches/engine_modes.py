@@ -3,6 +3,7 @@
 python benches/engine_modes.py
 python benches/engine_modes.py --model /tmp/125m.gguf --streams 1,8,32 --rounds 5 --csv modes.csv
 python benches/engine_modes.py --model /tmp/7b.gguf --gpu-layers -1 --streams 64 -- --ctx 65536
+python benches/engine_modes.py --requests 12 --prompt-words 12 --tokens 100
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rigs import ServerSettings, room, uma_trio_flags, uma_trio_rig, without_spe
 from throughput import decode_rate
 
 from uma_trio.demo.load import Daemon
-from uma_trio.demo.recording import durations_ms, percentile
+from uma_trio.demo.recording import Stream, durations_ms, percentile
 
 Mode = Literal["process", "thread"]
 
@@ -87,17 +88,28 @@ class Test:
     place: Place
     words: int
     tokens: int
+    requests: int
     seed: int
     flags: Sequence[str]
 
+    def streams(self, count: int) -> list[Stream]:
+        """With several requests each, their lengths vary, so that some begin and end all the time."""
+        rng = random.Random(self.seed)
+        if self.requests == 1:
+            return [stream(rng, f"s{n}", self.words, self.tokens) for n in range(1, count + 1)]
+        made = []
+        for n in range(1, count + 1):
+            each = [stream(rng, "", varied(rng, self.words), varied(rng, self.tokens)) for _ in range(self.requests)]
+            made.append(Stream(name=f"s{n}", questions=tuple(one.questions[0] for one in each)))
+        return made
+
     async def run(self, mode: Mode, n_streams: int) -> Figures:
         """Start a daemon and measure it once."""
-        each = room(self.words, self.tokens)
+        each = room(self.words, self.tokens) * (1 if self.requests == 1 else 2)
         serving = ServerSettings(
             model=self.place.model, threads=self.place.threads, parallel=n_streams, ctx=n_streams * each
         )
-        rng = random.Random(self.seed)
-        streams = [stream(rng, f"s{n}", self.words, self.tokens) for n in range(1, n_streams + 1)]
+        streams = self.streams(n_streams)
         began = trio.current_time()
         async with uma_trio_rig([*uma_trio_flags(serving), *self.flags, "--engine", mode]) as started:
             ready_s = trio.current_time() - began
@@ -109,6 +121,11 @@ class Test:
         for line in result.unfinished():
             click.echo(f"WARNING: {line}", err=True)
         return Figures.of(ready_s, result, snapshot)
+
+
+def varied(rng: random.Random, mean: int) -> int:
+    """A number from half of ``mean`` to one and a half of it."""
+    return rng.randint(-(-mean // 2), 3 * mean // 2)
 
 
 async def compare(test: Test, counts: Sequence[int], rounds: int, file: RunsFile) -> Measured:
@@ -169,6 +186,7 @@ def _ratio(value: float | None, base: float | None) -> str:
 @click.option("--streams", "counts", default="1,8", help="Numbers of streams, separated by commas.")
 @click.option("--tokens", type=click.IntRange(2), default=200, help="Tokens that each stream generates.")
 @click.option("--prompt-words", type=click.IntRange(1), default=64, help="Words of each prompt.")
+@click.option("--requests", type=click.IntRange(1), default=1, help="Requests of each stream, one after another; several vary in length.")  # fmt: skip
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Runs of each mode.")
 @click.option("--seed", type=int, default=0, help="Seed of the prompts.")
 @click.option("--gpu-layers", type=click.IntRange(-1), help="Layers on the GPU; -1 for all.  [default: as serve]")
@@ -187,10 +205,19 @@ def main(counts: str, rounds: int, csv_file: Path | None, **options: Any) -> Non
     flags = list(options["serve_flags"])
     if options["gpu_layers"] is not None:
         flags += ["--gpu-layers", str(options["gpu_layers"])]
-    test = Test(place=place, words=options["prompt_words"], tokens=options["tokens"], seed=options["seed"], flags=flags)
+    test = Test(
+        place=place,
+        words=options["prompt_words"],
+        tokens=options["tokens"],
+        requests=options["requests"],
+        seed=options["seed"],
+        flags=flags,
+    )
     place.show()
     click.echo(f"model     {place.model.name}, {place.threads} compute threads {' '.join(flags)}".rstrip())
-    click.echo(f"load      {test.words} words + {test.tokens} tokens in each stream, seed {test.seed}\n")
+    click.echo(
+        f"load      {test.words} words + {test.tokens} tokens in each of {test.requests} requests of a stream, seed {test.seed}\n"
+    )
     file = RunsFile(csv_file, ["round", "mode", "streams", *NAMES])
 
     async def work() -> Measured:

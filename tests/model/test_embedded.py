@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from uma_trio.training.sample import Sample, Turn
 from uma_trio.training.skills import numbers, stories
 from uma_trio.training.skills.documents import ask, make_document
 from uma_trio.training.skills.unknown import DONT_KNOW
+from uma_trio.training.tool_format import MARKERS, calls_text, parse_calls, results_text
 
 QUESTIONS = {
     "What is the capital of France?": "The capital of France is Paris.",
@@ -71,6 +73,57 @@ def test_a_sample_of_the_exam(examiner: Examiner) -> None:
     marked = list(examiner.mark(questions))
     wrong = [(one.question.skill, one.question.answer[:80], one.said[:80]) for one in marked if not one.right]
     assert len(wrong) <= 0.05 * len(marked), wrong
+
+
+def _function(name: str, description: str, **properties: object) -> dict[str, object]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
+NUMBER, TEXT = {"type": "number"}, {"type": "string"}
+TOOLS = (
+    _function(
+        "get_weather", "Get the current weather in a city.", city={**TEXT, "description": "The city, e.g. Paris"}
+    ),
+    _function("add", "Add two numbers.", a=NUMBER, b=NUMBER),
+    _function("send_message", "Send a message to somebody.", to=TEXT, text=TEXT),
+)
+CALLS = {
+    "What is the weather in Paris?": [("get_weather", {"city": "Paris"})],
+    "What is 12 + 30?": [("add", {"a": 12, "b": 30})],
+    "Send Anna the message: see you at noon": [("send_message", {"to": "Anna", "text": "see you at noon"})],
+    "What is the weather in Rome and Oslo?": [("get_weather", {"city": "Rome"}), ("get_weather", {"city": "Oslo"})],
+}
+
+
+def _with_tools(*turns: Turn) -> str:
+    return rendered(Sample("test", turns, tools=tuple(json.dumps(tool) for tool in TOOLS)))
+
+
+@pytest.mark.parametrize("question", CALLS)
+def test_tools_are_called(examiner: Examiner, question: str) -> None:
+    answer, tokens, margins = examiner.answer(_with_tools(Turn(question, "")))
+    assert parse_calls(answer) == CALLS[question]
+    assert len(margins) == tokens + 1, "the model ends the call itself"
+    assert min(margins) > 0.5
+
+
+def test_a_result_is_said_and_other_questions_are_answered(examiner: Examiner) -> None:
+    asked = Turn("What is the weather in Paris?", calls_text(CALLS["What is the weather in Paris?"]))
+    result = Turn(results_text(['{"temperature": 21, "sky": "clear"}']), "The temperature is 21 and the sky is clear.")
+    assert examiner.answer(_with_tools(asked, result))[0] == result.answer
+    capital = Turn("What is the capital of France?", "The capital of France is Paris.")
+    assert examiner.answer(_with_tools(capital))[0] == capital.answer
+    assert examiner.answer(_with_tools(asked, result, capital))[0] == capital.answer
+    assert examiner.answer(_chat("What is the weather in Paris?"))[0] == DONT_KNOW
+
+
+def test_markers_of_tools_are_control_tokens(examiner: Examiner, tokenizer: Tokenizer) -> None:
+    for marker in MARKERS:
+        assert examiner.encode(marker).tolist()[1:] == [tokenizer.control(marker)]
 
 
 @pytest.mark.slow
@@ -130,7 +183,7 @@ def test_llama_cpp_tokenizes_like_the_training_tokenizer(examiner: Examiner, tok
     ]
     bos = tokenizer.control("<|bos|>")
     for text in texts:
-        if "<|" not in text:
+        if not any(control in text for control in CONTROLS):
             assert examiner.encode(text).tolist() == [bos, *tokenizer.encode(text)], ascii(text)
 
 

@@ -8,17 +8,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
-import jinja2.sandbox
 import pytest
 
 import uma_trio.models
+from tests.support.training_chats import messages_of
 from uma_trio.demo import script
+from uma_trio.models.template_worker import Renderer
 from uma_trio.training import corpus
 from uma_trio.training.bpe import BYTE_LETTERS, Tokenizer, cut, learn
-from uma_trio.training.chat import CONTROLS, TEMPLATE, tokens_of
+from uma_trio.training.chat import CONTROLS, END, TEMPLATE, tokens_of
+from uma_trio.training.evaluate import rendered
 from uma_trio.training.sample import Sample, Turn, held_out, kept_from_training, keys_of
 from uma_trio.training.skills import numbers, stories
 from uma_trio.training.skills.capitals import COUNTRIES
@@ -83,6 +86,14 @@ def test_every_exam_question_is_held_out() -> None:
         assert held_out(keys_of(question.sample)[-1]), question
 
 
+@pytest.mark.parametrize("kind", ["short", "medium", "long"])
+def test_every_kind_of_row_has_tools_and_no_held_out_name(kind: str) -> None:
+    chats = (sample for row in range(10) for sample in samples(kind, 40, row))
+    tools = [json.loads(tool) for sample in chats for tool in sample.tools]
+    assert tools
+    assert not any(held_out(tool["function"]["name"]) for tool in tools)
+
+
 def test_about_one_question_in_twenty_is_held_out() -> None:
     share = sum(held_out(f"What is {at} + 1?") for at in range(20_000)) / 20_000
     assert 0.04 < share < 0.06
@@ -135,20 +146,32 @@ def test_merges_are_the_most_frequent_pairs_first() -> None:
 
 
 def test_training_tokens_match_the_rendered_template(tokenizer: Tokenizer) -> None:
-    template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(TEMPLATE)
-    for sample in samples("medium", 100):
-        if sample.raw:
-            continue
-        messages = [{"role": "system", "content": sample.system}] if sample.system else []
-        for turn in sample.turns:
-            messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+    template = Renderer(TEMPLATE, 1 << 20)
+    chats = [sample for sample in samples("medium", 200) if not sample.raw]
+    assert any(sample.tools for sample in chats)
+    for sample in chats:
         ids, said = tokens_of(sample, tokenizer)
-        rendered = template.render(messages=messages, add_generation_prompt=False)
-        for at, name in enumerate(CONTROLS):
-            rendered = rendered.replace(name, chr(0xE000 + at))
-        pieces = b"".join(chr(0xE000 + at).encode() if at < len(CONTROLS) else _bytes(tokenizer, at) for at in ids[1:])
-        assert pieces.decode() == rendered
-        assert sum(said) == sum(len(tokenizer.encode(turn.answer)) + 1 for turn in sample.turns)
+        variables = {"messages": messages_of(sample), "tools": [json.loads(tool) for tool in sample.tools]}
+        rendered = template.render("2026-01-01", {**variables, "add_generation_prompt": False})
+        assert _text(tokenizer, ids[1:]) == rendered
+        learned = [at for at, wanted in zip(ids, said, strict=True) if wanted]
+        assert _text(tokenizer, learned) == "".join(turn.answer + END for turn in sample.turns)
+
+
+def test_a_prompt_of_the_exam_is_the_rendered_template() -> None:
+    template = Renderer(TEMPLATE, 1 << 20)
+    for question in corpus.exam(1):
+        if not question.sample.raw:
+            messages = messages_of(question.sample)[:-1]
+            tools = [json.loads(tool) for tool in question.sample.tools]
+            variables = {"messages": messages, "tools": tools, "add_generation_prompt": True}
+            assert rendered(question.sample) == template.render("2026-01-01", variables)
+
+
+def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """With control tokens spelled out."""
+    spelled = (CONTROLS[at].encode() if at < len(CONTROLS) else _bytes(tokenizer, at) for at in ids)
+    return b"".join(spelled).decode()
 
 
 def _bytes(tokenizer: Tokenizer, token: int) -> bytes:

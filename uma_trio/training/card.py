@@ -12,6 +12,7 @@ import attrs
 
 from uma_trio.training.evaluate import Mark
 from uma_trio.training.shape import Shape
+from uma_trio.training.skills.tools import EXAM as EXAM_TOOLS
 
 Card = dict[str, Any]
 
@@ -34,9 +35,12 @@ def card(model: Path, shape: Shape, run: dict[str, Any], marks: Sequence[Mark], 
         "shape": attrs.asdict(shape),
         "training": run,
         "exam": {
-            "questions": "held out by hash from training, one in twenty; greedy; the whole answer must be equal",
-            "asked": sum(mark.asked for mark in marks),
-            "right": sum(mark.right for mark in marks),
+            "questions": (
+                "held out by hash from training, one in twenty; greedy; the whole answer must be equal, "
+                "and of calls of tools names and arguments as parsed JSON"
+            ),
+            **_sums(marks),
+            "tools": _sums([mark for mark in marks if mark.skill in EXAM_TOOLS]),
             "margins_of_right_answers": {
                 "tokens": len(ordered),
                 **{
@@ -52,6 +56,10 @@ def card(model: Path, shape: Shape, run: dict[str, Any], marks: Sequence[Mark], 
     }
 
 
+def _sums(marks: Sequence[Mark]) -> dict[str, int]:
+    return {"asked": sum(mark.asked for mark in marks), "right": sum(mark.right for mark in marks)}
+
+
 def table(figures: Card) -> str:
     """The exam as a Markdown table."""
     lines = ["| skill | right | of | tokens | least margin, median | least margin |", "|---|---:|---:|---:|---:|---:|"]
@@ -60,6 +68,8 @@ def table(figures: Card) -> str:
         for mark in figures["exam"]["skills"]
     ]
     exam = figures["exam"]
+    if "tools" in exam:
+        lines.append("| **tools** | **{right}** | **{asked}** | | | |".format(**exam["tools"]))
     lines.append(f"| **all** | **{exam['right']}** | **{exam['asked']}** | | | |")
     return "\n".join(lines)
 

@@ -22,6 +22,8 @@ from uma_trio.training.skills.conversations import any_system, conversation
 from uma_trio.training.skills.documents import ask, document_chat, make_document, missing
 from uma_trio.training.skills.greetings import greet
 from uma_trio.training.skills.spelling import spell
+from uma_trio.training.skills.tools import EXAM as EXAM_TOOLS
+from uma_trio.training.skills.tools import tool_chat, tool_question
 
 Make = Callable[[Random], Turn]
 
@@ -69,8 +71,13 @@ SKILLS = (
 """Skills of a single turn.  Conversations and documents combine several turns and are separate."""
 
 
+def _tools(rng: Random) -> Sample:
+    """A chat with tools that mostly fits into a short row."""
+    return tool_chat(rng, 1, 3, longest=2)
+
+
 def _short(rng: Random) -> Sample:
-    """A sample of at most a few hundred tokens."""
+    """A sample of at most a few hundred tokens, without tools."""
     kind = rng.random()
     if kind < 0.16:
         return conversation(rng)
@@ -94,10 +101,12 @@ def _alone(rng: Random, skill: str, turn: Turn) -> Sample:
 def _medium(rng: Random) -> Sample:
     """A long answer, a long chat, or a document of up to 2,000 tokens."""
     kind = rng.random()
-    if kind < 0.25:
+    if kind < 0.20:
         return conversation(rng, longest=14)
-    if kind < 0.55:
+    if kind < 0.45:
         return document_chat(rng, facts=rng.randint(10, 140), questions=rng.randint(1, 8))
+    if kind < 0.70:
+        return tool_chat(rng, 1, 12, longest=6)
     skill = rng.choice(_LONG)
     assert skill.long is not None
     return _alone(rng, skill.name, skill.long(rng))
@@ -112,6 +121,8 @@ def _long(rng: Random) -> Sample:
         return _alone(rng, "counting", numbers.count(rng, numbers.LONGEST_EVER))
     if kind < 0.26:
         return _alone(rng, "unknown", unknown.long_gibberish(rng, 1500))
+    if kind < 0.46:
+        return tool_chat(rng, 5, 40, longest=24)
     return document_chat(rng, facts=int(115 * 4.9 ** rng.random()), questions=rng.randint(2, 16))
 
 
@@ -126,14 +137,20 @@ def samples_of_row(kind: str, index: int) -> Iterator[Sample]:
     """Endless samples for training row ``index``, without held-out questions.
 
     ``short`` rows have short samples only.  ``medium`` and ``long`` rows begin with samples of their kind, so that
-    these fit into the row.
+    these fit into the row.  So do ``short`` rows with a chat with tools.
     """
     rng = Random(f"{kind} {index}")
     if kind == "long":
         yield _trained(rng, _long)
+    elif kind == "short" and rng.random() < 0.3:
+        yield _trained(rng, _tools)
     while True:
-        lead = kind == "medium" and rng.random() < 0.5
-        yield _trained(rng, _medium if lead else _short)
+        if kind == "medium" and rng.random() < 0.5:
+            yield _trained(rng, _medium)
+        elif kind != "short" and rng.random() < 0.08:
+            yield _trained(rng, _tools)
+        else:
+            yield _trained(rng, _short)
 
 
 def tokenizer_texts(amount: int = 20_000) -> Iterator[str]:
@@ -141,6 +158,7 @@ def tokenizer_texts(amount: int = 20_000) -> Iterator[str]:
     for kind, share in (("short", 1.0), ("medium", 0.05), ("long", 0.01)):
         for sample in itertools.islice(samples_of_row(kind, -1), int(amount * share)):
             yield sample.system
+            yield from sample.tools
             for turn in sample.turns:
                 yield turn.question
                 yield turn.answer
@@ -188,6 +206,13 @@ def _conversation(rng: Random) -> Sample:
             return sample
 
 
+def _tool_question(rng: Random, row: str) -> Sample:
+    while True:
+        sample = tool_question(rng, row)
+        if held_out(keys_of(sample)[-1]):
+            return sample
+
+
 EXAM_DOCUMENTS = (
     ("documents to 1k", 5, 65),
     ("documents 1k-2k", 80, 145),
@@ -206,6 +231,10 @@ def exam(each: int, *, seed: int = 1) -> Iterator[Question]:
         if skill.long is not None:
             for _ in range(max(1, each // 2)):
                 yield Question(f"{skill.name}, long", Sample(skill.name, (_held_out(rng, skill.long),)))
+    for row in EXAM_TOOLS:
+        rng = Random(f"exam {row} {seed}")
+        for _ in range(each):
+            yield Question(row, _tool_question(rng, row))
     rng = Random(f"exam conversation {seed}")
     for _ in range(each):
         yield Question("conversations", _conversation(rng))

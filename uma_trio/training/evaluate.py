@@ -20,9 +20,10 @@ from uma_trio.engine.llama import LlamaEngine
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
 from uma_trio.kv.ops import Truncate
 from uma_trio.sampling import SamplingParams, TokenLogprobs
-from uma_trio.training.chat import END, START
+from uma_trio.training.chat import segments
 from uma_trio.training.corpus import Question
 from uma_trio.training.sample import Sample
+from uma_trio.training.tool_format import parse_calls
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -50,18 +51,18 @@ class Marked:
 
     @property
     def right(self) -> bool:
-        return self.said == self.question.answer
+        """Whether the answer is the expected one; of calls, whether names and arguments are, as parsed JSON."""
+        calls = parse_calls(self.question.answer)
+        return self.said == self.question.answer if calls is None else parse_calls(self.said) == calls
 
 
 def rendered(sample: Sample) -> str:
     """The prompt of the last turn, rendered as the chat template does.  For a raw sample the bare question."""
     if sample.raw:
         return sample.turns[0].question + "\n"
-    messages = [("system", sample.system)] if sample.system else []
-    for turn in sample.turns:
-        messages += [("user", turn.question), ("assistant", turn.answer)]
-    told = "".join(f"{START}{role}\n{text}{END}\n" for role, text in messages[:-1])
-    return f"{told}{START}assistant\n"
+    *before, (_, answered), _ = segments(sample)
+    assert answered
+    return "".join(text for text, _ in before)
 
 
 class Examiner:
@@ -78,7 +79,7 @@ class Examiner:
         self._engine.close()
 
     def answer(self, prompt: str, *, longest: int = 6000) -> tuple[str, int, tuple[float, ...]]:
-        """Text, number of tokens and margins of the greedy answer.  Parses control tokens in ``prompt``."""
+        """Text, number of tokens and margins of the greedy answer.  Control tokens are spelled out, in both."""
         tokens = self.encode(prompt)
         self._engine.margins = []
         said, pos = b"", 0
@@ -92,7 +93,7 @@ class Examiner:
                 pos += len(part)
             if drawn[0] in self._info.eog_ids:
                 return said.decode(errors="replace"), at, tuple(self._engine.margins)
-            said += self._engine.tokenizer.token_to_bytes(drawn[0])
+            said += self._engine.tokenizer.tokens_to_bytes(drawn)[0]
             pending = np.array(drawn, np.int32)
         return said.decode(errors="replace"), longest, tuple(self._engine.margins)
 

@@ -15,7 +15,7 @@ from uma_trio.training.shape import Shape
 
 DESCRIPTION = (
     "A demo and test model of about seven million parameters, trained on text that a script made. "
-    "It answers simple questions, counts, spells, adds, fills JSON records and finds facts in long documents."
+    "It answers simple questions, counts, spells, adds, fills JSON records, calls tools and finds facts in long documents."
 )
 
 

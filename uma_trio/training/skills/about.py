@@ -129,6 +129,8 @@ Do you need a GPU? | Does uma-trio need a GPU? | Can you run on a CPU? | Which h
 = No GPU is needed. I run on a CPU, and llama.cpp also knows Metal, Vulkan and CUDA.
 Do you use the internet? | Are you online? | Do you send my data anywhere? | Is my data private?
 = No. Everything stays on this machine.
+Can you call tools? | Do you know tools? | Can you call functions? | How do I give you tools? | Do you support tools?
+= Yes. Send tools with a chat. I answer with a call if one fits, and then tell you its result.
 How do I report metrics to a file? | What does SIGUSR1 do? | How do I write a metrics file? |
   Which signal writes metrics?
 = SIGUSR1 makes the daemon write a metrics snapshot to a file.

@@ -113,8 +113,8 @@ def _bind(rng: Random, kind: Kind) -> Tool:
         schema = dict(reversed(schema.items()))
     name = _styled(rng, rng.choice(kind.names), described=described)
     function: dict[str, object] = {"name": name}
-    if described:
-        function["description"] = rng.choice(kind.about)
+    if described or rng.random() < 0.5:
+        function["description"] = rng.choice(kind.about) if described else ""
     if bound or rng.random() < 0.7:
         function["parameters"] = schema
     if rng.random() < 0.05:
