@@ -12,12 +12,14 @@ import math
 import mmap
 import os
 import platform
+import signal
 import sys
 from typing import Final
 
 FUTEX_WAIT: Final = 0
 FUTEX_WAKE: Final = 1
 ALL: Final = 2**31 - 1
+PR_SET_PDEATHSIG: Final = 1
 
 _NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "loongarch64": 98, "ppc64le": 221, "s390x": 238}
 """Number of the system call ``futex``."""
@@ -35,6 +37,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def is_supported() -> bool:
     """Whether this system has futexes, and this module their number."""
     return sys.platform == "linux" and platform.machine() in _NUMBERS
+
+
+def continue_when_parent_ends() -> None:
+    """Have the kernel continue this process, if a signal has stopped it, when its parent ends.  Linux only."""
+    if sys.platform == "linux":
+        _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 class Word:

@@ -18,6 +18,7 @@ import setproctitle
 
 from uma_trio import parent_process
 from uma_trio.aici.channel import Channels, Layout
+from uma_trio.aici.futex import continue_when_parent_ends
 from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.interface import Limits
 from uma_trio.aici.runtime.module_store import FOLDER, ModuleStore
@@ -55,6 +56,7 @@ def serve(options: Options) -> NoReturn:
     parent = os.getppid()
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # an engine ends the runtime by its process group
+    continue_when_parent_ends()
     setproctitle.setproctitle(f"uma-trio aicirt: {options.tokenizer}")
     _log_to_stderr()
     if removed := remove_stale():
