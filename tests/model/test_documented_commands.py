@@ -26,6 +26,7 @@ from tests.support.hub_server import fake_hub
 from tests.support.perf_runs import encode_run, simulated
 from tests.support.real_daemon import Daemon, real_daemon, wait_ready
 from tests.support.terminal import terminal
+from uma_trio.aici.controllers import shipped
 from uma_trio.cli import main
 from uma_trio.models.loaded import EMBEDDED
 
@@ -55,9 +56,6 @@ NOT_RUN = {
     ),
     r"uma-trio completion zsh > .*": "needs zsh",
     r"uma-trio pull https://.*": "there is no such server",
-    r"uma-trio controllers .*": "the daemon runs no controllers yet",
-    r"uma-trio ask --controller .*": "the daemon runs no controllers yet",
-    r"(?s).*uma_trio\.run\(.*": "the daemon runs no controllers yet",
 }
 """Commands that a test cannot run, as regular expressions, with the reason."""
 
@@ -158,6 +156,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (work / "file.txt").write_text("The capital of France is Paris.\n")
     (work / "tools.json").write_text(json.dumps(TOOLS))
     (work / "program.js").write_text(blocks((ROOT / "README.md").read_text(), "js")[0])
+    (work / "mine.wasm").write_bytes(shipped()["yesno"])
     (home / ".config" / "uma-trio").mkdir(parents=True)
     for name in ("perf.jsonl", "perf.jsonl.1", "FILE"):
         (work / name).write_bytes(encode_run(simulated()))
@@ -284,6 +283,20 @@ def test_it_runs(example: Example, environment: Mapping[str, str], home: Path, s
             return
     if "keys revoke" in example.text:
         (home / ".config" / "uma-trio" / "keys.yaml").write_text(KEYS)
+    if re.match(r"uma-trio controllers (run mine|tag)\b", example.text):
+        upload = [
+            sys.executable,
+            "-m",
+            "uma_trio",
+            "controllers",
+            "upload",
+            "mine.wasm",
+            "--tag",
+            "mine-2",
+            "--tag",
+            "mine",
+        ]
+        subprocess.run(upload, cwd=home / "work", env=dict(environment), check=True, stdout=subprocess.DEVNULL)
     if re.match("uma-trio models (show|remove)", example.text):
         pull = [sys.executable, "-m", "uma_trio", "pull", "--quiet", MODEL]
         subprocess.run(pull, env=dict(environment), check=True, stdout=subprocess.DEVNULL)
