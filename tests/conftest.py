@@ -46,13 +46,6 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     os.environ["PYTHONPYCACHEPREFIX"] = str(run_folder() / "bytecode")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give every module an xdist group."""
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail if processes of this run are left."""

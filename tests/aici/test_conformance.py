@@ -22,7 +22,7 @@ import pytest
 from tests.support.aici_client import ADMIN, PATIENCE_S, ROOT, Engine
 from tests.support.wat_controllers import MID, POST, PRE, controller, printing, returning
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("aici")]
+pytestmark = [pytest.mark.slow]
 
 ids = itertools.count(100)
 

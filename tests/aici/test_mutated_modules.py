@@ -34,7 +34,7 @@ from uma_trio.aici.runtime.interface import (
     Limits,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("aici mutated")]
+pytestmark = [pytest.mark.slow]
 
 MAX_MEMORY: Final = 16
 EXAMPLES: Final = 20_000 if os.environ.get("UMA_TEST_EXPLORE") else 800

@@ -23,9 +23,11 @@ CALL = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "requi
 SCHEMA = {"name": "weather", "input_schema": TOOL["parameters"]}
 OF_OLLAMA = {"model": "embedded", "tools": [{"function": TOOL}], "logprobs": True, "top_logprobs": 1}
 UNKNOWN = {"nothing": 1}
+SHORT = {"max_tokens": 3}
+"""For prompts without a chat template, whose answers have no end."""
 REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/v1/chat/completions": [CHAT, {**CHAT, **CALL}, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **UNKNOWN}],
-    "/v1/completions": [{"prompt": ["a", [5]], "n": 2}, {"prompt": "a", "logprobs": 1, **UNKNOWN}],
+    "/v1/completions": [{"prompt": ["a", [5]], "n": 2, **SHORT}, {"prompt": "a", "logprobs": 1, **SHORT, **UNKNOWN}],
     "/v1/embeddings": [{"input": ["a", [5]]}, {"input": "a", "encoding_format": "base64", **UNKNOWN}],
     "/v1/responses": [{"input": "Hi", **UNKNOWN}, {"input": "Hi", "tools": [{"type": "function", **TOOL}], "top_logprobs": 1}],
     "/v1/responses/input_tokens": [{"input": "Hi"}],
@@ -39,7 +41,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "/tokenize": [{"content": "a b"}, CHAT],
     "/detokenize": [{"tokens": [5]}],
     "/apply-template": [CHAT],
-    "/completion": [{"prompt": "a", "n_predict": 3, "n_probs": 2, **UNKNOWN}, {"prompt": ["a", "b"], "return_progress": True}],
+    "/completion": [{"prompt": "a", "n_predict": 3, "n_probs": 2, **UNKNOWN}, {"prompt": ["a", "b"], "n_predict": 3, "return_progress": True}],
     "/v1/generate": [{**CHAT, "logprobs": 1, "separate_reasoning": True, **UNKNOWN}, {"prompt": "a", "n": 2, "max_tokens": 3}],
     "/v1/tokenize": [{"text": "a"}, {"tokens": [5]}],
 }  # fmt: skip

@@ -24,7 +24,6 @@ from uma_trio.models.loaded import EMBEDDED, vocabulary
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("aici"),
     pytest.mark.skipif(real_daemon.missing() is not None, reason=str(real_daemon.missing())),
 ]
 
