@@ -77,7 +77,7 @@ def test_generated_constraints_are_followed_or_refused(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("fields", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_among_others_as_alone(daemon: Daemon, fields: dict[str, Any]) -> None:
-    requests = [{"prompt": f"Number {n}: ", "constraint": each} for n, each in enumerate(CONSTRAINTS)]
+    requests = [{"prompt": f"Item {n}: ", "constraint": each} for n, each in enumerate(CONSTRAINTS)]
     requests += [{"prompt": f"Once upon a time {n}"} for n in range(4)] + [{"messages": STORY}]
     requests = [{"max_tokens": 80, **fields, **each} for each in requests]
     alone = [outcome(daemon.ask(**each, cache_prompt=False)) for each in requests]
@@ -136,7 +136,7 @@ def test_logprobs_are_those_of_the_model(daemon: Daemon) -> None:
 
 def test_biases_and_penalties_choose_among_what_is_allowed(daemon: Daemon) -> None:
     fields: dict[str, Any] = {
-        "prompt": "1, 1, 1, 1, 1, 1, ",
+        "prompt": "0, 0, 0, 0, 0, 0, 0, 0, ",
         "max_tokens": 60,
         "constraint": {"regex": "([0-9], ){12}"},
     }

@@ -330,8 +330,8 @@ def _run_live(command: str, shown: str, key: str, environment: Mapping[str, str]
         assert screen.wait() == 0
 
 
-AFTER_SOMETHING = {"Who is the judge of Quudshomere?", "And of Italy?"}
-"""Questions that need a document or a chat before them; tests/model/test_embedded.py has such questions."""
+AFTER_SOMETHING = {"Who is the judge of Quudshomere?", "What is the weather in Paris?", "And of Italy?"}
+"""Questions that need a document, tools or a chat before them; tests/model/test_embedded.py has such questions."""
 
 SKILLS = [
     row
