@@ -32,6 +32,10 @@ TOP_P_CANDIDATES: Final = 256
 MAX_SORTED_TOP_K: Final = 512
 """A row with a larger top-k is filtered separately, without sorting the tokens that it keeps."""
 
+_BYTES_AT_ONCE = 1 << 19
+"""Logits that are drawn from together.  What is computed of more rows leaves the cache, and its memory the process, each
+time."""
+
 _GROUP = 64
 
 Mask: TypeAlias = npt.NDArray[np.integer] | None
@@ -145,11 +149,11 @@ def _draw(logits: Floats, max_logits: Floats, params: Sequence[SamplingParams], 
     n_vocab = logits.shape[1]
     tokens = np.empty(len(logits), np.int64)
     unfiltered = [row for row, p in enumerate(params) if _is_unfiltered(p, n_vocab)]
-    if unfiltered:
-        temperatures = np.array([params[row].temperature for row in unfiltered])
-        tokens[unfiltered] = _draw_unfiltered(
-            logits[unfiltered], max_logits[unfiltered], temperatures, randoms[unfiltered]
-        )
+    at_once = max(1, _BYTES_AT_ONCE // (n_vocab * logits.itemsize))
+    for start in range(0, len(unfiltered), at_once):
+        some = unfiltered[start : start + at_once]
+        temperatures = np.array([params[row].temperature for row in some])
+        tokens[some] = _draw_unfiltered(logits[some], max_logits[some], temperatures, randoms[some])
     filtered = [row for row, p in enumerate(params) if not _is_unfiltered(p, n_vocab)]
     if filtered:
         if unfiltered:
