@@ -85,3 +85,14 @@ def test_constrained(library, tmp_path):
         ("uma-trio", count, constrained) for count in "12" for constrained in ("True", "False")
     ]
     assert all(float(row["tokens_per_s"]) > 0 for row in found)
+
+
+def test_controllers(library, tmp_path):
+    out = tmp_path / "controllers.csv"
+    done = run("controllers.py", "--streams", "1,2", "--tokens", 40, "--repeat", 1, "--csv", out)
+    assert done.returncode == 0, done.stderr
+    found = rows(out)
+    assert [(row["streams"], row["controller"]) for row in found] == [
+        (count, controller) for count in "12" for controller in ("True", "False")
+    ]
+    assert all(float(row["mid_p50_ms_each"]) > 0 for row in found if row["controller"] == "True")
