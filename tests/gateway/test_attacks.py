@@ -82,47 +82,13 @@ def others_unchanged(gateway: Gateway) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def canaries(attacked: Gateway) -> Iterator[None]:
-    """For tests of many small attacks."""
+    """For tests of many small attacks.  They come last: while the canaries run, a daemon never settles."""
     with others_unchanged(attacked):
         yield
 
 
 def process_of(gateway: Gateway) -> psutil.Process:
     return psutil.Process(gateway.daemon.metrics()["gateway"]["pid"])
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_one_refusal_and_nothing_else(attacked: Gateway, canaries: None, name: str) -> None:
-    with Raw(attacked) as raw:
-        raw.send(REFUSED[name])
-        answer = raw.rest()
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert answer.count(b"HTTP/1.1 ") == 1
-
-
-def test_bytes_of_chance(attacked: Gateway, canaries: None) -> None:
-    rng = random.Random(1)
-    for _ in range(200):
-        request = bytearray(POST + b"content-length: 12\r\nconnection: close\r\n\r\n" + BODY)
-        for _ in range(rng.randint(1, 5)):
-            request[rng.randrange(len(request))] = rng.randrange(256)
-        with Raw(attacked) as raw:
-            raw.send(request)
-            raw.sock.shutdown(socket.SHUT_WR)
-            assert b"HTTP/1.1 5" not in raw.rest(), bytes(request)
-
-
-def test_requests_in_one_segment_are_answered_in_their_order(attacked: Gateway, canaries: None) -> None:
-    requests = [
-        b"GET %s HTTP/1.1\r\n%sx-request-id: %d\r\n" % (b"/nothing" if n % 2 else b"/healthz", HOST, n)
-        for n in range(50)
-    ]
-    with Raw(attacked) as raw:
-        raw.send(b"\r\n".join(requests) + b"connection: close\r\n\r\n")
-        answer = raw.rest()
-    ids = [int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith(b"x-request-id: ")]
-    assert ids == [*range(50)]
-    assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"HTTP/1.1 404 ") == 25
 
 
 def test_a_client_that_sends_requests_and_reads_no_answer_is_bounded(attacked: Gateway) -> None:
@@ -138,34 +104,6 @@ def test_a_client_that_sends_requests_and_reads_no_answer_is_bounded(attacked: G
         print(f"{sent / MIB:.1f} MiB sent")
         assert sent < 64 * MIB
         assert process.memory_info().rss - before < 32 * MIB
-
-
-MESSAGE = {"role": "user", "content": "x"}
-CHAT = {"messages": [MESSAGE], "max_tokens": 1}
-MANY: dict[str, tuple[str, dict[str, object]]] = {
-    "messages": ("/v1/chat/completions", {"messages": [MESSAGE] * 200_000}),
-    "parts": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 100_000}], "max_tokens": 1}),
-    "messages of parts": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 100, "max_tokens": 1}),
-    "tools": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "x"}] * 200_000}),
-    "biases": ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(200_000)), 1)}),
-    "unknown fields": ("/v1/chat/completions", {**CHAT, **{f"field{n}": n for n in range(200_000)}}),
-    "unknown fields of Starling": ("/v1/generate", {"prompt": "x", "max_tokens": 1, **{f"field{n}": n for n in range(100_000)}}),
-    "unknown options": ("/api/chat", {"model": "embedded", "messages": [MESSAGE], "options": {"num_predict": 1, **{f"o{n}": n for n in range(200_000)}}}),
-    "items": ("/v1/responses", {"input": [{"type": "x"}] * 200_000}),
-    "tokens": ("/v1/completions", {"prompt": [1] * 2_000_000}),
-    "stops": ("/v1/generate", {"prompt": "x", "stop": [*range(200_000)]}),
-    "texts": ("/v1/embeddings", {"input": ["x"] * 500_000}),
-}  # fmt: skip
-"""Bodies with so many values that looking at each of them, or naming it, would keep the gateway busy."""
-
-
-@pytest.mark.parametrize("name", MANY)
-def test_bodies_of_many_small_values_have_short_answers(attacked: Gateway, canaries: None, name: str) -> None:
-    path, body = MANY[name]
-    with attacked.http() as client:
-        answer = client.post(path, json=body, timeout=60)
-    assert answer.status_code in (200, 400), answer.text[:300]
-    assert len(answer.content) < 100_000
 
 
 def test_1000_idle_connections(attacked: Gateway) -> None:
@@ -206,3 +144,65 @@ def test_clients_that_close_their_half(attacked: Gateway, stream: bytes) -> None
                 raw.send(sent)
                 raw.sock.shutdown(socket.SHUT_WR)
                 raw.rest()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_refusal_and_nothing_else(attacked: Gateway, canaries: None, name: str) -> None:
+    with Raw(attacked) as raw:
+        raw.send(REFUSED[name])
+        answer = raw.rest()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_bytes_of_chance(attacked: Gateway, canaries: None) -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        request = bytearray(POST + b"content-length: 12\r\nconnection: close\r\n\r\n" + BODY)
+        for _ in range(rng.randint(1, 5)):
+            request[rng.randrange(len(request))] = rng.randrange(256)
+        with Raw(attacked) as raw:
+            raw.send(request)
+            raw.sock.shutdown(socket.SHUT_WR)
+            assert b"HTTP/1.1 5" not in raw.rest(), bytes(request)
+
+
+def test_requests_in_one_segment_are_answered_in_their_order(attacked: Gateway, canaries: None) -> None:
+    requests = [
+        b"GET %s HTTP/1.1\r\n%sx-request-id: %d\r\n" % (b"/nothing" if n % 2 else b"/healthz", HOST, n)
+        for n in range(50)
+    ]
+    with Raw(attacked) as raw:
+        raw.send(b"\r\n".join(requests) + b"connection: close\r\n\r\n")
+        answer = raw.rest()
+    ids = [int(line.split()[1]) for line in answer.split(b"\r\n") if line.startswith(b"x-request-id: ")]
+    assert ids == [*range(50)]
+    assert answer.count(b"HTTP/1.1 200 ") == answer.count(b"HTTP/1.1 404 ") == 25
+
+
+MESSAGE = {"role": "user", "content": "x"}
+CHAT = {"messages": [MESSAGE], "max_tokens": 1}
+MANY: dict[str, tuple[str, dict[str, object]]] = {
+    "messages": ("/v1/chat/completions", {"messages": [MESSAGE] * 200_000}),
+    "parts": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 100_000}], "max_tokens": 1}),
+    "messages of parts": ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 1000}] * 100, "max_tokens": 1}),
+    "tools": ("/v1/chat/completions", {**CHAT, "tools": [{"type": "x"}] * 200_000}),
+    "biases": ("/v1/completions", {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(200_000)), 1)}),
+    "unknown fields": ("/v1/chat/completions", {**CHAT, **{f"field{n}": n for n in range(200_000)}}),
+    "unknown fields of Starling": ("/v1/generate", {"prompt": "x", "max_tokens": 1, **{f"field{n}": n for n in range(100_000)}}),
+    "unknown options": ("/api/chat", {"model": "embedded", "messages": [MESSAGE], "options": {"num_predict": 1, **{f"o{n}": n for n in range(200_000)}}}),
+    "items": ("/v1/responses", {"input": [{"type": "x"}] * 200_000}),
+    "tokens": ("/v1/completions", {"prompt": [1] * 2_000_000}),
+    "stops": ("/v1/generate", {"prompt": "x", "stop": [*range(200_000)]}),
+    "texts": ("/v1/embeddings", {"input": ["x"] * 500_000}),
+}  # fmt: skip
+"""Bodies with so many values that looking at each of them, or naming it, would keep the gateway busy."""
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_bodies_of_many_small_values_have_short_answers(attacked: Gateway, canaries: None, name: str) -> None:
+    path, body = MANY[name]
+    with attacked.http() as client:
+        answer = client.post(path, json=body, timeout=60)
+    assert answer.status_code in (200, 400), answer.text[:300]
+    assert len(answer.content) < 100_000

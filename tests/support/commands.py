@@ -13,8 +13,9 @@ from uma_trio.cli import main
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment without the user's settings."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("UMA_")} | more
+    """The environment without the user's settings; one compute thread."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
+    return clean | {"UMA_THREADS": "1"} | more
 
 
 def invoke(*arguments: object, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:

@@ -55,5 +55,12 @@ def make_home(folder: Path, endpoint: str) -> Home:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
     return Home(
         folder,
-        clean | {"HOME": str(folder), "HF_ENDPOINT": endpoint, "UMA_LAYOUT_TRIAL_S": "0", "NO_PROXY": "127.0.0.1"},
+        clean
+        | {
+            "HOME": str(folder),
+            "HF_ENDPOINT": endpoint,
+            "UMA_LAYOUT_TRIAL_S": "0",
+            "UMA_THREADS": "1",
+            "NO_PROXY": "127.0.0.1",
+        },
     )

@@ -46,8 +46,8 @@ DIES_WITH_PARENT = (
 )
 """Command prefix for Linux: the kernel kills the program if this process dies, also after ``kill -9``."""
 
-TRIAL_VARIABLE = "UMA_LAYOUT_TRIAL_S"
-"""Set by ``tests/conftest.py``."""
+SETTINGS_OF_TESTS = ("UMA_LAYOUT_TRIAL_S", "UMA_THREADS")
+"""Variables that ``tests/conftest.py`` sets."""
 
 Event = dict[str, Any]
 
@@ -298,7 +298,7 @@ def started(
     if sys.platform == "linux":
         command = (*DIES_WITH_PARENT, *command)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UMA_")}
-    clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE, TRIAL_VARIABLE) if name in os.environ}
+    clean |= {name: os.environ[name] for name in (DIRECTORY_VARIABLE, *SETTINGS_OF_TESTS) if name in os.environ}
     with log_file.open("ab") as log:
         process = subprocess.Popen(
             [*command, "--socket", os.fspath(socket), *flags],
