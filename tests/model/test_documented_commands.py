@@ -54,6 +54,7 @@ NOT_RUN = {
     r"(?s)(python -m ziglang cc|clang-14) .*": (
         "needs a compiler for Wasm; tests/aici/test_shipped_controllers.py compiles the example with one"
     ),
+    r"uma-trio aicirt .*": "serves until its engine ends; tests/aici/test_conformance.py drives it",
     r"uma-trio completion zsh > .*": "needs zsh",
     r"uma-trio pull https://.*": "there is no such server",
 }
