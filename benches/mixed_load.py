@@ -267,7 +267,6 @@ async def compare(options: dict[str, Any], asked: Load, pins: Pins | None) -> Co
 @click.option("--model", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="GGUF file to serve.  [default: the embedded model]")  # fmt: skip
 @click.option(
     "--threads",
-    envvar="UMA_THREADS",
     type=click.IntRange(1),
     help="Compute threads of the servers.  [default: all physical cores but one]",
 )
