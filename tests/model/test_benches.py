@@ -81,7 +81,7 @@ def test_mixed_load_on_a_random_model_through_a_running_daemon(library, folder):
     with real_daemon("--model", str(model)) as daemon:
         done = bench(*SMALL, "--socket", daemon.socket, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert model.name in done.stdout
+    assert f"model {model.stem}, json" in done.stdout
     assert "cpu           server " in done.stdout
     assert "server -" not in done.stdout, "its process is known"
 
