@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import trio
@@ -12,6 +14,7 @@ from uma_trio.engine.messages import MASK_LATE, Revoked, SampleRequest, Step, St
 from uma_trio.sampling import SamplingParams
 
 COST_MS = 10.0
+ROWS = {1: 1}
 
 
 @pytest.fixture
@@ -29,9 +32,9 @@ def step(number: int, follows: int = 0) -> Step:
     return Step((), [[StepInput(0, 0, [5, 6], [sample])]], number, follows, mask_timeout_ms=30)
 
 
-async def masks_after(link: VirtualLink, ms: float, number: int, missing: tuple[int, ...] = ()) -> None:
+async def masks_after(link: VirtualLink, ms: float, number: int, rows: Mapping[int, int] = ROWS) -> None:
     await trio.sleep(ms / 1e3)
-    link.masks_ready(number, missing)
+    link.masks_ready(number, rows)
 
 
 @pytest.mark.parametrize(("ms", "duration_ms"), [(0, COST_MS), (4, COST_MS), (25, 25), (39, 39)])
@@ -55,14 +58,14 @@ async def test_masks_that_come_too_late(autojump_clock, nursery, link):
 
 async def test_a_row_that_is_missing(autojump_clock, link):
     link.submit(step(1))
-    link.masks_ready(1, [1])
+    link.masks_ready(1, {0: 1})
     [output] = await link.receive()
     assert output.tokens == (MASK_LATE,)
 
 
 async def test_masks_of_another_step_are_none_of_this(autojump_clock, link):
     link.submit(step(1))
-    link.masks_ready(9)
+    link.masks_ready(9, ROWS)
     [output] = await link.receive()
     assert output.tokens == (MASK_LATE,)
 

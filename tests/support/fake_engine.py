@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -470,11 +470,12 @@ class FakeEngine:
                 free = sorted({*range(N_VOCAB)} - banned - self._penalised(held, length, sample))
                 preferred += free[token % len(free) :][:1] if free else []
             if sample.late_mask is not None:
-                if self._masks_ready is None or sample.late_mask in self._masks_ready.missing or self.masks is None:
+                row = None if self._masks_ready is None else self._masks_ready.rows.get(sample.late_mask)
+                if row is None or self.masks is None:
                     sampled.append(MASK_LATE)
                     continue
                 logits = np.zeros(N_VOCAB, np.float32)
-                self.masks.add_to(logits, sample.late_mask)
+                self.masks.add_to(logits, row)
                 if not np.isfinite(logits.max()):
                     sampled.append(NO_TOKEN)
                     continue
@@ -556,6 +557,8 @@ class VirtualLink:
         engine.masks = None
         self._begun: tuple[Step, float] | None = None
         """A step that waits for its late masks, and when it began."""
+        self._revoked: list[int] = []
+        """Steps behind it that were revoked; answered after it."""
         self._masks_ready: tuple[MasksReady, float] | None = None
         """The latest, and when it came."""
         self._masks_came = trio.Event()
@@ -569,8 +572,8 @@ class VirtualLink:
             self._masks = file
             self.engine.masks = Masks(file)
 
-    def masks_ready(self, number: int, missing: Sequence[int] = ()) -> None:
-        self._masks_ready = MasksReady(number, missing), trio.current_time()
+    def masks_ready(self, number: int, rows: Mapping[int, int]) -> None:
+        self._masks_ready = MasksReady(number, rows), trio.current_time()
         self._catch_up()
         self._masks_came.set()
         self._masks_came = trio.Event()
@@ -595,7 +598,14 @@ class VirtualLink:
         self._catch_up()
         for item in [item for item in self._waiting if item[0].number == number]:
             self._waiting.remove(item)
-            self._answers.append((max(self._free_at, trio.current_time()), Revoked(number)))
+            self._revoked.append(number)
+        if self._begun is None:
+            self._report_revoked()
+
+    def _report_revoked(self) -> None:
+        at = max(self._free_at, trio.current_time())
+        self._answers.extend((at, Revoked(number)) for number in self._revoked)
+        self._revoked.clear()
 
     async def receive(self) -> list[Any]:
         self._catch_up()
@@ -626,6 +636,7 @@ class VirtualLink:
         """The engine ends, with its KV cache."""
         self.reason = reason
         self._begun = None
+        self._revoked.clear()
         self._waiting.clear()
         self._answers.clear()
         self.engine.reset()
@@ -683,6 +694,7 @@ class VirtualLink:
             if isinstance(answer, StepOutput):
                 answer.started_s, answer.ended_s = began, self._free_at
             self._answers.append((self._free_at, answer))
+            self._report_revoked()
             if not isinstance(answer, StepOutput):
                 self._answers.extend((self._free_at, Revoked(behind.number)) for behind, _ in self._waiting)
                 self._waiting.clear()
@@ -692,7 +704,7 @@ class VirtualLink:
         if self._begun is None:
             return math.inf
         step, began = self._begun
-        inputs = [each for call in step.calls for each in call if isinstance(each, StepInput)]
+        inputs = [each for call in self._runner.inputs(step) for each in call]
         if not any(sample.late_mask is not None for each in inputs for sample in each.samples):
             return -math.inf
         n_tokens, n_samples = (

@@ -216,6 +216,10 @@ def masks(link):
     masks.close()
 
 
+ROWS = {0: 0, 1: 1, 2: 2}
+"""Each mask is in the row of its key."""
+
+
 def masked(seq_id: int, tokens: list[int], row: int) -> StepInput:
     return StepInput(seq_id, 0, tokens, [SampleRequest(GREEDY, late_mask=row)])
 
@@ -229,7 +233,7 @@ async def test_late_masks_decide_what_is_sampled(link, prompts, masks):
     await trio.sleep(0.05)  # the engine waits, or still computes
     masks.allow_only(2, wanted[0])
     masks.allow_only(0, wanted[1])
-    link.masks_ready(1)
+    link.masks_ready(1, ROWS)
     [output] = await answers(link, 1)
     assert output.tokens == (wanted[0], likeliest, wanted[1]), "each by its own row, and one without a row freely"
 
@@ -248,7 +252,7 @@ async def test_late_masks_are_written_anew_for_each_step(link, prompts, masks):
         )
         masks.allow_only(1, wanted)
         link.attach_masks(masks.file)
-        link.masks_ready(number)
+        link.masks_ready(number, ROWS)
         [output] = await answers(link, 1)
         assert output.tokens == (wanted,)
         position += len(tokens)
@@ -260,7 +264,7 @@ async def test_a_bias_is_added_and_does_not_replace_the_logits(link, prompts, ma
     link.attach_masks(masks.file)
     masks.rows[0] = -100.0  # all alike
     link.submit(Step((), [[masked(0, prompts[0], 0)]], 1, mask_timeout_ms=10_000))
-    link.masks_ready(1)
+    link.masks_ready(1, ROWS)
     [output] = await answers(link, 1)
     assert output.tokens == (likeliest,)
 
@@ -271,7 +275,7 @@ async def test_tokens_that_the_writer_of_masks_does_not_know_are_forbidden(link,
     link.attach_masks(few.file)
     few.rows[:] = 0.0
     link.submit(Step((), [[masked(0, prompts[0], 0)]], 1, mask_timeout_ms=10_000))
-    link.masks_ready(1)
+    link.masks_ready(1, ROWS)
     [output] = await answers(link, 1)
     assert 0 <= output.tokens[0] < likeliest
     few.close()
@@ -283,7 +287,7 @@ async def test_a_row_that_is_no_mask_costs_its_own_sample_alone(link, prompts, m
     link.attach_masks(masks.file)
     masks.rows[0] = value
     link.submit(Step((), [[masked(0, prompts[0], 0), prefill(1, prompts[0])]], 1, mask_timeout_ms=10_000))
-    link.masks_ready(1)
+    link.masks_ready(1, ROWS)
     [output] = await answers(link, 1)
     assert output.tokens == (NO_TOKEN, likeliest)
 
@@ -299,11 +303,28 @@ async def test_masks_that_do_not_come_in_time_cost_their_own_rows_alone(link, pr
     assert second.tokens[1] >= 0
 
 
+async def test_masks_are_found_by_their_keys(link, prompts, masks):
+    """Also in a step that ran ahead, and after an end token: whoever writes the masks ends the sequence."""
+    link.attach_masks(masks.file)
+    end = link.info.eog_ids[0]
+    link.submit(Step((), [[masked(0, prompts[0], 70), masked(1, prompts[1], 80)]], 1, mask_timeout_ms=10_000))
+    link.submit(Step((), [[0, 1]], 2, 1, mask_timeout_ms=10_000))
+    masks.allow_only(0, 7)
+    masks.allow_only(2, end)
+    link.masks_ready(1, {70: 0, 80: 2})
+    [output] = await answers(link, 1)
+    assert output.tokens == (7, end)
+    masks.allow_only(0, 8)
+    link.masks_ready(2, {80: 0, 90: 1})
+    [output] = await answers(link, 1)
+    assert output.tokens == (MASK_LATE, 8)
+
+
 async def test_a_row_that_is_missing_costs_its_own_sample_alone(link, prompts, masks):
     link.attach_masks(masks.file)
     link.submit(Step((), [[masked(0, prompts[0], 0), masked(1, prompts[0], 1)]], 1, mask_timeout_ms=10_000))
     masks.allow_only(1, 7)
-    link.masks_ready(1, [0])
+    link.masks_ready(1, {1: 1})
     [output] = await answers(link, 1)
     assert output.tokens == (MASK_LATE, 7)
 
@@ -311,13 +332,13 @@ async def test_a_row_that_is_missing_costs_its_own_sample_alone(link, prompts, m
 async def test_masks_that_are_not_attached_or_too_short_never_come(link, prompts, masks):
     step = Step((), [[masked(0, prompts[0], 0)]], 1, mask_timeout_ms=10_000)
     link.submit(step)
-    link.masks_ready(1)
+    link.masks_ready(1, ROWS)
     short = attrs.evolve(masks.file, n_rows=1_000_000)
     [output] = await answers(link, 1)
     assert output.tokens == (MASK_LATE,)
     link.attach_masks(short)
     link.submit(Step([Truncate(0)], step.calls, 2, mask_timeout_ms=10_000))
-    link.masks_ready(2)
+    link.masks_ready(2, ROWS)
     [output] = await answers(link, 1)
     assert output.tokens == (MASK_LATE,)
 
@@ -328,7 +349,7 @@ async def test_other_masks_take_the_place_of_the_first(link, prompts, masks):
     link.attach_masks(others.file)
     others.allow_only(0, 7)
     link.submit(Step((), [[masked(0, prompts[0], 0)]], 1, mask_timeout_ms=10_000))
-    link.masks_ready(1)
+    link.masks_ready(1, ROWS)
     [output] = await answers(link, 1)
     assert output.tokens == (7,)
     others.close()
@@ -344,7 +365,7 @@ async def test_late_masks_and_grammars_in_one_step(link, prompts, masks, grammar
     link.submit(Step((), [[follows, masked(2, prompts[0], 0), both]], 1, mask_timeout_ms=20_000))
     masks.allow_only(0, 7)
     masks.allow_only(1, expected[0])
-    link.masks_ready(1)
+    link.masks_ready(1, ROWS)
     [output] = await answers(link, 1)
     assert output.tokens == (expected[0], 7, expected[0])
 

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import trio
@@ -196,13 +196,13 @@ class EngineLink:
             self._masks = file
             self._send(AttachMasks(file.n_rows, file.n_vocab), [file.fd])
 
-    def masks_ready(self, number: int, missing: Sequence[int] = ()) -> None:
+    def masks_ready(self, number: int, rows: Mapping[int, int]) -> None:
         """Tell the engine that the late masks of step ``number`` are there.
 
         Args:
-            missing: rows that were not written; nothing is sampled for them.
+            rows: where each one is, by the key of its sample.  Nothing is sampled for other keys.
         """
-        self._send(MasksReady(number, missing))
+        self._send(MasksReady(number, rows))
 
     async def receive(self) -> list[FromEngine]:
         """The next messages of the engine, at least one.

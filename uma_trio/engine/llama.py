@@ -423,8 +423,8 @@ class LlamaEngine:
         """Rows of logits that wait for a late mask: its row there, or ``None`` where it has not come."""
         if self.masks is None and not step.mask_timeout_ms:
             return {}
-        rows = [sample.late_mask for each in inputs for sample in each.samples]
-        late = {at: row for at, row in enumerate(rows) if row is not None}
+        keys = [sample.late_mask for each in inputs for sample in each.samples]
+        late = {at: key for at, key in enumerate(keys) if key is not None}
         if not late:
             return {}
         ready = (
@@ -432,7 +432,8 @@ class LlamaEngine:
             if callbacks is not None and self.masks is not None
             else None
         )
-        return {at: None if ready is None or row in ready.missing else row for at, row in late.items()}
+        rows = {} if ready is None else ready.rows
+        return {at: rows.get(key) for at, key in late.items()}
 
     def _sample(
         self, samples: Sequence[SampleRequest], masks: _Masks

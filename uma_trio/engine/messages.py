@@ -9,7 +9,7 @@ A message is framed by its length (``<I``).  File descriptors travel with the me
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, Protocol, TypeAlias, TypeVar
 
@@ -146,7 +146,7 @@ class SampleRequest(msgspec.Struct, array_like=True, gc=False):
     logprobs: int | None = None
     """Also report the log-probability of the token and of this many most likely ones."""
     late_mask: int | None = None
-    """Wait for the late masks before sampling, and add this row of them to the logits; see ``engine.masks``."""
+    """Wait for the late masks before sampling, and add the one of this key to the logits; see ``MasksReady``."""
 
 
 class StepInput(msgspec.Struct, array_like=True, gc=False):
@@ -191,7 +191,8 @@ Continued: TypeAlias = int
 """A sequence id in place of a ``StepInput``: the sequence goes on from the step before, which sampled one token for it.
 
 The input is that token at the next position, sampled in the same way.  If the token has ended the sequence, the engine
-leaves the input out and reports ``DROPPED``."""
+leaves the input out and reports ``DROPPED``.  A sequence with a late mask is ended by whoever writes its masks, so no
+token ends it here."""
 
 
 Input = TypeVar("Input")
@@ -247,8 +248,9 @@ class MasksReady(msgspec.Struct, array_like=True, tag="masks"):
     """The late masks of step ``number`` are in shared memory."""
 
     number: int
-    missing: Sequence[int] = ()
-    """Rows that were not written.  Their samples get ``MASK_LATE``."""
+    rows: Mapping[int, int]
+    """Where each one is: ``SampleRequest.late_mask`` -> row; see ``engine.masks``.  Samples of other keys get
+    ``MASK_LATE``."""
 
 
 # -- from the engine -------------------------------------------------------------------------------

@@ -95,20 +95,10 @@ class StepRunner:
         Raises:
             EngineError: what the KV cache holds is unknown.
         """
-        before, self._sampled = self._sampled, {}
-        self._last_number = 0
-        kept: list[list[StepInput]] = []
-        dropped = False
-        for inputs in step.calls:
-            runnable = []
-            for each in inputs:
-                known = each if isinstance(each, StepInput) else self._continue(before.get(each))
-                if known is None:
-                    dropped = True
-                else:
-                    runnable.append(known)
-            if runnable:
-                kept.append(runnable)
+        calls = self.inputs(step)
+        kept = [inputs for inputs in calls if inputs]
+        dropped = sum(map(len, calls)) < sum(map(len, step.calls))
+        self._sampled, self._last_number = {}, 0
         output = self._engine.step(
             Step(step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings), **options
         )
@@ -117,14 +107,22 @@ class StepRunner:
         self._sampled = {each.seq_id: (each, next(tokens)) for inputs in kept for each in inputs for _ in each.samples}
         return self._with_dropped(step, kept, output) if dropped else output
 
-    def _continue(self, before: tuple[StepInput, int] | None) -> StepInput | None:
+    def inputs(self, step: SubmittedStep) -> list[list[StepInput]]:
+        """What ``step``, the next one, computes in each call; sequences that have ended are left out."""
+        return [
+            [known for each in inputs if (known := each if isinstance(each, StepInput) else self._continue(each))]
+            for inputs in step.calls
+        ]
+
+    def _continue(self, seq_id: int) -> StepInput | None:
         """The input after one that sampled a token; ``None`` where that ended the sequence."""
-        if before is None:
+        if seq_id not in self._sampled:
             return None
-        last, token = before
-        if token < 0 or token in self._end_ids or token in last.stop_ids:
-            return None
+        last, token = self._sampled[seq_id]
         sample = last.samples[-1]
+        ends = sample.late_mask is None and (token in self._end_ids or token in last.stop_ids)
+        if token < 0 or ends:
+            return None
         past = sample.past
         if past is not None:
             past = Past(np.append(past.tokens, np.int32(token)), past.n_prompt)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as Items
+from typing import Final
 
 import attrs
 
 from uma_trio.aici.messages import MidResult, PostOp
 from uma_trio.protocol.controllers import StorageWrite
+
+STEADY_TOKENS: Final = 2
+"""After so many tokens that the model chose, the controller is expected to let it choose the next one, too."""
 
 
 class Phase(enum.Enum):
@@ -61,12 +65,16 @@ class Control:
     """The sequence as whose copy the runtime has to begin it."""
     asks_ahead: bool = False
     """Its mask is asked for before the step that samples, not during it: it was just forked, or the mask was late."""
+    is_asked: bool = False
+    """It was asked for the mask of the next token; ``READY`` nevertheless if it has skipped the step."""
     mask_row: int | None = None
     """Row of its mask, if that is there."""
     splice: MidResult | None = None
     """Tokens that take the place of the sampled one."""
     is_permitted: bool = False
     """The next step may sample its next token, if the phase allows it."""
+    n_plain: int = 0
+    """How many tokens in a row its controller has let the model choose, with nothing to say between them."""
     logs: str = ""
     """What the controller has printed and its client has not got yet."""
     writes: list[StorageWrite] = attrs.field(factory=list)
@@ -81,7 +89,13 @@ class Control:
         """Whether the next step may sample its next token."""
         return self.is_permitted and self.phase in (Phase.READY, Phase.ANSWERED)
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the step that runs ahead may sample its next token, while a step in flight samples one."""
+        stays = self.phase not in (Phase.SUSPENDED, Phase.FORK)
+        return stays and self.n_plain >= STEADY_TOKENS and self.splice is None and not self.asks_ahead
+
     def set_report(self, tokens: Items[int], backtrack: int = 0) -> None:
         """The controller has to hear of ``tokens``; ``backtrack`` as in ``PostOp``."""
         self.report, self.phase = PostOp(self.id, list(tokens), backtrack), Phase.REPORT
-        self.mask_row, self.splice, self.is_permitted = None, None, False
+        self.mask_row, self.splice, self.is_permitted, self.is_asked = None, None, False, False

@@ -59,6 +59,9 @@ class Serving(Protocol):
     def wake(self) -> None:
         """Something has changed that the next plan should know."""
 
+    def revoke_ahead(self) -> None:
+        """Withdraw the step that runs ahead, if there is one."""
+
     def look(self) -> None:
         """End the wait for work, if there is none."""
 
@@ -93,9 +96,15 @@ class Controllers:
         self._is_slow = False
         """The last exchange took longer than a plan waits."""
         self._step: InFlightStep | None = None
-        """The step in flight that samples controlled sequences."""
+        """The step that has begun and samples controlled sequences."""
+        self._has_asked = False
+        """Its masks were asked for, are there, or will not come."""
+        self._ahead: InFlightStep | None = None
+        """The step that runs ahead and samples controlled sequences.  Its masks are asked for when it begins."""
         self._post_pre_ms, self._mid_ms = RecentValues(), RecentValues()
         """Time from asking until the answer was there."""
+        self._exchanges_ms = [math.inf, math.inf]
+        """The same of the latest ``post_pre`` and of the latest ``mid``."""
         self._skipped = 0
         """Masks that were not there in time."""
         if runtime is not None:
@@ -104,7 +113,8 @@ class Controllers:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._controlled or self._freed or self._abandoned or self._step is not None)
+        steps = self._step is not None or self._ahead is not None
+        return steps or bool(self._controlled or self._freed or self._abandoned)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Numbers for the metrics; ``None`` without a runtime."""
@@ -164,7 +174,7 @@ class Controllers:
     def _end_lost(self, lost: Items[Sequence], why: str) -> None:
         """End sequences whose controllers have died."""
         if self._step is not None:  # the engine need not wait for masks that will never come
-            self._engine.link.masks_ready(self._step.number, [*range(len(self._step.rows))])
+            self._give_up(self._step)
         for sequence in lost:
             if sequence.state is not State.FINISHED:  # ended by what another one's end set off
                 self._serving.finish(sequence, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
@@ -178,11 +188,20 @@ class Controllers:
         """The tokens of ``step`` are counted and sent; tell their controllers."""
         if self._step is step:
             self._step = None
+        if self._step is None:  # the step that ran ahead has begun
+            self._step, self._ahead, self._has_asked = self._ahead, None, False
         self._advance()
 
+    def step_revoked(self, step: InFlightStep) -> None:
+        """``step`` ran ahead and was not begun.  Masks and splices that were not used yet stay."""
+        if self._step is step:
+            self._step = None
+        if self._ahead is step:
+            self._ahead = None
+
     def steps_lost(self) -> None:
-        """The engine has died, with all steps in flight.  Masks and splices that were not used yet stay."""
-        self._step = None
+        """The engine has died, with all steps in flight; otherwise as ``step_revoked``."""
+        self._step = self._ahead = None
 
     async def settle(self) -> None:
         """Bring controlled sequences as far as they come in a moment; no step is in flight."""
@@ -215,31 +234,35 @@ class Controllers:
             control.is_permitted = asks or control.phase is Phase.ANSWERED
 
     def claim(self, step: InFlightStep, message: SubmittedStep) -> list[Sequence]:
-        """Give the samples of controlled sequences in a step that is not sent yet the rows of their masks.
+        """Have the engine wait for the masks of controlled sequences in a step that is not sent yet.
 
         Returns:
             The sequences whose masks are to be asked for with ``step_sent``.
         """
         inputs = chain.from_iterable(message.calls)
         sampling = [
-            (control_of(sequence), sequence, each.samples[0])
+            (control_of(sequence), sequence, each)
             for (sequence, row), each in zip(step.rows.items(), inputs, strict=True)
-            if sequence.control is not None and row.n_samples and isinstance(each, StepInput)
+            if sequence.control is not None and row.n_samples
         ]
         if not sampling:
             return []
         assert self._runtime is not None
         assert self._runtime.masks is not None
-        self._step = step
         self._engine.link.attach_masks(self._runtime.masks)
+        for control, _, each in sampling:
+            if isinstance(each, StepInput):  # the others go on with the same key
+                each.samples[0].late_mask = control.id
         if any(sequence.control is None for sequence in step.rows) and not any(
             sequence.sampling.grammar for sequence in step.rows
         ):
             message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
+        if step.runs_ahead:
+            self._ahead = step
+            return []
+        self._step, self._has_asked = step, True
         asked = [sequence for control, sequence, _ in sampling if control.mask_row is None]
         assert len(asked) in (0, len(sampling))
-        for n, (control, _, sample) in enumerate(sampling):
-            sample.late_mask = n if control.mask_row is None else control.mask_row
         return asked
 
     def step_sent(self, step: InFlightStep, asked: Items[Sequence]) -> None:
@@ -249,16 +272,37 @@ class Controllers:
         if asked:
             self._ask_mid(asked)
         else:
-            self._engine.link.masks_ready(step.number)
+            controls = [each.control for each in step.rows if each.control is not None]
+            rows = {each.id: each.mask_row for each in controls if each.mask_row is not None}
+            self._engine.link.masks_ready(step.number, rows)
 
     def holds_back(self, step: InFlightStep) -> bool:
         """Whether no step may run ahead of ``step``, because that would delay a controlled sequence."""
-        return self._step is step or self._can_go_on
+        return self._can_go_on or (self._step is step and not self._may_run_ahead(step))
+
+    def _may_run_ahead(self, step: InFlightStep) -> bool:
+        """Whether all controllers of ``step`` will probably want another token, and say so while it is computed.
+
+        One that does not costs the time of a row.
+        """
+        if not self._engine.info.can_truncate:
+            return False
+        others = any(sequence.control is None for sequence in step.rows)
+        time_ms = step.plan.predicted_ms + (0.0 if others else step.planned.mask_timeout_ms / 2)
+        controls = [each.control for each, row in step.rows.items() if each.control is not None and row.is_sampled]
+        return sum(self._exchanges_ms) <= time_ms and all(each.may_go_on for each in controls)
 
     @property
     def _can_go_on(self) -> bool:
-        """Whether the next step could bring a controlled sequence further."""
-        return self._forking.is_possible() or any(map(_can_go_on, self._controlled))
+        """Whether the next step could bring a controlled sequence further that none in flight does."""
+        return self._forking.is_possible() or any(
+            _can_go_on(each) for each in self._controlled if not self._is_sampled(each)
+        )
+
+    def _is_sampled(self, sequence: Sequence) -> bool:
+        """Whether a step in flight samples what follows after all known tokens of ``sequence``."""
+        rows = [step.rows.get(sequence) for step in (self._step, self._ahead) if step is not None]
+        return any(row is not None and row.is_sampled for row in rows) and is_prefilled(sequence)
 
     @property
     def ask_at(self) -> float:
@@ -275,9 +319,16 @@ class Controllers:
         Nothing is asked between a mask and the token that comes of it: ``pre`` comes after ``post``, and the masks of a
         step stay where they are until the engine has read them.
         """
-        while self._exchange is None and self._step is None and self and not self._controlled.in_phase(Phase.ANSWERED):
+        while self._exchange is None and self and (self._step is None or not self._has_asked):
+            if self._controlled.in_phase(Phase.ANSWERED):
+                if self._step is not None:
+                    self._give_up(self._step)
+                return
             if self._wants_post_pre:
                 self._ask_post_pre()
+                continue
+            if self._step is not None:
+                self._ask_mid_for(self._step)
                 continue
             try:
                 asked = self._forking.next_group()
@@ -295,7 +346,7 @@ class Controllers:
         controlled = self._controlled
         if controlled.in_phase(Phase.REPORT) or any(each.allocation for each in controlled.in_phase(Phase.NEW)):
             return True
-        if self._ready:  # they come first, and a post_pre comes after their tokens
+        if self._ready or self._step is not None:  # masks come first, and a post_pre comes after their tokens
             return False
         return bool(self._freed or self._abandoned) or trio.current_time() >= self.ask_at
 
@@ -326,10 +377,25 @@ class Controllers:
         exchange = self._runtime.post_pre(post, pre, freed)
 
         def take() -> None:
+            self._exchanges_ms[0] = 1e3 * self._age_s
             self._is_slow = self._age_s > MAX_WAIT_S
             self._take_post_pre(exchange)
 
         self._send(exchange, take, self._post_pre_ms)
+
+    def _ask_mid_for(self, step: InFlightStep) -> None:
+        """Ask for the masks of ``step``, which ran ahead, of those whose controllers want to go on."""
+        asked = [each for each in self._ready if step.row_of(each) is not None]
+        if asked:
+            self._has_asked = True
+            self._ask_mid(asked)
+        else:
+            self._give_up(step)
+
+    def _give_up(self, step: InFlightStep) -> None:
+        """No mask of ``step`` will come."""
+        self._has_asked = True
+        self._engine.link.masks_ready(step.number, {})
 
     def _ask_mid(self, asked: Items[Sequence]) -> None:
         assert self._runtime is not None
@@ -337,16 +403,17 @@ class Controllers:
         for sequence in asked:
             control = control_of(sequence)
             ops.append(MidOp(control.id, control.clone_of))
-            control.phase, control.clone_of = Phase.SAMPLING, None
+            control.phase, control.clone_of, control.is_asked = Phase.SAMPLING, None, True
         exchange = self._runtime.mid(ops)
-        is_ahead = self._step is None
+        step = self._step
 
         def take() -> None:
-            if is_ahead:
+            self._exchanges_ms[1] = 1e3 * self._age_s
+            if step is None:
                 self._is_slow = self._age_s > MAX_WAIT_S
                 for sequence in asked:
                     control_of(sequence).asks_ahead = self._is_slow
-            self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)})
+            self._take_mid(exchange, {op.id: row for row, op in enumerate(ops)}, step)
 
         self._send(exchange, take, self._mid_ms)
 
@@ -416,6 +483,8 @@ class Controllers:
         if control.phase is Phase.SUSPENDED and not result.suspend:  # the time until its next token begins now
             sequence.due_at, sequence.paused = trio.current_time() + sequence.target_itl_s, True
         control.n_forks, control.is_permitted = result.num_forks, False
+        if result.suspend or result.num_forks != 1:
+            control.n_plain = 0
         if result.num_forks == 0:
             self._stop(sequence)
         elif result.suspend:
@@ -448,11 +517,19 @@ class Controllers:
                 for sequence in live:
                     self._serving.finish(sequence, "deadlock")
 
-    def _take_mid(self, exchange: Exchange[MidResults], rows: Mapping[int, int]) -> None:
+    def _take_mid(self, exchange: Exchange[MidResults], rows: Mapping[int, int], step: InFlightStep | None) -> None:
+        """Act on masks.
+
+        Args:
+            rows: where they are, by the ids of sequences.
+            step: waits for them, unless it has ended without them.
+        """
         assert exchange.answer is not None
-        if self._step is not None:
-            missing = [rows[id] for id, found in exchange.answer.items() if found.error or found.skipped is True]
-            self._engine.link.masks_ready(self._step.number, missing)
+        if step is not None and step is self._step:
+            if any(found.result is not None for found in exchange.answer.values()):
+                self._serving.revoke_ahead()  # it goes on from tokens that a splice replaces
+            good = {id for id, found in exchange.answer.items() if not found.error and found.skipped is not True}
+            self._engine.link.masks_ready(step.number, {id: row for id, row in rows.items() if id in good})
         for id, found in exchange.answer.items():
             sequence = self._said(id, found)
             if sequence is None:

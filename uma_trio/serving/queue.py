@@ -145,7 +145,8 @@ class RunningSet:
             if not has_room and sequence not in in_flight:  # its next token was not held up yet
                 sequence.paused = True
             if sequence.control is not None:
-                if not self._is_ready(sequence):
+                goes_on = sequence in in_flight and has_room and sequence.control.may_go_on
+                if not goes_on and not self._is_ready(sequence):
                     continue
             elif not has_room:
                 stalled.append(allocation.seq_id)

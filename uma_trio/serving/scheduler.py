@@ -263,6 +263,11 @@ class Scheduler:
         """End the wait for work, if there is none."""
         self._wake.set()
 
+    def revoke_ahead(self) -> None:
+        """Withdraw the step that runs ahead, if there is one."""
+        if (ahead := self._ahead) is not None:
+            self._revoke(ahead)
+
     @property
     def _ahead(self) -> InFlightStep | None:
         """The step that runs ahead and was not revoked; the first step in flight has begun."""
@@ -408,16 +413,16 @@ class Scheduler:
             self.offloader.complete(planned.transfer, output)
         if planned.embedding is not None:
             self._embeddings.complete(planned.embedding, output)
-        new_tokens = complete_step(step, output, self.cache, now, can_truncate=self.info.can_truncate)
+        ahead = self._in_flight[0] if self._in_flight else None
+        new_tokens = complete_step(step, output, self.cache, now, can_truncate=self.info.can_truncate, ahead=ahead)
         for new in new_tokens:
-            if new.reason is not None or not new.tokens:
-                for ahead in self._in_flight:
-                    ahead.drop(new.sequence)
+            if ahead is not None and (new.reason is not None or not new.tokens):
+                ahead.drop(new.sequence)
             if new.reason is not None:
                 self._release(new.sequence, keep=not isinstance(new.reason, UmaError))
         self._release_finished(step)
         self._bisection.step_completed({sequence: row.end for sequence, row in step.rows.items()})
-        for ahead in self._in_flight:
+        if ahead is not None:
             ahead.began_at = now
         completed = CompletedStep(step, output, new_tokens, now)
         self._planner.last_was_outlier = completed.is_outlier
@@ -433,6 +438,7 @@ class Scheduler:
 
     def _undo_revoked(self, step: InFlightStep) -> None:
         """``step`` was not begun."""
+        self._controllers.step_revoked(step)
         self._planner.undo(step.planned)
         self._freed[:0] = step.freed
         self._release_finished(step)

@@ -68,6 +68,11 @@ class StepRow:
     dropped: bool = False
     """The step before ended the sequence or sampled nothing for it; the engine leaves it out."""
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step samples a token of it."""
+        return self.n_samples > 0 and not self.dropped
+
 
 @attrs.define(eq=False)
 class InFlightStep:
@@ -224,7 +229,13 @@ def build_step(
 
 
 def complete_step(
-    step: InFlightStep, output: StepOutput, cache: KvCache, now: float, *, can_truncate: bool
+    step: InFlightStep,
+    output: StepOutput,
+    cache: KvCache,
+    now: float,
+    *,
+    can_truncate: bool,
+    ahead: InFlightStep | None = None,
 ) -> list[NewTokens]:
     """Note what a step computed: tokens in the KV cache, and tokens that were sampled.
 
@@ -232,6 +243,7 @@ def complete_step(
 
     Args:
         can_truncate: the last tokens of a sequence can be removed.
+        ahead: the step that ran ahead of it, and may have begun.
     """
     new_tokens = []
     failures = dict(output.grammar_failures)
@@ -244,13 +256,17 @@ def complete_step(
         sequence = row.sequence
         if row.dropped:
             continue
+        if ahead is not None and sampled and _ends(sequence, sampled[-1]):
+            ahead.drop(sequence)
         if sequence.allocation is None:
             continue  # it has finished, and this step's tokens are counted
         cache.advance(sequence.allocation, row.end)
         if sequence.state is State.FINISHED or not row.n_samples:
             continue
         if sequence.control is not None:
-            new_tokens.append(complete_sample(sequence, sampled[0], scores, cache))
+            new = complete_sample(sequence, sampled[0], scores, cache)
+            if new is not None:
+                new_tokens.append(new)
             sequence.due_at = now + sequence.target_itl_s
             continue
         if MASK_LATE in sampled:  # then all of its samples have it
@@ -275,10 +291,20 @@ def complete_step(
     return new_tokens
 
 
-def complete_sample(sequence: Sequence, token: int, scores: Items[TokenLogprobs | None], cache: KvCache) -> NewTokens:
+def _ends(sequence: Sequence, token: int) -> bool:
+    """Whether the engine does not go on with ``token``; see ``Continued``."""
+    return token < 0 or (sequence.control is None and token in sequence.end_ids)
+
+
+def complete_sample(
+    sequence: Sequence, token: int, scores: Items[TokenLogprobs | None], cache: KvCache
+) -> NewTokens | None:
     """Add the token that was sampled for a controlled sequence, or what its controller has chosen instead.
 
     If the mask was late, nothing comes of the sample.  The mask is used in the next step.
+
+    Returns:
+        ``None`` if the step ran ahead, and the controller wanted something else than a token.
     """
     control = sequence.control
     assert control is not None
@@ -288,11 +314,15 @@ def complete_sample(sequence: Sequence, token: int, scores: Items[TokenLogprobs 
     if token == MASK_LATE:
         cache.backtrack(sequence.allocation, sequence.n_known - 1)
         sequence.go_on()
+        was_asked, control.is_asked, control.n_plain = control.is_asked, False, 0
+        if not was_asked:
+            return None
         if control.phase is not Phase.READY:  # otherwise its controller wants to be asked again with the next step
             control.asks_ahead = True
         return NewTokens(sequence, (), len(sequence.tokens), None, sequence.paused, ())
     new = _append(sequence, (token,), scores, None)
     control.n_sampled += len(new.tokens)
+    control.n_plain += 1
     control.set_report(new.tokens)
     sequence.state = State.DECODE
     return new
@@ -325,6 +355,7 @@ def append_forced(sequence: Sequence, tokens: Items[int], n_removed: int = 0) ->
     assert sequence.control is not None
     new = _append(sequence, tokens, (), None)
     new.paused, new.by_controller, new.n_removed = True, True, n_removed
+    sequence.control.n_plain = 0
     sequence.control.n_forced += len(new.tokens)
     sequence.go_on()
     return new
