@@ -13,7 +13,7 @@ import trio
 
 from tests.support.fake_engine import FakeEngine, expected_continuation
 from tests.support.fake_runtime import FakeRuntime, ScriptedController
-from tests.support.programs import Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
+from tests.support.programs import Back, Fork, Gen, Insert, Program, Say, Set, Skip, Wait, by_path, expected
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.aici.messages import PreResult
 from uma_trio.protocol.controllers import ControllerOutput
@@ -127,6 +127,46 @@ async def together(script: Any, exchange_ms: Any, n_plain: int = 80) -> tuple[Ti
 async def test_quick_exchanges_cost_their_own_time_between_steps(autojump_clock):
     neighbour, _, _ = await together([Gen(15)], 0.5)
     assert max(neighbour.gaps_ms) == pytest.approx(5.5)
+
+
+async def alone(script: Any, exchange_ms: float, **options: Any) -> tuple[Timed, Steering]:
+    """Run a program with nobody next to it; a step takes 5 ms."""
+    slow = FakeEngine(cost_ms=lambda prompt, decodes: 5.0, **options)
+    async with steering(PROGRAMS, slow, FakeRuntime(PROGRAMS, exchange_ms=exchange_ms)) as harness:
+        await harness.done(await harness.steer("program", client := Timed(), 40, argument=script))
+        assert client.tokens[0] == expected(script)[""]
+        await harness.clean()
+    return client, harness
+
+
+async def test_exchanges_cost_no_time_while_the_model_chooses_the_tokens(autojump_clock):
+    """From the third token on steps run ahead, and what the controller says is awaited while they are computed."""
+    client, harness = await alone([Gen(30)], 1.5)
+    assert client.gaps_ms == pytest.approx([*[6.5] * 2, *[5.0] * 27, 1.5])
+    assert harness.scheduler.telemetry.run_ahead_steps_total >= 27
+    assert harness.scheduler.telemetry.late_masks_total == 0
+
+
+@pytest.mark.parametrize(
+    ("then", "gaps_ms"),
+    [
+        (Insert([3, 4]), [5.0, 0.0, 6.5]),
+        (Back(2, [3]), [5.0, 0.0, 6.5]),
+        (Say([3]), [1.5, 8.5]),
+    ],
+    ids=str,
+)
+async def test_a_controller_that_chooses_itself_costs_at_most_the_step_that_ran_ahead(autojump_clock, then, gaps_ms):
+    client, harness = await alone([Gen(10), then, Gen(1)], 1.5)
+    assert client.gaps_ms[9:-1] == pytest.approx(gaps_ms)
+    assert harness.scheduler.telemetry.late_masks_total == 0
+
+
+@pytest.mark.parametrize(("exchange_ms", "options"), [(1.5, {"can_truncate": False}), (6.0, {})], ids=str)
+async def test_no_step_runs_ahead_where_that_would_not_pay(autojump_clock, exchange_ms, options):
+    """A memory that cannot be truncated would be computed again, and a slow controller would miss each step."""
+    _, harness = await alone([Gen(20)], exchange_ms, **options)
+    assert harness.scheduler.telemetry.run_ahead_steps_total <= 1
 
 
 @pytest.mark.parametrize("slow", ["mid", "post_pre", "both"])

@@ -314,10 +314,11 @@ def complete_sample(
     if token == MASK_LATE:
         cache.backtrack(sequence.allocation, sequence.n_known - 1)
         sequence.go_on()
-        was_asked, control.is_asked, control.n_plain = control.is_asked, False, 0
-        if not was_asked:
+        is_late = control.is_asked or control.phase in (Phase.REPORT, Phase.ASKED)
+        control.is_asked, control.n_plain = False, 0
+        if not is_late:
             return None
-        if control.phase is not Phase.READY:  # otherwise its controller wants to be asked again with the next step
+        if control.phase in (Phase.SAMPLING, Phase.ANSWERED):
             control.asks_ahead = True
         return NewTokens(sequence, (), len(sequence.tokens), None, sequence.paused, ())
     new = _append(sequence, (token,), scores, None)
