@@ -80,6 +80,7 @@ async def test_calls_come_in_events_of_their_own(autojump_clock, encoding):
         ]
         pieces = [event.arguments for event in events if isinstance(event, ToolCallDelta) and event.call == 0]
         assert pieces == [None, '{"ci', 'ty": "Lima"', "}"]
+        assert [event.text for event in events if isinstance(event, Token)] == ["Let", " me see."]
         await harness.settled()
 
 

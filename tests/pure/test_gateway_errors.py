@@ -57,6 +57,8 @@ def test_only_what_a_client_can_retry_is_an_overload(error: Any) -> None:
     [
         ("temperature must be a number from 0 to 100, not 200", "temperature"),
         ("messages[0].role is missing; give a text", "messages[0].role"),
+        ("tools[0].parameters: the type must be object", "tools[0].parameters"),
+        ("the chat template refuses this: it must be an object", None),
         ("the prompt has no tokens", None),
     ],
 )

@@ -17,6 +17,7 @@ from uma_trio.gateway.answer import Renderer, StreamedAnswer, json_response, who
 from uma_trio.gateway.charging import Account
 from uma_trio.gateway.daemon import Daemon
 from uma_trio.gateway.errors import HttpError, invalid
+from uma_trio.gateway.field_names import FieldNames, in_words_of
 from uma_trio.gateway.guard import check_admin
 from uma_trio.gateway.limits import Limiter
 from uma_trio.gateway.observation import Observation
@@ -80,6 +81,8 @@ class Endpoint:
     """Media type of a body that is no JSON.  It may be as large as a controller."""
     hidden_fields: frozenset[str] = frozenset()
     """Fields of ``body`` that clients do not send."""
+    field_names: FieldNames = attrs.field(factory=dict)
+    """What fields of the daemon's requests are called here, where that is something else.  Errors say it."""
     media_types: tuple[str, ...] = ("application/json",)
     """What an answer may be."""
     shapes: tuple[Any, ...] = ()
@@ -173,6 +176,7 @@ class Call:
             raise invalid("the body is nested too deeply") from None
         if not isinstance(found, dict):
             raise invalid("the body must be a JSON object")
+        self.request.scope["state"]["given"] = frozenset(found)
         if self.config.http.any_model and isinstance(found.get("model"), str):
             names = [model.name for model in await self.ask(lambda client: client.models())]
             if found["model"] not in names:
@@ -226,4 +230,5 @@ class Call:
     def refuse(self, error: HttpError) -> Response:
         """The response for an error, in the dialect's form."""
         self.observation.error_code = error.code
-        return self.dialect.refuse(error, self.id)
+        given: frozenset[str] = self.request.scope["state"].get("given", frozenset())
+        return self.dialect.refuse(error.reworded(in_words_of(self.endpoint.field_names, given)), self.id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Final
 
 from uma_trio.client import BrokenProtocol, ClientError, Failure, Loading, NoServer, ServerError
@@ -23,7 +24,7 @@ UNKNOWN_RETRY_MS: Final = 1000
 """Where the daemon cannot estimate the wait."""
 LONGEST_WAIT_S: Final = 60
 
-OF_FIELD: Final = re.compile(r"([a-z][\w.\[\]]*) (?:must be|is missing)")
+OF_FIELD: Final = re.compile(r"(?P<field>[a-z][\w.\[\]]*) (?:must be|is missing)|(?P<place>[a-z]\w*[.\[][\w.\[\]]*): ")
 """Begins an error of the daemon about a field of the request."""
 
 
@@ -58,6 +59,16 @@ class HttpError(Exception):
         self.retry_after_ms = retry_after_ms
         self.parameter = parameter
 
+    def reworded(self, reword: Callable[[str], str]) -> HttpError:
+        """The same error with other names of fields."""
+        return HttpError(
+            self.status,
+            self.code,
+            reword(self.message),
+            retry_after_ms=self.retry_after_ms,
+            parameter=self.parameter and reword(self.parameter),
+        )
+
     @property
     def headers(self) -> dict[str, str]:
         """``Retry-After`` in whole seconds, and OpenAI's header in milliseconds, if the delay is known.
@@ -87,7 +98,7 @@ def from_failure(failure: Failure) -> HttpError:
         message = f"the request is larger than the daemon takes (--max-frame-bytes): {failure.message}"
         return HttpError(PromptTooLarge.http_status, PromptTooLarge.code, message)
     message, field = failure.message, OF_FIELD.match(failure.message)
-    parameter = field[1] if field else None
+    parameter = field["field"] or field["place"] if field else None
     if failure.code == ModelNotFound.code:
         message, parameter = f"{message}; with --http-any-model it answers whatever name a request has", "model"
     return HttpError(status, failure.code, message, retry_after_ms=retry_after_ms, parameter=parameter)

@@ -195,11 +195,12 @@ def _send_token(
             text += assembler.finish()
         split = Split(text=text)
     else:
+        was_call = assembler.in_calls
         split = Split() if is_end else assembler.feed(token, token_to_bytes(token))
         if last:
             split += assembler.finish()
         is_reasoning = not split.text and (bool(split.reasoning) or assembler.in_reasoning)
-        is_call = not split.text and not split.reasoning and (bool(split.calls) or assembler.in_calls)
+        is_call = not split.text and not split.reasoning and (bool(split.calls) or was_call or assembler.in_calls)
     if is_end and not any(split):
         return
     logprobs = None if score is None else _logprobs(token, score, token_to_bytes)

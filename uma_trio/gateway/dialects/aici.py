@@ -310,6 +310,7 @@ ENDPOINTS = (
         event_shape=RunEvent,
         summary="Run a controller",
         body=RunRequest,
+        field_names={"prompt": "controller_arg"},
         media_types=(EVENT_STREAM,),
     ),
 )

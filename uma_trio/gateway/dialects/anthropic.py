@@ -42,6 +42,16 @@ TOO_LONG: Final = (PromptTooLarge.code, ContextTooSmall.code)
 """Clients that summarise a chat which has become too long look for these words of Anthropic's API."""
 
 
+FIELD_NAMES: Final = {
+    "stop": "stop_sequences",
+    "constraint": ("output_config", "output_format"),
+    "constraint.json_schema": ("output_config", "output_format"),
+    "chat_template_kwargs": ("thinking", "output_config"),
+    "tools[].parameters": "tools[].input_schema",
+}
+"""What fields of the socket protocol are called in Anthropic's API."""
+
+
 def error_body(error: HttpError, request_id: str) -> dict[str, Any]:
     """The body of an error response, and the data of an error in a stream."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")

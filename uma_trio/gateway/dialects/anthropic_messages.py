@@ -11,7 +11,7 @@ from starlette.responses import Response
 from uma_trio.client import Eos
 from uma_trio.gateway.answer import EVENT_STREAM, json_response, sse
 from uma_trio.gateway.conversation import conversation_fields, without_noise
-from uma_trio.gateway.dialects.anthropic import ANTHROPIC, Chat, ChatMessages, error_body, tool_fields
+from uma_trio.gateway.dialects.anthropic import ANTHROPIC, FIELD_NAMES, Chat, ChatMessages, error_body, tool_fields
 from uma_trio.gateway.dialects.anthropic_shapes import AnswerMessage, MessageEvent, TokenCount
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
@@ -213,6 +213,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         event_shape=MessageEvent,
         summary="The next message of a chat",
         body=MessagesRequest,
+        field_names=FIELD_NAMES,
         media_types=("application/json", EVENT_STREAM),
     ),
     Endpoint(
@@ -223,5 +224,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         shapes=(TokenCount,),
         summary="How many tokens a chat has",
         body=Chat,
+        field_names=FIELD_NAMES,
     ),
 )

@@ -15,7 +15,15 @@ from uma_trio.client import Eos, Event, PrefillProgress, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects import openai_chat, openai_models, openai_responses
 from uma_trio.gateway.dialects.llama_tokens import Tokens, Translation, is_several
-from uma_trio.gateway.dialects.openai import OPENAI, Sampling, check_session, error_body, length_fields, model_name
+from uma_trio.gateway.dialects.openai import (
+    FIELD_NAMES,
+    OPENAI,
+    Sampling,
+    check_session,
+    error_body,
+    length_fields,
+    model_name,
+)
 from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, Props
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
@@ -292,6 +300,7 @@ ENDPOINTS = (
             event_shape=LlamaAnswer,
             summary="Text that continues one prompt or several, in llama-server's own format",
             body=LlamaRequest,
+            field_names=FIELD_NAMES,
             media_types=("application/json", EVENT_STREAM),
         )
         for path in ("/completion", "/completions")

@@ -19,7 +19,7 @@ from uma_trio.gateway.answer import json_response
 from uma_trio.gateway.conversation import without_noise
 from uma_trio.gateway.dialects.openai import OPENAI, Message, chat_message
 from uma_trio.gateway.dialects.openai_shapes import Detokenized, Health, Rendered, Tokens
-from uma_trio.gateway.dialects.openai_tools import Tool, tool_fields
+from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, tool_fields
 from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.health import READY_TIMEOUT_S
@@ -143,6 +143,7 @@ ENDPOINTS = (
         shapes=(Tokens,),
         summary="The tokens of a text or of a chat",
         body=TokenizeRequest,
+        field_names={"text": ("content", "prompt"), **TOOL_NAMES},
     ),
     Endpoint(
         method="POST",
@@ -161,5 +162,6 @@ ENDPOINTS = (
         shapes=(Rendered,),
         summary="A chat as the text that the model sees",
         body=TemplateRequest,
+        field_names=TOOL_NAMES,
     ),
 )

@@ -40,6 +40,18 @@ OPTIONS: Final = {
 }
 """Names of options in Ollama's API and in the socket protocol."""
 
+FIELD_NAMES: Final = {
+    **{ours: name for name, ours in OPTIONS.items()},
+    "max_tokens": "num_predict",
+    "constraint": "format",
+    "constraint.json_schema": "format",
+    "logprobs": "top_logprobs",
+    "tools[].name": "tools[].function.name",
+    "tools[].description": "tools[].function.description",
+    "tools[].parameters": "tools[].function.parameters",
+}
+"""What fields of the socket protocol are called in Ollama's API."""
+
 OF_THE_DAEMON: Final = frozenset(
     {"num_ctx", "num_batch", "num_gpu", "num_thread", "main_gpu", "use_mmap", "use_mlock", "low_vram", "numa"}
 )

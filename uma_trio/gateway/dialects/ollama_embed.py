@@ -88,5 +88,6 @@ ENDPOINTS = (
         shapes=(EmbeddedOne,),
         summary="A vector for one text",
         body=EmbeddingRequest,
+        field_names={"input": "prompt"},
     ),
 )

@@ -15,6 +15,7 @@ from uma_trio.gateway.answer import NDJSON, encode, json_response
 from uma_trio.gateway.conversation import conversation_fields
 from uma_trio.gateway.dialects.ollama import (
     DIALECT,
+    FIELD_NAMES,
     Message,
     Tool,
     chat_message,
@@ -251,6 +252,7 @@ ENDPOINTS = (
         event_shape=ChatAnswer,
         summary="The next message of a chat",
         body=ChatRequest,
+        field_names=FIELD_NAMES,
         media_types=(NDJSON, "application/json"),
     ),
     Endpoint(
@@ -262,6 +264,7 @@ ENDPOINTS = (
         event_shape=Generated,
         summary="The answer to a prompt",
         body=GenerateRequest,
+        field_names=FIELD_NAMES,
         media_types=(NDJSON, "application/json"),
     ),
 )

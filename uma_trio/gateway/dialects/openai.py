@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from uma_trio.client import Eos
 from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, ModelNotFound, PromptTooLarge
-from uma_trio.gateway.dialects.openai_constraints import Constrained
+from uma_trio.gateway.dialects.openai_constraints import CONSTRAINT_NAMES, Constrained
 from uma_trio.gateway.endpoint import MAX_BIASES, MAX_MESSAGES, Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.limits import QUOTA
@@ -122,6 +122,18 @@ class StreamOptions(msgspec.Struct):
     """What a stream contains."""
 
     include_usage: bool = False
+
+
+FIELD_NAMES: Final = {
+    **CONSTRAINT_NAMES,
+    "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_tokens", "n_predict"),
+    "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
+    "logprobs": ("top_logprobs", "n_probs", "logprobs"),
+    "n": ("n_cmpl", "n"),
+    "session_id": ("session_id", "prompt_cache_key"),
+    "chat_template_kwargs": ("chat_template_kwargs", "reasoning_effort", "reasoning"),
+}
+"""What fields of the socket protocol are called in requests of OpenAI's API, of vLLM and of llama-server."""
 
 
 class Sampling(Constrained, kw_only=True):

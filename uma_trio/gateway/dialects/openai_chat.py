@@ -12,6 +12,7 @@ from uma_trio.client import Eos, Event, Reasoning, Token, ToolCallDelta
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs
 from uma_trio.gateway.dialects.openai import (
+    FIELD_NAMES,
     OPENAI,
     Message,
     Sampling,
@@ -24,7 +25,7 @@ from uma_trio.gateway.dialects.openai import (
     usage_body,
 )
 from uma_trio.gateway.dialects.openai_shapes import ChatChunk, ChatCompletion
-from uma_trio.gateway.dialects.openai_tools import Tool, call_delta, tool_fields, whole_calls
+from uma_trio.gateway.dialects.openai_tools import TOOL_NAMES, Tool, call_delta, tool_fields, whole_calls
 from uma_trio.gateway.endpoint import MAX_MESSAGES, MAX_TOOLS, Call, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.parts import logprobs_of
@@ -185,6 +186,7 @@ ENDPOINTS = (
         event_shape=ChatChunk,
         summary="The next message of a chat",
         body=ChatRequest,
+        field_names={**FIELD_NAMES, **TOOL_NAMES},
         media_types=("application/json", EVENT_STREAM),
     ),
 )

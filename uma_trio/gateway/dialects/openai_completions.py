@@ -11,6 +11,7 @@ from starlette.responses import Response
 from uma_trio.client import Eos, Event, Token
 from uma_trio.gateway.answer import COMMENT, EVENT_STREAM, json_response, sse
 from uma_trio.gateway.dialects.openai import (
+    FIELD_NAMES,
     OPENAI,
     Sampling,
     check_session,
@@ -214,6 +215,7 @@ ENDPOINTS = (
         event_shape=Completion,
         summary="Text that continues one prompt or several",
         body=CompletionRequest,
+        field_names=FIELD_NAMES,
         media_types=("application/json", EVENT_STREAM),
     ),
 )

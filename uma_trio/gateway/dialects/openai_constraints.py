@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from uma_trio.gateway.errors import invalid
+
+CONSTRAINT_NAMES: Final = {
+    "constraint": ("response_format", "structured_outputs", "json_schema", "grammar", "text.format"),
+    "constraint.json_schema": (
+        "response_format",
+        "structured_outputs.json",
+        "guided_json",
+        "json_schema",
+        "text.format",
+    ),
+    "constraint.json_object": ("response_format", "structured_outputs.json_object"),
+    "constraint.regex": ("structured_outputs.regex", "guided_regex"),
+    "constraint.choice": ("structured_outputs.choice", "guided_choice"),
+    "constraint.gbnf": ("structured_outputs.grammar", "guided_grammar", "grammar"),
+}
+"""Where the constraint of the socket protocol comes from."""
 
 
 class ResponseFormat(msgspec.Struct):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from uma_trio.gateway.answer import EVENT_STREAM, json_response
 from uma_trio.gateway.conversation import conversation_fields, reasoning_kwargs, without_noise
-from uma_trio.gateway.dialects.openai import OPENAI, model_name
+from uma_trio.gateway.dialects.openai import FIELD_NAMES, OPENAI, model_name
 from uma_trio.gateway.dialects.openai_constraints import ResponseFormat, constraint_of_format
 from uma_trio.gateway.dialects.openai_response_events import ResponseEvents, whole_response
 from uma_trio.gateway.dialects.openai_response_items import Conversation, Item
@@ -263,6 +263,7 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         event_shape=ResponseEvent,
         summary="The next items of a conversation",
         body=ResponsesRequest,
+        field_names=FIELD_NAMES,
         media_types=("application/json", EVENT_STREAM),
     ),
     Endpoint(
@@ -273,5 +274,6 @@ ENDPOINTS: Final[Sequence[Endpoint]] = (
         shapes=(InputTokens,),
         summary="How many tokens a conversation has",
         body=Input,
+        field_names=FIELD_NAMES,
     ),
 )

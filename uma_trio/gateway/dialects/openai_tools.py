@@ -10,6 +10,13 @@ import msgspec
 from uma_trio.client import ToolCall, ToolCallDelta
 from uma_trio.gateway.errors import invalid
 
+TOOL_NAMES: Final = {
+    "tools[].name": "tools[].function.name",
+    "tools[].description": "tools[].function.description",
+    "tools[].parameters": "tools[].function.parameters",
+}
+"""Where the tools of the socket protocol come from."""
+
 CHOICES: Final = "'auto', 'none', 'required', or {'type': 'function', 'function': {'name': ...}}"
 
 

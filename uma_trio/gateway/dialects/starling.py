@@ -154,6 +154,7 @@ ENDPOINTS = (
         event_shape=StarlingEvent,
         summary="Text that continues a prompt or answers a chat",
         body=Generate,
+        field_names={"stop_token_ids": ("stop_token_ids", "stop")},
         hidden_fields=OF_THE_CONNECTION,
         media_types=(EVENT_STREAM, NDJSON, JSON),
     ),

@@ -1,0 +1,35 @@
+"""Errors of the daemon in the words of a dialect."""
+
+from __future__ import annotations
+
+import pytest
+
+from uma_trio.gateway.field_names import in_words_of
+
+NAMES = {
+    "stop": "stop_sequences",
+    "max_tokens": ("max_completion_tokens", "max_tokens", "n_predict"),
+    "constraint": "format",
+    "constraint.regex": "pattern.of_text",
+    "tools[].parameters": "tools[].function.schema",
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "reworded"),
+    [
+        ((), "stop[3] must be a text", "stop_sequences[3] must be a text"),
+        ((), "ask it to stop, not to max_tokens", "ask it to stop, not to max_tokens"),
+        (("n_predict",), "ask for a smaller max_tokens", "ask for a smaller n_predict"),
+        (("n_predict", "max_tokens"), "max_tokens is 5", "max_tokens is 5"),
+        (("n_predict",), "at most 5 (--max-tokens, max_tokens)", "at most 5 (--max-tokens, n_predict)"),
+        (("n_predict",), "seed must be a number, not the text 'max_tokens'", "seed must be a number, not the text 'max_tokens'"),
+        ((), "constraint.json_schema must be an object", "format.json_schema must be an object"),
+        ((), "constraint.regex: missing )", "pattern.of_text: missing )"),
+        ((), "tools[7].parameters.type must be object", "tools[7].function.schema.type must be object"),
+        ((), "tools[7].name must be a text", "tools[7].name must be a text"),
+        ((), "", ""),
+    ],
+)  # fmt: skip
+def test_names_of_fields(given: tuple[str, ...], message: str, reworded: str) -> None:
+    assert in_words_of(NAMES, given)(message) == reworded
