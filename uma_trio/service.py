@@ -126,7 +126,7 @@ class ModelService:
         return await self._sessions.answer_query(query, principal.name)
 
     async def answer_controllers(
-        self, query: ControllersQuery, wasm: bytes | None, principal: Principal, *, is_admin: bool
+        self, query: ControllersQuery, wasm: bytes | bytearray | None, principal: Principal, *, is_admin: bool
     ) -> Iterable[Controllers]:
         """Upload, tag or list controllers; returns the events of the answer.
 

@@ -25,6 +25,9 @@ LENGTH: Final = struct.Struct("<I")
 EMPTY: Final = 0
 BEING_WRITTEN: Final = 0xFFFFFFFF
 
+PIECE_BYTES: Final = 1 << 18
+"""Larger messages are copied in pieces of this size, so that other threads need not wait for the whole."""
+
 POLL_S: Final = 0.002
 """How often to look where nobody wakes us: semaphores of macOS, a peer that empties its mailbox without a word."""
 
@@ -47,7 +50,7 @@ class Mailbox(Protocol):
     capacity: int
     """Size of the largest message, in bytes."""
 
-    def send(self, data: bytes, timeout: float) -> None:
+    def send(self, data: bytes | bytearray, timeout: float) -> None:
         """Wait until the mailbox is free, and write.
 
         Raises:
@@ -81,11 +84,11 @@ class SemaphoreMailbox:
             stack.pop_all()
         self.capacity = size - LENGTH.size
 
-    def send(self, data: bytes, timeout: float) -> None:
+    def send(self, data: bytes | bytearray, timeout: float) -> None:
         _check_fits(data, self.capacity)
         self._memory.reserve(0, LENGTH.size + len(data))
         self._free.acquire(timeout)
-        self._memory.map[LENGTH.size : LENGTH.size + len(data)] = data
+        _copy(data, self._memory, LENGTH.size)
         LENGTH.pack_into(self._memory.map, 0, len(data))
         self._ready.release()
 
@@ -118,7 +121,7 @@ class FutexMailbox:
         self._word = futex.Word(memory.map, offset)
         self.capacity = memory.size // 2 - 16
 
-    def send(self, data: bytes, timeout: float) -> None:
+    def send(self, data: bytes | bytearray, timeout: float) -> None:
         _check_fits(data, self.capacity)
         self._memory.reserve(self._begin, self._begin + len(data))
         deadline = time.monotonic() + timeout
@@ -126,7 +129,7 @@ class FutexMailbox:
             # a peer need not wake us, so this looks again and again
             self._word.wait_while(value, min(_left(deadline), POLL_S))
         self._word.store(BEING_WRITTEN)
-        self._memory.map[self._begin : self._begin + len(data)] = data
+        _copy(data, self._memory, self._begin)
         self._word.store(len(data))
 
     def receive(self, timeout: float) -> bytes:
@@ -155,7 +158,7 @@ class Channel:
     outgoing: Mailbox
     incoming: Mailbox
 
-    def send(self, data: bytes, timeout: float) -> None:
+    def send(self, data: bytes | bytearray, timeout: float) -> None:
         """See ``Mailbox.send``."""
         self.outgoing.send(data, timeout)
 
@@ -289,9 +292,21 @@ class _Semaphore:
         return "sem." + self._name.removeprefix("/")
 
 
-def _check_fits(data: bytes, capacity: int) -> None:
+def _check_fits(data: bytes | bytearray, capacity: int) -> None:
     if len(data) > capacity:
         raise MessageTooLarge(f"a message of {len(data)} bytes; the largest has {capacity}")
+
+
+def _copy(data: bytes | bytearray, memory: SharedMemory, begin: int) -> None:
+    """Write ``data`` at ``begin``."""
+    if len(data) <= PIECE_BYTES:
+        memory.map[begin : begin + len(data)] = data
+        return
+    whole = memoryview(data)
+    for at in range(0, len(data), PIECE_BYTES):
+        piece = whole[at : at + PIECE_BYTES]
+        memory.map[begin + at : begin + at + len(piece)] = piece
+        time.sleep(0)  # lets other threads run
 
 
 def _left(deadline: float) -> float:

@@ -141,7 +141,7 @@ class ControllerRuntime(Protocol):
             ControllerUnavailable: there is no runtime.
         """
 
-    async def make_module(self, wasm: bytes, auth: Auth | None = None) -> ModuleInfo:
+    async def make_module(self, wasm: bytes | bytearray, auth: Auth | None = None) -> ModuleInfo:
         """Upload a module.
 
         Raises:

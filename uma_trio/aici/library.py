@@ -19,7 +19,7 @@ def auth_of(principal: Principal, *, is_admin: bool) -> Auth:
 
 
 async def answer(
-    runtime: ControllerRuntime, query: ControllersQuery, wasm: bytes | None, auth: Auth
+    runtime: ControllerRuntime, query: ControllersQuery, wasm: bytes | bytearray | None, auth: Auth
 ) -> Iterable[Controllers]:
     """Do what ``query`` asks; returns the events of the answer.
 

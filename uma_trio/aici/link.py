@@ -343,7 +343,7 @@ class RuntimeLink:
             self._side_calls[rid] = call
             is_sent = False
             try:
-                await self._send_side(encode_request(request, rid, auth), rid)
+                await self._send_side(request, rid, auth)
                 is_sent = True
                 await done.wait()
             except trio.Cancelled:
@@ -364,14 +364,17 @@ class RuntimeLink:
             raise ControllerUnavailable(f"the runtime of controllers: {found.error}")
         return found
 
-    async def _send_side(self, data: bytes, rid: str) -> None:
+    async def _send_side(self, request: SideRequest, rid: str, auth: Auth | None) -> None:
         """Send it as soon as the runtime has taken the message before; gives up if the runtime ends.
+
+        All in a thread: an upload may have megabytes.
 
         Raises:
             ControllerUnavailable: there is no room.
         """
 
         def send() -> None:
+            data = encode_request(request, rid, auth)
             with self._side_lock:
                 while not self.reason:
                     with contextlib.suppress(ChannelTimeout):

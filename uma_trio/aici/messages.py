@@ -6,7 +6,9 @@ The engine sends a ``MainRequest`` or a ``SideRequest``; the runtime answers wit
 
 from __future__ import annotations
 
+import binascii
 import re
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
@@ -20,6 +22,9 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 T = TypeVar("T")
 
 LOCAL_USER: Final = "local"
+
+PIECE_BYTES: Final = 3 << 16
+"""A module is encoded in pieces of this size, so that other threads need not wait for the whole."""
 
 _ENDED_ITSELF: Final = re.compile(r"Error \(\w+\): (.*\S)\n\*\*\* aici_host_stop\(\)\s*", re.DOTALL)
 
@@ -291,14 +296,30 @@ def encode(message: Envelope[Any]) -> bytes:
     return _ENCODER.encode(message)
 
 
-def encode_request(request: Request, rid: str | None = None, auth: Auth | None = None) -> bytes:
-    """A request as JSON."""
+def encode_request(request: Request, rid: str | None = None, auth: Auth | None = None) -> bytes | bytearray:
+    """A request as JSON.  A large module takes long, and other threads run meanwhile."""
     fields: dict[str, Any] = {}
     if rid is not None:
         fields["$rid"] = rid
     if auth is not None:
         fields["$auth"] = auth
+    if isinstance(request, MakeModule) and len(request.binary) > PIECE_BYTES:
+        return _in_pieces(_ENCODER.encode({**fields, "op": "mk_module", "binary": ""}), request.binary)
     return _ENCODER.encode({**fields, **msgspec.to_builtins(request, builtin_types=())})
+
+
+def _in_pieces(around: bytes, binary: bytes | bytearray) -> bytearray:
+    """Put ``binary``, in base64, before the last two characters of ``around``: a quote and a brace."""
+    at, end = len(around) - 2, around[-2:]
+    message = bytearray(at + 4 * -(-len(binary) // 3) + len(end))
+    message[:at], message[-len(end) :] = around[:-2], end
+    whole = memoryview(binary)
+    for begin in range(0, len(binary), PIECE_BYTES):
+        piece = binascii.b2a_base64(whole[begin : begin + PIECE_BYTES], newline=False)
+        message[at : at + len(piece)] = piece
+        at += len(piece)
+        time.sleep(0)  # lets other threads run
+    return message
 
 
 def decode_request(data: bytes) -> ReceivedRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import structlog
 import trio
@@ -205,9 +205,9 @@ class SupervisedRuntime:
         await _ask(link, request, Empty, auth, self._start.settings.init_ms / 1e3, late)
         return generation
 
-    async def make_module(self, wasm: bytes, auth: Auth | None = None) -> ModuleInfo:
+    async def make_module(self, wasm: bytes | bytearray, auth: Auth | None = None) -> ModuleInfo:
         """See ``ControllerRuntime``."""
-        return await _ask(await self._running(), MakeModule(wasm), ModuleInfo, auth)
+        return await _ask(await self._running(), MakeModule(cast(bytes, wasm)), ModuleInfo, auth)
 
     async def set_tags(self, module_id: str, tags: Sequence[str], auth: Auth | None = None) -> list[TagInfo]:
         """See ``ControllerRuntime``.  The tags of controllers that come with uma-trio stay theirs."""

@@ -29,10 +29,15 @@ class Upload:
     def __init__(self, all_uploads: Uploads) -> None:
         self._all = all_uploads
         self._of = 0
-        self._parts: list[bytes] = []
-        self.received_bytes = 0
+        self._n_parts = 0
+        self._received = bytearray()
 
-    def add(self, query: ControllersQuery) -> bytes | None:
+    @property
+    def received_bytes(self) -> int:
+        """Size of what has arrived."""
+        return len(self._received)
+
+    def add(self, query: ControllersQuery) -> bytearray | None:
         """Take the next part; returns the whole module with its last part.
 
         Raises:
@@ -43,8 +48,8 @@ class Upload:
         if query.part == 0:
             self.drop()
             self._of = query.of
-        elif (query.part, query.of) != (len(self._parts), self._of):
-            expected = f"part {len(self._parts)} of {self._of}" if self._parts else "part 0"
+        elif (query.part, query.of) != (self._n_parts, self._of):
+            expected = f"part {self._n_parts} of {self._of}" if self._n_parts else "part 0"
             self.drop()
             raise BadRequest(f"this is part {query.part} of {query.of}, but {expected} comes next; begin with part 0")
         size = len(query.binary)
@@ -57,16 +62,15 @@ class Upload:
             refusal.retry_after_ms = BUSY_RETRY_MS
             raise refusal
         self._all.incomplete_bytes += size
-        self.received_bytes += size
-        self._parts.append(query.binary)
-        if len(self._parts) < self._of:
+        self._received += query.binary  # grows in place: a join of all parts would hold the event loop
+        self._n_parts += 1
+        if self._n_parts < self._of:
             return None
-        wasm = b"".join(self._parts)
+        wasm = self._received
         self.drop()
         return wasm
 
     def drop(self) -> None:
         """Forget what has arrived."""
         self._all.incomplete_bytes -= self.received_bytes
-        self.received_bytes = 0
-        self._parts = []
+        self._n_parts, self._received = 0, bytearray()
