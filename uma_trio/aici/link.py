@@ -110,6 +110,7 @@ class RuntimeStart:
         else:
             program = [*python_module("uma_trio"), "aicirt"]
             flags["uma-expire-s"] = self.expire_s
+            flags["uma-max-modules"] = settings.max_modules_mb
             if settings.skip_ms:
                 flags["uma-skip-slow-ms"] = settings.skip_ms
             if self.llama_dir is not None:

@@ -251,8 +251,8 @@ async def _ask(
     found: Ok[T] | Error = await link.call(request, kind, auth, limit_s, late)
     if isinstance(found, Ok):
         return found.data
-    raise (
-        ControllerNotFound(found.error)
-        if _NO_MODULE.match(found.error)
-        else ControllerFailed(readable_error(found.error))
-    )
+    if _NO_MODULE.match(found.error):
+        raise ControllerNotFound(found.error)
+    if not found.is_user_error:
+        raise ControllerUnavailable(f"the runtime of controllers: {found.error}")
+    raise ControllerFailed(readable_error(found.error))

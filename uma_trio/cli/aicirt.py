@@ -79,6 +79,14 @@ import click
     help="Seconds that a controller waits for a sequence before it is closed. Not in the reference implementation.",
 )
 @click.option(
+    "--uma-max-modules",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="MiB of all modules on disk. Above that, modules without a tag are removed, those first that were not used for "
+    "longest. Not in the reference implementation.",
+)
+@click.option(
     "--module",
     "-m",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -108,6 +116,7 @@ def command(
     wasm_max_init_time: int,
     uma_skip_slow_ms: int | None,
     uma_expire_s: int,
+    uma_max_modules: int,
     module: Path | None,
     save_tokenizer: Path | None,
     run: bool,
@@ -137,6 +146,7 @@ def command(
     from uma_trio.aici.runtime.command import Options, add_module, serve
     from uma_trio.aici.runtime.command import save_tokenizer as save
     from uma_trio.aici.runtime.interface import BadModule, Limits
+    from uma_trio.aici.runtime.module_store import StoreError
     from uma_trio.aici.runtime.vocabulary import NoVocabulary
     from uma_trio.models.load_errors import ModelError
 
@@ -154,6 +164,7 @@ def command(
         uma_expire_s,
         uma_skip_slow_ms,
         llama_dir,
+        uma_max_modules,
     )
     try:
         if save_tokenizer is not None:
@@ -162,7 +173,7 @@ def command(
             click.echo(add_module(options, module))
         if server:
             serve(options)
-    except (OSError, NoVocabulary, ModelError, BadModule) as error:
+    except (OSError, NoVocabulary, ModelError, BadModule, StoreError) as error:
         _fail(str(error))
 
 

@@ -21,7 +21,7 @@ from uma_trio.aici.channel import Channels, Layout
 from uma_trio.aici.futex import continue_when_parent_ends
 from uma_trio.aici.runtime.host import WasmHost
 from uma_trio.aici.runtime.interface import Limits
-from uma_trio.aici.runtime.module_store import FOLDER, ModuleStore
+from uma_trio.aici.runtime.module_store import DEFAULT_MAX_MIB, FOLDER, ModuleStore
 from uma_trio.aici.runtime.server import Server
 from uma_trio.aici.runtime.vocabulary import open_vocabulary
 from uma_trio.aici.shared_memory import remove_stale
@@ -42,6 +42,7 @@ class Options:
     expire_s: int = 60
     skip_slow_ms: int | None = None
     llama_dir: Path | None = None
+    max_modules_mib: int = DEFAULT_MAX_MIB
 
 
 def serve(options: Options) -> NoReturn:
@@ -69,7 +70,7 @@ def serve(options: Options) -> NoReturn:
         host = WasmHost(vocabulary, options.limits)
         threading.Thread(target=host.prepare, name="prepare", daemon=True).start()
         skip_slow_s = None if options.skip_slow_ms is None else options.skip_slow_ms / 1000
-        modules = ModuleStore(Path(FOLDER), host)
+        modules = ModuleStore(Path(FOLDER), host, options.max_modules_mib)
         Server(channels, host, vocabulary, options.limits, modules, ending.exit, options.expire_s, skip_slow_s).run()
 
 
@@ -80,7 +81,11 @@ def add_module(options: Options, path: Path) -> str:
     with open_vocabulary(options.tokenizer, options.llama_dir) as vocabulary:
         host = WasmHost(vocabulary, options.limits)
         try:
-            return ModuleStore(Path(FOLDER), host).add(path.read_bytes(), Auth(is_admin=True)).module_id
+            return (
+                ModuleStore(Path(FOLDER), host, options.max_modules_mib)
+                .add(path.read_bytes(), Auth(is_admin=True))
+                .module_id
+            )
         finally:
             host.close()
 

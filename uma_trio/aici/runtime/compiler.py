@@ -86,6 +86,7 @@ class Compiler:
 
         Raises:
             BadModule: it cannot be a controller; says why.
+            OSError: no room for a temporary file.
         """
         if not wasm.startswith(b"\0asm"):
             raise BadModule("this is not Wasm: it does not begin with \\0asm")
@@ -93,13 +94,18 @@ class Compiler:
             raise BadModule(f"the module has {len(wasm)} bytes; at most {MAX_WASM_BYTES}")
         with tempfile.TemporaryDirectory(prefix="uma-trio-wasm-") as folder:
             source, compiled = Path(folder, "module.wasm"), Path(folder, "module.compiled")
-            source.write_bytes(wasm)
+            try:
+                source.write_bytes(wasm)
+            except OSError as error:
+                raise OSError(error.errno, f"the module cannot be written for the compiler: {error.strerror}") from None
             try:
                 answer = self._sandbox.ask({"source": str(source), "compiled": str(compiled)})
             except CannotStart as error:
                 raise BadModule(f"the process that compiles modules cannot start: {error}") from None
             except NoAnswer as error:
                 raise BadModule(f"the module cannot be compiled: {error}") from None
+            if "not_written" in answer:
+                raise OSError(f"the machine code cannot be written: {answer['not_written']}")
             if "error" in answer:
                 raise BadModule(answer["error"])
             return compiled.read_bytes()
@@ -148,6 +154,8 @@ def main() -> None:
             _send({LAST: True})
         except BadModule as error:
             _send({"error": str(error), LAST: True})
+        except OSError as error:
+            _send({"not_written": error.strerror, LAST: True})
         except MemoryError:
             _send({"error": "the module cannot be compiled: it takes too much memory", LAST: True})
         except Exception as error:  # noqa: BLE001  (the one who sent the module hears of it)

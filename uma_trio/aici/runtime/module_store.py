@@ -21,6 +21,7 @@ import msgspec
 
 from uma_trio.aici.messages import Auth, ModuleInfo, TagInfo
 from uma_trio.aici.runtime.interface import Host, Module
+from uma_trio.aici.runtime.module_space import NoRoom, StoredModule, to_remove
 from uma_trio.files import read_text, replace_text
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,12 @@ _ID: Final = re.compile(r"[0-9a-f]{64}")
 _LOOKS_HEX: Final = re.compile(r"[0-9a-fA-F]{21,}")
 
 
+DEFAULT_MAX_MIB: Final = 1024
+"""All modules together, with their compiled code."""
+
+ABANDONED_S: Final = 3600.0
+"""A file that was begun so long ago, and is not whole, belongs to a process that was killed."""
+
 DIGEST_BYTES: Final = 32
 """Behind compiled code stands its SHA-256: code that the disk has damaged must not run."""
 
@@ -50,14 +57,18 @@ class ModuleStore:
 
     Args:
         folder: made when it is needed.  Compiled code is read from it only if no other user can write to it.
+        max_mib: what modules may take on disk.  To make room, those leave that have no tag, the last used ones last.
     """
 
-    def __init__(self, folder: Path, host: Host) -> None:
+    def __init__(self, folder: Path, host: Host, max_mib: int = DEFAULT_MAX_MIB) -> None:
         self._folder = folder
         self._host = host
+        self._max_bytes = max_mib << 20
         self._lock = threading.Lock()
         self._of_module: weakref.WeakValueDictionary[str, _ModuleLock] = weakref.WeakValueDictionary()
         self._tags_lock = threading.Lock()
+        self._room_lock = threading.Lock()
+        """Held while a module is written, and others leave for it."""
         self._loaded: OrderedDict[str, Module] = OrderedDict()
 
     def add(self, wasm: bytes, auth: Auth) -> ModuleInfo:
@@ -65,6 +76,7 @@ class ModuleStore:
 
         Raises:
             BadModule: it is none.
+            StoreError: there is no room for it among those that have tags.
             OSError: it cannot be written.
         """
         module_id = hashlib.sha256(wasm).hexdigest()
@@ -74,13 +86,10 @@ class ModuleStore:
             if compiled_size is None:
                 compiled = self._host.compile(wasm)
                 compiled_size = len(compiled)
-                self._make_folder()
-                _replace(self._wasm(module_id), wasm)
-                _replace(self._compiled(module_id), _with_digest(compiled))
                 about = {"created": int(time.time()), "auth": msgspec.to_builtins(auth)}
-                replace_text(
-                    self._folder / f"{module_id}-sys.json", msgspec.json.encode(about).decode(), new_mode=0o600
-                )
+                self._keep(module_id, wasm, compiled, msgspec.json.encode(about).decode())
+            else:
+                self._note_use(module_id)
         duration_ms = int((time.monotonic() - started) * 1000)
         return ModuleInfo(module_id, len(wasm), compiled_size, duration_ms)
 
@@ -96,6 +105,7 @@ class ModuleStore:
             module = self._loaded.get(module_id)
             if module is None:
                 module = self._load(module_id)
+        self._note_use(module_id)
         with self._lock:
             self._loaded[module_id] = module
             self._loaded.move_to_end(module_id)
@@ -135,6 +145,67 @@ class ModuleStore:
                 found.append(info)
         return sorted(found, key=lambda info: (-info.updated_at, info.tag))
 
+    # -- room on disk -----------------------------------------------------------------------------
+
+    def _keep(self, module_id: str, wasm: bytes, compiled: bytes, about: str) -> None:
+        """Write the files of a module, all or none.
+
+        Raises:
+            StoreError, OSError: as ``add``.
+        """
+        with self._room_lock:
+            self._make_folder()
+            self._make_room(module_id, len(wasm) + len(compiled) + DIGEST_BYTES + len(about))
+            try:
+                _replace(self._wasm(module_id), wasm)
+                _replace(self._compiled(module_id), compiled, _digest(compiled))
+                replace_text(self._about(module_id), about, new_mode=0o600)
+            except OSError as error:
+                self._remove(module_id)
+                raise OSError(error.errno, f"the module cannot be stored: {error.strerror}") from None
+
+    def _make_room(self, module_id: str, n_bytes: int) -> None:
+        """Remove modules, so that one more has room."""
+        stored = [each for each in self._stored() if each.module_id != module_id]
+        tagged = {info.module_id for info in self.tags()}
+        try:
+            leaving = to_remove(stored, tagged, n_bytes, self._max_bytes)
+        except NoRoom as refusal:
+            raise StoreError(str(refusal)) from None
+        for each in leaving:
+            log.info("module %s leaves: it has no tag, and another one needs room", each)
+            self._remove(each)
+
+    def _stored(self) -> Iterator[StoredModule]:
+        """The modules on disk."""
+        sizes: dict[str, int] = {}
+        used_at: dict[str, float] = {}
+        for entry in os.scandir(self._folder):
+            found = entry.stat(follow_symlinks=False)
+            if entry.name.endswith(".tmp") and time.time() - found.st_mtime > ABANDONED_S:
+                Path(entry.path).unlink(missing_ok=True)
+            elif _ID.fullmatch(name := entry.name[:64]):
+                sizes[name] = sizes.get(name, 0) + found.st_size
+                if entry.name == f"{name}.wasm":
+                    used_at[name] = found.st_mtime
+        for name, n_bytes in sizes.items():
+            yield StoredModule(name, n_bytes, used_at.get(name, 0.0))
+
+    def _note_use(self, module_id: str) -> None:
+        """Modules that were used leave last."""
+        try:
+            os.utime(self._wasm(module_id))
+        except OSError as error:  # it is in memory, so it can be used all the same
+            log.info("cannot note that module %s was used: %s", module_id, error)
+
+    def _remove(self, module_id: str) -> None:
+        with self._lock:
+            self._loaded.pop(module_id, None)
+        for path in (self._wasm(module_id), self._compiled(module_id), self._about(module_id)):
+            path.unlink(missing_ok=True)
+
+    # -- files ------------------------------------------------------------------------------------
+
     def _resolve(self, name: str) -> str:
         if _ID.fullmatch(name):
             return name
@@ -164,7 +235,7 @@ class ModuleStore:
         compiled = self._host.compile(wasm)
         if self._is_private():
             try:
-                _replace(self._compiled(module_id), _with_digest(compiled))
+                _replace(self._compiled(module_id), compiled, _digest(compiled))
             except OSError as error:
                 log.warning("cannot keep the compiled module %s: %s", module_id, error)
         return self._host.load(compiled)
@@ -206,6 +277,9 @@ class ModuleStore:
     def _compiled(self, module_id: str) -> Path:
         return self._folder / f"{module_id}.elf"
 
+    def _about(self, module_id: str) -> Path:
+        return self._folder / f"{module_id}-sys.json"
+
 
 def is_tag(text: str) -> bool:
     """Whether ``text`` can be a tag at all."""
@@ -238,24 +312,24 @@ class _ModuleLock:
     lock: threading.Lock = attrs.field(factory=threading.Lock)
 
 
-def _with_digest(compiled: bytes) -> bytes:
-    return compiled + hashlib.sha256(compiled).digest()
+def _digest(compiled: bytes) -> bytes:
+    return hashlib.sha256(compiled).digest()
 
 
 def _without_digest(data: bytes) -> bytes:
     """Raises ``ValueError`` if the code is not whole."""
     compiled, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
-    if hashlib.sha256(compiled).digest() != digest:
+    if _digest(compiled) != digest:
         raise ValueError("the compiled module is damaged")
     return compiled
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, *parts: bytes) -> None:
     """Write a file, or leave it as it is."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}.tmp")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
+            file.writelines(parts)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -173,7 +173,9 @@ class Server:
             return self._encoded(Ok(do(received), received.rid))
         except (UserError, BadModule, StoreError) as error:
             return encode(Error(str(error), is_user_error=True, rid=received.rid))
-        except (EngineError, TooManyRows, TooManyWaiting, OSError) as error:
+        except OSError as error:
+            return encode(Error(error.strerror or str(error), rid=received.rid))
+        except (EngineError, TooManyRows, TooManyWaiting) as error:
             return encode(Error(str(error), rid=received.rid))
         except Exception as error:  # a bug must not end the runtime
             log.exception("%s", type(received.request).__name__)
