@@ -101,6 +101,8 @@ class Context(Handle):
             except LlamaError:
                 raise LlamaError(f"cannot create a context: {str(captured) or 'no reason given'}") from None
         super().__init__(pointer, self._c.llama_free, parent=model)
+        self.buffers = tuple(captured.buffers)
+        """What was allocated; with a model that allocates nothing, only the compute buffers, as large as they would be."""
         self._memory = self._c.llama_get_memory(pointer)
         self._outputs = np.zeros(0, np.int8)
         self._rows = 0
@@ -147,6 +149,8 @@ class Context(Handle):
         Source: llama.h, above ``llama_decode``.
         """
         pointer = self._pointer
+        if self.model.no_alloc:
+            raise LlamaError("this context has no memory: its model was loaded to learn sizes")
         if not 1 <= batch.n_tokens <= self._max_batch_tokens:
             raise LlamaError(f"a decode takes 1 to {self._max_batch_tokens} tokens, not {batch.n_tokens}")
         if batch.max_seq >= self.n_seq_max:

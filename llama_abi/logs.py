@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,8 @@ LEVELS = {
     LOG_LEVEL["GGML_LOG_LEVEL_ERROR"]: logging.ERROR,
 }
 CONT = LOG_LEVEL["GGML_LOG_LEVEL_CONT"]
+BUFFER = re.compile(r"\w+: +(\S+) +(\w+) buffer size = +([\d.]+) MiB")
+"""How llama.cpp reports a buffer. Its C API has no other way to ask."""
 MAX_ERROR_LINES = 20
 """Error lines in one exception message. The first ones give the reason."""
 
@@ -69,6 +72,8 @@ class LogRouter:
             return
         logged = LEVELS.get(level, logging.INFO)
         captured = self._captured.get(threading.get_ident())
+        if captured is not None and (found := BUFFER.match(line)):
+            captured.buffers.append(Buffer(found[1], found[2], round(float(found[3]) * 2**20)))
         if captured is not None and logged >= logging.WARNING:
             captured.lines.append((logged, line))
         else:
@@ -94,6 +99,18 @@ class LogRouter:
                 log.log(logging.DEBUG if captured.expected else level, "%s", line)
 
 
+@attrs.frozen
+class Buffer:
+    """Memory that llama.cpp allocates for a model or a context, or would allocate."""
+
+    place: str
+    """Its type, which begins with the name of its device, such as ``CPU_Mapped`` or ``CUDA0``."""
+    kind: str
+    """``model``, ``KV``, ``RS`` (recurrent states), ``output`` or ``compute``."""
+    n_bytes: int
+    """To a hundredth of a MiB."""
+
+
 @attrs.define
 class CapturedWarnings:
     """Warnings and errors that llama.cpp logged during one call. ``str()`` joins the errors."""
@@ -101,6 +118,8 @@ class CapturedWarnings:
     expected: bool = False
     """The caller reports the outcome, so the lines need no operator's attention."""
     lines: list[tuple[int, str]] = attrs.Factory(list)
+    buffers: list[Buffer] = attrs.Factory(list)
+    """What the call allocated."""
 
     def __str__(self) -> str:
         errors = [line for level, line in self.lines if level >= logging.ERROR]

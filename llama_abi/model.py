@@ -27,6 +27,8 @@ class Model(Handle):
         n_gpu_layers: number of layers to put on devices; -1 for all. Ignored without a device.
         use_mmap: map the file instead of reading it. The file must not change while the model is open.
         vocab_only: load the vocabulary without weights. Such a model can tokenize, but cannot have a ``Context``.
+        no_alloc: load no weights, and let contexts allocate no KV cache and no compute buffers. Such a model only tells
+            how large the ``Context.buffers`` would be: its contexts must not decode.
         check_tensors: search the weights for NaN and invalid blocks, which is slow.
         on_progress: called in this thread with a share from 0.0 to 1.0. Loading stops if it returns ``False``, or
             raises; the exception is passed on.
@@ -47,6 +49,7 @@ class Model(Handle):
         n_gpu_layers: int = -1,
         use_mmap: bool = True,
         vocab_only: bool = False,
+        no_alloc: bool = False,
         check_tensors: bool = False,
         on_progress: Callable[[float], bool | None] | None = None,
     ) -> None:
@@ -54,12 +57,15 @@ class Model(Handle):
         self.path = os.fspath(path)
         self.vocab_only = vocab_only
         """Whether it was loaded without weights."""
+        self.no_alloc = no_alloc
+        """Whether nothing is allocated."""
         self._c = library.c
         progress = _Progress(on_progress)
         params = self._c.llama_model_default_params()
         params.n_gpu_layers = max(-1, min(n_gpu_layers, INT32_MAX))
-        params.load_mode = LOAD_MODE["LLAMA_LOAD_MODE_AUTO" if use_mmap else "LLAMA_LOAD_MODE_NONE"]
+        params.load_mode = LOAD_MODE["LLAMA_LOAD_MODE_AUTO" if use_mmap and not no_alloc else "LLAMA_LOAD_MODE_NONE"]
         params.vocab_only = vocab_only
+        params.no_alloc = no_alloc
         params.check_tensors = check_tensors
         params.progress_callback = progress.callback
         if "\0" in self.path:
@@ -76,6 +82,8 @@ class Model(Handle):
                     raise LlamaError(f"loading {self.path} was stopped") from None
                 raise LlamaError(f"cannot load {self.path}: {str(captured) or 'no reason given'}") from None
         super().__init__(pointer, self._c.llama_model_free)
+        self.buffers = tuple(captured.buffers)
+        """Where the weights are."""
         self.vocab = Vocab(self._c, self)
         """Its vocabulary, usable while the model is open."""
 

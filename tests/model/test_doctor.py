@@ -59,7 +59,7 @@ def test_a_good_installation(examine):
     found = examine()
     assert problems(found) == set()
     names = ("python", "packages", "folders", "state", "cache", "stamp", "threads", "library", "devices", "backend")
-    assert [*found] == [*names, "embedded", "model", "context", "memory", "layout", "answer", "socket"]
+    assert [*found] == [*names, "embedded", "model", "context", "fit", "memory", "layout", "answer", "socket"]
     assert "Paris" in found["answer"]["message"]
     assert "no daemon at" in found["socket"]["message"]
 

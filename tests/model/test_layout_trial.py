@@ -67,7 +67,8 @@ def test_the_cached_choice_is_used_for_the_same_settings_only(choice_of, tmp_pat
     file.write_text(json.dumps(kept))
     found = choice_of()
     assert (found.why, found.layout.unified, found.layout.flash_attn) == ("measured before", True, "auto")
-    assert choice_of(attrs.evolve(SETTINGS, ctx=16_384)).why == "measured"
+    assert choice_of(attrs.evolve(SETTINGS, ctx=16_384)).why == "measured before", "ctx varies with the free memory"
+    assert choice_of(attrs.evolve(SETTINGS, batch_tokens=128)).why == "measured"
 
 
 @pytest.mark.parametrize("harm", ["", "[]", '{"layout": 7}', '{"layout": "sideways"}', '{"layout'])

@@ -120,7 +120,7 @@ MODELS: dict[str, tuple[Case, str]] = {
 SETTINGS: dict[str, tuple[Case, str]] = {
     "a context that does not fit": (
         constant("--ctx", "64M"),
-        r"a KV cache of 67108864 tokens takes 309\.2 GB, and [\d.]+ GB of memory are free; lower --ctx to \d+ or less",
+        r"a KV cache of 67108864 tokens takes 164\.3 GB in q8_0, and [\d.]+ GB of memory are free; lower --ctx to \d+ or less",
     ),
     "too little KV memory": (constant("--kv-mem-limit-mb", "1"), "raise it to 10, or lower parallel$"),
     "no library": (constant("--llama-dir", "FOLDER"), "run ./build_llama.sh --prefix "),
@@ -150,7 +150,10 @@ SETTINGS: dict[str, tuple[Case, str]] = {
 USAGE: dict[str, tuple[Case, str]] = {
     "a value out of bounds": (constant("--parallel", "0"), "parallel must be a whole number from 1 to 256, not '0'"),
     "a value of another kind": (constant("--ctx", "lots"), "ctx must be a whole number"),
-    "a value that is not a choice": (constant("--type-k", "q5"), "type_k must be one of f16, q8_0, q4_0, not 'q5'"),
+    "a value that is not a choice": (
+        constant("--type-k", "q5"),
+        "type_k must be one of auto, f16, q8_0, q4_0, not 'q5'",
+    ),
     "settings that contradict": (constant("--type-v", "q8_0", "--flash-attn", "off"), "make flash_attn auto"),
     "an unknown flag": (constant("--modle", "x"), "Did you mean one of: '--model',"),
     "an argument": (constant("x.gguf"), r"write: uma-trio serve --model x\.gguf"),

@@ -11,6 +11,7 @@ Flags override the environment, the environment overrides the file, and the file
 """
 
 from uma_trio.config.fields import (
+    DEFAULT_BATCH,
     MB,
     SECTIONS,
     Aici,
@@ -29,6 +30,7 @@ from uma_trio.config.sources import load, read_yaml, to_yaml
 from uma_trio.config.values import ConfigError, Setting, settings
 
 __all__ = [
+    "DEFAULT_BATCH",
     "MB",
     "SECTIONS",
     "Aici",

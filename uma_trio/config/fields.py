@@ -17,6 +17,8 @@ KIB: Final = 1024
 MIB: Final = 1024 * KIB
 MB: Final = 1_000_000
 """Bytes of the unit ``_mb``."""
+DEFAULT_BATCH: Final = 512
+"""Tokens of a batch, where ``batch_tokens`` is 0."""
 
 
 def setting(
@@ -88,11 +90,30 @@ class Model:
         "auto",
         "How the model writes calls of tools. auto: as its chat template says; hermes, as in Qwen, if that says nothing.",
     )
+    fit: Literal["on", "off"] = setting(
+        "on",
+        "on: choose ctx, type_k, type_v, batch_tokens and gpu_layers, as far as they are not set, so that the model fits "
+        "into the memory that is free, and refuse a model that does not fit before it is loaded. off: take the defaults.",
+    )
+    fit_reserve_mb: int = setting(
+        0,
+        "Memory of each device that fit leaves free, in megabytes. 0 leaves 6 % of what is free, at least 67 and at most "
+        "1073.",
+        ge=0,
+        le=100_000_000,
+    )
+    memory_limit_mb: int = setting(
+        0,
+        "Memory of each device that the model may take with fit, in megabytes. 0 is no limit.",
+        ge=0,
+        le=100_000_000,
+    )
     ctx: int = setting(
         0,
         "Size of the KV cache in tokens, for all sequences together, as in llama-server. A request gets ctx / parallel "
         "of them, or with unified KV up to all of them (kv_unified). 0 takes 8192 tokens for each sequence, or the "
-        "model's training context if that is smaller, within a quarter of the machine's memory.",
+        "model's training context if that is smaller, and less where memory is short: what fits, or a quarter of the "
+        "machine's memory if fit is off.",
         short="-c",
         ge=0,
         le=64 * MIB,
@@ -112,14 +133,15 @@ class Model:
         le=512,
     )
     batch_tokens: int = setting(
-        512,
-        "Maximum number of tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick.",
-        ge=32,
+        0,
+        "Maximum number of tokens in one llama_decode call (n_batch and n_ubatch), and so in one tick. 0 takes 512, or "
+        "fewer where memory is short.",
+        ge=0,
         le=8192,
     )
     gpu_layers: int = setting(
         -1,
-        "Layers to keep on the GPU, if the library supports one. -1 keeps all of them there.",
+        "Layers to keep on the GPU, if the library supports one. -1 keeps as many there as fit, or all if fit is off.",
         short="-ngl",
         ge=-1,
         le=10_000,
@@ -153,8 +175,10 @@ class Model:
         ge=0,
         le=3600,
     )
-    type_k: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Data type of the K cache.")
-    type_v: Literal["f16", "q8_0", "q4_0"] = setting("f16", "Data type of the V cache.")
+    type_k: Literal["auto", "f16", "q8_0", "q4_0"] = setting(
+        "auto", "Data type of the K cache. auto: f16, or q8_0 where memory is short."
+    )
+    type_v: Literal["auto", "f16", "q8_0", "q4_0"] = setting("auto", "Data type of the V cache, likewise.")
     mmap: bool = setting(True, "Map the model file into memory instead of reading it.")
     llama_dir: Path | None = setting(
         None, "Folder with the built libllama. If not given, the one that build_llama.sh fills."

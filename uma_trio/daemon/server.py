@@ -39,8 +39,8 @@ from uma_trio.daemon.notifier import Notifier
 from uma_trio.daemon.perf_log import PerfLog, perf_log
 from uma_trio.daemon.storage import open_storage, state_dir
 from uma_trio.daemon.uploads import Uploads
+from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
-from uma_trio.engine.llama import open_engine
 from uma_trio.errors import TooManyConnections, UmaError
 from uma_trio.models.loaded import LoadedModel, model_path, open_model
 from uma_trio.protocol.codec import server_codec

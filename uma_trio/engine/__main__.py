@@ -21,7 +21,7 @@ def main() -> None:
     parent_process.end_with_it()
     setproctitle.setproctitle(f"uma-trio engine: {model}")
     parent_process.send_log_to_it(logging.DEBUG)
-    from uma_trio.engine.llama import open_engine
+    from uma_trio.engine.fitting import open_engine
     from uma_trio.engine.worker import Worker
 
     Worker(socket.socket(fileno=fd), open_engine).run()

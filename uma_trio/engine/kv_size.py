@@ -11,9 +11,7 @@ from typing import Final
 
 import llama_abi
 from uma_trio import config
-
-BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""ggml's quantized blocks have 32 values and a 16-bit scale."""
+from uma_trio.engine.fit import BYTES_PER_VALUE
 
 CELL_BYTES: Final = 12
 """Metadata of a saved cell: position, number of sequences, sequence id.

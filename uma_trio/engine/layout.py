@@ -14,12 +14,10 @@ default: ``candidates`` lists the layouts that the settings allow, ``layout_tria
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Final, Literal, Protocol
 
 import attrs
-import psutil
 
 from uma_trio import config
 from uma_trio.errors import ErrorWithRemedy
@@ -214,7 +212,7 @@ def choose(measured: Sequence[MeasuredLayout]) -> Layout:
 
 def _quantised(settings: config.Model) -> bool:
     """llama.cpp needs flash attention for a quantized V."""
-    return settings.type_v != "f16"
+    return settings.type_v not in ("auto", "f16")
 
 
 def _sized(
@@ -223,12 +221,13 @@ def _sized(
     window = min(shape.n_ctx_train, DEFAULT_WINDOW)
     affordable = int(KV_MEMORY_SHARE * memory_bytes / max(1.0, shape.kv_bytes_per_token))
     n_ctx = settings.ctx or max(min(window * settings.parallel, affordable), window)
+    batch_tokens = settings.batch_tokens or config.DEFAULT_BATCH
     most = _cells_within(settings, shape, unified=unified) if settings.kv_mem_limit_mb else n_ctx
     return Layout(
         n_ctx=min(n_ctx, most),
         unified=unified,
         flash_attn=flash_attn,
-        n_ubatch=settings.batch_tokens if on_gpu else min(settings.batch_tokens, CPU_UBATCH),
+        n_ubatch=batch_tokens if on_gpu else min(batch_tokens, CPU_UBATCH),
         is_kv_mem_limited=most < n_ctx,
     )
 
@@ -249,13 +248,3 @@ def _cells_within(settings: config.Model, shape: Shape, *, unified: bool) -> int
 def max_checkpoints(n_bytes: int, *, n_sequences: int, memory_bytes: int) -> int:
     """The number of checkpoints to keep, of ``n_bytes`` each: as many as all sequences can use and memory can hold."""
     return min(MAX_PER_SEQUENCE * n_sequences, int(CHECKPOINTS_MEMORY_SHARE * memory_bytes / max(1, n_bytes)))
-
-
-def machine_memory_bytes() -> int:
-    """Physical memory of this machine, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def free_memory_bytes() -> int:
-    """Memory of this machine that can be used without taking it from another program, swap included, in bytes."""
-    return psutil.virtual_memory().available + psutil.swap_memory().free

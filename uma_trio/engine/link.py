@@ -52,6 +52,9 @@ EXIT_S: Final = 5.0
 EXIT_REASON_TIMEOUT_S: Final = 1.0
 """How long to wait for the exit status and the last lines of an engine whose socket has closed."""
 
+KILLED: Final = "SIGKILL"
+"""How an engine ends that the kernel ends because memory is full."""
+
 MIN_GRAMMARS: Final = 64
 """Grammars that an engine remembers, or more if it has many sequences.  It bounds their memory."""
 
@@ -160,14 +163,14 @@ class EngineLink:
                         case Loading():
                             on_progress(message.progress)
                         case LoadFailed():
-                            raise LoadError(message.reason)
+                            raise LoadError(message.reason, is_about_memory=message.is_about_memory)
                         case Ready():
                             self.ready = message
                             loaded = True
                             return True
             return False
         except EngineDied as death:
-            raise LoadError(str(death)) from death
+            raise LoadError(str(death), is_about_memory=KILLED in str(death)) from death
         finally:
             if not loaded:
                 self.kill()

@@ -7,7 +7,7 @@ import itertools
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, assert_never
 
@@ -22,6 +22,7 @@ from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices, layers_on_gpu
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
+from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import find_devices
 from uma_trio.engine.kv_size import kv_bytes_per_token
 from uma_trio.engine.layout import (
@@ -33,29 +34,25 @@ from uma_trio.engine.layout import (
     LayoutChoice,
     Shape,
     candidates,
-    free_memory_bytes,
-    machine_memory_bytes,
     max_checkpoints,
 )
 from uma_trio.engine.layout_trial import try_layouts
 from uma_trio.engine.masks import Masks
+from uma_trio.engine.memory import free_memory_bytes, machine_memory_bytes
 from uma_trio.engine.messages import (
     MASK_LATE,
     DefineGrammar,
     EngineError,
     LayoutReport,
-    LoadError,
     ModelInfo,
     Ready,
     SampleRequest,
-    Start,
     Step,
     StepCallbacks,
     StepInput,
     StepOutput,
 )
 from uma_trio.engine.tokenizer import Tokenizer
-from uma_trio.engine.tuning_cache import FileLayoutCache
 from uma_trio.grammar import AppliedMasks, GrammarState, Matchers, PendingMasks
 from uma_trio.kv.ops import (
     CopyPrefix,
@@ -90,6 +87,7 @@ class LlamaEngine:
         settings: memory and compute.
         on_progress: called with the loaded share in [0, 1]; answering False gives loading up.
         layout_cache: remembers how the memory was laid out; without it that is never measured, and decided by rule.
+        layouts: names of the layouts that there is memory for; ``None`` for all of them.
 
     Raises:
         llama_abi.LlamaError: the file cannot be loaded, or there is not the memory for it.
@@ -102,17 +100,22 @@ class LlamaEngine:
         settings: config.Model,
         on_progress: Callable[[float], bool] | None = None,
         layout_cache: LayoutCache | None = None,
+        *,
+        layouts: Collection[str] | None = None,
     ) -> None:
+        settings = with_defaults(settings)
         library = llama_abi.load(settings.llama_dir)
         began = time.perf_counter()
         self._model = llama_abi.Model(
             library, path, n_gpu_layers=settings.gpu_layers, use_mmap=settings.mmap, on_progress=on_progress
         )
         self._settings = settings
+        self.fit: FitReport | None = None
+        """How the settings were chosen; set by who chose them."""
         try:
             loaded_s = time.perf_counter() - began
             self._shape = _shape(self._model, settings)
-            self._choice = _choice(self._model, self._shape, settings, layout_cache, loaded_s=loaded_s)
+            self._choice = _choice(self._model, self._shape, settings, layout_cache, layouts, loaded_s=loaded_s)
             self._context = self._open()
         except BaseException:
             self._model.close()
@@ -190,7 +193,7 @@ class LlamaEngine:
 
     def _open(self) -> llama_abi.Context:
         """A context in the layout that was chosen, or in the rule's, if there is no room for that."""
-        self._options = _context_options(self._settings, self._choice.layout)
+        self._options = context_options(self._settings, self._choice.layout)
         try:
             return llama_abi.Context(self._model, self._options)
         except llama_abi.LlamaError:
@@ -199,7 +202,7 @@ class LlamaEngine:
                 _check_memory(self._model, self._shape, self._settings, rule.n_ctx, failed=True)
                 raise
             self._choice = attrs.evolve(self._choice, layout=rule, why="no room")
-            self._options = _context_options(self._settings, rule)
+            self._options = context_options(self._settings, rule)
             return llama_abi.Context(self._model, self._options)
 
     def measure_memory(self) -> None:
@@ -220,7 +223,9 @@ class LlamaEngine:
                 is_saved=choice.is_saved,
             ),
             devices=self.devices(),
-            environment=repr((*_environment(self._model.library, self._settings), options)),
+            settings=self._settings,
+            fit=self.fit,
+            environment=repr((*_environment(self._model.library, self._settings), attrs.evolve(options, n_ctx=0))),
             state_format=repr(
                 (stamp.pin, stamp.backend, options.type_k, options.type_v, options.kv_unified, options.flash_attn)
             ),
@@ -599,20 +604,6 @@ def described(description: str, n_params: int) -> str:
     return description.replace("?B", str(n_params))
 
 
-def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngine:
-    """Load the model that ``start`` names; see ``worker.OpenEngine``.
-
-    Raises:
-        LoadError: it cannot be loaded.
-    """
-    try:
-        engine = LlamaEngine(start.path, start.settings, on_progress, FileLayoutCache(start.path, start.cache_dir))
-    except (OSError, EngineError, *LOAD_ERRORS) as error:
-        raise LoadError(str(error)) from error
-    engine.measure_memory()
-    return engine
-
-
 @attrs.frozen(eq=False)
 class Vocabulary:
     """What a model knows without its weights."""
@@ -638,7 +629,7 @@ def open_vocabulary(path: Path, llama_dir: Path | None = None) -> Iterator[Vocab
 def _shape(model: llama_abi.Model, settings: config.Model) -> Shape:
     alone = attrs.evolve(settings, parallel=1, batch_tokens=PROBE_TOKENS)
     layout = Layout(n_ctx=KV_CELL_MULTIPLE, unified=True, flash_attn=settings.flash_attn, n_ubatch=PROBE_TOKENS)
-    n_bytes = kv_bytes_per_token(model, settings, _context_options(alone, layout))
+    n_bytes = kv_bytes_per_token(model, settings, context_options(alone, layout))
     return Shape(n_ctx_train=model.n_ctx_train, kv_bytes_per_token=n_bytes)
 
 
@@ -650,8 +641,13 @@ def _has_gpu(library: llama_abi.Library, settings: config.Model) -> bool:
 
 def _environment(library: llama_abi.Library, settings: config.Model) -> tuple[object, ...]:
     """What computes, and with what."""
+    return *library_environment(library), os.cpu_count(), settings.gpu_layers
+
+
+def library_environment(library: llama_abi.Library) -> tuple[object, ...]:
+    """The library and its devices."""
     devices = tuple((device.name, device.description) for device in library.devices())
-    return library.stamp.pin, library.stamp.backend, devices, os.cpu_count(), settings.gpu_layers
+    return library.stamp.pin, library.stamp.backend, devices
 
 
 def _candidates(model: llama_abi.Model, shape: Shape, settings: config.Model) -> tuple[Layout, ...]:
@@ -686,30 +682,45 @@ def _check_memory(
 
 
 def _choice(
-    model: llama_abi.Model, shape: Shape, settings: config.Model, layout_cache: LayoutCache | None, *, loaded_s: float
+    model: llama_abi.Model,
+    shape: Shape,
+    settings: config.Model,
+    layout_cache: LayoutCache | None,
+    names: Collection[str] | None,
+    *,
+    loaded_s: float,
 ) -> LayoutChoice:
     """Choose the layout of the KV cache: the cached choice for this environment, or a new measurement.
 
     Args:
+        names: of the layouts that there is memory for; ``None`` for all of them.
         loaded_s: what loading the weights took; a tenth of it may always go to measuring.
     """
-    layouts = _candidates(model, shape, settings)
+    first, *others = _candidates(model, shape, settings)
+    layouts = (first, *(each for each in others if names is None or each.name in names))
     _check_memory(model, shape, settings, layouts[0].n_ctx)
     if len(layouts) == 1:
         return LayoutChoice(layout=layouts[0], why="only one")
     if layout_cache is None or settings.layout_trial_s == 0:
         return LayoutChoice(layout=layouts[0], why="default")
-    facts = (*_environment(model.library, settings), *(_context_options(settings, each) for each in layouts))
+    # what a tick costs depends on the cells in use, not on the size of the KV cache, which varies with the free memory
+    options = (attrs.evolve(context_options(settings, each), n_ctx=0) for each in layouts)
+    facts = (*_environment(model.library, settings), *options)
     known = layout_cache.load(facts)
     for each in layouts:
         if each.name == known:
             return LayoutChoice(layout=each, why="measured before")
     budget_s = max(settings.layout_trial_s, SHARE_OF_LOADING * loaded_s)
-    found = try_layouts(model, layouts, lambda each: _context_options(settings, each), budget_s=budget_s)
+    found = try_layouts(model, layouts, lambda each: context_options(settings, each), budget_s=budget_s)
     return attrs.evolve(found, is_saved=layout_cache.save(facts, found)) if found.why == "measured" else found
 
 
-def _context_options(settings: config.Model, layout: Layout) -> llama_abi.ContextOptions:
+def context_options(settings: config.Model, layout: Layout) -> llama_abi.ContextOptions:
+    """The options of a context that serves in ``layout``.
+
+    Args:
+        settings: without ``auto``.
+    """
     threads = settings.threads or default_threads()
     return llama_abi.ContextOptions(
         n_ctx=layout.n_ctx,

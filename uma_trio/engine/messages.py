@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from uma_trio import config
 from uma_trio.engine.devices import Devices
+from uma_trio.engine.fit import SMALL_BATCH, FitReport, ModelSizes
 from uma_trio.engine.masks import Masks
 from uma_trio.grammar import GrammarState
 from uma_trio.kv.ops import KvOp
@@ -48,7 +49,15 @@ class EngineDied(Exception):
 
 
 class LoadError(Exception):
-    """The engine cannot load its model; says why."""
+    """The engine cannot load its model; says why.
+
+    Args:
+        is_about_memory: with a smaller choice of settings it may be possible.
+    """
+
+    def __init__(self, reason: str, *, is_about_memory: bool = False) -> None:
+        super().__init__(reason)
+        self.is_about_memory = is_about_memory
 
 
 @attrs.frozen
@@ -128,7 +137,13 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """A GGUF file."""
     settings: config.Model
     cache_dir: Path | None = None
-    """Where measured layouts are kept; ``None``: the user's cache folder."""
+    """Where measurements are kept; ``None``: the user's cache folder."""
+    sizes: ModelSizes | None = None
+    """Sizes of the model; without them the settings are taken as they are, whether they fit or not."""
+    min_batch: int = SMALL_BATCH
+    """Tokens that a batch must have at least."""
+    attempt: int = 0
+    """How often loading has failed because memory was short; each time less is taken."""
 
 
 class SampleRequest(msgspec.Struct, array_like=True, gc=False):
@@ -282,12 +297,17 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """Everything but the model that decides what a step costs: library, devices, threads, layout."""
     state_format: str
     """Everything but the model that decides what the bytes of a saved state mean."""
+    settings: config.Model | None = None
+    """With which the model was loaded: nothing is left to choose."""
+    fit: FitReport | None = None
+    """How they were chosen; ``None`` if ``fit`` is off."""
 
 
 class LoadFailed(msgspec.Struct, array_like=True, tag="failed"):
     """The model cannot be loaded."""
 
     reason: str
+    is_about_memory: bool = False
 
 
 class StepOutput(msgspec.Struct, array_like=True, tag="output"):

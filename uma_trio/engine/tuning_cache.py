@@ -18,6 +18,7 @@ import platformdirs
 import structlog
 
 from uma_trio.engine.layout import LayoutChoice
+from uma_trio.engine.split import existing_parts
 from uma_trio.scheduling.cost import N_FEATURES, CostModel, DecodeCallTimes, LinearModel
 
 log = structlog.get_logger("uma_trio.models")
@@ -25,7 +26,7 @@ log = structlog.get_logger("uma_trio.models")
 FORMAT: Final = 2
 
 SAMPLE_BYTES: Final = 1 << 20
-"""Bytes hashed at each end of a model file: the header and some weights.  Hashing a large file whole takes seconds."""
+"""Bytes hashed at each end of each file of a model: the header and some weights.  Hashing large files whole takes seconds."""
 
 MAX_FILE_BYTES: Final = 1 << 16
 
@@ -34,7 +35,7 @@ CERTAINTY_KEPT: Final = 0.1
 
 
 def model_fingerprint(model: Path, *facts: object) -> str:
-    """32 hex digits that name the model file together with ``facts``.
+    """32 hex digits that name the model file, or all files of a split model, together with ``facts``.
 
     Without facts the name stands for the meaning of tokens.  With the engine's environment (library, devices, threads,
     layout) it stands for what ticks cost.
@@ -42,12 +43,14 @@ def model_fingerprint(model: Path, *facts: object) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    size = model.stat().st_size
-    digest = hashlib.sha256(repr((FORMAT, size, facts)).encode())
-    with model.open("rb") as file:
-        digest.update(file.read(SAMPLE_BYTES))
-        file.seek(max(0, size - SAMPLE_BYTES))
-        digest.update(file.read(SAMPLE_BYTES))
+    digest = hashlib.sha256()
+    for number, part in enumerate(existing_parts(model)):
+        size = part.stat().st_size
+        digest.update(repr((FORMAT, size, () if number else facts)).encode())
+        with part.open("rb") as file:
+            digest.update(file.read(SAMPLE_BYTES))
+            file.seek(max(0, size - SAMPLE_BYTES))
+            digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 
 
@@ -106,6 +109,19 @@ class FileLayoutCache:
 
     def _name(self, environment: tuple[object, ...]) -> str:
         return model_fingerprint(self._model, "layout", *environment)
+
+
+def load_corrections(name: str, folder: Path | None = None) -> dict[str, float]:
+    """What the model took of each memory, as a multiple of what was predicted; empty without a usable file."""
+    fields = _read(name, folder)
+    if not isinstance(fields, dict):
+        return {}
+    return {each: value for each, value in fields.items() if isinstance(each, str) and type(value) is float}
+
+
+def save_corrections(name: str, corrections: dict[str, float], folder: Path | None = None) -> bool:
+    """Save ``corrections`` under ``name``.  Returns whether that succeeded."""
+    return _write(name, corrections, folder)
 
 
 def cost_folder() -> Path:

@@ -24,11 +24,11 @@ from typing import Final
 
 import msgspec
 
+from uma_trio.engine.split import PART
 from uma_trio.files import read_text, replace_text
 from uma_trio.hub.errors import HubError
 from uma_trio.hub.installed import InstalledModel
 from uma_trio.hub.variants import group_parts, quantization_of
-from uma_trio.models.gguf_split import PART
 
 DOWNLOADS: Final = ".downloads"
 MANIFEST: Final = ".json"

@@ -8,6 +8,7 @@ from typing import Final
 import attrs
 import trio
 
+from uma_trio.engine.split import PART
 from uma_trio.hub.environment import Places
 from uma_trio.hub.errors import HubError, NotInstalled
 from uma_trio.hub.folder import ModelFolder
@@ -16,7 +17,6 @@ from uma_trio.hub.inventory import all_models
 from uma_trio.hub.names import HubReference, PathReference, Reference, UrlReference, parse
 from uma_trio.hub.pull import Puller, PullWatcher
 from uma_trio.hub.variants import group_parts
-from uma_trio.models.gguf_split import PART
 from uma_trio.models.loaded import EMBEDDED
 
 EMBEDDED_NAME: Final = "embedded"

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import attrs
 import trio
 
+from uma_trio.engine.split import PART, part_name
 from uma_trio.hub.caches import cached_models
 from uma_trio.hub.download import Download, Learned, Wanted, Watcher
 from uma_trio.hub.environment import Places, read_token
@@ -41,7 +42,6 @@ from uma_trio.hub.retries import Delays, retrying
 from uma_trio.hub.urls import without_secrets
 from uma_trio.hub.variants import choose, variants_of
 from uma_trio.models.gguf_check import GgufError, check_gguf_parts
-from uma_trio.models.gguf_split import PART, part_name
 
 POLL_S: Final = 0.2
 """Between two looks at the download of another process."""

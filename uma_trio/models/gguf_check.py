@@ -17,8 +17,10 @@ from pathlib import Path
 
 import attrs
 
+from uma_trio.engine.fit import ModelSizes
 from uma_trio.models.gguf_header import AGAIN, GgufError, GgufHeader, read_header
 from uma_trio.models.gguf_split import parts_of
+from uma_trio.models.sizes import sizes_of
 
 __all__ = ["GgufError", "GgufSummary", "check_gguf", "check_gguf_parts"]
 
@@ -104,6 +106,8 @@ class GgufSummary:
     """Items of ``tokenizer.ggml.tokens``."""
     split_count: int
     """Files that the model consists of; 1 for a model in one file."""
+    sizes: ModelSizes | None
+    """How much memory the model needs; ``None`` for a vocabulary."""
 
 
 def check_gguf(path: str | os.PathLike[str], *, vocab_only: bool = False) -> GgufSummary:
@@ -166,6 +170,7 @@ def _check(paths: Sequence[Path], header: GgufHeader, *, vocab_only: bool) -> Gg
         context_length=context if isinstance(context, int) else None,
         n_vocab=header.count("tokenizer.ggml.tokens"),
         split_count=header.n_parts,
+        sizes=None if vocab_only else sizes_of(header),
     )
 
 

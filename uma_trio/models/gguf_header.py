@@ -81,6 +81,8 @@ class Tensor:
     """Dimensions, the row length first."""
     type: str
     """Name of its ggml type, such as ``Q8_0``."""
+    n_bytes: int
+    """Size of its data, without padding."""
 
 
 @attrs.frozen
@@ -229,7 +231,7 @@ class GgufHeader:
         names: set[str] = set()
         expected = end = 0
         for _ in range(n_tensors):
-            tensor, offset, size = self._read_tensor()
+            tensor, offset = self._read_tensor()
             name = tensor.name
             if name in names:
                 raise _damaged(f"the tensor {name} is duplicate")
@@ -240,7 +242,7 @@ class GgufHeader:
             if offset != expected:
                 wrong = "overlaps the tensor before it" if offset < expected else "leaves a gap before it"
                 raise _damaged(f"the data of {name} at {offset} {wrong}: it belongs at {expected}")
-            end = offset + size
+            end = offset + tensor.n_bytes
             expected = _aligned(end, alignment)
         available = self.size_bytes - _aligned(self._at, alignment)
         if n_tensors and end > available:
@@ -249,8 +251,8 @@ class GgufHeader:
                 AGAIN,
             )
 
-    def _read_tensor(self) -> tuple[Tensor, int, int]:
-        """Read the entry of the next tensor, with the offset and the size of its data in bytes."""
+    def _read_tensor(self) -> tuple[Tensor, int]:
+        """Read the entry of the next tensor, with the offset of its data in bytes."""
         name = self._read_string(MAX_TENSOR_NAME_BYTES, "a tensor's name")
         (n_dimensions,) = self._unpack("I", f"the number of dimensions of {name}")
         if not 1 <= n_dimensions <= MAX_DIMENSIONS:
@@ -274,7 +276,7 @@ class GgufHeader:
                 "it was cut off or is damaged",
                 AGAIN,
             )
-        return Tensor(name, shape, type_name), offset, size
+        return Tensor(name, shape, type_name, size), offset
 
     # The end of the window is the end of the file, or a reason to read more of it.
 

@@ -1,20 +1,11 @@
-"""Models in several files, as llama.cpp's splitter names them."""
+"""The files of a split model."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Final
 
+from uma_trio.engine.split import PART, part_name
 from uma_trio.models.gguf_header import AGAIN, GgufError
-
-PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-"""Name of a part; numbers begin with 1."""
-
-
-def part_name(stem: str, number: int, count: int) -> str:
-    """Name of the part ``number``, from 1."""
-    return f"{stem}-{number:05}-of-{count:05}.gguf"
 
 
 def parts_of(path: Path, count: int) -> list[Path]:

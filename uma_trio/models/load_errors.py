@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from uma_trio.engine.fit import DoesNotFit
+from uma_trio.engine.fitting import NO_MEMORY
 from uma_trio.engine.llama import LOAD_ERRORS
 from uma_trio.engine.messages import EngineDied, EngineError, LoadError
 from uma_trio.errors import ErrorWithRemedy
@@ -21,10 +23,6 @@ _FUNCTION: Final = re.compile(r"^(?:\w+: )+(?:error loading model(?: \w+)?: )?(?
 _FOLLOWS: Final = re.compile(r"failed to (?:load model|allocate buffer|initialize the context)")
 """A line that only reports that the function failed which the line before is about."""
 _NO_CONTEXT: Final = "cannot create a context: "
-_NO_MEMORY: Final = re.compile(
-    r"insufficient memory|unable to allocate|failed to allocate|out of memory|cannot mmap", re.I
-)
-
 _SIGNALS: Final = {
     "SIGABRT": f"llama.cpp cannot serve this file: {REMEDY}",
     "SIGSEGV": f"llama.cpp cannot serve this file: {REMEDY}",
@@ -55,7 +53,7 @@ def explained(path: Path) -> Iterator[None]:
         raise ModelError(f"{path} may not be read", "run chmod u+r on it, or start the daemon as its owner") from None
     except OSError as error:
         raise ModelError(f"cannot load {path}: {error.strerror or error}", GIVE_A_FILE) from error
-    except (GgufError, EngineError, EngineDied, LoadError, *LOAD_ERRORS) as error:
+    except (GgufError, EngineError, EngineDied, LoadError, DoesNotFit, *LOAD_ERRORS) as error:
         reason, remedy = _explain(error, path)
         raise ModelError(f"cannot load {path}: {reason}", remedy) from error
 
@@ -76,7 +74,7 @@ def readable(reason: str) -> tuple[str, str]:
     lines = reason.removeprefix(_NO_CONTEXT).split("; ")
     if not any("_" in line.split(":")[0] and _FUNCTION.match(line) for line in lines):
         return reason, ""
-    if _NO_MEMORY.search(reason):
+    if NO_MEMORY.search(reason):
         if of_context:
             return "the context does not fit into memory", "lower --ctx, --parallel or --batch-tokens"
         return (

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import attrs
+import msgspec
 import structlog
 import trio
 
@@ -16,9 +17,11 @@ from uma_trio.config import Config, Limits
 from uma_trio.engine import tuning_cache
 from uma_trio.engine.calibrate import calibrate
 from uma_trio.engine.devices import Devices
-from uma_trio.engine.link import Launcher
+from uma_trio.engine.fit import FitReport
+from uma_trio.engine.fitting import SHARES
+from uma_trio.engine.link import EngineLink, Launcher
 from uma_trio.engine.llama import open_vocabulary
-from uma_trio.engine.messages import LayoutReport, ModelInfo, Start
+from uma_trio.engine.messages import LayoutReport, LoadError, ModelInfo, Start
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
@@ -82,6 +85,11 @@ class LoadedModel:
     def devices(self) -> Devices:
         return self.engine.link.ready.devices
 
+    @property
+    def fit(self) -> FitReport | None:
+        """How the model was fitted to the memory; ``None`` if that is off."""
+        return self.engine.link.ready.fit
+
     def token_to_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` stands for."""
         return self.prompts.tokenizer.token_to_bytes(token)
@@ -110,11 +118,10 @@ async def open_model(
         if config.model.chat_template is not None:
             chosen = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
         with explained(path):
-            await trio.to_thread.run_sync(check_gguf, path)
-            start = Start(path, config.model)
-            link = launcher.launch(config.model.alias or path.name)
-            loaded = await link.load(start, on_progress or (lambda share: None), go_on)
-        if not loaded:
+            summary = await trio.to_thread.run_sync(check_gguf, path)
+            start = Start(path, config.model, sizes=summary.sizes, min_batch=min_batch(config))
+            link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
+        if link is None:
             yield None
             return
         engine = SupervisedEngine(launcher, start, link, config.engine)
@@ -161,6 +168,37 @@ async def open_model(
             )
         finally:
             await engine.link.aclose()
+
+
+async def _loaded(
+    launcher: Launcher, start: Start, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+) -> EngineLink | None:
+    """An engine that has loaded the model; ``None`` if loading was given up.
+
+    If memory is short although the model was fitted, tries again with less.
+
+    Raises:
+        LoadError: the model cannot be loaded.
+    """
+    for attempt in range(len(SHARES)):
+        link = launcher.launch(start.settings.alias or start.path.name)
+        try:
+            return link if await link.load(start, on_progress, go_on) else None
+        except LoadError as error:
+            if start.settings.fit == "off" or not error.is_about_memory or attempt + 1 == len(SHARES):
+                raise
+            share = SHARES[attempt + 1]
+            log.warning("there was not enough memory; trying with less", reason=str(error), share_of_free=share)
+            start = msgspec.structs.replace(start, attempt=attempt + 1)
+            if "mmap" in str(error):  # then reading the file takes less address space than mapping it
+                start = msgspec.structs.replace(start, settings=attrs.evolve(start.settings, mmap=False))
+    raise AssertionError("unreachable")
+
+
+def min_batch(config: Config) -> int:
+    """Tokens that a batch must have at least: one of each sequence, and some of a prompt."""
+    scheduling = config.scheduling
+    return config.model.parallel + max(scheduling.prefill_burst_tokens, scheduling.min_chunk_tokens)
 
 
 def model_path(model: str | None) -> Path:

@@ -52,6 +52,7 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
     yield _model(path, path == EMBEDDED, model, ending)
     if model is not None and "problem" not in model:
         yield _context(model)
+        yield Finding("fit", "ok", model["fit"] or "off: the settings are taken as they are")
         yield _memory(model)
         yield _layout(model)
         yield _answer(path == EMBEDDED, stages.get("answer"), ending)

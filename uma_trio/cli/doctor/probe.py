@@ -79,21 +79,23 @@ def probe(settings: Config) -> None:
 def _probe_model(settings: Config) -> None:
     import resource
 
-    from uma_trio.engine.layout import free_memory_bytes
-    from uma_trio.engine.llama import LlamaEngine
+    from uma_trio.engine.fitting import open_fitted
+    from uma_trio.engine.memory import free_memory_bytes
     from uma_trio.engine.tuning_cache import FileLayoutCache
     from uma_trio.models.context import explain_context, is_short, more_context
     from uma_trio.models.gguf_check import check_gguf
     from uma_trio.models.load_errors import ModelError, explained
-    from uma_trio.models.loaded import model_path
+    from uma_trio.models.loaded import min_batch, model_path
 
     path, free = model_path(settings.model.model), free_memory_bytes()
     try:
         with explained(path):
-            check_gguf(path)
+            sizes = check_gguf(path).sizes
             trial_s = settings.model.layout_trial_s and max(settings.model.layout_trial_s, TRIAL_S)
             with_time = attrs.evolve(settings.model, layout_trial_s=trial_s)
-            engine = LlamaEngine(path, with_time, layout_cache=FileLayoutCache(path))
+            engine = open_fitted(
+                path, with_time, sizes, layout_cache=FileLayoutCache(path), min_batch=min_batch(settings)
+            )
     except ModelError as error:
         _report("model", problem=error.reason, remedy=error.remedy)
         return
@@ -107,6 +109,7 @@ def _probe_model(settings: Config) -> None:
         n_ctx_train=info.n_ctx_train,
         peak_bytes=peak,
         free_bytes=free,
+        fit=None if engine.fit is None else f"{engine.fit.choice}; {engine.fit.why}",
         layout=choice.layout.name,
         layout_why=choice.why,
         layout_is_saved=choice.is_saved,

@@ -1,0 +1,227 @@
+"""Fitting a model to memory: never more than is free, never worse with more memory, and what is set is kept."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uma_trio import config
+from uma_trio.engine.fit import (
+    FLOOR_TOKENS,
+    LEAST_TOKENS,
+    DoesNotFit,
+    Fit,
+    Memory,
+    ModelSizes,
+    Unsupported,
+    fit,
+    place_layers,
+)
+from uma_trio.engine.layout import Layout
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def a_model(n_layers: int = 32, layer_mib: int = 100, *, heads: int = 8, train: int = 32768) -> ModelSizes:
+    """A model like those of 7 billion weights in 4 bits, unless said otherwise."""
+    return ModelSizes(
+        layers=(layer_mib * MIB,) * n_layers,
+        input_bytes=70 * MIB,
+        output_bytes=100 * MIB,
+        output_cpu_bytes=100 * MIB,
+        keys=(heads * 128,) * n_layers,
+        values=(heads * 128,) * n_layers,
+        head_widths=(128,),
+        n_ctx_train=train,
+        n_vocab=32_000,
+        n_embd=4096,
+        n_head=32,
+        widest=14336,
+    )
+
+
+MODELS = st.builds(
+    a_model,
+    st.integers(1, 48),
+    st.integers(1, 400),
+    heads=st.sampled_from([0, 1, 8, 32]),
+    train=st.sampled_from([512, 3000, 8192, 131_072]),
+)
+SETTINGS = st.builds(
+    config.Model,
+    ctx=st.sampled_from([0, 0, 0, 4096, 65_536]),
+    parallel=st.sampled_from([1, 3, 8]),
+    batch_tokens=st.sampled_from([0, 0, 256]),
+    gpu_layers=st.sampled_from([-1, -1, 0, 5]),
+    kv_unified=st.sampled_from(["auto", "on", "off"]),
+    flash_attn=st.sampled_from(["auto", "on", "off"]),
+    type_k=st.sampled_from(["auto", "auto", "f16", "q8_0"]),
+    type_v=st.sampled_from(["auto", "auto", "f16"]),
+    fit_reserve_mb=st.sampled_from([0, 100]),
+    memory_limit_mb=st.sampled_from([0, 0, 2000]),
+)
+FREE = st.integers(0, 64 * GIB)
+GPUS = st.lists(st.integers(MIB, 32 * GIB), max_size=3)
+
+
+def compute(settings: config.Model, layout: Layout) -> tuple[int, ...]:
+    """Compute buffers as large as llama.cpp's with flash attention."""
+    return (layout.n_ubatch * (400_000 + 4 * layout.n_ctx),) * 4
+
+
+def memories(ram: int, gpus: list[int]) -> list[Memory]:
+    return [Memory("RAM", ram), *(Memory(f"GPU{n}", free) for n, free in enumerate(gpus))]
+
+
+def fitted(sizes: ModelSizes, settings: config.Model, ram: int, gpus: list[int]) -> Fit | None:
+    try:
+        return fit(sizes, settings, memories(ram, gpus), compute)
+    except DoesNotFit:
+        return None
+
+
+def rank(found: Fit | None) -> tuple[object, ...]:
+    """How good a choice is, in the order of giving up backwards."""
+    if found is None:
+        return (False,)
+    chosen = found.settings
+    is_floor = chosen.ctx >= FLOOR_TOKENS * chosen.parallel
+    types = ["q8_0", "f16"]
+    return (
+        True,
+        found.layout.n_ctx >= LEAST_TOKENS and is_floor,
+        found.on_gpu,
+        chosen.batch_tokens,
+        types.index(chosen.type_k),
+        types.index(chosen.type_v),
+        chosen.ctx,
+    )
+
+
+@given(MODELS, SETTINGS, FREE, GPUS)
+def test_never_more_than_is_free_and_what_is_set_is_kept(sizes, settings, ram, gpus):
+    found = fitted(sizes, settings, ram, gpus)
+    if found is None:
+        return
+    for need, each in zip(found.needs, found.memories, strict=True):
+        assert need <= each.usable_bytes(settings) <= each.free_bytes
+    chosen = found.settings
+    for name in ("parallel", "kv_unified", "flash_attn", "mmap"):
+        assert getattr(chosen, name) == getattr(settings, name)
+    assert settings.ctx in (0, chosen.ctx)
+    assert settings.batch_tokens in (0, chosen.batch_tokens)
+    assert settings.type_k in ("auto", chosen.type_k)
+    assert settings.type_v in ("auto", chosen.type_v)
+    if settings.gpu_layers >= 0 and gpus:
+        assert found.on_gpu == min(settings.gpu_layers, sizes.n_layers)
+    assert "auto" not in (chosen.type_k, chosen.type_v)
+    assert chosen.ctx
+    assert chosen.batch_tokens
+    if chosen.type_v != "f16":
+        assert chosen.flash_attn != "off", "llama.cpp quantizes V with flash attention only"
+
+
+@given(MODELS, SETTINGS, FREE, st.integers(0, 32 * GIB))
+def test_more_memory_is_never_worse(sizes, settings, ram, more):
+    assert rank(fitted(sizes, settings, ram, [])) <= rank(fitted(sizes, settings, ram + more, []))
+
+
+@given(MODELS, SETTINGS, st.integers(MIB, 32 * GIB), st.integers(0, 32 * GIB))
+def test_more_memory_on_a_gpu_is_never_worse(sizes, settings, free, more):
+    settings = attrs.evolve(settings, memory_limit_mb=0)
+    assert rank(fitted(sizes, settings, 64 * GIB, [free])) <= rank(fitted(sizes, settings, 64 * GIB, [free + more]))
+
+
+def test_the_order_of_giving_up():
+    """With less and less memory on the GPU."""
+    sizes, seen = a_model(), []
+    for free in range(20 * GIB, 0, -128 * MIB):
+        found = fitted(sizes, config.Model(), 64 * GIB, [free])
+        assert found is not None
+        if not seen or seen[-1] != found.gave_up:
+            seen.append(found.gave_up)
+    ctx, kv, batch, layers = "ctx 8192 for each request", "KV f16", "batches of 512 tokens", "all layers on the GPU"
+    assert seen[:5] == [(), (ctx,), (ctx, kv), (ctx, kv, batch), (ctx, kv, batch, layers)]
+
+
+@given(st.floats(3.9, 11.0), st.sampled_from(["on", "off"]))
+def test_most_of_the_memory_is_used_where_it_is_needed(gib, unified):
+    """On a GPU with a sixteenth of the memory for a reserve.  A step of the context is at most a sixteenth as well."""
+    found = fitted(a_model(), config.Model(kv_unified=unified, parallel=4), 64 * GIB, [int(gib * GIB)])
+    assert found is not None
+    if found.gave_up:
+        assert found.needs[1] >= 0.85 * gib * GIB
+
+
+def test_without_flash_attention_the_kv_cache_is_not_quantized():
+    found = fitted(a_model(), config.Model(flash_attn="off"), 64 * GIB, [4 * GIB])
+    assert found is not None
+    assert (found.settings.type_k, found.settings.type_v) == ("f16", "f16")
+
+
+def test_settings_that_llama_cpp_refuses_are_not_chosen():
+    def without_flash_attention(settings, layout):
+        if settings.type_v != "f16":
+            raise Unsupported("no flash attention here")
+        return compute(settings, layout)
+
+    found = fit(a_model(), config.Model(), memories(64 * GIB, [4 * GIB]), without_flash_attention)
+    assert found.settings.type_v == "f16"
+    assert found.on_gpu < a_model().n_layers
+
+
+def test_a_correction_makes_the_choice_smaller():
+    plain = fit(a_model(), config.Model(), [Memory("RAM", 12 * GIB)], compute)
+    corrected = fit(a_model(), config.Model(), [Memory("RAM", 12 * GIB, correction=1.2)], compute)
+    assert corrected.settings.ctx < plain.settings.ctx
+
+
+def test_an_integrated_gpu_takes_its_memory_from_the_machine():
+    shared = [Memory("RAM", 6 * GIB), Memory("GPU", 6 * GIB, shares_ram=True)]
+    found = fit(a_model(), config.Model(), shared, compute)
+    assert found.needs[0] > found.needs[1]
+    assert found.needs[0] <= 6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "gpu_layers", "free", "expected"),
+    [
+        (5, -1, [8], [0] * 5),
+        (5, 2, [8], [-1, -1, -1, 0, 0]),
+        (5, 9, [8], [0] * 5),
+        (5, 0, [8], [-1] * 5),
+        (6, -1, [4, 8], [0, 0, 1, 1, 1, 1]),
+        (3, -1, [], [-1] * 3),
+        (3, -1, [0], [-1] * 3),
+    ],
+)
+def test_where_layers_go(n_layers, gpu_layers, free, expected):
+    assert place_layers(n_layers, gpu_layers, free) == expected
+
+
+REFUSALS = {
+    "ctx": ({"ctx": 262_144}, 6, [], r"^a KV cache of 262144 tokens takes 18\.3 GB in q8_0, and 6\.4 GB of memory are free; lower --ctx to \d+ or less$"),
+    "the weights": ({}, 2, [], r"^the weights take 3,370 MiB, and 2,048 MiB are free, 123 MiB of it a reserve; take a smaller model or a stronger quantization, or --fit off, which reads the weights from disk while it computes$"),
+    "the weights, without mmap": ({"mmap": False}, 2, [], r"; take a smaller model or a stronger quantization$"),
+    "gpu_layers": ({"gpu_layers": 33}, 64, [2], r"^33 of 33 layers take 3,\d+ MiB, and 2,048 MiB are free on GPU0, 123 MiB of it a reserve; lower --gpu-layers to 1\d, or leave it out$"),
+    "no GPU": ({"gpu_layers": 0}, 2, [24], r"; leave out --gpu-layers, so that layers go to the GPU$"),
+    "parallel": ({"parallel": 256}, 6, [], r"^the model with 512 tokens of context for each of 256 requests takes [\d.,]+ [MG]iB, and 6,144 MiB are free, \d+ MiB of it a reserve; lower --parallel to \d+$"),
+    "types": ({"type_k": "f16", "type_v": "f16", "ctx": 16_384}, 5, [], r"lower --ctx to \d+ or less, or set --type-k and --type-v to q8_0$"),
+    "batch_tokens": ({"batch_tokens": 8192, "parallel": 1, "gpu_layers": 33}, 64, [5], r"leave out --batch-tokens$"),
+    "memory_limit_mb": ({"memory_limit_mb": 3000}, 64, [], r"^the weights take 3,370 MiB, and 2,861 MiB are allowed \(memory_limit_mb\); raise --memory-limit-mb$"),
+    "fit_reserve_mb": ({"fit_reserve_mb": 64_000}, 60, [], r"lower --fit-reserve-mb$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "ram", "gpus", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_what_does_not_fit_is_refused_with_numbers_and_the_setting_that_helps(settings, ram, gpus, message):
+    with pytest.raises(DoesNotFit, match=message):
+        fit(
+            a_model(),
+            config.Model(**settings),
+            memories(ram * GIB, [n * GIB for n in gpus]),
+            compute,
+        )

@@ -1,0 +1,526 @@
+"""Fit a model to memory: which layers on the GPU, how much context, which KV type and which batch.
+
+``fit`` is a function of sizes and free memory.  It asks no device and no clock: ``engine.fitting`` measures, and a caller
+with several models passes the part of the memory that this one may have.
+
+What the user has set is kept.  What is left to choose is given up in this order, as little as possible:
+
+1. context of a request, down to ``FLOOR_TOKENS``
+2. KV cache in Q8_0 in place of F16, where flash attention is allowed
+3. tokens of a batch
+4. layers on the GPU
+5. context of a request, down to ``LEAST_TOKENS``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal
+
+import attrs
+import msgspec
+
+from uma_trio import config
+from uma_trio.engine.devices import MIB, size
+from uma_trio.engine.layout import DEFAULT_WINDOW, KV_CELL_MULTIPLE, KvCacheTooSmall, Layout, Shape, default_layout
+from uma_trio.errors import ErrorWithRemedy
+
+FLOOR_TOKENS: Final = 2048
+"""Context of a request that is worth a smaller KV type, and layers off the GPU."""
+LEAST_TOKENS: Final = 512
+"""Context of a request below which a model is of no use."""
+SMALL_BATCH: Final = 128
+"""Tokens of a batch where memory is short."""
+
+RESERVE_SHARE: Final = 0.06
+MIN_RESERVE: Final = 64 * MIB
+MAX_RESERVE: Final = 1024 * MIB
+"""What stays free on each device without ``fit_reserve_mb``: a share of what is free, within these bounds."""
+
+PROCESS_BYTES: Final = 48 * MIB
+"""Memory of the engine's process, besides what it has before the model is loaded."""
+TOKEN_BYTES: Final = 1024
+"""Memory for one token of the vocabulary: its entries in the tokenizers of the engine and of the daemon."""
+ROW_BYTES: Final = 24
+"""Memory for one token of the vocabulary for each sequence: logits, and their copies while sampling."""
+GPU_BYTES: Final = 128 * MIB
+"""What a backend takes on a GPU besides buffers: kernels, workspaces of its libraries."""
+
+BYTES_PER_VALUE: Final = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+"""Bytes of a value in the KV cache.  ggml's quantized blocks have 32 values and a 16-bit scale."""
+BLOCK_VALUES: Final = 32
+
+CAUTION: Final = 2.0
+"""Factor on an estimate of the compute buffers that llama.cpp has not made itself."""
+
+
+class DoesNotFit(ErrorWithRemedy):
+    """The model needs more memory than is free, whatever the settings leave to choose."""
+
+
+class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a model file that decide how much memory the model needs."""
+
+    layers: tuple[int, ...]
+    """Bytes of weights, by layer."""
+    input_bytes: int
+    """Bytes of weights that stay on the CPU: token embeddings."""
+    output_bytes: int
+    """Bytes of weights of the output, which llama.cpp counts as a layer of its own."""
+    output_cpu_bytes: int
+    """The same on the CPU, where the token embeddings may serve as the output without a copy."""
+    keys: tuple[int, ...]
+    """Values of the K cache per token, by layer; 0 for a layer without attention."""
+    values: tuple[int, ...]
+    """Values of the V cache per token, by layer."""
+    head_widths: tuple[int, ...] = ()
+    """Widths of the heads of K and V, which a quantized KV cache divides into blocks."""
+    states: tuple[int, ...] = ()
+    """Bytes of the recurrent state of a sequence, by layer; empty without recurrent layers."""
+    n_ctx_train: int
+    n_vocab: int
+    n_embd: int
+    n_head: int
+    widest: int
+    """The most values that a layer computes for a token at once."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on a CPU."""
+        return self.input_bytes + sum(self.layers) + self.output_cpu_bytes
+
+    @property
+    def n_layers(self) -> int:
+        """Layers, with the output as a layer of its own, as llama.cpp counts."""
+        return len(self.layers) + 1
+
+    def kv_bytes_per_token(self, settings: config.Model) -> float:
+        """Over all layers, in the types of ``settings``."""
+        return float(sum(self._kv_bytes(settings, layer) for layer in range(len(self.layers))))
+
+    def _kv_bytes(self, settings: config.Model, layer: int) -> float:
+        of_k, of_v = BYTES_PER_VALUE[settings.type_k], BYTES_PER_VALUE[settings.type_v]
+        return self.keys[layer] * of_k + self.values[layer] * of_v
+
+    def cache_bytes(self, settings: config.Model, layer: int, n_cells: int) -> int:
+        """KV cache and recurrent states of one layer."""
+        state = self.states[layer] * settings.parallel if self.states else 0
+        return math.ceil(self._kv_bytes(settings, layer) * n_cells) + state
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """The memory of a device, or the machine's own."""
+
+    name: str
+    free_bytes: int
+    shares_ram: bool = False
+    """It is a part of the machine's memory, as that of an integrated GPU."""
+    correction: float = 1.0
+    """What models took here by experience, as a multiple of what was predicted."""
+
+    def usable_bytes(self, settings: config.Model) -> int:
+        """What the model may take."""
+        reserve = settings.fit_reserve_mb * config.MB
+        if not reserve:
+            reserve = int(min(max(RESERVE_SHARE * self.free_bytes, MIN_RESERVE), MAX_RESERVE))
+        most = settings.memory_limit_mb * config.MB or self.free_bytes
+        return max(0, min(self.free_bytes - reserve, most))
+
+
+Compute = Callable[[config.Model, Layout], Sequence[int]]
+"""Bytes of the compute buffers on each memory, the machine's own first.  Raises ``Unsupported``."""
+
+
+class Unsupported(Exception):
+    """llama.cpp refuses these settings for this model."""
+
+
+@attrs.frozen(kw_only=True)
+class Fit:
+    """What was chosen, and what it takes."""
+
+    settings: config.Model
+    """With nothing left to choose."""
+    layout: Layout
+    n_layers: int
+    """Layers of the model, with the output."""
+    on_gpu: int
+    """How many of them are on GPUs."""
+    needs: tuple[int, ...]
+    """Predicted bytes on each memory, the machine's own first."""
+    memories: tuple[Memory, ...]
+    gave_up: tuple[str, ...] = ()
+    """What there was no room for, in words."""
+
+    @property
+    def choice(self) -> str:
+        """The choice in words, such as "ctx 8192 x 8 requests, KV q8_0, 24 of 32 layers on GPU: 3.1 of 3.6 GiB free"."""
+        chosen = self.settings
+        kv = chosen.type_k if chosen.type_k == chosen.type_v else f"{chosen.type_k}/{chosen.type_v}"
+        layers = f", {self.on_gpu} of {self.n_layers} layers on GPU" if len(self.memories) > 1 else ""
+        if self.layout.unified and chosen.parallel > 1:
+            ctx = f"ctx {self.layout.n_ctx} for {chosen.parallel} requests together"
+        else:
+            requests = "request" if chosen.parallel == 1 else "requests"
+            ctx = f"ctx {self.layout.n_ctx // chosen.parallel} x {chosen.parallel} {requests}"
+        return f"{ctx}, KV {kv}{layers}: {self.room}"
+
+    @property
+    def room(self) -> str:
+        """What the model takes of what is free, where it takes most."""
+        gpus = [(n, each) for n, each in zip(self.needs[1:], self.memories[1:], strict=True) if n]
+        if not gpus:
+            return _of_free(self.needs[0], self.memories[0].free_bytes)
+        return _of_free(sum(n for n, _ in gpus), sum(each.free_bytes for _, each in gpus))
+
+    @property
+    def why(self) -> str:
+        """The reason of the choice."""
+        return f"no room for {', '.join(self.gave_up)}" if self.gave_up else "everything fits"
+
+
+class FitReport(msgspec.Struct, frozen=True):
+    """How a model was fitted, for people."""
+
+    choice: str
+    why: str
+    predicted: dict[str, int] = {}
+    """Bytes by memory."""
+    taken: dict[str, int] = {}
+    """Bytes that were really taken, by memory; without those where that cannot be measured."""
+
+
+def with_defaults(settings: config.Model) -> config.Model:
+    """``settings`` with llama.cpp's usual values where they say ``auto``."""
+    return attrs.evolve(
+        settings,
+        type_k="f16" if settings.type_k == "auto" else settings.type_k,
+        type_v="f16" if settings.type_v == "auto" else settings.type_v,
+        batch_tokens=settings.batch_tokens or config.DEFAULT_BATCH,
+    )
+
+
+def fit(
+    sizes: ModelSizes,
+    settings: config.Model,
+    memories: Sequence[Memory],
+    compute: Compute,
+    *,
+    min_batch: int = SMALL_BATCH,
+) -> Fit:
+    """Choose what ``settings`` leave open, so that the model fits.
+
+    Args:
+        memories: the machine's own, then those of the GPUs that llama.cpp would use.
+        min_batch: tokens that a batch must have at least.
+
+    Raises:
+        DoesNotFit: nothing fits.  The error has numbers, and names a setting that would help if there is one.
+        KvCacheTooSmall: ``kv_mem_limit_mb`` is too small.
+    """
+    search = _Search(sizes, settings, tuple(memories), compute, min_batch)
+    found = search.best()
+    if found is not None:
+        return found
+    raise _refusal(search)
+
+
+def place_layers(n_layers: int, gpu_layers: int, free_bytes: Sequence[int]) -> list[int]:
+    """The GPU of each layer, the output last; -1 for the CPU.
+
+    Args:
+        n_layers: with the output.
+        gpu_layers: -1 for all.
+        free_bytes: of each GPU, which llama.cpp takes as shares.
+
+    Source: llama-model.cpp, ``load_tensors``.
+    """
+    wanted = n_layers if gpu_layers < 0 else min(gpu_layers, n_layers)
+    total = sum(free_bytes)
+    if not wanted or not total:
+        return [-1] * n_layers
+    ends = [sum(free_bytes[: n + 1]) / total for n in range(len(free_bytes))]
+    placed = [-1] * (n_layers - wanted)
+    for layer in range(wanted):
+        placed.append(next((gpu for gpu, end in enumerate(ends) if layer / wanted < end), len(ends) - 1))
+    return placed
+
+
+def estimate_compute(sizes: ModelSizes) -> Compute:
+    """Compute buffers by rule: more than llama.cpp takes."""
+
+    def estimated(settings: config.Model, layout: Layout) -> tuple[int, ...]:
+        rows = layout.n_ubatch
+        cells = _cells(layout, settings.parallel) // (1 if layout.unified else settings.parallel)
+        of_row = 3 * sizes.widest + 8 * sizes.n_embd + sizes.n_vocab
+        attention = cells * (2 if layout.flash_attn == "on" else 1 + 2 * sizes.n_head)
+        n_bytes = int(CAUTION * 4 * rows * (of_row + attention))
+        return (n_bytes,) * 16  # on each device
+
+    return estimated
+
+
+@attrs.frozen
+class _Stage:
+    """How much of the choice is given up."""
+
+    type_k: Literal["auto", "f16", "q8_0", "q4_0"]
+    type_v: Literal["auto", "f16", "q8_0", "q4_0"]
+    batch_tokens: int
+    floor_tokens: int
+    """Least context of a request."""
+
+
+@attrs.frozen
+class _Search:
+    """Looks for settings that fit."""
+
+    sizes: ModelSizes
+    wanted: config.Model
+    memories: tuple[Memory, ...]
+    compute: Compute
+    min_batch: int
+
+    def best(self) -> Fit | None:
+        """The first choice that fits, in the order of giving up."""
+        *stages, last = self._stages()
+        for each in (stages, [last]):
+            for n_gpu in self._gpu_layers():
+                for stage in each:
+                    if (found := self._fitting(stage, n_gpu)) is not None:
+                        return found
+        return None
+
+    def _stages(self) -> Iterator[_Stage]:
+        wanted, plain = self.wanted, with_defaults(self.wanted)
+        type_k, type_v, batch = plain.type_k, plain.type_v, plain.batch_tokens
+        yield _Stage(type_k, type_v, batch, FLOOR_TOKENS)
+        can_quantize = wanted.flash_attn != "off" and not any(width % BLOCK_VALUES for width in self.sizes.head_widths)
+        if can_quantize and "auto" in (wanted.type_k, wanted.type_v):
+            type_k = "q8_0" if wanted.type_k == "auto" else type_k
+            type_v = "q8_0" if wanted.type_v == "auto" else type_v
+            yield _Stage(type_k, type_v, batch, FLOOR_TOKENS)
+        small = max(SMALL_BATCH, self.min_batch)
+        if not wanted.batch_tokens and small < batch:
+            batch = small
+            yield _Stage(type_k, type_v, batch, FLOOR_TOKENS)
+        yield _Stage(type_k, type_v, batch, LEAST_TOKENS)
+
+    def _gpu_layers(self) -> Iterator[int]:
+        """How many layers to have on GPUs, the most first."""
+        n_layers = self.sizes.n_layers
+        if len(self.memories) == 1 or self.wanted.gpu_layers == 0:
+            yield 0
+        elif self.wanted.gpu_layers > 0:
+            yield min(self.wanted.gpu_layers, n_layers)
+        else:
+            yield from range(n_layers, -1, -1)
+
+    def _fitting(self, stage: _Stage, n_gpu: int) -> Fit | None:
+        """The most context that fits."""
+        least = self._fit(stage, n_gpu, lower := self._ctx(stage.floor_tokens))
+        if least is None:
+            return None
+        upper = self._ctx(DEFAULT_WINDOW)
+        step = KV_CELL_MULTIPLE * (1 if least.layout.unified else self.wanted.parallel)
+        if upper == lower or (most := self._fit(stage, n_gpu, upper)) is not None:
+            return least if upper == lower else most
+        found = least
+        low, high = lower // step, upper // step
+        while high > low:  # low fits, and what is above high does not
+            middle = (low + high + 1) // 2
+            tried = self._fit(stage, n_gpu, middle * step)
+            if tried is None:
+                high = middle - 1
+            else:
+                low, found = middle, tried
+        return found
+
+    def _ctx(self, tokens: int) -> int:
+        """The setting ``ctx`` for this many tokens of each request."""
+        return self.wanted.ctx or min(tokens, self.sizes.n_ctx_train or tokens) * self.wanted.parallel
+
+    def _fit(self, stage: _Stage, n_gpu: int, ctx: int) -> Fit | None:
+        settings = attrs.evolve(
+            self.wanted,
+            fit="off",
+            ctx=ctx,
+            type_k=stage.type_k,
+            type_v=stage.type_v,
+            batch_tokens=stage.batch_tokens,
+            gpu_layers=self._gpu_setting(n_gpu),
+        )
+        try:
+            layout = self.layout(settings, n_gpu)
+            needs = self.needs(settings, layout, n_gpu)
+        except Unsupported:
+            return None
+        room = [each.usable_bytes(self.wanted) for each in self.memories]
+        if any(need > most for need, most in zip(needs, room, strict=True)):
+            return None
+        return Fit(
+            settings=settings,
+            layout=layout,
+            n_layers=self.sizes.n_layers,
+            on_gpu=n_gpu,
+            needs=needs,
+            memories=self.memories,
+            gave_up=tuple(self._gave_up(settings, n_gpu)),
+        )
+
+    def _gpu_setting(self, n_gpu: int) -> int:
+        if len(self.memories) == 1:
+            return self.wanted.gpu_layers
+        return -1 if n_gpu == self.sizes.n_layers else n_gpu
+
+    def layout(self, settings: config.Model, n_gpu: int) -> Layout:
+        """The layout by rule, with which the model is fitted."""
+        n_bytes = self.sizes.kv_bytes_per_token(settings)
+        shape = Shape(n_ctx_train=self.sizes.n_ctx_train, kv_bytes_per_token=n_bytes)
+        return default_layout(shape, settings, on_gpu=n_gpu > 0, memory_bytes=0)
+
+    def needs(self, settings: config.Model, layout: Layout, n_gpu: int) -> tuple[int, ...]:
+        """Bytes that the model takes on each memory."""
+        sizes, n_cells = self.sizes, _cells(layout, settings.parallel)
+        placed = place_layers(sizes.n_layers, n_gpu, [each.free_bytes for each in self.memories[1:]])
+        found = [0] * len(self.memories)
+        weights = (*sizes.layers, sizes.output_bytes if placed[-1] >= 0 else sizes.output_cpu_bytes)
+        for layer, gpu in enumerate(placed):
+            found[gpu + 1] += weights[layer]
+            if layer < len(sizes.layers):
+                found[gpu + 1] += sizes.cache_bytes(settings, layer, n_cells)
+        buffers = self.compute(settings, layout)
+        for at in range(1, len(found)):
+            if found[at]:
+                found[at] += buffers[at] + GPU_BYTES
+        found[0] += sizes.input_bytes + buffers[0] + PROCESS_BYTES
+        found[0] += sizes.n_vocab * (TOKEN_BYTES + ROW_BYTES * settings.parallel)
+        found = [math.ceil(n * each.correction) for n, each in zip(found, self.memories, strict=True)]
+        found[0] += sum(n for n, each in zip(found, self.memories, strict=True) if each.shares_ram)
+        return tuple(found)
+
+    def _gave_up(self, settings: config.Model, n_gpu: int) -> Iterator[str]:
+        plain = with_defaults(self.wanted)
+        whole = self._ctx(DEFAULT_WINDOW)
+        if settings.ctx < whole:
+            yield f"ctx {whole // settings.parallel} for each request"
+        if (settings.type_k, settings.type_v) != (plain.type_k, plain.type_v):
+            yield "KV f16"
+        if settings.batch_tokens < plain.batch_tokens:
+            yield f"batches of {plain.batch_tokens} tokens"
+        if n_gpu < max(self._gpu_layers()):
+            yield "all layers on the GPU"
+
+
+def _cells(layout: Layout, parallel: int) -> int:
+    """Cells of the KV cache, as llama.cpp rounds them up."""
+    n_streams = 1 if layout.unified else parallel
+    of_stream = -(-layout.n_ctx // n_streams)
+    return n_streams * (of_stream + -of_stream % KV_CELL_MULTIPLE)
+
+
+# -- what does not fit ------------------------------------------------------------------------------
+
+
+def _refusal(search: _Search) -> DoesNotFit:
+    """Say what is missing where, and which setting would help."""
+    wanted, sizes = search.wanted, search.sizes
+    *_, last = search._stages()
+    n_gpu = min(search._gpu_layers())
+    settings = attrs.evolve(
+        wanted,
+        ctx=search._ctx(last.floor_tokens),
+        type_k=last.type_k,
+        type_v=last.type_v,
+        batch_tokens=last.batch_tokens,
+    )
+    layout = search.layout(settings, n_gpu)
+    free = search.memories[0]
+    kv_bytes = _cells(layout, settings.parallel) * sizes.kv_bytes_per_token(settings)
+    help_ = _remedy(search)
+    if n_gpu and (short := _short_gpu(search, settings, layout, n_gpu)) is not None:
+        reason = (
+            f"{n_gpu} of {sizes.n_layers} layers take {_gib(short[0])}, and "
+            f"{_free(short[1], wanted, f' on {short[1].name}')}"
+        )
+    elif wanted.ctx and kv_bytes > free.usable_bytes(wanted):
+        reason = (
+            f"a KV cache of {layout.n_ctx} tokens takes {kv_bytes / 1e9:.1f} GB in {last.type_k}, and {free.free_bytes / 1e9:.1f} GB of "
+            "memory are free"
+        )
+    elif sizes.weight_bytes > free.usable_bytes(wanted) and not n_gpu:
+        reason = f"the weights take {_gib(sizes.weight_bytes)}, and {_free(free, wanted)}"
+    else:
+        try:
+            need = search.needs(settings, layout, n_gpu)[0]
+        except Unsupported as error:
+            return DoesNotFit(f"llama.cpp refuses these settings ({error})", "change those of the section model")
+        tokens = f"{layout.n_ctx // wanted.parallel} tokens of context for each of {wanted.parallel} requests"
+        reason = f"the model with {tokens} takes {_gib(need)}, and {_free(free, wanted)}"
+    return DoesNotFit(reason, help_)
+
+
+def _short_gpu(search: _Search, settings: config.Model, layout: Layout, n_gpu: int) -> tuple[int, Memory] | None:
+    """A GPU with too little memory, and what it would need."""
+    try:
+        needs = search.needs(settings, layout, n_gpu)
+    except Unsupported:
+        return None
+    both = [*zip(needs, search.memories, strict=True)][1:]
+    return next(((need, each) for need, each in both if need > each.usable_bytes(search.wanted)), None)
+
+
+def _remedy(search: _Search) -> str:
+    """A setting that helps alone; verified by fitting again without it."""
+    wanted = search.wanted
+
+    def without(**changes: Any) -> Fit | None:
+        try:
+            return attrs.evolve(search, wanted=attrs.evolve(wanted, **changes)).best()
+        except KvCacheTooSmall:
+            return None
+
+    help_: list[str] = []
+    if wanted.ctx and (found := without(ctx=0)) is not None:
+        help_.append(f"lower --ctx to {found.layout.n_ctx} or less")
+    quantized = "auto" not in (wanted.type_k, wanted.type_v) and (wanted.type_k, wanted.type_v) != ("q8_0", "q8_0")
+    if quantized and without(type_k="q8_0", type_v="q8_0") is not None:
+        help_.append("set --type-k and --type-v to q8_0")
+    if wanted.gpu_layers > 0 and (found := without(gpu_layers=-1)) is not None:
+        help_.append(f"lower --gpu-layers to {found.on_gpu}, or leave it out")
+    if wanted.gpu_layers == 0 and len(search.memories) > 1 and without(gpu_layers=-1) is not None:
+        help_.append("leave out --gpu-layers, so that layers go to the GPU")
+    if wanted.batch_tokens > SMALL_BATCH and without(batch_tokens=0) is not None:
+        help_.append("leave out --batch-tokens")
+    if wanted.memory_limit_mb and without(memory_limit_mb=0) is not None:
+        help_.append("raise --memory-limit-mb")
+    if wanted.fit_reserve_mb and without(fit_reserve_mb=0) is not None:
+        help_.append("lower --fit-reserve-mb")
+    parallel = wanted.parallel
+    while not help_ and parallel > 1:
+        parallel //= 2
+        if without(parallel=parallel) is not None:
+            help_.append(f"lower --parallel to {parallel}")
+    if help_:
+        return ", or ".join(help_)
+    slow = ", or --fit off, which reads the weights from disk while it computes" if wanted.mmap else ""
+    return f"take a smaller model or a stronger quantization{slow}"
+
+
+def _of_free(n_bytes: int, free_bytes: int) -> str:
+    if free_bytes < 1024 * MIB:
+        return f"{n_bytes / MIB:.0f} of {free_bytes / MIB:.0f} MiB free"
+    return f"{n_bytes / MIB / 1024:.1f} of {free_bytes / MIB / 1024:.1f} GiB free"
+
+
+def _free(memory: Memory, settings: config.Model, where: str = "") -> str:
+    usable = memory.usable_bytes(settings)
+    limit = settings.memory_limit_mb * config.MB
+    if limit and usable == limit:
+        return f"{_gib(usable)} are allowed{where} (memory_limit_mb)"
+    return f"{_gib(memory.free_bytes)} are free{where}, {_gib(memory.free_bytes - usable)} of it a reserve"
+
+
+def _gib(n_bytes: int) -> str:
+    return size(n_bytes)

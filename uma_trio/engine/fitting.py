@@ -1,0 +1,276 @@
+"""Open an engine whose model fits: measure the memory, choose (``engine.fit``), load, and remember what it took."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import attrs
+import msgspec
+import structlog
+
+import llama_abi
+from uma_trio import config
+from uma_trio.engine import tuning_cache
+from uma_trio.engine.fit import (
+    SMALL_BATCH,
+    Compute,
+    DoesNotFit,
+    Fit,
+    FitReport,
+    Memory,
+    ModelSizes,
+    Unsupported,
+    estimate_compute,
+    fit,
+)
+from uma_trio.engine.layout import ContextTooLarge, Layout, LayoutCache, Shape, candidates
+from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, context_options, library_environment
+from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
+from uma_trio.engine.messages import EngineError, LoadError, Start
+
+log = structlog.get_logger("uma_trio.engine")
+
+SHARES: Final = (1.0, 0.85, 0.7)
+"""How much of the free memory each attempt to load a model may take.  The next one follows if there was not enough."""
+
+CLEARLY: Final = 0.5
+"""A model that takes less than this share of the free memory by a cautious estimate fits without a closer look."""
+
+MAX_CORRECTION: Final = 1.5
+"""What was taken beyond this multiple of what was predicted is another program's."""
+WEIGHT_OF_NEW: Final = 0.5
+"""Weight of the latest load, against what was learned before."""
+
+RAM: Final = "RAM"
+
+NO_MEMORY: Final = re.compile(
+    r"insufficient memory|unable to allocate|failed to allocate|out of memory|cannot mmap|mmap failed|bad_alloc", re.I
+)
+"""How llama.cpp says that there was not enough memory."""
+
+
+def is_about_memory(error: Exception) -> bool:
+    """Whether a model could not be loaded because memory was short."""
+    return isinstance(error, MemoryError | ContextTooLarge) or NO_MEMORY.search(str(error)) is not None
+
+
+def open_fitted(
+    path: Path,
+    settings: config.Model,
+    sizes: ModelSizes | None,
+    *,
+    on_progress: Callable[[float], bool] | None = None,
+    layout_cache: LayoutCache | None = None,
+    cache_dir: Path | None = None,
+    min_batch: int = SMALL_BATCH,
+    attempt: int = 0,
+) -> LlamaEngine:
+    """Load the model with settings with which it fits.  Blocks until it is loaded.
+
+    Args:
+        sizes: of the model; without them, or with ``fit`` off, the settings are taken as they are.
+        min_batch: see ``fit``.
+        attempt: how often this was tried before; each time less memory is taken.
+
+    Raises:
+        DoesNotFit: the model cannot fit; nothing was loaded.
+        KvCacheTooSmall, llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
+    """
+    if settings.fit == "off" or sizes is None:
+        return LlamaEngine(path, settings, on_progress, layout_cache)
+    library = llama_abi.load(settings.llama_dir)
+    name = tuning_cache.model_fingerprint(path, "memory", *library_environment(library))
+    learned = tuning_cache.load_corrections(name, cache_dir)
+    memories = [
+        msgspec.structs.replace(
+            each,
+            free_bytes=int(SHARES[attempt] * each.free_bytes),
+            correction=min(max(learned.get(each.name, 1.0), 1.0), MAX_CORRECTION),
+        )
+        for each in measure(library)
+    ]
+    found, layouts = choose(library, path, settings, sizes, memories, min_batch=min_batch)
+    before, anonymous = measure(library), anonymous_bytes()
+    engine = LlamaEngine(path, found.settings, on_progress, layout_cache, layouts=layouts)
+    after = measure(library)
+    taken = {old.name: max(0, old.free_bytes - new.free_bytes) for old, new in zip(before, after, strict=True)}
+    taken[RAM] = max(0, anonymous_bytes() - anonymous)
+    corrections = {
+        each.name: corrected(each, need, taken[each.name])
+        for each, need in zip(found.memories, found.needs, strict=True)
+        if need
+    }
+    if any(abs(value - learned.get(each, 1.0)) > 0.01 for each, value in corrections.items()):
+        tuning_cache.save_corrections(name, learned | corrections, cache_dir)
+    predicted = {each.name: need for each, need in zip(found.memories, found.needs, strict=True)}
+    engine.fit = FitReport(found.choice, found.why, predicted, taken)
+    return engine
+
+
+def corrected(memory: Memory, predicted: int, taken: int) -> float:
+    """The correction of ``memory`` after a load.
+
+    It never falls below 1: on a CPU, what is taken at once is less than what computing takes later.
+    """
+    plain = predicted / memory.correction
+    ratio = taken / plain if plain else 1.0
+    if ratio > MAX_CORRECTION:
+        return memory.correction
+    return memory.correction + WEIGHT_OF_NEW * (max(1.0, ratio) - memory.correction)
+
+
+def measure(library: llama_abi.Library) -> list[Memory]:
+    """The memory that is free now: this machine's, and that of the GPUs that llama.cpp would use.
+
+    Source: llama.cpp, ``llama_prepare_model_devices``: integrated GPUs are used if there are no others.
+    """
+    devices = library.devices()
+    gpus = [each for each in devices if each.type is llama_abi.DeviceType.GPU]
+    integrated = [each for each in devices if each.type is llama_abi.DeviceType.IGPU][:1]
+    found = [
+        Memory(
+            each.name,
+            each.memory_free,
+            shares_ram=each.type is llama_abi.DeviceType.IGPU or sys.platform == "darwin",
+        )
+        for each in gpus or integrated
+        if each.memory_total
+    ]
+    return [Memory(RAM, free_memory_bytes(swap=False)), *found]
+
+
+def choose(
+    library: llama_abi.Library,
+    path: Path,
+    settings: config.Model,
+    sizes: ModelSizes,
+    memories: Sequence[Memory],
+    *,
+    min_batch: int = SMALL_BATCH,
+) -> tuple[Fit, frozenset[str] | None]:
+    """Choose settings with which the model fits, and the names of the layouts that fit; ``None`` for all of them.
+
+    Raises:
+        DoesNotFit, KvCacheTooSmall: see ``fit``.
+        llama_abi.LlamaError: llama.cpp refuses the file.
+    """
+    halved = [msgspec.structs.replace(each, free_bytes=int(CLEARLY * each.free_bytes)) for each in memories]
+    with contextlib.suppress(DoesNotFit):
+        found = fit(sizes, settings, halved, estimate_compute(sizes), min_batch=min_batch)
+        if not found.gave_up:
+            return attrs.evolve(found, memories=tuple(memories)), None
+    with ComputeSizes(library, path, memories) as compute:
+        found = fit(sizes, settings, memories, compute, min_batch=min_batch)
+        return found, frozenset(_fitting_layouts(found, sizes, compute))
+
+
+def _fitting_layouts(found: Fit, sizes: ModelSizes, compute: Compute) -> Iterator[str]:
+    """The layouts that may replace the one by rule, because their compute buffers fit as well."""
+    shape = Shape(n_ctx_train=sizes.n_ctx_train, kv_bytes_per_token=sizes.kv_bytes_per_token(found.settings))
+    room = [each.usable_bytes(found.settings) - need for each, need in zip(found.memories, found.needs, strict=True)]
+    own = compute(found.settings, found.layout)
+    # whether a layout suits a model with a sliding window is decided when the model is loaded
+    layouts = candidates(shape, found.settings, on_gpu=found.on_gpu > 0, memory_bytes=0, windowed=False)
+    for each in layouts:
+        with contextlib.suppress(Unsupported):
+            others = compute(found.settings, each)
+            if each == found.layout or all(b - a <= r for a, b, r in zip(own, others, room, strict=True)):
+                yield each.name
+
+
+class ComputeSizes:
+    """Asks llama.cpp how large its compute buffers would be: a context that allocates nothing tells.
+
+    A size is a convex function of the context, as it is the maximum of what single operations need.  So between two
+    known contexts the line through them is an upper bound.
+
+    Implements ``fit.Compute``.
+    """
+
+    def __init__(self, library: llama_abi.Library, path: Path, memories: Sequence[Memory]) -> None:
+        self._library = library
+        self._path = path
+        self._names = [each.name for each in memories[1:]]
+        self._model: llama_abi.Model | None = None
+        self._gpu_layers: int | None = None
+        self._known: dict[object, dict[int, tuple[int, ...]]] = {}
+        self._refused: dict[object, str] = {}
+
+    def __enter__(self) -> ComputeSizes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._model is not None:
+            self._model.close()
+
+    def __call__(self, settings: config.Model, layout: Layout) -> tuple[int, ...]:
+        """See ``fit.Compute``.  Blocks for some milliseconds for a context, and for loading the vocabulary.
+
+        Raises:
+            Unsupported: llama.cpp refuses the settings.
+            llama_abi.LlamaError: it refuses the file.
+        """
+        # with some layers on the GPU the buffers hardly depend on how many
+        where = settings.gpu_layers if settings.gpu_layers in (-1, 0) else 1
+        options = context_options(settings, layout)
+        key = where, attrs.evolve(options, n_ctx=0)
+        if key in self._refused:
+            raise Unsupported(self._refused[key])
+        known = self._known.setdefault(key, {})
+        if layout.n_ctx not in known:
+            lower = max((n for n in known if n < layout.n_ctx), default=None)
+            upper = min((n for n in known if n > layout.n_ctx), default=None)
+            if lower is not None and upper is not None:
+                share = (layout.n_ctx - lower) / (upper - lower)
+                return tuple(math.ceil(a + share * (b - a)) for a, b in zip(known[lower], known[upper], strict=True))
+            try:
+                known[layout.n_ctx] = self._ask(settings.gpu_layers, where, options)
+            except Unsupported as error:
+                self._refused[key] = str(error)
+                raise
+        return known[layout.n_ctx]
+
+    def _ask(self, gpu_layers: int, where: int, options: llama_abi.ContextOptions) -> tuple[int, ...]:
+        if self._model is None or self._gpu_layers != where:
+            if self._model is not None:
+                self._model.close()
+            self._model = llama_abi.Model(self._library, self._path, n_gpu_layers=gpu_layers, no_alloc=True)
+            self._gpu_layers = where
+        try:
+            with llama_abi.Context(self._model, options) as context:
+                found = [0] * (1 + len(self._names))
+                for each in context.buffers:
+                    if each.kind == "compute":
+                        found[self._names.index(each.place) + 1 if each.place in self._names else 0] += each.n_bytes
+        except llama_abi.LlamaError as error:
+            raise Unsupported(str(error)) from error
+        return tuple(found)
+
+
+def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngine:
+    """Load the model that ``start`` names; see ``worker.OpenEngine``.
+
+    Raises:
+        LoadError: it cannot be loaded.
+    """
+    try:
+        engine = open_fitted(
+            start.path,
+            start.settings,
+            start.sizes,
+            on_progress=on_progress,
+            layout_cache=tuning_cache.FileLayoutCache(start.path, start.cache_dir),
+            cache_dir=start.cache_dir,
+            min_batch=start.min_batch,
+            attempt=start.attempt,
+        )
+    except (OSError, MemoryError, EngineError, DoesNotFit, *LOAD_ERRORS) as error:
+        raise LoadError(str(error), is_about_memory=is_about_memory(error)) from error
+    engine.measure_memory()
+    return engine
