@@ -25,7 +25,8 @@ from tests.support.state_files import MemoryFiles
 from tests.support.steering import START, Client, Steering, steering
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
-from uma_trio.protocol.messages import Generate
+from uma_trio.protocol.messages import Failure, Generate
+from uma_trio.serving import forking
 
 LONG = list(range(100, 400))
 PROGRAMS = {"program": Program}
@@ -202,6 +203,21 @@ async def test_forks_that_come_to_wait_for_each_other_later_do_not_wait_for_ever
         await harness.done(*requests)
         assert clients[0].reasons == {0: "E_LIMIT_KV"}
         assert by_path(clients[1], clients[1].tokens) == expected(later)
+        await harness.clean()
+
+
+async def test_forks_that_fork_again_without_end_are_stopped(autojump_clock, monkeypatch):
+    """One branch of each fork ends, and the other one forks again, so there are never more than two at a time."""
+    monkeypatch.setattr(forking, "MAX_ANSWERS", 20)
+    script: Script = [Gen(1)]
+    for _ in range(25):
+        script = [Gen(1), Fork([[], script])]
+    async with steering(PROGRAMS, FakeEngine(n_ctx=2000, n_seq_max=4)) as harness:
+        client = await run(harness, script)
+        assert len(client.tokens) == 20
+        failed = [end for end in client.ends.values() if isinstance(end, Failure)]
+        assert [end.code for end in failed] == ["E_CONTROLLER_FAILED"]
+        assert "forks into more than 20 answers" in failed[0].message
         await harness.clean()
 
 

@@ -66,6 +66,10 @@ class ControlledSequences:
             forks.append(fork)
         return forks
 
+    def n_answers(self, sequence: Sequence) -> int:
+        """Answers of the request of ``sequence``, ended ones included."""
+        return len(self._answers[control_of(sequence).request])
+
     def remove(self, sequence: Sequence) -> None:
         """``sequence`` has ended."""
         control = control_of(sequence)

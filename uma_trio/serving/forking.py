@@ -7,6 +7,7 @@ becomes free, before requests that wait in the queue.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Final
 
 from uma_trio.errors import ControllerFailed, KvFull, UmaError
 from uma_trio.protocol.controllers import Fork
@@ -14,6 +15,10 @@ from uma_trio.serving.control import Phase
 from uma_trio.serving.controlled import ControlledSequences, control_of, have_room, is_prefilled
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence
+
+
+MAX_ANSWERS: Final = 1024
+"""Answers of one request in all, ended ones included: forks that fork again would go on for ever."""
 
 
 class ForkRefused(Exception):
@@ -60,6 +65,11 @@ class Forking:
         if (impossible := self._running.why_no_fork(sequence, n)) is not None:
             raise ForkRefused(
                 sequence, ControllerFailed(f"the controller forks an answer into {n + 1}, but {impossible}")
+            )
+        if self._controlled.n_answers(sequence) + n > MAX_ANSWERS:
+            raise ForkRefused(
+                sequence,
+                ControllerFailed(f"the controller forks into more than {MAX_ANSWERS} answers, the most of a request"),
             )
         if not self._waits(sequence):
             allocations = self._running.allocate_forks(sequence, n)
