@@ -16,7 +16,6 @@ from uma_trio.serving.controlled import ControlledSequences, control_of, have_ro
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence
 
-
 MAX_ANSWERS: Final = 1024
 """Answers of one request in all, ended ones included: forks that fork again would go on for ever."""
 
