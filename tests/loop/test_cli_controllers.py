@@ -126,6 +126,14 @@ def test_what_the_controller_gets(daemon: RunningDaemon, args: list[str], input:
     assert requests[0].controller_arg == expected
 
 
+def test_a_file_that_was_meant_is_named(daemon: RunningDaemon, tmp_path: Path) -> None:
+    (file := tmp_path / "program.js").write_text(PROGRAM)
+    daemon.play([eos(0)])
+    assert "leave --arg out" in daemon.cli("controllers", "run", "jsctrl", "--arg", str(file)).stderr
+    daemon.play([eos(0)])
+    assert daemon.cli("controllers", "run", "jsctrl", "--arg", PROGRAM).stderr == ""
+
+
 def test_json_has_the_events(daemon: RunningDaemon) -> None:
     daemon.play(*FORKS)
     result = daemon.cli("controllers", "run", "jsctrl", "--json")

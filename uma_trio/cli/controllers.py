@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import signal
 import sys
@@ -205,6 +206,8 @@ def _argument(file: Path | None, text: str | None, as_json: str | None) -> dict[
     if sum(each is not None for each in (file, text, as_json)) > 1:
         raise click.UsageError("give one of FILE, --arg and --arg-json")
     if text is not None:
+        if os.path.isfile(text):
+            click.echo(f"note: --arg is the text itself. For what is in {text}, leave --arg out.", err=True)
         return {"controller_arg": text}
     if as_json is not None:
         try:
