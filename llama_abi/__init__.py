@@ -14,6 +14,7 @@ This package knows C. It knows nothing of requests, schedulers or sockets, and n
 from __future__ import annotations
 
 from llama_abi.abort import AbortFlag
+from llama_abi.adapters import LoraAdapter
 from llama_abi.batch import Batch
 from llama_abi.context import ABORTED, NO_KV_SLOT, OK, PARTIAL_ONLY, Context, LogitsView
 from llama_abi.errors import HandleClosed, LibraryError, LlamaError, StaleLogits, TooManyTokens
@@ -40,6 +41,7 @@ __all__ = [
     "LibraryError",
     "LlamaError",
     "LogitsView",
+    "LoraAdapter",
     "Model",
     "SamplerChain",
     "StaleLogits",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from llama_abi.abort import AbortFlag
+from llama_abi.adapters import LoraAdapter
 from llama_abi.batch import Batch
 from llama_abi.errors import LlamaError, StaleLogits
 from llama_abi.handles import Handle
@@ -107,6 +110,7 @@ class Context(Handle):
         self._outputs = np.zeros(0, np.int8)
         self._rows = 0
         self._abort: AbortFlag | None = None
+        self._adapters: tuple[tuple[LoraAdapter, float], ...] = ()
         self._copied_into: set[int] = set()
         self._copied_from: set[int] = set()
         self.n_ctx = int(self._c.llama_n_ctx(pointer))
@@ -235,6 +239,36 @@ class Context(Handle):
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         memory = (ctypes.c_float * (rows * width)).from_address(address or 0)
         return np.array(memory, np.float32).reshape(rows, width)
+
+    def set_adapters(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
+        """Apply ``adapters``, each with its scale, from the next decode on, in place of those before.
+
+        Other adapters make llama.cpp plan its graphs again in the next decode, which takes milliseconds. Keys and values
+        in the cache stay as they were computed, so a sequence keeps its adapters.
+
+        Raises:
+            LlamaError: an adapter is given twice or belongs to another model, or a scale is not finite. Nothing has
+                changed.
+
+        Source: llama.h, ``llama_set_adapters_lora``.
+        """
+        pointer, wanted = self._pointer, tuple(adapters)
+        if wanted == self._adapters:
+            return
+        if len({id(adapter) for adapter, _ in wanted}) < len(wanted):
+            raise LlamaError("an adapter is given twice")
+        if any(adapter.model is not self.model for adapter, _ in wanted):
+            raise LlamaError("an adapter belongs to another model")
+        if not all(math.isfinite(scale) for _, scale in wanted):
+            raise LlamaError("the scale of an adapter must be finite")
+        pointers = [adapter._pointer for adapter, _ in wanted]
+        if wanted:
+            array = (type(pointers[0]) * len(wanted))(*pointers)
+            scales = (ctypes.c_float * len(wanted))(*[scale for _, scale in wanted])
+            self._c.llama_set_adapters_lora(pointer, array, len(wanted), scales)
+        else:
+            self._c.llama_set_adapters_lora(pointer, None, 0, None)
+        self._adapters = wanted
 
     def _has_logits(self, index: int) -> bool:
         return self._rows > 0 and 0 <= index < len(self._outputs) and bool(self._outputs[index])

@@ -49,6 +49,11 @@ FUNCTIONS = """
     bool         llama_model_is_recurrent(const struct llama_model * model);
     bool         llama_model_is_hybrid(const struct llama_model * model);
 
+    // LoRA adapters
+    struct llama_adapter_lora * llama_adapter_lora_init(struct llama_model * model, const char * path_lora);       // !null
+    void         llama_adapter_lora_free(struct llama_adapter_lora * adapter);
+    int32_t      llama_set_adapters_lora(struct llama_context * ctx, struct llama_adapter_lora ** adapters, size_t n_adapters, float * scales);  // !rc
+
     // context
     struct llama_context * llama_init_from_model(struct llama_model * model, struct llama_context_params params);  // !null
     void         llama_free(struct llama_context * ctx);

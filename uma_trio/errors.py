@@ -96,6 +96,13 @@ class ModelNotFound(ModelRequestError):
     http_status = 404
 
 
+class AdapterNotFound(ModelRequestError):
+    """The model has no LoRA adapter of the requested name."""
+
+    code = "E_MODEL_NO_ADAPTER"
+    http_status = 404
+
+
 class NoChatTemplate(ModelRequestError):
     """A request has ``messages``, and the model has no chat template to render them with."""
 

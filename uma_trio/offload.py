@@ -366,6 +366,8 @@ class Offloader:
         assert self._files is not None
         allocation, n_bytes = transfer.allocation, transfer.n_bytes
         extra: dict[str, Any] = {"checkpoints": checkpoints} if checkpoints else {}
+        if allocation.adapters.key:
+            extra["adapters"] = allocation.adapters.key
         try:
             written = await self._in_thread(
                 lambda: draft.finish(allocation.tokens, principal=allocation.principal, n_bytes=n_bytes, extra=extra)
@@ -377,7 +379,9 @@ class Offloader:
             files, index = self._files, self._planner.index
             index.retain(lambda name: name in files)
             sizes = tuple([(length, size) for length, size in checkpoints])
-            state = SavedState(written.name, allocation.principal, allocation.tokens, n_bytes, sizes)
+            state = SavedState(
+                written.name, allocation.principal, allocation.tokens, n_bytes, sizes, allocation.adapters.key
+            )
             for name in self._planner.saved(allocation, state):
                 await self._remove(name)
             self._wake()

@@ -31,6 +31,8 @@ from uma_trio.principal import Principal
 from uma_trio.protocol.chat import NamedTool
 from uma_trio.protocol.controllers import Controllers, ControllersQuery
 from uma_trio.protocol.messages import (
+    AdapterChoice,
+    AdapterDescription,
     Capability,
     Constraint,
     Embed,
@@ -111,7 +113,18 @@ class ModelService:
 
     def generation(self, request: Generate, principal: Principal, sink: EventSink) -> Generation:
         """A request that has not begun: see ``Generation.run``."""
+        adapter = None if request.model is None else self.adapter_in(request.model)
+        if adapter is not None:
+            request = attrs.evolve(request, adapters=[*request.adapters, AdapterChoice(name=adapter)])
         return Generation(self, request, principal, sink)
+
+    def adapter_in(self, model: str) -> str | None:
+        """The adapter that ``MODEL:ADAPTER`` names; ``None`` if it is the name of a model."""
+        name, _, adapter = model.rpartition(":")
+        known = name.removesuffix(".gguf") == self.name and any(
+            each.name == adapter for each in self._model.info.adapters
+        )
+        return adapter if known else None
 
     def embedding(self, request: Embed, principal: Principal, sink: EventSink) -> Embedding:
         """A request for embeddings that has not begun: see ``Embedding.run``."""
@@ -172,6 +185,10 @@ class ModelService:
             capabilities=[name for name, has in capabilities.items() if has],
             embedding_length=info.n_embd_out,
             chat_template=model.template_source,
+            adapters=[
+                AdapterDescription(name=each.name, scale=each.scale, rank=each.rank, size_bytes=each.size_bytes)
+                for each in info.adapters
+            ],
             created_at=model.written_at,
         )
 
@@ -527,12 +544,16 @@ class ModelRegistry:
     def get(self, name: str | None) -> ModelService:
         """The service of the model ``name``, with or without ``.gguf``; of the default one for ``None``.
 
+        ``MODEL:ADAPTER`` is the model with one of its adapters.
+
         Raises:
             ModelNotFound: there is none; the message names those that there are.
         """
         if name is None:
             return next(iter(self))
         service = self._services.get(name.removesuffix(".gguf"))
+        if service is None:
+            service = next((each for each in self if each.adapter_in(name) is not None), None)
         if service is None:
             raise ModelNotFound(f"there is no model {name!r} here; there is {', '.join(self._services)}")
         return service

@@ -49,7 +49,7 @@ class Planning:
 
     def __init__(self, **engine: Any) -> None:
         self.info = FakeEngine(**engine).info
-        model = LinearModel((1.0, MS_PER_TOKEN, MS_PER_TOKEN, 0.0, 0.0))
+        model = LinearModel((1.0, MS_PER_TOKEN, MS_PER_TOKEN, 0.0, 0.0, 0.0))
         self.timings = StepTimings(CostModel(model, model), self.info.n_batch)
         self.cache: KvCache = cache_for(self.info, self.timings, reuse=True)
         offloader = Offloader(self.cache, None, self.timings, lambda: None, after_s=1.0)

@@ -174,9 +174,9 @@ async def test_a_sequence_without_usable_logits_is_not_kept(autojump_clock, monk
         monkeypatch.setattr(
             harness.engine,
             "_compute",
-            lambda each: [
+            lambda each, adapters: [
                 NO_TOKEN if sample.n_before == at else token
-                for sample, token in zip(each.samples, compute(each), strict=True)
+                for sample, token in zip(each.samples, compute(each, adapters), strict=True)
             ],
         )
         client = await harness.answer(SHARED[:100], 20)

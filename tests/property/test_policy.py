@@ -38,8 +38,8 @@ DEVICES = [CPU, GPU, QUICK, FLAT, SLOW, TOO_SLOW]
 
 def known(device: Device) -> CostModel:
     """The cost model with the true coefficients of ``device``."""
-    a, b, c, d, e = FEATURE_SCALES
-    decode_only = LinearModel((device.a * a, device.b * b, device.c * c, device.d * d, device.e * e))
+    a, b, c, d, e, _ = FEATURE_SCALES
+    decode_only = LinearModel((device.a * a, device.b * b, device.c * c, device.d * d, device.e * e, 0.0))
     call_ms, *others = decode_only.coefficients
     return CostModel(decode_only, LinearModel((call_ms + device.step, *others)))
 
@@ -677,7 +677,7 @@ def test_expected_tokens(acceptance_rate: float, n: int, tokens: float) -> None:
 
 def test_when_drafts_pay() -> None:
     """10 ms a call and 1 ms a row: 11 ms for a token, 12 ms with one draft token, 13 ms with two."""
-    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0)))
+    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0, 0.0)))
 
     def drafts(acceptance_rate: float, n: int = 16, due_ms: float = math.inf, max_tokens: int = 512) -> Sequence[int]:
         view = SequenceView(0, due_s=due_ms / 1e3, n_drafts=n, acceptance_rate=acceptance_rate)
@@ -696,7 +696,7 @@ def test_when_drafts_pay() -> None:
 
 
 def test_sequences_with_and_without_drafts_share_a_call() -> None:
-    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0)))
+    cost = CostModel(LinearModel((10.0, 0.0, 10.0, 0.0, 0.0, 0.0)))
     decodes = [
         SequenceView(0),
         SequenceView(1, n_drafts=3, acceptance_rate=1.0),

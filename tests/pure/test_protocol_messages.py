@@ -285,6 +285,9 @@ AT_THE_BOUNDS = [
     ("tool_choice", "auto"),
     ("tool_choice", "none"),
     ("metadata", {}),
+    ("adapters", []),
+    ("adapters", [{"name": "x" * 256, "scale": -16}, {"name": "é", "scale": 16.0}, {"name": "b", "scale": None}]),
+    ("adapters", [{"name": f"a{n}", "scale": 0} for n in range(8)]),
 ]
 
 
@@ -386,6 +389,9 @@ NOT_TAKEN = [
     ("n_keep", [-1, 2**31, 1.0, "1", True, []]),
     ("slo", [None, [], 1, "x", {"target_ttft_ms": 0}, {"target_ttft_ms": -1}, {"target_tbt_ms": 3_600_001}]),
     ("slo", [{"target_tbt_ms": math.nan}, {"target_tbt_ms": "1"}, {"priority": "high"}, {"priority": None}]),
+    ("adapters", [None, 1, "x", {}, ["x"], [{}], [{"name": ""}], [{"name": 1}], [{"name": "x" * 257}], [[]]]),
+    ("adapters", [[{"name": "a", "scale": scale}] for scale in (-16.1, 16.1, math.nan, math.inf, "1", True, [])]),
+    ("adapters", [[{"name": f"a{n}"} for n in range(9)]]),
     ("metadata", [[], 1, "x", True]),
     ("metadata", [{"a": b"x"}, {"a": math.nan}, {"a": [{"b": math.inf}]}, {"a": [-math.inf]}]),
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -28,6 +29,7 @@ from uma_trio.engine.masks import MaskFile, Masks
 from uma_trio.engine.messages import (
     MASK_LATE,
     MAX_EMBEDDING_SEQUENCES,
+    AdapterFile,
     DefineGrammar,
     EmbeddingInput,
     EngineDied,
@@ -61,6 +63,7 @@ from uma_trio.kv.ops import (
     Truncate,
 )
 from uma_trio.sampling import NO_TOKEN, SamplingParams, TokenLogprobs
+from uma_trio.scheduling.view import Scales
 
 N_VOCAB = 1000
 EMBEDDING_WIDTH = 8
@@ -72,15 +75,28 @@ STATE_BYTES_PER_MS = 2.4e6
 CHECKPOINT_BYTES = 64
 
 
+def adapters_digest(scales: Scales) -> int:
+    """What adapters add to the digest of each token that is computed with them."""
+    return zlib.crc32(repr([(number, float(scale)) for number, scale in scales]).encode()) % 9973 if scales else 0
+
+
 class SequenceContent:
-    """The content of a sequence: its tokens, their cells, and for each length a digest of the tokens so far."""
+    """The content of a sequence: its tokens, their cells, and for each length a digest of the tokens so far.
+
+    The digest also depends on the adapters that each token was computed with.
+    """
 
     def __init__(
-        self, tokens: Iterable[int] = (), digests: Iterable[int] = (17,), cells: Iterable[object] = ()
+        self,
+        tokens: Iterable[int] = (),
+        digests: Iterable[int] = (17,),
+        cells: Iterable[object] = (),
+        adapters: Iterable[int] = (),
     ) -> None:
         self._tokens = list(tokens)
         self._digests = list(digests)
         self._cells = list(cells)
+        self._adapters = list(adapters)
 
     @property
     def length(self) -> int:
@@ -95,11 +111,17 @@ class SequenceContent:
         """Copies of a sequence share its cells."""
         return self._cells
 
-    def read(self, tokens: Iterable[int]) -> None:
+    @property
+    def adapters(self) -> list[int]:
+        """``adapters_digest`` for each token."""
+        return self._adapters
+
+    def read(self, tokens: Iterable[int], adapters: int = 0) -> None:
         digest = self._digests[-1]
         for token in tokens:
-            digest = (digest * 31 + int(token) + 7) % 99991
+            digest = (digest * 31 + int(token) + 7 + adapters) % 99991
             self._tokens.append(int(token))
+            self._adapters.append(adapters)
             self._digests.append(digest)
             self._cells.append(object())
 
@@ -112,7 +134,9 @@ class SequenceContent:
         return self._tokens[length - n : length]
 
     def beginning(self, length: int) -> SequenceContent:
-        return SequenceContent(self._tokens[:length], self._digests[: length + 1], self._cells[:length])
+        return SequenceContent(
+            self._tokens[:length], self._digests[: length + 1], self._cells[:length], self._adapters[:length]
+        )
 
     def next_token(self, length: int, sample: SampleRequest, repeats: int = 0) -> int:
         """The most likely token behind the first ``length`` tokens; EOG only as a repetition."""
@@ -145,17 +169,22 @@ def expected_score(token: int, n: int) -> TokenLogprobs:
 
 
 def expected_continuation(
-    prompt: Iterable[int], n: int, *, repeats: int = 0, params: SamplingParams | None = None
+    prompt: Iterable[int],
+    n: int,
+    *,
+    repeats: int = 0,
+    params: SamplingParams | None = None,
+    adapters: Scales = (),
 ) -> list[int]:
     """The first ``n`` tokens that follow ``prompt``, if none are banned."""
-    content, params = SequenceContent(), params or SamplingParams()
+    content, params, with_adapters = SequenceContent(), params or SamplingParams(), adapters_digest(adapters)
     read = list(prompt)
     n_prompt = len(read)
-    content.read(read)
+    content.read(read, with_adapters)
     for step in range(n):
         token = content.next_token(content.length, SampleRequest(params, step), repeats)
         read.append(chosen([token], penalised_tokens(params, read, n_prompt)))
-        content.read(read[-1:])
+        content.read(read[-1:], with_adapters)
     return read[n_prompt:]
 
 
@@ -193,6 +222,8 @@ class FakeEngine:
         eog_after: the model ends a sequence that has grown to so many tokens.
         can_truncate: otherwise a sequence can only be removed or copied as a whole, or truncated to a checkpoint.
         repeats: the model mostly says what stood so many tokens before; 0: never.
+        adapters: names of LoRA adapters.
+        change_ms: simulated milliseconds of a call with other adapters than the one before, beyond those of a call.
     """
 
     def __init__(
@@ -208,6 +239,8 @@ class FakeEngine:
         can_truncate: bool = True,
         checkpoints: int | None = None,
         can_embed: bool = True,
+        adapters: Sequence[str] = (),
+        change_ms: float = 2.0,
     ) -> None:
         self.info = ModelInfo(
             name="fake",
@@ -230,7 +263,12 @@ class FakeEngine:
             can_truncate=can_truncate,
             state_can_truncate=can_truncate,
             max_checkpoints=0 if can_truncate else MAX_PER_SEQUENCE * n_seq_max if checkpoints is None else checkpoints,
+            adapters=tuple(
+                AdapterFile(name=name, path=Path(f"{name}.gguf"), fingerprint=f"content of {name}") for name in adapters
+            ),
         )
+        self.change_ms = change_ms
+        self._last_adapters: Scales = ()
         self.cost_ms = cost_ms
         self.eog_after = eog_after
         self.repeats = repeats
@@ -312,7 +350,10 @@ class FakeEngine:
             return StepOutput(number=step.number, **copied)
         sampled = []
         samples = [sample for each in inputs for sample in each.samples]
-        for call in step.calls:
+        for call_number, call in enumerate(step.calls):
+            scales = step.adapters[call_number] if step.adapters else ()
+            if any(not 0 <= number < len(self.info.adapters) for number, _ in scales):
+                raise EngineError(f"a call with the adapters {scales}")
             lengths = [len(each.tokens) for each in call]
             if not lengths or not all(lengths) or sum(lengths) > self.info.n_batch:
                 raise EngineError(f"a call of {lengths} tokens")
@@ -325,11 +366,14 @@ class FakeEngine:
                 else None
             )
             for each in call:
-                sampled += self._compute(each)
+                sampled += self._compute(each, adapters_digest(scales))
             if sum(self.used_cells().values()) > self.info.n_ctx < self.distinct_cells():
                 raise EngineError("no room in the KV cache")
             decodes = sum(len(each.samples) for each in call if len(each.samples) == len(each.tokens))
             self.cost_of_last_ms += self.cost_ms(sum(lengths) - decodes, decodes)
+            if tuple(scales) != self._last_adapters:
+                self.cost_of_last_ms += self.change_ms
+                self._last_adapters = tuple(scales)
         scores = [
             None if sample.logprobs is None else expected_score(token, sample.logprobs)
             for token, sample in zip(sampled, samples, strict=True)
@@ -370,9 +414,10 @@ class FakeEngine:
         return {"embeddings": vectors, "embedding_ms": ms, "embedding_bytes": 1000, "embedding_failure": failure}
 
     def _state(self, seq_id: int) -> bytes:
-        """The tokens of a sequence as text, padded."""
-        tokens = self._cache.get(seq_id, SequenceContent()).tokens
-        return b" ".join(b"%d" % token for token in tokens).ljust(STATE_BYTES * len(tokens), b"\0")
+        """The tokens of a sequence as text, with what they were computed with, padded."""
+        held = self._cache.get(seq_id, SequenceContent())
+        words = [b"%d@%d" % each for each in zip(held.tokens, held.adapters, strict=True)]
+        return b" ".join(words).ljust(STATE_BYTES * len(words), b"\0")
 
     def _save(self, op: SaveState) -> int:
         state = self._state(op.seq_id)
@@ -392,7 +437,10 @@ class FakeEngine:
         self._cache.pop(op.seq_id, None)
         state = os.pread(op.fd, op.n_bytes, op.offset)
         try:
-            tokens = [int(word) for word in state.rstrip(b"\0").split()]
+            tokens = [tuple(map(int, word.split(b"@", 1))) for word in state.rstrip(b"\0").split()]
+            content = SequenceContent()
+            for token, adapters in tokens:
+                content.read([token], adapters)
         except ValueError:
             tokens = []
         if len(state) != STATE_BYTES * len(tokens):
@@ -400,8 +448,6 @@ class FakeEngine:
         room = self.info.n_ctx - sum(held.length for held in self._cache.values())
         if not tokens or len(tokens) != op.length or len(tokens) > min(room, self.info.n_ctx_seq):
             raise ValueError("not a state, or no room for it")
-        content = SequenceContent()
-        content.read(tokens)
         self._cache[op.seq_id] = content
         at = op.offset + op.n_bytes
         for number, size in op.checkpoints:
@@ -439,14 +485,14 @@ class FakeEngine:
         if checkpoint is None or self.checkpoints.get(checkpoint) != (length, held.digest(length)):
             raise EngineError(f"{held.length} tokens cannot be cut to {length} by {checkpoint} of {self.checkpoints}")
 
-    def _compute(self, each: StepInput) -> list[int]:
+    def _compute(self, each: StepInput, adapters: int) -> list[int]:
         self._check_seq(each.seq_id)
         if len(each.samples) not in (0, 1, len(each.tokens)):
             raise EngineError(f"{len(each.samples)} samples for {len(each.tokens)} tokens")
         held = self._cache.setdefault(each.seq_id, SequenceContent())
         if each.position != held.length:
             raise EngineError(f"sequence {each.seq_id} holds {held.length} tokens, continued at {each.position}")
-        held.read(np.asarray(each.tokens).tolist())
+        held.read(np.asarray(each.tokens).tolist(), adapters)
         if held.length > self.info.n_ctx_seq:
             raise EngineError("no room in the KV cache")
         sampled = []
@@ -523,6 +569,7 @@ class FakeEngine:
         return len(set(cells)) if self.info.unified else len(cells)
 
     def reset(self) -> None:
+        self._last_adapters = ()
         self._cache.clear()
         self._texts.clear()
         self.checkpoints.clear()

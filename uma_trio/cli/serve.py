@@ -23,12 +23,22 @@ from uma_trio.config import Config, ConfigError, Setting
 def _option(setting: Setting) -> Callable[[Any], Any]:
     """Make the flag of one setting.  Its value stays text: ``config`` converts it, with better errors than click."""
     help = setting.help
-    if setting.default is not None:
+    if setting.default is not None and not setting.is_list:
         shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
         help += f"  [default: {shown}]"
     if setting.type is bool:
         return click.option(f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=help)
     names = (setting.flag,) if setting.short is None else (setting.short, setting.flag)
+    if setting.is_list:
+        return click.option(
+            *names,
+            setting.name,
+            multiple=True,
+            type=click.UNPROCESSED,
+            metavar=setting.metavar,
+            help=setting.help,
+            shell_complete=_completions_of(setting),
+        )
     return click.option(
         *names,
         setting.name,
@@ -63,6 +73,7 @@ OF_OTHER_SERVERS: Final = {
     **dict.fromkeys(("--n-gpu-layers", "--n_gpu_layers"), "--gpu-layers N"),
     **dict.fromkeys(("--batch-size", "--ubatch-size", "--max-num-batched-tokens"), "--batch-tokens N"),
     "--served-model-name": "--alias NAME",
+    **dict.fromkeys(("--lora", "--lora-scaled", "--lora-modules", "--lora-paths"), "--adapter NAME=FILE"),
     "--hf-repo": "--model FILE, with a file that you have downloaded",
     **dict.fromkeys(("--api-key", "--api-key-file"), "uma-trio keys create NAME, which makes a key"),
     **dict.fromkeys(("--cors-origins", "--allowed-origins"), "--http-origins ORIGINS"),

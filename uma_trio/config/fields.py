@@ -43,6 +43,18 @@ def setting(
 
 
 @attrs.frozen(kw_only=True)
+class Adapter:
+    """A LoRA adapter of the model."""
+
+    name: str
+    """For requests."""
+    path: str
+    """A GGUF file, or the name of one, as for the model."""
+    scale: float = 1.0
+    """Scale for requests that give none."""
+
+
+@attrs.frozen(kw_only=True)
 class Model:
     """The model, and the memory and compute that it may use."""
 
@@ -57,6 +69,13 @@ class Model:
         "Name under which clients see the model. If not given, the one that it was found by, or that of the file.",
         short="-a",
         metavar="NAME",
+    )
+    adapters: tuple[Adapter, ...] = setting(
+        (),
+        "LoRA adapters of the model, which requests choose by name. Each is NAME=FILE, and the flag can be repeated; in a "
+        "YAML file it is a list of {name, path, scale}, where scale is that of requests that give none.",
+        short="--adapter",
+        metavar="NAME=FILE",
     )
     models_dir: Path | None = setting(
         None,

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import attrs
+
 from uma_trio.config.fields import DEFAULT_BATCH, SECTIONS, Config
 from uma_trio.config.values import MAX_SHOWN, ConfigError, Setting, settings, shown
 from uma_trio.files import read_text
@@ -37,7 +39,7 @@ def load(
         values.update(_from_file(file, known))
     values.update(_from_environment(environment or {}, known))
     for name, value in (flags or {}).items():
-        if value is not None:
+        if value is not None and value != ():  # a flag that can be repeated and is not given
             values[name] = known[name].convert(value, known[name].flag)
     fields: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in values.items():
@@ -230,12 +232,14 @@ def to_yaml(config: Config) -> str:
             lines += ["", f"{section}:"] if lines else [f"{section}:"]
         value = getattr(getattr(config, section), found.field)
         plain = str(value) if isinstance(value, Path) else value
+        if found.is_list:
+            plain = [attrs.asdict(each) for each in value]
         lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ", break_on_hyphens=False)
-        lines.append(f"  {found.name}: {_yaml_scalar(plain)}")
+        lines.append(f"  {found.name}: {_yaml_value(plain)}")
     return "\n".join(lines) + "\n"
 
 
-def _yaml_scalar(value: str | int | float | bool | None) -> str:
+def _yaml_value(value: str | int | float | bool | list[dict[str, Any]] | None) -> str:
     import json
 
     text = json.dumps(value, ensure_ascii=False)

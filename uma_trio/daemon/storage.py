@@ -87,17 +87,18 @@ def saved_state(stored: StoredState) -> SavedState:
     """What a file holds, as the KV cache's offload index wants it.
 
     Raises:
-        ValueError: the file's list of checkpoints is not possible.
+        ValueError: the file's adapters or its list of checkpoints are not possible.
     """
     listed = stored.extra.get("checkpoints", [])
     try:
         checkpoints = msgspec.convert(listed, tuple[tuple[int, int], ...])
+        adapters = msgspec.convert(stored.extra.get("adapters", ""), str)
     except msgspec.ValidationError as error:
-        raise ValueError(f"its checkpoints are {str(listed)[:100]}") from error
+        raise ValueError(f"its checkpoints or adapters are {str(stored.extra)[:100]}") from error
     lengths = [0, *(length for length, _ in checkpoints), len(stored.tokens) + 1]
     sizes = [n_bytes for _, n_bytes in checkpoints]
     if sorted(set(lengths)) != lengths or min([1, *sizes]) < 1 or sum(sizes) >= stored.n_bytes:
         raise ValueError(
             f"its checkpoints are {str(listed)[:100]}, of {len(stored.tokens)} tokens in {stored.n_bytes} bytes"
         )
-    return SavedState(stored.name, stored.principal, stored.tokens, stored.n_bytes, checkpoints)
+    return SavedState(stored.name, stored.principal, stored.tokens, stored.n_bytes, checkpoints, adapters)

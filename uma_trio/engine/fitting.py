@@ -32,7 +32,7 @@ from uma_trio.engine.fit import (
 from uma_trio.engine.layout import ContextTooLarge, Layout, LayoutCache, Shape, candidates
 from uma_trio.engine.llama import LOAD_ERRORS, LlamaEngine, context_options, library_environment
 from uma_trio.engine.memory import anonymous_bytes, free_memory_bytes
-from uma_trio.engine.messages import EngineError, LoadError, Start
+from uma_trio.engine.messages import AdapterFile, EngineError, LoadError, Start
 
 log = structlog.get_logger("uma_trio.engine")
 
@@ -70,6 +70,7 @@ def open_fitted(
     cache_dir: Path | None = None,
     min_batch: int = SMALL_BATCH,
     attempt: int = 0,
+    adapters: Sequence[AdapterFile] = (),
 ) -> LlamaEngine:
     """Load the model with settings with which it fits.  Blocks until it is loaded.
 
@@ -77,27 +78,28 @@ def open_fitted(
         sizes: of the model; without them, or with ``fit`` off, the settings are taken as they are.
         min_batch: see ``fit``.
         attempt: how often this was tried before; each time less memory is taken.
+        adapters: loaded with it; memory for all of them is kept on each device.
 
     Raises:
         DoesNotFit: the model cannot fit; nothing was loaded.
         KvCacheTooSmall, llama_abi.LlamaError, llama_abi.LibraryError: see ``LlamaEngine``.
     """
     if settings.fit == "off" or sizes is None:
-        return LlamaEngine(path, settings, on_progress, layout_cache)
+        return LlamaEngine(path, settings, on_progress, layout_cache, adapters)
     library = llama_abi.load(settings.llama_dir)
     name = tuning_cache.model_fingerprint(path, "memory", *library_environment(library))
     learned = tuning_cache.load_corrections(name, cache_dir)
     memories = [
         msgspec.structs.replace(
             each,
-            free_bytes=int(SHARES[attempt] * each.free_bytes),
+            free_bytes=max(0, int(SHARES[attempt] * each.free_bytes) - sum([file.size_bytes for file in adapters])),
             correction=min(max(learned.get(each.name, 1.0), 1.0), MAX_CORRECTION),
         )
         for each in measure(library)
     ]
     found, layouts = choose(library, path, settings, sizes, memories, min_batch=min_batch)
     before, anonymous = measure(library), anonymous_bytes()
-    engine = LlamaEngine(path, found.settings, on_progress, layout_cache, layouts=layouts)
+    engine = LlamaEngine(path, found.settings, on_progress, layout_cache, adapters, layouts=layouts)
     after = measure(library)
     taken = {old.name: max(0, old.free_bytes - new.free_bytes) for old, new in zip(before, after, strict=True)}
     taken[RAM] = max(0, anonymous_bytes() - anonymous)
@@ -269,6 +271,7 @@ def open_engine(start: Start, on_progress: Callable[[float], bool]) -> LlamaEngi
             cache_dir=start.cache_dir,
             min_batch=start.min_batch,
             attempt=start.attempt,
+            adapters=start.adapters,
         )
     except (OSError, MemoryError, EngineError, DoesNotFit, *LOAD_ERRORS) as error:
         raise LoadError(str(error), is_about_memory=is_about_memory(error)) from error

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 import llama_abi
 from uma_trio import config, sampling
+from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices, layers_on_gpu
@@ -41,6 +42,7 @@ from uma_trio.engine.masks import Masks
 from uma_trio.engine.memory import free_memory_bytes, machine_memory_bytes
 from uma_trio.engine.messages import (
     MASK_LATE,
+    AdapterFile,
     DefineGrammar,
     EngineError,
     LayoutReport,
@@ -88,8 +90,10 @@ class LlamaEngine:
         on_progress: called with the loaded share in [0, 1]; answering False gives loading up.
         layout_cache: remembers how the memory was laid out; without it that is never measured, and decided by rule.
         layouts: names of the layouts that there is memory for; ``None`` for all of them.
+        adapters: checked GGUF files.
 
     Raises:
+        EngineError: the file of an adapter has changed.
         llama_abi.LlamaError: the file cannot be loaded, or there is not the memory for it.
         llama_abi.LibraryError: no libllama to load it with.
     """
@@ -100,6 +104,7 @@ class LlamaEngine:
         settings: config.Model,
         on_progress: Callable[[float], bool] | None = None,
         layout_cache: LayoutCache | None = None,
+        adapters: Sequence[AdapterFile] = (),
         *,
         layouts: Collection[str] | None = None,
     ) -> None:
@@ -112,14 +117,15 @@ class LlamaEngine:
         self._settings = settings
         self.fit: FitReport | None = None
         """How the settings were chosen; set by who chose them."""
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._model.close)
             loaded_s = time.perf_counter() - began
             self._shape = _shape(self._model, settings)
+            self._adapters = Adapters(self._model, adapters)
+            stack.callback(self._adapters.close)
             self._choice = _choice(self._model, self._shape, settings, layout_cache, layouts, loaded_s=loaded_s)
             self._context = self._open()
-        except BaseException:
-            self._model.close()
-            raise
+            stack.pop_all()
         self._abort = llama_abi.AbortFlag()
         self._context.set_abort_flag(self._abort)
         self._batch = llama_abi.Batch(self._context.n_batch)
@@ -171,6 +177,7 @@ class LlamaEngine:
             embedding_ctx=self._embedder.max_tokens,
             embedding_batch=self._embedder.n_batch,
             spare_cores=spare_cores(self._options.n_threads, on_gpu=_has_gpu(library, settings)),
+            adapters=self._adapters.files,
         )
 
     def _most_checkpoints(self) -> int:
@@ -258,7 +265,8 @@ class LlamaEngine:
         copied = 0
         decode_ms = -changes.copied_ms - changes.checkpoints_ms
         sample_ms = 0.0
-        for inputs in step.calls:
+        for number, inputs in enumerate(step.calls):
+            self._adapters.choose(self._context, step.adapters[number] if step.adapters else ())
             samples = [sample for each in inputs for sample in each.samples]
             wanted = _constrained(inputs)
             # a CPU computes within the call, and a GPU after it: the device must not wait for the threads to begin
@@ -492,6 +500,7 @@ class LlamaEngine:
         self._matchers.close()
         self._embedder.close()
         self._context.close()
+        self._adapters.close()
         self._model.close()
 
 

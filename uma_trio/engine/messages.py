@@ -25,6 +25,7 @@ from uma_trio.engine.masks import Masks
 from uma_trio.grammar import GrammarState
 from uma_trio.kv.ops import KvOp
 from uma_trio.sampling import Bias, Past, SamplingParams, TokenLogprobs
+from uma_trio.scheduling.view import Scales
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 """Token ids, ``[n]``."""
@@ -67,6 +68,22 @@ class PromptPart:
     text: str
     parse_special: bool = True
     """Control tokens spelled out in the text are parsed as such; otherwise they are ordinary characters."""
+
+
+class AdapterFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter of the model.  Its number is its place in ``Start.adapters``."""
+
+    name: str
+    """For requests."""
+    path: Path
+    """A GGUF file."""
+    scale: float = 1.0
+    """Scale for requests that give none."""
+    fingerprint: str
+    """SHA-256 of the file.  A file with another content is not loaded."""
+    size_bytes: int = 0
+    rank: int = 0
+    """The largest of its matrices."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +137,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Bandwidth of the memory that holds the weights; ``None`` where it was not measured."""
     spare_cores: int = 1
     """Cores that steps leave to others."""
+    adapters: tuple[AdapterFile, ...] = ()
+    """LoRA adapters that steps can name, by their numbers."""
 
     @property
     def max_request_tokens(self) -> int:
@@ -144,6 +163,8 @@ class Start(msgspec.Struct, array_like=True, tag="start", frozen=True):
     """Tokens that a batch must have at least."""
     attempt: int = 0
     """How often loading has failed because memory was short; each time less is taken."""
+    adapters: tuple[AdapterFile, ...] = ()
+    """Checked before they are sent."""
 
 
 class SampleRequest(msgspec.Struct, array_like=True, gc=False):
@@ -235,6 +256,8 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     """How long sampling waits for masks, counted from the end of the computation."""
     embeddings: Sequence[EmbeddingInput] = ()
     """Texts to embed, in one call before the others; at most ``embedding_batch`` tokens."""
+    adapters: Sequence[Scales] = ()
+    """The adapters of each call; empty: no call has any."""
 
 
 class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):

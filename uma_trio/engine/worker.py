@@ -97,10 +97,12 @@ class StepRunner:
         """
         calls = self.inputs(step)
         kept = [inputs for inputs in calls if inputs]
+        adapters = [scales for inputs, scales in zip(calls, step.adapters, strict=False) if inputs]
         dropped = sum(map(len, calls)) < sum(map(len, step.calls))
         self._sampled, self._last_number = {}, 0
         output = self._engine.step(
-            Step(step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings), **options
+            Step(step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings, adapters),
+            **options,
         )
         self._last_number = step.number
         tokens = iter(output.tokens)

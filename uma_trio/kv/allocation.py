@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from uma_trio.kv.adapters import AdapterSet
 from uma_trio.kv.checkpoints import Checkpoints
 from uma_trio.kv.prefix import Tokens
 
@@ -44,6 +45,8 @@ class Allocation:
 
     principal: str
     """Owner; only the owner's requests share the tokens."""
+    adapters: AdapterSet
+    """What the tokens are computed with; only requests with the same adapters share them."""
     rank: int
     """Scheduling class, 0 first.  A request never waits for an allocation of a higher rank."""
     tokens: Tokens
@@ -79,6 +82,10 @@ class Allocation:
     """The longest prefix that it shares with a fork."""
     seq_id: int = -1
     _n_tokens: int = attrs.field(default=0, init=False)
+
+    def may_share(self, other: Allocation) -> bool:
+        """Whether requests of the one may use the tokens of the other."""
+        return self.principal == other.principal and self.adapters == other.adapters
 
     @property
     def n_tokens(self) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import attrs
 
+from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.forks import Forks
 from uma_trio.kv.offload import OffloadPlanner
@@ -139,6 +140,7 @@ class KvCache:
         cells: int,
         *,
         principal: str = "",
+        adapters: AdapterSet = NO_ADAPTERS,
         rank: int = 0,
         private: bool = False,
         durable: bool = False,
@@ -151,6 +153,7 @@ class KvCache:
             prompt: ``[n]`` token ids, at least one.
             cells: for the prompt and all tokens that may be generated.
             principal: owner; only sequences and states of the same owner are reused.
+            adapters: what the tokens are computed with; only what was computed with the same is reused.
             rank: scheduling class, 0 first.  The request waits only for sequences of the same or a lower rank.
             private: neither reuse nor keep any tokens.
             durable: the tokens must be saved before their cells are reused.
@@ -164,7 +167,7 @@ class KvCache:
         if not 0 < cells <= self.largest:
             raise ValueError(f"cannot reserve {cells} cells; a sequence has 1 to {self.largest}")
         pool, sharing = self._pool, self._sharing
-        allocation = Allocation(principal, rank, prompt, cells, private or not self._reuse, durable)
+        allocation = Allocation(principal, adapters, rank, prompt, cells, private or not self._reuse, durable)
         source, n_shared, n_in_common = sharing.find(allocation)
         self._truncation.plan_pauses(allocation, n_shared, n_in_common)
         state = self.offload.state_for(allocation, n_shared)

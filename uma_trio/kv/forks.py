@@ -34,7 +34,9 @@ class Forks:
         length, forks = source.n_tokens, []
         shared = self._share(source) if self._shares and length else None
         for _ in range(n):
-            fork = Allocation(source.principal, source.rank, source.tokens, cells, source.private, shared=shared)
+            fork = Allocation(
+                source.principal, source.adapters, source.rank, source.tokens, cells, source.private, shared=shared
+            )
             if shared is not None:
                 for node in shared.path():
                     node.holders[fork] = None

@@ -123,7 +123,12 @@ class OffloadPlanner:
         if allocation.private or not len(self.index):
             return None
         prompt = allocation.tokens[:-1]  # the last token is always computed, for its logits
-        state, length = self.index.find(prompt, principal=allocation.principal, max_tokens=allocation.reserved)
+        state, length = self.index.find(
+            prompt,
+            principal=allocation.principal,
+            max_tokens=allocation.reserved,
+            adapters=allocation.adapters.key,
+        )
         gain = length - n_shared
         if state is None or gain < MIN_SHARED_TOKENS or not self._worth_loading(gain, state.n_bytes):
             return None

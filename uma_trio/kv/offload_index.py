@@ -26,6 +26,8 @@ class SavedState:
     """Size of the state and its checkpoints."""
     checkpoints: tuple[tuple[int, int], ...] = ()
     """(tokens, bytes) of each checkpoint, by ascending length; they follow the state in this order."""
+    adapters: str = ""
+    """``AdapterSet.key`` of the adapters that the tokens were computed with."""
 
     def longest_within(self, length: int) -> int:
         """Largest length up to ``length`` that the whole state or one of its checkpoints has; 0 if none fits."""
@@ -45,7 +47,8 @@ class OffloadIndex:
         self._can_truncate = can_truncate
         self._states: dict[str, SavedState] = {}
         self._by_prefix: dict[tuple[str, bytes], dict[str, SavedState]] = {}
-        """By principal and first tokens; states that differ there share too little to matter."""
+        """By principal and first tokens; states that differ there share too little to matter.  States of the same
+        tokens may have other adapters."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -70,6 +73,7 @@ class OffloadIndex:
             other.name
             for other in self._candidates(state.principal, state.tokens)
             if other.name != state.name
+            and other.adapters == state.adapters
             and len(other.tokens) <= len(state.tokens)
             and (self._can_truncate or len(other.tokens) - state.longest_within(len(other.tokens)) < MIN_SPACING)
             and common_prefix(other.tokens, state.tokens) == len(other.tokens)
@@ -101,10 +105,13 @@ class OffloadIndex:
         for name in [name for name in self._states if not exists(name)]:
             self.discard(name)
 
-    def find(self, prompt: Tokens, *, principal: str, max_tokens: int) -> tuple[SavedState | None, int]:
+    def find(
+        self, prompt: Tokens, *, principal: str, max_tokens: int, adapters: str = ""
+    ) -> tuple[SavedState | None, int]:
         """Find the state with the longest usable prefix of ``prompt``.
 
         Args:
+            adapters: ``AdapterSet.key``; states with other adapters are ignored.
             max_tokens: ignore larger states, which would not fit.
 
         Returns:
@@ -113,7 +120,7 @@ class OffloadIndex:
         found: SavedState | None = None
         best = (0, 0)
         for state in self._candidates(principal, prompt):
-            if len(state.tokens) > max_tokens or len(prompt) < best[0]:
+            if state.adapters != adapters or len(state.tokens) > max_tokens or len(prompt) < best[0]:
                 continue
             shared = common_prefix(prompt, state.tokens)
             if not self._can_truncate:

@@ -131,9 +131,20 @@ class Pool:
     # -- adjacency ------------------------------------------------------------------------------
 
     def settle(self, allocation: Allocation) -> None:
-        """Move ``allocation``, which holds no tokens, to the sequence id with the most busy neighbours."""
+        """Move ``allocation``, which holds no tokens, to the sequence id with the most busy neighbours.
+
+        Only neighbours with the same adapters are decoded together with it, so it leaves room next to others.
+        """
         idle = [n for n, other in self.idle.items() if not other.needs_save] if self._prefers_neighbours else ()
-        best: int = max([allocation.seq_id, *sorted(self._free_ids), *idle], key=self._n_busy_neighbours)
+        busy = [other for other in self.allocations.values() if other.n_tokens > 0 and not other.is_idle]
+        same = {other.seq_id for other in busy if other.adapters == allocation.adapters}
+        others = [other.seq_id for other in busy if other.adapters != allocation.adapters]
+
+        def quality(seq_id: int) -> tuple[int, int]:
+            distance = min([abs(other - seq_id) for other in others], default=0)
+            return (seq_id - 1 in same) + (seq_id + 1 in same), distance
+
+        best: int = max([allocation.seq_id, *sorted(self._free_ids), *idle], key=quality)
         if best != allocation.seq_id:
             if best in self.idle:
                 self.remove(self.idle[best])

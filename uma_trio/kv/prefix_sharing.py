@@ -2,7 +2,8 @@
 
 A request does not compute tokens that another sequence already holds.  It continues an idle sequence in place, copies
 a prefix of an idle or busy one, or waits for a sequence that is still computing the shared prefix.  Only sequences of
-the same principal count, because the response time would reveal the prompts of others.
+the same principal count, because the response time would reveal the prompts of others, and only those with the same
+adapters, because keys and values depend on them.
 
 A prompt is compared with every sequence.  A context has at most 256 sequences and a comparison of 2,000 tokens takes
 2 us, so there is no tree to update with each token and each eviction.
@@ -59,7 +60,7 @@ class PrefixSharing:
         n_in_common = 0
         best = (MIN_SHARED_TOKENS, -1, False, 0)
         for other in self._pool.allocations.values():
-            if other.principal != allocation.principal or other.private or other is allocation or other in excluded:
+            if not other.may_share(allocation) or other.private or other is allocation or other in excluded:
                 continue
             if len(prompt) < best[0] or len(other.tokens) < best[0] or other.waits_for(allocation):
                 continue

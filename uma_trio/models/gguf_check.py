@@ -155,6 +155,10 @@ def _check(paths: Sequence[Path], header: GgufHeader, *, vocab_only: bool) -> Gg
                     raise GgufError(f"it is not part {number + 1} of {len(paths)}", AGAIN)
                 header.tensors += part.tensors if number else []
     with _about(paths[0]):
+        if header.text("general.type") == "adapter":
+            raise GgufError(
+                "it is an adapter, and not a model", "give its model, and the adapter as --adapter NAME=FILE"
+            )
         if not header.tensors and not vocab_only:
             raise GgufError("none of its parts has tensors", AGAIN)
         check_values(header, vocab_only=vocab_only)

@@ -31,7 +31,7 @@ MAX_DIMENSIONS = 4
 
 _FIRST_READ = 1 << 20
 
-_UINT16, _UINT32, _STRING, _ARRAY = 2, 4, 8, 9
+_UINT16, _UINT32, _FLOAT32, _STRING, _ARRAY = 2, 4, 6, 8, 9
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -115,6 +115,7 @@ class GgufHeader:
         """Metadata that are not arrays. Text is decoded with replacement characters."""
         self.tensors: list[Tensor] = []
         """Tensors in the order of the file."""
+        self._kinds: dict[str, int] = {}
         self._arrays: dict[str, _Array] = {}
         self.version = self._read_version()
         n_tensors, n_kv = self._unpack("QQ", "the counts of tensors and of key-value pairs")
@@ -137,6 +138,14 @@ class GgufHeader:
         """Files that the model consists of."""
         count = self.values.get("split.count")
         return count if isinstance(count, int) and count > 0 else 1
+
+    def has(self, key: str) -> bool:
+        """Whether the file has ``key``."""
+        return key in self.values or key in self._arrays
+
+    def is_float32(self, key: str) -> bool:
+        """Whether the value of ``key`` is one 32-bit float; llama.cpp ends the process where it reads another type."""
+        return self._kinds.get(key) == _FLOAT32
 
     def text(self, key: str) -> str:
         """The text value of ``key`` up to a NUL, as C reads it; ``""`` where the file has none."""
@@ -202,6 +211,7 @@ class GgufHeader:
             self.values[key] = self._read_string(MAX_TEXT_BYTES, key)
         elif kind in _SCALARS:
             (self.values[key],) = self._unpack(_SCALARS[kind], key)
+            self._kinds[key] = kind
         else:
             raise _damaged(f"the value of {key} has the type {kind}, which does not exist")
 

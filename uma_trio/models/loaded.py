@@ -25,6 +25,7 @@ from uma_trio.engine.messages import LayoutReport, LoadError, ModelInfo, Start
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.engine.tokenizer import Tokenizer
 from uma_trio.grammar import GrammarCompiler, SandboxedChecker, Vocabulary
+from uma_trio.models.adapters import check_adapters
 from uma_trio.models.chat import BrokenTemplate, ChatTemplate
 from uma_trio.models.chosen_template import TemplateSource, choose_template
 from uma_trio.models.context import explain_context, is_short, max_prompt_bytes, more_context
@@ -119,7 +120,9 @@ async def open_model(
             chosen = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
         with explained(path):
             summary = await trio.to_thread.run_sync(check_gguf, path)
-            start = Start(path, config.model, sizes=summary.sizes, min_batch=min_batch(config))
+        adapters = await trio.to_thread.run_sync(check_adapters, config.model.adapters, path)
+        with explained(path):
+            start = Start(path, config.model, sizes=summary.sizes, min_batch=min_batch(config), adapters=adapters)
             link = await _loaded(launcher, start, on_progress or (lambda share: None), go_on)
         if link is None:
             yield None

@@ -82,6 +82,19 @@ class Slo:
     priority: Priority = "normal"
 
 
+MAX_ADAPTERS: Final = 8
+"""LoRA adapters of one request."""
+
+
+@attrs.frozen(kw_only=True)
+class AdapterChoice:
+    """A LoRA adapter that a request names."""
+
+    name: Name
+    scale: Annotated[float, Meta(ge=-16, le=16)] | None = None
+    """Factor of its weights.  ``None`` is the daemon's setting for the adapter, and 0 leaves it out."""
+
+
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=1024)]
 Source = Annotated[str, Meta(min_length=1, max_length=65536)]
 
@@ -113,6 +126,8 @@ class Generate:
     id: Name
     model: Name | None = None
     """Which of the served models answers.  ``None`` is the default model."""
+    adapters: Annotated[list[AdapterChoice], Meta(max_length=MAX_ADAPTERS)] = attrs.field(factory=list)
+    """LoRA adapters that the answer is computed with."""
     prompt: str | PromptTokens | None = None
     """A text to continue, or its tokens."""
     messages: Messages | None = None
@@ -404,6 +419,20 @@ Capability = Literal["completion", "chat", "tools", "reasoning", "embedding"]
 
 
 @attrs.frozen(kw_only=True)
+class AdapterDescription:
+    """A LoRA adapter of a model."""
+
+    name: str
+    """For the ``adapters`` field of requests.  ``MODEL:NAME`` also names the model with this adapter."""
+    scale: float
+    """Scale for requests that give none."""
+    rank: int
+    """The largest of its matrices."""
+    size_bytes: int
+    """Size of its file."""
+
+
+@attrs.frozen(kw_only=True)
 class ModelDescription:
     """One model as it is served."""
 
@@ -426,6 +455,7 @@ class ModelDescription:
     embedding_length: int
     chat_template: str | None = None
     """Jinja source.  It may come from the model file: render it in a sandbox only."""
+    adapters: list[AdapterDescription] = attrs.field(factory=list)
     created_at: float = 0.0
     """Seconds since 1970, when the model file was last written."""
 

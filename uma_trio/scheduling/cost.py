@@ -63,9 +63,10 @@ MAX_CONTEXT_GROUPS: Final = 24
 """With more groups of equal context length than this, rows are not split by context: the search is quadratic."""
 
 Features: TypeAlias = tuple[float, ...]
-"""Five numbers: calls, prefill tokens, decode rows, context of the decode rows, attention of the prefill tokens."""
+"""Six numbers: calls, prefill tokens, decode rows, context of the decode rows, attention of the prefill tokens, calls
+that change the adapters."""
 
-FEATURE_SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0)
+FEATURE_SCALES: Final = (1.0, 100.0, 10.0, 10_000.0, 100_000.0, 1.0)
 """Units of the features, chosen to make all coefficients similar in size: ms a call, ms for 100 prefill tokens, ..."""
 
 N_FEATURES: Final = len(FEATURE_SCALES)
@@ -85,6 +86,8 @@ class Work:
     """Tokens before the prefill chunks, averaged over the prefill tokens."""
     n_calls: int = 1
     """Consecutive calls of ``llama_decode``."""
+    n_adapter_changes: int = 0
+    """Calls with other adapters than the call before."""
 
 
 @attrs.frozen
@@ -155,6 +158,7 @@ def _features(work: Work) -> Features:
         work.decode_rows / FEATURE_SCALES[2],
         work.context_tokens / FEATURE_SCALES[3],
         work.prefill_tokens * (work.mean_prefill_context + work.prefill_tokens / 2) / FEATURE_SCALES[4],
+        work.n_adapter_changes,
     )
 
 
@@ -229,9 +233,9 @@ class DecodeCallTimes:
 class CostModel:
     """Predicts the time of ticks.  Immutable.  Starts from a rough estimate, which a few ticks correct."""
 
-    decode_only: LinearModel = LinearModel((5.0, 0.0, 5.0, 1.0, 0.0))
+    decode_only: LinearModel = LinearModel((5.0, 0.0, 5.0, 1.0, 0.0, 2.0))
     """Ticks without prefill."""
-    mixed: LinearModel = LinearModel((10.0, 30.0, 10.0, 1.0, 1.0))
+    mixed: LinearModel = LinearModel((10.0, 30.0, 10.0, 1.0, 1.0, 2.0))
     """Ticks with prefill."""
     call_times: DecodeCallTimes = DecodeCallTimes()
 
@@ -254,6 +258,10 @@ class CostModel:
         if rows > self.call_times.max_rows:
             return self.decode_only.predict(Work(0, rows, context_tokens))
         return self.call_times.ms[rows] + self.decode_only.coefficients[3] * context_tokens / FEATURE_SCALES[3]
+
+    def adapter_changes_ms(self, n: int) -> float:
+        """Predicted milliseconds of ``n`` calls that change the adapters, beyond what other calls take."""
+        return n * self.decode_only.coefficients[5]
 
     def split(self, rows: int, contexts: Sequence[int] = ()) -> tuple[int, ...]:
         """Split ``rows`` of decodes into the fastest sequence of calls.

@@ -7,7 +7,9 @@ Source: docs/design/scheduler.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Final
 
 import attrs
@@ -16,7 +18,7 @@ from uma_trio.config import Scheduling
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel, Work
 from uma_trio.scheduling.fairness import Service
-from uma_trio.scheduling.view import Priority, SequenceView
+from uma_trio.scheduling.view import Priority, Scales, SequenceView
 
 MAX_BACKGROUND_SKIPS: Final = 4
 """Ticks in a row from which background sequences can be left out."""
@@ -50,6 +52,7 @@ class PrefillChunk:
     n_tokens: int
     is_last: bool
     """Completes the prompt.  Only the last chunk needs logits."""
+    adapters: Scales = ()
 
 
 @attrs.frozen
@@ -61,15 +64,17 @@ class PolicyState:
     """The previous tick had prefill chunks."""
     background_skips: int = 0
     """Ticks in a row that left background sequences out."""
+    adapters: Scales = ()
+    """The adapters of the last call."""
 
     def after_decode(self, views: Sequence[SequenceView]) -> PolicyState:
         """The state after a tick that decoded one token for each of ``views`` and nothing else."""
-        return PolicyState(self.service.decoded(views), False, self.background_skips)
+        return PolicyState(self.service.decoded(views), False, self.background_skips, self.adapters)
 
     def undo(self, before: PolicyState, after: PolicyState) -> PolicyState:
         """The state without a plan that led from ``before`` to ``after``.  Principals that came or went since stay so."""
         service = self.service.refunded(before.service, after.service)
-        return PolicyState(service, before.had_prefill, before.background_skips)
+        return PolicyState(service, before.had_prefill, before.background_skips, before.adapters)
 
     def without(self, principal: str) -> PolicyState:
         """Make ``principal`` idle, because its last request has ended."""
@@ -81,7 +86,7 @@ class Plan:
     """What one tick computes."""
 
     decodes: Sequence[SequenceView]
-    """Sequences that get their next token, in batch order: one row each, before the prefill chunks."""
+    """Sequences that get their next token, in batch order.  Those with the same adapters stand together."""
     chunks: tuple[PrefillChunk, ...]
     """At most one for each prompt."""
     state: PolicyState
@@ -91,7 +96,10 @@ class Plan:
     call_widths: tuple[int, ...]
     """How many of ``decodes``, in order, go into each ``llama_decode`` call."""
     prefill_separately: bool = False
-    """The chunks go into a call of their own, after the decodes."""
+    """The chunks go into calls of their own.  Otherwise a chunk goes into the last call with its adapters, if there is
+    one."""
+    adapters: tuple[Scales, ...] = ((),)
+    """The adapters of the calls, in their order."""
     drafts: Sequence[int] = ()
     """Draft tokens to verify with each of ``decodes``; empty if there are none."""
 
@@ -119,6 +127,9 @@ def plan(
 
     Without prefill, draft tokens are verified if that is predicted to give more tokens in the same time.
 
+    Sequences with different adapters are computed in different calls of the same tick.  The adapters of the last call
+    come first in the next tick, because changing them takes time.
+
     Args:
         decodes: sequences in the decode phase that are ready, by ``seq_id``.  A sequence that waits for a slow client
             is not ready.
@@ -139,7 +150,7 @@ def plan(
     Two sequences are due in 30 ms and two prompts wait, on a device that takes 2 ms for a tick and 1 ms for each token:
 
     >>> from uma_trio.scheduling.cost import LinearModel
-    >>> model = LinearModel((2.0, 100.0, 10.0, 0.0, 0.0))
+    >>> model = LinearModel((2.0, 100.0, 10.0, 0.0, 0.0, 0.0))
     >>> chosen = plan([SequenceView(0, due_s=0.030), SequenceView(1, due_s=0.030)],
     ...               [SequenceView(2, n_pending=10), SequenceView(3, n_pending=100)], PolicyState(),
     ...               now_s=0.0, cost=CostModel(model, model), max_tokens=512,
@@ -149,29 +160,82 @@ def plan(
     """
     chosen, background_skips = _choose_decodes(decodes, state.background_skips, now_s, cost)
     state = attrs.evolve(state, background_skips=background_skips)
+    chosen = _by_adapters(chosen, state.adapters)
     if prefills:
         separately = bool(chosen) and not mixes_prefill
         # Prefill in the same call: splitting the decodes would read the weights once more for each call.
-        widths = _split(chosen, cost, consecutive_ids=True, pads=pads_attention) if separately else (len(chosen),)
+        widths = _split(chosen, cost, consecutive_ids=True, pads=pads_attention) if separately else _widths(chosen)
         context = _context_tokens(chosen, widths, pads=pads_attention)
-        work = Work(0, len(chosen), context, n_calls=len(widths) + separately)
+        work = _with_calls(Work(0, len(chosen), context), chosen, widths, state.adapters, separately=separately)
         given, work, service = _choose_prefill(
-            chosen, prefills, work, state, now_s, cost, max_tokens, limits, separately
+            chosen, widths, prefills, work, state, now_s, cost, max_tokens, limits, separately
         )
         state = attrs.evolve(state, service=service)
         if given:
-            chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending) for view, n in given])
-            state = attrs.evolve(state.after_decode(chosen), had_prefill=True)
-            return Plan(chosen, chunks, state, work, cost.predict(work), widths, separately)
+            chunks = tuple([PrefillChunk(view.seq_id, n, n == view.n_pending, view.adapters) for view, n in given])
+            adapters = _order((*_adapters(chosen), *_adapters([view for view, _ in given])), state.adapters)
+            state = attrs.evolve(state.after_decode(chosen), had_prefill=True, adapters=adapters[-1])
+            return Plan(chosen, chunks, state, work, cost.predict(work), widths, separately, adapters)
+    adapters = _order(_adapters(chosen), state.adapters)
     after = state.after_decode(chosen)
+    if adapters and adapters[-1] != state.adapters:
+        after = attrs.evolve(after, adapters=adapters[-1])
     widths = _split(chosen, cost, consecutive_ids=not mixes_prefill, pads=pads_attention)
     context = _context_tokens(chosen, widths, pads=pads_attention)
-    work = Work(0, len(chosen), context, n_calls=len(widths))
+    work = _with_calls(Work(0, len(chosen), context), chosen, widths, state.adapters)
     if any(view.n_drafts for view in chosen):
         drafts, verified = _choose_drafts(chosen, work, widths, now_s, cost, max_tokens, pads=pads_attention)
         if drafts:
-            return Plan(chosen, (), after, verified, cost.predict(verified), (len(chosen),), drafts=drafts)
-    return Plan(chosen, (), after, work, cost.predict(work), widths)
+            together = _widths(chosen)
+            return Plan(chosen, (), after, verified, cost.predict(verified), together, adapters=adapters, drafts=drafts)
+    return Plan(chosen, (), after, work, cost.predict(work), widths, adapters=adapters)
+
+
+# -- adapters -----------------------------------------------------------------------------------------
+
+
+def _adapters(views: Iterable[SequenceView]) -> set[Scales]:
+    return {view.adapters for view in views}
+
+
+def _order(adapters: Iterable[Scales], last: Scales) -> tuple[Scales, ...]:
+    """Each of ``adapters`` once, in the order of the calls; those of the last call come first."""
+    return tuple(sorted(set(adapters), key=lambda each: (each != last, each)))
+
+
+def _by_adapters(views: Sequence[SequenceView], last: Scales) -> Sequence[SequenceView]:
+    """``views`` in the order of their adapters, and with the same adapters in the order that they have."""
+    order = _order(_adapters(views), last)
+    return views if len(order) < 2 else [view for each in order for view in views if view.adapters == each]
+
+
+def _widths(views: Sequence[SequenceView]) -> tuple[int, ...]:
+    """One call for each set of adapters: its rows."""
+    return tuple([len([*group]) for _, group in groupby(views, attrgetter("adapters"))]) or (0,)
+
+
+def _with_calls(
+    work: Work,
+    decodes: Sequence[SequenceView],
+    widths: Sequence[int],
+    last: Scales,
+    *,
+    given: Sequence[tuple[SequenceView, int]] = (),
+    separately: bool = False,
+) -> Work:
+    """``work`` with the number of its calls, and how often they change the adapters.
+
+    Args:
+        widths: decodes of each call.
+        given: the prompts that advance, with their tokens; before they are known, no call more than is necessary.
+        separately: prompts are not in the calls of decodes.
+    """
+    of_decodes, of_prompts = _adapters(decodes), _adapters([view for view, _ in given])
+    n_calls = len(widths) if decodes else 0
+    n_calls += max(1, len(of_prompts)) if separately else len(of_prompts - of_decodes)
+    adapters = of_decodes | of_prompts
+    n_changes = len(adapters) - (last in adapters)
+    return attrs.evolve(work, n_calls=max(1, n_calls), n_adapter_changes=n_changes)
 
 
 # -- decodes ------------------------------------------------------------------------------------------
@@ -184,10 +248,17 @@ def _choose_decodes(
     foreground = [view for view in decodes if view.priority is not Priority.BACKGROUND]
     if len(foreground) == len(decodes) or not foreground or background_skips >= MAX_BACKGROUND_SKIPS:
         return decodes, 0
-    all_ms = cost.predict(Work(0, len(decodes), sum([view.n_context for view in decodes])))
+    all_ms = cost.predict(estimated_work(decodes))
     if _ms_until_due(foreground, now_s) >= all_ms:
         return decodes, 0
     return foreground, background_skips + 1
+
+
+def estimated_work(decodes: Sequence[SequenceView]) -> Work:
+    """What a tick with these decodes alone computes, in a call for each set of adapters."""
+    n = max(1, len(_adapters(decodes)))
+    context = sum([view.n_context for view in decodes])
+    return Work(0, len(decodes), context, n_calls=n, n_adapter_changes=n - 1)
 
 
 def _ms_until_due(views: Sequence[SequenceView], now_s: float) -> float:
@@ -201,11 +272,14 @@ def _split(views: Sequence[SequenceView], cost: CostModel, *, consecutive_ids: b
         consecutive_ids: llama.cpp computes only rows with consecutive sequence ids together.
     """
     widths: list[int] = []
-    at = 0
-    for run in _runs_of_consecutive_ids(views) if consecutive_ids else (len(views),):
-        contexts = [view.n_context for view in views[at : at + run]] if pads else ()
-        widths += cost.split(run, contexts)
-        at += run
+    start = 0
+    for width in _widths(views):
+        at, group = 0, views[start : start + width]
+        for run in _runs_of_consecutive_ids(group) if consecutive_ids else (width,):
+            contexts = [view.n_context for view in group[at : at + run]] if pads else ()
+            widths += cost.split(run, contexts)
+            at += run
+        start += width
     return tuple(widths)
 
 
@@ -234,6 +308,7 @@ def _context_tokens(views: Sequence[SequenceView], widths: Sequence[int], *, pad
 
 def _choose_prefill(
     decodes: Sequence[SequenceView],
+    widths: Sequence[int],
     prefills: Sequence[SequenceView],
     work: Work,
     state: PolicyState,
@@ -254,6 +329,7 @@ def _choose_prefill(
     while True:  # A smaller budget can leave other prompts, with more context.  Mostly one round is enough.
         given, service = _divide(prefills, budget, state.service, limits)
         work = _with_prefill(work, given)
+        work = _with_calls(work, decodes, widths, state.adapters, given=given, separately=separately)
         budget = _prefill_budget(decodes, work, state, now_s, cost, max_tokens, limits)
         if budget >= work.prefill_tokens:
             return given, work, service
@@ -312,24 +388,34 @@ def _choose_drafts(
 
     Empty if calls of ``widths`` without drafts, which are ``work``, give more tokens a millisecond.
     """
+    changes_ms = cost.adapter_changes_ms(work.n_adapter_changes)
     plain_ms = cost.decode_call_ms(0, work.context_tokens) + sum([cost.decode_call_ms(width, 0) for width in widths])
+    plain_ms += changes_ms
     best_rate = MIN_DRAFT_SPEEDUP * len(decodes) / max(plain_ms, 1e-6)
     best: Sequence[int] = ()
-    verified = work
+    verified, together = work, _widths(decodes)
     left_ms = _ms_until_due(decodes, now_s)
     for length in DRAFT_LENGTHS:
         drafts = [min(view.n_drafts, length) for view in decodes]
-        rows = len(decodes) + sum(drafts)
-        if pads:
-            context = rows * max([view.n_context for view in decodes])
-        else:
-            context = work.context_tokens + sum([n * view.n_context for n, view in zip(drafts, decodes, strict=True)])
-        ms = cost.decode_call_ms(rows, context)
+        rows, context, ms, start = len(decodes) + sum(drafts), 0, changes_ms, 0
+        for width in together:
+            of_call = [*zip(decodes, drafts, strict=True)][start : start + width]
+            start += width
+            call_rows = width + sum([n for _, n in of_call])
+            call_context = sum([(1 + n) * view.n_context for view, n in of_call])
+            if pads:
+                call_context = call_rows * max([view.n_context for view, _ in of_call])
+            ms += cost.decode_call_ms(call_rows, call_context)
+            context += call_context
         if rows > max_tokens or ms > left_ms:
             break
         tokens = sum([_expected_tokens(view.acceptance_rate, n) for n, view in zip(drafts, decodes, strict=True)])
         if tokens > best_rate * ms:
-            best_rate, best, verified = tokens / ms, tuple(drafts), Work(0, rows, context)
+            best_rate, best, verified = (
+                tokens / ms,
+                tuple(drafts),
+                attrs.evolve(work, decode_rows=rows, context_tokens=context, n_calls=len(together)),
+            )
         if max(view.n_drafts for view in decodes) <= length:
             break
     return best, verified

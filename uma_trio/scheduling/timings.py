@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.policy import estimated_work
 from uma_trio.scheduling.view import SequenceView
 
 FIRST_BYTES_PER_MS: Final = {"save": 2e6, "load": 1e7, "read": 1e7}
@@ -51,7 +52,7 @@ class StepTimings:
 
     def decode_ms(self, decodes: Sequence[SequenceView]) -> float:
         """What a step of these alone is predicted to take."""
-        return self.cost.predict(Work(0, len(decodes), sum([view.n_context for view in decodes])))
+        return self.cost.predict(estimated_work(decodes))
 
     def copy_ms(self, way: Literal["read", "load", "save"], n_bytes: int) -> float:
         """What a copy is predicted to take."""

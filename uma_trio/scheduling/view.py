@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import TypeAlias
 
 import msgspec
+
+Scales: TypeAlias = tuple[tuple[int, float], ...]
+"""LoRA adapters by their number in the engine, ascending, each with its scale; empty: the model as it is."""
 
 
 class Priority(enum.IntEnum):
@@ -39,3 +43,5 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     """Draft tokens that can be verified together with the next token."""
     acceptance_rate: float = 0.0
     """Recent share of this sequence's draft tokens that were accepted, 0 to 1."""
+    adapters: Scales = ()
+    """LoRA adapters and their scales.  One call computes only sequences with the same."""

@@ -71,6 +71,7 @@ class RunningSet:
             sequence.prompt.tokens,
             sequence.max_cells,
             principal=sequence.principal.name,
+            adapters=sequence.adapters,
             rank=sequence.priority,
             private=not sequence.request.cache_prompt,
             durable=sequence.durable,

@@ -12,8 +12,9 @@ import trio
 
 from uma_trio.config import Config
 from uma_trio.engine.messages import ModelInfo
-from uma_trio.errors import BadRequest
+from uma_trio.errors import AdapterNotFound, BadRequest
 from uma_trio.grammar import Grammar
+from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet, adapter_set
 from uma_trio.models.prompt import Prompt, fit_prompt, tokens_to_generate
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import BANNED, Embed, Generate, Slo
@@ -40,13 +41,15 @@ def admit(
         durable: what the sequence leaves in the KV cache is saved before its cells go.
 
     Raises:
-        BadRequest: the prompt is empty, or a token id is not in the vocabulary.
+        BadRequest: the prompt is empty, a token id is not in the vocabulary, or an adapter is named twice.
+        AdapterNotFound: the model has no such adapter.
         PromptTooLarge, MaxTokensTooLarge, ContextTooSmall: more than the server or the model can serve.
     """
     limits = config.limits
     prompt = fit_prompt(prompt, request, info, limits)
     max_tokens = tokens_to_generate(request, len(prompt.tokens), info, limits)
     _check_token_ids(request, info)
+    adapters = adapters_of(request, info)
     seed = config.sampling.seed if request.seed is None else request.seed
     if seed is None:
         seed = secrets.randbits(63)
@@ -66,6 +69,7 @@ def admit(
             sink=sink,
             principal=principal,
             priority=Priority[request.slo.priority.upper()],
+            adapters=adapters,
             arrived_at=now,
             due_at=now + _target_ttft_ms(request.slo, config) / 1e3,
             target_itl_s=_target_itl_ms(request.slo, config) / 1e3,
@@ -73,6 +77,28 @@ def admit(
         )
         for index in range(request.n)
     ]
+
+
+def adapters_of(request: Generate, info: ModelInfo) -> AdapterSet:
+    """The adapters that ``request`` names.
+
+    Raises:
+        BadRequest: it names one twice.
+        AdapterNotFound: the model has no such adapter; the message names those that it has.
+    """
+    if not request.adapters:
+        return NO_ADAPTERS
+    numbers = {each.name: number for number, each in enumerate(info.adapters)}
+    scales: dict[int, float] = {}
+    for each in request.adapters:
+        number = numbers.get(each.name)
+        if number is None:
+            there = f"it has {', '.join(numbers)}" if numbers else "it has none (--adapter NAME=FILE)"
+            raise AdapterNotFound(f"the model {info.name} has no adapter {each.name!r}; {there}")
+        if number in scales:
+            raise BadRequest(f"adapters names {each.name!r} twice")
+        scales[number] = info.adapters[number].scale if each.scale is None else each.scale
+    return adapter_set(scales, {number: each.fingerprint for number, each in enumerate(info.adapters)})
 
 
 def check_embed(request: Embed, info: ModelInfo) -> None:

@@ -15,6 +15,7 @@ import trio
 
 from uma_trio.engine.messages import SampleRequest, StepInput, TokenIds
 from uma_trio.grammar import Grammar, GrammarState
+from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
 from uma_trio.kv.allocation import Allocation
 from uma_trio.models.prompt import Prompt
 from uma_trio.principal import Principal
@@ -87,6 +88,7 @@ class Sequence:
     sink: EventSink
     principal: Principal
     priority: Priority
+    adapters: AdapterSet = NO_ADAPTERS
     arrived_at: float
     due_at: float
     """When its next token is due."""
@@ -206,6 +208,7 @@ class Sequence:
             weight=self.principal.weight,
             n_drafts=n_drafts,
             acceptance_rate=self.acceptance_rate,
+            adapters=self.adapters.scales,
         )
 
     def drafts(self, n: int) -> Items[int]:
@@ -297,6 +300,7 @@ class Sequence:
             sink=self.sink,
             principal=self.principal,
             priority=self.priority,
+            adapters=self.adapters,
             arrived_at=now,
             admitted_at=now,
             due_at=now + self.target_itl_s,

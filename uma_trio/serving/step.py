@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
-from itertools import repeat
+from itertools import chain, groupby, islice, repeat
 from operator import attrgetter
 from typing import Final
 
@@ -24,7 +24,7 @@ from uma_trio.offload import Transfer
 from uma_trio.protocol.messages import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
 from uma_trio.scheduling.policy import Plan, PolicyState
-from uma_trio.scheduling.view import SequenceView
+from uma_trio.scheduling.view import Scales, SequenceView
 from uma_trio.serving.control import Phase
 from uma_trio.serving.embedding import EmbeddingChunk
 from uma_trio.serving.sequence import Sequence, State
@@ -189,43 +189,55 @@ def build_step(
         in_flight: the step in flight that it runs ahead of.
     """
     plan = planned.plan
-    rows: list[StepRow] = []
-    calls: list[list[StepInput | Continued]] = []
+    calls: dict[Scales, list[_Call]] = {adapters: [] for adapters in plan.adapters}
     decodes = iter(zip(plan.decodes, plan.drafts or repeat(0)))  # noqa: B905  (the second has no end)
     for width in plan.call_widths:
-        inputs: list[StepInput | Continued] = []
-        for _ in range(width):
-            view, n_drafts = next(decodes)
+        call = _Call()
+        for view, n_drafts in islice(decodes, width):
             sequence = planned.sequences[view.seq_id]
             drafts = sequence.drafts(n_drafts) if n_drafts else ()
             goes_on = in_flight is not None and in_flight.row_of(sequence) is not None
-            inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
-            rows.append(
-                StepRow(sequence, view.n_context + 1 + len(drafts), 1 + len(drafts), drafts, bool(sequence.forced))
-            )
-        if inputs:
-            calls.append(inputs)
-    if plan.prefill_separately or not calls:
-        calls.append([])
-    for chunk in plan.chunks:
-        sequence = planned.sequences[chunk.seq_id]
-        row = None if in_flight is None else in_flight.row_of(sequence)
-        start = sequence.n_computed if row is None else row.end
-        prefill = sequence.prefill_input(start, chunk.n_tokens)
-        calls[-1].append(prefill)
-        rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
+            end, n_samples = view.n_context + 1 + len(drafts), 1 + len(drafts)
+            call.inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
+            call.rows.append(StepRow(sequence, end, n_samples, drafts, bool(sequence.forced)))
+        if width:
+            calls[view.adapters].append(call)
+    for adapters, chunks in groupby(sorted(plan.chunks, key=_adapters_of), _adapters_of):
+        if plan.prefill_separately or not calls[adapters]:
+            calls[adapters].append(_Call())
+        call = calls[adapters][-1]
+        for chunk in chunks:
+            sequence = planned.sequences[chunk.seq_id]
+            row = None if in_flight is None else in_flight.row_of(sequence)
+            start = sequence.n_computed if row is None else row.end
+            prefill = sequence.prefill_input(start, chunk.n_tokens)
+            call.inputs.append(prefill)
+            call.rows.append(StepRow(sequence, start + chunk.n_tokens, len(prefill.samples)))
     step = Step(
         planned.ops,
-        [inputs for inputs in calls if inputs],
+        [call.inputs for call in chain.from_iterable(calls.values())],
         number,
         0 if in_flight is None else in_flight.number,
         planned.look_ahead,
         planned.mask_timeout_ms,
     )
+    if any(calls):  # otherwise the model is used as it is
+        step.adapters = [adapters for adapters, of_adapters in calls.items() for _ in of_adapters]
     if planned.embedding is not None:
         step.embeddings = planned.embedding.inputs
-    by_sequence = {row.sequence: row for row in rows}
+    by_sequence = {row.sequence: row for call in chain.from_iterable(calls.values()) for row in call.rows}
     return InFlightStep(number, planned, by_sequence, freed, runs_ahead=in_flight is not None), step
+
+
+@attrs.define
+class _Call:
+    """One ``llama_decode`` call."""
+
+    inputs: list[StepInput | Continued] = attrs.field(factory=list)
+    rows: list[StepRow] = attrs.field(factory=list)
+
+
+_adapters_of = attrgetter("adapters")
 
 
 def complete_step(

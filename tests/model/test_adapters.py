@@ -1,0 +1,78 @@
+"""LoRA adapters in llama.cpp: answers are those of the merged weights, and no adapter leaks into another sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.adapters import merged_model, random_adapter
+from tests.support.engine_contract import GREEDY, alone
+from tests.support.random_models import random_model
+from uma_trio import config
+from uma_trio.engine.messages import SampleRequest, Step, StepInput
+from uma_trio.kv.ops import Truncate
+from uma_trio.models.adapters import check_adapters
+from uma_trio.models.loaded import EMBEDDED
+
+N = 24
+SETTINGS = {"ctx": 2048, "parallel": 4, "batch_tokens": 64, "threads": 1, "layout_trial_s": 0}
+
+
+@pytest.fixture
+def open_engine(library):
+    from uma_trio.engine.llama import LlamaEngine
+
+    made = []
+
+    def open_engine(model, adapters=(), **options):
+        named = [config.Adapter(name=f"a{n}", path=str(path)) for n, path in enumerate(adapters)]
+        made.append(LlamaEngine(model, config.Model(**SETTINGS | options), adapters=check_adapters(named, model)))
+        return made[-1]
+
+    yield open_engine
+    for engine in made:
+        engine.close()
+
+
+def teacher_forced(engine, tokens, scales=(), *, seq_id=0):
+    """Log-probabilities of 20 tokens after each of ``tokens``."""
+    engine.step(Step([Truncate(seq_id)]))
+    samples = [SampleRequest(GREEDY, 0, logprobs=20) for _ in tokens]
+    output = engine.step(Step((), [[StepInput(seq_id, 0, tokens, samples)]], adapters=[scales] if scales else ()))
+    engine.step(Step([Truncate(seq_id)]))
+    return [dict(score.top_logprobs) for score in output.scores]
+
+
+def largest_difference(one, other):
+    """Of the log-probabilities of tokens that both report."""
+    pairs = [(a[token], b[token]) for a, b in zip(one, other, strict=True) for token in a.keys() & b.keys()]
+    assert len(pairs) > 15 * len(one)
+    a, b = np.array(pairs).T
+    return abs(a - b).max()
+
+
+PROMPT = list(range(300, 330))
+MODELS = {
+    "embedded": lambda: EMBEDDED,
+    "llama": lambda: random_model("4x128x4x2x256", "f16"),
+    "window": lambda: random_model("tiny-swa", "f16"),
+    "hybrid": lambda: random_model("tiny-hybrid", "f16"),
+}
+
+
+@pytest.mark.parametrize("unified", ["on", "off"])
+@pytest.mark.parametrize("scales", [((0, 1.0),), ((0, 0.5),), ((1, -0.7),), ((0, 0.6), (1, 0.8))], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_answer_with_adapters_is_that_of_the_merged_weights(open_engine, name, scales, unified):
+    model = MODELS[name]()
+    adapters = [random_adapter(model, seed) for seed in (0, 1)]
+    merged = merged_model(model, tuple((adapters[number], scale) for number, scale in scales))
+    exact = open_engine(merged_model(model, ()), kv_unified=unified)
+    whole = open_engine(merged, kv_unified=unified)
+    with_adapters = open_engine(merged_model(model, ()), adapters, kv_unified=unified)
+    found = teacher_forced(with_adapters, PROMPT, scales)
+    expected = teacher_forced(whole, PROMPT)
+    assert largest_difference(found, expected) < 0.02
+    plain = teacher_forced(with_adapters, PROMPT)
+    assert largest_difference(plain, teacher_forced(exact, PROMPT)) == 0, "without adapters the model is as it is"
+    assert any(one.keys() != other.keys() for one, other in zip(plain, found, strict=True)), "adapters change the text"

@@ -1,0 +1,51 @@
+"""LoRA adapters with random matrices, and models with the adapters merged; each is made once in a test run."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from tests.support.real_daemon import ROOT
+from tests.support.run import locked, run_folder
+
+SCRIPT = ROOT / "benches" / "make_adapter.py"
+
+
+@functools.cache
+def make_adapter_script() -> ModuleType:
+    """The script as a module; it is in no package."""
+    spec = importlib.util.spec_from_file_location("make_adapter", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def random_adapter(model: Path, seed: int = 0, rank: int = 4) -> Path:
+    """An adapter of ``model`` that changes its text."""
+    made = run_folder() / f"{model.stem}-lora-{seed}-{rank}.gguf"
+    with locked(made.name):
+        if not made.exists():
+            part = made.with_suffix(".part")
+            make_adapter_script().make_adapter(part, model, rank=rank, seed=seed)
+            part.replace(made)
+    return made
+
+
+@functools.cache
+def merged_model(model: Path, adapters: tuple[tuple[Path, float], ...]) -> Path:
+    """``model`` with adapters in its weights, each with its scale; its matrices are F32."""
+    name = "-".join(f"{path.stem}x{scale:g}" for path, scale in adapters)
+    made = run_folder() / f"{model.stem}-merged-{name}.gguf"
+    with locked(made.name):
+        if not made.exists():
+            part = made.with_suffix(".part")
+            make_adapter_script().merge_adapters(part, model, adapters)
+            part.replace(made)
+    return made
