@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
@@ -15,7 +13,10 @@ from uma_trio.engine.messages import EngineError, StepInput
 
 @pytest.fixture(params=[{}, {"repeats": 3}, {"can_truncate": False}], ids=["fake", "repeating", "recurrent"])
 def make(request):
-    return functools.partial(FakeEngine, **request.param)
+    def make(*, adapters=False, **options):
+        return FakeEngine(**request.param, **options, adapters=("one", "two") if adapters else ())
+
+    return make
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.adapters import merged_model, random_adapter
-from tests.support.engine_contract import GREEDY, alone
+from tests.support.engine_contract import GREEDY
 from tests.support.random_models import random_model
 from uma_trio import config
 from uma_trio.engine.messages import SampleRequest, Step, StepInput
@@ -44,7 +44,7 @@ def teacher_forced(engine, tokens, scales=(), *, seq_id=0):
 
 
 def largest_difference(one, other):
-    """Of the log-probabilities of tokens that both report."""
+    """The largest difference of log-probabilities that both report."""
     pairs = [(a[token], b[token]) for a, b in zip(one, other, strict=True) for token in a.keys() & b.keys()]
     assert len(pairs) > 15 * len(one)
     a, b = np.array(pairs).T

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.adapters import two_adapters
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
 from uma_trio import config
 from uma_trio.models.loaded import EMBEDDED
@@ -15,9 +16,10 @@ def make(library):
 
     made = []
 
-    def make(*, n_ctx, n_seq_max, n_batch):
+    def make(*, n_ctx, n_seq_max, n_batch, adapters=False):
         settings = config.Model(ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1, embedding_ctx=256)
-        made.append(LlamaEngine(EMBEDDED, settings))
+        found = two_adapters(EMBEDDED) if adapters else ()
+        made.append(LlamaEngine(EMBEDDED, settings, adapters=found))
         return made[-1]
 
     yield make

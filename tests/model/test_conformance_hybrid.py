@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from tests.support.adapters import two_adapters
 from tests.support.engine_contract import *  # noqa: F403  (the tests)
 from tests.support.random_models import random_model
 from uma_trio import config
@@ -21,11 +22,12 @@ def make(library):
 
     made = []
 
-    def make(*, n_ctx, n_seq_max, n_batch):
+    def make(*, n_ctx, n_seq_max, n_batch, adapters=False):
         settings = config.Model(
             ctx=n_ctx, parallel=n_seq_max, batch_tokens=n_batch, threads=1, flash_attn="off", embedding_ctx=256
         )
-        made.append(LlamaEngine(random_model("tiny-hybrid"), settings))
+        found = two_adapters(random_model("tiny-hybrid")) if adapters else ()
+        made.append(LlamaEngine(random_model("tiny-hybrid"), settings, adapters=found))
         return made[-1]
 
     yield make

@@ -1,6 +1,7 @@
 """Random requests to a ``KvCache``, checked against the plainest engine: a dict of token lists.
 
-A request always holds the first tokens of its prompt, and principals never share tokens.  Steps take time: requests
+A request always holds the first tokens of its prompt.  Principals never share tokens, and neither do requests with
+different adapters: here a principal with adapters is written ``a+x``.  Steps take time: requests
 arrive and end while a step computes, and the cache counts the tokens when the step has completed.
 """
 
@@ -25,10 +26,20 @@ from tests.support.kv_cache import (
     settle,
     truncate,
 )
+from uma_trio.kv.adapters import NO_ADAPTERS, AdapterSet
+from uma_trio.kv.allocation import Allocation
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import CopyPrefix, DropCheckpoint, KvOp, SaveCheckpoint, Truncate
 from uma_trio.kv.pool import MAX_IDLE_FRACTION
 from uma_trio.kv.prefix import MIN_SHARED_TOKENS
+
+ADAPTERS = {"": NO_ADAPTERS, "x": AdapterSet(((0, 1.0),), "x"), "y": AdapterSet(((0, 0.5),), "y")}
+
+
+def owner(allocation: Allocation) -> str:
+    """The principal with its adapters, as the rules name it."""
+    key = allocation.adapters.key
+    return f"{allocation.principal}+{key}" if key else allocation.principal
 
 
 @attrs.define
@@ -148,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         n_new=st.sampled_from([20, 1, 60]),
         answer=st.sampled_from([10, 1, 40]),
         variant=st.integers(0, 1),
-        principal=st.sampled_from(["a", "a", "a", "b"]),
+        principal=st.sampled_from(["a", "a", "a", "b", "a+x", "a+y"]),
         rank=st.sampled_from([1, 1, 0, 2]),
         private=st.sampled_from([False] * 7 + [True]),
     )
@@ -181,7 +192,15 @@ class CacheMachine(RuleBasedStateMachine):
         idle = {seq_id: len(held) for seq_id, held in self.idle().items()}
         best = self.longest_idle(prompt, principal) if self.can_truncate else self.furthest_idle(prompt, principal)
         before, ops = self.cache.held(), list(self.cache._pool.ops)
-        placement = place(self.cache, array, cells, principal=principal, rank=rank, private=private)
+        placement = place(
+            self.cache,
+            array,
+            cells,
+            principal=principal.partition("+")[0],
+            adapters=ADAPTERS[principal.partition("+")[2]],
+            rank=rank,
+            private=private,
+        )
         free_cells = self.n_cells - sum(request.cells for request in self.requests.values())
         assert (placement is not None) == (cells <= free_cells and len(self.requests) < self.n)
         if placement is None:
@@ -206,7 +225,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Longest prefix of ``prompt`` in an idle sequence of the same principal."""
         found = [0]
         for seq_id, held in self.idle().items():
-            if self.cache._pool.allocations[seq_id].principal == principal:
+            if owner(self.cache._pool.allocations[seq_id]) == principal:
                 same = [a == b for a, b in zip(prompt[:-1], held, strict=False)]
                 found.append(([*same, False]).index(False))
         return max(found)
@@ -216,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
         found = [0]
         for seq_id, held in self.idle().items():
             allocation = self.cache._pool.allocations[seq_id]
-            if allocation.principal == principal:
+            if owner(allocation) == principal:
                 lengths = [len(held), *(point.length for point in allocation.checkpoints)]
                 found += [n for n in lengths if n < len(prompt) and prompt[:n] == held[:n]]
         return max(found)
@@ -459,7 +478,7 @@ def live(n: int, unified: bool, checkpoints: int | None, chance: random.Random) 
                         n_new=chance.choice([1, 20, 60]),
                         answer=chance.choice([1, 10, 40]),
                         variant=chance.randrange(2),
-                        principal=chance.choice(["a", "a", "a", "b"]),
+                        principal=chance.choice(["a", "a", "a", "b", "a+x", "a+y"]),
                         rank=chance.choice([0, 1, 1, 2]),
                         private=chance.random() < 0.1,
                     )

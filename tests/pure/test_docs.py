@@ -36,6 +36,8 @@ from uma_trio.protocol.controllers import (
 from uma_trio.protocol.framing import FrameReader, frame
 from uma_trio.protocol.messages import (
     Activity,
+    AdapterChoice,
+    AdapterDescription,
     Cancel,
     Embed,
     Embeddings,
@@ -48,8 +50,6 @@ from uma_trio.protocol.messages import (
     Logprob,
     Logprobs,
     MetricsQuery,
-    AdapterChoice,
-    AdapterDescription,
     ModelDescription,
     ModelList,
     ModelsQuery,

@@ -10,6 +10,9 @@ from types import ModuleType
 
 from tests.support.real_daemon import ROOT
 from tests.support.run import locked, run_folder
+from uma_trio import config
+from uma_trio.engine.messages import AdapterFile
+from uma_trio.models.adapters import check_adapters
 
 SCRIPT = ROOT / "benches" / "make_adapter.py"
 
@@ -36,6 +39,12 @@ def random_adapter(model: Path, seed: int = 0, rank: int = 4) -> Path:
             make_adapter_script().make_adapter(part, model, rank=rank, seed=seed)
             part.replace(made)
     return made
+
+
+def two_adapters(model: Path) -> tuple[AdapterFile, ...]:
+    """Two adapters of ``model``, checked."""
+    paths = [random_adapter(model, seed) for seed in (0, 1)]
+    return check_adapters([config.Adapter(name=path.stem, path=str(path)) for path in paths], model)
 
 
 @functools.cache

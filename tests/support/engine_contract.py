@@ -2,7 +2,8 @@
 
 The importing file has two fixtures:
 
-- ``make(n_ctx, n_seq_max, n_batch)`` opens an engine.  Its ``info`` may promise more cells than ``n_ctx``.
+- ``make(n_ctx, n_seq_max, n_batch)`` opens an engine.  Its ``info`` may promise more cells than ``n_ctx``.  With
+  ``adapters=True`` it has two LoRA adapters.
 - ``prompts`` is a list of distinct lists of token ids.
 
 Source: ``uma_trio.engine.messages``.
@@ -577,6 +578,99 @@ def test_a_state_outlives_a_reset(engine, prompts, new_file):
     engine.reset()
     assert not engine.step(Step([LoadState(3, at, fd, 0, n_bytes)])).refused
     assert engine.step(step(prefill_input(3, prompts[1], at))).tokens == tuple(expected)
+
+
+# -- adapters ----------------------------------------------------------------------------------------
+
+FIRST, HALF, SECOND, BOTH = ((0, 1.0),), ((0, 0.5),), ((1, 1.0),), ((0, 1.0), (1, -1.0))
+SETS = [(), FIRST, HALF, SECOND, BOTH]
+
+
+@pytest.fixture
+def adapting(make):
+    return make(n_ctx=1024, n_seq_max=4, n_batch=64, adapters=True)
+
+
+def with_adapters(engine, scales, tokens, n, *, seq_id=0):
+    """As ``alone``, with the adapters ``scales``."""
+    output = engine.step(Step([Truncate(seq_id)], [[prefill_input(seq_id, tokens)]], adapters=[scales]))
+    answer = list(output.tokens)
+    while len(answer) < n:
+        decode = StepInput(seq_id, len(tokens) + len(answer) - 1, answer[-1:], [greedy(len(answer))])
+        answer += engine.step(Step((), [[decode]], adapters=[scales])).tokens
+    engine.step(step(removing=(seq_id,)))
+    return answer
+
+
+def test_info_has_the_adapters(adapting, engine):
+    assert len({each.name for each in adapting.info.adapters}) == 2
+    assert len({each.fingerprint for each in adapting.info.adapters}) == 2
+    assert engine.info.adapters == ()
+
+
+def test_adapters_change_what_is_computed_and_nothing_after_it(adapting, prompts):
+    """A step without adapters computes the model as it is, whatever the one before had."""
+    answers = [with_adapters(adapting, scales, prompts[0], 8) for scales in SETS]
+    assert len({tuple(answer) for answer in answers}) > 1
+    assert with_adapters(adapting, FIRST, prompts[0], 8) == answers[1]
+    assert alone(adapting, prompts[0], 8) == answers[0]
+    assert with_adapters(adapting, BOTH, prompts[0], 8) == answers[4]
+
+
+def test_an_engine_with_adapters_computes_the_model_as_one_without(adapting, engine, prompts):
+    for prompt in prompts:
+        assert alone(adapting, prompt, 8) == alone(engine, prompt, 8)
+
+
+def test_calls_with_different_adapters_in_one_step_equal_steps_of_their_own(adapting, prompts):
+    chosen = [FIRST, (), SECOND, HALF]
+    expected = [with_adapters(adapting, *each, 6) for each in zip(chosen, prompts, strict=True)]
+    calls = [[prefill_input(seq_id, prompt)] for seq_id, prompt in enumerate(prompts)]
+    answers = [[token] for token in adapting.step(Step((), calls, adapters=chosen)).tokens]
+    for n in range(1, 6):
+        calls = [
+            [StepInput(seq_id, len(prompts[seq_id]) + n - 1, answers[seq_id][-1:], [greedy(n)])] for seq_id in range(4)
+        ]
+        order = [2, 0, 3, 1] if n % 2 else [0, 1, 2, 3]
+        step = Step((), [calls[at] for at in order], adapters=[chosen[at] for at in order])
+        for at, token in zip(order, adapting.step(step).tokens, strict=True):
+            answers[at].append(token)
+    assert answers == expected
+
+
+def test_sequences_with_the_same_adapters_in_one_call(adapting, prompts):
+    expected = [with_adapters(adapting, SECOND, prompt, 1)[0] for prompt in prompts]
+    calls = [[prefill_input(seq_id, prompt) for seq_id, prompt in enumerate(prompts)]]
+    assert list(adapting.step(Step((), calls, adapters=[SECOND])).tokens) == expected
+
+
+def test_a_state_that_was_computed_with_adapters_goes_on(adapting, prompts, new_file):
+    both = [*prompts[0], *prompts[1]]
+    expected = with_adapters(adapting, FIRST, both, 4)
+    at = len(prompts[0])
+    adapting.step(Step((), [[prefill_input(0, prompts[0])]], adapters=[FIRST]))
+    [n_bytes] = state_sizes(adapting, 0)
+    fd = new_file(bytes(n_bytes))
+    assert not adapting.step(Step([SaveState(0, fd, 0, n_bytes), Truncate(0)])).refused
+    assert not adapting.step(Step([LoadState(1, at, fd, 0, n_bytes)])).refused
+    [token] = adapting.step(Step((), [[prefill_input(1, prompts[1], at)]], adapters=[FIRST])).tokens
+    assert token == expected[0]
+
+
+@pytest.mark.parametrize("number", [-1, 2, 1000])
+def test_an_adapter_that_the_engine_does_not_have_fails(adapting, prompts, number):
+    expected = with_adapters(adapting, FIRST, prompts[0], 3)
+    with pytest.raises(EngineError):
+        adapting.step(Step((), [[prefill_input(0, prompts[0])]], adapters=[((number, 1.0),)]))
+    adapting.reset()
+    assert with_adapters(adapting, FIRST, prompts[0], 3) == expected
+
+
+def test_adapters_after_a_reset(adapting, prompts):
+    expected = [with_adapters(adapting, scales, prompts[0], 3) for scales in SETS]
+    adapting.step(Step((), [[prefill_input(0, prompts[1])]], adapters=[BOTH]))
+    adapting.reset()
+    assert [with_adapters(adapting, scales, prompts[0], 3) for scales in SETS] == expected
 
 
 # -- texts to embed -----------------------------------------------------------------------------------

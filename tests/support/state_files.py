@@ -88,7 +88,7 @@ class MemoryDraft:
             raise StateFileError("the disk failed")
         checkpoints = tuple((length, size) for length, size in extra.get("checkpoints", []))
         name = f"state {next(self.files._names)}"
-        saved = SavedState(name, principal, np.array(tokens), n_bytes, checkpoints)
+        saved = SavedState(name, principal, np.array(tokens), n_bytes, checkpoints, extra.get("adapters", ""))
         self.files.states[saved.name] = (saved, data)
         return saved
 

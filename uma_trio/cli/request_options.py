@@ -32,6 +32,8 @@ def fields_of(options: dict[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in given.items() if value is not None and value != ()}
     if (constraint := constraint_of(options)) is not None:
         fields["constraint"] = constraint
+    if options["adapter"]:
+        fields["adapters"] = [_adapter(each) for each in options["adapter"]]
     if options["priority"]:
         fields["slo"] = {"priority": options["priority"]}
     return fields
@@ -71,8 +73,26 @@ def _biases(given: tuple[str, ...]) -> dict[str, float] | None:
     return found or None
 
 
+def _adapter(given: str) -> dict[str, Any]:
+    """Parse ``NAME`` or ``NAME=SCALE``.  The daemon checks the bounds."""
+    name, separator, scale = given.partition("=")
+    try:
+        found = {"name": name, "scale": float(scale)} if separator else {"name": name}
+    except ValueError:
+        found = {}
+    if not name or not math.isfinite(found.get("scale", 0.0 if found else math.nan)):
+        raise click.BadParameter(f"--adapter: {given!r} is not NAME or NAME=SCALE, such as sql=0.5")
+    return found
+
+
 OPTIONS: Final = (
     click.option("--model", help="Name of the model that answers.  [default: the daemon's first]"),
+    click.option(
+        "--adapter",
+        multiple=True,
+        metavar="NAME[=SCALE]",
+        help="Answer with this LoRA adapter of the model; repeatable. See serve --adapter.",
+    ),
     click.option("--system", help="System message before the question."),
     click.option(
         "--max-tokens",
