@@ -77,12 +77,12 @@ def _adapter(given: str) -> dict[str, Any]:
     """Parse ``NAME`` or ``NAME=SCALE``.  The daemon checks the bounds."""
     name, separator, scale = given.partition("=")
     try:
-        found = {"name": name, "scale": float(scale)} if separator else {"name": name}
+        number = float(scale) if separator else 1.0
     except ValueError:
-        found = {}
-    if not name or not math.isfinite(found.get("scale", 0.0 if found else math.nan)):
+        number = math.nan
+    if not name or not math.isfinite(number):
         raise click.BadParameter(f"--adapter: {given!r} is not NAME or NAME=SCALE, such as sql=0.5")
-    return found
+    return {"name": name, "scale": number} if separator else {"name": name}
 
 
 OPTIONS: Final = (
