@@ -46,7 +46,7 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": _with_patterns_of_ecma(components),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -54,6 +54,21 @@ def document(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         },
         "security": [{}, {"bearer": []}, {"apiKey": []}],
     }
+
+
+def _with_patterns_of_ecma(schema: Any) -> Any:
+    r"""The schema, with patterns as JSON schema has them: the end is ``$``, and ``\Z`` of Python is an error there."""
+    match schema:
+        case dict():
+            return {
+                name: each.replace(r"\Z", "$")
+                if name == "pattern" and isinstance(each, str)
+                else _with_patterns_of_ecma(each)
+                for name, each in schema.items()
+            }
+        case list():
+            return [_with_patterns_of_ecma(each) for each in schema]
+    return schema
 
 
 def template_of(path: str) -> str:

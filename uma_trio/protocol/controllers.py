@@ -21,14 +21,18 @@ from uma_trio.protocol.field_errors import convert
 from uma_trio.protocol.types import Name
 
 MAX_ARG_BYTES: Final = 256 * 1024
-_TAG: Final = re.compile(r"[^\W\d_][\w.-]{0,49}")
 """Size of ``controller_arg`` as JSON: the largest program that a controller interprets."""
+
+_TAG: Final = re.compile(r"[^\W\d_][\w.-]{0,49}")
 
 MAX_ARG_DEPTH: Final = 32
 """Nesting of objects and lists in ``controller_arg``, itself included."""
 
 MAX_PARTS: Final = 4096
 """Messages that one upload may consist of."""
+
+MAX_TAGS: Final = 64
+"""Names that one query may give to a module."""
 
 ModuleId = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 """SHA-256 of the Wasm module, in hex."""
@@ -47,7 +51,7 @@ class ControllersQuery:
     """Number of parts."""
     module_id: ModuleId | None = None
     """The module that gets the tags; set for ``tag`` alone."""
-    tags: Annotated[list[Name], Meta(min_length=1, max_length=64)] | None = None
+    tags: Annotated[list[Name], Meta(min_length=1, max_length=MAX_TAGS)] | None = None
     """Names for a module; set for ``tag`` alone."""
     model: Name | None = None
     """The model whose controllers these are; ``None``: the daemon's first."""

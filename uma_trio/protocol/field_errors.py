@@ -167,7 +167,7 @@ def _described_one(type_: inspect.Type, value: object) -> str:
         case inspect.FloatType():
             return f"a number{_bounds(type_, value)}"
         case inspect.StrType():
-            return f"a text{_lengths(type_, 'characters')}"
+            return f"a text{_lengths(type_, 'characters')}{_pattern(type_)}"
         case inspect.LiteralType(values=values):
             shown = [f"'{value}'" if isinstance(value, str) else str(value) for value in values]
             return f"one of {', '.join(shown)}" if len(shown) > 1 else shown[0]
@@ -205,6 +205,10 @@ def _lengths(of: inspect.StrType | inspect.ListType | inspect.DictType, unit: st
     if most is not None:
         return f" of at most {most} {unit}"
     return f" of at least {least} {unit}" if least else ""
+
+
+def _pattern(of: inspect.StrType) -> str:
+    return "" if of.pattern is None else f" that matches {of.pattern.replace(chr(92) + 'Z', '$')}"
 
 
 def _shown(value: object) -> str:

@@ -10,10 +10,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import attrs
 import msgspec
+from msgspec import Meta
 from starlette.responses import Response
 
 from uma_trio.client import (
@@ -34,7 +35,7 @@ from uma_trio.gateway.dialects.starling_shapes import RunEvent, TagList, Uploade
 from uma_trio.gateway.endpoint import Call, Dialect, Endpoint
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.guard import is_admin
-from uma_trio.protocol.controllers import StorageWrite
+from uma_trio.protocol.controllers import MAX_TAGS, ModuleId, StorageWrite
 
 AICI: Final = Dialect("aici", lambda error, _: f"APIError: {error.message}")
 
@@ -83,8 +84,8 @@ async def list_tags(call: Call) -> Response:
 class TagRequest(msgspec.Struct):
     """Names for a controller."""
 
-    module_id: str
-    tags: list[str]
+    module_id: ModuleId
+    tags: Annotated[list[str], Meta(min_length=1, max_length=MAX_TAGS)]
 
 
 async def set_tags(call: Call) -> Response:
