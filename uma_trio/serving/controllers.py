@@ -12,20 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Items
-from itertools import chain
 from typing import Any, Final, Protocol
 
 import trio
 
 from uma_trio.aici.exchange import ControllerRuntime, Exchange, MidResults, PostPreResults
 from uma_trio.aici.messages import MidOp, PostOp, PreOp, PreResult, SequenceResult
-from uma_trio.engine.messages import StepInput, SubmittedStep
+from uma_trio.engine.messages import SubmittedStep
 from uma_trio.engine.supervisor import SupervisedEngine
 from uma_trio.errors import ControllerFailed, ControllerUnavailable, UmaError
 from uma_trio.protocol.messages import FinishReason
 from uma_trio.serving.control import ControlledRequest, Phase
 from uma_trio.serving.controlled import ControlledSequences, control_of, have_room, is_prefilled
 from uma_trio.serving.forking import Forking, ForkRefused
+from uma_trio.serving.masked_steps import MaskedSteps
 from uma_trio.serving.output import send_controller_output, send_rest, send_unsent
 from uma_trio.serving.queue import RunningSet
 from uma_trio.serving.sequence import Sequence, State
@@ -34,9 +34,6 @@ from uma_trio.telemetry.metrics import RecentValues
 
 MAX_WAIT_S: Final = 0.002
 """A plan waits so long for an exchange.  After one that took longer, plans do not wait until one was quick again."""
-
-SHORT_MASK_TIMEOUT_MS: Final = 2.0
-"""Masks may come so long after the logits, if sequences without a controller are in the step."""
 
 ASK_AGAIN_S: Final = 0.01
 """Suspended sequences are asked again after this time, if nothing else happens."""
@@ -95,12 +92,7 @@ class Controllers:
         """When the last one was done."""
         self._is_slow = False
         """The last exchange took longer than a plan waits."""
-        self._step: InFlightStep | None = None
-        """The step that has begun and samples controlled sequences."""
-        self._has_asked = False
-        """Its masks were asked for, are there, or will not come."""
-        self._ahead: InFlightStep | None = None
-        """The step that runs ahead and samples controlled sequences.  Its masks are asked for when it begins."""
+        self._steps = MaskedSteps(engine)
         self._post_pre_ms, self._mid_ms = RecentValues(), RecentValues()
         """Time from asking until the answer was there."""
         self._exchanges_ms = [math.inf, math.inf]
@@ -113,8 +105,7 @@ class Controllers:
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        steps = self._step is not None or self._ahead is not None
-        return steps or bool(self._controlled or self._freed or self._abandoned)
+        return bool(self._controlled or self._freed or self._abandoned or self._steps)
 
     def snapshot(self) -> dict[str, Any] | None:
         """Numbers for the metrics; ``None`` without a runtime."""
@@ -173,8 +164,7 @@ class Controllers:
 
     def _end_lost(self, lost: Items[Sequence], why: str) -> None:
         """End sequences whose controllers have died."""
-        if self._step is not None:  # the engine need not wait for masks that will never come
-            self._give_up(self._step)
+        self._steps.give_up()
         for sequence in lost:
             if sequence.state is not State.FINISHED:  # ended by what another one's end set off
                 self._serving.finish(sequence, ControllerUnavailable(f"the runtime of controllers has ended: {why}"))
@@ -186,22 +176,16 @@ class Controllers:
 
     def step_completed(self, step: InFlightStep) -> None:
         """The tokens of ``step`` are counted and sent; tell their controllers."""
-        if self._step is step:
-            self._step = None
-        if self._step is None:  # the step that ran ahead has begun
-            self._step, self._ahead, self._has_asked = self._ahead, None, False
+        self._steps.completed(step)
         self._advance()
 
     def step_revoked(self, step: InFlightStep) -> None:
         """``step`` ran ahead and was not begun.  Masks and splices that were not used yet stay."""
-        if self._step is step:
-            self._step = None
-        if self._ahead is step:
-            self._ahead = None
+        self._steps.removed(step)
 
     def steps_lost(self) -> None:
         """The engine has died, with all steps in flight; otherwise as ``step_revoked``."""
-        self._step = self._ahead = None
+        self._steps.lost()
 
     async def settle(self) -> None:
         """Bring controlled sequences as far as they come in a moment; no step is in flight."""
@@ -233,76 +217,36 @@ class Controllers:
             asks = may_ask and sequence.sink.has_room and not control.asks_ahead
             control.is_permitted = asks or control.phase is Phase.ANSWERED
 
-    def claim(self, step: InFlightStep, message: SubmittedStep) -> list[Sequence]:
-        """Have the engine wait for the masks of controlled sequences in a step that is not sent yet.
-
-        Returns:
-            The sequences whose masks are to be asked for with ``step_sent``.
-        """
-        inputs = chain.from_iterable(message.calls)
-        sampling = [
-            (control_of(sequence), sequence, each)
-            for (sequence, row), each in zip(step.rows.items(), inputs, strict=True)
-            if sequence.control is not None and row.n_samples
-        ]
-        if not sampling:
-            return []
+    def claim(self, step: InFlightStep, message: SubmittedStep) -> None:
+        """Have the engine wait for the masks of controlled sequences in a step that is not sent yet."""
         assert self._runtime is not None
-        assert self._runtime.masks is not None
-        self._engine.link.attach_masks(self._runtime.masks)
-        for control, _, each in sampling:
-            if isinstance(each, StepInput):  # the others go on with the same key
-                each.samples[0].late_mask = control.id
-        if any(sequence.control is None for sequence in step.rows) and not any(
-            sequence.sampling.grammar for sequence in step.rows
-        ):
-            message.mask_timeout_ms = SHORT_MASK_TIMEOUT_MS
-        if step.runs_ahead:
-            self._ahead = step
-            return []
-        self._step, self._has_asked = step, True
-        asked = [sequence for control, sequence, _ in sampling if control.mask_row is None]
-        assert len(asked) in (0, len(sampling))
-        return asked
+        self._steps.claim(step, message, self._runtime.masks)
 
-    def step_sent(self, step: InFlightStep, asked: Items[Sequence]) -> None:
-        """``step`` is on its way to the engine: ask for the masks of ``asked``, or say that all are there."""
-        if self._step is not step:
+    def step_sent(self, step: InFlightStep) -> None:
+        """``step`` is on its way to the engine: ask for its masks, or say that all are there."""
+        if self._steps.begun is not step:
             return
-        if asked:
-            self._ask_mid(asked)
+        sampled = self._steps.sampled(step)
+        rows = {each.id: each.mask_row for each in map(control_of, sampled) if each.mask_row is not None}
+        assert len(rows) in (0, len(sampled))
+        self._steps.has_asked = True
+        if rows:
+            self._steps.ready(step, rows)
         else:
-            controls = [each.control for each in step.rows if each.control is not None]
-            rows = {each.id: each.mask_row for each in controls if each.mask_row is not None}
-            self._engine.link.masks_ready(step.number, rows)
+            self._ask_mid(sampled)
 
     def holds_back(self, step: InFlightStep) -> bool:
         """Whether no step may run ahead of ``step``, because that would delay a controlled sequence."""
-        return self._can_go_on or (self._step is step and not self._may_run_ahead(step))
-
-    def _may_run_ahead(self, step: InFlightStep) -> bool:
-        """Whether all controllers of ``step`` will probably want another token, and say so while it is computed.
-
-        One that does not costs the time of a row.
-        """
-        if not self._engine.info.can_truncate:
-            return False
-        others = any(sequence.control is None for sequence in step.rows)
-        time_ms = step.plan.predicted_ms + (0.0 if others else step.planned.mask_timeout_ms / 2)
-        controls = [each.control for each, row in step.rows.items() if each.control is not None and row.is_sampled]
-        return sum(self._exchanges_ms) <= time_ms and all(each.may_go_on for each in controls)
+        if self._can_go_on:
+            return True
+        return self._steps.begun is step and not self._steps.may_run_ahead(step, self._exchanges_ms)
 
     @property
     def _can_go_on(self) -> bool:
         """Whether the next step could bring a controlled sequence further that none in flight does."""
         return self._forking.is_possible() or any(
-            _can_go_on(each) for each in self._controlled if not self._is_sampled(each)
+            _can_go_on(each) for each in self._controlled if not self._steps.samples(each)
         )
-
-    def _is_sampled(self, sequence: Sequence) -> bool:
-        """Whether a step in flight samples what follows after all known tokens of ``sequence``."""
-        rows = [step.rows.get(sequence) for step in (self._step, self._ahead) if step is not None]
-        return any(row is not None and row.is_sampled for row in rows) and is_prefilled(sequence)
 
     @property
     def ask_at(self) -> float:
@@ -319,16 +263,15 @@ class Controllers:
         Nothing is asked between a mask and the token that comes of it: ``pre`` comes after ``post``, and the masks of a
         step stay where they are until the engine has read them.
         """
-        while self._exchange is None and self and (self._step is None or not self._has_asked):
+        while self._exchange is None and self and not self._steps.keeps_masks:
             if self._controlled.in_phase(Phase.ANSWERED):
-                if self._step is not None:
-                    self._give_up(self._step)
+                self._steps.give_up()
                 return
             if self._wants_post_pre:
                 self._ask_post_pre()
                 continue
-            if self._step is not None:
-                self._ask_mid_for(self._step)
+            if self._steps.begun is not None:
+                self._ask_mid_for(self._steps.begun)
                 continue
             try:
                 asked = self._forking.next_group()
@@ -346,7 +289,7 @@ class Controllers:
         controlled = self._controlled
         if controlled.in_phase(Phase.REPORT) or any(each.allocation for each in controlled.in_phase(Phase.NEW)):
             return True
-        if self._ready or self._step is not None:  # masks come first, and a post_pre comes after their tokens
+        if self._ready or self._steps.begun is not None:  # masks come first, and a post_pre comes after their tokens
             return False
         return bool(self._freed or self._abandoned) or trio.current_time() >= self.ask_at
 
@@ -387,15 +330,10 @@ class Controllers:
         """Ask for the masks of ``step``, which ran ahead, of those whose controllers want to go on."""
         asked = [each for each in self._ready if step.row_of(each) is not None]
         if asked:
-            self._has_asked = True
+            self._steps.has_asked = True
             self._ask_mid(asked)
         else:
-            self._give_up(step)
-
-    def _give_up(self, step: InFlightStep) -> None:
-        """No mask of ``step`` will come."""
-        self._has_asked = True
-        self._engine.link.masks_ready(step.number, {})
+            self._steps.give_up()
 
     def _ask_mid(self, asked: Items[Sequence]) -> None:
         assert self._runtime is not None
@@ -405,7 +343,7 @@ class Controllers:
             ops.append(MidOp(control.id, control.clone_of))
             control.phase, control.clone_of, control.is_asked = Phase.SAMPLING, None, True
         exchange = self._runtime.mid(ops)
-        step = self._step
+        step = self._steps.begun
 
         def take() -> None:
             self._exchanges_ms[1] = 1e3 * self._age_s
@@ -525,11 +463,11 @@ class Controllers:
             step: waits for them, unless it has ended without them.
         """
         assert exchange.answer is not None
-        if step is not None and step is self._step:
-            if any(found.result is not None for found in exchange.answer.values()):
-                self._serving.revoke_ahead()  # it goes on from tokens that a splice replaces
+        if any(found.result is not None for found in exchange.answer.values()):
+            self._serving.revoke_ahead()  # it goes on from tokens that a splice replaces
+        if step is not None:
             good = {id for id, found in exchange.answer.items() if not found.error and found.skipped is not True}
-            self._engine.link.masks_ready(step.number, {id: row for id, row in rows.items() if id in good})
+            self._steps.ready(step, {id: row for id, row in rows.items() if id in good})
         for id, found in exchange.answer.items():
             sequence = self._said(id, found)
             if sequence is None:

@@ -463,10 +463,11 @@ class Scheduler:
             if (grammar := sequence.sampling.grammar) is not None:
                 self._engine.link.define_grammar(grammar.key, grammar.source)
         self._in_flight.append(step)
-        asked = self._controllers.claim(step, message) if self._controllers else ()
+        if self._controllers:
+            self._controllers.claim(step, message)
         self._engine.link.submit(message)
         if self._controllers:
-            self._controllers.step_sent(step, asked)
+            self._controllers.step_sent(step)
 
     # 3. deliver, while the step computes
 
