@@ -21,7 +21,7 @@ from uma_trio.gateway.metric_names import EXPORTED
 DOCS = Path(uma_trio.__file__).parent.parent / "docs"
 
 LEFT_OUT = re.compile(
-    r".*_p\d\d_ms|.*_max_ms|.*_avg|avg_batch|acceptance_rate|.*_per_token|requests_inter_token_ms|.*pid|"
+    r".*_p\d\d_ms|.*_max_ms|.*_avg|avg_batch|(model_)?acceptance_rate|.*_per_token|requests_inter_token_ms|.*pid|"
     r"kv_offload\.(skipped_total|loaded_tokens_total)|sessions\.journal_.*|gateway\.(rss_bytes|cpu_s)"
 )
 """Made of other metrics by Prometheus, or of no use over time."""

@@ -31,6 +31,9 @@ from uma_trio.engine.messages import (
     MAX_EMBEDDING_SEQUENCES,
     AdapterFile,
     DefineGrammar,
+    Draft,
+    Drafted,
+    DraftInput,
     EmbeddingInput,
     EngineDied,
     EngineError,
@@ -224,6 +227,9 @@ class FakeEngine:
         repeats: the model mostly says what stood so many tokens before; 0: never.
         adapters: names of LoRA adapters.
         change_ms: simulated milliseconds of a call with other adapters than the one before, beyond those of a call.
+        draft_errors: there is a draft model, and one in so many of its tokens is wrong; 0: none is.
+        draft_ms: simulated milliseconds of one call of the draft model.
+        draft_ctx: tokens that it can know of a sequence.
     """
 
     def __init__(
@@ -241,7 +247,14 @@ class FakeEngine:
         can_embed: bool = True,
         adapters: Sequence[str] = (),
         change_ms: float = 2.0,
+        draft_errors: int | None = None,
+        draft_ms: float = 0.5,
+        draft_ctx: int = 1 << 20,
     ) -> None:
+        drafter: dict[str, Any] = {}
+        if draft_errors is not None:
+            drafter = {"draft_model": "fake draft", "draft_ctx": draft_ctx, "draft_batch": min(128, n_batch)}
+            drafter |= {"draft_call_ms": draft_ms, "draft_token_ms": draft_ms / 50}
         self.info = ModelInfo(
             name="fake",
             description="fake",
@@ -260,6 +273,7 @@ class FakeEngine:
             can_embed=can_embed,
             embedding_ctx=512,
             embedding_batch=min(128, n_batch),
+            **drafter,
             can_truncate=can_truncate,
             state_can_truncate=can_truncate,
             max_checkpoints=0 if can_truncate else MAX_PER_SEQUENCE * n_seq_max if checkpoints is None else checkpoints,
@@ -288,6 +302,14 @@ class FakeEngine:
         self._masks_ready: MasksReady | None = None
         self._cache: dict[int, SequenceContent] = {}
         self._texts: dict[int, list[int]] = {}
+        self._draft_errors, self._draft_call_ms = draft_errors, draft_ms
+        self.drafted: dict[int, SequenceContent] = {}
+        """What the draft model holds."""
+        self.draft_inputs: list[Sequence[DraftInput]] = []
+        self._drafting_ms = 0.0
+        """Simulated time of the draft model before the next step."""
+        self.draft_failure: str | None = None
+        """The next drafts fail with this reason."""
         self.embedding_failure: str | None = None
         """The next texts to embed fail with this reason."""
         self.masks: Masks | None = None
@@ -300,7 +322,8 @@ class FakeEngine:
 
     def step(self, step: Step, callbacks: StepCallbacks | None = None) -> StepOutput:
         self.steps.append(step)
-        self.cost_of_last_ms = 0.0
+        self.cost_of_last_ms, self._drafting_ms = self._drafting_ms, 0.0
+        drafting_ms = self.cost_of_last_ms
         refused: list[tuple[int, str]] = []
         sizes: list[tuple[int, list[int]]] = []
         copied_ms = 0.0
@@ -381,7 +404,7 @@ class FakeEngine:
         return StepOutput(
             tuple(sampled),
             step.number,
-            decode_ms=self.cost_of_last_ms - copied_ms - copied.get("embedding_ms", 0.0),
+            decode_ms=self.cost_of_last_ms - drafting_ms - copied_ms - copied.get("embedding_ms", 0.0),
             scores=scores if any(scores) else (),
             forced=self._forced,
             grammar_failures=self._grammar_failures,
@@ -545,6 +568,42 @@ class FakeEngine:
             self._forced += applied.forced.items()
         return logits
 
+    def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
+        """Each draft is what the model would say greedily, but for errors.  Their probability is 1."""
+        self.draft_inputs.append(inputs)
+        lengths = [len(each.tokens) for each in inputs]
+        if self._draft_errors is None or sum(lengths) > self.info.draft_batch or not min(lengths):
+            raise AssertionError(f"drafts for {lengths} tokens")
+        failure, self.draft_failure = self.draft_failure, None
+        if failure is not None:
+            self.drafted.clear()
+            return Drafted([Draft(each.seq_id, 0, ()) for each in inputs], failure=failure)
+        drafts, n_tokens, calls = [], 0, 1
+        for each in inputs:
+            held = self.drafted.get(each.seq_id, SequenceContent())
+            if held.length < each.position:
+                self.drafted.pop(each.seq_id, None)
+                drafts.append(Draft(each.seq_id, 0, ()))
+                continue
+            held = self.drafted[each.seq_id] = held.beginning(each.position)
+            held.read(each.tokens)
+            n_tokens += len(each.tokens)
+            if held.length + each.n_drafts > self.info.draft_ctx:
+                raise AssertionError(f"{held.length} tokens and {each.n_drafts} drafts")
+            tokens: list[int] = []
+            while len(tokens) < each.n_drafts:
+                if tokens:
+                    held.read(tokens[-1:])
+                token = held.next_token(held.length, SampleRequest(SamplingParams()), self.repeats)
+                if self._draft_errors and held.digest(held.length) % self._draft_errors == 0:
+                    token = 1 + token % (FIRST_BYTE - 1)
+                tokens.append(token)
+            calls = max(calls, len(tokens))
+            drafts.append(Draft(each.seq_id, held.length, tokens))
+        ms = self._draft_call_ms * (calls + n_tokens / 50)
+        self._drafting_ms += ms
+        return Drafted(drafts, ms, calls, n_tokens)
+
     def define_grammar(self, grammar: DefineGrammar) -> None:
         self._matchers.define(grammar.key, grammar.source, replaces=grammar.replaces)
 
@@ -571,6 +630,7 @@ class FakeEngine:
     def reset(self) -> None:
         self._last_adapters = ()
         self._cache.clear()
+        self.drafted.clear()
         self._texts.clear()
         self.checkpoints.clear()
         self.resets += 1

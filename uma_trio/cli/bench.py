@@ -85,7 +85,8 @@ def command(
     recovery    crashes of the engine under load
 
     These scripts in benches/ run by themselves: kv_layout.py compares layouts of the KV cache, layout_choice.py asks
-    whether the daemon chooses the right one, adapters.py measures ticks with several LoRA adapters, constrained.py measures what a constraint costs and controllers.py what a
+    whether the daemon chooses the right one, adapters.py measures ticks with several LoRA adapters, drafts.py measures a draft model,
+    constrained.py measures what a constraint costs and controllers.py what a
     controller costs, controllers_recovery.py ends the runtime of controllers under load, http_probes.py asks /healthz
     and /metrics during prefill, llama_server_tests.py runs llama-server's own tests, and policy_sim.py runs the
     scheduling policy on simulated devices.

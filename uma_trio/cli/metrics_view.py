@@ -21,8 +21,21 @@ GROUPS: Final = {
     ),
     "Throughput": (
         *("tokens_total", "prompt_tokens_total", "prefix_cache_hits_total", "cached_tokens_total"),
-        *("draft_tokens_total", "accepted_draft_tokens_total", "acceptance_rate", "forced_tokens_total"),
-        *("late_masks_total", "ticks_total", "decode_calls_total", "run_ahead_steps_total", "avg_batch"),
+        *("draft_tokens_total", "accepted_draft_tokens_total", "acceptance_rate"),
+        *(
+            "model_draft_tokens_total",
+            "accepted_model_draft_tokens_total",
+            "model_acceptance_rate",
+            "draft_model_ms_avg",
+        ),
+        *(
+            "forced_tokens_total",
+            "late_masks_total",
+            "ticks_total",
+            "decode_calls_total",
+            "run_ahead_steps_total",
+            "avg_batch",
+        ),
     ),
     "Latency": (
         *("inter_token_p50_ms", "inter_token_p95_ms", "inter_token_p99_ms", "ttft_p50_ms", "ttft_p95_ms"),

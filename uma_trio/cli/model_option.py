@@ -12,6 +12,7 @@ import attrs
 if TYPE_CHECKING:
     from uma_trio.config import Config
     from uma_trio.hub.environment import Places
+    from uma_trio.hub.locate import Located
 
 
 def places_of(config: Config, environment: Mapping[str, str] = os.environ) -> Places:
@@ -60,7 +61,7 @@ def is_path_of_model(model: str) -> bool:
 
 
 def located(config: Config, *, may_pull: bool) -> Config:
-    """The settings with the path of the model in place of its name, and the name as alias.
+    """The settings with the paths of the models in place of their names, and the name as alias.
 
     Shows a progress bar on stderr while a model is downloaded.
 
@@ -68,14 +69,23 @@ def located(config: Config, *, may_pull: bool) -> Config:
         HubError: there is no such model, or it cannot be downloaded.
         Interrupted: a signal ended the download.
     """
-    if config.model.model is None:
-        return config
+    model = config.model
+    if model.model is not None:
+        found = _locate(model.model, config, may_pull=may_pull)
+        model = attrs.evolve(model, model=str(found.path), alias=model.alias or found.name)
+    if model.draft_model is not None:
+        draft = _locate(model.draft_model, config, may_pull=may_pull)
+        model = attrs.evolve(model, draft_model=str(draft.path))
+    return attrs.evolve(config, model=model)
+
+
+def _locate(name: str, config: Config, *, may_pull: bool) -> Located:
     from uma_trio.hub.errors import NotInstalled
     from uma_trio.hub.locate import find_here, find_or_pull
 
-    name, places = config.model.model, places_of(config)
+    places = places_of(config)
     try:
-        found = find_here(name, places)
+        return find_here(name, places)
     except NotInstalled:
         if not may_pull or places.is_offline:
             raise
@@ -83,6 +93,5 @@ def located(config: Config, *, may_pull: bool) -> Config:
         from uma_trio.cli.run_trio import run, until_interrupted
 
         with pull_view() as view:
-            found = run(until_interrupted, lambda: find_or_pull(name, places, view))
-    model = attrs.evolve(config.model, model=str(found.path), alias=config.model.alias or found.name)
-    return attrs.evolve(config, model=model)
+            found: Located = run(until_interrupted, lambda: find_or_pull(name, places, view))
+            return found

@@ -83,6 +83,12 @@ class Model:
         "platform's folder for data, such as ~/.local/share.",
     )
     offline: bool = setting(False, "Download nothing. HF_HUB_OFFLINE=1 does the same.")
+    draft_model: str | None = setting(
+        None,
+        "Draft model: a smaller model with the same vocabulary, named as in model. It proposes tokens that the model "
+        "verifies, where that is predicted to be faster. It does not change the text.",
+        short="-md",
+    )
     chat_template: str | None = setting(
         None,
         "Chat template in place of the model's own: a Jinja file, or one of chatml, gemma, llama2, llama3, mistral, "
@@ -427,8 +433,8 @@ class Scheduling:
     )
     speculation: bool = setting(
         True,
-        "Speculative decoding with draft tokens from prompt lookup, where it is predicted to be faster. It does not "
-        "change the text. The speculate field of a request overrides it.",
+        "Speculative decoding with draft tokens from prompt lookup and from the draft model, if there is one, where it is "
+        "predicted to be faster. It does not change the text. The speculate field of a request overrides it.",
     )
 
 

@@ -22,6 +22,7 @@ from uma_trio.engine.adapters import Adapters
 from uma_trio.engine.bandwidth import memory_bytes_per_s
 from uma_trio.engine.cores import default_threads, spare_cores
 from uma_trio.engine.devices import Devices, layers_on_gpu
+from uma_trio.engine.draft import Drafter
 from uma_trio.engine.embedding import NOTHING_EMBEDDED, Embedder
 from uma_trio.engine.fit import FitReport, with_defaults
 from uma_trio.engine.inspect import find_devices
@@ -44,6 +45,9 @@ from uma_trio.engine.messages import (
     MASK_LATE,
     AdapterFile,
     DefineGrammar,
+    Draft,
+    Drafted,
+    DraftInput,
     EngineError,
     LayoutReport,
     ModelInfo,
@@ -148,6 +152,7 @@ class LlamaEngine:
             max_tokens=settings.embedding_ctx,
             free_bytes=None if self.is_async else free_memory_bytes,
         )
+        self._drafter = self._open_drafter()
         self.chat_template = self._model.chat_template
         recurrent, windowed = self._model.is_recurrent or self._model.is_hybrid, self._model.n_swa > 0
         self._info = ModelInfo(
@@ -176,9 +181,30 @@ class LlamaEngine:
             can_embed=self._embedder.pooling is not None and self._context.is_causal,
             embedding_ctx=self._embedder.max_tokens,
             embedding_batch=self._embedder.n_batch,
+            **({} if self._drafter is None else self._drafter.info()),
             spare_cores=spare_cores(self._options.n_threads, on_gpu=_has_gpu(library, settings)),
             adapters=self._adapters.files,
         )
+
+    def _open_drafter(self) -> Drafter | None:
+        settings = self._settings
+        if settings.draft_model is None:
+            return None
+        try:
+            return Drafter(
+                self._model,
+                Path(settings.draft_model),
+                self._options,
+                self._abort,
+                gpu_layers=settings.gpu_layers,
+                use_mmap=settings.mmap,
+            )
+        except BaseException:
+            self._embedder.close()
+            self._matchers.close()
+            self._context.close()
+            self._model.close()
+            raise
 
     def _most_checkpoints(self) -> int:
         """By the size of one, which every sequence that holds something has."""
@@ -477,6 +503,11 @@ class LlamaEngine:
         tokens: list[int] = sampled.tolist()
         return tokens, scores
 
+    def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
+        if self._drafter is None:
+            return Drafted([Draft(each.seq_id, 0, ()) for each in inputs], failure="there is no draft model")
+        return self._drafter.draft(inputs, min_probability)
+
     def define_grammar(self, grammar: DefineGrammar) -> None:
         self._matchers.define(grammar.key, grammar.source, replaces=grammar.replaces)
 
@@ -489,6 +520,8 @@ class LlamaEngine:
         self._checkpoints.clear()
         try:
             self._context = llama_abi.Context(self._model, self._options)
+            if self._drafter is not None:
+                self._drafter.reset()
         except llama_abi.LlamaError as error:
             raise EngineError(str(error)) from error
         self._context.set_abort_flag(self._abort)
@@ -499,6 +532,8 @@ class LlamaEngine:
     def close(self) -> None:
         self._matchers.close()
         self._embedder.close()
+        if self._drafter is not None:
+            self._drafter.close()
         self._context.close()
         self._adapters.close()
         self._model.close()

@@ -133,6 +133,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one text to embed, at most."""
     embedding_batch: int = 0
     """Tokens of one chunk of texts to embed, at most."""
+    draft_model: str | None = None
+    """File name of the draft model, if there is one."""
+    draft_ctx: int = 0
+    """Tokens that the draft model can know of one sequence."""
+    draft_batch: int = 0
+    """Tokens of ``Step.drafts``, at most."""
+    draft_call_ms: float = 0.0
+    """Time of one call of the draft model with one token."""
+    draft_token_ms: float = 0.0
+    """Time of one more token in a call of the draft model."""
     memory_bytes_per_s: float | None = None
     """Bandwidth of the memory that holds the weights; ``None`` where it was not measured."""
     spare_cores: int = 1
@@ -223,6 +233,44 @@ class EmbeddingInput(msgspec.Struct, array_like=True, gc=False):
         return self.position + len(self.tokens) == self.length
 
 
+class DraftInput(msgspec.Struct, array_like=True, gc=False):
+    """What the draft model computes of one sequence."""
+
+    seq_id: int
+    position: int
+    """Tokens of the sequence that it has computed, by the latest ``Draft``.  Those behind them are removed."""
+    tokens: Sequence[int]
+    """The tokens after these: all others that are known, or the first of them."""
+    n_drafts: int = 0
+    """It proposes at most so many tokens after them, and the step verifies these with the sequence's last token; 0 while
+    tokens are missing."""
+
+
+class Draft(msgspec.Struct, array_like=True, gc=False):
+    """What the draft model answers to a ``DraftInput``."""
+
+    seq_id: int
+    n_held: int
+    """Tokens of the sequence that it holds, drafts included; 0 if they are lost."""
+    tokens: Sequence[int]
+    """Draft tokens: each is the most likely one."""
+
+
+class Drafted(msgspec.Struct, array_like=True, gc=False):
+    """What the draft model did in a step."""
+
+    drafts: Sequence[Draft] = ()
+    """One for each ``DraftInput``, in order."""
+    ms: float = 0.0
+    """Part of no other duration."""
+    calls: int = 0
+    """Consecutive calls of ``llama_decode``."""
+    n_tokens: int = 0
+    """Tokens of the inputs that it computed."""
+    failure: str | None = None
+    """Why there are no drafts.  Nothing else is lost."""
+
+
 Continued: TypeAlias = int
 """A sequence id in place of a ``StepInput``: the sequence goes on from the step before, which sampled one token for it.
 
@@ -258,6 +306,11 @@ class Step(msgspec.Struct, Generic[Input], array_like=True, tag="step"):
     """Texts to embed, in one call before the others; at most ``embedding_batch`` tokens."""
     adapters: Sequence[Scales] = ()
     """The adapters of each call; empty: no call has any."""
+    drafts: Sequence[DraftInput] = ()
+    """What the draft model computes before the calls; at most ``draft_batch`` tokens.  A sequence for which it may propose
+    tokens is in the calls with its last token and one sample."""
+    min_draft_probability: float = 0.0
+    """A draft ends before the token with which all of it is right with a lower probability than this."""
 
 
 class DefineGrammar(msgspec.Struct, array_like=True, tag="grammar"):
@@ -372,6 +425,8 @@ class StepOutput(msgspec.Struct, array_like=True, tag="output"):
     """Memory of the context for embeddings."""
     embedding_failure: str | None = None
     """Why there are no embeddings.  All texts of the step and the one that goes on are lost; nothing else is."""
+    drafted: Drafted | None = None
+    """What the draft model did.  A sequence with drafts has one token for each of them besides its own."""
 
 
 class StepFailed(msgspec.Struct, array_like=True, tag="step_failed"):
@@ -428,6 +483,9 @@ class Engine(Protocol):
         Raises:
             EngineError: what the KV cache holds is unknown afterwards.
         """
+
+    def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
+        """Let the draft model compute, if there is one.  Blocks.  Raises nothing: without drafts, steps go on."""
 
     def define_grammar(self, grammar: DefineGrammar) -> None:
         """Make a grammar known to later steps.  Does not block."""

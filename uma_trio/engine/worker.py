@@ -14,7 +14,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Final, Protocol
 
@@ -100,10 +100,16 @@ class StepRunner:
         adapters = [scales for inputs, scales in zip(calls, step.adapters, strict=False) if inputs]
         dropped = sum(map(len, calls)) < sum(map(len, step.calls))
         self._sampled, self._last_number = {}, 0
+        drafted = None
+        if step.drafts:
+            drafted = self._engine.draft(step.drafts, step.min_draft_probability)
+            drafts = {each.seq_id: each.tokens for each in drafted.drafts if each.tokens}
+            kept = [[_with_drafts(each, drafts.get(each.seq_id, ())) for each in inputs] for inputs in kept]
         output = self._engine.step(
             Step(step.ops, kept, step.number, 0, step.look_ahead, step.mask_timeout_ms, step.embeddings, adapters),
             **options,
         )
+        output.drafted = drafted
         self._last_number = step.number
         tokens = iter(output.tokens)
         self._sampled = {each.seq_id: (each, next(tokens)) for inputs in kept for each in inputs for _ in each.samples}
@@ -125,18 +131,7 @@ class StepRunner:
         ends = sample.late_mask is None and (token in self._end_ids or token in last.stop_ids)
         if token < 0 or ends:
             return None
-        past = sample.past
-        if past is not None:
-            past = Past(np.append(past.tokens, np.int32(token)), past.n_prompt)
-        following = SampleRequest(
-            sample.params,
-            sample.n_before + 1,
-            sample.banned,
-            sample.bias,
-            past,
-            sample.logprobs,
-            sample.late_mask,
-        )
+        following = _following(sample, token)
         grammar = None if last.grammar is None else last.grammar.after([*last.tokens[-len(last.samples) :][1:], token])
         position = last.position + len(last.tokens)
         return StepInput(last.seq_id, position, (token,), (following,), last.stop_ids, grammar)
@@ -153,6 +148,26 @@ class StepRunner:
                 both.append(next(found) if each in ran else (DROPPED, None))
         scores = [score for _, score in both] if output.scores else ()
         return msgspec.structs.replace(output, tokens=tuple([token for token, _ in both]), scores=scores)
+
+
+def _following(sample: SampleRequest, token: int) -> SampleRequest:
+    """How to sample after ``token``, which came of ``sample``."""
+    past = sample.past
+    if past is not None:
+        past = Past(np.append(past.tokens, np.int32(token)), past.n_prompt)
+    return SampleRequest(
+        sample.params, sample.n_before + 1, sample.banned, sample.bias, past, sample.logprobs, sample.late_mask
+    )
+
+
+def _with_drafts(each: StepInput, drafts: Sequence[int]) -> StepInput:
+    """``each`` with draft tokens behind its own, and a sample for each of them."""
+    if not drafts:
+        return each
+    samples = [*each.samples]
+    for token in drafts:
+        samples.append(_following(samples[-1], token))
+    return StepInput(each.seq_id, each.position, [*each.tokens, *drafts], samples, each.stop_ids, each.grammar)
 
 
 class Worker:

@@ -84,6 +84,12 @@ THROUGHPUT: Final = (
     _counter("prefix_cache_hits", "prefix_cache_hits_total", "Requests whose prompt began in the KV cache."),
     _counter("draft_tokens", "draft_tokens_total", "Draft tokens that were checked."),
     _counter("accepted_draft_tokens", "accepted_draft_tokens_total", "Draft tokens that were accepted."),
+    _counter("model_draft_tokens", "model_draft_tokens_total", "Draft tokens of the draft model that were checked."),
+    _counter(
+        "accepted_model_draft_tokens",
+        "accepted_model_draft_tokens_total",
+        "Draft tokens of the draft model that were accepted.",
+    ),
     _counter("forced_tokens", "forced_tokens_total", "Tokens that were the only ones a constraint allowed."),
     _counter("late_masks", "late_masks_total", "Samples whose mask was not ready in time."),
     _counter("ticks", "ticks_total", "Completed ticks."),

@@ -120,6 +120,10 @@ async def open_model(
             chosen = await trio.to_thread.run_sync(choose_template, config.model.chat_template)
         with explained(path):
             summary = await trio.to_thread.run_sync(check_gguf, path)
+        if config.model.draft_model is not None:
+            draft = Path(config.model.draft_model)
+            with explained(draft):
+                await trio.to_thread.run_sync(check_gguf, draft)
         adapters = await trio.to_thread.run_sync(check_adapters, config.model.adapters, path)
         with explained(path):
             start = Start(path, config.model, sizes=summary.sizes, min_batch=min_batch(config), adapters=adapters)

@@ -7,6 +7,7 @@ Source: docs/design/scheduler.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -17,6 +18,7 @@ import attrs
 from uma_trio.config import Scheduling
 from uma_trio.scheduling import fairness
 from uma_trio.scheduling.cost import CostModel, Work
+from uma_trio.scheduling.draft_cost import DraftCost
 from uma_trio.scheduling.fairness import Service
 from uma_trio.scheduling.view import Priority, Scales, SequenceView
 
@@ -39,6 +41,9 @@ PREFILL_ONLY_MIN_CHUNKS: Final = 4
 
 DRAFT_LENGTHS: Final = (1, 2, 4, 8, 16)
 """Draft tokens for each sequence that the policy considers."""
+
+DRAFT_PROBABILITIES: Final = (0.1, 0.9)
+"""Bounds of ``Plan.min_draft_probability``."""
 
 MIN_DRAFT_SPEEDUP: Final = 1.05
 """Draft tokens are verified only if that gives this many times as many tokens a millisecond."""
@@ -101,7 +106,9 @@ class Plan:
     adapters: tuple[Scales, ...] = ((),)
     """The adapters of the calls, in their order."""
     drafts: Sequence[int] = ()
-    """Draft tokens to verify with each of ``decodes``; empty if there are none."""
+    """Draft tokens to verify with each of ``decodes``; empty if there are none.  The draft model may propose fewer."""
+    min_draft_probability: float = 0.0
+    """A draft of the draft model ends where all of it is right with less than this: more would cost more than it gives."""
 
 
 def plan(
@@ -115,6 +122,7 @@ def plan(
     limits: Scheduling,
     mixes_prefill: bool = True,
     pads_attention: bool = False,
+    draft_cost: DraftCost | None = None,
 ) -> Plan:
     """Choose what the next tick computes.
 
@@ -143,6 +151,7 @@ def plan(
             separately.  The plan then splits the batch itself, into the calls that suit the device.
         pads_attention: attention takes as long for each row of a call as for the row with the longest context.
             Sequences with very different context lengths then go into separate calls if that is faster.
+        draft_cost: predicts the time of the draft model, if there is one.
 
     Returns:
         A plan of at most ``max_tokens`` rows.  It is empty only if nothing is ready.
@@ -184,10 +193,21 @@ def plan(
     context = _context_tokens(chosen, widths, pads=pads_attention)
     work = _with_calls(Work(0, len(chosen), context), chosen, widths, state.adapters)
     if any(view.n_drafts for view in chosen):
-        drafts, verified = _choose_drafts(chosen, work, widths, now_s, cost, max_tokens, pads=pads_attention)
+        drafts, verified, draft_ms = _choose_drafts(
+            chosen, work, widths, now_s, cost, max_tokens, draft_cost or DraftCost(), pads=pads_attention
+        )
         if drafts:
-            together = _widths(chosen)
-            return Plan(chosen, (), after, verified, cost.predict(verified), together, adapters=adapters, drafts=drafts)
+            return Plan(
+                chosen,
+                (),
+                after,
+                verified,
+                cost.predict(verified) + draft_ms,
+                _widths(chosen),
+                adapters=adapters,
+                drafts=drafts,
+                min_draft_probability=_min_probability(len(chosen), work, widths, cost, draft_cost or DraftCost()),
+            )
     return Plan(chosen, (), after, work, cost.predict(work), widths, adapters=adapters)
 
 
@@ -381,44 +401,69 @@ def _choose_drafts(
     now_s: float,
     cost: CostModel,
     max_tokens: int,
+    draft_cost: DraftCost,
     *,
     pads: bool,
-) -> tuple[Sequence[int], Work]:
-    """How many draft tokens of each sequence to verify, and the work with them.
+) -> tuple[Sequence[int], Work, float]:
+    """How many draft tokens of each sequence to verify, the work with them, and the milliseconds of the draft model.
 
     Empty if calls of ``widths`` without drafts, which are ``work``, give more tokens a millisecond.
     """
-    changes_ms = cost.adapter_changes_ms(work.n_adapter_changes)
-    plain_ms = cost.decode_call_ms(0, work.context_tokens) + sum([cost.decode_call_ms(width, 0) for width in widths])
-    plain_ms += changes_ms
-    best_rate = MIN_DRAFT_SPEEDUP * len(decodes) / max(plain_ms, 1e-6)
+    best_rate = MIN_DRAFT_SPEEDUP * len(decodes) / max(_plain_ms(work, widths, cost), 1e-6)
     best: Sequence[int] = ()
-    verified, together = work, _widths(decodes)
+    verified, best_draft_ms, together = work, 0.0, _widths(decodes)
+    changes_ms = cost.adapter_changes_ms(work.n_adapter_changes)
     left_ms = _ms_until_due(decodes, now_s)
+    n_missing = sum([view.n_missing for view in decodes if view.drafts_by_model])
     for length in DRAFT_LENGTHS:
         drafts = [min(view.n_drafts, length) for view in decodes]
-        rows, context, ms, start = len(decodes) + sum(drafts), 0, changes_ms, 0
+        if len(decodes) + sum(drafts) > max_tokens:
+            break
+        proposed = [_expected_drafts(view, n) for n, view in zip(drafts, decodes, strict=True)]
+        by_model = [n for n, view in zip(proposed, decodes, strict=True) if n and view.drafts_by_model]
+        draft_ms = draft_cost.ms(max(by_model), n_missing) if by_model else 0.0
+        rows, context, ms, start = 0, 0, changes_ms + draft_ms, 0
         for width in together:
-            of_call = [*zip(decodes, drafts, strict=True)][start : start + width]
+            of_call = [*zip(decodes, proposed, strict=True)][start : start + width]
             start += width
-            call_rows = width + sum([n for _, n in of_call])
-            call_context = sum([(1 + n) * view.n_context for view, n in of_call])
+            call_rows = width + math.ceil(sum([n for _, n in of_call]))
+            call_context = round(sum([(1 + n) * view.n_context for view, n in of_call]))
             if pads:
                 call_context = call_rows * max([view.n_context for view, _ in of_call])
             ms += cost.decode_call_ms(call_rows, call_context)
+            rows += call_rows
             context += call_context
-        if rows > max_tokens or ms > left_ms:
+        if ms > left_ms:
             break
         tokens = sum([_expected_tokens(view.acceptance_rate, n) for n, view in zip(drafts, decodes, strict=True)])
-        if tokens > best_rate * ms:
-            best_rate, best, verified = (
-                tokens / ms,
-                tuple(drafts),
-                attrs.evolve(work, decode_rows=rows, context_tokens=context, n_calls=len(together)),
-            )
+        waits_ms = draft_cost.gap_ms if by_model else 0.0
+        if tokens > best_rate * (ms + waits_ms):
+            best_rate, best, best_draft_ms = tokens / (ms + waits_ms), tuple(drafts), draft_ms
+            verified = attrs.evolve(work, decode_rows=rows, context_tokens=context, n_calls=len(together))
         if max(view.n_drafts for view in decodes) <= length:
             break
-    return best, verified
+    return best, verified, best_draft_ms
+
+
+def _plain_ms(work: Work, widths: Sequence[int], cost: CostModel) -> float:
+    """Predicted milliseconds of ``work``: calls of ``widths`` without drafts."""
+    ms = cost.decode_call_ms(0, work.context_tokens) + sum([cost.decode_call_ms(width, 0) for width in widths])
+    return ms + cost.adapter_changes_ms(work.n_adapter_changes)
+
+
+def _min_probability(
+    n_decodes: int, work: Work, widths: Sequence[int], cost: CostModel, draft_cost: DraftCost
+) -> float:
+    """With what probability one more draft token takes as long as it saves."""
+    saved_ms = _plain_ms(work, widths, cost) / n_decodes
+    row_ms = max(0.0, cost.decode_call_ms(n_decodes + 1, 0) - cost.decode_call_ms(n_decodes, 0))
+    low, high = DRAFT_PROBABILITIES
+    return min(high, max(low, (row_ms + draft_cost.call_ms / n_decodes) / max(saved_ms, 1e-6)))
+
+
+def _expected_drafts(view: SequenceView, n: int) -> float:
+    """How many of ``n`` draft tokens are proposed: the draft model mostly ends its draft before a wrong one."""
+    return _expected_tokens(view.acceptance_rate, n - 1) if n and view.drafts_by_model else float(n)
 
 
 def _expected_tokens(acceptance_rate: float, n_drafts: int) -> float:

@@ -45,3 +45,7 @@ class SequenceView(msgspec.Struct, frozen=True, gc=False):
     """Recent share of this sequence's draft tokens that were accepted, 0 to 1."""
     adapters: Scales = ()
     """LoRA adapters and their scales.  One call computes only sequences with the same."""
+    drafts_by_model: bool = False
+    """The draft model proposes them, which takes time."""
+    n_missing: int = 0
+    """Tokens that it computes before it proposes the first."""

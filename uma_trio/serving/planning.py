@@ -14,10 +14,11 @@ from itertools import chain
 from typing import Final
 
 import attrs
+import msgspec
 import trio
 
 from uma_trio.config import Scheduling
-from uma_trio.engine.messages import ModelInfo
+from uma_trio.engine.messages import DraftInput, ModelInfo
 from uma_trio.kv.cache import KvCache
 from uma_trio.kv.ops import KvOp
 from uma_trio.offload import Offloader
@@ -28,6 +29,7 @@ from uma_trio.scheduling.policy import MAX_DEADLINE_MARGIN, Plan, PolicyState, p
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.scheduling.view import SequenceView
 from uma_trio.serving.controllers import Controllers
+from uma_trio.serving.drafting import MAX_STREAMS, DraftModel
 from uma_trio.serving.embedding import EmbeddingChunk, EmbeddingQueue
 from uma_trio.serving.queue import RunningSet, WaitingQueue
 from uma_trio.serving.sequence import Sequence, State
@@ -36,7 +38,7 @@ from uma_trio.serving.step import InFlightStep, PlannedStep
 MAX_DRAFTS: Final = 16
 """Draft tokens of one sequence in one step."""
 
-MAX_DECODES_WITH_DRAFTS: Final = 8
+MAX_DECODES_WITH_DRAFTS: Final = MAX_STREAMS
 """Sequences.  A wider batch has little to gain from drafts, and looking for them would take time between two steps."""
 
 INITIAL_ACCEPTANCE_RATE: Final = 0.5
@@ -88,6 +90,7 @@ class StepPlanner:
     _offloader: Offloader
     _bisection: CrashBisection[Sequence]
     _controllers: Controllers
+    drafts: DraftModel | None = None
     _policy: PolicyState = attrs.field(factory=PolicyState, init=False)
     _had_chunk: bool = attrs.field(default=False, init=False)
     """The last step that was planned had texts to embed."""
@@ -118,6 +121,8 @@ class StepPlanner:
             known = [*sequence.prompt.tokens.tolist(), *sequence.tokens]
             rate = INITIAL_ACCEPTANCE_RATE_IF_REQUESTED if wanted else INITIAL_ACCEPTANCE_RATE
             sequence.lookup = PromptLookup(known, acceptance_rate=rate)
+            if self.drafts is not None:
+                self.drafts.begin(sequence)
 
     # -- the next step --------------------------------------------------------------------------
 
@@ -136,6 +141,9 @@ class StepPlanner:
         sequences: Mapping[int, Sequence] = self._running.by_seq_id()
         look_ahead = not prefills and _often_forced([sequences[view.seq_id] for view in decodes])
         chosen, sequences = self._settle(self._plan(decodes, prefills, starts_at), sequences)
+        draft_inputs, draft_ms = self._draft_inputs(chosen, sequences)
+        if draft_ms:
+            chosen = attrs.evolve(chosen, predicted_ms=chosen.predicted_ms + draft_ms)
         ops: Items[KvOp] = self._cache.take_ops()
         if transfer is not None:
             ops = (*ops, transfer.op)
@@ -154,6 +162,7 @@ class StepPlanner:
             look_ahead=look_ahead,
             transfer=transfer,
             embedding=embedding,
+            draft_inputs=draft_inputs,
         )
 
     def step_ahead(self, step: InFlightStep) -> PlannedStep | NoStep:
@@ -174,7 +183,13 @@ class StepPlanner:
             streams = [sequences[view.seq_id] for view in decodes]
             if _often_forced(streams) or any(stream.drafts(1) for stream in streams):
                 return NoStep.DRAFTS
+            if self.drafts is not None:
+                if self._catching_up(streams):
+                    return NoStep.DRAFTS
+                decodes = [self._with_model_drafts(view, sequences[view.seq_id]) for view in decodes]
         chosen = self._plan(decodes, prefills, step.completed_at)
+        if chosen.drafts:
+            return NoStep.DRAFTS
         if not chosen.decodes and not chosen.chunks:
             return NoStep.NOTHING_READY
         chosen, sequences = self._settle(chosen, sequences, step)
@@ -221,9 +236,51 @@ class StepPlanner:
             prefills = [sequence for sequence in prefills if not suspects or sequence in suspects]
         max_drafts = MAX_DRAFTS if len(decodes) <= MAX_DECODES_WITH_DRAFTS else 0
         return (
-            [sequence.view(max_drafts=MAX_DRAFTS if sequence.forced else max_drafts) for sequence in decodes],
+            [self._decode_view(sequence, max_drafts) for sequence in decodes],
             [sequence.view(pause=self._pause_of(sequence)) for sequence in prefills],
         )
+
+    def _decode_view(self, sequence: Sequence, max_drafts: int) -> SequenceView:
+        view = sequence.view(max_drafts=MAX_DRAFTS if sequence.forced else max_drafts)
+        return view if self.drafts is None or not max_drafts else self._with_model_drafts(view, sequence)
+
+    def _with_model_drafts(self, view: SequenceView, sequence: Sequence) -> SequenceView:
+        """``view`` with drafts of the draft model, where prompt lookup and the grammar have nothing better."""
+        assert self.drafts is not None
+        state = sequence.draft_state
+        if state is None or sequence.forced or (view.n_drafts and view.acceptance_rate >= state.acceptance_rate):
+            return view
+        if self._bisection.is_active or not (n_drafts := self.drafts.can_draft(sequence, MAX_DRAFTS)):
+            return view
+        return msgspec.structs.replace(
+            view,
+            n_drafts=n_drafts,
+            acceptance_rate=state.acceptance_rate,
+            drafts_by_model=True,
+            n_missing=self.drafts.n_missing(sequence) - 1,
+        )
+
+    def _catching_up(self, streams: Items[Sequence]) -> list[Sequence]:
+        """Streams that the draft model should compute the tokens of, before it can propose some."""
+        assert self.drafts is not None
+        if len(streams) > MAX_DECODES_WITH_DRAFTS or self._bisection.is_active:
+            return []
+        return [each for each in streams if self.drafts.is_worth(each, self._timings.cost)]
+
+    def _draft_inputs(self, chosen: Plan, sequences: Mapping[int, Sequence]) -> tuple[list[DraftInput], float]:
+        """What the draft model computes next to ``chosen``, and the milliseconds that the plan does not know of."""
+        if self.drafts is None or chosen.chunks or not chosen.decodes:
+            return [], 0.0
+        inputs = [
+            self.drafts.input(sequences[view.seq_id], n)
+            for view, n in zip(chosen.decodes, chosen.drafts, strict=False)
+            if n and view.drafts_by_model
+        ]
+        if inputs or not (behind := self._catching_up([sequences[view.seq_id] for view in chosen.decodes])):
+            return inputs, 0.0
+        time_ms = 1e3 * (min([view.due_s for view in chosen.decodes]) - trio.current_time())
+        inputs = self.drafts.catch_up(behind, min(time_ms / 2, self._limits.prefill_tick_ms) - chosen.predicted_ms)
+        return inputs, self.drafts.cost.ms(1, sum([len(each.tokens) for each in inputs]))
 
     def _pause_of(self, sequence: Sequence) -> int:
         assert sequence.allocation is not None
@@ -257,6 +314,7 @@ class StepPlanner:
             limits=self._limits,
             mixes_prefill=self._info.unified,
             pads_attention=self._info.pads_attention,
+            draft_cost=None if self.drafts is None else self.drafts.cost,
         )
 
     def _settle(

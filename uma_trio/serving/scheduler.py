@@ -40,6 +40,7 @@ from uma_trio.scheduling.cost import CostModel
 from uma_trio.scheduling.timings import StepTimings
 from uma_trio.serving.control import ControlledRequest
 from uma_trio.serving.controllers import Controllers
+from uma_trio.serving.drafting import DraftModel
 from uma_trio.serving.embedding import EmbeddingQueue, PendingEmbeddings
 from uma_trio.serving.output import TokenToBytes, send_progress, send_prompt, send_tokens
 from uma_trio.serving.planning import NoStep, StepPlanner, delays_requests
@@ -110,6 +111,7 @@ class Scheduler:
             offloader=self.offloader,
             bisection=self._bisection,
             controllers=self._controllers,
+            drafts=None if self.info.draft_model is None else DraftModel(self.info),
         )
         self._in_flight: list[InFlightStep] = []
         """The step that computes, and perhaps one that runs ahead."""
@@ -415,6 +417,8 @@ class Scheduler:
             self._embeddings.complete(planned.embedding, output)
         ahead = self._in_flight[0] if self._in_flight else None
         new_tokens = complete_step(step, output, self.cache, now, can_truncate=self.info.can_truncate, ahead=ahead)
+        if self._planner.drafts is not None:
+            self._planner.drafts.completed(step, output, new_tokens)
         for new in new_tokens:
             if ahead is not None and (new.reason is not None or not new.tokens):
                 ahead.drop(new.sequence)
@@ -434,7 +438,7 @@ class Scheduler:
         """Learn from the duration of a step: at once if the next plan should know, otherwise while that step computes."""
         step = completed.step
         if step.rows and not any(row.dropped for row in step.rows.values()):
-            self.timings.record_step(step.plan.work, completed.duration_ms)
+            self.timings.record_step(completed.work, completed.duration_ms)
 
     def _undo_revoked(self, step: InFlightStep) -> None:
         """``step`` was not begun."""
@@ -474,7 +478,9 @@ class Scheduler:
     def _deliver(self, completed: CompletedStep) -> None:
         if not completed.is_outlier:
             self._learn(completed)
-        self._stats.record_step(completed, waiting=len(self._waiting))
+        gap_ms = self._stats.record_step(completed, waiting=len(self._waiting))
+        if self._planner.drafts is not None and gap_ms is not None and not completed.step.runs_ahead:
+            self._planner.drafts.waited(gap_ms)
         if completed.step.plan.chunks:
             for sequence, row in completed.step.rows.items():
                 if sequence.state is not State.FINISHED and row.end <= len(sequence.prompt.tokens):
@@ -520,6 +526,8 @@ class Scheduler:
         else:
             sequence.sink.send(sequence.eos(reason, sequence.ended_at))
         self._stats.record_end(sequence, reason, sequence.ended_at)
+        if self._planner.drafts is not None:
+            self._planner.drafts.ended(sequence)
         sequence.done.set()
 
     def _release_when_computed(self, sequence: Sequence) -> None:

@@ -75,6 +75,16 @@ class Sampling:
     """Allows some tokens only."""
 
 
+@attrs.define
+class DraftState:
+    """How the draft model serves one sequence."""
+
+    acceptance_rate: float
+    """Expected share of the tokens for which it proposes the right one."""
+    n_computed: int = 0
+    """Tokens of the sequence that it has computed."""
+
+
 @attrs.define(eq=False, kw_only=True)
 class Sequence:
     """One answer and everything that changes while it is served.  Times are trio's clock, in seconds."""
@@ -111,6 +121,8 @@ class Sequence:
     """Tokens in front of the stop string that was found; only for sessions, which go on from there."""
     lookup: PromptLookup | None = None
     """Proposes draft tokens, if speculation is on."""
+    draft_state: DraftState | None = None
+    """How the draft model serves it, if there is one and speculation is on."""
     forced: Items[int] = ()
     """The only tokens that can follow by its grammar, as far as they are known."""
     n_forced: int = 0
@@ -167,6 +179,12 @@ class Sequence:
     def n_computable(self) -> int:
         """Tokens that the next step may compute in all: all but the last one if none may be sampled after it."""
         return self.n_known if self.control is None or self.control.may_sample else self.n_known - 1
+
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and answer from ``start`` on, up to ``end``."""
+        n_prompt = len(self.prompt.tokens)
+        tokens: list[int] = self.prompt.tokens[start:end].tolist()
+        return tokens if end <= n_prompt else tokens + self.tokens[max(0, start - n_prompt) : end - n_prompt]
 
     def view(self, *, pause: int = 0, max_drafts: int = 0) -> SequenceView:
         """What the policy may know of a sequence that no step in flight computes.
@@ -239,11 +257,8 @@ class Sequence:
 
     def prefill_input(self, start: int, n: int) -> StepInput:
         """``n`` tokens after the first ``start``; the step samples if they are the last known ones."""
-        n_prompt = len(self.prompt.tokens)
-        end = start + n
-        tokens: list[int] = self.prompt.tokens[start:end].tolist()
-        if end > n_prompt:  # the KV cache was lost in the middle of the answer
-            tokens += self.tokens[max(0, start - n_prompt) : end - n_prompt]
+        end = start + n  # behind the prompt if the KV cache was lost in the middle of the answer
+        tokens = self.known_tokens(start, end)
         samples = [self._sample_request(len(self.tokens))] if end == self.n_known else []
         grammar = self._grammar_state() if samples else None
         return StepInput(self._seq_id, start, tokens, samples, self.request.stop_token_ids, grammar)

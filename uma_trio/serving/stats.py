@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from uma_trio.errors import UmaError
 from uma_trio.kv.cache import KvCache
 from uma_trio.protocol.messages import FinishReason, Generate, Timings, Usage
 from uma_trio.serving.sequence import Sequence
-from uma_trio.serving.step import CompletedStep, NewTokens
+from uma_trio.serving.step import CompletedStep, DraftSource, NewTokens
 from uma_trio.telemetry.metrics import ModelSize, Telemetry, estimate_bytes_moved
 from uma_trio.telemetry.perf_records import PerfSink, RequestRecord, TickRecord
 
@@ -64,19 +65,22 @@ class Stats:
         """There is no next step, so the time until the one after is no gap."""
         self._last_ended_s = None
 
-    def record_step(self, completed: CompletedStep, *, waiting: int) -> None:
+    def record_step(self, completed: CompletedStep, *, waiting: int) -> float | None:
         """Count a step.
 
         Args:
             waiting: requests in the queue.
+
+        Returns:
+            Milliseconds that the device waited for it; ``None`` if there was nothing to do before.
         """
         step, output, plan = completed.step, completed.output, completed.step.plan
         self.record_freed(step.freed, step.began_at)
         if not step.rows:
-            return
+            return None
         gap_ms = None if self._last_ended_s is None else 1e3 * (output.started_s - self._last_ended_s)
         self._last_ended_s = output.ended_s
-        work = plan.work
+        work = completed.work
         moved = estimate_bytes_moved(
             self._model_size,
             calls=work.n_calls,
@@ -85,9 +89,13 @@ class Stats:
             context_read=work.context_tokens + work.prefill_tokens * work.mean_prefill_context,
         )
         n_new = sum([len(new.tokens) for new in completed.new_tokens])
-        drafted = sum([len(row.drafts) for row in step.rows.values() if not row.are_forced])
-        accepted = sum([new.n_drafts_accepted for new in completed.new_tokens if not new.are_forced])
-        forced = sum([new.n_drafts_accepted for new in completed.new_tokens if new.are_forced])
+        drafted: Counter[DraftSource] = Counter()
+        for row in step.rows.values():
+            drafted[row.source] += len(row.drafts)
+        accepted: Counter[DraftSource] = Counter()
+        for new in completed.new_tokens:
+            accepted[new.draft_source] += new.n_drafts_accepted
+        draft_ms = None if output.drafted is None else output.drafted.ms
         telemetry = self.telemetry
         telemetry.record_step(
             n_sequences=len(step.rows),
@@ -102,12 +110,16 @@ class Stats:
         telemetry.run_ahead_steps_total += step.runs_ahead
         telemetry.logits_rows_total += len(output.tokens)
         telemetry.logits_copied_total += output.copied_rows
-        telemetry.forced_tokens_total += forced
+        telemetry.forced_tokens_total += accepted["grammar"]
         telemetry.late_masks_total += sum([new.is_late for new in completed.new_tokens])
         if output.mask_wait_ms is not None:
             telemetry.mask_wait_ms.add(output.mask_wait_ms)
-        telemetry.draft_tokens_total += drafted
-        telemetry.accepted_draft_tokens_total += accepted
+        telemetry.draft_tokens_total += drafted["lookup"] + drafted["model"]
+        telemetry.accepted_draft_tokens_total += accepted["lookup"] + accepted["model"]
+        telemetry.model_draft_tokens_total += drafted["model"]
+        telemetry.accepted_model_draft_tokens_total += accepted["model"]
+        if draft_ms is not None:
+            telemetry.draft_model_ms.add(draft_ms)
         if self.sinks:
             could_move = (telemetry.bytes_per_s or 0.0) * completed.duration_ms / 1e3
             self._write(
@@ -119,8 +131,11 @@ class Stats:
                     context_tokens=work.context_tokens,
                     prefill_context=work.mean_prefill_context,
                     decode_calls=work.n_calls,
-                    draft_tokens=drafted,
-                    accepted_draft_tokens=accepted,
+                    draft_tokens=drafted["lookup"] + drafted["model"],
+                    accepted_draft_tokens=accepted["lookup"] + accepted["model"],
+                    model_draft_tokens=drafted["model"],
+                    accepted_model_draft_tokens=accepted["model"],
+                    draft_model_ms=draft_ms,
                     predicted_ms=plan.predicted_ms,
                     decode_ms=output.decode_ms,
                     sample_ms=output.sample_ms,
@@ -141,6 +156,7 @@ class Stats:
                 decode_ms=round(output.decode_ms, 3),
                 sample_ms=round(output.sample_ms, 3),
             )
+        return gap_ms
 
     def record_tokens(self, new: NewTokens, at: float) -> None:
         """Count the tokens that a sequence got at ``at``."""

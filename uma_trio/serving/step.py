@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import chain, groupby, islice, repeat
 from operator import attrgetter
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import attrs
 import trio
 
-from uma_trio.engine.messages import MASK_LATE, Continued, Step, StepInput, StepOutput, SubmittedStep
+from uma_trio.engine.messages import MASK_LATE, Continued, Draft, DraftInput, Step, StepInput, StepOutput, SubmittedStep
 from uma_trio.errors import ControllerFailed, DecodeFailed, InvalidConstraint, KvFull, UmaError
 from uma_trio.grammar.explain import explain
 from uma_trio.kv.cache import KvCache
@@ -23,6 +23,7 @@ from uma_trio.kv.ops import KvOp
 from uma_trio.offload import Transfer
 from uma_trio.protocol.messages import FinishReason
 from uma_trio.sampling import NO_TOKEN, TokenLogprobs
+from uma_trio.scheduling.cost import Work
 from uma_trio.scheduling.policy import Plan, PolicyState
 from uma_trio.scheduling.view import Scales, SequenceView
 from uma_trio.serving.control import Phase
@@ -31,6 +32,10 @@ from uma_trio.serving.sequence import Sequence, State
 
 OUTLIER: Final = 0.5
 """Share by which a step took more or less than predicted, from which on the next plan should know at once."""
+
+
+DraftSource: TypeAlias = Literal["lookup", "model", "grammar"]
+"""Where draft tokens are from: prompt lookup, the draft model, or a grammar that allows nothing else."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -52,6 +57,8 @@ class PlannedStep:
     """The state that it saves or loads."""
     embedding: EmbeddingChunk | None = None
     """The texts that it embeds."""
+    draft_inputs: Items[DraftInput] = ()
+    """What the draft model computes."""
 
 
 @attrs.define(eq=False)
@@ -63,8 +70,10 @@ class StepRow:
     """Tokens in the KV cache after it."""
     n_samples: int
     drafts: Items[int] = ()
-    are_forced: bool = False
-    """The drafts are what the sequence's grammar forces."""
+    source: DraftSource = "lookup"
+    """Where the drafts are from."""
+    n_model_drafts: int = 0
+    """Drafts that the draft model may propose in the step.  Until it is complete, ``end`` and ``n_samples`` count them."""
     dropped: bool = False
     """The step before ended the sequence or sampled nothing for it; the engine leaves it out."""
 
@@ -72,6 +81,13 @@ class StepRow:
     def is_sampled(self) -> bool:
         """Whether the step samples a token of it."""
         return self.n_samples > 0 and not self.dropped
+
+    def propose(self, drafts: Items[int]) -> None:
+        """The draft model has proposed ``drafts``."""
+        n_fewer = self.n_model_drafts - len(drafts)
+        self.drafts = drafts
+        self.end -= n_fewer
+        self.n_samples -= n_fewer
 
 
 @attrs.define(eq=False)
@@ -146,8 +162,7 @@ class NewTokens:
     scores: Items[TokenLogprobs | None]
     """Logprobs of the tokens, perhaps followed by those of rejected draft tokens.  Empty unless requested."""
     n_drafts_accepted: int = 0
-    are_forced: bool = False
-    """The drafts were what the sequence's grammar forces."""
+    draft_source: DraftSource = "lookup"
     by_controller: bool = False
     """The sequence's controller chose the tokens."""
     n_removed: int = 0
@@ -170,13 +185,27 @@ class CompletedStep:
 
     @property
     def duration_ms(self) -> float:
+        """Without the time of the draft model."""
         return self.output.decode_ms + self.output.sample_ms
+
+    @property
+    def work(self) -> Work:
+        """What was computed: the draft model may have proposed fewer tokens than were planned."""
+        work = self.step.plan.work
+        rows = [row for row in self.step.rows.values() if row.n_model_drafts]
+        if not rows:
+            return work
+        n_rows = sum([row.n_samples for row in self.step.rows.values()])
+        context = sum([row.n_samples * (row.end - row.n_samples) for row in self.step.rows.values()])
+        return attrs.evolve(work, decode_rows=n_rows, context_tokens=context)
 
     @property
     def is_outlier(self) -> bool:
         """It took much more or less time than predicted."""
         predicted = self.step.plan.predicted_ms
-        return abs(self.duration_ms - predicted) > OUTLIER * predicted
+        drafted = self.output.drafted
+        ms = self.duration_ms + (0.0 if drafted is None else drafted.ms)
+        return abs(ms - predicted) > OUTLIER * predicted
 
 
 def build_step(
@@ -195,11 +224,13 @@ def build_step(
         call = _Call()
         for view, n_drafts in islice(decodes, width):
             sequence = planned.sequences[view.seq_id]
-            drafts = sequence.drafts(n_drafts) if n_drafts else ()
+            n_model_drafts = n_drafts if view.drafts_by_model else 0
+            drafts = sequence.drafts(n_drafts) if n_drafts and not n_model_drafts else ()
             goes_on = in_flight is not None and in_flight.row_of(sequence) is not None
-            end, n_samples = view.n_context + 1 + len(drafts), 1 + len(drafts)
             call.inputs.append(view.seq_id if goes_on else sequence.decode_input(drafts))
-            call.rows.append(StepRow(sequence, end, n_samples, drafts, bool(sequence.forced)))
+            source: DraftSource = "model" if n_model_drafts else "grammar" if sequence.forced else "lookup"
+            n_rows = 1 + len(drafts) + n_model_drafts
+            call.rows.append(StepRow(sequence, view.n_context + n_rows, n_rows, drafts, source, n_model_drafts))
         if width:
             calls[view.adapters].append(call)
     for adapters, chunks in groupby(sorted(plan.chunks, key=_adapters_of), _adapters_of):
@@ -225,6 +256,8 @@ def build_step(
         step.adapters = [adapters for adapters, of_adapters in calls.items() for _ in of_adapters]
     if planned.embedding is not None:
         step.embeddings = planned.embedding.inputs
+    if planned.draft_inputs:
+        step.drafts, step.min_draft_probability = planned.draft_inputs, plan.min_draft_probability
     by_sequence = {row.sequence: row for call in chain.from_iterable(calls.values()) for row in call.rows}
     return InFlightStep(number, planned, by_sequence, freed, runs_ahead=in_flight is not None), step
 
@@ -238,6 +271,13 @@ class _Call:
 
 
 _adapters_of = attrgetter("adapters")
+
+
+def drafts_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence, Draft]:
+    """What the draft model answered, by the sequences of ``step``."""
+    if output.drafted is None:
+        return {}
+    return {step.planned.sequences[each.seq_id]: each for each in output.drafted.drafts}
 
 
 def complete_step(
@@ -261,7 +301,10 @@ def complete_step(
     failures = dict(output.grammar_failures)
     forced = dict(output.forced) if can_truncate else {}
     at = 0
+    drafted = drafts_by_sequence(step, output)
     for row in step.rows.values():
+        if row.n_model_drafts:
+            row.propose(drafted[row.sequence].tokens)
         sampled: Items[int] = output.tokens[at : at + row.n_samples]
         scores = output.scores[at : at + row.n_samples]
         at += row.n_samples
@@ -292,9 +335,9 @@ def complete_step(
         failure = failures.get(sequence.allocation.seq_id)
         new = _append(sequence, sampled, scores, failure)
         new.n_drafts_accepted = max(0, len(new.tokens) - 1)
-        new.are_forced = row.are_forced
+        new.draft_source = row.source
         new_tokens.append(new)
-        if row.are_forced:
+        if row.source == "grammar":
             sequence.n_forced += new.n_drafts_accepted
         all_accepted = len(sampled) == 1 + len(row.drafts)
         sequence.forced = forced.get(sequence.allocation.seq_id, ()) if all_accepted else ()

@@ -112,6 +112,11 @@ class Telemetry:
     cached_tokens_total: int = 0
     draft_tokens_total: int = 0
     accepted_draft_tokens_total: int = 0
+    model_draft_tokens_total: int = 0
+    """Those of them that the draft model proposed."""
+    accepted_model_draft_tokens_total: int = 0
+    draft_model_ms: Average = attrs.field(factory=Average)
+    """Time of the draft model, in ticks in which it computed."""
     forced_tokens_total: int = 0
     late_masks_total: int = 0
     mask_wait_ms: Average = attrs.field(factory=Average)
@@ -204,6 +209,10 @@ class Telemetry:
             "draft_tokens_total": self.draft_tokens_total,
             "accepted_draft_tokens_total": self.accepted_draft_tokens_total,
             "acceptance_rate": _ratio(self.accepted_draft_tokens_total, self.draft_tokens_total),
+            "model_draft_tokens_total": self.model_draft_tokens_total,
+            "accepted_model_draft_tokens_total": self.accepted_model_draft_tokens_total,
+            "model_acceptance_rate": _ratio(self.accepted_model_draft_tokens_total, self.model_draft_tokens_total),
+            "draft_model_ms_avg": self.draft_model_ms.value,
             "forced_tokens_total": self.forced_tokens_total,
             "late_masks_total": self.late_masks_total,
             "mask_wait_ms_avg": self.mask_wait_ms.value,

@@ -70,6 +70,11 @@ class TickRecord(_Record, kw_only=True, tag="tick"):
     decode_calls: int = 1
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    model_draft_tokens: int = 0
+    """Draft tokens that the draft model proposed; ``draft_tokens`` counts them, too."""
+    accepted_model_draft_tokens: int = 0
+    draft_model_ms: float | None = None
+    """Time of the draft model, which is not part of ``duration_ms``; ``None`` if it computed nothing."""
     predicted_ms: float | None = None
     """The cost model's prediction of ``duration_ms``."""
     decode_ms: float = 0.0

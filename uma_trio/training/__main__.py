@@ -14,7 +14,7 @@ import attrs
 from uma_trio.training import corpus
 from uma_trio.training.bpe import Tokenizer, learn
 from uma_trio.training.chat import CONTROLS
-from uma_trio.training.shape import SHIPPED, SMOKE, Shape
+from uma_trio.training.shape import DRAFT, SHIPPED, SMOKE, Shape
 
 HELP = """
 Train the embedded model from scratch.  One command does everything, from fixed seeds:
@@ -29,9 +29,14 @@ Train the embedded model from scratch.  One command does everything, from fixed 
              (needs the built library)                    -> card.json
   all        tokenizer, train, export, evaluate
 
+With `--draft` it is the draft model of the embedded one, with the tokenizer of that file (needs gguf for `tokenizer`).
+
 torch and gguf come with `pip install -e '.[train]'`.  `train` takes about nine minutes on one NVIDIA
 H200 and would take weeks on two CPU cores.  With `--seconds` a slower machine trains for that time.  `--smoke` runs every step with a toy model in under a minute.
 """
+
+
+EMBEDDED = Path(__file__).parents[1] / "models" / "embedded" / "embedded.gguf"
 
 
 def main() -> None:
@@ -41,19 +46,21 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=("samples", "tokenizer", "train", "export", "evaluate", "all"), metavar="what")
-    parser.add_argument("--out", type=Path, default=Path("build/embedded"), help="output folder (build/embedded)")
+    parser.add_argument("--out", type=Path, help="output folder (build/embedded)")
     parser.add_argument("--device", default="", help="cuda or cpu (detected)")
     parser.add_argument("--steps", type=int, help="training steps (those of the recipe)")
     parser.add_argument("--seconds", type=float, help="time limit of `train` (none); its schedule ends then")
     parser.add_argument("--each", type=int, default=200, help="exam questions per skill (200)")
     parser.add_argument("--seed", type=int, default=1, help="seed of `samples` and of the exam (1)")
+    parser.add_argument("--draft", action="store_true", help="the draft model, in build/draft unless --out is given")
     parser.add_argument("--smoke", action="store_true", help="a toy model that learns nothing, to test the script")
     options = parser.parse_args()
     if options.what == "samples":
         _print_samples(options.seed)
         return
+    options.out = options.out or Path("build/draft" if options.draft else "build/embedded")
     options.out.mkdir(parents=True, exist_ok=True)
-    shape = SMOKE if options.smoke else SHIPPED
+    shape = DRAFT if options.draft else SMOKE if options.smoke else SHIPPED
     for name, step in (("tokenizer", _tokenizer), ("train", _train), ("export", _export), ("evaluate", _evaluate)):
         if options.what in (name, "all"):
             print(f"== {name}", flush=True)
@@ -72,8 +79,13 @@ def _print_samples(seed: int) -> None:
 
 
 def _tokenizer(options: argparse.Namespace, shape: Shape) -> None:
-    texts = corpus.tokenizer_texts(300 if options.smoke else 20_000)
-    merges = learn(texts, shape.n_vocab - 256 - len(CONTROLS))
+    if options.draft:
+        from uma_trio.training.export import read_merges
+
+        merges = read_merges(EMBEDDED)
+    else:
+        texts = corpus.tokenizer_texts(300 if options.smoke else 20_000)
+        merges = learn(texts, shape.n_vocab - 256 - len(CONTROLS))
     (options.out / "tokenizer.json").write_text(json.dumps(merges, ensure_ascii=False))
     print(f"{len(merges)} merges")
 
@@ -87,10 +99,12 @@ def _train(options: argparse.Namespace, shape: Shape) -> None:
     import numpy as np
     import torch
 
-    from uma_trio.training.train import Recipe, train
+    from uma_trio.training.train import OF_DRAFT, Recipe, train
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    recipe = Recipe(steps=12, tokens_per_step=4096) if options.smoke else Recipe()
+    recipe = OF_DRAFT if options.draft else Recipe()
+    if options.smoke:
+        recipe = Recipe(steps=12, tokens_per_step=4096)
     if options.steps:
         recipe = attrs.evolve(recipe, steps=options.steps)
     recipe = attrs.evolve(recipe, seconds=options.seconds)
@@ -111,12 +125,16 @@ def _train(options: argparse.Namespace, shape: Shape) -> None:
 def _export(options: argparse.Namespace, shape: Shape) -> None:
     import numpy as np
 
-    from uma_trio.training.export import write_gguf
+    from uma_trio.training.export import NAME, NAME_OF_DRAFT, write_gguf
 
     weights = {name: weight.astype(np.float32) for name, weight in np.load(options.out / "weights.npz").items()}
-    path = options.out / "embedded.gguf"
-    write_gguf(path, weights, read_tokenizer(options.out), shape)
+    path = options.out / _file_name(options)
+    write_gguf(path, weights, read_tokenizer(options.out), shape, NAME_OF_DRAFT if options.draft else NAME)
     print(f"{path}: {path.stat().st_size / 2**20:.2f} MiB")
+
+
+def _file_name(options: argparse.Namespace) -> str:
+    return "draft.gguf" if options.draft else "embedded.gguf"
 
 
 def _evaluate(options: argparse.Namespace, shape: Shape) -> None:
@@ -124,7 +142,7 @@ def _evaluate(options: argparse.Namespace, shape: Shape) -> None:
     from uma_trio.training.card import card, table, write_card
     from uma_trio.training.evaluate import Examiner, marks_of, shown
 
-    path = options.out / "embedded.gguf"
+    path = options.out / _file_name(options)
     questions = corpus.exam(1 if options.smoke else options.each, seed=options.seed)
     if options.smoke:
         questions = itertools.islice(questions, 5)

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from uma_trio.training.bpe import Tokenizer
+from uma_trio.training.bpe import Pair, Tokenizer
 from uma_trio.training.chat import BOS, END, EOS, PAD, TEMPLATE
 from uma_trio.training.shape import Shape
 
@@ -18,8 +18,17 @@ DESCRIPTION = (
     "It answers simple questions, counts, spells, adds, fills JSON records, calls tools and finds facts in long documents."
 )
 
+NAME = "uma-trio embedded"
+NAME_OF_DRAFT = "uma-trio embedded, draft model"
 
-def write_gguf(path: Path, weights: Mapping[str, npt.NDArray[np.float32]], tokenizer: Tokenizer, shape: Shape) -> None:
+
+def write_gguf(
+    path: Path,
+    weights: Mapping[str, npt.NDArray[np.float32]],
+    tokenizer: Tokenizer,
+    shape: Shape,
+    name: str = NAME,
+) -> None:
     """Write Q8_0 matrices and F32 norms.
 
     There is no output matrix: without ``output``, llama.cpp uses ``token_embd``.
@@ -28,7 +37,7 @@ def write_gguf(path: Path, weights: Mapping[str, npt.NDArray[np.float32]], token
         weights: by tensor name in the GGUF.
     """
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("uma-trio embedded")
+    writer.add_name(name)
     writer.add_description(DESCRIPTION)
     writer.add_license("MIT")
     writer.add_languages(["en"])
@@ -56,6 +65,13 @@ def write_gguf(path: Path, weights: Mapping[str, npt.NDArray[np.float32]], token
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def read_merges(path: Path) -> list[Pair]:
+    """The merges of the tokenizer in the file at ``path``."""
+    field = gguf.GGUFReader(path).fields["tokenizer.ggml.merges"]
+    pairs = [bytes(field.parts[at]).decode().split(" ") for at in field.data]
+    return [(one, other) for one, other in pairs]
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, size: int) -> None:

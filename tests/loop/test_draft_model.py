@@ -1,0 +1,243 @@
+"""A draft model makes streams faster and changes nothing else, over a fake engine in virtual time."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import trio
+
+from tests.support.asking import Client, Harness, asking
+from tests.support.fake_engine import EOG, FakeEngine, expected_continuation
+from uma_trio.engine.messages import EngineDied, EngineError
+from uma_trio.sampling import SamplingParams
+from uma_trio.serving.drafting import MAX_MISSING
+from uma_trio.serving.planning import MAX_DRAFTS
+
+PROMPT = random.Random(3).choices(range(1, 900), k=50)
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 12}
+
+SAMPLING = pytest.mark.parametrize("params", [{}, SAMPLED], ids=["greedy", "sampled"])
+FAILURES = pytest.mark.parametrize("failure", [EngineError("no room"), EngineDied("killed")], ids=str)
+
+
+def engine(errors: int = 9, **options: Any) -> FakeEngine:
+    return FakeEngine(**{"draft_errors": errors, "n_ctx": 32_768, **options})
+
+
+def expected(prompt: list[int], n: int, **params: Any) -> list[int]:
+    return expected_continuation(prompt, n, params=SamplingParams(**params))
+
+
+def drafts(harness: Harness) -> tuple[int, int]:
+    """How many tokens of the draft model were verified, and how many were accepted."""
+    telemetry = harness.scheduler.telemetry
+    return telemetry.model_draft_tokens_total, telemetry.accepted_model_draft_tokens_total
+
+
+def seconds(client: Client) -> float:
+    ended = client.sequence.ended_at
+    assert ended is not None
+    return ended - client.sequence.arrived_at
+
+
+# -- the text -----------------------------------------------------------------------------------------
+
+
+@SAMPLING
+async def test_the_same_text_in_less_time(autojump_clock, params):
+    async with asking(engine()) as harness:
+        plain = await harness.answer(PROMPT, 300, speculate=False, cache_prompt=False, **params)
+        assert drafts(harness) == (0, 0)
+        quick = await harness.answer(PROMPT, 300, cache_prompt=False, **params)
+        assert quick.tokens == plain.tokens == expected(PROMPT, 300, **params)
+        drafted, accepted = drafts(harness)
+        assert 100 < accepted <= drafted
+        assert seconds(quick) < 0.9 * seconds(plain)
+        await harness.clean()
+
+
+async def test_the_request_decides_about_speculation_or_else_the_config(autojump_clock):
+    for setting, wanted, speculates in ((True, None, True), (True, False, False), (False, None, False)):
+        async with asking(engine(), speculation=setting) as harness:
+            client = await harness.answer(PROMPT, 100, **({} if wanted is None else {"speculate": wanted}))
+            assert client.tokens == expected(PROMPT, 100)
+            assert (drafts(harness)[0] > 0) == speculates
+            await harness.clean()
+
+
+async def test_prompt_lookup_goes_first_where_it_is_better(autojump_clock):
+    async with asking(engine(errors=3, repeats=20)) as harness:
+        client = await harness.answer(PROMPT, 300)
+        assert client.tokens == expected_continuation(PROMPT, 300, repeats=20)
+        from_model, accepted = drafts(harness)
+        assert 0 < accepted <= from_model
+        assert harness.scheduler.telemetry.accepted_draft_tokens_total - accepted > 50
+        await harness.clean()
+
+
+async def test_a_model_that_is_always_wrong_costs_next_to_nothing(autojump_clock):
+    """All of its tokens are wrong, on a device on which rows are expensive."""
+
+    def slow(prompt: int, decodes: int) -> float:
+        return 1 + 0.1 * prompt + 2.0 * decodes
+
+    async with asking(engine(errors=1, cost_ms=slow)) as harness:
+        others = [
+            harness.ask([*PROMPT, n], 50, speculate=False) for n in range(4)
+        ]  # from these it learns what rows cost
+        for other in others:
+            await other.sequence.done.wait()
+        plain = [await harness.answer(PROMPT, 400, speculate=False, cache_prompt=False) for _ in range(3)]
+        quick = [await harness.answer(PROMPT, 400, cache_prompt=False) for _ in range(3)]
+        assert [client.tokens for client in quick] == [expected(PROMPT, 400)] * 3
+        assert sum(map(seconds, plain)) > 0.98 * sum(map(seconds, quick))
+        await harness.clean()
+
+
+async def test_four_streams(autojump_clock):
+    prompts = [random.Random(n).choices(range(1, 900), k=40 + n) for n in range(4)]
+    async with asking(engine()) as harness:
+        clients = [harness.ask(prompt, 200, **(SAMPLED if n % 2 else {})) for n, prompt in enumerate(prompts)]
+        for client in clients:
+            await client.sequence.done.wait()
+        for n, client in enumerate(clients):
+            assert client.tokens == expected(prompts[n], 200, **(SAMPLED if n % 2 else {}))
+        assert drafts(harness)[1] > 200
+        await harness.clean()
+
+
+@pytest.mark.parametrize("eog_after", range(60, 75))
+async def test_an_end_among_draft_tokens(autojump_clock, eog_after):
+    async with asking(engine(errors=0, eog_after=eog_after)) as harness:
+        client = await harness.answer(PROMPT, 100)
+        assert client.reason == "stop"
+        assert client.tokens == [*expected(PROMPT, eog_after - len(PROMPT)), EOG][: len(client.tokens)]
+        assert client.last.usage.completion_tokens == eog_after - len(PROMPT) + 1
+        await harness.clean()
+
+
+async def test_drafts_never_exceed_the_answer(autojump_clock):
+    async with asking(engine(errors=0)) as harness:
+        for n in range(1, 40):
+            client = await harness.answer(PROMPT, n)
+            assert client.tokens == expected(PROMPT, n)
+            assert client.reason == "length"
+        await harness.clean()
+
+
+@SAMPLING
+async def test_penalties_biases_and_logprobs(autojump_clock, params):
+    fields = {"frequency_penalty": 0.5, "logprobs": True, "logit_bias": {17: -100.0}, **params}
+    async with asking(engine(errors=0)) as harness:
+        plain = await harness.answer(PROMPT, 100, speculate=False, cache_prompt=False, **fields)
+        quick = await harness.answer(PROMPT, 100, cache_prompt=False, **fields)
+        assert quick.tokens == plain.tokens
+        assert [e.logprob for e in quick.events[:-1]] == [e.logprob for e in plain.events[:-1]]
+        assert drafts(harness)[1] > 10
+        await harness.clean()
+
+
+async def test_prefix_reuse_and_the_next_turn(autojump_clock):
+    async with asking(engine(errors=5)) as harness:
+        turn = list(PROMPT)
+        for _ in range(4):
+            client = await harness.answer(turn, 60)
+            assert client.tokens == expected(turn, 60)
+            turn += [*client.tokens, 5, 6, 7]
+        assert drafts(harness)[1] > 60
+        await harness.clean()
+
+
+# -- what the draft model lacks -------------------------------------------------------------------------
+
+
+async def test_it_catches_up_in_parts(autojump_clock):
+    """A long prompt is computed by the draft model some tokens a step; the stream goes on."""
+    prompt = random.Random(5).choices(range(1, 900), k=1000)
+    async with asking(engine(draft_ms=0.1)) as harness:
+        client = await harness.answer(prompt, 400)
+        assert client.tokens == expected(prompt, 400)
+        parts = [each for inputs in harness.engine.draft_inputs for each in inputs if not each.n_drafts]
+        assert sum(len(each.tokens) for each in parts) >= 1000 - MAX_MISSING
+        assert max(len(each.tokens) for each in parts) <= harness.engine.info.draft_batch
+        assert drafts(harness)[1] > 100
+        await harness.clean()
+
+
+async def test_a_short_answer_is_not_worth_a_long_prompt(autojump_clock):
+    prompt = random.Random(5).choices(range(1, 900), k=1000)
+    async with asking(engine(draft_ms=5.0)) as harness:
+        client = await harness.answer(prompt, 10)
+        assert client.tokens == expected(prompt, 10)
+        assert not harness.engine.draft_inputs
+        await harness.clean()
+
+
+async def test_no_drafts_behind_the_context_of_the_draft_model(autojump_clock):
+    async with asking(engine(errors=0, draft_ctx=80)) as harness:
+        client = await harness.answer(PROMPT, 100)
+        assert client.tokens == expected(PROMPT, 100)
+        assert 0 < drafts(harness)[1] <= 30
+        await harness.clean()
+
+
+async def test_what_the_draft_model_has_lost_is_computed_again(autojump_clock):
+    async with asking(engine(errors=0)) as harness:
+        client = harness.ask(PROMPT, 200)
+        await trio.sleep(0.1)
+        before = drafts(harness)[1]
+        harness.engine.drafted.clear()
+        await client.sequence.done.wait()
+        assert client.tokens == expected(PROMPT, 200)
+        assert drafts(harness)[1] > before + 50
+        await harness.clean()
+
+
+async def test_a_failed_draft_costs_drafts_and_nothing_else(autojump_clock):
+    async with asking(engine(errors=0)) as harness:
+        harness.engine.draft_failure = "no memory"
+        client = await harness.answer(PROMPT, 200)
+        assert client.tokens == expected(PROMPT, 200)
+        assert drafts(harness) == (0, 0)
+        again = await harness.answer(PROMPT, 200)
+        assert again.tokens == expected(PROMPT, 200)
+        assert drafts(harness)[1] > 50
+        await harness.clean()
+
+
+# -- failures -------------------------------------------------------------------------------------------
+
+
+@SAMPLING
+@FAILURES
+async def test_a_failure_of_the_engine_in_the_middle(autojump_clock, params, failure):
+    async with asking(engine()) as harness:
+        client = harness.ask(PROMPT, 200, **params)
+        await trio.sleep(0.25)
+        assert drafts(harness)[0]
+        harness.engine.fail_next = failure
+        await client.sequence.done.wait()
+        assert client.tokens == expected(PROMPT, 200, **params)
+        await harness.clean()
+
+
+async def test_cancelling_at_any_time(autojump_clock):
+    for n in range(1, 30):
+        async with asking(engine()) as harness:
+            client = harness.ask(PROMPT, 200)
+            await trio.sleep(0.004 * n)
+            harness.scheduler.cancel(client.sequence)
+            again = await harness.answer([*PROMPT, 3], 50)
+            assert again.tokens == expected([*PROMPT, 3], 50)
+            assert client.tokens == expected(PROMPT, len(client.tokens))
+            await harness.clean()
+
+
+async def test_drafts_are_bounded(autojump_clock):
+    async with asking(engine(errors=0)) as harness:
+        await harness.answer(PROMPT, 300)
+        drafts = [each.n_drafts for inputs in harness.engine.draft_inputs for each in inputs]
+        assert 8 < max(drafts) <= MAX_DRAFTS
+        await harness.clean()

@@ -1,0 +1,86 @@
+"""A draft model next to the embedded model: it keeps the contract, and its vocabulary must be the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.draft_contract import *  # noqa: F403  (the tests)
+from tests.support.draft_contract import drafts_after
+from tests.support.real_daemon import real_daemon
+from uma_trio import config
+from uma_trio.engine.messages import DraftInput
+from uma_trio.models.loaded import EMBEDDED
+
+SMALL = {"parallel": 4, "batch_tokens": 64, "threads": 1}
+
+
+@pytest.fixture
+def open_engine(library):
+    from uma_trio.engine.llama import LlamaEngine
+
+    opened = []
+
+    def open_engine(**settings):
+        opened.append(LlamaEngine(EMBEDDED, config.Model(**{**SMALL, "draft_model": str(EMBEDDED), **settings})))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def drafting(open_engine):
+    """The embedded model is its own draft model."""
+    return lambda: open_engine(ctx=1024)
+
+
+@pytest.fixture(scope="module")
+def prompts(library):
+    from uma_trio.engine.llama import open_vocabulary
+
+    texts = ("What is the capital of France?\n", "Repeat: one two three\n", "What is 3 + 4?\n")
+    with open_vocabulary(EMBEDDED) as vocabulary:
+        return [vocabulary.tokenizer.encode(text).tolist() for text in texts]
+
+
+def test_drafts_end_where_they_are_unlikely_to_be_right(open_engine, prompts):
+    engine = open_engine(ctx=1024)
+    [sure] = engine.draft([DraftInput(0, 0, prompts[0], 8)], 0.5).drafts
+    assert len(sure.tokens) == 8
+    [unsure] = engine.draft([DraftInput(0, 0, [900, 17, 1200, 33], 8)], 0.99).drafts
+    assert len(unsure.tokens) < 8
+
+
+def test_cells_of_other_sequences_make_room(open_engine, prompts):
+    """The sequence that is computed keeps its cells; the others are lost, and their answers say so."""
+    engine = open_engine(ctx=512)
+    prompt = (prompts[0] * 64)[:64]
+    for seq_id in range(4):
+        for at in range(0, 192, 64):
+            [draft] = engine.draft([DraftInput(seq_id, at, prompt)], 0.0).drafts
+            assert draft.n_held == at + 64
+    assert drafts_after(engine, [*prompt, *prompt[:2]], 1, position=64).n_held == 0
+
+
+def test_another_vocabulary_is_refused(open_engine, tmp_path):
+    import llama_abi
+
+    other = tmp_path / "other.gguf"
+    other.write_bytes(EMBEDDED.read_bytes().replace(b"Monday", b"Munday"))
+    with pytest.raises(llama_abi.LlamaError, match=r"other.gguf has another vocabulary: token \d+ is ' ?Munday'"):
+        open_engine(draft_model=str(other))
+
+
+def test_a_daemon_with_a_draft_model(library):
+    questions = ["Tell me a story about a fox named Ada", "Count from 8 to 40 in steps of 3."]
+    asked = [
+        {"prompt": f"{text}\n", "max_tokens": 100, "temperature": t, "seed": 5}
+        for text in questions
+        for t in (0.0, 0.9)
+    ]
+    with real_daemon() as plain:
+        expected = [plain.ask(**fields).ids for fields in asked]
+    with real_daemon("--draft-model", str(EMBEDDED)) as daemon:
+        assert [daemon.ask(**fields).ids for fields in asked] == expected
+        assert daemon.metrics()["model_draft_tokens_total"] >= 0

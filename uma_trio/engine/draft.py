@@ -1,0 +1,254 @@
+"""A draft model: a small model with the same vocabulary proposes the tokens that the model then verifies.
+
+It has a context of its own in the engine's process.  The daemon says what it computes, and the engine answers how much
+of each sequence it holds.  So after a restart, or when its cells were taken, the daemon sends the tokens again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+import llama_abi
+from uma_trio.engine.messages import Draft, Drafted, DraftInput
+
+TRIAL_CALLS: Final = 8
+"""Calls of one token that are measured at the start, for each number of threads.  The fastest counts."""
+
+TRIAL_PROMPT: Final = 64
+"""Tokens of the measured prefill."""
+
+MAX_BATCH: Final = 512
+
+
+class Drafter:
+    """Proposes tokens, greedily.  Blocking; from the engine's thread only.
+
+    Args:
+        target: the model that verifies.
+        path: the GGUF of the draft model.
+        options: of the context of ``target``.
+        abort: cuts calls short.
+        gpu_layers, use_mmap: as for ``target``.
+
+    Raises:
+        llama_abi.LlamaError: it cannot be loaded, or has another vocabulary.
+    """
+
+    def __init__(
+        self,
+        target: llama_abi.Model,
+        path: Path,
+        options: llama_abi.ContextOptions,
+        abort: llama_abi.AbortFlag,
+        *,
+        gpu_layers: int,
+        use_mmap: bool,
+    ) -> None:
+        self.name = path.name
+        self._model = llama_abi.Model(target.library, path, n_gpu_layers=gpu_layers, use_mmap=use_mmap)
+        try:
+            check_vocabulary(target.vocab, self._model.vocab, self.name)
+            if self._model.is_recurrent or self._model.is_hybrid or self._model.n_swa:
+                raise llama_abi.LlamaError(f"the draft model {self.name} cannot take tokens back; use another one")
+            self.max_tokens = self._model.n_ctx_train
+            self._abort = abort
+            self._options = attrs.evolve(
+                options,
+                kv_unified=True,
+                n_batch=min(MAX_BATCH, options.n_batch),
+                n_ubatch=min(MAX_BATCH, options.n_batch),
+                n_outputs_max=options.n_seq_max,
+                type_k="f16",
+                type_v="f16",
+            )
+            self._batch = llama_abi.Batch(self._options.n_batch)
+            self._held: dict[int, list[int]] = {}
+            """The tokens in its KV cache, by sequence."""
+            self._open()
+            self.call_ms, self.token_ms = self._measure()
+        except BaseException:
+            self._model.close()
+            raise
+
+    def _open(self) -> None:
+        self._context = llama_abi.Context(self._model, self._options)
+        self._context.set_abort_flag(self._abort)
+
+    def reset(self) -> None:
+        """Start again with an empty KV cache, on a new context."""
+        self._held.clear()
+        self._context.close()
+        self._open()
+
+    def info(self) -> dict[str, Any]:
+        """The fields of ``ModelInfo`` about it."""
+        return {
+            "draft_model": self.name,
+            "draft_ctx": self.max_tokens,
+            "draft_batch": self._options.n_batch,
+            "draft_call_ms": self.call_ms,
+            "draft_token_ms": self.token_ms,
+        }
+
+    def close(self) -> None:
+        self._context.close()
+        self._model.close()
+
+    # -- proposing ------------------------------------------------------------------------------
+
+    def draft(self, inputs: Sequence[DraftInput], min_probability: float) -> Drafted:
+        """Compute the tokens of ``inputs``, and propose what follows.  What fails costs drafts, and nothing else.
+
+        Args:
+            min_probability: a draft ends where all of it is right with less than this.
+        """
+        began = time.perf_counter()
+        calls = n_tokens = 0
+        failure = None
+        drafts: dict[int, list[int]] = {each.seq_id: [] for each in inputs}
+        try:
+            rows = [each for each in inputs if self._prepare(each)]
+            n_tokens = sum([len(each.tokens) for each in rows])
+            probability = dict.fromkeys(drafts, 1.0)
+            waiting = self._begin(rows) if rows else []
+            calls = int(bool(rows))
+            while waiting:
+                likeliest, probabilities = self._likeliest(len(waiting))
+                going_on: list[DraftInput] = []
+                for each, token, share in zip(waiting, likeliest, probabilities, strict=True):
+                    probability[each.seq_id] *= share
+                    if probability[each.seq_id] < min_probability:
+                        continue
+                    drafts[each.seq_id].append(token)
+                    if len(drafts[each.seq_id]) < each.n_drafts:
+                        going_on.append(each)
+                waiting = going_on
+                if waiting:
+                    self._go_on([(each.seq_id, drafts[each.seq_id][-1]) for each in waiting])
+                    calls += 1
+        except (llama_abi.LlamaError, MemoryError) as error:
+            failure = str(error)
+            self.reset()
+        found = [Draft(each.seq_id, len(self._held.get(each.seq_id, ())), drafts[each.seq_id]) for each in inputs]
+        if failure is not None:
+            found = [Draft(each.seq_id, 0, ()) for each in inputs]
+        return Drafted(found, 1e3 * (time.perf_counter() - began), calls, n_tokens, failure)
+
+    def _prepare(self, each: DraftInput) -> bool:
+        """Remove what does not belong to the sequence; returns whether its tokens can follow."""
+        held = self._held.setdefault(each.seq_id, [])
+        if len(held) < each.position:
+            self._cut(each.seq_id, 0)
+            return False
+        if len(held) > each.position:
+            self._cut(each.seq_id, each.position)
+        return bool(each.tokens)
+
+    def _cut(self, seq_id: int, length: int) -> None:
+        if self._held[seq_id]:
+            self._context.seq_remove(seq_id, length or -1)
+            del self._held[seq_id][length:]
+
+    def _begin(self, rows: Sequence[DraftInput]) -> list[DraftInput]:
+        """Compute the tokens of ``rows``; returns those that have a row of logits now, in order."""
+        batch = self._batch
+        batch.clear()
+        waiting = []
+        for each in rows:
+            batch.add(
+                each.tokens,
+                pos=each.position,
+                seq=each.seq_id,
+                logits="last" if each.n_drafts else "none",
+            )
+            if each.n_drafts:
+                waiting.append(each)
+        self._decode([each.seq_id for each in rows])
+        for each in rows:
+            self._held[each.seq_id] += each.tokens
+        return waiting
+
+    def _go_on(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Compute one more token for each of these sequences."""
+        seq_ids, tokens = zip(*rows, strict=True)
+        self._batch.clear()
+        self._batch.add_decodes(tokens, positions=[len(self._held[seq_id]) for seq_id in seq_ids], seqs=seq_ids)
+        self._decode(seq_ids)
+        for seq_id, token in rows:
+            self._held[seq_id].append(token)
+
+    def _decode(self, seq_ids: Sequence[int]) -> None:
+        code = self._context.decode(self._batch)
+        if code == 1:  # sequences that have ended still hold their tokens
+            for other in [other for other in self._held if other not in seq_ids]:
+                self._cut(other, 0)
+            code = self._context.decode(self._batch)
+        if code:
+            raise llama_abi.LlamaError({1: "no room in the KV cache", 2: "aborted"}.get(code, f"code {code}"))
+
+    def _likeliest(self, rows: int) -> tuple[list[int], list[float]]:
+        """The most likely token of each row of logits, and its probability."""
+        logits = self._context.logits(rows).array
+        tokens = logits.argmax(axis=1)
+        best = logits[np.arange(rows), tokens]
+        return tokens.tolist(), (1.0 / _sums(logits, best)).tolist()
+
+    # -- its speed ------------------------------------------------------------------------------
+
+    def _measure(self) -> tuple[float, float]:
+        """Milliseconds of a call of one token, and of one more token of a prefill.  Chooses the number of threads."""
+        chosen = self._options.n_threads
+        best = float("inf")
+        for threads in sorted({1, 2, chosen} & {*range(1, chosen + 1)}):
+            self._context.set_threads(threads, self._options.n_threads_batch)
+            ms = min([self._call_ms(1) for _ in range(TRIAL_CALLS)])
+            if ms < best:
+                best, self._n_threads = ms, threads
+        self._context.set_threads(self._n_threads, self._options.n_threads_batch)
+        prompt = min(TRIAL_PROMPT, self._options.n_batch)
+        token_ms = max(0.0, min(self._call_ms(prompt) for _ in range(2)) - best) / prompt
+        return best, token_ms
+
+    def _call_ms(self, n: int) -> float:
+        began = time.perf_counter()
+        self._batch.clear()
+        self._batch.add([0] * n, pos=0, seq=0)
+        if self._context.decode(self._batch):
+            raise llama_abi.LlamaError(f"the draft model {self.name} cannot compute {n} tokens")
+        self._likeliest(1)
+        self._context.seq_remove(0)
+        return 1e3 * (time.perf_counter() - began)
+
+
+def _sums(logits: npt.NDArray[np.float32], best: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    sums: npt.NDArray[np.float32] = np.exp(logits - best[:, None]).sum(axis=1)
+    return sums
+
+
+def check_vocabulary(target: llama_abi.Vocab, draft: llama_abi.Vocab, name: str) -> None:
+    """
+    Raises:
+        LlamaError: a token of the draft model ``name`` is another one than in ``target``.
+    """
+    problem = f"the draft model {name} has another vocabulary"
+    if target.n_tokens != draft.n_tokens:
+        raise llama_abi.LlamaError(f"{problem}: {draft.n_tokens} tokens, and the model has {target.n_tokens}")
+    if not (target.has_tokenizer and draft.has_tokenizer):
+        raise llama_abi.LlamaError("a draft model needs tokenizers in both files, to compare them")
+    pairs = zip(target.tokens_to_bytes(special=True), draft.tokens_to_bytes(special=True), strict=True)
+    for token, (one, other) in enumerate(pairs):
+        if one != other:
+            raise llama_abi.LlamaError(f"{problem}: token {token} is {_shown(other)}, and {_shown(one)} in the model")
+    if target.eog_ids != draft.eog_ids:
+        raise llama_abi.LlamaError(f"{problem}: other tokens end an answer")
+
+
+def _shown(token: bytes) -> str:
+    return repr(token.decode(errors="backslashreplace"))
