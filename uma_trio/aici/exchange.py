@@ -24,7 +24,7 @@ from uma_trio.aici.messages import (
     PreResult,
     SequenceResult,
     TagInfo,
-    readable_error,
+    error_and_logs,
 )
 from uma_trio.engine.masks import MaskFile
 
@@ -192,7 +192,8 @@ class AnswerCheck:
     ) -> SequenceResult[T]:
         if found is None:
             return SequenceResult(NO_ANSWER, None, [], "", 0)
-        error, logs = readable_error(found.error[-MAX_LOG_CHARACTERS:]), found.logs[-MAX_LOG_CHARACTERS:]
+        error, logs = error_and_logs(found.error, found.logs)
+        error, logs = error[-MAX_LOG_CHARACTERS:], logs[-MAX_LOG_CHARACTERS:]
         result = found.result
         if not error and found.skipped is not True and (why := problem(found)):
             error, result = f"the controller asks for what is impossible: {why}", None

@@ -27,6 +27,9 @@ PIECE_BYTES: Final = 3 << 16
 """A module is encoded in pieces of this size, so that other threads need not wait for the whole."""
 
 _ENDED_ITSELF: Final = re.compile(r"Error \(\w+\): (.*\S)\n\*\*\* aici_host_stop\(\)\s*", re.DOTALL)
+_FAILED: Final = "*** failed: "
+"""What ``aici_fail`` prints before the reason."""
+_IN_CALLBACK: Final = re.compile(r"Error \(\w+\): ")
 
 
 class Auth(Struct, frozen=True):
@@ -177,9 +180,37 @@ class SequenceResult(Struct, Generic[T], frozen=True):
 
 
 def readable_error(error: str) -> str:
-    """The error of a controller as its author wants it: one that ended itself has printed why, and nothing else counts."""
+    """The error of a controller as its author wants it: one that ended itself has printed why.
+
+    What it has printed before follows the reason.
+    """
+    if (said := _said_why(error)) is None:
+        return error
+    printed, why = said
+    return f"{why}\nPrinted before:\n{printed}" if printed else why
+
+
+def error_and_logs(error: str, logs: str) -> tuple[str, str]:
+    """What is wrong with a controller, and what it has printed, from a result where each of the two has both."""
+    if not error or not logs.endswith(error):
+        return readable_error(error), logs
+    logs = logs.removesuffix(error)
+    if (said := _said_why(error)) is not None:
+        _, why = said
+        return why, logs.removesuffix(f"{why}\n").removesuffix(_FAILED)
+    place = _IN_CALLBACK.match(error)
+    if place is not None and logs and error.startswith(logs, place.end()):
+        error = place[0] + error[place.end() + len(logs) :]
+    return error, logs
+
+
+def _said_why(error: str) -> tuple[str, str] | None:
+    """What a controller has printed that ended itself, and why it did so; ``None`` if it did not."""
     ended_itself = _ENDED_ITSELF.fullmatch(error)
-    return ended_itself[1] if ended_itself else error
+    if ended_itself is None:
+        return None
+    printed, marker, why = f"\n{ended_itself[1]}".rpartition(f"\n{_FAILED}")
+    return (printed.strip("\n"), why) if marker else ("", ended_itself[1])
 
 
 class PostPreAnswer(Struct, frozen=True):

@@ -22,7 +22,7 @@ class RunPrinter:
     """Prints the events of a request with a controller.
 
     The text of a single answer comes as it is generated; removed text stays, and an arrow says that it is gone.  With a
-    fork, the texts follow at the end, as a tree.
+    fork, what follows it comes at the end, as a tree.
 
     Args:
         show_logs: print on stderr what the controllers print.
@@ -34,6 +34,8 @@ class RunPrinter:
         self.tree: AnswerTree = AnswerTree()
         self._show_logs = show_logs
         self._last_character = ""
+        self._shown = ""
+        """Text of the first answer when it forked, which has been printed by then."""
 
     @property
     def is_tree(self) -> bool:
@@ -42,8 +44,10 @@ class RunPrinter:
 
     def print(self, event: Event) -> None:
         """Take note of an event, and print what it adds."""
-        from uma_trio.client import Backtrack, ControllerOutput, Token
+        from uma_trio.client import Backtrack, ControllerOutput, Fork, Token
 
+        if isinstance(event, Fork) and not self.is_tree and len(self.tree):
+            self._shown = self.tree[0].text
         self.tree.add(event)
         match event:
             case Token() if not self.is_tree:
@@ -61,7 +65,10 @@ class RunPrinter:
         if self._last_character not in ("", "\n"):
             click.echo()
         if self.is_tree:
-            for line in tree_lines(self.tree):
+            lines = tree_lines(self.tree)
+            if self._shown and self.tree.segments().text == self._shown:
+                next(lines)  # it stands there already
+            for line in lines:
                 click.echo(line, color=True)
         for answer in self.tree:
             if (problem := problem_of(answer)) is not None:

@@ -72,9 +72,10 @@ static inline void aici_log_line(const char *text)
     aici_log("\n", 1);
 }
 
-/* Ends this sequence with an error. */
+/* Ends this sequence with an error.  The stars tell the reason from what was logged before. */
 static inline _Noreturn void aici_fail(const char *why)
 {
+    aici_log("*** failed: ", 12);
     aici_log_line(why);
     aici_host_stop();
 }

@@ -364,14 +364,15 @@ static void load_program(void)
     JSValue host = JS_NewObject(context);
     JS_SetPropertyFunctionList(context, host, HOST, sizeof HOST / sizeof *HOST);
     JS_SetPropertyStr(context, host, "endToken", JS_NewUint32(context, aici_host_eos_token()));
+    struct aici_text program = aici_module_arg();
+    if (!program.size || !strcmp(program.data, "null"))
+        aici_fail("no program was given: controller_arg is the text of a program");
+    JS_SetPropertyStr(context, host, "program", JS_NewStringLen(context, program.data, program.size));
     JSValue sdk = check(JS_Eval(context, jsctrl_sdk, strlen(jsctrl_sdk), "<jsctrl>", JS_EVAL_TYPE_GLOBAL));
     handlers = check(JS_Call(context, sdk, JS_UNDEFINED, 1, &host));
     JS_FreeValue(context, sdk);
     JS_FreeValue(context, host);
 
-    struct aici_text program = aici_module_arg();
-    if (!program.size || !strcmp(program.data, "null"))
-        aici_fail("no program was given: controller_arg is the text of a program");
     JS_FreeValue(context, check(JS_Eval(context, program.data, program.size, "program.js", JS_EVAL_TYPE_GLOBAL | JS_EVAL_FLAG_STRICT)));
     free(program.data);
 }

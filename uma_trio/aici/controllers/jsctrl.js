@@ -11,6 +11,17 @@
   const MAX_FORCED = 64
   const RAN_TOO_LONG =
     "the program made more than a million jumps and calls without $, gen, fork or waitVars: is there an endless loop?"
+  const NO_MODULES =
+    "a program has no modules, so import and export do not work: put all code into the program; $, gen, fork and the other functions are there without import"
+  const NO_CLOCK = "there is no clock; to wait for other forks, use waitVars"
+  const NO_NETWORK = "there is no network; give the program its data as text"
+  const NO_NODE = "this is neither a browser nor Node.js; there are only the functions of jsctrl and those of the language"
+  const MISSING = {
+    ...{ require: NO_MODULES, module: NO_MODULES, exports: NO_MODULES },
+    ...{ setTimeout: NO_CLOCK, setInterval: NO_CLOCK, setImmediate: NO_CLOCK, performance: NO_CLOCK },
+    ...{ fetch: NO_NETWORK, XMLHttpRequest: NO_NETWORK, WebSocket: NO_NETWORK },
+    ...{ process: NO_NODE, Buffer: NO_NODE, window: NO_NODE, document: NO_NODE, Deno: NO_NODE, Bun: NO_NODE },
+  }
   const GEN_OPTIONS = ["regex", "schema", "choice", "options", "maxTokens", "stopAt", "stopTokens", "storeVar"]
 
   let main = null
@@ -345,8 +356,22 @@
     if (!(error instanceof Error)) return `the program threw ${shown(error)}`
     const lines = String(error.stack ?? "").split("\n").filter((line) => line.includes("program.js"))
     const isInterrupt = ranTooLong && error.message === "interrupted"
-    const text = isInterrupt ? RAN_TOO_LONG : `${error.name}: ${error.message}`
+    const text = isInterrupt ? RAN_TOO_LONG : `${error.name}: ${unsupported(error, lines) ?? error.message}`
     return [text, ...lines].join("\n")
+  }
+
+  // What a program tried that there is not, and what there is instead.
+  function unsupported({ name, message }, lines) {
+    if (message.startsWith("could not load module")) return NO_MODULES
+    const missing = MISSING[/^'(\w+)' is not defined$/.exec(message)?.[1]]
+    if (name === "ReferenceError" && missing) return `${message}: ${missing}`
+    if (name !== "SyntaxError") return
+    const n = /program\.js:(\d+)/.exec(lines[0])?.[1]
+    const before = host.program.split("\n").slice(0, n)
+    const line = before.pop() ?? ""
+    if (/^\s*(import|export)\b/.test(line) || /\bimport\s*\(/.test(line)) return NO_MODULES
+    if (/\bawait\b/.test(line) && !/\basync\b/.test(before.join(" ") + line))
+      return "await works only in an async function: put the program into start(async () => { ... })"
   }
 
   function start(program) {
