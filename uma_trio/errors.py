@@ -238,9 +238,16 @@ class DecodeFailed(RuntimeFault):
 
 
 class ModelUnavailable(RuntimeFault):
-    """The model failed and could not be restarted."""
+    """The model cannot be loaded, or it failed and could not be restarted."""
 
     code = "E_MODEL_UNAVAILABLE"
+    http_status = 503
+
+
+class ModelLoading(RuntimeFault):
+    """The model was not loaded within ``load_wait_s``: loading takes longer, or other models leave no room for it."""
+
+    code = "E_MODEL_LOADING"
     http_status = 503
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
@@ -113,7 +113,6 @@ class Offloader:
 
     Args:
         cache: says what is to be saved, and what may be loaded.
-        files: where states go; ``None``: nowhere, and then no sequence may be durable.
         timings: predicts what a copy takes.
         wake: called when there is something for the next step.
         after_s: an idle sequence is saved after this long, even if its cells are not needed.
@@ -123,7 +122,6 @@ class Offloader:
     def __init__(
         self,
         cache: KvCache,
-        files: StateFiles | None,
         timings: StepTimings,
         wake: Callable[[], None],
         *,
@@ -132,7 +130,7 @@ class Offloader:
     ) -> None:
         self._cache = cache
         self._planner = cache.offload
-        self._files = files
+        self._files: StateFiles | None = None
         self._timings = timings
         self._wake = wake
         self._after_s = after_s
@@ -252,6 +250,11 @@ class Offloader:
         return None
 
     # -- called from outside ----------------------------------------------------------------------
+
+    def open(self, files: StateFiles, states: Iterable[SavedState]) -> None:
+        """Save states to ``files`` from now on, and load those that are there.  Before this, no sequence is durable."""
+        self._files = files
+        self._planner.index.add_all(states)
 
     async def save_everything(self) -> None:
         """Wait until every idle sequence that should be saved is.  ``run`` must be running."""

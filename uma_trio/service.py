@@ -1,7 +1,7 @@
-"""What a door sees: models by name, and for each of them a service that answers requests.
+"""What a door sees of one model: a service that answers requests.
 
 A door (the socket, a gateway) translates between its language and these calls.  It does not see the scheduler, the KV
-cache or the engine.
+cache or the engine.  ``uma_trio.registry`` has the services by the names of their models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from uma_trio.aici import library
 from uma_trio.aici.exchange import ControllerRuntime
 from uma_trio.config import MB, Config, Sampling
 from uma_trio.engine import tuning_cache
-from uma_trio.errors import BadRequest, ControllerUnavailable, ModelNotFound, RequestTimeout, ShuttingDown, UmaError
+from uma_trio.errors import BadRequest, ControllerUnavailable, RequestTimeout, ShuttingDown, UmaError
 from uma_trio.grammar import AnswerShape, Grammar
 from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.loaded import LoadedModel
@@ -68,9 +68,6 @@ class ModelService:
 
     Args:
         perf: gets a record of each step and each request.
-        journal: makes sessions durable; ``None``: they end with the daemon.
-        files: where KV states go; ``None``: nowhere.
-        states: those that are there.
         in_thread: runs a blocking call.
         runtime: of controllers; ``None``: requests cannot have one.
     """
@@ -81,9 +78,6 @@ class ModelService:
         model: LoadedModel,
         *,
         perf: PerfSink | None = None,
-        journal: Journal | None = None,
-        files: StateFiles | None = None,
-        states: Iterable[SavedState] = (),
         in_thread: InThread = trio.to_thread.run_sync,
         runtime: ControllerRuntime | None = None,
     ) -> None:
@@ -98,12 +92,8 @@ class ModelService:
         """Whether requests can have ``messages``."""
         self.runtime: ControllerRuntime | None = runtime
         """Runs controllers; ``None``: this daemon runs none."""
-        self._scheduler = Scheduler(
-            model.engine, model.token_to_bytes, config, model.cost, perf, files, in_thread, runtime
-        )
-        self._scheduler.cache.index.add_all(states)
-        self._sessions = Sessions(config, self._scheduler, model.prompts, journal, in_thread=in_thread)
-        self._sessions.load()
+        self._scheduler = Scheduler(model.engine, model.token_to_bytes, config, model.cost, perf, in_thread, runtime)
+        self._sessions = Sessions(config, self._scheduler, model.prompts, in_thread=in_thread)
         self._in_thread = in_thread
         self._checking = trio.CapacityLimiter(1)
         """One constraint is checked at a time: hostile ones wait for each other and take no more than one thread."""
@@ -111,24 +101,30 @@ class ModelService:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def generation(self, request: Generate, principal: Principal, sink: EventSink) -> Generation:
-        """A request that has not begun: see ``Generation.run``."""
+    def generation(self, request: Generate, principal: Principal, sink: EventSink, *, began: float) -> Generation:
+        """A request that has not begun: see ``Generation.run``.
+
+        Args:
+            began: when it came, on trio's clock.
+        """
         adapter = None if request.model is None else self.adapter_in(request.model)
         if adapter is not None:
             request = attrs.evolve(request, adapters=[*request.adapters, AdapterChoice(name=adapter)])
-        return Generation(self, request, principal, sink)
+        return Generation(self, request, principal, sink, began)
 
     def adapter_in(self, model: str) -> str | None:
         """The adapter that ``MODEL:ADAPTER`` names; ``None`` if it is the name of a model."""
-        name, _, adapter = model.rpartition(":")
-        known = name.removesuffix(".gguf") == self.name and any(
-            each.name == adapter for each in self._model.info.adapters
-        )
-        return adapter if known else None
+        adapter = model.rpartition(":")[2]
+        known = [each.name for each in self._model.info.adapters]
+        return adapter if model.removesuffix(".gguf") != self.name and adapter in known else None
 
-    def embedding(self, request: Embed, principal: Principal, sink: EventSink) -> Embedding:
-        """A request for embeddings that has not begun: see ``Embedding.run``."""
-        return Embedding(self, request, principal, sink)
+    def embedding(self, request: Embed, principal: Principal, sink: EventSink, *, began: float) -> Embedding:
+        """A request for embeddings that has not begun: see ``Embedding.run``.
+
+        Args:
+            began: when it came, on trio's clock.
+        """
+        return Embedding(self, request, principal, sink, began)
 
     async def answer_sessions(self, query: SessionQuery, principal: Principal) -> Iterable[SessionList | Transcript]:
         """List, describe, read, fork or close sessions of ``principal``; returns the events of the answer.
@@ -201,6 +197,21 @@ class ModelService:
             nursery.start_soon(self._sessions.sweep_forever)
             task_status.started()
 
+    async def open_storage(
+        self, journal: Journal | None, files: StateFiles | None = None, states: Iterable[SavedState] = ()
+    ) -> None:
+        """Make sessions durable, and load those of earlier runs.  ``run`` must be running.
+
+        Args:
+            journal: ``None``: sessions end with the daemon.
+            files: where KV states go; ``None``: nowhere.
+            states: those that are there.
+        """
+        if files is not None:
+            self._scheduler.offloader.open(files, states)
+        if journal is not None:
+            await self._sessions.open(journal)
+
     def wake(self) -> None:
         """A sink has room again."""
         self._scheduler.wake()
@@ -227,6 +238,11 @@ class ModelService:
         """End all requests and the engine at once."""
         self._draining = True
         self._scheduler.stop()
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the engine; ``None`` if it runs in a thread."""
+        return self._model.engine.link.pid
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """What does not change while the model is loaded: facts by name, each with its fields."""
@@ -287,8 +303,11 @@ class ModelService:
 class Generation:
     """One request of a client while it is served."""
 
-    def __init__(self, service: ModelService, request: Generate, principal: Principal, sink: EventSink) -> None:
+    def __init__(
+        self, service: ModelService, request: Generate, principal: Principal, sink: EventSink, began: float
+    ) -> None:
         self.service = service
+        self._began = began
         self.request = request
         self._principal = principal
         self._sink = sink
@@ -313,7 +332,7 @@ class Generation:
         Raises:
             UmaError: the request was refused, and nothing was sent.
         """
-        began = trio.current_time()
+        began = self._began
         with self._scope:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
@@ -356,11 +375,7 @@ class Generation:
         try:
             return await making
         except trio.Cancelled:
-            has_index = self.request.n > 1 or self.request.controller is not None
-            for index in range(self.request.n) if has_index else (None,):
-                event = self._cancelled_before_start(index, began)
-                log_request(self.request, self.service.name, event.reason, event.usage, event.timings, index=index)
-                self._sink.send(event)
+            send_cancelled(self.request, self._sink, began, self.service.name)
             raise
 
     async def _compile(self, prompt: Prompt, began: float) -> Grammar | None:
@@ -413,15 +428,32 @@ class Generation:
         if last is not None:
             self._sink.send(last)
 
-    def _cancelled_before_start(self, index: int | None, began: float) -> Eos:
-        waited_ms = round(1e3 * (trio.current_time() - began), 3)
-        return Eos(
-            id=self.request.id,
-            index=index,
-            reason="cancelled",
-            usage=Usage(prompt_tokens=0, completion_tokens=0),
-            timings=Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None),
-            metadata=self.request.metadata,
+
+def send_cancelled(request: Generate | Embed, sink: EventSink, began: float, model: str | None = None) -> None:
+    """Send the last events of a request that was cancelled before its first step.
+
+    Args:
+        began: when it came, on trio's clock.
+        model: that serves it; ``None`` if it was not loaded yet.
+    """
+    usage = Usage(prompt_tokens=0, completion_tokens=0)
+    if isinstance(request, Embed):
+        sink.send(cancelled(request, began, usage))
+        return
+    has_index = request.n > 1 or request.controller is not None
+    waited_ms = round(1e3 * (trio.current_time() - began), 3)
+    timings = Timings(queue_ms=waited_ms, ttft_ms=None, total_ms=waited_ms, tokens_per_s=None)
+    for index in range(request.n) if has_index else (None,):
+        log_request(request, model or request.model or "", "cancelled", usage, timings, index=index)
+        sink.send(
+            Eos(
+                id=request.id,
+                index=index,
+                reason="cancelled",
+                usage=usage,
+                timings=timings,
+                metadata=request.metadata,
+            )
         )
 
 
@@ -478,8 +510,11 @@ def quantization(description: str) -> str | None:
 class Embedding:
     """One request for embeddings while it is served."""
 
-    def __init__(self, service: ModelService, request: Embed, principal: Principal, sink: EventSink) -> None:
+    def __init__(
+        self, service: ModelService, request: Embed, principal: Principal, sink: EventSink, began: float
+    ) -> None:
         self.service = service
+        self._began = began
         self.request = request
         self._principal = principal
         self._sink = sink
@@ -502,7 +537,7 @@ class Embedding:
             UmaError: the request was refused, and nothing was sent.
         """
         scheduler, limit_s = self.service._scheduler, self.service._limits.request_timeout_s
-        began = trio.current_time()
+        began = self._began
         with self._scope:
             if self.service._draining:
                 raise ShuttingDown("the server is shutting down")
@@ -530,30 +565,3 @@ class Embedding:
                     tokens=pending.n_tokens,
                     total_ms=round(1e3 * (trio.current_time() - began), 1),
                 )
-
-
-class ModelRegistry:
-    """The services by model name.  The first one is the default."""
-
-    def __init__(self, *services: ModelService) -> None:
-        self._services = {service.name: service for service in services}
-
-    def __iter__(self) -> Iterator[ModelService]:
-        return iter(self._services.values())
-
-    def get(self, name: str | None) -> ModelService:
-        """The service of the model ``name``, with or without ``.gguf``; of the default one for ``None``.
-
-        ``MODEL:ADAPTER`` is the model with one of its adapters.
-
-        Raises:
-            ModelNotFound: there is none; the message names those that there are.
-        """
-        if name is None:
-            return next(iter(self))
-        service = self._services.get(name.removesuffix(".gguf"))
-        if service is None:
-            service = next((each for each in self if each.adapter_in(name) is not None), None)
-        if service is None:
-            raise ModelNotFound(f"there is no model {name!r} here; there is {', '.join(self._services)}")
-        return service

@@ -19,7 +19,7 @@ ROOMS = (
     "files",
     *("errors", "config", "principal", "protocol", "scheduling", "sampling", "kv", "telemetry"),
     *("store", "sandbox", "parent_process", "child_process", "grammar", "engine", "models", "hub", "aici"),
-    *("offload", "serving", "sessions", "service", "daemon", "connect", "query", "client", "gateway"),
+    *("offload", "serving", "sessions", "service", "registry", "daemon", "connect", "query", "client", "gateway"),
     *("demo", "cli", "training"),
     "__main__",
 )

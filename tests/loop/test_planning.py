@@ -52,7 +52,7 @@ class Planning:
         model = LinearModel((1.0, MS_PER_TOKEN, MS_PER_TOKEN, 0.0, 0.0, 0.0))
         self.timings = StepTimings(CostModel(model, model), self.info.n_batch)
         self.cache: KvCache = cache_for(self.info, self.timings, reuse=True)
-        offloader = Offloader(self.cache, None, self.timings, lambda: None, after_s=1.0)
+        offloader = Offloader(self.cache, self.timings, lambda: None, after_s=1.0)
         telemetry = Telemetry()
         self.running = RunningSet(self.cache, offloader, telemetry)
         self.waiting = WaitingQueue(self.cache, self.running, telemetry, self.info, max_length=100)

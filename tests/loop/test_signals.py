@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -43,15 +41,14 @@ def test_a_snapshot_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> Non
 
 
 async def test_a_signal_at_the_end_of_loading_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.asynccontextmanager
-    async def loaded(*_: object) -> AsyncIterator[object]:
+    async def start(*_: object) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)  # after the last question whether loading should continue
         await trio.testing.wait_all_tasks_blocked()
-        yield object()
+        return True
 
     async def serve_loaded(*_: object) -> None:
         raise AssertionError("it serves, and nobody will send a second signal")
 
-    monkeypatch.setattr(server, "open_model", loaded)
+    monkeypatch.setattr(server.ModelRegistry, "start", start)
     monkeypatch.setattr(server, "_serve_loaded", serve_loaded)
     assert await server.serve(Config(), tmp_path / "uma.sock")

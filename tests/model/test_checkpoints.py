@@ -117,10 +117,9 @@ async def asking(kv_unified: str, states: Path | None = None) -> AsyncIterator[A
                 SupervisedEngine(launcher, start, link, config.Engine()),
                 engine.tokenizer.token_to_bytes,
                 settings(offload_after_s=1e8),
-                files=files,
             )
             if files is not None:
-                scheduler.cache.index.add_all(map(saved_state, files.scan()))
+                scheduler.offloader.open(files, map(saved_state, files.scan()))
             await nursery.start(scheduler.run)
             yield Asking(scheduler, engine)
             await scheduler.wait_idle()

@@ -44,11 +44,12 @@ def test_without_sources_all_settings_have_their_defaults() -> None:
 
 def test_names_are_unique_over_all_sections() -> None:
     assert len(BY_NAME) == len(ALL)
-    assert {found.section for found in ALL} == {field.name for field in attrs.fields(Config)} == set(config.SECTIONS)
+    assert {found.section for found in ALL} == {*config.SECTIONS}
+    assert {field.name for field in attrs.fields(Config)} == {*config.SECTIONS, "models"}
 
 
 UNIT_IN_NAME = re.compile(r"_(s|ms|bytes|mb|tokens|attempts)$")
-UNIT_IN_HELP = re.compile(r"\b(tokens?|sequences|threads|layers|connections|requests|sessions)\b", re.IGNORECASE)
+UNIT_IN_HELP = re.compile(r"\b(tokens?|sequences|threads|layers|connections|requests|sessions|models)\b", re.IGNORECASE)
 
 
 @pytest.mark.parametrize("found", ALL, ids=lambda found: found.name)

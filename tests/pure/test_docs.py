@@ -47,6 +47,7 @@ from uma_trio.protocol.messages import (
     Health,
     HealthCheck,
     HealthQuery,
+    LoadProgress,
     Logprob,
     Logprobs,
     MetricsQuery,
@@ -138,6 +139,7 @@ def test_the_table_of_errors_has_every_error_and_no_other() -> None:
         ("token", Token, {"event"}),
         ("tool_call", ToolCallDelta, {"event"}),
         ("progress", PrefillProgress, {"event"}),
+        ("loading", LoadProgress, {"event"}),
         ("eos", Eos, {"event"}),
         ("error", Failure, {"event"}),
     ],
@@ -244,6 +246,7 @@ EVENTS = {
     "reasoning": Reasoning,
     "tool_call": ToolCallDelta,
     "progress": PrefillProgress,
+    "loading": LoadProgress,
     "eos": Eos,
     "error": Failure,
     "transcript": Transcript,
@@ -408,6 +411,8 @@ def test_the_tables_of_metrics_have_every_metric_and_no_other() -> None:
         | {f"controllers.{name}" for name in keys_of_snapshot("uma_trio/aici/supervisor.py", "SupervisedRuntime")}
         | {f"controllers.{name}" for name in usage}
         | {f"constraints.{name}" for name in keys_of_snapshot("uma_trio/grammar/compiler.py", "GrammarCompiler")}
+        | {f"models.NAME.{name}" for name in keys_of_snapshot("uma_trio/registry/model.py", "Model")}
+        | {"models.NAME.metrics"}
         | {f"principals.NAME.{name}" for name in PrincipalMetrics().snapshot(["a"])["a"]}
         | {f"sessions.{name}" for name in keys_of_snapshot("uma_trio/sessions/sessions.py", "Sessions")}
     )

@@ -120,9 +120,9 @@ async def asking(
     engine = engine or FakeEngine()
     chosen = settings(**values)
     virtual = VirtualEngine(engine, settings=chosen.engine)
-    scheduler = Scheduler(virtual, token_to_bytes, chosen, files=files, in_thread=in_thread)
+    scheduler = Scheduler(virtual, token_to_bytes, chosen, in_thread=in_thread)
     if files is not None:
-        scheduler.cache.index.add_all(files.scan())
+        scheduler.offloader.open(files, files.scan())
     async with trio.open_nursery() as nursery:
         await nursery.start(scheduler.run)
         yield Harness(scheduler, engine)

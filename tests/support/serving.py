@@ -27,10 +27,11 @@ from uma_trio.kv.offload_index import SavedState
 from uma_trio.models.prompt import History, Prompt, PromptMaker, check_prompt_size
 from uma_trio.models.tool_prompts import PLAIN_TOOLS, ToolSupport
 from uma_trio.offload import InThread, StateFiles
-from uma_trio.protocol.messages import Embed, Generate, TokenizeQuery, TokenList
+from uma_trio.protocol.messages import Embed, Generate, ModelDescription, TokenizeQuery, TokenList
+from uma_trio.registry import ModelRegistry, ModelSpec
 from uma_trio.sampling import ReasoningMarkers
 from uma_trio.scheduling.cost import CostModel
-from uma_trio.service import ModelRegistry, ModelService
+from uma_trio.service import ModelService
 from uma_trio.serving.scheduler import Scheduler
 from uma_trio.store import Journal, StateFolder
 
@@ -117,6 +118,38 @@ class FakeModel:
 
     def token_to_bytes(self, token: int) -> bytes:
         return self.spelled.get(token, token_to_bytes(token))
+
+
+class OneModel:
+    """Opens a service that is there already."""
+
+    budget_bytes = 0
+    memory_bytes = 0
+    storage_name = "fake"
+
+    def __init__(self, service: ModelService, storage: Storage) -> None:
+        self.service = service
+        self._storage = storage
+
+    @contextlib.asynccontextmanager
+    async def open(self, *_: object) -> AsyncIterator[OneModel]:
+        yield self
+
+    async def open_storage(self) -> None:
+        found = self._storage
+        await self.service.open_storage(found.journal, found.files, found.states)
+
+    async def needed_bytes(self, spec: ModelSpec) -> int:
+        return 0
+
+    async def describe(self, spec: ModelSpec) -> ModelDescription:
+        return self.service.description()
+
+    async def find(self, name: str) -> None:
+        return None
+
+    async def installed(self) -> list[ModelSpec]:
+        return []
 
 
 @attrs.frozen
@@ -208,13 +241,14 @@ async def serving(
             recommended_sampling=recommended_sampling or {},
             spelled=spelled or {},
         )
-        service = ModelService(
-            chosen, model, journal=storage.journal, files=storage.files, states=storage.states, in_thread=in_thread
-        )
-        server = Server(chosen, ModelRegistry(service))
+        service = ModelService(chosen, model, in_thread=in_thread)
+        models = ModelRegistry([ModelSpec(name=service.name, config=chosen)], OneModel(service, storage))
+        server = Server(chosen, models)
         with listener.claimed(path):
             sock = listener.bind(path, backlog=16)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(server.run, sock)
-                yield Serving(server, service, engine, path, nursery)
-                nursery.cancel_scope.cancel()
+            async with models.running():
+                await models.start(None, lambda: True)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(server.run, sock)
+                    yield Serving(server, service, engine, path, nursery)
+                    nursery.cancel_scope.cancel()

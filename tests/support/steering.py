@@ -136,9 +136,9 @@ async def steering(
         values: configuration by flat names.
     """
     engine, runtime = engine or FakeEngine(), runtime or FakeRuntime(modules)
-    scheduler = Scheduler(
-        VirtualEngine(engine), token_to_bytes, settings(**values), files=files, in_thread=at_once, runtime=runtime
-    )
+    scheduler = Scheduler(VirtualEngine(engine), token_to_bytes, settings(**values), in_thread=at_once, runtime=runtime)
+    if files is not None:
+        scheduler.offloader.open(files, ())
     async with trio.open_nursery() as nursery:
         await nursery.start(runtime.run)
         nursery.start_soon(scheduler.run)

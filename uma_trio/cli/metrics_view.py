@@ -19,6 +19,7 @@ GROUPS: Final = {
         *("model", "connections", "running", "queue_depth", "requests_total", "rejected_total", "pid"),
         *("version", "uptime_s", "draining"),
     ),
+    "Models": ("models",),
     "Throughput": (
         *("tokens_total", "prompt_tokens_total", "prefix_cache_hits_total", "cached_tokens_total"),
         *("draft_tokens_total", "accepted_draft_tokens_total", "acceptance_rate"),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
 if TYPE_CHECKING:
-    from uma_trio.config import Config
+    from uma_trio.config import Config, ModelEntry
     from uma_trio.hub.environment import Places
     from uma_trio.hub.locate import Located
 
@@ -61,29 +61,50 @@ def is_path_of_model(model: str) -> bool:
 
 
 def located(config: Config, *, may_pull: bool) -> Config:
-    """The settings with the paths of the models in place of their names, and the name as alias.
+    """The settings with the paths of the models in place of their names, and the names as aliases.
 
     Shows a progress bar on stderr while a model is downloaded.
 
     Raises:
         HubError: there is no such model, or it cannot be downloaded.
+        ConfigError: two models have the same name.
         Interrupted: a signal ended the download.
     """
+    places = places_of(config)
     model = config.model
-    if model.model is not None:
-        found = _locate(model.model, config, may_pull=may_pull)
-        model = attrs.evolve(model, model=str(found.path), alias=model.alias or found.name)
     if model.draft_model is not None:
-        draft = _locate(model.draft_model, config, may_pull=may_pull)
+        draft = _locate(model.draft_model, places, may_pull=may_pull)
         model = attrs.evolve(model, draft_model=str(draft.path))
-    return attrs.evolve(config, model=model)
+    if model.model is not None and not config.models:
+        found = _locate(model.model, places, may_pull=may_pull)
+        model = attrs.evolve(model, model=str(found.path), alias=model.alias or found.name)
+    models = _located_entries(config.models, places, may_pull=may_pull)
+    return attrs.evolve(config, model=model, models=models)
 
 
-def _locate(name: str, config: Config, *, may_pull: bool) -> Located:
+def _located_entries(entries: Sequence[ModelEntry], places: Places, *, may_pull: bool) -> tuple[ModelEntry, ...]:
+    from uma_trio.config import ConfigError
+
+    located: list[ModelEntry] = []
+    taken: set[str] = set()
+    for entry in entries:
+        found = _locate(entry.model, places, may_pull=may_pull)
+        name = (entry.name or found.name).removesuffix(".gguf")
+        for each in (name, *entry.alias):
+            if each in taken:
+                raise ConfigError(f"two models are called {each}; give them different names in the list models")
+            taken.add(each)
+        settings = dict(entry.settings)
+        if settings.get("draft_model") is not None:
+            settings["draft_model"] = str(_locate(settings["draft_model"], places, may_pull=may_pull).path)
+        located.append(attrs.evolve(entry, model=str(found.path), name=name, settings=settings))
+    return tuple(located)
+
+
+def _locate(name: str, places: Places, *, may_pull: bool) -> Located:
     from uma_trio.hub.errors import NotInstalled
     from uma_trio.hub.locate import find_here, find_or_pull
 
-    places = places_of(config)
     try:
         return find_here(name, places)
     except NotInstalled:

@@ -23,20 +23,22 @@ from uma_trio.config import Config, ConfigError, Setting
 def _option(setting: Setting) -> Callable[[Any], Any]:
     """Make the flag of one setting.  Its value stays text: ``config`` converts it, with better errors than click."""
     help = setting.help
+    if setting.name == "model":
+        help += " Several flags serve several models."
     if setting.default is not None and not setting.is_list:
         shown = str(setting.default).lower() if isinstance(setting.default, bool) else setting.default
         help += f"  [default: {shown}]"
     if setting.type is bool:
         return click.option(f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=help)
     names = (setting.flag,) if setting.short is None else (setting.short, setting.flag)
-    if setting.is_list:
+    if setting.is_list or setting.name == "model":
         return click.option(
             *names,
             setting.name,
             multiple=True,
             type=click.UNPROCESSED,
             metavar=setting.metavar,
-            help=setting.help,
+            help=help,
             shell_complete=_completions_of(setting),
         )
     return click.option(
@@ -105,7 +107,7 @@ class _ServeCommand(click.Command):
             ctx.fail(f"serve has no {error.option_name}; write {hint}")
         if ctx.args and not ctx.resilient_parsing:
             given = shlex.join(ctx.args)
-            if any(arg.endswith(".gguf") for arg in ctx.args) and ctx.params["model"] is None:
+            if any(arg.endswith(".gguf") for arg in ctx.args) and not ctx.params["model"]:
                 ctx.fail(f"serve takes flags only; for a model write: uma-trio serve --model {given}")
             ctx.fail(f"serve takes flags only, and {given} belongs to none of them; put a value with spaces in quotes")
         return ctx.args
@@ -147,10 +149,12 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
     the flag.
 
     Ctrl-C or SIGTERM stops the daemon after the running requests; a second one stops it at once.  SIGUSR1 writes a
-    metrics snapshot to a file. SIGHUP lets the HTTP gateway read its keys and quotas again.
+    metrics snapshot to a file. SIGHUP reads the list of models of the file again, and lets the HTTP gateway read its keys
+    and quotas again.
 
     \b
       uma-trio serve --model ~/models/some-model.gguf --ctx 32768
+      uma-trio serve --model qwen3-0.6b --model gemma-3-1b
       uma-trio serve --config uma.yaml --log-level debug
     """
     try:
@@ -162,7 +166,13 @@ def command(file: Path | None, print_config: bool, **flags: Any) -> None:
         return
     if not _can_serve_http(settings):
         sys.exit(1)
-    sys.exit(_serve(_located(settings)))
+
+    def read_again() -> Config:
+        from uma_trio.cli.model_option import located
+
+        return located(config.load(file, os.environ, flags), may_pull=False)
+
+    sys.exit(_serve(_located(settings), read_again))
 
 
 def _can_serve_http(settings: Config) -> bool:
@@ -189,7 +199,7 @@ def _located(settings: Config) -> Config:
 
     try:
         return located(settings, may_pull=True)
-    except HubError as error:
+    except (HubError, ConfigError) as error:
         click.echo(f"uma-trio serve: {error}", err=True)
         sys.exit(1)
     except Interrupted:
@@ -197,10 +207,11 @@ def _located(settings: Config) -> Config:
         sys.exit(INTERRUPTED)
 
 
-def _serve(settings: Config) -> int:
+def _serve(settings: Config, read_again: Callable[[], Config]) -> int:
     from uma_trio.cli.run_trio import run
     from uma_trio.daemon import listener, logs, server
     from uma_trio.daemon.gateway import HttpAddressError
+    from uma_trio.errors import ModelUnavailable
     from uma_trio.models.load_errors import ModelError
     from uma_trio.protocol.address import socket_path
 
@@ -208,9 +219,16 @@ def _serve(settings: Config) -> int:
     path = socket_path(settings.listen.socket)
     with _progress_bar() as on_progress:
         try:
-            serve = functools.partial(server.serve, settings, path, on_progress=on_progress, task_status=_Hint(path))
+            serve = functools.partial(
+                server.serve,
+                settings,
+                path,
+                read_again=read_again,
+                on_progress=on_progress,
+                task_status=_Hint(path),
+            )
             return 0 if run(serve) else 1
-        except (listener.SocketPathError, HttpAddressError, ModelError) as error:
+        except (listener.SocketPathError, HttpAddressError, ModelError, ModelUnavailable) as error:
             logs.flush()
             click.echo(f"uma-trio serve: {error}", err=True)
             return 1

@@ -7,6 +7,8 @@ all derived from the fields in ``fields.py``.  Names are unique over all section
     limits:
       max_connections: 64
 
+Several models have a list of their own, ``models:``, with the settings that they do not share.
+
 Flags override the environment, the environment overrides the file, and the file overrides the defaults.
 """
 
@@ -21,12 +23,15 @@ from uma_trio.config.fields import (
     Http,
     Limits,
     Listen,
+    Loading,
     Model,
+    ModelEntry,
     Operations,
     Sampling,
     Scheduling,
     Sessions,
 )
+from uma_trio.config.models import settings_of_model
 from uma_trio.config.sources import load, read_yaml, to_yaml
 from uma_trio.config.values import ConfigError, Setting, settings
 
@@ -42,7 +47,9 @@ __all__ = [
     "Http",
     "Limits",
     "Listen",
+    "Loading",
     "Model",
+    "ModelEntry",
     "Operations",
     "Sampling",
     "Scheduling",
@@ -51,5 +58,6 @@ __all__ = [
     "load",
     "read_yaml",
     "settings",
+    "settings_of_model",
     "to_yaml",
 ]

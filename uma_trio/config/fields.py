@@ -211,6 +211,40 @@ class Model:
 
 
 @attrs.frozen(kw_only=True)
+class Loading:
+    """Which models are loaded, and when, where the daemon serves several."""
+
+    on_demand: bool = setting(
+        False,
+        "Load any model of this machine when a request names it, besides those of models: in the file. Nothing is "
+        "downloaded.",
+    )
+    max_loaded_models: int = setting(
+        0, "Maximum number of models that are loaded at the same time. 0 is no limit.", ge=0, le=1000
+    )
+    models_memory_mb: int = setting(
+        0,
+        "Memory for the weights and KV caches of all models together, in megabytes. Models that no request uses are "
+        "unloaded to make room. 0 takes 80 % of the machine's memory, or with a GPU of the GPU's.",
+        ge=0,
+        le=100_000_000,
+    )
+    idle_unload_s: float | None = setting(
+        None,
+        "Unloads a model that no request has used for this time. 0 never does. If not given, it is 5 minutes for models "
+        "that were loaded on demand, and never for others. Pinned models stay loaded.",
+        ge=0,
+        le=1e9,
+    )
+    load_wait_s: float = setting(
+        600.0,
+        "How long a request waits for its model to be loaded. At most max_queue requests wait for a model.",
+        gt=0,
+        le=86_400,
+    )
+
+
+@attrs.frozen(kw_only=True)
 class Engine:
     """The engine, which runs llama.cpp."""
 
@@ -604,11 +638,33 @@ class Operations:
     )
 
 
+ModelClass = Literal["pinned", "normal"]
+
+
+@attrs.frozen(kw_only=True)
+class ModelEntry:
+    """One of several models that the daemon serves."""
+
+    model: str
+    """As the setting ``model``."""
+    name: str | None = None
+    """Under which clients see it; ``None``: as the setting ``alias``."""
+    alias: tuple[str, ...] = ()
+    """Further names."""
+    model_class: ModelClass = "normal"
+    """``pinned``: it is never unloaded to make room."""
+    load: Literal["start", "demand"] = "start"
+    """When it is loaded: with the daemon, or by the first request."""
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    """Settings that it does not share with the others, by their names."""
+
+
 @attrs.frozen(kw_only=True)
 class Config:
     """All settings, by section."""
 
     model: Model = attrs.field(factory=Model)
+    loading: Loading = attrs.field(factory=Loading)
     engine: Engine = attrs.field(factory=Engine)
     listen: Listen = attrs.field(factory=Listen)
     http: Http = attrs.field(factory=Http)
@@ -618,6 +674,10 @@ class Config:
     sessions: Sessions = attrs.field(factory=Sessions)
     aici: Aici = attrs.field(factory=Aici)
     operations: Operations = attrs.field(factory=Operations)
+    models: tuple[ModelEntry, ...] = ()
+    """The models of the file's list ``models:``, or of several flags ``--model``; empty: ``model`` is the only one."""
 
 
-SECTIONS: Final[Mapping[str, type]] = typing.get_type_hints(Config)
+SECTIONS: Final[Mapping[str, type]] = {
+    name: cls for name, cls in typing.get_type_hints(Config).items() if attrs.has(cls)
+}

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import attrs
 
-from uma_trio.config.fields import DEFAULT_BATCH, SECTIONS, Config
+from uma_trio.config.checks import check_consistency
+from uma_trio.config.fields import SECTIONS, Config, ModelEntry
+from uma_trio.config.models import parse_models, settings_of_model, to_plain
 from uma_trio.config.values import MAX_SHOWN, ConfigError, Setting, settings, shown
 from uma_trio.files import read_text
 
@@ -27,7 +29,8 @@ def load(
 ) -> Config:
     """Combine the defaults, the YAML ``file``, the ``UMA_*`` variables of ``environment``, and the ``flags``.
 
-    Later sources override earlier ones.  A flag that is ``None`` is not given.
+    Later sources override earlier ones.  A flag that is ``None`` is not given.  The flag ``model`` may have a list of
+    values.  A model that the environment or a flag names takes the place of the file's list ``models``.
 
     Raises:
         ConfigError: a key is unknown, a value has the wrong type or is out of bounds, two values contradict each
@@ -35,51 +38,51 @@ def load(
     """
     known = {found.name: found for found in settings()}
     values: dict[str, Any] = {}
+    models: tuple[ModelEntry, ...] = ()
     if file is not None:
-        values.update(_from_file(file, known))
-    values.update(_from_environment(environment or {}, known))
+        sections = _sections(file)
+        models = parse_models(sections.pop("models", None), str(file))
+        values.update(_from_file(file, sections, known))
+        if models and values.get("model") is not None:
+            raise ConfigError(
+                f"{file}: the models to serve are in the list models; remove the key model of the section model"
+            )
+    from_environment = dict(_from_environment(environment or {}, known))
+    values.update(from_environment)
+    if from_environment.get("model") is not None:
+        models = ()
     for name, value in (flags or {}).items():
-        if value is not None and value != ():  # a flag that can be repeated and is not given
+        if name == "model" and isinstance(value, list | tuple):
+            names = [known[name].convert(each, known[name].flag) for each in value]
+            if names:
+                models = tuple([ModelEntry(model=each) for each in names]) if len(names) > 1 else ()
+                values[name] = None if models else names[0]
+        elif value is not None and value != ():  # a flag that can be repeated and is not given
             values[name] = known[name].convert(value, known[name].flag)
+            if name == "model":
+                models = ()
     fields: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in values.items():
         fields[known[name].section][known[name].field] = value
-    config = Config(**{section: cls(**fields[section]) for section, cls in SECTIONS.items()})
-    _check_consistency(config)
+    config = Config(**{section: cls(**fields[section]) for section, cls in SECTIONS.items()}, models=models)
+    check_consistency(config)
+    if models and config.model.alias is not None:
+        raise ConfigError("alias is for one model; with several, give each of them a name in the list models")
+    for entry in models:
+        settings_of_model(config, entry)
     return config
-
-
-def _check_consistency(config: Config) -> None:
-    """Check that settings fit each other.  The guarantees of the scheduling policy rest on the first check."""
-    model, scheduling = config.model, config.scheduling
-    batch_tokens = model.batch_tokens or DEFAULT_BATCH
-    for name, tokens in (("batch_tokens", batch_tokens), ("ctx", model.ctx)):
-        needed = model.parallel + scheduling.prefill_burst_tokens
-        if 0 < tokens < needed:
-            raise ConfigError(
-                f"{name} is {tokens}, but a tick must have room for a token of each of {model.parallel} sequences "
-                f"(parallel) and for {scheduling.prefill_burst_tokens} tokens of a prompt (prefill_burst_tokens): "
-                f"make {name} at least {needed}, or one of the others smaller"
-            )
-    if model.type_v not in ("auto", "f16") and model.flash_attn == "off":
-        raise ConfigError(
-            f"type_v is {model.type_v} and flash_attn off, but llama.cpp quantizes V with flash attention only: make "
-            "flash_attn auto, or type_v f16"
-        )
-    if scheduling.min_chunk_tokens > batch_tokens - model.parallel:
-        raise ConfigError(
-            f"min_chunk_tokens is {scheduling.min_chunk_tokens}, but a tick has room for only "
-            f"{batch_tokens - model.parallel} tokens of prompts (batch_tokens less parallel): make "
-            "min_chunk_tokens smaller, or batch_tokens larger"
-        )
 
 
 # -- the file -------------------------------------------------------------------------------------------
 
 
-def _from_file(file: Path, known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
+def _sections(file: Path) -> dict[Any, Any]:
     remedy = "--config takes a file such as uma-trio serve --print-config prints"
-    for section, fields in _mapping(read_yaml(file, remedy), str(file)).items():
+    return {**_mapping(read_yaml(file, remedy), str(file))}
+
+
+def _from_file(file: Path, sections: Mapping[Any, Any], known: Mapping[str, Setting]) -> Iterator[tuple[str, Any]]:
+    for section, fields in sections.items():
         if section not in SECTIONS:
             raise _unknown_section(section, known, str(file))
         for name, value in _mapping(fields, f"{file}: {section}").items():
@@ -236,10 +239,15 @@ def to_yaml(config: Config) -> str:
             plain = [attrs.asdict(each) for each in value]
         lines += textwrap.wrap(found.help, 96, initial_indent="  # ", subsequent_indent="  # ", break_on_hyphens=False)
         lines.append(f"  {found.name}: {_yaml_value(plain)}")
+    if config.models:
+        lines += ["", "models:"]
+        for entry in config.models:
+            pairs = [f"{key}: {_yaml_value(value)}" for key, value in to_plain(entry).items()]
+            lines += [f"  {'-' if index == 0 else ' '} {pair}" for index, pair in enumerate(pairs)]
     return "\n".join(lines) + "\n"
 
 
-def _yaml_value(value: str | int | float | bool | list[dict[str, Any]] | None) -> str:
+def _yaml_value(value: Any) -> str:
     import json
 
     text = json.dumps(value, ensure_ascii=False)

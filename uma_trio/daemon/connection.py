@@ -46,7 +46,7 @@ from uma_trio.protocol.messages import (
     TokenizeQuery,
     WatchQuery,
 )
-from uma_trio.service import Embedding, Generation, ModelRegistry
+from uma_trio.registry import ModelRegistry, ModelRequest
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -106,14 +106,14 @@ class Connection:
         self._hangup = select.poll()
         self._hangup.register(sock, 0)  # poll always reports errors and hangups
         self._upload = Upload(owner.uploads)
-        self._running: Generation | Embedding | Watch | None = None
+        self._running: ModelRequest | Watch | None = None
         self._request_ended = trio.Event()
         self._reading = trio.CancelScope()
         self._leaving = False
 
     def _wake(self) -> None:
-        if self._running is not None and not isinstance(self._running, Watch):
-            self._running.service.wake()
+        if isinstance(self._running, ModelRequest):
+            self._running.wake()
 
     @property
     def busy(self) -> bool:
@@ -221,14 +221,14 @@ class Connection:
                     self._running.cancel()
             case _:
                 try:
-                    await self._send_each(await self._answer(message))
+                    await self._answer(message)
                 except UmaError as error:
                     self._refuse(error, message)
                 if not message.keep_alive and not self.busy:
                     self._leaving = True
 
-    async def _answer(self, query: Query) -> Iterable[ServerEvent]:
-        """The events that answer ``query``.
+    async def _answer(self, query: Query) -> None:
+        """Send the events that answer ``query``.
 
         Raises:
             UmaError: it cannot be answered.
@@ -236,21 +236,44 @@ class Connection:
         principal, models = self._acting_for(query), self._owner.models
         match query:
             case MetricsQuery():
-                return (Metrics(snapshot=self._owner.snapshot(), id=query.id) for _ in range(1))  # when it is sent
-            case SessionQuery():
-                return await models.get(query.model).answer_sessions(query, principal)
-            case TokenizeQuery():
-                return [await models.get(query.model).tokenize(query)]
+                events: Iterable[ServerEvent] = (
+                    Metrics(snapshot=self._owner.snapshot(), id=query.id)
+                    for _ in range(1)  # when it is sent
+                )
             case ModelsQuery():
-                return [ModelList(models=[service.description() for service in models], id=query.id)]
+                events = [await self._answer_models(query)]
             case HealthQuery():
-                return [self._owner.health(query.id)]
+                events = [self._owner.health(query.id)]
+            case SessionQuery():
+                async with models.use(query.model, session=True) as service:
+                    await self._send_each(await service.answer_sessions(query, principal))
+                return
+            case TokenizeQuery():
+                async with models.use(query.model) as service:
+                    events = [await service.tokenize(query)]
             case ControllersQuery():
                 wasm = None
                 if query.action == "upload" and (wasm := self._upload.add(query)) is None:
-                    return [Controllers(id=query.id, received_bytes=self._upload.received_bytes)]
-                service = models.get(query.model)
-                return await service.answer_controllers(query, wasm, principal, is_admin=self._is_admin(query))
+                    events = [Controllers(id=query.id, received_bytes=self._upload.received_bytes)]
+                else:
+                    async with models.use(query.model) as service:
+                        is_admin = self._is_admin(query)
+                        events = await service.answer_controllers(query, wasm, principal, is_admin=is_admin)
+        await self._send_each(events)
+
+    async def _answer_models(self, query: ModelsQuery) -> ModelList:
+        """List models, or load, unload or reload one.
+
+        Raises:
+            UmaError: it cannot be done.
+        """
+        models = self._owner.models
+        if query.model is None:
+            return ModelList(models=await models.descriptions(), id=query.id)
+        if self._principal.name != OWN_PRINCIPAL or query.principal is not None:
+            raise BadRequest("only the user who runs the daemon may load, unload and reload models")
+        actions = {"load": models.load, "unload": models.unload, "reload": models.reload}
+        return ModelList(models=[await actions[query.action](query.model)], id=query.id)
 
     async def _send_each(self, events: Iterable[ServerEvent]) -> None:
         """Send the answer to a query.  Each event is made when the client has read enough of those before.
@@ -269,16 +292,14 @@ class Connection:
     def _start(self, request: Request, nursery: trio.Nursery) -> None:
         """Serve ``request`` in a task of its own."""
         try:
-            service = self._owner.models.get(request.model)
-            principal = self._acting_for(request)
+            principal, models = self._acting_for(request), self._owner.models
             match request:
-                case Generate():
-                    self._running = service.generation(request, principal, self._outbox)
-                case Embed():
-                    self._running = service.embedding(request, principal, self._outbox)
                 case WatchQuery():
+                    models.loaded(request.model)  # there must be such a model
                     self._check_may_watch()
-                    self._running = Watch(request, self._owner, service, self._outbox)
+                    self._running = Watch(request, self._owner, self._outbox)
+                case _:
+                    self._running = ModelRequest(models, request, principal, self._outbox)
         except UmaError as error:
             self._refuse(error, request)
             self._leaving = self._leaving or not request.keep_alive
@@ -350,7 +371,7 @@ class Connection:
 
     # -- the request ----------------------------------------------------------------------------
 
-    async def _run(self, running: Generation | Embedding | Watch) -> None:
+    async def _run(self, running: ModelRequest | Watch) -> None:
         request = running.request
         try:
             await running.run()

@@ -1,9 +1,9 @@
 """The daemon: four nested lifetimes, and the signals that end them.
 
-    process > model > connections > listener
+    process > models > connections > listener
 
 Each lifetime ends before the one around it.  To drain, the server closes the listener, sets a deadline for the
-connections, and then ends the model.
+connections, and then ends the models.
 
 Source: docs/ARCHITECTURE.md, "Lifetimes".
 """
@@ -19,7 +19,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,23 +28,20 @@ import structlog
 import trio
 
 import uma_trio
-from uma_trio.aici.link import RuntimeStart
-from uma_trio.aici.supervisor import SupervisedRuntime
-from uma_trio.config import MB, Config, Limits
+from uma_trio.config import MB, Config, ConfigError, Limits
 from uma_trio.daemon import listener
 from uma_trio.daemon.connection import Connection
 from uma_trio.daemon.gateway import Gateway, listening
+from uma_trio.daemon.loading import CurrentPerfLog, Opener, limits_of, specs_of
 from uma_trio.daemon.notifier import Notifier
-from uma_trio.daemon.perf_log import PerfLog, perf_log
-from uma_trio.daemon.storage import open_storage, state_dir
 from uma_trio.daemon.uploads import Uploads
 from uma_trio.engine.fitting import open_engine
 from uma_trio.engine.link import Launcher, ProcessLauncher, ThreadLauncher
-from uma_trio.errors import TooManyConnections, UmaError
-from uma_trio.models.loaded import LoadedModel, model_path, open_model
+from uma_trio.errors import ErrorWithRemedy, TooManyConnections, UmaError
+from uma_trio.hub.environment import find_places
 from uma_trio.protocol.codec import server_codec
 from uma_trio.protocol.messages import Failure, Health, HealthCheck
-from uma_trio.service import ModelRegistry, ModelService
+from uma_trio.registry import ModelRegistry
 
 log = structlog.get_logger("uma_trio.daemon")
 
@@ -59,13 +55,13 @@ class Server:
     """Serves the clients of one socket.
 
     Args:
-        models: their services run while ``run`` does.
+        models: they are running while ``run`` does.
         perf: the perf log, for the metrics; ``None`` if there is none.
         gateway: drained together with the connections; ``None`` without HTTP.
     """
 
     def __init__(
-        self, config: Config, models: ModelRegistry, perf: PerfLog | None = None, gateway: Gateway | None = None
+        self, config: Config, models: ModelRegistry, perf: CurrentPerfLog | None = None, gateway: Gateway | None = None
     ) -> None:
         self.config = config
         self.limits: Limits = config.limits
@@ -86,7 +82,7 @@ class Server:
     def snapshot(self) -> dict[str, Any]:
         """The metrics, as docs/METRICS.md describes them.  Never waits for a step of an engine."""
         return {
-            **self.models.get(None).snapshot(),
+            **self.models.default_snapshot(),
             "rejected_total": dict(self._refused),
             "connections": len(self._connections),
             "send_queue_bytes": sum(connection.waiting_bytes for connection in self._connections),
@@ -96,6 +92,7 @@ class Server:
             "draining": self.draining,
             "perf_log_dropped_total": self._perf.dropped if self._perf is not None else None,
             "gateway": self._gateway.snapshot() if self._gateway is not None else None,
+            "models": self.models.snapshot(),
         }
 
     def health(self, id: str | None) -> Health:
@@ -103,7 +100,7 @@ class Server:
         draining = HealthCheck(
             name="draining", ok=not self.draining, reason="the server is shutting down" if self.draining else "no"
         )
-        checks = [*chain.from_iterable(service.health() for service in self.models), _memory_check(), draining]
+        checks = [*self.models.health(), _memory_check(), draining]
         return Health(ready=all(check.ok for check in checks), checks=checks, id=id)
 
     def record_refusal(self, error: UmaError) -> None:
@@ -112,39 +109,24 @@ class Server:
 
     async def run(self, sock: socket.socket) -> None:
         """Serve on the listening ``sock`` until drained or cancelled.  Closes ``sock``."""
-        models_scope = trio.CancelScope(shield=True)  # models must outlive the connections
-        async with trio.open_nursery() as nursery:
-            with trio.CancelScope(shield=True):  # a cancelled start would wait for the task of the model forever
-                for service in self.models:
-                    await nursery.start(self._run_model, service, models_scope)
-            try:
-                with self._connection_scope:
-                    async with trio.open_nursery() as connections:
-                        with self._listener_scope, sock:
-                            await listener.accept_forever(sock, self._serve_client, connections)
-            finally:
-                with trio.CancelScope(shield=True):  # cancelled requests are freed within one step
-                    for service in self.models:
-                        await service.wait_idle()
-                if trio.current_effective_deadline() > -math.inf:  # there was no second signal
-                    with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
-                        for service in self.models:
-                            await service.save_everything()
-                models_scope.cancel()
-
-    async def _run_model(
-        self, service: ModelService, scope: trio.CancelScope, task_status: trio.TaskStatus[None]
-    ) -> None:
-        with scope:
-            await service.run(task_status)
+        try:
+            with self._connection_scope:
+                async with trio.open_nursery() as connections:
+                    with self._listener_scope, sock:
+                        await listener.accept_forever(sock, self._serve_client, connections)
+        finally:
+            with trio.CancelScope(shield=True):  # cancelled requests are freed within one step
+                await self.models.wait_idle()
+            if trio.current_effective_deadline() > -math.inf:  # there was no second signal
+                with trio.move_on_after(self.limits.drain_timeout_s, shield=True):
+                    await self.models.save_everything()
 
     def drain(self) -> None:
         """Accept no more connections and requests; running requests have ``drain_timeout_s`` to finish.  Does not wait."""
         if self.draining:
             return
         self.draining = True
-        for service in self.models:
-            service.drain()
+        self.models.drain()
         self._listener_scope.cancel()
         if self._gateway is not None:
             self._gateway.drain()
@@ -154,19 +136,19 @@ class Server:
 
     def stop(self) -> None:
         """End all requests and engines at once."""
-        for service in self.models:
-            service.stop()
+        self.models.stop()
 
     async def _serve_client(self, sock: socket.socket) -> None:
         codec = server_codec(
             self.config.listen.protocol,
             max_frame_bytes=self.limits.max_frame_bytes,
-            chat=self.models.get(None).has_chat_template,
+            chat=self.models.has_chat_template,
         )
         try:
             if len(self._connections) >= self.limits.max_connections:
                 error = TooManyConnections(f"{len(self._connections)} connections are open")
-                error.retry_after_ms = self.models.get(None).retry_after_ms()
+                default = self.models.loaded()
+                error.retry_after_ms = None if default is None else default.retry_after_ms()
                 self.record_refusal(error)
                 sock.send(codec.encode(Failure.of(error)))
                 return
@@ -197,17 +179,19 @@ async def serve(
     config: Config,
     path: Path,
     *,
+    read_again: Callable[[], Config] | None = None,
     on_progress: Progress | None = None,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> bool:
-    """Load the model and serve it on the Unix socket ``path`` until SIGINT or SIGTERM.
+    """Load the models and serve them on the Unix socket ``path`` until SIGINT or SIGTERM.
 
-    The first signal drains; the second one stops at once.  SIGUSR1 writes a metrics snapshot.  SIGHUP lets the gateway read
-    its tenants again; but from a terminal that was closed it drains, as SIGTERM does.  A service manager that started the
-    daemon is notified when it serves and when it stops.
+    The first signal drains; the second one stops at once.  SIGUSR1 writes a metrics snapshot.  SIGHUP reads the list of
+    models again, and lets the gateway read its tenants again; but from a terminal that was closed it drains, as SIGTERM
+    does.  A service manager that started the daemon is notified when it serves and when it stops.
 
     Args:
         path: not used if systemd passes a socket.
+        read_again: returns the settings as they are now.  Blocks, and raises what a person can mend.
         on_progress: called with the loaded share of the model, from 0 to 1.
         task_status: started when the socket accepts clients.
 
@@ -231,7 +215,7 @@ async def serve(
         trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) as signals,
     ):
         async with trio.open_nursery() as process:
-            handler = _SignalHandler(config, path, stop, notifier)
+            handler = _SignalHandler(config, path, stop, notifier, read_again)
             process.start_soon(handler.run, signals)
             process.start_soon(notifier.ping_forever)
             gateway = None
@@ -240,12 +224,15 @@ async def serve(
                 handler.gateway = gateway
                 process.start_soon(gateway.run)
             notifier.report("STATUS=loading the model")
-            launcher = make_launcher(config, process)
-            async with open_model(config, launcher, on_progress, handler.should_load) as model:
+            specs = specs_of(config)
+            places = find_places(os.environ, config.model.models_dir, is_offline=True)
+            opener = Opener(config, make_launcher(config, process), specs[0].name, places)
+            models = ModelRegistry(specs, opener, limits_of(config))
+            async with models.running():
                 # a signal after the last look at should_load; from here on, the server is there when the next one is handled
-                if model is not None and handler.should_load():
+                if await models.start(on_progress, handler.should_load) and handler.should_load():
                     with stop:
-                        await _serve_loaded(config, path, passed, model, handler, gateway, task_status)
+                        await _serve_loaded(config, path, passed, models, opener, handler, gateway, task_status)
             process.cancel_scope.cancel()
     return not stop.cancel_called
 
@@ -261,69 +248,33 @@ def make_launcher(config: Config, nursery: trio.Nursery) -> Launcher:
     return ThreadLauncher(nursery, open_engine)
 
 
-def make_runtime(config: Config, model: LoadedModel) -> SupervisedRuntime | None:
-    """Return the runtime of a model's controllers, as configured; ``None`` if there are to be none."""
-    if config.aici.enabled == "disabled":
-        return None
-    info = model.info
-    start = RuntimeStart(
-        config.aici,
-        model_path(config.model.model),
-        folder=state_dir(config) / "aici",
-        n_vocab=info.n_vocab,
-        n_rows=info.n_seq_max,
-        max_controller_bytes=config.limits.max_controller_bytes,
-        expire_s=round(config.limits.request_timeout_s) + 1,
-        llama_dir=config.model.llama_dir,
-    )
-    return SupervisedRuntime(start, max_tokens=info.n_ctx)
-
-
 async def _serve_loaded(
     config: Config,
     path: Path,
     passed: socket.socket | None,
-    model: LoadedModel,
+    models: ModelRegistry,
+    opener: Opener,
     handler: _SignalHandler,
     gateway: Gateway | None,
     task_status: trio.TaskStatus[Server],
 ) -> None:
-    info = model.info
-    runtime = make_runtime(config, model)
-    with perf_log(config, info) as perf, open_storage(config, model) as storage:
-        service = ModelService(
-            config,
-            model,
-            perf=perf,
-            journal=storage.journal,
-            files=storage.files,
-            states=storage.states,
-            runtime=runtime,
-        )
-        server = Server(config, ModelRegistry(service), perf, gateway)
-        sock = passed or listener.bind(path, backlog=config.listen.backlog)
-        handler.server = server
-        for fact, fields in service.describe().items():
-            log.info(fact, **fields)
-        log.info(
-            "serving",
-            socket=str(path),
-            http=gateway.url if gateway is not None else None,
-            protocol=config.listen.protocol,
-            engine=config.engine.mode,
-            engine_pid=model.engine.link.pid,
-        )
-        handler.notifier.report("READY=1", f"STATUS=serving {service.name} on {path}")
-        task_status.started(server)
-        try:
-            async with trio.open_nursery() as nursery:
-                if runtime is not None:
-                    nursery.start_soon(runtime.run)
-                await server.run(sock)
-                nursery.cancel_scope.cancel()
-        finally:
-            service.keep_learned_costs()
-    log.info("stopped", **{key: server.snapshot()[key] for key in ("tokens_total", "requests_total", "uptime_s")})
+    server = Server(config, models, opener.perf, gateway)
+    sock = passed or listener.bind(path, backlog=config.listen.backlog)
+    handler.server = server
+    default = models.loaded()
+    log.info(
+        "serving",
+        socket=str(path),
+        http=gateway.url if gateway is not None else None,
+        protocol=config.listen.protocol,
+        engine=config.engine.mode,
+        engine_pid=None if default is None else default.engine_pid,
+        models=models.names if len(models.names) > 1 else None,
+    )
+    handler.notifier.report("READY=1", f"STATUS=serving {', '.join(models.names)} on {path}")
+    task_status.started(server)
+    await server.run(sock)
+    log.info("stopped", **{key: server.snapshot().get(key) for key in ("tokens_total", "requests_total", "uptime_s")})
 
 
 def _terminal() -> int | None:
@@ -344,7 +295,15 @@ def _was_closed(terminal: int | None) -> bool:
 class _SignalHandler:
     """Acts on signals: the first one drains the server, the second one stops it."""
 
-    def __init__(self, config: Config, path: Path, stop: trio.CancelScope, notifier: Notifier) -> None:
+    def __init__(
+        self,
+        config: Config,
+        path: Path,
+        stop: trio.CancelScope,
+        notifier: Notifier,
+        read_again: Callable[[], Config] | None = None,
+    ) -> None:
+        self._read_settings = read_again
         self.notifier = notifier
         self._config = config
         self._folder = config.operations.snapshot_dir or path.parent
@@ -358,12 +317,21 @@ class _SignalHandler:
         """Whether loading should continue: there was no signal yet."""
         return not self._is_ending
 
-    def _read_again(self) -> None:
-        if self.gateway is None:
-            log.info("SIGHUP has no effect without --http")
-        else:
+    async def _read_again(self) -> None:
+        """SIGHUP: the gateway reads its tenants again, and the registry the list of models."""
+        if self.gateway is not None:
             log.info("the gateway reads its tenants again")
             self.gateway.read_again()
+        if self._read_settings is None or self.server is None:
+            return
+        try:
+            config = await trio.to_thread.run_sync(self._read_settings)
+            specs = specs_of(config)
+        except (ConfigError, ErrorWithRemedy, OSError) as error:
+            log.error("the models stay as they are: the settings cannot be read", reason=str(error))
+            return
+        log.info("reading the list of models again", models=[spec.name for spec in specs])
+        self.server.models.update(specs)
 
     async def run(self, signals: Any) -> None:
         """Handle ``signals`` until cancelled."""
@@ -371,7 +339,7 @@ class _SignalHandler:
             if number == signal.SIGUSR1:
                 await self._write_snapshot()
             elif number == signal.SIGHUP and not _was_closed(self._terminal):
-                self._read_again()
+                await self._read_again()
             elif self._stop.cancel_called:
                 continue
             elif self._is_ending:

@@ -16,8 +16,9 @@ import platformdirs
 import structlog
 
 from uma_trio.config import MB, Config
+from uma_trio.engine.tuning_cache import model_fingerprint
 from uma_trio.kv.offload_index import SavedState
-from uma_trio.models.loaded import LoadedModel
+from uma_trio.models.loaded import LoadedModel, model_path
 from uma_trio.offload import StateFiles
 from uma_trio.store import Journal, JournalError, StateFileError, StateFolder, StoredState
 
@@ -45,10 +46,23 @@ def state_dir(config: Config) -> Path:
     return config.sessions.state_dir or Path(platformdirs.user_state_dir("uma-trio"))
 
 
+def storage_name(config: Config) -> str:
+    """Returns the name of a model's folder there.  Models with the same content have the same one.  Blocks briefly.
+
+    Raises:
+        OSError: the model's file cannot be read.
+    """
+    return model_fingerprint(model_path(config.model.model))
+
+
 @contextlib.contextmanager
-def open_storage(config: Config, model: LoadedModel) -> Iterator[Storage]:
-    """Opens the storage of ``model`` until the context ends.  Blocks while it scans the saved states."""
-    folder = state_dir(config) / model.name
+def open_storage(config: Config, model: LoadedModel, name: str) -> Iterator[Storage]:
+    """Opens the storage of ``model`` until the context ends.  Blocks while it scans the saved states.
+
+    Args:
+        name: of its folder.
+    """
+    folder = state_dir(config) / name
     with contextlib.ExitStack() as stack:
         journal: Journal | None = None
         files: StateFolder | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Final, Protocol
 
 import trio
 
 from uma_trio.daemon.outbox import Outbox
 from uma_trio.protocol.messages import Activity, Health, WatchQuery
+from uma_trio.registry import ModelRegistry
 from uma_trio.service import ModelService
 from uma_trio.telemetry.perf_records import RecentRecords
 
@@ -18,6 +20,8 @@ MAX_SESSIONS: Final = 32
 class Watched(Protocol):
     """The part of the daemon that is watched."""
 
+    @property
+    def models(self) -> ModelRegistry: ...
     @property
     def queries(self) -> trio.Lock: ...
     def snapshot(self) -> dict[str, Any]: ...
@@ -31,10 +35,9 @@ class Watch:
     records.  It never slows a tick down.
     """
 
-    def __init__(self, query: WatchQuery, daemon: Watched, service: ModelService, outbox: Outbox) -> None:
+    def __init__(self, query: WatchQuery, daemon: Watched, outbox: Outbox) -> None:
         self.request = query
         self._daemon = daemon
-        self._service = service
         self._outbox = outbox
         self._scope = trio.CancelScope()
 
@@ -51,22 +54,29 @@ class Watch:
         """Send events until cancelled."""
         began = trio.current_time()
         records = RecentRecords(began)
-        with self._scope, self._service.recording(records):
+        watched: ModelService | None = None
+        with self._scope, contextlib.ExitStack() as recording:
             while True:
+                service = self._daemon.models.loaded(self.request.model)
+                if service is not watched:  # it was loaded, reloaded or unloaded
+                    recording.close()
+                    if service is not None:
+                        recording.enter_context(service.recording(records))
+                    watched = service
                 next_at = trio.current_time() + self.request.interval_ms / 1e3
                 await self._outbox.shrink_to(0)
                 async with self._daemon.queries:
-                    self._outbox.send(self._event(records, trio.current_time() - began))
+                    self._outbox.send(self._event(records, trio.current_time() - began, service))
                 await trio.sleep_until(next_at)
 
-    def _event(self, recent: RecentRecords, at_s: float) -> Activity:
+    def _event(self, recent: RecentRecords, at_s: float, service: ModelService | None) -> Activity:
         records, dropped = recent.take()
         return Activity(
             at_s=round(at_s, 6),
             metrics={name: value for name, value in self._daemon.snapshot().items() if value is not None},
             checks=self._daemon.health(None).checks,
-            sequences=self._service.sequences(),
-            sessions=self._service.latest_sessions(MAX_SESSIONS),
+            sequences=[] if service is None else service.sequences(),
+            sessions=[] if service is None else service.latest_sessions(MAX_SESSIONS),
             records=records,
             dropped_records=dropped,
             id=self.request.id,

@@ -63,6 +63,24 @@ def find_here(text: str, places: Places) -> Located:
     return Located(found.path, name or found.served_name)
 
 
+def find_installed(text: str, places: Places) -> Located:
+    """What a client's ``text`` means among the models that have a name: an alias or a name, and never a path.  Blocks.
+
+    Raises:
+        HubError: there is no such model, or several.
+    """
+    reference, name = resolve(text, places)
+    if isinstance(reference, PathReference) and name is not None:  # an alias, which the user of this machine made
+        return Located(Path(reference.path), name)
+    found = find(reference, all_models(places), ())
+    return Located(found.path, name or found.served_name)
+
+
+def installed_models(places: Places) -> list[Located]:
+    """All that ``find_installed`` finds by its own name.  Blocks."""
+    return [Located(each.path, each.served_name) for each in all_models(places)]
+
+
 async def find_or_pull(text: str, places: Places, watcher: PullWatcher) -> Located:
     """As ``find_here``; downloads a model of the hub or a URL that is not here.
 

@@ -21,6 +21,7 @@ from uma_trio.protocol.messages import (
     Event,
     Failure,
     Generate,
+    LoadProgress,
     PrefillProgress,
     Reasoning,
     ServerEvent,
@@ -114,7 +115,9 @@ class ServerCodec:
         encoding, answers = self._pending.get(event.id, (self._latest, 0))
         if isinstance(event, Fork) and answers:
             self._pending[event.id] = encoding, answers + 1
-        in_the_middle = isinstance(event, Token | Reasoning | PrefillProgress | Fork | ControllerOutput | Backtrack)
+        in_the_middle = isinstance(
+            event, Token | Reasoning | PrefillProgress | LoadProgress | Fork | ControllerOutput | Backtrack
+        )
         if not in_the_middle and not (isinstance(event, Transcript | Embeddings | Controllers) and event.more):
             self._pending.pop(event.id, None)
             if isinstance(event, Eos | Failure) and event.index is not None and answers > 1:

@@ -1,7 +1,7 @@
 """Messages of the socket protocol, as frozen records.
 
 Clients send a request (``Generate``), a ``Cancel`` or a query.  The daemon answers with events: those of a request are
-``Token``, ``Reasoning``, ``ToolCallDelta``, ``PrefillProgress``, ``Eos`` and ``Failure``, and each query has its own.
+``Token``, ``Reasoning``, ``ToolCallDelta``, ``PrefillProgress``, ``LoadProgress``, ``Eos`` and ``Failure``, and each query has its own.
 Those about controllers are in ``uma_trio.protocol.controllers``.
 
 The types hold the bounds that every daemon enforces, and no other module repeats them.  Limits that an operator can
@@ -300,8 +300,12 @@ class TokenizeQuery:
 
 @attrs.frozen(kw_only=True)
 class ModelsQuery:
-    """Asks which models are served."""
+    """Asks which models are served, or loads, unloads or reloads one.  Only the user that runs the daemon may do so."""
 
+    action: Literal["list", "load", "unload", "reload"] = "list"
+    """The answer to the others comes when it is done, and has the one model."""
+    model: Name | None = None
+    """The model to act on; set for every action except ``list``."""
     id: Name | None = None
     keep_alive: bool = False
     principal: Name | None = None
@@ -417,6 +421,8 @@ class TokenList:
 
 Capability = Literal["completion", "chat", "tools", "reasoning", "embedding"]
 
+ModelState = Literal["unloaded", "loading", "ready", "draining", "failed"]
+
 
 @attrs.frozen(kw_only=True)
 class AdapterDescription:
@@ -458,6 +464,16 @@ class ModelDescription:
     adapters: list[AdapterDescription] = attrs.field(factory=list)
     created_at: float = 0.0
     """Seconds since 1970, when the model file was last written."""
+    state: ModelState = "ready"
+    """``unloaded``: the first request loads it.  Until it has been loaded once, the fields above say what its file says."""
+    reason: str | None = None
+    """Why it could not be loaded, for ``failed``."""
+    pinned: bool = False
+    """Never unloaded to make room for another model."""
+    memory_bytes: int | None = None
+    """Weights and KV cache, while it is loaded."""
+    unloads_in_s: float | None = None
+    """When it is unloaded if nobody uses it, while it is loaded; ``None``: it stays."""
 
 
 @attrs.frozen(kw_only=True)
@@ -720,6 +736,18 @@ class PrefillProgress:
 
 
 @attrs.frozen(kw_only=True)
+class LoadProgress:
+    """A request waits for its model.  Its event is called ``loading``, and comes only if the request asks for progress."""
+
+    id: str
+    model: str
+    state: ModelState
+    """``loading``; or ``draining``, while the requests of a copy that is replaced end."""
+    progress: float
+    """Loaded share of the weights, from 0 to 1."""
+
+
+@attrs.frozen(kw_only=True)
 class Embeddings:
     """Embeddings of an ``Embed`` request, in the order of its texts.  A long answer takes several events."""
 
@@ -739,7 +767,16 @@ ControllerEvent = Fork | ControllerOutput | Backtrack
 """What only a request with a controller causes."""
 
 ServerEvent = (
-    Token | Reasoning | ToolCallDelta | Eos | Failure | PrefillProgress | Embeddings | ControllerEvent | Answer
+    Token
+    | Reasoning
+    | ToolCallDelta
+    | Eos
+    | Failure
+    | PrefillProgress
+    | LoadProgress
+    | Embeddings
+    | ControllerEvent
+    | Answer
 )
 
 
@@ -765,6 +802,7 @@ _EVENT_NAMES: Final = {
     Eos: "eos",
     Failure: "error",
     PrefillProgress: "progress",
+    LoadProgress: "loading",
     Metrics: "metrics",
     SessionList: "sessions",
     Embeddings: "embeddings",
@@ -832,7 +870,7 @@ def _parse(fields: dict[str, Any]) -> ClientMessage:
     if kind == "tokenize":
         return _parse_tokenize_query(fields)
     if kind == "models":
-        return convert(fields, ModelsQuery)
+        return _parse_models_query(fields)
     if kind == "health":
         return convert(fields, HealthQuery)
     if kind == "embed":
@@ -909,6 +947,13 @@ def _parse_session_query(fields: dict[str, Any]) -> SessionQuery:
         raise BadRequest("session_id is required for every action except list, and not allowed to list sessions")
     if (query.new_id is None) != (query.action != "fork"):
         raise BadRequest("new_id is required to fork a session, and not allowed otherwise")
+    return query
+
+
+def _parse_models_query(fields: dict[str, Any]) -> ModelsQuery:
+    query = convert(fields, ModelsQuery)
+    if (query.model is None) != (query.action == "list"):
+        raise BadRequest("model is required to load, unload or reload one, and not allowed to list models")
     return query
 
 

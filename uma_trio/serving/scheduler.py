@@ -32,7 +32,7 @@ from uma_trio.errors import (
 )
 from uma_trio.grammar import Grammar
 from uma_trio.models.prompt import Prompt
-from uma_trio.offload import InThread, Offloader, StateFiles
+from uma_trio.offload import InThread, Offloader
 from uma_trio.principal import Principal
 from uma_trio.protocol.messages import Embed, Failure, FinishReason, Generate, HealthCheck, SequenceInfo
 from uma_trio.scheduling.bisection import CrashBisection
@@ -63,7 +63,6 @@ class Scheduler:
         config: limits and scheduling.
         cost: what is known of the engine's speed at the start.
         perf: gets a record of each step and each request.
-        files: where KV states go that are to outlive their cells; ``None``: nowhere.
         in_thread: runs a blocking call.
         runtime: of controllers; ``None``: requests cannot have one.
     """
@@ -75,7 +74,6 @@ class Scheduler:
         config: Config,
         cost: CostModel | None = None,
         perf: PerfSink | None = None,
-        files: StateFiles | None = None,
         in_thread: InThread = trio.to_thread.run_sync,
         runtime: ControllerRuntime | None = None,
     ) -> None:
@@ -89,7 +87,6 @@ class Scheduler:
         self.cache = cache_for(self.info, self.timings, reuse=config.scheduling.prefix_reuse)
         self.offloader = Offloader(
             self.cache,
-            files,
             self.timings,
             self.wake,
             after_s=config.sessions.offload_after_s,

@@ -99,10 +99,9 @@ class SessionTurn:
 
 
 class Sessions:
-    """All sessions of one model.
+    """All sessions of one model.  They end with the daemon unless they have a journal; see ``open``.
 
     Args:
-        journal: makes sessions durable.  ``None``: they end with the daemon.
         clock: returns seconds since 1970.
         monotonic: a clock that nobody can set.
         in_thread: runs a blocking call.
@@ -113,7 +112,6 @@ class Sessions:
         config: Config,
         scheduler: Scheduler,
         prompts: PromptMaker,
-        journal: Journal | None,
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -125,22 +123,20 @@ class Sessions:
         )
         self._scheduler = scheduler
         self._prompts = prompts
-        self._journal = journal
+        self._journal: Journal | None = None
         self._clock = clock
         self._monotonic = monotonic
         self._in_thread = in_thread
-        self._is_loaded = False
         self.journal_failures = 0
 
-    def load(self) -> None:
-        """Load the sessions of earlier runs from the journal.  Blocks while it reads the disk: call it before serving.
+    async def open(self, journal: Journal) -> None:
+        """Load the sessions of earlier runs from ``journal``, and write them there from now on.
 
-        A journal that cannot be read is logged, and the daemon starts without sessions.
+        A journal that cannot be read is logged, and there are no sessions of earlier runs.
         """
-        if self._journal is None:
-            return
+        self._journal = journal
         try:
-            records = self._journal.load()
+            records = await self._in_thread(journal.load)
         except JournalError as error:
             log.error("the sessions cannot be read; the daemon starts without any", reason=str(error))
             return
@@ -150,9 +146,12 @@ class Sessions:
                 log.warning("skipped a session with tokens that the model does not have", session=record.key.id)
                 continue
             self._table.add(Session.from_record(record, self._clock(), self._monotonic()))
-        for problem in self._journal.problems:
+        for problem in journal.problems:
             log.warning("a session's file is damaged", reason=problem)
-        self._is_loaded = True
+        self._scheduler.offloader.keep(
+            lambda state: self._table.any_begins_with(state.tokens, principal=state.principal)
+        )
+        await self._close_expired()
 
     # -- one request ----------------------------------------------------------------------------
 
@@ -325,21 +324,17 @@ class Sessions:
     # -- housekeeping ---------------------------------------------------------------------------
 
     async def sweep_forever(self) -> None:
-        """Close expired sessions and repair the journal once a minute, until cancelled.
-
-        First, drop the saved KV states of sessions that no longer exist.
-        """
-        if self._is_loaded:
-            self._scheduler.offloader.keep(
-                lambda state: self._table.any_begins_with(state.tokens, principal=state.principal)
-            )
+        """Close expired sessions and repair the journal once a minute, until cancelled."""
         while True:
-            while expired := self._table.expired(self._monotonic()):  # closing one takes time, so look again
-                session = expired[0]
-                log.info("closed an expired session", session=session.name, used_at=session.used_at)
-                await self._close(session)
+            await self._close_expired()
             await trio.sleep(SWEEP_S)
             await self.repair()
+
+    async def _close_expired(self) -> None:
+        while expired := self._table.expired(self._monotonic()):  # closing one takes time, so look again
+            session = expired[0]
+            log.info("closed an expired session", session=session.name, used_at=session.used_at)
+            await self._close(session)
 
     async def repair(self) -> None:
         """Write turns whose write failed, and files that another program has removed.

@@ -1,0 +1,267 @@
+"""Loads models for the registry: the engine, the storage and the runtime of controllers of each."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Final
+
+import attrs
+import structlog
+import trio
+
+from uma_trio.aici.link import RuntimeStart
+from uma_trio.aici.supervisor import SupervisedRuntime
+from uma_trio.config import MB, Config, settings_of_model
+from uma_trio.daemon.perf_log import PerfLog, perf_log
+from uma_trio.daemon.storage import open_storage, state_dir, storage_name
+from uma_trio.engine.link import Launcher
+from uma_trio.engine.memory import machine_memory_bytes
+from uma_trio.hub.environment import Places
+from uma_trio.hub.errors import HubError
+from uma_trio.hub.locate import find_installed, installed_models
+from uma_trio.hub.variants import quantization_of
+from uma_trio.models.loaded import LoadedModel, model_path, open_model
+from uma_trio.models.outline import ModelOutline, read_outline
+from uma_trio.protocol.messages import ModelDescription
+from uma_trio.registry import Limits, ModelSpec
+from uma_trio.service import ModelService
+
+log = structlog.get_logger("uma_trio.daemon")
+
+ON_DEMAND_IDLE_S: Final = 300.0
+"""When a model that was loaded on demand is unloaded, without ``idle_unload_s``."""
+BUDGET_SHARE: Final = 0.8
+"""Share of the machine's memory, or of the GPU's, for all models together."""
+LISTED_S: Final = 2.0
+"""How long a list of the installed models counts as current."""
+
+
+def specs_of(config: Config) -> list[ModelSpec]:
+    """The models that the settings name, the default one first.
+
+    Args:
+        config: with paths in place of names; see ``cli.model_option.located``.
+    """
+    if not config.models:
+        return [_spec(config, config.model.alias)]
+    specs: list[ModelSpec] = []
+    for entry in config.models:
+        settings = settings_of_model(config, entry)
+        spec = attrs.evolve(
+            _spec(settings, entry.name),
+            aliases=entry.alias,
+            pinned=entry.model_class == "pinned",
+            at_start=entry.load == "start" or entry.model_class == "pinned",
+        )
+        if any(_is_same(other, spec) for other in specs):
+            spec = attrs.evolve(spec, storage=hashlib.sha256(spec.name.encode()).hexdigest()[:8])
+        specs.append(spec)
+    return specs
+
+
+def limits_of(config: Config) -> Limits:
+    """What all models may have together."""
+    return Limits(
+        max_loaded=config.loading.max_loaded_models,
+        max_waiting=config.limits.max_queue,
+        wait_s=config.loading.load_wait_s,
+        save_s=config.limits.drain_timeout_s,
+    )
+
+
+def _spec(config: Config, name: str | None) -> ModelSpec:
+    path = model_path(config.model.model)
+    return ModelSpec(
+        name=(name or path.name).removesuffix(".gguf"),
+        config=attrs.evolve(config, models=()),
+        idle_unload_s=config.loading.idle_unload_s or 0.0,
+    )
+
+
+def _is_same(one: ModelSpec, other: ModelSpec) -> bool:
+    """Whether two models have the same content, so that the names of their storage must differ."""
+    try:
+        return storage_name(one.config) == storage_name(other.config)
+    except OSError:
+        return False
+
+
+class LoadedService:
+    """A model that serves; see ``registry.OpenModel``.
+
+    Args:
+        stack: closes what ``open_storage`` opens.
+        perf: where the perf log is, if it is to have the model's records.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: LoadedModel,
+        service: ModelService,
+        stack: contextlib.ExitStack,
+        perf: CurrentPerfLog | None,
+    ) -> None:
+        self.service = service
+        self.storage_name = model.name if spec.storage is None else f"{model.name}-{spec.storage}"
+        info = model.info
+        self.memory_bytes = round(info.size_bytes + info.n_ctx * info.kv_bytes_per_token)
+        self._config = spec.config
+        self._model = model
+        self._stack = stack
+        self._perf = perf
+
+    async def open_storage(self) -> None:
+        """See ``registry.OpenModel``."""
+        context = open_storage(self._config, self._model, self.storage_name)
+        storage = await trio.to_thread.run_sync(context.__enter__)
+        self._stack.push(context.__exit__)
+        if self._perf is not None:
+            perf = self._perf.file = self._stack.enter_context(perf_log(self._config, self._model.info))
+            if perf is not None:
+                self._stack.enter_context(self.service.recording(perf))
+        await self.service.open_storage(storage.journal, storage.files, storage.states)
+
+
+@attrs.define
+class CurrentPerfLog:
+    """The perf log, which has the records of the default model."""
+
+    file: PerfLog | None = None
+
+    @property
+    def dropped(self) -> int | None:
+        """Records that were not written; ``None`` without a log."""
+        return None if self.file is None else self.file.dropped
+
+
+class Opener:
+    """Loads models with a launcher of engines.
+
+    Args:
+        config: of the daemon.
+        launcher: starts engines; what it needs outlives all models.
+        default: name of the default model.
+        places: where models of this machine are; ``None``: only configured ones are loaded.
+    """
+
+    def __init__(self, config: Config, launcher: Launcher, default: str, places: Places | None = None) -> None:
+        self._config = config
+        self._launcher = launcher
+        self._default = default
+        self._places = places if config.loading.on_demand else None
+        self.perf = CurrentPerfLog()
+        self.budget_bytes = config.loading.models_memory_mb * MB
+        self._listed: tuple[float, list[ModelSpec]] = (float("-inf"), [])
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, spec: ModelSpec, on_progress: Callable[[float], None], go_on: Callable[[], bool]
+    ) -> AsyncIterator[LoadedService | None]:
+        """See ``registry.ModelOpener``."""
+        async with open_model(spec.config, self._launcher, on_progress, go_on) as model:
+            if model is None:
+                yield None
+                return
+            self._set_budget(model)
+            runtime = make_runtime(spec.config, model)
+            with contextlib.ExitStack() as stack:
+                service = ModelService(spec.config, model, runtime=runtime)
+                async with trio.open_nursery() as nursery:
+                    if runtime is not None:
+                        nursery.start_soon(runtime.run)
+                    for fact, fields in service.describe().items():
+                        log.info(fact, **fields)
+                    perf = self.perf if spec.name == self._default else None
+                    try:
+                        yield LoadedService(spec, model, service, stack, perf)
+                    finally:
+                        service.keep_learned_costs()
+                    nursery.cancel_scope.cancel()
+
+    def _set_budget(self, model: LoadedModel) -> None:
+        """The first model says on which device there must be room."""
+        if self.budget_bytes:
+            return
+        devices = model.devices
+        gpus = [device.memory_total for device in devices.found if device.is_gpu]
+        total = sum(gpus) if gpus and devices.layers_on_gpu else machine_memory_bytes()
+        self.budget_bytes = round(BUDGET_SHARE * total)
+
+    async def needed_bytes(self, spec: ModelSpec) -> int:
+        """See ``registry.ModelOpener``."""
+        return (await self._outline(spec)).memory_bytes(spec.config.model)
+
+    async def describe(self, spec: ModelSpec) -> ModelDescription:
+        """See ``registry.ModelOpener``."""
+        outline, settings = await self._outline(spec), spec.config.model
+        return ModelDescription(
+            name=spec.name,
+            description=outline.architecture,
+            architecture=outline.architecture,
+            quantization=quantization_of(str(model_path(settings.model))) or None,
+            size_bytes=outline.size_bytes,
+            n_parameters=outline.n_parameters,
+            context=outline.context(settings) * settings.parallel,
+            context_per_request=outline.context(settings),
+            parallel=settings.parallel,
+            capabilities=["completion", "chat", "tools"] if outline.has_template else ["completion"],
+            embedding_length=outline.n_embd,
+            created_at=outline.written_at,
+            state="unloaded",
+        )
+
+    async def _outline(self, spec: ModelSpec) -> ModelOutline:
+        return await trio.to_thread.run_sync(read_outline, model_path(spec.config.model.model))
+
+    async def find(self, name: str) -> ModelSpec | None:
+        """See ``registry.ModelOpener``."""
+        if self._places is None:
+            return None
+        try:
+            found = await trio.to_thread.run_sync(find_installed, name, self._places)
+        except (HubError, OSError):
+            return None
+        return self._on_demand(found.name, str(found.path))
+
+    async def installed(self) -> list[ModelSpec]:
+        """See ``registry.ModelOpener``."""
+        if self._places is None:
+            return []
+        at, listed = self._listed
+        if trio.current_time() - at > LISTED_S:
+            models = await trio.to_thread.run_sync(installed_models, self._places)
+            listed = [self._on_demand(each.name, str(each.path)) for each in models]
+            self._listed = trio.current_time(), listed
+        return listed
+
+    def _on_demand(self, name: str, path: str) -> ModelSpec:
+        settings = attrs.evolve(self._config.model, model=path, alias=name)
+        idle_s = self._config.loading.idle_unload_s
+        return ModelSpec(
+            name=name,
+            config=attrs.evolve(self._config, model=settings, models=()),
+            at_start=False,
+            idle_unload_s=ON_DEMAND_IDLE_S if idle_s is None else idle_s,
+            is_configured=False,
+        )
+
+
+def make_runtime(config: Config, model: LoadedModel) -> SupervisedRuntime | None:
+    """Return the runtime of a model's controllers, as configured; ``None`` if there are to be none."""
+    if config.aici.enabled == "disabled":
+        return None
+    info = model.info
+    start = RuntimeStart(
+        config.aici,
+        model_path(config.model.model),
+        folder=state_dir(config) / "aici",
+        n_vocab=info.n_vocab,
+        n_rows=info.n_seq_max,
+        max_controller_bytes=config.limits.max_controller_bytes,
+        expire_s=round(config.limits.request_timeout_s) + 1,
+        llama_dir=config.model.llama_dir,
+    )
+    return SupervisedRuntime(start, max_tokens=info.n_ctx)

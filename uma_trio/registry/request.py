@@ -1,0 +1,65 @@
+"""A client's request until it is answered, the wait for its model included."""
+
+from __future__ import annotations
+
+import trio
+
+from uma_trio.principal import Principal
+from uma_trio.protocol.messages import Embed, Generate, LoadProgress, ModelState
+from uma_trio.registry.registry import ModelRegistry
+from uma_trio.service import Embedding, Generation, send_cancelled
+from uma_trio.serving.sequence import EventSink
+
+
+class ModelRequest:
+    """One request of a client."""
+
+    def __init__(self, models: ModelRegistry, request: Generate | Embed, principal: Principal, sink: EventSink) -> None:
+        self.request = request
+        self._models = models
+        self._principal = principal
+        self._sink = sink
+        self._scope = trio.CancelScope()
+        self._running: Generation | Embedding | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its last event has been sent, although ``run`` has perhaps not returned yet."""
+        return self._running is not None and self._running.is_answered
+
+    def cancel(self) -> None:
+        """End the request: the cancel event of the protocol."""
+        if self._running is not None:
+            self._running.cancel()
+        else:
+            self._scope.cancel()
+
+    def wake(self) -> None:
+        """The sink has room again."""
+        if self._running is not None:
+            self._running.service.wake()
+
+    async def run(self) -> None:
+        """Serve the request until its last event has gone to the sink.
+
+        Raises:
+            UmaError: the request was refused, and nothing was sent.
+        """
+        began = trio.current_time()
+        request = self.request
+        has_session = isinstance(request, Generate) and request.session_id is not None
+        on_wait = self._tell if isinstance(request, Generate) and request.progress else None
+        try:
+            with self._scope:
+                async with self._models.use(request.model, session=has_session, on_wait=on_wait) as service:
+                    if isinstance(request, Generate):
+                        self._running = service.generation(request, self._principal, self._sink, began=began)
+                    else:
+                        self._running = service.embedding(request, self._principal, self._sink, began=began)
+                    await self._running.run()
+        finally:
+            if self._running is None and self._scope.cancel_called:
+                send_cancelled(request, self._sink, began)
+
+    def _tell(self, model: str, state: ModelState, progress: float) -> None:
+        self._sink.send(LoadProgress(id=self.request.id or "", model=model, state=state, progress=round(progress, 3)))
