@@ -205,19 +205,17 @@ class Model:
 
     def snapshot(self) -> dict[str, Any]:
         """Numbers for the metrics."""
-        found: dict[str, Any] = {
+        instance = self.instance
+        is_idle = instance is not None and not instance.n_leases
+        return {
             "state": self.state,
             "class": "pinned" if self.spec.pinned else "normal",
             "waiting": self.n_waiting,
+            "in_use": 0 if instance is None else instance.n_leases,
+            "idle_s": round(trio.current_time() - instance.used_at, 1) if instance is not None and is_idle else None,
+            "memory_bytes": None if instance is None else instance.opened.memory_bytes,
             "loads_total": self.loads,
             "load_failures_total": self.failures,
             "unloads_total": self.unloads,
             "evictions_total": self.evictions,
         }
-        if self.instance is not None:
-            found |= {
-                "memory_bytes": self.instance.opened.memory_bytes,
-                "in_use": self.instance.n_leases,
-                "idle_s": None if self.instance.n_leases else round(trio.current_time() - self.instance.used_at, 1),
-            }
-        return found

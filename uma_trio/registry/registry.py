@@ -281,7 +281,9 @@ class ModelRegistry:
                 new = await self._open(model, attempt)
                 if not self._shares_storage(new):
                     await self._open_storage(new)
-        except (ErrorWithRemedy, UmaError, OSError, _GivenUp) as error:
+        except _GivenUp as error:
+            attempt.cause = error
+        except (ErrorWithRemedy, UmaError, OSError) as error:
             attempt.cause = error
             model.failures += 1
             if model.instance is None:
