@@ -47,6 +47,8 @@ MORE = [
     {"id": "g", "prompt": "Once upon a time " * 100, "max_tokens": 3, "progress": True, "echo": True},
     {"type": "sessions", "id": "h"},
     {"type": "sessions", "action": "read", "session_id": "cooking", "id": "i"},
+    {"type": "models", "action": "unload", "model": "embedded", "id": "j"},
+    {"id": "k", "prompt": "Once", "max_tokens": 3, "progress": True},
 ]
 CALLS = [
     {

@@ -119,13 +119,14 @@ def test_signals_while_the_model_loads(library, tmp_path, signals):
     assert "serving" not in daemon.events_logged()
 
 
-def test_hup_without_http_has_no_effect(library, tmp_path):
+def test_hup_reloads_nothing_if_nothing_has_changed(library, tmp_path):
     with real_daemon(folder=tmp_path) as daemon, daemon.wire() as wire:
         wire.send(id="a", keep_alive=True, prompt="Hello", max_tokens=300, ignore_eos=True)
         assert wire.receive()["event"] == "token"
         daemon.signal(signal.SIGHUP)
         assert wire.answer().reason == "length"
-        assert "SIGHUP has no effect without --http" in daemon.events_logged()
+        daemon.wait_until_logged("reading the list of models again")
+        assert daemon.metrics()["models"]["embedded"]["loads_total"] == 1
 
 
 def test_a_closed_terminal_drains(library, tmp_path):

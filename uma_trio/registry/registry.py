@@ -305,7 +305,8 @@ class ModelRegistry:
 
     async def _open(self, model: Model, attempt: Attempt) -> Instance:
         assert self._nursery is not None
-        log.info("loading a model", model=model.name)
+        if not attempt.is_start:
+            log.info("loading a model", model=model.name)
         instance: Instance = await self._nursery.start(self._serve, model, attempt)
         model.memory_bytes = instance.opened.memory_bytes
         model.description = instance.service.description()
