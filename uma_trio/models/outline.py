@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from pathlib import Path
 
 import attrs
@@ -9,9 +11,8 @@ import attrs
 from uma_trio.config import Model
 from uma_trio.engine.fit import ModelSizes, with_defaults
 from uma_trio.engine.layout import DEFAULT_WINDOW
+from uma_trio.models.gguf_check import check_gguf
 from uma_trio.models.gguf_header import GgufError, read_header
-from uma_trio.models.gguf_split import parts_of
-from uma_trio.models.sizes import sizes_of
 
 
 @attrs.frozen(kw_only=True)
@@ -49,25 +50,26 @@ class ModelOutline:
 
 
 def read_outline(path: Path) -> ModelOutline:
-    """Read the header of a model.  A file that is no model has an empty outline.  Blocks for some milliseconds."""
+    """Check and read the header of a model.  A file that cannot be served has an empty outline.
+
+    Blocks for some milliseconds, or up to a fifth of a second for a large vocabulary, once for each file.
+    """
     try:
-        header = read_header(path)
-        size = sum([each.stat().st_size for each in parts_of(path, header.n_parts)])
-        written_at = path.stat().st_mtime
-        sizes = sizes_of(header)
+        status = path.stat()
+        return _read(path, status.st_mtime, status.st_size)
     except (OSError, GgufError):
         return ModelOutline()
-    n_parameters = 0
-    for tensor in header.tensors:
-        n = 1
-        for length in tensor.shape:
-            n *= length
-        n_parameters += n
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(path: Path, written_at: float, n_bytes: int) -> ModelOutline:
+    summary = check_gguf(path)
+    header = read_header(path)
     return ModelOutline(
-        size_bytes=size,
-        architecture=header.text("general.architecture"),
-        n_parameters=n_parameters,
-        sizes=sizes,
+        size_bytes=summary.size_bytes,
+        architecture=summary.architecture,
+        n_parameters=sum([math.prod(tensor.shape) for tensor in header.tensors]),
+        sizes=summary.sizes,
         has_template="tokenizer.chat_template" in header.values,
         written_at=written_at,
     )
