@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -124,4 +123,4 @@ def to_plain(entry: ModelEntry) -> Mapping[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [attrs.asdict(each) if attrs.has(type(each)) else each for each in value]
-    return str(value) if isinstance(value, Path) else value
+    return value if isinstance(value, str | int | float | None) else str(value)  # a path

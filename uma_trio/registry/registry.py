@@ -291,11 +291,10 @@ class ModelRegistry:
             if not attempt.is_start:
                 log.error("a model cannot be loaded", model=model.name, reason=str(error))
         else:
+            if old is not None:
+                self._drain(model, old)
             model.instance, model.failure = new, None
             model.loads += 1
-            assert self._nursery is not None
-            if old is not None:
-                self._nursery.start_soon(self._unload, model, old)
             if not new.has_storage:
                 new.nursery.start_soon(self._take_storage, new)
         finally:
@@ -410,15 +409,20 @@ class ModelRegistry:
                     f"there is no room for the model {model.name}: {missing}, by {names}, which stay loaded"
                 )
 
+    def _drain(self, model: Model, instance: Instance) -> None:
+        """Give ``instance`` no more requests, and end it when it has none.  Does not wait."""
+        if instance in model.draining:
+            return
+        model.draining.add(instance)
+        if model.instance is instance:
+            model.instance = None
+        self._announce()
+        assert self._nursery is not None
+        self._nursery.start_soon(self._close_when_unused, model, instance)
+
     async def _unload(self, model: Model, instance: Instance) -> None:
-        """Give ``instance`` no more requests, and end it when it has none.  Goes on if it is cancelled."""
-        if instance not in model.draining:
-            model.draining.add(instance)
-            if model.instance is instance:
-                model.instance = None
-            self._announce()
-            assert self._nursery is not None
-            self._nursery.start_soon(self._close_when_unused, model, instance)
+        """Wait until ``instance`` has no requests, and has ended.  It ends as well if this is cancelled."""
+        self._drain(model, instance)
         while instance in model.draining:
             await self._changed.wait()
 
@@ -447,8 +451,7 @@ class ModelRegistry:
                 continue
             if model.instance is instance and model.attempt is None:
                 log.info("unloading a model that nobody uses", model=model.name, idle_s=spec.idle_unload_s)
-                assert self._nursery is not None
-                self._nursery.start_soon(self._unload, model, instance)
+                self._drain(model, instance)
             return
 
     # -- administration ---------------------------------------------------------------------------
@@ -513,8 +516,7 @@ class ModelRegistry:
                 model.is_removed = True
                 self._removed.append(model)
                 for instance in model.instances:
-                    assert self._nursery is not None
-                    self._nursery.start_soon(self._unload, model, instance)
+                    self._drain(model, instance)
         self._announce()
         for model in [*(model for model in changed if model.instance is not None), *added]:
             if model.attempt is None:
