@@ -247,11 +247,13 @@ class ModelService:
     def describe(self) -> dict[str, dict[str, Any]]:
         """What does not change while the model is loaded: facts by name, each with its fields."""
         info, fit = self._model.info, self._model.fit
+        adapters = ", ".join([f"{each.name} (rank {each.rank}, scale {each.scale:g})" for each in info.adapters])
         return {
             "fit": {"choice": fit.choice, "why": fit.why} if fit is not None else {"choice": "off"},
             "model": {"model": self.name, "description": info.description, "size_mb": round(info.size_bytes / MB, 1)},
             "KV cache": {"ctx": info.n_ctx, "parallel": info.n_seq_max, "ctx_per_request": info.max_request_tokens},
             "device": {"device": str(self._model.devices)},
+            **({"adapters": {"loaded": adapters}} if adapters else {}),
             "chat template": {"template": self._model.chat_template or "none"},
             "sampling defaults": {
                 name: f"{each.value:g} ({each.source})"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    from uma_trio.config import Config, ModelEntry
+    from uma_trio.config import Adapter, Config, ModelEntry
     from uma_trio.hub.environment import Places
     from uma_trio.hub.locate import Located
 
@@ -61,7 +61,7 @@ def is_path_of_model(model: str) -> bool:
 
 
 def located(config: Config, *, may_pull: bool) -> Config:
-    """The settings with the paths of the models in place of their names, and the names as aliases.
+    """The settings with the paths of models and adapters in place of their names, and the models' names as aliases.
 
     Shows a progress bar on stderr while a model is downloaded.
 
@@ -75,6 +75,7 @@ def located(config: Config, *, may_pull: bool) -> Config:
     if model.draft_model is not None:
         draft = _locate(model.draft_model, places, may_pull=may_pull)
         model = attrs.evolve(model, draft_model=str(draft.path))
+    model = attrs.evolve(model, adapters=_located_adapters(model.adapters, places, may_pull=may_pull))
     if model.model is not None and not config.models:
         found = _locate(model.model, places, may_pull=may_pull)
         model = attrs.evolve(model, model=str(found.path), alias=model.alias or found.name)
@@ -97,8 +98,21 @@ def _located_entries(entries: Sequence[ModelEntry], places: Places, *, may_pull:
         settings = dict(entry.settings)
         if settings.get("draft_model") is not None:
             settings["draft_model"] = str(_locate(settings["draft_model"], places, may_pull=may_pull).path)
+        if settings.get("adapters"):
+            settings["adapters"] = _located_adapters(settings["adapters"], places, may_pull=may_pull)
         located.append(attrs.evolve(entry, model=str(found.path), name=name, settings=settings))
     return tuple(located)
+
+
+def _located_adapters(adapters: Sequence[Adapter], places: Places, *, may_pull: bool) -> tuple[Adapter, ...]:
+    return tuple(
+        [
+            each
+            if os.path.exists(os.path.expanduser(each.path))
+            else attrs.evolve(each, path=str(_locate(each.path, places, may_pull=may_pull).path))
+            for each in adapters
+        ]
+    )
 
 
 def _locate(name: str, places: Places, *, may_pull: bool) -> Located:

@@ -36,6 +36,8 @@ MAX_TOOLS: Final = 512
 """As in the socket protocol."""
 MAX_BIASES: Final = 300
 """As in the socket protocol."""
+MAX_ADAPTERS: Final = 64
+"""Adapters of a model, as in the configuration."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -178,7 +180,7 @@ class Call:
             raise invalid("the body must be a JSON object")
         self.request.scope["state"]["given"] = frozenset(found)
         if self.config.http.any_model and isinstance(found.get("model"), str):
-            names = [model.name for model in await self.ask(lambda client: client.models())]
+            names = [name for model in await self.ask(lambda client: client.models()) for name in model.names]
             if found["model"] not in names:
                 found["model"] = names[0]
         return found

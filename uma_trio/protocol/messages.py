@@ -475,6 +475,11 @@ class ModelDescription:
     unloads_in_s: float | None = None
     """When it is unloaded if nobody uses it, while it is loaded; ``None``: it stays."""
 
+    @property
+    def names(self) -> list[str]:
+        """The names that requests may give: of the model, and of the model with each of its adapters."""
+        return [self.name, *[f"{self.name}:{adapter.name}" for adapter in self.adapters]]
+
 
 @attrs.frozen(kw_only=True)
 class ModelList:

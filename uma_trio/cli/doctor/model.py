@@ -49,6 +49,7 @@ def check_library_and_model(settings: Config, flags: dict[str, Any]) -> Iterator
     yield _devices((model or {}).get("devices") or library["devices"])
     yield Finding("backend", "ok", library["system_info"].strip() or "the library does not describe it")
     yield from _card(path, EMBEDDED)
+    yield from _adapters(settings, path)
     yield _model(path, path == EMBEDDED, model, ending)
     if model is not None and "problem" not in model:
         yield _context(model)
@@ -86,6 +87,23 @@ def _card(path: Path, embedded: Path) -> Iterator[Finding]:
     else:
         against = "as in its card" if known else "there is no card to compare it with"
         yield Finding("embedded", "ok", f"{size(embedded.stat().st_size)}, sha256 {found[:12]}, {against}")
+
+
+def _adapters(settings: Config, path: Path) -> Iterator[Finding]:
+    """Check each adapter against the model."""
+    from uma_trio.models.adapters import check_adapters
+    from uma_trio.models.gguf_header import GgufError
+    from uma_trio.models.load_errors import ModelError
+
+    for adapter in settings.model.adapters:
+        try:
+            [found] = check_adapters([adapter], path)
+        except ModelError as error:
+            yield Finding("adapter", "problem", error.reason, error.remedy)
+        except (GgufError, OSError):
+            return  # the model itself cannot be read, which has a finding of its own
+        else:
+            yield Finding("adapter", "ok", f"{found.name}: rank {found.rank}, {size(found.size_bytes)}, {found.path}")
 
 
 def _model(path: Path, embedded: bool, found: dict[str, Any] | None, ending: str) -> Finding:

@@ -19,12 +19,13 @@ from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
     OPENAI,
     Sampling,
+    adapters_of,
     check_session,
     error_body,
     length_fields,
     model_name,
 )
-from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, Props
+from uma_trio.gateway.dialects.openai_shapes import LlamaAnswer, LoraAdapter, Props
 from uma_trio.gateway.endpoint import Call, Endpoint
 from uma_trio.gateway.errors import HttpError
 from uma_trio.gateway.parts import logprobs_of
@@ -87,10 +88,12 @@ async def complete_as_llama_server(call: Call) -> Response:
         check_session(request.session_id, prompts)
         bias = await translation.logit_bias(request.logit_bias)
     logprobs = request.n_probs or (0 if request.return_tokens and not request.stream else None)
+    adapters = await adapters_of(call, request)
     sampling = {**request.sampling_fields(), "n": request.answers, "logit_bias": bias, "repeat_last_n": request.window}
     requests = [
         call.for_daemon(
             **sampling,
+            adapters=adapters,
             prompt=prompt,
             **length_fields(request.limit),
             logprobs=logprobs,
@@ -274,6 +277,14 @@ class LlamaEvents:
         return sse({"index": index, "content": "", "tokens": [], "stop": False, "prompt_progress": progress})
 
 
+async def lora_adapters(call: Call) -> Response:
+    """The adapters of the default model, by their numbers.  ``scale`` is that of requests that give none."""
+    model = (await call.ask(lambda client: client.models()))[0]
+    return json_response(
+        [{"id": number, "path": each.name, "scale": each.scale} for number, each in enumerate(model.adapters)]
+    )
+
+
 async def props(call: Call) -> Response:
     """What llama-server says about itself: the context of a request, and the chat template."""
     model = (await call.ask(lambda client: client.models()))[0]
@@ -308,6 +319,14 @@ ENDPOINTS = (
     *(
         attrs.evolve(endpoint, path=endpoint.path.removeprefix("/v1"))
         for endpoint in (*openai_chat.ENDPOINTS, *openai_models.ENDPOINTS, *openai_responses.ENDPOINTS)
+    ),
+    Endpoint(
+        method="GET",
+        path="/lora-adapters",
+        dialect=OPENAI,
+        answer=lora_adapters,
+        shapes=(list[LoraAdapter],),
+        summary="The LoRA adapters of the model",
     ),
     Endpoint(
         method="GET",

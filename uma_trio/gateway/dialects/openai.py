@@ -12,9 +12,16 @@ import msgspec
 from msgspec import Meta
 
 from uma_trio.client import Eos
-from uma_trio.errors import BadRequest, ContextTooSmall, MaxTokensTooLarge, ModelNotFound, PromptTooLarge
+from uma_trio.errors import (
+    AdapterNotFound,
+    BadRequest,
+    ContextTooSmall,
+    MaxTokensTooLarge,
+    ModelNotFound,
+    PromptTooLarge,
+)
 from uma_trio.gateway.dialects.openai_constraints import CONSTRAINT_NAMES, Constrained
-from uma_trio.gateway.endpoint import MAX_BIASES, MAX_MESSAGES, Call, Dialect
+from uma_trio.gateway.endpoint import MAX_ADAPTERS, MAX_BIASES, MAX_MESSAGES, Call, Dialect
 from uma_trio.gateway.errors import HttpError, invalid
 from uma_trio.gateway.limits import QUOTA
 from uma_trio.protocol.messages import Logprobs
@@ -136,6 +143,13 @@ FIELD_NAMES: Final = {
 """What fields of the socket protocol are called in requests of OpenAI's API, of vLLM and of llama-server."""
 
 
+class Lora(msgspec.Struct):
+    """An adapter of the model by its number, as llama-server names it."""
+
+    id: int
+    scale: float = 1.0
+
+
 class Sampling(Constrained, kw_only=True):
     """Parameters of a request that chat and plain completions share.  Bounds are those of the socket protocol."""
 
@@ -156,6 +170,8 @@ class Sampling(Constrained, kw_only=True):
     ignore_eos: bool | None = None
     cache_prompt: bool | None = None
     """llama-server's name for whether a cached prefix may be used."""
+    lora: Annotated[list[Lora], Meta(max_length=MAX_ADAPTERS)] | None = None
+    """LoRA adapters by their numbers, as in llama-server; those that it does not name are not used."""
     n: int | None = None
     n_predict: int | None = None
     """llama-server's name for ``max_tokens``."""
@@ -199,6 +215,26 @@ class Sampling(Constrained, kw_only=True):
             "cache_prompt": self.cache_prompt,
             "n": self.n,
         }
+
+
+async def adapters_of(call: Call, request: Sampling) -> list[dict[str, Any]] | None:
+    """The adapters that ``request`` chooses by their numbers, as in the socket protocol; ``None``: none.
+
+    Raises:
+        HttpError: the model has no such adapter.
+    """
+    if not request.lora:
+        return None
+    models = await call.ask(lambda client: client.models())
+    model = next((each for each in models if request.model in each.names), models[0])
+    found = []
+    for number, each in enumerate(request.lora):
+        if not 0 <= each.id < len(model.adapters):
+            there = f"{len(model.adapters)} adapters" if model.adapters else "no adapters (--adapter NAME=FILE)"
+            message = f"lora names the adapter {each.id}; {model.name} has {there}"
+            raise HttpError(AdapterNotFound.http_status, AdapterNotFound.code, message, parameter=f"lora[{number}].id")
+        found.append({"name": model.adapters[each.id].name, "scale": each.scale})
+    return found
 
 
 def chat_message(index: int, message: Message) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from uma_trio.gateway.dialects.openai import (
     OPENAI,
     Message,
     Sampling,
+    adapters_of,
     chat_logprobs,
     chat_message,
     error_body,
@@ -63,6 +64,7 @@ async def complete_chat(call: Call) -> Response:
     n = request.n or 1
     fields = call.for_daemon(
         **request.sampling_fields(),
+        adapters=await adapters_of(call, request),
         **conversation_fields(
             [chat_message(index, message) for index, message in enumerate(request.messages)],
             call.request.headers if n == 1 else {},

@@ -14,6 +14,7 @@ from uma_trio.gateway.dialects.openai import (
     FIELD_NAMES,
     OPENAI,
     Sampling,
+    adapters_of,
     check_session,
     error_body,
     finish_reason,
@@ -70,9 +71,11 @@ async def complete(call: Call) -> Response:
     n = request.n or 1
     check_session(request.session_id, prompts)
     session = {} if request.session_id is None else {"session_id": request.session_id, "history": "replace"}
+    adapters = await adapters_of(call, request)
     requests = [
         call.for_daemon(
             **request.sampling_fields(),
+            adapters=adapters,
             **session,
             prompt=prompt,
             **length_fields(limit),

@@ -18,30 +18,35 @@ from uma_trio.gateway.errors import HttpError
 
 
 async def list_models(call: Call) -> Response:
-    """All models that are served, the default one first."""
+    """All models that are served, the default one first, and each of them with each of its adapters."""
     models = await call.ask(lambda client: client.models())
+    named = [(name, model) for model in models for name in model.names]
     if call.dialect is ANTHROPIC:
-        names = [model.name for model in models]
-        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return json_response({"data": [_anthropic_model(model) for model in models], **page})
-    return json_response({"object": "list", "data": [_model(model) for model in models]})
+        page = {"has_more": False, "first_id": named[0][0], "last_id": named[-1][0]}
+        return json_response({"data": [_anthropic_model(*each) for each in named], **page})
+    return json_response({"object": "list", "data": [_model(*each) for each in named]})
 
 
 async def retrieve_model(call: Call) -> Response:
     """One model."""
     name: str = call.request.path_params["name"]
     models = await call.ask(lambda client: client.models())
+    wanted = name.removesuffix(".gguf")
     for model in models:
-        if model.name == name.removesuffix(".gguf"):
-            return json_response(_anthropic_model(model) if call.dialect is ANTHROPIC else _model(model))
-    names = ", ".join(model.name for model in models)
+        if wanted in model.names:
+            return json_response((_anthropic_model if call.dialect is ANTHROPIC else _model)(wanted, model))
+    names = ", ".join(each for model in models for each in model.names)
     raise HttpError(404, "E_MODEL_NOT_FOUND", f"there is no model {name!r} here; there is {names}", parameter="model")
 
 
-def _model(model: ModelDescription) -> dict[str, Any]:
-    """A model with what one request may use, under the names that clients look for."""
+def _model(name: str, model: ModelDescription) -> dict[str, Any]:
+    """A model with what one request may use, under the names that clients look for.
+
+    One with an adapter names the model itself as ``parent``, as with vLLM.
+    """
     return {
-        "id": model.name,
+        "id": name,
+        **({} if name == model.name else {"parent": model.name}),
         "object": "model",
         "created": int(model.created_at),
         "owned_by": "uma-trio",
@@ -57,13 +62,13 @@ def _model(model: ModelDescription) -> dict[str, Any]:
     }
 
 
-def _anthropic_model(model: ModelDescription) -> dict[str, Any]:
+def _anthropic_model(name: str, model: ModelDescription) -> dict[str, Any]:
     """The same in Anthropic's words."""
     created = datetime.datetime.fromtimestamp(int(model.created_at), datetime.UTC)
     return {
         "type": "model",
-        "id": model.name,
-        "display_name": model.name,
+        "id": name,
+        "display_name": name,
         "created_at": created.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "max_input_tokens": model.context_per_request,

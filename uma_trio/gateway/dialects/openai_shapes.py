@@ -223,6 +223,8 @@ class Model(Shape):
     max_model_len: int
     capabilities: list[str]
     meta: ModelMeta
+    parent: str | UnsetType = UNSET
+    """The model itself, of a model with an adapter."""
 
 
 class ModelPage(Shape):
@@ -329,6 +331,15 @@ class LlamaAnswer(msgspec.Struct, kw_only=True):
     completion_probabilities: list[Any] | UnsetType = UNSET
     prompt_progress: Object | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
+
+
+class LoraAdapter(Shape):
+    """A LoRA adapter of the model."""
+
+    id: int
+    path: str
+    """Its name."""
+    scale: float
 
 
 class Props(Shape):
