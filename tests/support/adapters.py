@@ -30,13 +30,13 @@ def make_adapter_script() -> ModuleType:
 
 
 @functools.cache
-def random_adapter(model: Path, seed: int = 0, rank: int = 4) -> Path:
-    """An adapter of ``model`` that changes its text."""
-    made = run_folder() / f"{model.stem}-lora-{seed}-{rank}.gguf"
+def random_adapter(model: Path, seed: int = 0, rank: int = 4, strength: float = 0.3) -> Path:
+    """An adapter of ``model`` that changes its text; of a trained model with a ``strength`` of about 1."""
+    made = run_folder() / f"{model.stem}-lora-{seed}-{rank}-{strength:g}.gguf"
     with locked(made.name):
         if not made.exists():
             part = made.with_suffix(".part")
-            make_adapter_script().make_adapter(part, model, rank=rank, seed=seed)
+            make_adapter_script().make_adapter(part, model, rank=rank, seed=seed, strength=strength)
             part.replace(made)
     return made
 
