@@ -234,7 +234,7 @@ async def serving(
     engine = engine or FakeEngine()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "uma.sock")
-        chosen = settings(**values)
+        chosen = settings(adapters=[f"{each.name}={each.path}" for each in engine.info.adapters], **values)
         model = FakeModel(
             VirtualEngine(engine, settings=chosen.engine),
             FakePrompts(FakeTokenizer(), FakeChat() if has_template else None, chosen.limits, reasoning, tools),
